@@ -1,0 +1,62 @@
+"""The few kinds of error that cross a room's boundary; each tells the caller what it may do.
+
+`Unavailable` and `Unknown` differ in one thing only, and it is the thing that matters: after
+`Unavailable` the operation certainly did not happen and may be retried; after `Unknown` it may
+have happened, and the caller resolves it by nonce or by re-reading, or steps down. It never guesses.
+
+Foreign exceptions are translated into these at the edge of the room that calls the library.
+"""
+
+from __future__ import annotations
+
+
+class TidemillError(Exception):
+    """Root of all errors raised on purpose. `fix` is one imperative sentence for the operator, or empty."""
+
+    def __init__(self, message: str, *, fix: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.fix}".rstrip() if self.fix else self.message
+
+
+class Invalid(TidemillError):
+    """The request itself is wrong; it changed nothing and will fail again unless it is changed."""
+
+
+class Missing(Invalid):
+    """The named object, key, topic, shard or shape does not exist."""
+
+
+class Conflict(TidemillError):
+    """Another writer was first. `current` holds what is there now, so the loser saves a round trip."""
+
+    def __init__(self, message: str, *, current: object = None, fix: str = "") -> None:
+        super().__init__(message, fix=fix)
+        self.current = current
+
+
+class Fenced(TidemillError):
+    """A newer term or epoch exists: this holder must stop writing and step down."""
+
+    def __init__(self, message: str, *, current: object = None, fix: str = "") -> None:
+        super().__init__(message, fix=fix)
+        self.current = current
+
+
+class Unavailable(TidemillError):
+    """It did not happen; retrying later may succeed."""
+
+
+class Unknown(TidemillError):
+    """It may or may not have happened; resolve by nonce or re-read before doing anything else."""
+
+
+class Corrupt(TidemillError):
+    """Durable bytes are not what was written. Never retried, never papered over."""
+
+
+class Closed(TidemillError):
+    """The component was closed; the caller outlived it."""

@@ -1,0 +1,34 @@
+"""Every limit is a named constant with its unit and its reason. Settings may lower them, not exceed them."""
+
+from __future__ import annotations
+
+MIB = 1 << 20
+
+OBJECT_CONCURRENCY = 16
+"""Object requests under way at once per store."""
+
+OBJECT_RETRY_BUDGET_S = 15.0
+"""An object request retries transient errors for at most this long."""
+
+COALESCE_GAP_BYTES = 64 << 10
+"""Two ranged reads of one object closer than this become one request."""
+
+LOG_RECORD_BYTES = 8 * MIB
+"""One record of a fenced log; larger payloads belong in an object."""
+
+REGISTER_BYTES = 1 * MIB
+
+LEASE_TTL_MS = 6_000
+"""Leadership lease; safety comes from fencing, this only bounds the time to take over."""
+
+L0_OBJECT_BYTES = 4 * MIB
+L0_UPLOADS_IN_FLIGHT = 4
+
+INLINE_PART_BYTES = 16 << 10
+"""A shard part at most this large travels inside the shard's log record instead of an object."""
+
+KAFKA_REQUEST_BYTES = 100 * MIB
+
+MARK_PUBLISH_INTERVAL_S = 1.0
+MARK_BLIND_AFTER_MS = 10_000
+"""A process that has not published its marks for this long is blind."""

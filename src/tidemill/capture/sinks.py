@@ -1,0 +1,37 @@
+"""What the collector needs of those who receive changes. `node` wires the implementations (topic writer, shapes).
+
+P1  The LSN confirmed to Postgres never passes what every sink has flushed.
+
+Flush notices travel through the collector's own queue, never inline: a notice sent while a commit
+is being handled is handled after that commit's registration (the ordering axiom of notes/electric.md §2).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from tidemill.base.frontier import ChangePosition
+from tidemill.capture.changes import Fragment
+
+
+class FlushNotices(Protocol):
+    def flushed(self, consumer: str, position: ChangePosition) -> None:
+        """`consumer` holds everything up to and including `position` durably. Any thread-of-control, same loop."""
+        ...
+
+    def removed(self, consumer: str) -> None:
+        """`consumer` is gone on purpose and holds nothing back any longer."""
+        ...
+
+
+class Sink(Protocol):
+    async def deliver(self, fragment: Fragment, notices: FlushNotices) -> list[str]:
+        """Take the fragment; return the names of consumers that will send `flushed` for it (touched ones).
+
+        Called in commit order, one at a time; must not wait for durability. A commit fragment goes to
+        every sink even when it changes nothing for it. Replayed fragments (after a restart) are
+        recognised by position and still reported flushed.
+        """
+        ...
+
+    async def aclose(self) -> None: ...

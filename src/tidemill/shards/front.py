@@ -1,0 +1,151 @@
+"""The fronts of `shards`: durable multisets over time, and the bindings that give records their time.
+
+S1  since and upper only advance; a read at t is exact when since ≤ t < upper.
+S2  compare-and-append moves upper and shows the batch, or does neither.
+
+Rows travel as Arrow tables: the shard's columns, then `_time` int64 (ms) and `_diff` int64 (±1).
+Stored parts carry `_hash` uint64 (of the key columns) as well and are sorted by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import pyarrow as pa
+
+TIME = "_time"
+DIFF = "_diff"
+HASH = "_hash"
+
+
+class Column(msgspec.Struct, frozen=True):
+    """`type` is one of: bool int16 int32 int64 float32 float64 string binary date timestamp(us, UTC) decimal(p,s) json."""
+
+    name: str
+    type: str
+
+
+class ShardSchema(msgspec.Struct, frozen=True):
+    """Columns in order, and the names of those that form the key (empty = the whole row)."""
+
+    columns: tuple[Column, ...]
+    key: tuple[str, ...]
+    buckets: int = 1
+
+
+class Part(msgspec.Struct, frozen=True):
+    """An immutable run of rows: an object, or the Parquet bytes themselves when small (`inline`)."""
+
+    rows: int
+    size_bytes: int
+    bucket: int = 0
+    object_key: str = ""
+    inline: bytes = b""
+    min_hash: int = 0
+    max_hash: int = 0
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """All updates with lower ≤ time < upper; rows outside these bounds in its parts are filtered by readers."""
+
+    lower: int
+    upper: int
+    parts: tuple[Part, ...]
+    writer: str = ""
+    token: str = ""
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What one listen step yields: complete updates for [lower, upper); `rows` may be empty (progress)."""
+
+    lower: int
+    upper: int
+    rows: Any  # pa.Table, with _time and _diff
+
+
+class Shard(Protocol):
+    """A handle of one process. `name` is the shard's name; frontiers are plain ms here, wrapped at the room's edge."""
+
+    name: str
+    schema: ShardSchema
+
+    async def frontiers(self, *, fresh: bool = True) -> tuple[int, int]:
+        """(since, upper); fresh = read consensus, else as cached."""
+        ...
+
+    async def write_part(self, rows: pa.Table, bucket: int = 0) -> Part:
+        """Sort, encode and store rows (with _time and _diff); nothing refers to the part until it is appended."""
+        ...
+
+    async def compare_and_append(self, lower: int, upper: int, parts: Sequence[Part], token: str) -> int:
+        """Show the batch and move upper from `lower` to `upper`; returns the new upper.
+
+        Raises Conflict(current=int upper) when upper ≠ lower; Unknown is resolved inside by token. Empty
+        `parts` publish progress. Raises Invalid on bounds that make no sense (before any network call).
+        """
+        ...
+
+    async def snapshot(self, as_of: int, timeout_s: float | None = None) -> pa.Table:
+        """Consolidated contents at `as_of` (no _time, no _diff). Waits for upper > as_of; Invalid below since."""
+        ...
+
+    async def batches(self, lower: int) -> list[Batch]:
+        """Batches whose upper > `lower`, in order, contiguous, up to the current upper."""
+        ...
+
+    async def read_batch(self, batch: Batch, lower: int, upper: int) -> pa.Table:
+        """Rows of the batch with lower ≤ _time < upper."""
+        ...
+
+    def listen(self, lower: int) -> AsyncIterator[Delta]:
+        """Every update with time ≥ lower, exactly once, then waits for more. Progress-only deltas included."""
+        ...
+
+    async def wait_upper(self, beyond: int, timeout_s: float) -> int:
+        """Current upper, returned as soon as it is > beyond or after the timeout."""
+        ...
+
+
+class Binding(msgspec.Struct, frozen=True):
+    """time → next offsets per partition: a record gets the smallest time whose offsets pass it.
+
+    offsets         topic id → next offset of each partition (exclusive end of what this time covers)
+    lsn             for a captured database: the commit LSN of the last transaction covered, else 0
+    source_time_ms  when the newest covered change was committed at its source (0 = unknown)
+    tag             content of the marker that asked for this binding, or ""
+    """
+
+    time_ms: int
+    offsets: dict[str, tuple[int, ...]]
+    lsn: int = 0
+    source_time_ms: int = 0
+    tag: str = ""
+
+
+class Remap(Protocol):
+    """Bindings of one source, minted by compare-and-append. Names: `capture/<name>` or `topic/<name>`."""
+
+    name: str
+
+    async def latest(self) -> Binding | None: ...
+
+    async def mint(self, binding: Binding) -> Binding:
+        """Append if its time is above the latest and no offset goes back; the first minter wins.
+
+        Raises Conflict(current=Binding | None): the loser syncs and mints only what is still missing.
+        """
+        ...
+
+    async def after(self, time_ms: int, limit: int = 10_000) -> list[Binding]:
+        """Bindings with time > time_ms, oldest first."""
+        ...
+
+    async def at(self, time_ms: int) -> Binding | None:
+        """The binding in force at time_ms: the newest with time ≤ time_ms."""
+        ...
+
+    async def wait(self, beyond_ms: int, timeout_s: float) -> bool:
+        """True as soon as a binding newer than beyond_ms exists."""
+        ...
