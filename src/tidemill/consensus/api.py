@@ -84,7 +84,7 @@ class Consensus(Protocol):
     async def log_head(self, log: str) -> LogHead: ...
 
     async def fence(self, log: str, term: int) -> LogHead:
-        """Raise the log's term to `term`. Same term again is a no-op. Raises Fenced(current: LogHead) if it is higher."""
+        """Raise the log's term to `term`. Same term again is a no-op. Raises Fenced(current: LogHead)."""
         ...
 
     async def append(self, log: str, term: int, expected_next: int, records: Sequence[bytes], nonce: str) -> LogHead:

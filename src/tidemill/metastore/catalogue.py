@@ -85,7 +85,9 @@ class Catalogue:
         """Create or replace, last writer wins (one owner per row by lease)."""
         while True:
             found = await self._consensus.head(self._key(type(row), row.name))
-            if await self._write(self._key(type(row), row.name), found.seq if found else 0, msgspec.msgpack.encode(row)):
+            if await self._write(
+                self._key(type(row), row.name), found.seq if found else 0, msgspec.msgpack.encode(row)
+            ):
                 return
 
     async def create_topic(
@@ -101,9 +103,7 @@ class Catalogue:
             if found is not None and found.data:
                 current = msgspec.msgpack.decode(found.data, type=TopicRow)
                 raise Conflict(f"topic exists: topic={name}.", current=current)
-            if await self._write(
-                self._key(TopicRow, name), found.seq if found else 0, msgspec.msgpack.encode(row)
-            ):
+            if await self._write(self._key(TopicRow, name), found.seq if found else 0, msgspec.msgpack.encode(row)):
                 return row
 
     async def delete(self, kind: type[Row], name: str) -> None:

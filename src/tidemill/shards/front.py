@@ -21,7 +21,7 @@ HASH = "_hash"
 
 
 class Column(msgspec.Struct, frozen=True):
-    """`type` is one of: bool int16 int32 int64 float32 float64 string binary date timestamp(us, UTC) decimal(p,s) json."""
+    """`type`: bool int16 int32 int64 float32 float64 string binary date timestamp(us, UTC) decimal(p,s) json."""
 
     name: str
     type: str
