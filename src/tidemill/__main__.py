@@ -1,0 +1,5 @@
+"""`python -m tidemill`: the same as the `tidemill` command."""
+
+from tidemill.cli.main import run
+
+run()
