@@ -1,0 +1,75 @@
+"""What every subcommand needs: the configuration, the stores opened from it, and one way to print.
+
+Rooms are imported inside functions: `tidemill --help` must not pay for pyarrow, psycopg or the stores.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tidemill.base.clock import Clock, Rand, SystemClock
+from tidemill.base.portal import Portal
+from tidemill.node.config import Config, load
+
+if TYPE_CHECKING:
+    from tidemill.consensus.api import Consensus
+    from tidemill.metastore.catalogue import Catalogue
+    from tidemill.objects.store import ObjectStore
+    from tidemill.shards.front import Shard
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="Path of tidemill.toml.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON value as the last line.")]
+
+
+class Stores:
+    """Consensus and objects of a configuration, called synchronously through one portal."""
+
+    def __init__(self, config: Config, portal: Portal, consensus: Consensus, objects: ObjectStore) -> None:
+        self.config = config
+        self.portal = portal
+        self.consensus = consensus
+        self.objects = objects
+        self.clock: Clock = SystemClock()
+        self.rand = Rand()
+
+    @property
+    def catalogue(self) -> Catalogue:
+        from tidemill.metastore.catalogue import Catalogue
+
+        return Catalogue(self.consensus, self.clock, self.rand)
+
+    def shard(self, name: str) -> Shard:
+        """Open an existing shard. Raises Missing."""
+        from tidemill.shards.open import open_shard
+
+        return self.portal.call(open_shard(self.consensus, self.objects, self.clock, self.rand, name))
+
+
+@contextmanager
+def stores(path: Path | None) -> Iterator[Stores]:
+    """Open what the configuration names; closed at the end. Raises Invalid with the key and the fix."""
+    from tidemill.consensus.open import open_consensus
+    from tidemill.objects.open import open_objects
+
+    config = load(path)
+    clock, rand = SystemClock(), Rand()
+    with Portal() as portal:
+        objects = portal.call(open_objects(config.objects_url, clock, rand))
+        try:
+            consensus = portal.call(open_consensus(config.consensus_url, clock, rand))
+            try:
+                yield Stores(config, portal, consensus, objects)
+            finally:
+                portal.call(consensus.aclose())
+        finally:
+            portal.call(objects.aclose())
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, default=str), flush=True)

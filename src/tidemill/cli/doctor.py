@@ -1,0 +1,117 @@
+"""`tidemill doctor`: one line a check, each failure with its fix."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import TidemillError
+from tidemill.base.portal import Portal
+from tidemill.cli.context import ConfigOption, JsonOption, print_json
+from tidemill.node.config import Config, load
+
+MINIMUM_FREE_BYTES = 2 << 30
+Check = Callable[[Config], str]
+"""Returns what was found; raises TidemillError, whose `fix` says what to do."""
+
+
+def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Check Python, Java, disk, ports, bucket, consensus and Postgres; exit 1 when a check failed."""
+    loaded = load(config)
+    results = [_run(name, check, loaded) for name, check in _checks(loaded)]
+    if as_json:
+        print_json(results)
+    else:
+        for result in results:
+            mark = "ok  " if result["ok"] else "FAIL"
+            print(f"{mark} {result['check']}: {result['found']}" + (f" → {result['fix']}" if result["fix"] else ""))
+    raise SystemExit(0 if all(r["ok"] for r in results) else 1)
+
+
+def _run(name: str, check: Check, config: Config) -> dict[str, object]:
+    try:
+        return {"check": name, "ok": True, "found": check(config), "fix": ""}
+    except TidemillError as error:
+        return {"check": name, "ok": False, "found": error.message, "fix": error.fix}
+
+
+def _checks(config: Config) -> list[tuple[str, Check]]:
+    fixed: list[tuple[str, Check]] = [
+        ("python", _python),
+        ("java", _java),
+        ("disk", _disk),
+        ("node.http", lambda c: _port(c.node.http, "node.http")),
+        ("node.kafka", lambda c: _port(c.node.kafka, "node.kafka")),
+        ("objects.url", _objects),
+        ("consensus.url", _consensus),
+    ]
+    return fixed + [(f"capture.{name}", lambda c, n=name: _capture(c, n)) for name in config.capture]  # type: ignore[misc]
+
+
+def _python(_: Config) -> str:
+    return ".".join(str(part) for part in sys.version_info[:3])
+
+
+def _java(_: Config) -> str:
+    from tidemill.spark.java import find_java
+
+    return str(find_java())
+
+
+def _disk(config: Config) -> str:
+    directory = Path(config.node.data).absolute()
+    while not directory.exists():
+        directory = directory.parent
+    free = shutil.disk_usage(directory).free
+    if free < MINIMUM_FREE_BYTES:
+        raise TidemillError(f"{free >> 20} MiB free below {directory}.", fix="Free 2 GiB, or move node.data.")
+    return f"{free >> 30} GiB free below {directory}"
+
+
+def _port(address: str, key: str) -> str:
+    host, _, port = address.rpartition(":")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:
+            raise TidemillError(
+                f"{address} cannot be bound: {error.strerror}.", fix=f"Stop what uses it, or change {key}."
+            ) from error
+    return f"{address} is free"
+
+
+def _objects(config: Config) -> str:
+    from tidemill.objects.open import open_objects
+    from tidemill.objects.probe import probe
+
+    with Portal() as portal:
+        objects = portal.call(open_objects(config.objects_url, SystemClock(), Rand()))
+        try:
+            return portal.call(probe(objects, Rand()))
+        finally:
+            portal.call(objects.aclose())
+
+
+def _consensus(config: Config) -> str:
+    from tidemill.consensus.open import open_consensus
+
+    with Portal() as portal:
+        consensus = portal.call(open_consensus(config.consensus_url, SystemClock(), Rand()))
+        try:
+            nodes = portal.call(consensus.leases("node/"))
+        finally:
+            portal.call(consensus.aclose())
+    return f"{config.consensus_url.partition(':')[0]} answers; live nodes: {sum(lease.live for lease in nodes)}"
+
+
+def _capture(config: Config, name: str) -> str:
+    from tidemill.capture.setup import check_database
+
+    section = config.capture[name]
+    with Portal() as portal:
+        return portal.call(check_database(section.dsn, section.tables))

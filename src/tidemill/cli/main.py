@@ -1,0 +1,56 @@
+"""The `tidemill` command: one file per subcommand, imported only when asked for.
+
+Exit codes: 0 fresh, 1 lagging or a check failed, 2 stuck or bad input. An error is one sentence on stderr.
+With --json the answer is the last line of stdout; logs go to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from tidemill.base.errors import TidemillError
+from tidemill.cli import (
+    demo_command,
+    dlq,
+    doctor,
+    shape,
+    sql,
+    status,
+    topic,
+    up,
+    verify_command,
+    why,
+)
+from tidemill.cli.logs import configure_logs
+
+app = typer.Typer(
+    name="tidemill",
+    help="Every change from Postgres and Kafka, through one bucket, into exact keyed tables and live apps.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command("up")(up.up)
+app.command("demo")(demo_command.demo)
+app.command("status")(status.status)
+app.command("why")(why.why)
+app.command("verify")(verify_command.verify)
+app.add_typer(topic.app, name="topic")
+app.add_typer(shape.app, name="shape")
+app.command("sql")(sql.sql)
+app.command("dlq")(dlq.dlq)
+app.command("doctor")(doctor.doctor)
+
+
+def run() -> None:
+    """Entry point: every error raised on purpose becomes one sentence and exit code 2."""
+    configure_logs()
+    try:
+        app()
+    except TidemillError as error:
+        print(f"tidemill: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
