@@ -1,0 +1,120 @@
+"""The demo's world on disk: one directory with Postgres, the bucket, consensus, logs and a real tidemill.toml.
+
+A second run resumes what the directory holds; `--fresh` removes it first. The file is an ordinary
+configuration: `tidemill --config DIR/tidemill.toml status` works beside the demo.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from tidemill.base.clock import Rand
+from tidemill.base.errors import Invalid
+from tidemill.cli.demo import shop
+from tidemill.node.config import Config, load
+from tidemill.node.postgres import EmbeddedPostgres
+
+MARKER = "harbour-shop"
+DATABASE = "shop"
+
+
+class Environment(msgspec.Struct):
+    directory: Path
+    postgres: EmbeddedPostgres
+    config: Config
+    config_path: Path
+    dsn: str
+    resumed: bool
+
+
+def prepare(directory: Path, *, http: str, kafka: str, fresh: bool, consensus_url: str = "", objects_url: str = "",
+            master: str = "local[*]") -> Environment:  # fmt: skip
+    """Start Postgres, create the shop if needed, write the configuration. Raises Invalid on an unusable directory."""
+    directory = directory.absolute()
+    _claim(directory, fresh=fresh)
+    resumed = (directory / "postgres" / "PG_VERSION").exists()
+    postgres = EmbeddedPostgres(directory / "postgres", settings={"synchronous_commit": "on"}).start()
+    try:
+        _create_database(postgres)
+        dsn = postgres.dsn_for(DATABASE)
+        shop.create(dsn, Rand(7))
+        config_path = directory / "tidemill.toml"
+        config_path.write_text(
+            _toml(
+                directory,
+                dsn,
+                http=http,
+                kafka=kafka,
+                consensus_url=consensus_url,
+                objects_url=objects_url,
+                master=master,
+            )  # fmt: skip
+        )
+        return Environment(directory, postgres, load(config_path), config_path, dsn, resumed)
+    except BaseException:
+        postgres.stop()
+        raise
+
+
+def _claim(directory: Path, *, fresh: bool) -> None:
+    marker = directory / MARKER
+    if fresh and directory.exists():
+        if not marker.exists() and any(directory.iterdir()):
+            raise Invalid(
+                f"--fresh would delete a directory that is not a demo's: data={directory}.",
+                fix="Name another with --data.",
+            )
+        shutil.rmtree(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+    except OSError as error:
+        raise Invalid(
+            f"cannot write the demo's directory: data={directory} error={error.strerror}.",
+            fix="Make it writable, or name another with --data.",
+        ) from error
+
+
+def _create_database(postgres: EmbeddedPostgres) -> None:
+    import psycopg
+
+    with psycopg.connect(postgres.dsn, autocommit=True) as connection:
+        found = connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", (DATABASE,)).fetchone()
+        if found is None:
+            connection.execute(f"CREATE DATABASE {DATABASE}".encode())
+
+
+def _toml(
+    directory: Path, dsn: str, *, http: str, kafka: str, consensus_url: str, objects_url: str, master: str
+) -> str:
+    pipeline = Path(__file__).with_name("pipeline.py")
+    tables = ", ".join(f'"public.{table}"' for table in shop.TABLES)
+    return f"""# Harbour Shop, written by `tidemill demo`.
+[node]
+name = "harbour"
+data = "{directory}"
+http = "{http}"
+kafka = "{kafka}"
+
+[objects]
+url = "{objects_url}"
+
+[consensus]
+url = "{consensus_url}"
+
+[capture.shop]
+dsn = "{dsn}"
+tables = [{tables}]
+
+[topics.clicks]
+partitions = 4
+
+[pipeline.shop]
+file = "{pipeline}"
+
+[spark]
+master = "{master}"
+"""

@@ -1,0 +1,63 @@
+"""Latency figures and the demo's final report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+MAX_SAMPLES = 200_000
+
+
+class Latencies:
+    """Samples in ms; past MAX_SAMPLES every other one is dropped, so memory stays bounded."""
+
+    def __init__(self) -> None:
+        self._samples: list[float] = []
+        self._keep_every = 1
+        self._seen = 0
+
+    def add(self, value_ms: float) -> None:
+        self._seen += 1
+        if self._seen % self._keep_every:
+            return
+        self._samples.append(value_ms)
+        if len(self._samples) > MAX_SAMPLES:
+            self._samples = self._samples[::2]
+            self._keep_every *= 2
+
+    def summary(self) -> dict[str, float | int | None]:
+        return {"p50": percentile(self._samples, 0.5), "p99": percentile(self._samples, 0.99), "samples": self._seen}
+
+
+def percentile(samples: Sequence[float], fraction: float) -> float | None:
+    """Nearest-rank percentile, one decimal; None of nothing."""
+    if not samples:
+        return None
+    ordered = sorted(samples)
+    return round(ordered[min(len(ordered) - 1, int(fraction * len(ordered)))], 1)
+
+
+class Report(msgspec.Struct):
+    """What `--json` prints. `stuck` names marks that did not reach their target while draining."""
+
+    verify: dict[str, dict[str, int]] = {}
+    commit_to_shard_ms: dict[str, float | int | None] = {}
+    commit_to_client_ms: dict[str, float | int | None] = {}
+    produced: int = 0
+    malformed: int = 0
+    dead_letters: int = 0
+    transactions: int = 0
+    crashes: int = 0
+    money_checks: int = 0
+    money_unequal: int = 0
+    first_client_row_s: float | None = None
+    first_shard_row_s: float | None = None
+    stuck: list[str] = []
+    spark: str = ""
+
+    @property
+    def clean(self) -> bool:
+        counts = [t[k] for t in self.verify.values() for k in ("missing", "extra", "different")]
+        return bool(counts) and not any(counts) and not self.stuck and not self.money_unequal \
+            and self.dead_letters == self.malformed  # fmt: skip
