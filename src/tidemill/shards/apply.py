@@ -1,0 +1,184 @@
+"""The transitions of a shard: state and command in, next state or a reason out. Pure.
+
+A rejected command changes nothing, on every machine that replays the log. `committed` is a success
+that changes nothing: the same append has landed before.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from enum import StrEnum
+from typing import assert_never
+
+import msgspec
+from msgspec.structs import replace
+
+from tidemill.shards.commands import (
+    Append,
+    BatchId,
+    Close,
+    Command,
+    Create,
+    DowngradeSince,
+    ReleaseHold,
+    Replace,
+    SetHold,
+)
+from tidemill.shards.front import Batch
+from tidemill.shards.state import WRITERS_KEPT, Hold, ShardState, WriterToken, batch_sums, check_step
+
+
+class Reason(StrEnum):
+    ABSENT = "absent"
+    EXISTS = "exists"
+    CLOSED = "closed"
+    BOUNDS = "bounds"
+    UPPER = "upper"
+    TOKEN = "token"
+    COMMITTED = "committed"
+    HISTORY = "history"
+    FENCED = "fenced"
+    MOVED = "moved"
+
+
+class Rejected(msgspec.Struct, frozen=True):
+    """Nothing changed. COMMITTED is the one reason that means success."""
+
+    reason: Reason
+    detail: str = ""
+
+
+def bounds_error(batch: Batch) -> str:
+    """Why these bounds can never be appended, or "": a function of the input alone, asked before any request."""
+    if batch.lower < 0 or batch.upper <= batch.lower:
+        return f"a batch needs 0 ≤ lower < upper: lower={batch.lower} upper={batch.upper}"
+    if any(p.rows <= 0 or (not p.object_key and not p.inline) for p in batch.parts):
+        return "a part is empty or lies nowhere"
+    return ""
+
+
+def batch_id(batch: Batch) -> BatchId:
+    return BatchId(batch.lower, batch.upper, batch.token)
+
+
+def apply(state: ShardState | None, command: Command) -> ShardState | Rejected:
+    """The next state, or why there is none. Checks everything before it builds anything."""
+    if isinstance(command, Create):
+        if state is not None:
+            return Rejected(Reason.EXISTS, f"shard={state.name}")
+        return ShardState(command.name, command.shard_id, command.schema, version=1)
+    if state is None:
+        return Rejected(Reason.ABSENT)
+    match command:
+        case Append():
+            new = _append(state, command)
+        case SetHold():
+            new = _set_hold(state, command)
+        case ReleaseHold():
+            new = _settle(state, tuple(h for h in state.holds if h.reader != command.reader), command.now_ms)
+        case DowngradeSince():
+            new = _downgrade(state, command)
+        case Replace():
+            new = _replace(state, command)
+        case Close():
+            new = Rejected(Reason.CLOSED) if state.closed else replace(state, closed=True)
+        case _:
+            assert_never(command)
+    if isinstance(new, Rejected):
+        return new
+    new = replace(new, version=state.version + 1)
+    check_step(state, new)
+    return new
+
+
+def _append(state: ShardState, command: Append) -> ShardState | Rejected:
+    batch = command.batch
+    bad = bounds_error(batch)
+    if bad:
+        return Rejected(Reason.BOUNDS, bad)
+    if batch.token:
+        for known in reversed(state.writers):
+            if known.token == batch.token:
+                if (known.lower, known.upper) != (batch.lower, batch.upper):
+                    return Rejected(Reason.TOKEN, f"token used for [{known.lower}, {known.upper})")
+                return Rejected(Reason.COMMITTED)
+    if state.closed:
+        return Rejected(Reason.CLOSED)
+    if state.upper != batch.lower:
+        return Rejected(Reason.UPPER, f"upper={state.upper} lower={batch.lower}")
+    rows, size_bytes, inline_bytes = batch_sums(batch)
+    batches = state.batches
+    if batches and not batch.parts and not batches[-1].parts:
+        # Idle ticks must not grow the state. Only onto an empty batch: parts registered with narrower
+        # bounds than written would show their hidden rows if their batch were extended.
+        batches = (*batches[:-1], replace(batch, lower=batches[-1].lower))
+    else:
+        batches = (*batches, batch)
+    token = WriterToken(batch.writer, batch.token, batch.lower, batch.upper)
+    others = tuple(w for w in state.writers if w.writer != batch.writer)
+    return replace(
+        state,
+        upper=batch.upper,
+        batches=batches,
+        writers=(*others, token)[-WRITERS_KEPT:] if batch.token else state.writers,
+        rows=state.rows + rows,
+        size_bytes=state.size_bytes + size_bytes,
+        inline_bytes=state.inline_bytes + inline_bytes,
+    )
+
+
+def _set_hold(state: ShardState, command: SetHold) -> ShardState | Rejected:
+    if command.since < state.since:
+        return Rejected(Reason.HISTORY, f"since={state.since} wanted={command.since}")
+    if command.expires_ms <= command.now_ms:
+        return Rejected(Reason.BOUNDS, "a lease must end in the future")
+    old = _hold(state, command.reader)
+    if old is not None and (old.expires_ms == 0 or old.since > command.since):
+        return Rejected(Reason.BOUNDS, f"hold is critical or went further: reader={command.reader} since={old.since}")
+    hold = Hold(command.reader, command.since, command.expires_ms)
+    others = tuple(h for h in state.holds if h.reader != command.reader)
+    return _settle(state, (*others, hold), command.now_ms)
+
+
+def _downgrade(state: ShardState, command: DowngradeSince) -> ShardState | Rejected:
+    old = _hold(state, command.owner)
+    if old is not None and old.expires_ms:
+        return Rejected(Reason.BOUNDS, f"hold is leased: reader={command.owner}")
+    if old is not None and command.epoch < old.epoch:
+        return Rejected(Reason.FENCED, f"owner={command.owner} epoch={old.epoch}")
+    since = max(command.since, state.since if old is None else old.since)
+    hold = Hold(command.owner, since, 0, command.epoch)
+    others = tuple(h for h in state.holds if h.reader != command.owner)
+    return _settle(state, (*others, hold), command.now_ms)
+
+
+def _hold(state: ShardState, reader: str) -> Hold | None:
+    return next((h for h in state.holds if h.reader == reader), None)
+
+
+def _settle(state: ShardState, holds: tuple[Hold, ...], now_ms: int) -> ShardState:
+    """Drop expired leases, then let since follow the least hold. Leased readers alone never forget history."""
+    live = tuple(h for h in holds if h.expires_ms == 0 or h.expires_ms > now_ms)
+    since = state.since
+    if any(h.expires_ms == 0 for h in live):
+        since = max(since, min(min(h.since for h in live), state.upper - 1))
+    return replace(state, holds=live, since=since)
+
+
+def _replace(state: ShardState, command: Replace) -> ShardState | Rejected:
+    old, merged = command.replaced, command.merged
+    if not old or merged.lower != old[0].lower or merged.upper != old[-1].upper or bounds_error(merged):
+        return Rejected(Reason.BOUNDS, "a merged batch must cover exactly what it replaces")
+    at = bisect_left(state.batches, merged.lower, key=lambda b: b.lower)
+    run = state.batches[at : at + len(old)]
+    if tuple(batch_id(b) for b in run) != old:
+        return Rejected(Reason.MOVED, f"lower={merged.lower} upper={merged.upper}")
+    gone = [batch_sums(b) for b in run]
+    rows, size_bytes, inline_bytes = batch_sums(merged)
+    return replace(
+        state,
+        batches=(*state.batches[:at], merged, *state.batches[at + len(old) :]),
+        rows=state.rows + rows - sum(g[0] for g in gone),
+        size_bytes=state.size_bytes + size_bytes - sum(g[1] for g in gone),
+        inline_bytes=state.inline_bytes + inline_bytes - sum(g[2] for g in gone),
+    )

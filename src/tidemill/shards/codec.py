@@ -1,0 +1,158 @@
+"""Bytes of a shard's log records and rollups: msgpack arrays, positional, with append-only tags.
+
+    record   = [tag, field…]                 one command; unknown tags are Corrupt, extra fields are ignored
+      1 create      [1, name, shard_id, schema]
+      2 append      [2, batch]
+      3 hold        [3, reader, since, expires_ms, now_ms]
+      4 release     [4, reader, now_ms]
+      5 downgrade   [5, owner, epoch, since, now_ms]
+      6 replace     [6, [[lower, upper, token]…], batch]
+      7 close       [7]
+    schema   = [[[name, type]…], [key…], buckets]
+    batch    = [lower, upper, writer, token, [part…]]
+    part     = [rows, size_bytes, bucket, object_key, inline, min_hash, max_hash]
+    rollup   = [1, name, shard_id, schema, since, upper, closed, version,
+                [[reader, since, expires_ms, epoch]…], [[writer, token, lower, upper]…], [batch…]]
+
+The leading 1 of a rollup is the format's number: a reader that meets a newer one stops (Corrupt).
+Integers are non-negative; min_hash and max_hash are full unsigned 64 bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, assert_never
+
+import msgspec
+
+from tidemill.base.errors import Corrupt
+from tidemill.shards.commands import (
+    Append,
+    BatchId,
+    Close,
+    Command,
+    Create,
+    DowngradeSince,
+    ReleaseHold,
+    Replace,
+    SetHold,
+)
+from tidemill.shards.front import Batch, Column, Part, ShardSchema
+from tidemill.shards.state import Hold, ShardState, WriterToken, batch_sums
+
+ROLLUP_FORMAT = 1
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder().decode
+
+
+def encode_command(command: Command) -> bytes:
+    match command:
+        case Create(name, shard_id, schema):
+            out: list[Any] = [1, name, shard_id, _schema_out(schema)]
+        case Append(batch):
+            out = [2, _batch_out(batch)]
+        case SetHold(reader, since, expires_ms, now_ms):
+            out = [3, reader, since, expires_ms, now_ms]
+        case ReleaseHold(reader, now_ms):
+            out = [4, reader, now_ms]
+        case DowngradeSince(owner, epoch, since, now_ms):
+            out = [5, owner, epoch, since, now_ms]
+        case Replace(replaced, merged):
+            out = [6, [[r.lower, r.upper, r.token] for r in replaced], _batch_out(merged)]
+        case Close():
+            out = [7]
+        case _:
+            assert_never(command)
+    return _encode(out)
+
+
+def decode_command(data: bytes) -> Command:
+    """Raises Corrupt when the bytes are no command of this format."""
+    try:
+        match _decode(data):
+            case [1, name, shard_id, schema, *_]:
+                return Create(name, shard_id, _schema_in(schema))
+            case [2, batch, *_]:
+                return Append(_batch_in(batch))
+            case [3, reader, since, expires_ms, now_ms, *_]:
+                return SetHold(reader, since, expires_ms, now_ms)
+            case [4, reader, now_ms, *_]:
+                return ReleaseHold(reader, now_ms)
+            case [5, owner, epoch, since, now_ms, *_]:
+                return DowngradeSince(owner, epoch, since, now_ms)
+            case [6, replaced, merged, *_]:
+                return Replace(tuple(BatchId(r[0], r[1], r[2]) for r in replaced), _batch_in(merged))
+            case [7, *_]:
+                return Close()
+            case [tag, *_]:
+                raise Corrupt(f"unknown shard command: tag={tag!r}.", fix="Upgrade tidemill.")
+    except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:
+        raise Corrupt(f"shard log record is unreadable: bytes={len(data)} ({error}).") from error
+    raise Corrupt(f"shard log record is no array: bytes={len(data)}.")
+
+
+def encode_state(state: ShardState) -> bytes:
+    """A rollup: everything a reader needs instead of the records before it."""
+    return _encode(
+        [
+            ROLLUP_FORMAT,
+            state.name,
+            state.shard_id,
+            _schema_out(state.schema),
+            state.since,
+            state.upper,
+            state.closed,
+            state.version,
+            [[h.reader, h.since, h.expires_ms, h.epoch] for h in state.holds],
+            [[w.writer, w.token, w.lower, w.upper] for w in state.writers],
+            [_batch_out(b) for b in state.batches],
+        ]
+    )
+
+
+def decode_state(data: bytes) -> ShardState:
+    """Raises Corrupt when the bytes are no rollup of this format."""
+    try:
+        fields = _decode(data)
+        if fields[0] != ROLLUP_FORMAT:
+            raise Corrupt(
+                f"unknown rollup format: format={fields[0]!r}.", fix="Upgrade tidemill: a newer one wrote it."
+            )
+        name, shard_id, schema, since, upper, closed, version, holds, writers, batches = fields[1:11]
+        decoded = tuple(_batch_in(b) for b in batches)
+        sums = [batch_sums(b) for b in decoded]
+        return ShardState(
+            name,
+            shard_id,
+            _schema_in(schema),
+            since,
+            upper,
+            decoded,
+            tuple(Hold(*h) for h in holds),
+            tuple(WriterToken(*w) for w in writers),
+            closed,
+            rows=sum(s[0] for s in sums),
+            size_bytes=sum(s[1] for s in sums),
+            inline_bytes=sum(s[2] for s in sums),
+            version=version,
+        )
+    except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:
+        raise Corrupt(f"shard rollup is unreadable: bytes={len(data)} ({error}).") from error
+
+
+def _schema_out(schema: ShardSchema) -> list[Any]:
+    return [[[c.name, c.type] for c in schema.columns], list(schema.key), schema.buckets]
+
+
+def _schema_in(fields: list[Any]) -> ShardSchema:
+    return ShardSchema(tuple(Column(c[0], c[1]) for c in fields[0]), tuple(fields[1]), fields[2])
+
+
+def _batch_out(batch: Batch) -> list[Any]:
+    parts = [[p.rows, p.size_bytes, p.bucket, p.object_key, p.inline, p.min_hash, p.max_hash] for p in batch.parts]
+    return [batch.lower, batch.upper, batch.writer, batch.token, parts]
+
+
+def _batch_in(fields: list[Any]) -> Batch:
+    parts = tuple(Part(p[0], p[1], p[2], p[3], p[4], p[5], p[6]) for p in fields[4])
+    return Batch(fields[0], fields[1], parts, fields[2], fields[3])

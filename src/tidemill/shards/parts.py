@@ -1,0 +1,160 @@
+"""Parts: immutable Parquet runs of updates, sorted by (`_hash`, `_time`, `_diff`).
+
+Sorted by hash, so that whoever mirrors a shard merges runs without sorting; by time and diff inside one
+hash, so that a key's history reads in order and its retraction precedes its insertion. Fresh parts are
+lz4 (written once, read soon), merged ones zstd (half the bytes). A part at most INLINE_PART_BYTES
+travels inside the log record instead of an object.
+
+Object key: `shards/<shard uuid>/<writer>-<nonce>.parquet`, never reused (O1). An object that no batch
+names is an orphan: harmless, and collected by age in a later step. Nothing here deletes one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from tidemill.base.clock import Rand
+from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.limits import INLINE_PART_BYTES
+from tidemill.objects.store import ObjectStore
+from tidemill.shards.cpu import Cpu, inline_cpu
+from tidemill.shards.front import DIFF, HASH, TIME, Part, ShardSchema
+from tidemill.shards.hashing import hash_rows
+from tidemill.shards.schema import conform, hash_columns, part_schema, update_schema
+
+Codec = Literal["lz4", "zstd"]
+
+ROW_GROUP_ROWS = 128 << 10
+"""Rows a row group: what one hash-range read must decode at least."""
+
+
+class Encoded:
+    """One encoded part, not yet stored. `data` is a readable buffer."""
+
+    __slots__ = ("data", "max_hash", "min_hash", "rows")
+
+    def __init__(self, data: pa.Buffer, rows: int, min_hash: int, max_hash: int) -> None:
+        self.data, self.rows, self.min_hash, self.max_hash = data, rows, min_hash, max_hash
+
+
+def sort_updates(rows: pa.Table, hashes: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, Any] | None:
+    """Row order by (hash, _time, _diff), or None when the rows already are. One stable sort in the common case."""
+    times = rows.column(TIME).to_numpy()
+    diffs = rows.column(DIFF).to_numpy()
+    if _ordered(hashes, times, diffs):
+        return None
+    order = np.argsort(hashes, kind="stable")
+    if _ordered(hashes[order], times[order], diffs[order]):
+        return order
+    return np.lexsort((diffs, times, hashes))
+
+
+def _ordered(hashes: Any, times: Any, diffs: Any) -> bool:
+    if len(hashes) < 2:
+        return True
+    if not bool((hashes[1:] >= hashes[:-1]).all()):
+        return False
+    same = hashes[1:] == hashes[:-1]
+    if not same.any():
+        return True
+    at = np.nonzero(same)[0]
+    before, after = times[at], times[at + 1]
+    return bool(((before < after) | ((before == after) & (diffs[at] <= diffs[at + 1]))).all())
+
+
+def encode_part(schema: ShardSchema, rows: pa.Table, codec: Codec = "lz4") -> Encoded:
+    """Sort and encode updates (columns, `_time`, `_diff`; a `_hash` column is recomputed). Raises Invalid."""
+    if rows.num_rows == 0:
+        raise Invalid("a part needs at least one row.", fix="Append without parts to publish progress.")
+    updates = conform(rows, update_schema(schema))
+    if updates.column(TIME).null_count or updates.column(DIFF).null_count:
+        raise Invalid(f"{TIME} and {DIFF} may not be null.", fix="Give every update its time and diff.")
+    hashes = hash_rows(updates, hash_columns(schema))
+    order = sort_updates(updates, hashes)
+    if order is not None:
+        updates = updates.take(pa.array(order))
+        hashes = hashes[order]
+    table = pa.Table.from_arrays([*updates.columns, pa.array(hashes, pa.uint64())], schema=part_schema(schema))
+    sink = pa.BufferOutputStream()
+    pq.write_table(
+        table,
+        sink,
+        row_group_size=ROW_GROUP_ROWS,
+        compression=codec,
+        # Keys and values rarely repeat enough to pay for a dictionary when fresh; times and diffs always do.
+        use_dictionary=[TIME, DIFF] if codec == "lz4" else True,
+        write_statistics=[TIME, HASH, *schema.key],
+        store_schema=True,
+    )
+    return Encoded(sink.getvalue(), table.num_rows, int(hashes[0]), int(hashes[-1]))
+
+
+def decode_part(schema: ShardSchema, data: Any, part: Part) -> pa.Table:
+    """The rows of a part with `_time`, `_diff`, `_hash`, in stored order. Raises Corrupt.
+
+    Parts written before a column was added lack it; it reads as null.
+    """
+    want = part_schema(schema)
+    where = part.object_key or "inline"
+    try:
+        table = pq.read_table(pa.BufferReader(data), use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise Corrupt(f"part is unreadable: object={where} ({error}).") from error
+    if table.num_rows != part.rows:
+        raise Corrupt(f"part has other rows: object={where} rows={table.num_rows} want={part.rows}.")
+    if table.schema.equals(want):
+        return table
+    columns = []
+    for field in want:
+        index = table.schema.get_field_index(field.name)
+        column = pa.nulls(table.num_rows, field.type) if index < 0 else table.column(index)
+        columns.append(column if column.type.equals(field.type) else column.cast(field.type))
+    return pa.Table.from_arrays(columns, schema=want)
+
+
+def within(rows: pa.Table, lower: int, upper: int) -> pa.Table:
+    """Rows with lower ≤ `_time` < upper; the same table when all are."""
+    if rows.num_rows == 0:
+        return rows
+    times = rows.column(TIME)
+    bounds = pc.min_max(times).as_py()
+    if lower <= bounds["min"] and bounds["max"] < upper:
+        return rows
+    return rows.filter(pc.and_(pc.greater_equal(times, lower), pc.less(times, upper)))
+
+
+def object_key(shard_id: str, writer: str, nonce: str) -> str:
+    return f"shards/{shard_id}/{writer}-{nonce}.parquet"
+
+
+async def store_part(
+    objects: ObjectStore,
+    shard_id: str,
+    schema: ShardSchema,
+    rows: pa.Table,
+    *,
+    writer: str,
+    rand: Rand,
+    bucket: int = 0,
+    codec: Codec = "lz4",
+    inline_bytes: int = INLINE_PART_BYTES,
+    cpu: Cpu = inline_cpu,
+) -> Part:
+    """Encode and store updates; nothing refers to the part until it is appended.
+
+    Needs no shard handle, so executors call it with the bucket's credentials alone. Raises Invalid,
+    Unavailable, Unknown (the object may exist, as an orphan: write again, under a new key).
+    """
+    encoded = await cpu(lambda: encode_part(schema, rows, codec))
+    size = encoded.data.size
+    if size <= min(inline_bytes, INLINE_PART_BYTES):
+        data = encoded.data.to_pybytes()
+        return Part(encoded.rows, size, bucket, "", data, encoded.min_hash, encoded.max_hash)
+    key = object_key(shard_id, writer, rand.nonce())
+    await objects.put(key, memoryview(encoded.data))
+    return Part(encoded.rows, size, bucket, key, b"", encoded.min_hash, encoded.max_hash)

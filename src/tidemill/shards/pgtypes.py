@@ -1,0 +1,171 @@
+"""PostgreSQL's types and text output → shard columns and Arrow arrays. Pure; the one place that knows this mapping.
+
+    smallint integer bigint      int16 int32 int64        oid                 int64
+    boolean                      bool                     bytea               binary ('hex' output)
+    real, double precision       float32, float64         date                date
+    numeric(p,s), 0 ≤ s ≤ p ≤ 38 decimal(p,s)             json, jsonb         json (text, as PostgreSQL prints it)
+    timestamp with time zone     timestamp                timestamp           timestamp: its digits read as UTC
+    everything else              string, PostgreSQL's text as it is (uuid, inet, interval, time, money,
+                                 enums, arrays, ranges, unconstrained numeric, …)
+
+Text is that of DateStyle 'ISO', bytea_output 'hex', extra_float_digits ≥ 1 (a replication session's own).
+
+±infinity: timestamps ±(2⁶³−1) µs, dates ±(2³¹−1) days, as DuckDB represents them. Years BC and beyond
+9999 are kept as numbers (Arrow and Spark hold them, Python's datetime does not). NaN in numeric(p,s)
+has no decimal: Invalid.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tidemill.base.errors import Invalid
+from tidemill.shards.front import Column
+from tidemill.shards.schema import arrow_type, canonical_type
+
+_PLAIN = {
+    "smallint": "int16",
+    "integer": "int32",
+    "bigint": "int64",
+    "oid": "int64",
+    "boolean": "bool",
+    "real": "float32",
+    "double precision": "float64",
+    "date": "date",
+    "bytea": "binary",
+    "json": "json",
+    "jsonb": "json",
+}
+_NUMERIC = re.compile(r"numeric\((\d+),(-?\d+)\)")
+_TIMESTAMP = re.compile(r"timestamp(?:\(\d\))?(?: with(?:out)? time zone)?")
+_DATE_TEXT = re.compile(r"(\d{4,})-(\d\d)-(\d\d)( BC)?")
+_TIMESTAMP_TEXT = re.compile(
+    r"(\d{4,})-(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)(?:\.(\d{1,6}))?(?:([+-])(\d\d)(?::(\d\d))?(?::(\d\d))?)?( BC)?"
+)
+
+TIMESTAMP_INFINITY = 2**63 - 1
+DATE_INFINITY = 2**31 - 1
+_DAY_US = 86_400_000_000
+
+T = TypeVar("T")
+
+
+def column_for(name: str, type_name: str) -> Column:
+    """The shard column of a PostgreSQL column; `type_name` is format_type's text, e.g. `numeric(12,2)`."""
+    if type_name in _PLAIN:
+        return Column(name, _PLAIN[type_name])
+    if _TIMESTAMP.fullmatch(type_name):
+        return Column(name, "timestamp")
+    found = _NUMERIC.fullmatch(type_name)
+    if found:
+        precision, scale = int(found[1]), int(found[2])
+        if 1 <= precision <= 38 and 0 <= scale <= precision:
+            return Column(name, f"decimal({precision},{scale})")
+    return Column(name, "string")
+
+
+def parse_column(values: Sequence[str | None], column: Column) -> pa.Array:
+    """PostgreSQL text (None = NULL) → one Arrow array of the column's type, vectorised wherever Arrow can.
+
+    Raises Invalid naming the column and the first value that is no such type.
+    """
+    kind = canonical_type(column.type)
+    if kind in ("string", "json"):
+        return pa.array(values, pa.string())
+    if kind == "binary":
+        return pa.array([None if v is None else _each(_bytea, v, column) for v in values], pa.binary())
+    text = pa.array(values, pa.string())
+    target = arrow_type(kind)
+    try:
+        return _cast(text, kind, target)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        return _slowly(values, column, kind, target)
+
+
+def _cast(text: pa.Array, kind: str, target: pa.DataType) -> pa.Array:
+    """Arrow's own parsers, which take exactly what PostgreSQL prints for ordinary values; raises ArrowInvalid."""
+    if kind == "bool":
+        true, false = pc.equal(text, "t"), pc.equal(text, "f")
+        if pc.any(pc.invert(pc.or_(true, false))).as_py():
+            raise pa.ArrowInvalid("not a boolean")
+        return true
+    if kind == "timestamp":
+        # With a zone on every value Arrow applies it; without any, the digits are taken as UTC.
+        try:
+            return text.cast(target)
+        except pa.ArrowInvalid:
+            return text.cast(pa.timestamp("us")).cast(target)
+    return text.cast(target)
+
+
+def _slowly(values: Sequence[str | None], column: Column, kind: str, target: pa.DataType) -> pa.Array:
+    """Value by value: names the bad one, and reads what only PostgreSQL writes (infinity, BC, year 10000)."""
+    if kind == "timestamp":
+        numbers = [None if v is None else _each(_timestamp_us, v, column) for v in values]
+        return pa.array(numbers, pa.int64()).view(target)
+    if kind == "date":
+        numbers = [None if v is None else _each(_date_days, v, column) for v in values]
+        return pa.array(numbers, pa.int32()).view(target)
+    for value in values:
+        if value is not None:
+            _each(lambda v: _cast(pa.array([v], pa.string()), kind, target), value, column)
+    raise Invalid(f"values do not fit together: column={column.name} type={column.type}.")
+
+
+def _each(parse: Callable[[str], T], value: str, column: Column) -> T:
+    try:
+        return parse(value)
+    except (ValueError, pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise Invalid(
+            f"not a {column.type}: column={column.name} value={value[:80]!r}.",
+            fix="Give the column a type that holds the value, or string.",
+        ) from error
+
+
+def _bytea(value: str) -> bytes:
+    if not value.startswith("\\x"):
+        raise ValueError("bytea must be in hex format")
+    return bytes.fromhex(value[2:])
+
+
+def _days(year: int, month: int, day: int) -> int:
+    """Days from 1970-01-01, proleptic Gregorian, any year (0 = 1 BC), by eras of 400 years."""
+    if not (1 <= month <= 12 and 1 <= day <= 31):
+        raise ValueError("no such day")
+    year -= month <= 2
+    era, of_era = divmod(year, 400)
+    of_year = (153 * (month + (-3 if month > 2 else 9)) + 2) // 5 + day - 1
+    return era * 146_097 + of_era * 365 + of_era // 4 - of_era // 100 + of_year - 719_468
+
+
+def _date_days(value: str) -> int:
+    if value in ("infinity", "-infinity"):
+        return DATE_INFINITY if value == "infinity" else -DATE_INFINITY
+    found = _DATE_TEXT.fullmatch(value)
+    if found is None:
+        raise ValueError("not a date")
+    year = int(found[1])
+    return _days(1 - year if found[4] else year, int(found[2]), int(found[3]))
+
+
+def _timestamp_us(value: str) -> int:
+    if value in ("infinity", "-infinity"):
+        return TIMESTAMP_INFINITY if value == "infinity" else -TIMESTAMP_INFINITY
+    found = _TIMESTAMP_TEXT.fullmatch(value)
+    if found is None:
+        raise ValueError("not a timestamp")
+    year, month, day, hour, minute, second = (int(found[i]) for i in range(1, 7))
+    seconds = hour * 3600 + minute * 60 + second
+    if found[8]:
+        zone = int(found[9]) * 3600 + int(found[10] or 0) * 60 + int(found[11] or 0)
+        seconds -= zone if found[8] == "+" else -zone
+    us = seconds * 1_000_000 + int((found[7] or "").ljust(6, "0") or 0)
+    total = _days(1 - year if found[12] else year, month, day) * _DAY_US + us
+    if abs(total) >= TIMESTAMP_INFINITY:
+        raise ValueError("out of range")
+    return total
