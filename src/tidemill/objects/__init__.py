@@ -1,1 +1,19 @@
-"""objects."""
+"""objects: immutable, write-once objects in a bucket, a directory or memory.
+
+Owns: the key rules, durable create on a local directory, conditional create on S3, ranged and
+coalesced reads, bounded concurrency, retries with a time budget, the classification of every
+failure into `base.errors`, and the probe that `tidemill doctor` runs against a bucket.
+Does not own: what an object means, its format, or when it may be deleted.
+
+O1  An object never changes, and its key is never used again.
+O2  An acknowledged put survives power loss.
+O3  `put` of an existing key raises Conflict and changes nothing; of N racing creates one wins,
+    and a writer whose acknowledgement was lost is never told Conflict about its own object.
+O4  Unavailable means the call had no effect. What may have had one is Unknown.
+"""
+
+from tidemill.objects.memory import MemoryObjects
+from tidemill.objects.open import open_objects
+from tidemill.objects.store import Buffer, ObjectMeta, ObjectStore
+
+__all__ = ["Buffer", "MemoryObjects", "ObjectMeta", "ObjectStore", "open_objects"]

@@ -1,0 +1,237 @@
+"""Create a file so that it is there, whole, after power loss, or not there at all.
+
+The order, each step before the next:
+
+    1  open a temporary file on the same file system, exclusively
+    2  write all bytes
+    3  fdatasync the file            a name never appears before its bytes are safe
+    4  link it to its name           the atomic create; EEXIST = another writer was first
+    5  unlink the temporary name
+    6  fsync the parent directory    and the parent of every ancestor not known to be safe
+    7  acknowledge
+
+Syncing after step 4 instead of before is not enough: a crash between leaves a torn file that holds
+a create-only name for ever. A directory counts as known only once this process has synced its entry
+in its parent: one that merely exists may have been made a moment ago by a writer that has not.
+A writer that loses (EEXIST) still does step 6 before it reports the loss: whoever acts on the
+winner's object must not see it vanish with the power.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from itertools import count
+from typing import Protocol
+
+from tidemill.base.errors import Conflict, Invalid, TidemillError, Unavailable, Unknown
+
+IOVEC_MAX = 1024
+"""Buffers one writev takes (Linux UIO_MAXIOV)."""
+
+_CONFIGURATION = {errno.EACCES, errno.EPERM, errno.EROFS}
+_SHAPE = {errno.ENOTDIR, errno.EISDIR}
+_NO_LINKS = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+
+
+class Syscalls(Protocol):
+    """The calls whose order makes a create durable; tests record them, everything else uses `RealSyscalls`."""
+
+    def create(self, path: str) -> int: ...
+    def write(self, fd: int, buffers: Sequence[memoryview]) -> int: ...
+    def fdatasync(self, fd: int) -> None: ...
+    def close(self, fd: int) -> None: ...
+    def link(self, source: str, target: str) -> None: ...
+    def unlink(self, path: str) -> None: ...
+    def mkdir(self, path: str) -> None: ...
+    def fsync_directory(self, path: str) -> None: ...
+
+
+class RealSyscalls:
+    def create(self, path: str) -> int:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def write(self, fd: int, buffers: Sequence[memoryview]) -> int:
+        return os.writev(fd, buffers)
+
+    def fdatasync(self, fd: int) -> None:
+        if sys.platform == "darwin":  # fsync there stops at the drive's cache
+            import fcntl
+
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+        else:
+            os.fdatasync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def link(self, source: str, target: str) -> None:
+        os.link(source, target)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def mkdir(self, path: str) -> None:
+        os.mkdir(path, 0o755)
+
+    def fsync_directory(self, path: str) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+class Directories:
+    """Which directories under `root` are safely entered in their parents, as far as this process knows.
+
+    Shared by the pool's threads: additions to the set are idempotent, so no lock is needed.
+    """
+
+    def __init__(self, calls: Syscalls, root: str) -> None:
+        self._calls = calls
+        self._root = root
+        self._known = {root}
+
+    def make(self, path: str) -> None:
+        """Make `path` and its missing ancestors below root; nothing is synced yet."""
+        try:
+            self._calls.mkdir(path)
+        except FileExistsError:
+            return
+        except FileNotFoundError:
+            if path == self._root:
+                raise
+            self.make(os.path.dirname(path))
+            self.make(path)
+
+    def sync(self, path: str) -> None:
+        """Make the entries of `path` safe, then the entry of every ancestor that is not known to be."""
+        self._calls.fsync_directory(path)
+        unknown = []
+        while path not in self._known:
+            parent = os.path.dirname(path)
+            self._calls.fsync_directory(parent)
+            unknown.append(path)
+            path = parent
+        self._known.update(unknown)
+
+    def knows(self, path: str) -> bool:
+        return path in self._known
+
+
+def durable_create(
+    calls: Syscalls, directories: Directories, temporary: str, target: str, buffers: Sequence[memoryview]
+) -> None:
+    """Create `target` holding `buffers` by the seven steps above. Blocks.
+
+    Raises FileExistsError when the target exists (its directory entry is safe then). Any other
+    OSError before the link means nothing appeared; after it, `AppearedError` carries the cause.
+    """
+    parent = os.path.dirname(target)
+    fd, temporary = _create(calls, temporary)
+    try:
+        try:
+            write_all(calls, fd, buffers)
+            calls.fdatasync(fd)
+        finally:
+            calls.close(fd)
+        lost = False
+        try:
+            _link(calls, directories, temporary, target)
+        except FileExistsError:
+            lost = True
+    except BaseException:
+        _unlink_quietly(calls, temporary)
+        raise
+    try:
+        calls.unlink(temporary)
+        directories.sync(parent)
+    except OSError as error:
+        raise AppearedError(error) from error
+    if lost:
+        raise FileExistsError(errno.EEXIST, "the target exists", target)
+
+
+class AppearedError(Exception):
+    """The name appeared, but making it safe failed: power loss may take it away again."""
+
+    def __init__(self, cause: OSError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+def write_all(calls: Syscalls, fd: int, buffers: Sequence[memoryview]) -> None:
+    """Write every byte; writev may stop early or take at most IOVEC_MAX buffers."""
+    pending = list(buffers)
+    first = 0
+    while first < len(pending):
+        written = calls.write(fd, pending[first : first + IOVEC_MAX])
+        while first < len(pending) and written >= pending[first].nbytes:
+            written -= pending[first].nbytes
+            first += 1
+        if written:
+            pending[first] = pending[first][written:]
+
+
+def _create(calls: Syscalls, stem: str) -> tuple[int, str]:
+    """A fresh temporary file. A taken name is a left-over of an equally seeded process, not a conflict."""
+    for attempt in count():
+        name = f"{stem}.{attempt}"
+        try:
+            return calls.create(name), name
+        except FileExistsError:
+            continue
+    raise AssertionError("count() ended")
+
+
+def _link(calls: Syscalls, directories: Directories, temporary: str, target: str) -> None:
+    try:
+        calls.link(temporary, target)
+    except FileNotFoundError:
+        directories.make(os.path.dirname(target))
+        calls.link(temporary, target)
+
+
+def _unlink_quietly(calls: Syscalls, path: str) -> None:
+    # The failure that matters is already on its way up; what stays behind is swept by age at the next open.
+    try:
+        calls.unlink(path)
+    except OSError:
+        return
+
+
+def translate(error: OSError, what: str, root: str, *, appeared: bool = False) -> TidemillError:
+    """An operating system error as one of ours; `appeared` = the call may have had its effect."""
+    code = error.errno or 0
+    reason = os.strerror(code) if code else str(error)
+    where = f"root={root} error={errno.errorcode.get(code, code)}."
+    if appeared:
+        return Unknown(f"{what} but making it safe failed, {reason}: {where}", fix="Check the disk and the mount.")
+    if code == errno.EEXIST:
+        return Conflict(f"{what} failed, the object exists already: {where}")
+    if code in _CONFIGURATION:
+        return Invalid(
+            f"{what} is not permitted, {reason}: {where}",
+            fix="Make the directory writable for this user, or point objects.url at another one.",
+        )
+    if code in _SHAPE:
+        return Invalid(
+            f"{what} met a file where a directory must be, or the reverse: {where}",
+            fix="No object key may be a directory of another key, and objects.url must name a directory.",
+        )
+    if code in _NO_LINKS:
+        return Invalid(
+            f"{what} needs hard links, {reason}: {where}",
+            fix="Put objects.url on a local file system with hard links (ext4, xfs, btrfs, apfs).",
+        )
+    if code in _NO_SPACE:
+        return Unavailable(f"{what} found no space: {where}", fix="Free space on the disk, or raise the quota.")
+    return Unavailable(f"{what} failed, {reason}: {where}", fix="Check the disk and the mount.")
+
+
+def conflict(key: str) -> Conflict:
+    return Conflict(f"The object exists already: key={key}.")

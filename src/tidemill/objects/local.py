@@ -1,0 +1,296 @@
+"""Objects in a local directory, one file each; `durable.py` has the order that makes a create safe.
+
+    ROOT/<key>          the objects; directories come with their first object and are never removed,
+                        so no create can lose its parent to a racing delete
+    ROOT/.tmp/<nonce>   objects being written; left-overs of a killed process are swept by age at open
+
+Blocking calls run in a small pool of threads. Reads of up to INLINE_READ_BYTES do not: a pread from
+the page cache costs a microsecond, the trip through a thread some fifty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import TypeVar
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Closed, Invalid, Missing
+from tidemill.objects.durable import (
+    AppearedError,
+    Directories,
+    RealSyscalls,
+    Syscalls,
+    conflict,
+    durable_create,
+    translate,
+)
+from tidemill.objects.keys import as_buffers, check_key, check_prefix, check_range
+from tidemill.objects.store import Buffer, ObjectMeta
+
+INLINE_READ_BYTES = 64 << 10
+THREADS = 8
+LIST_PAGE = 1000
+TEMPORARY_AGE_MS = 60 * 60 * 1000
+"""A temporary file this old belongs to a dead writer: a live one links it within seconds."""
+
+_TEMPORARY = ".tmp"
+
+T = TypeVar("T")
+Pieces = list[bytes]  # inside the class `list` is the method
+
+
+class LocalObjects:
+    """Open with `LocalObjects.open`, which may block: it makes the root and sweeps old temporary files."""
+
+    def __init__(self, root: str, clock: Clock, rand: Rand, calls: Syscalls | None = None) -> None:
+        self._root = root
+        self._prefix = root.rstrip("/") + "/"
+        self._clock = clock
+        self._rand = rand
+        self._calls = calls or RealSyscalls()
+        self._directories = Directories(self._calls, root)
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tidemill-objects")
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls, root: str | os.PathLike[str], clock: Clock, rand: Rand, calls: Syscalls | None = None
+    ) -> LocalObjects:
+        """Raises Invalid when the root cannot be used, Unavailable when the disk is full."""
+        path = os.path.abspath(root)
+        store = cls(path, clock, rand, calls)
+        try:
+            store._prepare()
+        except OSError as error:
+            store._pool.shutdown(wait=False)
+            raise translate(error, "Opening the object directory", path) from error
+        except BaseException:
+            store._pool.shutdown(wait=False)
+            raise
+        return store
+
+    @property
+    def root(self) -> str:
+        return self._root
+
+    async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
+        self._open()
+        target = self._prefix + check_key(key)
+        buffers = as_buffers(data)
+        temporary = f"{self._prefix}{_TEMPORARY}/{self._rand.nonce()}"
+        await self._run(lambda: self._create(key, temporary, target, buffers))
+
+    async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        fd, size = self._open_for_read(key)
+        try:
+            stop = check_range(key, start, end, size)
+        except Invalid:
+            os.close(fd)
+            raise
+        return (await self._serve(fd, key, [(start, stop)]))[0]
+
+    async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        fd, size = self._open_for_read(key)
+        try:
+            for start, end in ranges:
+                check_range(key, start, end, size)
+        except Invalid:
+            os.close(fd)
+            raise
+        return await self._serve(fd, key, ranges)
+
+    async def head(self, key: str) -> ObjectMeta | None:
+        self._open()
+        try:
+            found = os.stat(self._prefix + check_key(key))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise translate(error, f"Looking up {key}", self._root) from error
+        return None if _is_directory(found.st_mode) else ObjectMeta(key, found.st_size, found.st_mtime_ns // 1_000_000)
+
+    async def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
+        self._open()
+        check_prefix(prefix)
+        found = self._walk(prefix.rpartition("/")[0], prefix, start_after)
+        while True:
+            page = await self._run(lambda: list(islice(found, LIST_PAGE)))
+            for meta in page:
+                yield meta
+            if len(page) < LIST_PAGE:
+                return
+            self._open()
+
+    async def delete(self, key: str) -> None:
+        self._open()
+        path = self._prefix + check_key(key)
+        await self._run(lambda: self._remove(key, path))
+
+    async def aclose(self) -> None:
+        if not self._closed:
+            self._closed = True
+            await asyncio.to_thread(self._pool.shutdown)
+
+    # blocking ------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        _make_root(self._calls, self._root)
+        with contextlib.suppress(PermissionError):  # then this user did not make it either
+            # A root that exists may have been made a moment ago by a process that has not synced it yet.
+            self._calls.fsync_directory(os.path.dirname(self._root))
+        temporary = self._prefix + _TEMPORARY
+        Directories(self._calls, self._root).make(temporary)
+        if not os.access(temporary, os.W_OK | os.X_OK):
+            raise Invalid(
+                f"The object directory is read-only: root={self._root}.",
+                fix="Make the directory writable for this user, or point objects.url at another one.",
+            )
+        horizon_ms = self._clock.now_ms() - TEMPORARY_AGE_MS
+        with os.scandir(temporary) as entries:
+            for entry in entries:
+                try:
+                    if entry.stat(follow_symlinks=False).st_mtime_ns // 1_000_000 < horizon_ms:
+                        os.unlink(entry.path)
+                except FileNotFoundError:
+                    continue  # its writer, or another process opening, was faster
+
+    def _create(self, key: str, temporary: str, target: str, buffers: Sequence[memoryview]) -> None:
+        try:
+            durable_create(self._calls, self._directories, temporary, target, buffers)
+        except FileExistsError as error:
+            if os.path.isdir(target):
+                raise Invalid(
+                    f"The key is a directory of other keys: key={key}.",
+                    fix="No object key may be a directory of another key.",
+                ) from error
+            raise conflict(key) from error
+        except AppearedError as error:
+            raise translate(error.cause, f"Writing {key} created it,", self._root, appeared=True) from error
+        except OSError as error:
+            raise translate(error, f"Writing {key}", self._root) from error
+
+    def _remove(self, key: str, path: str) -> None:
+        try:
+            self._calls.unlink(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except IsADirectoryError:
+            return
+        except OSError as error:
+            raise translate(error, f"Deleting {key}", self._root) from error
+        try:
+            self._calls.fsync_directory(os.path.dirname(path))
+        except OSError as error:
+            raise translate(error, f"Deleting {key} removed it,", self._root, appeared=True) from error
+
+    def _open_for_read(self, key: str) -> tuple[int, int]:
+        self._open()
+        try:
+            fd = os.open(self._prefix + check_key(key), os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise Missing(f"No such object: key={key}.") from error
+        except OSError as error:
+            raise translate(error, f"Reading {key}", self._root) from error
+        found = os.fstat(fd)
+        if _is_directory(found.st_mode):
+            os.close(fd)
+            raise Missing(f"No such object: key={key}.")
+        return fd, found.st_size
+
+    async def _serve(self, fd: int, key: str, ranges: Sequence[tuple[int, int]]) -> Pieces:
+        """The ranges; closes `fd`, in the pool's thread when the read runs there."""
+        if sum(end - start for start, end in ranges) <= INLINE_READ_BYTES:
+            return self._read_and_close(fd, key, ranges)
+        try:
+            return await self._run(lambda: self._read_and_close(fd, key, ranges))
+        except Closed:
+            os.close(fd)
+            raise
+
+    def _read_and_close(self, fd: int, key: str, ranges: Sequence[tuple[int, int]]) -> Pieces:
+        try:
+            return [_pread(fd, start, end - start) for start, end in ranges]
+        except OSError as error:
+            raise translate(error, f"Reading {key}", self._root) from error
+        finally:
+            os.close(fd)
+
+    def _walk(self, directory: str, prefix: str, start_after: str) -> Iterator[ObjectMeta]:
+        """Depth first in key order: a directory sorts as its name with the slash its keys will have."""
+        entries: list[tuple[str, os.DirEntry[str]]] = []
+        try:
+            with os.scandir(self._prefix + directory) as scan:
+                for entry in scan:
+                    if not entry.name.startswith("."):
+                        name = f"{directory}/{entry.name}" if directory else entry.name
+                        entries.append((name + "/" if entry.is_dir(follow_symlinks=False) else name, entry))
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise translate(error, f"Listing {directory or 'the root'}", self._root) from error
+        entries.sort(key=lambda pair: pair[0])
+        for name, entry in entries:
+            if name.endswith("/"):
+                if not (name.startswith(prefix) or prefix.startswith(name)):
+                    continue
+                if name > start_after or start_after.startswith(name):
+                    yield from self._walk(name[:-1], prefix, start_after)
+            elif name.startswith(prefix) and name > start_after:
+                try:
+                    found = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue  # deleted since the scan
+                yield ObjectMeta(name, found.st_size, found.st_mtime_ns // 1_000_000)
+
+    # both ----------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        if self._closed:
+            raise Closed(f"The object store was closed: root={self._root}.")
+
+    async def _run(self, call: Callable[[], T]) -> T:
+        # A cancelled caller leaves its call to finish in the pool: the caller may not assume either way.
+        try:
+            future = asyncio.get_running_loop().run_in_executor(self._pool, call)
+        except RuntimeError as error:
+            raise Closed(f"The object store was closed: root={self._root}.") from error
+        return await future
+
+
+def _make_root(calls: Syscalls, root: str) -> None:
+    """Make the root and its missing ancestors, and make those new entries safe."""
+    if os.path.isdir(root):
+        return
+    if os.path.lexists(root):
+        raise Invalid(f"The object root is not a directory: root={root}.", fix="Point objects.url at a directory.")
+    parent = os.path.dirname(root)
+    _make_root(calls, parent)
+    try:
+        calls.mkdir(root)
+    except FileExistsError:
+        return _make_root(calls, root)
+    calls.fsync_directory(parent)
+
+
+def _is_directory(mode: int) -> bool:
+    return mode & 0o170000 == 0o040000
+
+
+def _pread(fd: int, start: int, length: int) -> bytes:
+    data = os.pread(fd, length, start)
+    if len(data) == length:
+        return data
+    pieces = [data]  # a single pread returns at most 2 GiB, and may stop early on a signal
+    missing = length - len(data)
+    while missing:
+        data = os.pread(fd, missing, start + length - missing)
+        if not data:
+            raise OSError(5, "the object became shorter while it was read")
+        pieces.append(data)
+        missing -= len(data)
+    return b"".join(pieces)

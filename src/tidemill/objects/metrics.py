@@ -1,0 +1,38 @@
+"""Every metric of the room, declared once with its meaning. `store` is local, memory or s3."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from prometheus_client import Counter, Histogram
+
+Operation = Literal["put", "get", "get_ranges", "head", "list", "delete"]
+
+REQUESTS = Counter(
+    "tidemill_objects_requests_total",
+    "Calls that ended, by operation and outcome (ok, or the kind of error in lower case).",
+    ("store", "operation", "outcome"),
+)
+BYTES = Counter(
+    "tidemill_objects_bytes_total",
+    "Payload bytes written by successful puts and returned by successful reads.",
+    ("store", "operation"),
+)
+RETRIES = Counter(
+    "tidemill_objects_retries_total",
+    "Attempts after the first, by operation.",
+    ("store", "operation"),
+)
+RESOLVED = Counter(
+    "tidemill_objects_resolved_total",
+    "Puts whose acknowledgement was lost, by what reading back showed (ours, other, absent).",
+    ("store", "found"),
+)
+SECONDS = Histogram(
+    "tidemill_objects_seconds",
+    "Duration of a call including its retries and its wait for a free slot.",
+    ("store", "operation"),
+    buckets=(0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0),
+)
+
+ALL: tuple[Counter | Histogram, ...] = (REQUESTS, BYTES, RETRIES, RESOLVED, SECONDS)

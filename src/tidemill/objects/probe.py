@@ -1,0 +1,135 @@
+"""What `tidemill doctor` asks of an object store before anything is trusted to it.
+
+Servers exist that accept `If-None-Match` and ignore it, or check it without atomicity: a sequence of
+two creates finds the first kind, a race of many the second. Probe objects live under `probe/` and
+are deleted at the end, whatever happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Conflict, TidemillError
+from tidemill.objects.open import open_objects, redact
+from tidemill.objects.store import ObjectStore
+
+RACERS = 32
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One line of the doctor: `detail` says what was found, `fix` what to do when not ok."""
+
+    name: str
+    ok: bool
+    detail: str
+    fix: str = ""
+
+
+async def probe_url(url: str, clock: Clock, rand: Rand) -> list[Check]:
+    """Open the store and probe it; an opening that fails is the one failed check."""
+    try:
+        store = await open_objects(url, clock, rand, retry_budget_s=2.0)
+    except TidemillError as error:
+        return [Check("objects open", False, error.message, error.fix)]
+    try:
+        return [Check("objects open", True, redact(url)), *await probe_objects(store, rand)]
+    finally:
+        await store.aclose()
+
+
+async def probe_objects(store: ObjectStore, rand: Rand) -> list[Check]:
+    """Create, read, list, conditional create, racing creates, delete; later checks are skipped when create fails."""
+    prefix = f"probe/{rand.nonce()}/"
+    once, raced = prefix + "once", prefix + "raced"
+    checks = [await _check("objects create", lambda: _create(store, once))]
+    if checks[0].ok:
+        checks.append(await _check("objects read", lambda: _read(store, once)))
+        checks.append(await _check("objects list", lambda: _list(store, prefix, once)))
+        checks.append(await _check("objects conditional create", lambda: _second_create(store, once)))
+        checks.append(await _check("objects racing creates", lambda: _race(store, raced)))
+        checks.append(await _check("objects delete", lambda: _delete(store, (once, raced))))
+    return checks
+
+
+class _Failed(Exception):
+    def __init__(self, detail: str, fix: str) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.fix = fix
+
+
+_NO_CONDITIONS = (
+    "Use a server that honours If-None-Match on PutObject (AWS S3, Ceph, MinIO, recent Garage), or upgrade this one."
+)
+
+
+async def _check(name: str, step: Callable[[], Awaitable[str]]) -> Check:
+    try:
+        return Check(name, True, await step())
+    except _Failed as error:
+        return Check(name, False, error.detail, error.fix)
+    except TidemillError as error:
+        return Check(name, False, error.message, error.fix)
+
+
+async def _create(store: ObjectStore, key: str) -> str:
+    await store.put(key, [b"first", b" writer"])
+    return "an object can be created"
+
+
+async def _read(store: ObjectStore, key: str) -> str:
+    whole, piece = await store.get(key), await store.get(key, 6, 12)
+    if (whole, piece) != (b"first writer", b"writer"):
+        raise _Failed(
+            f"what was written did not come back: key={key}.", "Do not use this server: it does not return what it got."
+        )
+    return "it reads back, whole and by range"
+
+
+async def _list(store: ObjectStore, prefix: str, key: str) -> str:
+    found = [meta.key async for meta in store.list(prefix)]
+    if found != [key]:
+        raise _Failed(
+            f"a listing does not show the new object: prefix={prefix} found={found}.",
+            "Use a server whose listings are strongly consistent.",
+        )
+    return "a listing shows it at once"
+
+
+async def _second_create(store: ObjectStore, key: str) -> str:
+    try:
+        await store.put(key, b"second writer")
+    except Conflict:
+        if await store.get(key) == b"first writer":
+            return "a second create is refused"
+        raise _Failed(f"a refused create replaced the object: key={key}.", _NO_CONDITIONS) from None
+    raise _Failed(f"a second create of one key was accepted: key={key}.", _NO_CONDITIONS)
+
+
+async def _race(store: ObjectStore, key: str) -> str:
+    async def write(writer: int) -> int | None:
+        try:
+            await store.put(key, f"writer {writer}".encode())
+        except Conflict:
+            return None
+        return writer
+
+    ended = await asyncio.gather(*(write(writer) for writer in range(RACERS)))
+    winners = [writer for writer in ended if writer is not None]
+    if len(winners) != 1:
+        raise _Failed(f"of {RACERS} racing creates {len(winners)} were accepted: key={key}.", _NO_CONDITIONS)
+    if await store.get(key) != f"writer {winners[0]}".encode():
+        raise _Failed(f"the winner of racing creates was overwritten: key={key}.", _NO_CONDITIONS)
+    return f"of {RACERS} racing creates one won"
+
+
+async def _delete(store: ObjectStore, keys: tuple[str, ...]) -> str:
+    for key in keys:
+        await store.delete(key)
+        if await store.head(key) is not None:
+            raise _Failed(f"a deleted object is still there: key={key}.", "Check versioning rules of the bucket.")
+    return "objects can be deleted"

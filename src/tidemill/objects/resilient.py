@@ -1,0 +1,294 @@
+"""Retries, a bound on concurrency and metrics around any object store.
+
+R1  At most `concurrency` requests of the inner store run at once.
+R2  Unavailable is retried with jittered backoff until the time budget of the call is spent.
+R3  A put whose outcome is Unknown is settled by reading back: our object is success, another's is
+    Conflict, none means the same attempt is made again. That is safe however late the lost request
+    arrives, because it carries the same bytes under the same nonce to the same write-once key.
+R4  Conflict after an attempt of ours that may have landed is settled the same way, so our own
+    success is never reported as Conflict.
+
+Ours is decided by nonce where the store keeps one (`NoncedObjects`), else by comparing bytes; two
+writers of equal bytes to one key may then both hear success, which changes nothing durable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Conflict, Invalid, Missing, TidemillError, Unavailable, Unknown
+from tidemill.base.limits import OBJECT_CONCURRENCY, OBJECT_RETRY_BUDGET_S
+from tidemill.objects import metrics
+from tidemill.objects.coalesce import Request, cut, plan_reads
+from tidemill.objects.keys import as_buffers, size_of
+from tidemill.objects.metrics import Operation
+from tidemill.objects.store import Buffer, ObjectMeta, ObjectStore
+
+BACKOFF_FIRST_S = 0.05
+BACKOFF_MAX_S = 2.0
+
+T = TypeVar("T")
+Pieces = list[bytes]  # inside the class `list` is the method
+
+
+@runtime_checkable
+class NoncedObjects(Protocol):
+    """A store that keeps the nonce of the attempt that created an object."""
+
+    async def put_nonced(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> None: ...
+
+    async def nonce_of(self, key: str) -> str | None: ...
+
+
+class ResilientObjects:
+    """`coalesce`: split `get_ranges` into merged requests here (remote stores), else pass it through."""
+
+    def __init__(
+        self,
+        inner: ObjectStore,
+        clock: Clock,
+        rand: Rand,
+        *,
+        store: str,
+        concurrency: int = OBJECT_CONCURRENCY,
+        budget_s: float = OBJECT_RETRY_BUDGET_S,
+        coalesce: bool = False,
+    ) -> None:
+        self._inner = inner
+        self._clock = clock
+        self._rand = rand
+        self._label = store
+        self._slots = asyncio.Semaphore(concurrency)
+        self._budget_s = budget_s
+        self._coalesce = coalesce
+        self._meters = {operation: _Meter(store, operation) for operation in _OPERATIONS}
+
+    @property
+    def inner(self) -> ObjectStore:
+        return self._inner
+
+    async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
+        await self._metered("put", lambda: self._put(key, data), lambda _: size_of(data))
+
+    async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        return await self._metered("get", lambda: self._retried("get", lambda: self._inner.get(key, start, end)), len)
+
+    async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        return await self._metered(
+            "get_ranges", lambda: self._get_ranges(key, ranges), lambda found: sum(map(len, found))
+        )
+
+    async def head(self, key: str) -> ObjectMeta | None:
+        return await self._metered("head", lambda: self._retried("head", lambda: self._inner.head(key)))
+
+    async def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
+        """Retries go on after the last object yielded. A page's wait is not held against `concurrency`."""
+        retry = _Retry(self._clock, self._rand, self._budget_s)
+        meter = self._meters["list"]
+        while True:
+            try:
+                async for meta in self._inner.list(prefix, start_after):
+                    start_after = meta.key
+                    yield meta
+                    retry = _Retry(self._clock, self._rand, self._budget_s)
+                meter.ended("ok")
+                return
+            except Unavailable:
+                if not await retry.again():
+                    meter.ended("unavailable")
+                    raise
+                meter.retries.inc()
+
+    async def delete(self, key: str) -> None:
+        # Unknown is retried too: a delete that lands twice is one delete.
+        await self._metered(
+            "delete", lambda: self._retried("delete", lambda: self._inner.delete(key), (Unavailable, Unknown))
+        )
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+    # ---------------------------------------------------------------------------------------------
+
+    async def _put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
+        retry = _Retry(self._clock, self._rand, self._budget_s)
+        nonce = self._rand.nonce()
+        unsettled: Unknown | None = None
+        while True:
+            try:
+                async with self._slots:
+                    await self._attempt(key, data, nonce)
+                return
+            except Conflict:
+                if unsettled is not None and await self._is_ours(key, data, nonce, retry):
+                    return
+                raise
+            except Unknown as error:
+                unsettled = error
+                failure: TidemillError = error
+            except Unavailable as error:
+                failure = error
+            if unsettled is not None:
+                ours = await self._is_ours(key, data, nonce, retry)
+                if ours is not None:
+                    if ours:
+                        return
+                    raise Conflict(f"The object exists already: key={key}.") from failure
+            if not await retry.again():
+                raise unsettled or failure
+            self._meters["put"].retries.inc()
+
+    async def _attempt(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> None:
+        if isinstance(self._inner, NoncedObjects):
+            await self._inner.put_nonced(key, data, nonce)
+        else:
+            await self._inner.put(key, data)
+
+    async def _is_ours(self, key: str, data: Buffer | Sequence[Buffer], nonce: str, retry: _Retry) -> bool | None:
+        """Who made the object: this put (True), another (False), nobody yet (None).
+
+        When reading back fails for the whole budget the put stays Unknown.
+        """
+        while True:
+            try:
+                ours = await self._compare(key, data, nonce)
+                break
+            except Unavailable as error:
+                if not await retry.again():
+                    raise Unknown(
+                        f"The object may have been written and cannot be read back: key={key}.",
+                        fix="Read the key before writing it again.",
+                    ) from error
+        found = "absent" if ours is None else "ours" if ours else "other"
+        metrics.RESOLVED.labels(self._label, found).inc()
+        return ours
+
+    async def _compare(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> bool | None:
+        async with self._slots:
+            if isinstance(self._inner, NoncedObjects):
+                theirs = await self._inner.nonce_of(key)
+                if theirs is None:
+                    return None
+                if theirs:
+                    return theirs == nonce
+            found = await self._inner.head(key)
+            if found is None:
+                return None
+            if found.size_bytes != size_of(data):
+                return False
+            try:
+                return await self._inner.get(key) == b"".join(as_buffers(data))
+            except Missing:
+                return None
+
+    async def _get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Pieces:
+        if not self._coalesce or len(ranges) < 2 or any(not 0 <= start <= end for start, end in ranges):
+            return await self._retried("get_ranges", lambda: self._inner.get_ranges(key, ranges))
+        into = [b""] * len(ranges)
+
+        async def fetch(request: Request) -> None:
+            data = await self._retried("get_ranges", lambda: self._inner.get(key, request.start, request.end))
+            cut(request, data, into)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for request in plan_reads(ranges):
+                    group.create_task(fetch(request))
+        except BaseExceptionGroup as failed:
+            raise _first_of(failed) from failed
+        return into
+
+    async def _retried(
+        self,
+        operation: Operation,
+        call: Callable[[], Awaitable[T]],
+        kinds: tuple[type[TidemillError], ...] = (Unavailable,),
+    ) -> T:
+        retry: _Retry | None = None
+        while True:
+            try:
+                async with self._slots:
+                    return await call()
+            except kinds:
+                retry = retry or _Retry(self._clock, self._rand, self._budget_s)
+                if not await retry.again():
+                    raise
+                self._meters[operation].retries.inc()
+
+    async def _metered(
+        self, operation: Operation, call: Callable[[], Awaitable[T]], size: Callable[[T], int] | None = None
+    ) -> T:
+        meter = self._meters[operation]
+        started_s = self._clock.monotonic_s()
+        outcome = "ok"
+        try:
+            found = await call()
+            if size is not None:
+                meter.bytes.inc(size(found))
+            return found
+        except TidemillError as error:
+            outcome = type(error).__name__.lower()
+            raise
+        except BaseException:
+            outcome = "cancelled"
+            raise
+        finally:
+            meter.ended(outcome)
+            meter.seconds.observe(max(0.0, self._clock.monotonic_s() - started_s))
+
+
+_OPERATIONS: tuple[Operation, ...] = ("put", "get", "get_ranges", "head", "list", "delete")
+
+
+class _Meter:
+    """Resolved metric children of one operation: looking them up by label costs more than a local read."""
+
+    def __init__(self, store: str, operation: Operation) -> None:
+        self._store = store
+        self._operation = operation
+        self.bytes = metrics.BYTES.labels(store, operation)
+        self.retries = metrics.RETRIES.labels(store, operation)
+        self.seconds = metrics.SECONDS.labels(store, operation)
+        self._ok = metrics.REQUESTS.labels(store, operation, "ok")
+
+    def ended(self, outcome: str) -> None:
+        child = self._ok if outcome == "ok" else metrics.REQUESTS.labels(self._store, self._operation, outcome)
+        child.inc()
+
+
+class _Retry:
+    """Backoff of one call: full jitter, doubling up to a limit, until the budget is spent."""
+
+    def __init__(self, clock: Clock, rand: Rand, budget_s: float) -> None:
+        self._clock = clock
+        self._rand = rand
+        self._deadline_s = clock.monotonic_s() + budget_s
+        self._ceiling_s = BACKOFF_FIRST_S
+
+    async def again(self) -> bool:
+        """Wait before the next attempt; False when the budget does not reach that far."""
+        pause_s = self._rand.uniform(self._ceiling_s / 2, self._ceiling_s)
+        self._ceiling_s = min(self._ceiling_s * 2, BACKOFF_MAX_S)
+        if self._clock.monotonic_s() + pause_s > self._deadline_s:
+            return False
+        await asyncio.sleep(pause_s)
+        return True
+
+
+def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def check_budget(budget_s: float, concurrency: int) -> None:
+    """Raises Invalid for settings that cannot work."""
+    if budget_s < 0 or concurrency < 1:
+        raise Invalid(
+            f"Object store limits must be positive: budget_s={budget_s} concurrency={concurrency}.",
+            fix="Correct objects.retry_budget_s or objects.concurrency.",
+        )

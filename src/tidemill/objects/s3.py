@@ -1,0 +1,210 @@
+"""Objects in a bucket of any S3-compatible server, through obstore.
+
+A put is `If-None-Match: *` with the attempt's nonce in the object's metadata. The library's own
+retries are off: it repeats a conditional put after a 5xx, and would report our own success as
+"already exists". So one call here is one request, AlreadyExists on it is real, and what may have
+happened is Unknown; `resilient` repeats attempts under one nonce and reads it back to tell our
+object from another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+import obstore
+from obstore.store import S3Store
+
+from tidemill.base.clock import Rand
+from tidemill.base.errors import Closed, Conflict, Missing, Unavailable
+from tidemill.objects.coalesce import cut, plan_reads
+from tidemill.objects.errors import Place, translate
+from tidemill.objects.keys import as_buffers, check_key, check_prefix, check_range
+from tidemill.objects.store import Buffer, ObjectMeta
+
+if TYPE_CHECKING:
+    from obstore.store import S3Config
+
+NONCE = "tidemill-nonce"
+REQUEST_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 5.0
+LIST_PAGE = 1000
+
+
+class S3Objects:
+    """`prefix` is empty or ends with '/'. `config` is obstore's S3 configuration without the bucket."""
+
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str,
+        config: dict[str, Any],
+        rand: Rand,
+        *,
+        timeout_s: float = REQUEST_TIMEOUT_S,
+    ) -> None:
+        endpoint = str(config.get("endpoint", ""))
+        self._place = Place(bucket, endpoint)
+        self._prefix = prefix
+        self._rand = rand
+        self._closed = False
+        self._store = S3Store(
+            bucket,
+            config=cast("S3Config", {"disable_bulk_delete": True, **config}),
+            client_options={
+                "allow_http": endpoint.startswith("http://"),
+                "timeout": timedelta(seconds=timeout_s),
+                "connect_timeout": timedelta(seconds=min(CONNECT_TIMEOUT_S, timeout_s)),
+            },
+            retry_config={
+                "max_retries": 0,
+                "retry_timeout": timedelta(seconds=timeout_s),
+                "backoff": {
+                    "init_backoff": timedelta(milliseconds=100),
+                    "max_backoff": timedelta(seconds=1),
+                    "base": 2,
+                },
+            },
+        )
+
+    @property
+    def plain(self) -> S3Store:
+        """The library's store underneath, for benchmarks that measure what this class adds."""
+        return self._store
+
+    # the contract --------------------------------------------------------------------------------
+
+    async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
+        await self.put_nonced(key, data, self._rand.nonce())
+
+    async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        path = self._path(key)
+        if start == 0 and end is None:
+            try:
+                return bytes(await (await obstore.get_async(self._store, path)).bytes_async())
+            except Exception as error:
+                raise translate(error, "get", key, self._place, writes=False) from error
+        if end is None or not 0 <= start < end:
+            # Empty and open ranges have no portable meaning in HTTP: learn the size first.
+            size = await self._size(key)
+            end = check_range(key, start, end, size)
+            if start == end:
+                return b""
+        try:
+            data = bytes(await obstore.get_range_async(self._store, path, start=start, end=end))
+        except Exception as error:
+            if "<Code>InvalidRange</Code>" in str(error) or " 416 " in str(error):
+                check_range(key, start, end, await self._size(key))
+            raise translate(error, "get", key, self._place, writes=False) from error
+        if len(data) < end - start:
+            check_range(key, start, end, start + len(data))
+        return data
+
+    async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """One request after another; `resilient` runs them side by side under its limit."""
+        for start, end in ranges:
+            if not 0 <= start <= end:
+                check_range(key, start, end, max(start, end, 0))
+        into = [b""] * len(ranges)
+        requests = plan_reads(ranges)
+        if not requests:
+            await self._size(key)
+        for request in requests:
+            cut(request, await self.get(key, request.start, request.end), into)
+        return into
+
+    async def head(self, key: str) -> ObjectMeta | None:
+        path = self._path(key)
+        try:
+            found = await obstore.head_async(self._store, path)
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise translate(error, "head", key, self._place, writes=False) from error
+        return self._meta(found)
+
+    async def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
+        self._open()
+        full = self._prefix + check_prefix(prefix)
+        # The library lists whole path segments; the rest of the prefix is matched here.
+        directory = full.rpartition("/")[0]
+        offset = self._prefix + start_after if start_after else None
+        try:
+            pages = obstore.list(self._store, directory or None, offset=offset, chunk_size=LIST_PAGE)
+            async for page in pages:
+                for found in page:
+                    path = found["path"]
+                    if path.startswith(full) and (offset is None or path > offset):
+                        yield self._meta(found)
+                    elif path[: len(full)] > full:
+                        return
+                self._open()
+        except Exception as error:
+            if isinstance(error, Closed):
+                raise
+            raise translate(error, "list", prefix, self._place, writes=False) from error
+
+    async def delete(self, key: str) -> None:
+        path = self._path(key)
+        try:
+            await obstore.delete_async(self._store, path)
+        except Exception as error:
+            failure = translate(error, "delete", key, self._place, writes=True)
+            if not isinstance(failure, Missing):
+                raise failure from error
+
+    async def aclose(self) -> None:
+        self._closed = True
+
+    # attempts under a nonce, for `resilient` -------------------------------------------------------
+
+    async def put_nonced(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> None:
+        """One create request that leaves `nonce` in the object's metadata."""
+        path = self._path(key)
+        buffers = as_buffers(data)
+        # Views are handed over as they are; the request body is the only copy made of them.
+        body = buffers[0] if len(buffers) == 1 else buffers or b""
+        try:
+            await obstore.put_async(self._store, path, body, mode="create", attributes={NONCE: nonce})
+        except Exception as error:
+            failure = translate(error, "put", key, self._place, writes=True)
+            if isinstance(failure, Conflict):
+                # S3 also answers 409 while another create is still undecided; only an object is a conflict.
+                current = await self.head(key)
+                if current is None:
+                    raise Unavailable(f"Another create of the object is under way: key={key} {self._place}.") from error
+                raise Conflict(failure.message, current=current) from error
+            raise failure from error
+
+    async def nonce_of(self, key: str) -> str | None:
+        """The nonce of the attempt that created the object ("" if it has none), or None without an object."""
+        path = self._path(key)
+        try:
+            found = await obstore.get_async(self._store, path, options={"head": True})
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise translate(error, "head", key, self._place, writes=False) from error
+        attributes = {str(name).lower(): str(value) for name, value in found.attributes.items()}
+        return attributes.get(NONCE, "")
+
+    # ---------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        if self._closed:
+            raise Closed(f"The object store was closed: {self._place}.")
+
+    def _path(self, key: str) -> str:
+        self._open()
+        return self._prefix + check_key(key)
+
+    async def _size(self, key: str) -> int:
+        found = await self.head(key)
+        if found is None:
+            raise Missing(f"No such object: key={key} {self._place}.")
+        return found.size_bytes
+
+    def _meta(self, found: Any) -> ObjectMeta:
+        modified_ms = int(found["last_modified"].timestamp() * 1000)
+        return ObjectMeta(found["path"].removeprefix(self._prefix), found["size"], modified_ms)
