@@ -31,7 +31,7 @@ class Environment(msgspec.Struct):
 
 
 def prepare(directory: Path, *, http: str, kafka: str, fresh: bool, consensus_url: str = "", objects_url: str = "",
-            master: str = "local[*]") -> Environment:  # fmt: skip
+            master: str = "local[*]") -> Environment:
     """Start Postgres, create the shop if needed, write the configuration. Raises Invalid on an unusable directory."""
     directory = directory.absolute()
     _claim(directory, fresh=fresh)
@@ -51,7 +51,7 @@ def prepare(directory: Path, *, http: str, kafka: str, fresh: bool, consensus_ur
                 consensus_url=consensus_url,
                 objects_url=objects_url,
                 master=master,
-            )  # fmt: skip
+            )
         )
         return Environment(directory, postgres, load(config_path), config_path, dsn, resumed)
     except BaseException:

@@ -1,0 +1,266 @@
+"""The demo from start to verified end.
+
+    prepare → supervise node and driver → load and clicks → (crash) → stop the load → drain → verify → report
+
+Everything observed here is observed from outside: the follower speaks HTTP, the shard latency comes
+from listening to the shard, and verification reads source and shard anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from tidemill.base.clock import Clock, Rand, SystemClock
+from tidemill.base.errors import Missing, Unavailable
+from tidemill.base.marks import Derived, derive_all, why
+from tidemill.base.marks import Report as MarksReport
+from tidemill.base.tasks import Tasks
+from tidemill.cli.demo import shop
+from tidemill.cli.demo.environment import Environment
+from tidemill.cli.demo.figures import Latencies, Report
+from tidemill.cli.demo.follower import Follower
+from tidemill.cli.demo.money import Money, MoneyCheck
+from tidemill.consensus.board import Board
+from tidemill.consensus.open import open_consensus
+from tidemill.metastore.catalogue import Catalogue, TopicRow
+from tidemill.node.processes import start_all
+from tidemill.node.supervise import Supervisor
+from tidemill.objects.open import open_objects
+from tidemill.shards.open import open_remap, open_shard
+
+TABLES = (*shop.TABLES, "clicks", "conversion_by_product")
+OPEN_ORDERS = {"table": "public.orders", "where": "w_id = 1 AND status = 'open'"}
+CRASH_EVERY_S = 14.0
+MONEY_EVERY_S = 2.0
+DRAIN_TIMEOUT_S = 180.0
+KEPT_CHECKS = 30
+
+
+class Runner:
+    def __init__(self, environment: Environment, *, rate: float, click_rate: float, crash: bool) -> None:
+        self.environment = environment
+        self.report = Report()
+        self.checks: list[MoneyCheck] = []
+        self.marks: dict[str, Derived] = {}
+        self.load_counts: dict[str, int] = {}
+        self.click_counts: dict[str, int] = {}
+        self.phase = "starting"
+        self._rate = rate
+        self._click_rate = click_rate
+        self._crash = crash
+        self._clock: Clock = SystemClock()
+        self._rand = Rand()
+        self._ready_ms = self._clock.now_ms()
+        self._to_shard = Latencies()
+        self._to_client = Latencies()
+        self._stopping = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._loads: list[asyncio.subprocess.Process] = []
+        self._dead_letters_before = 0
+        config = environment.config
+        self._follower = Follower(config.node.http, OPEN_ORDERS, self._clock, self._client_row)
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    async def run(self, seconds: float | None) -> Report:
+        """Until `seconds` after the load started, or for ever; then drain and verify. Raises what a child refused."""
+        config = self.environment.config
+        objects = await open_objects(config.objects_url, self._clock, self._rand)
+        consensus = await open_consensus(config.consensus_url, self._clock, self._rand)
+        supervisor = start_all(config, self._clock, self._failed)
+        self._board = Board(consensus)
+        self._catalogue = Catalogue(consensus, self._clock, self._rand)
+        self._open_shard = lambda name: open_shard(consensus, objects, self._clock, self._rand, name)
+        self._open_remap = lambda name: open_remap(consensus, name, self._clock, self._rand)
+        self._follower.start()
+        try:
+            async with Tasks(lambda _, error: self._failed(error)) as tasks:
+                tasks.spawn(self._watch_marks(), name="demo-marks")
+                await self._start_load(tasks)
+                self.phase = "running"
+                tasks.spawn(self._watch_shard(), name="demo-shard")
+                tasks.spawn(self._watch_money(), name="demo-money")
+                if self._crash:
+                    tasks.spawn(self._crash_in_turn(supervisor), name="demo-crash")
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        await self._stopping.wait()
+                self._check_failure()
+                if seconds is not None:
+                    await self._finish()
+                    self._check_failure()
+        finally:
+            self._follower.stop()
+            await self._stop_load()
+            await supervisor.stop()
+            await consensus.aclose()
+            await objects.aclose()
+        return self.report
+
+    # load ------------------------------------------------------------------------------------------
+
+    async def _start_load(self, tasks: Tasks) -> None:
+        await self._until_ready()
+        load = ["tidemill.cli.demo.load", "--dsn", self.environment.dsn, "--rate", str(self._rate)]
+        clicks = ["tidemill.cli.demo.clicks", "--brokers", self.environment.config.node.kafka]
+        clicks += ["--rate", str(self._click_rate)]
+        for arguments, counts in ((load, self.load_counts), (clicks, self.click_counts)):
+            seed = str(self._rand.below(1 << 30))
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", *arguments, "--seed", seed, stdout=asyncio.subprocess.PIPE
+            )
+            self._loads.append(process)
+            tasks.spawn(self._read_counts(process, counts), name=f"demo-{arguments[0]}")
+
+    async def _until_ready(self) -> None:
+        """The node serves and the topic `clicks` exists: producers that come now need no luck."""
+        while not self._stopping.is_set():
+            with contextlib.suppress(Unavailable):
+                row = await self._catalogue.get(TopicRow, "clicks")
+                if row is not None and await self._answers():
+                    return
+            await asyncio.sleep(0.1)
+
+    async def _answers(self) -> bool:
+        host, _, port = self.environment.config.node.http.rpartition(":")
+        try:
+            _, writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            return False
+        writer.close()
+        return True
+
+    @staticmethod
+    async def _read_counts(process: asyncio.subprocess.Process, counts: dict[str, int]) -> None:
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            counts.update(json.loads(line))
+
+    async def _stop_load(self) -> None:
+        for process in self._loads:
+            if process.returncode is None:
+                process.send_signal(signal.SIGTERM)
+        for process in self._loads:
+            await process.wait()
+
+    # watching --------------------------------------------------------------------------------------
+
+    async def _watch_marks(self) -> None:
+        while True:
+            with contextlib.suppress(Unavailable):
+                self.marks = derive_all(await self._board.reports(), self._clock.now_ms())
+                facts = {"money": [msgspec.to_builtins(c) for c in self.checks[-KEPT_CHECKS:]]}
+                await self._board.publish(MarksReport("demo", self._clock.now_ms(), (), facts))
+            await asyncio.sleep(1)
+
+    def _client_row(self, operation: str, row: dict[str, str | None], received_ms: int) -> None:
+        placed_at = row.get("placed_at")
+        if operation == "insert" and placed_at:
+            self._to_client.add(received_ms - datetime.fromisoformat(placed_at).timestamp() * 1000)
+
+    async def _watch_shard(self) -> None:
+        """Commit to visible: every payment's own time against the moment a listener of the shard received it."""
+        shard = await self._await_shard("payment")
+        _, upper = await shard.frontiers()
+        async for delta in shard.listen(upper):
+            seen_ms = self._clock.now_ms()
+            for paid_at in delta.rows.column("paid_at").to_pylist():
+                self._to_shard.add(seen_ms - paid_at.timestamp() * 1000)
+
+    async def _await_shard(self, name: str) -> Any:
+        while True:
+            try:
+                shard = await self._open_shard(name)
+                _, upper = await shard.frontiers()
+                if upper > 0:
+                    if self.report.first_shard_row_s is None:
+                        self.report.first_shard_row_s = (self._clock.now_ms() - self._ready_ms) / 1000
+                    return shard
+            except (Missing, Unavailable):
+                pass
+            await asyncio.sleep(0.1)
+
+    async def _watch_money(self) -> None:
+        warehouse = await self._await_shard("warehouse")
+        money = Money(self.environment.dsn, await self._open_remap("capture/shop"), warehouse, self._rand)
+        while True:
+            check = await money.check()
+            if check is not None:
+                self.checks = [*self.checks[-KEPT_CHECKS:], check]
+                self.report.money_checks += 1
+                self.report.money_unequal += not check.equal
+            await asyncio.sleep(MONEY_EVERY_S)
+
+    # faults ----------------------------------------------------------------------------------------
+
+    async def _crash_in_turn(self, supervisor: Supervisor) -> None:
+        await self._await_shard("payment")
+        async for name in self._victims(list(supervisor.children)):
+            if supervisor.children[name].kill():
+                self.report.crashes += 1
+
+    @staticmethod
+    async def _victims(names: list[str]) -> AsyncIterator[str]:
+        while True:
+            for name in names:
+                await asyncio.sleep(CRASH_EVERY_S)
+                yield name
+
+    def _failed(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._stopping.set()
+
+    def _check_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    # the end ---------------------------------------------------------------------------------------
+
+    async def _finish(self) -> None:
+        from tidemill.cli.verify.tables import verify_all
+
+        self.phase = "draining"
+        await self._stop_load()
+        self.report.produced = self.click_counts.get("produced", 0)
+        self.report.malformed = self.click_counts.get("malformed", 0)
+        self.report.transactions = self.load_counts.get("transactions", 0)
+        await self._drain()
+        self.phase = "verifying"
+        self.report.commit_to_shard_ms = self._to_shard.summary()
+        self.report.commit_to_client_ms = self._to_client.summary()
+        if self._follower.first_row_ms is not None:
+            self.report.first_client_row_s = (self._follower.first_row_ms - self._ready_ms) / 1000
+        self.report.verify = await verify_all(self)
+        self.phase = "done"
+
+    async def _drain(self) -> None:
+        """Wait until every table's upper passed the end of the load; those that do not in time are named as stuck."""
+        stopped_ms = self._clock.now_ms()
+        deadline_s = self._clock.monotonic_s() + DRAIN_TIMEOUT_S
+        while True:
+            behind = [name for name in TABLES if await self._upper(name) <= stopped_ms]
+            if not behind:
+                return
+            if self._clock.monotonic_s() > deadline_s:
+                self.report.stuck = [self._explain(name) for name in behind]
+                return
+            await asyncio.sleep(0.2)
+
+    async def _upper(self, name: str) -> int:
+        with contextlib.suppress(Missing, Unavailable):
+            return (await (await self._open_shard(name)).frontiers())[1]
+        return 0
+
+    def _explain(self, table: str) -> str:
+        chain = why(self.marks, f"shard:{table}")
+        return f"{table}: " + (" <- ".join(f"{d.mark.name} {d.state} {d.mark.reason}" for d in chain) or "no mark")
