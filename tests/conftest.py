@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 
 import psycopg
@@ -39,3 +40,24 @@ def new_database(postgres_server: EmbeddedPostgres) -> Callable[[], str]:
 def postgres_dsn(new_database: Callable[[], str]) -> str:
     """The DSN of a database of this test's own."""
     return new_database()
+
+
+REAL_CLIENT_MARKERS = ("node", "browser", "kcat", "spark", "postgres")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """In CI nothing real is skipped: with TIDEMILL_REQUIRE_REAL=1 such a skip is a failure."""
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    required = os.environ.get("TIDEMILL_REQUIRE_REAL") == "1"
+    if required and report.skipped and any(item.get_closest_marker(name) for name in REAL_CLIENT_MARKERS):
+        report.outcome = "failed"
+        report.longrepr = f"skipped where nothing real may be skipped: {report.longrepr}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One Spark session in the whole run: all its tests go to one worker."""
+    for item in items:
+        if item.get_closest_marker("spark"):
+            item.add_marker(pytest.mark.xdist_group("spark"))

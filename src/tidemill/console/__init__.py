@@ -1,1 +1,5 @@
-"""console."""
+"""console: what a browser sees of a node, the status API and the demo's page.
+
+Owns static files (vendored libraries with their licences, no build step) and the read-only JSON that
+`status`, `why` and the page share. Owns no state: everything is derived from published marks.
+"""

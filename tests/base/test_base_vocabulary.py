@@ -1,0 +1,88 @@
+"""Frontiers, LSNs, tasks and the portal."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidemill.base.clock import ManualClock, Rand
+from tidemill.base.errors import Invalid, TidemillError, Unavailable
+from tidemill.base.frontier import ChangePosition, Lsn, Since, Upper
+from tidemill.base.portal import Portal
+from tidemill.base.tasks import Tasks
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_an_lsn_reads_back_what_it_prints(value: int) -> None:
+    assert Lsn.parse(str(Lsn(value))) == Lsn(value)
+
+
+@pytest.mark.parametrize("text", ["", "0", "0/", "x/y", "1/2/3"])
+def test_text_that_is_no_lsn_is_refused_with_the_text_and_an_example(text: str) -> None:
+    with pytest.raises(Invalid, match="0/16B3748") as caught:
+        Lsn.parse(text)
+    assert repr(text) in str(caught.value)
+
+
+def test_frontiers_of_different_kinds_cannot_be_compared() -> None:
+    with pytest.raises(TypeError):
+        _ = Since(1) < Upper(2)  # type: ignore[operator]
+
+
+def test_a_time_is_readable_from_since_up_to_but_without_upper() -> None:
+    since, upper = Since(10), Upper(20)
+    readable = [t for t in range(8, 23) if since.admits(t) and upper.passed(t)]
+    assert readable == list(range(10, 20))
+
+
+def test_positions_of_changes_order_by_commit_and_then_by_ordinal() -> None:
+    assert ChangePosition(5, 9) < ChangePosition(6, 0) < ChangePosition(6, 1)
+
+
+def test_one_seed_gives_one_sequence_of_ids() -> None:
+    def draw(rand: Rand) -> list[object]:
+        return [rand.nonce(), rand.uuid(), rand.below(100), rand.uniform(0, 1)]
+
+    assert draw(Rand(7)) == draw(Rand(7)) != draw(Rand(8))
+
+
+def test_a_manual_clock_moves_only_when_told() -> None:
+    clock = ManualClock(1_000)
+    clock.advance(500)
+    assert (clock.now_ms(), clock.monotonic_s()) == (1_500, 1.5)
+
+
+def test_an_error_says_what_is_wrong_and_then_what_to_do() -> None:
+    assert str(Invalid("bad port: port=x.", fix="Use a number.")) == "bad port: port=x. Use a number."
+    assert issubclass(Unavailable, TidemillError)
+
+
+def test_closing_a_task_group_ends_what_runs_and_a_failure_does_not_end_its_siblings() -> None:
+    async def scenario() -> list[str]:
+        heard: list[str] = []
+
+        async def fail() -> None:
+            raise Unavailable("away")
+
+        async with Tasks(lambda name, error: heard.append(f"{name}: {error}")) as tasks:
+            sibling = tasks.spawn(asyncio.sleep(3600), name="sibling")
+            failing = tasks.spawn(fail(), name="failing")
+            await asyncio.wait([failing])
+            assert not sibling.done()
+        assert sibling.cancelled()
+        return heard
+
+    assert asyncio.run(scenario()) == ["failing: away"]
+
+
+def test_the_portal_returns_results_and_raises_errors_of_its_loop() -> None:
+    async def fail() -> None:
+        raise Invalid("no.")
+
+    with Portal() as portal:
+        assert portal.call(asyncio.sleep(0, "result")) == "result"
+        with pytest.raises(Invalid, match="no"):
+            portal.call(fail())

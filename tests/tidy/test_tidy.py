@@ -1,0 +1,107 @@
+"""Style as tests: what STYLE.md promises and a reader relies on."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "tidemill"
+ROOMS = sorted(p.name for p in SOURCE.iterdir() if (p / "__init__.py").exists())
+FILES = sorted(SOURCE.rglob("*.py"))
+MAX_LINES = 600
+
+RAW_CALLS = {
+    ("time", "time"),
+    ("time", "time_ns"),
+    ("time", "monotonic"),
+    ("time", "sleep"),
+    ("uuid", "uuid4"),
+    ("random", "random"),
+    ("random", "randint"),
+    ("datetime", "now"),
+    ("datetime", "utcnow"),
+    ("os", "urandom"),
+}
+CLOCK_HOME = SOURCE / "base" / "clock.py"
+TASK_HOME = SOURCE / "base" / "tasks.py"
+PURE_NAMES = {"apply.py", "state.py", "commands.py", "flush_tracker.py", "classify.py"}
+IMPURE_IMPORTS = {"asyncio", "time", "random", "structlog", "logging", "socket", "threading", "os"}
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def calls(tree: ast.AST) -> list[tuple[str, str, int]]:
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = node.func.value
+            name = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
+            found.append((name, node.func.attr, node.lineno))
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_clock_and_randomness_are_passed_in(path: Path) -> None:
+    if path == CLOCK_HOME:
+        return
+    raw = [f"{o}.{a} at line {line}" for o, a, line in calls(ast.parse(path.read_text())) if (o, a) in RAW_CALLS]
+    assert not raw, f"{relative(path)}: pass Clock or Rand in instead of {raw}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_no_bare_tasks(path: Path) -> None:
+    if path == TASK_HOME:
+        return
+    bare = [line for _, attr, line in calls(ast.parse(path.read_text())) if attr in ("create_task", "ensure_future")]
+    assert not bare, f"{relative(path)}: spawn through base.tasks.Tasks, not at lines {bare}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_files_stay_readable(path: Path) -> None:
+    lines = path.read_text().count("\n")
+    assert lines <= MAX_LINES, f"{relative(path)} has {lines} lines: split it by reason"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.name in PURE_NAMES], ids=relative)
+def test_pure_modules_import_nothing_that_waits_or_knows_the_time(path: Path) -> None:
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            imported.add(node.module.split(".")[0])
+    assert not imported & IMPURE_IMPORTS, f"{relative(path)} imports {sorted(imported & IMPURE_IMPORTS)}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_no_exception_is_swallowed(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ExceptHandler):
+            bare = node.type is None or (
+                isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException")
+            )
+            silent = len(node.body) == 1 and isinstance(node.body[0], ast.Pass)
+            assert not (bare and silent), f"{relative(path)}:{node.lineno} swallows everything"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_room_says_what_it_owns(room: str) -> None:
+    text = ast.get_docstring(ast.parse((SOURCE / room / "__init__.py").read_text())) or ""
+    assert text.startswith(f"{room}") and len(text) > 80, f"{room}/__init__.py: say what the room owns and what not"
+
+
+def test_no_index_address_and_no_private_path_is_committed() -> None:
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    hosts = ("files.pytho" + "nhosted", "pypi." + "org", "registry." + "npmjs")
+    for name in filter(None, files):
+        path = ROOT / name
+        if path.suffix in (".png", ".gif", ".ico") or not path.is_file():
+            continue
+        text = path.read_text(errors="replace")
+        assert not [host for host in hosts if host in text], f"{name} names a registry host"
