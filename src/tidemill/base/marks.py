@@ -90,6 +90,23 @@ def derive_all(reports: Iterable[Report], now_ms: int) -> dict[str, Derived]:
     return newest
 
 
+def as_row(derived: Derived) -> dict[str, object]:
+    """One mark as JSON: what `status --json`, `/api/status` and the console share."""
+    mark = derived.mark
+    return {
+        "name": mark.name,
+        "state": str(derived.state),
+        "position": mark.position,
+        "target": mark.target,
+        "unit": mark.unit,
+        "held_by": mark.held_by,
+        "reason": mark.reason,
+        "standing_ms": derived.standing_ms,
+        "report_age_ms": derived.report_age_ms,
+        "process": derived.process,
+    }
+
+
 def argmin(positions: Mapping[str, int]) -> tuple[str, int]:
     """The holder and value of a minimum; ties go to the first name. Raises ValueError when empty (M1)."""
     name = min(positions, key=lambda n: (positions[n], n))

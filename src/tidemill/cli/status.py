@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tidemill.base.marks import Derived, State, derive_all
+from tidemill.base.marks import Derived, State, as_row, derive_all
 from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
 
 EXIT_BY_STATE = {State.STUCK: 2, State.BLIND: 2, State.WAITING: 1}
@@ -28,21 +28,6 @@ def read_marks(opened: Stores) -> dict[str, Derived]:
 
     reports = opened.portal.call(Board(opened.consensus).reports())
     return derive_all(reports, opened.clock.now_ms())
-
-
-def as_row(derived: Derived) -> dict[str, Any]:
-    mark = derived.mark
-    return {
-        "name": mark.name,
-        "state": str(derived.state),
-        "position": mark.position,
-        "target": mark.target,
-        "held_by": mark.held_by,
-        "reason": mark.reason,
-        "standing_ms": derived.standing_ms,
-        "report_age_ms": derived.report_age_ms,
-        "process": derived.process,
-    }
 
 
 def table(marks: dict[str, Derived], title: str = "") -> Any:

@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from tidemill.base.errors import Missing
-from tidemill.base.marks import State
+from tidemill.base.marks import State, as_row
 from tidemill.base.marks import why as walk
 from tidemill.cli.context import ConfigOption, JsonOption, print_json, stores
-from tidemill.cli.status import EXIT_BY_STATE, as_row, read_marks
+from tidemill.cli.status import EXIT_BY_STATE, read_marks
 
 Name = Annotated[
     str, typer.Argument(help="A mark, as `tidemill status` names it, or a table's name. Empty = the worst.")

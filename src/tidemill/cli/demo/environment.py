@@ -30,8 +30,16 @@ class Environment(msgspec.Struct):
     resumed: bool
 
 
-def prepare(directory: Path, *, http: str, kafka: str, fresh: bool, consensus_url: str = "", objects_url: str = "",
-            master: str = "local[*]") -> Environment:
+def prepare(
+    directory: Path,
+    *,
+    http: str,
+    kafka: str,
+    fresh: bool,
+    consensus_url: str = "",
+    objects_url: str = "",
+    master: str = "local[*]",
+) -> Environment:
     """Start Postgres, create the shop if needed, write the configuration. Raises Invalid on an unusable directory."""
     directory = directory.absolute()
     _claim(directory, fresh=fresh)
