@@ -1,0 +1,56 @@
+"""The demo in the terminal: a live table of marks, ages and rates on stderr; one line a few seconds without a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from tidemill.base.marks import State
+from tidemill.base.tasks import Tasks
+from tidemill.cli.status import table
+
+if TYPE_CHECKING:
+    from tidemill.cli.demo.runner import Runner
+
+REFRESH_S = 0.5
+PLAIN_EVERY_S = 5.0
+
+
+@asynccontextmanager
+async def live_view(runner: Runner) -> AsyncIterator[None]:
+    """Show `runner` while the body runs."""
+    async with Tasks() as tasks:
+        tasks.spawn(_live(runner) if sys.stderr.isatty() else _plain(runner), name="demo-view")
+        yield
+
+
+async def _live(runner: Runner) -> None:
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    with Live(console=Console(stderr=True), refresh_per_second=4, transient=False) as live:
+        while True:
+            live.update(Group(_headline(runner), table(runner.marks)))
+            await asyncio.sleep(REFRESH_S)
+
+
+async def _plain(runner: Runner) -> None:
+    while True:
+        print(f"demo: {_headline(runner)}", file=sys.stderr, flush=True)
+        await asyncio.sleep(PLAIN_EVERY_S)
+
+
+def _headline(runner: Runner) -> Any:
+    states = [d.state for d in runner.marks.values()]
+    counted = ", ".join(f"{states.count(s)} {s}" for s in State if s in states) or "no marks yet"
+    check = runner.checks[-1] if runner.checks else None
+    money = (
+        "money not compared yet" if check is None else f"money {'equal' if check.equal else 'UNEQUAL'} {check.shard}"
+    )
+    return (
+        f"{runner.phase}  transactions {runner.load_counts.get('transactions', 0):,}"
+        f"  records {runner.click_counts.get('produced', 0):,}  crashes {runner.report.crashes}  {money}  {counted}"
+    )

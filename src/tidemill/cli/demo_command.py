@@ -1,0 +1,101 @@
+"""`tidemill demo`: Harbour Shop, end to end, in one terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from tidemill.base.errors import Invalid
+from tidemill.cli.context import JsonOption, print_json
+
+if TYPE_CHECKING:
+    from tidemill.cli.demo.figures import Report
+    from tidemill.cli.demo.runner import Runner
+
+
+def demo(
+    seconds: Annotated[float | None, typer.Option("--for", help="Seconds of load; then drain and verify.")] = None,
+    crash: Annotated[bool, typer.Option(help="Kill (SIGKILL) node and Spark driver in turn meanwhile.")] = False,
+    fresh: Annotated[bool, typer.Option(help="Start over instead of resuming.")] = False,
+    data: Annotated[Path, typer.Option(help="Directory of the demo's world.")] = Path(".tidemill/demo"),
+    http: Annotated[str, typer.Option(help="Address of the page and of shapes.")] = "127.0.0.1:8600",
+    kafka: Annotated[str, typer.Option(help="Address of the Kafka endpoint.")] = "127.0.0.1:9092",
+    rate: Annotated[float, typer.Option(help="Shop transactions a second.", min=0)] = 300,
+    clicks: Annotated[float, typer.Option(help="Clicks a second.", min=0)] = 2000,
+    objects: Annotated[str, typer.Option(help="Bucket URL instead of a local directory.")] = "",
+    consensus: Annotated[str, typer.Option(help="Consensus URL instead of SQLite.")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Postgres, a Kafka click stream, a PySpark pipeline and a live page, verified at the end.
+
+    Exit 0 only if every table equals its source and nothing was stuck.
+    """
+    from tidemill.cli.demo.environment import prepare
+    from tidemill.cli.demo.runner import Runner
+
+    if seconds is not None and seconds <= 0:
+        raise Invalid(f"--for must be above 0: for={seconds}.", fix="Give seconds, e.g. --for 90.")
+    check_port(http, "--http")
+    check_port(kafka, "--kafka")
+    _say("Harbour Shop: starting PostgreSQL and the shop's tables")
+    environment = prepare(data, http=http, kafka=kafka, fresh=fresh, objects_url=objects, consensus_url=consensus)
+    try:
+        _say(f"{'resuming' if environment.resumed else 'new'} in {environment.directory}; logs in its logs/")
+        _say(f"page: http://{http}/   Kafka: {kafka}   Postgres: {environment.dsn}")
+        _say(f"also: tidemill status --config {environment.config_path}")
+        runner = Runner(environment, rate=rate, click_rate=clicks, crash=crash)
+        report = asyncio.run(_run(runner, seconds))
+    finally:
+        environment.postgres.stop()
+    if seconds is None:
+        return
+    if as_json:
+        print_json(msgspec.to_builtins(report))
+    else:
+        _print(report)
+    raise SystemExit(0 if report.clean else 1)
+
+
+async def _run(runner: Runner, seconds: float | None) -> Report:
+    from tidemill.cli.demo.terminal import live_view
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, runner.stop)
+    async with live_view(runner):
+        return await runner.run(seconds)
+
+
+def check_port(address: str, option: str) -> None:
+    """Raises Invalid when the address cannot be bound, before anything was made."""
+    import socket
+
+    host, _, port = address.rpartition(":")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except (OSError, ValueError) as error:
+            raise Invalid(
+                f"cannot listen: {option}={address} error={error}.",
+                fix=f"Stop what uses it, or choose another {option}.",
+            ) from error
+
+
+def _say(text: str) -> None:
+    print(f"demo: {text}", file=sys.stderr, flush=True)
+
+
+def _print(report: Report) -> None:
+    for table, counts in report.verify.items():
+        print(f"{table:24} " + "  ".join(f"{key} {value:,}" for key, value in counts.items()))
+    print(f"transactions {report.transactions:,}  records {report.produced:,}  malformed {report.malformed}  "
+          f"dead letters {report.dead_letters}  crashes {report.crashes}  money checks {report.money_checks}")  # fmt: skip
+    print(f"commit to shard  p50 {report.commit_to_shard_ms['p50']} ms  p99 {report.commit_to_shard_ms['p99']} ms")
+    print(f"commit to client p50 {report.commit_to_client_ms['p50']} ms  p99 {report.commit_to_client_ms['p99']} ms")
+    print("clean" if report.clean else f"NOT CLEAN {' '.join(report.stuck)}")
