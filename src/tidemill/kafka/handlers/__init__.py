@@ -1,0 +1,47 @@
+"""handlers: one file per API, named by its key; SKIPPED.md lists what is left out and why.
+
+`APIS` is the whole table; ApiVersions advertises exactly this. Ranges follow Kafka 4.1 as far as served.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tidemill.kafka.handlers import (
+    k00_produce,
+    k01_fetch,
+    k02_list_offsets,
+    k03_metadata,
+    k08_offset_commit,
+    k09_offset_fetch,
+    k10_find_coordinator,
+    k18_api_versions,
+    k19_create_topics,
+    k20_delete_topics,
+    k22_init_producer_id,
+    k23_offset_for_leader_epoch,
+    k32_describe_configs,
+    k60_describe_cluster,
+)
+from tidemill.kafka.request import Api
+
+APIS: Final[dict[int, Api]] = {
+    module.API.key: module.API
+    for module in (
+        k00_produce,
+        k01_fetch,
+        k02_list_offsets,
+        k03_metadata,
+        k08_offset_commit,
+        k09_offset_fetch,
+        k10_find_coordinator,
+        k18_api_versions,
+        k19_create_topics,
+        k20_delete_topics,
+        k22_init_producer_id,
+        k23_offset_for_leader_epoch,
+        k32_describe_configs,
+        k60_describe_cluster,
+    )
+}
+k18_api_versions.advertise(APIS.values())

@@ -1,0 +1,147 @@
+"""Produce (0), versions 3 to 13; advertised from 0.
+
+`begin` is one plain call that reserves every partition batch of the request, in order, through
+`TopicLog.produce_nowait`: the session calls it while it handles the frame, so the order of requests on a
+connection is the order of reservations, whatever the uploads do (K1, seed 000).
+
+Advertised from version 0 because older librdkafka silently stops compressing otherwise (KAFKA-18659); a
+request below 3 closes the connection. One record batch v2 per partition, checked here as far as its header
+tells; the CRC is checked where the batch is stored. acks 1 and all are the same: durable, then answered.
+acks=0: no response, and the connection closes when it fails, as Kafka does.
+
+Left out: transactions (53), the request's timeout (the store's own retry budget is shorter), KIP-951 tags.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+import structlog
+
+from tidemill.base.errors import TidemillError, Unavailable
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.request import Api, Reply, Request
+from tidemill.kafka.schema.produce import PartitionAnswer, ProduceRequest, decode, encode
+from tidemill.kafka.schema.wire import I32
+from tidemill.topics.front import ProduceResult
+
+log = structlog.get_logger()
+
+FIRST_WITH_IDS: Final = 13
+FIRST_WITH_ZSTD: Final = 7
+_BATCH_HEADER_BYTES: Final = 61
+_ZSTD: Final = 4
+_TRANSACTIONAL_OR_CONTROL: Final = 0x30
+UNSUPPORTED_COMPRESSION_TYPE: Final = 76
+
+
+def begin(context: Context, request: Request) -> asyncio.Future[Reply]:
+    produce = decode(request.view, request.position, request.version)
+    request.answered = produce.acks != 0
+    gathering = _Gathering(request, produce)
+    for topic_number, topic in enumerate(produce.topics):
+        row = context.cache.resolve(topic.topic, is_id=request.version >= FIRST_WITH_IDS)
+        for place, data in enumerate(topic.partitions):
+            refused: tuple[int, str | None] | None
+            if isinstance(row, int):
+                refused = (row, None)
+            elif row.kind == "capture":
+                refused = (errors.TOPIC_AUTHORIZATION_FAILED, f"written by capture only: topic={row.name}")
+            elif not 0 <= data.partition < row.partitions:
+                refused = (errors.UNKNOWN_TOPIC_OR_PARTITION, None)
+            else:
+                refused = _refuse(produce, data.records, request.version)
+            if refused is not None or data.records is None or isinstance(row, int):
+                code, message = refused or (errors.INVALID_RECORD, None)
+                gathering.answer(topic_number, place, PartitionAnswer(data.partition, code, error_message=message))
+                continue
+            try:
+                future = context.topics.produce_nowait(row.topic_id, data.partition, data.records)
+            except TidemillError as error:
+                gathering.answer(topic_number, place, _failed(data.partition, error))
+                continue
+            gathering.wait_for(topic_number, place, data.partition, future)
+    return gathering.complete()
+
+
+def _refuse(produce: ProduceRequest, records: memoryview | None, version: int) -> tuple[int, str | None] | None:
+    """What the request and the batch header alone forbid, as (code, message); None = go on."""
+    if produce.transactional_id is not None:
+        return errors.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, "transactions are not served yet"
+    if produce.acks not in (-1, 0, 1):
+        return errors.INVALID_REQUIRED_ACKS, None
+    if records is None or not records:
+        return errors.INVALID_RECORD, "no record batch"
+    if len(records) < _BATCH_HEADER_BYTES:
+        return errors.CORRUPT_MESSAGE, "shorter than a batch header"
+    if records[16] != 2:
+        return errors.INVALID_RECORD, f"only record batches v2 are taken: magic={records[16]}"
+    size = 12 + I32.unpack_from(records, 8)[0]
+    if size < len(records):
+        return errors.INVALID_RECORD, "more than one batch for a partition"
+    if size > len(records):
+        return errors.CORRUPT_MESSAGE, "batch cut short"
+    if records[22] & _TRANSACTIONAL_OR_CONTROL:
+        return errors.INVALID_RECORD, "transactional and control batches are not taken"
+    if records[22] & 0x07 == _ZSTD and version < FIRST_WITH_ZSTD:
+        return UNSUPPORTED_COMPRESSION_TYPE, "zstd needs Produce version 7"
+    return None
+
+
+def _failed(index: int, error: BaseException) -> PartitionAnswer:
+    if not errors.is_expected(error):
+        log.error("kafka.produce_failed", partition=index, error=repr(error), exc_info=error)
+    return PartitionAnswer(index, errors.code_of(error), error_message=str(error))
+
+
+class _Gathering:
+    """Ends its future when the last partition has its answer. Callbacks only: a Produce costs no task."""
+
+    def __init__(self, request: Request, produce: ProduceRequest) -> None:
+        self._request = request
+        self._names = [topic.topic for topic in produce.topics]
+        self._answers: list[list[PartitionAnswer | None]] = [[None] * len(t.partitions) for t in produce.topics]
+        self._missing = sum(len(t.partitions) for t in produce.topics)
+        self._future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._begun = False
+
+    def answer(self, topic: int, place: int, answer: PartitionAnswer) -> None:
+        self._answers[topic][place] = answer
+        self._missing -= 1
+        if self._begun and not self._missing:
+            self._finish()
+
+    def wait_for(self, topic: int, place: int, index: int, future: asyncio.Future[ProduceResult]) -> None:
+        def ended(done: asyncio.Future[ProduceResult]) -> None:
+            error = asyncio.CancelledError() if done.cancelled() else done.exception()
+            if error is not None:
+                self.answer(topic, place, _failed(index, error))
+            else:
+                result = done.result()
+                self.answer(topic, place, PartitionAnswer(index, 0, result.base_offset, result.log_start_offset))
+
+        future.add_done_callback(ended)
+
+    def complete(self) -> asyncio.Future[Reply]:
+        self._begun = True
+        if not self._missing:
+            self._finish()
+        return self._future
+
+    def _finish(self) -> None:
+        topics = [
+            (name, [answer for answer in answers if answer is not None])
+            for name, answers in zip(self._names, self._answers, strict=True)
+        ]
+        failed = [answer for _, answers in topics for answer in answers if answer.error_code]
+        if not self._request.answered and failed:
+            self._future.set_exception(
+                Unavailable(f"a Produce without acknowledgement failed: error_code={failed[0].error_code}.")
+            )
+            return
+        self._future.set_result([encode(topics, self._request.version)])
+
+
+API = Api(0, "produce", 3, 13, begin, advertised_min=0)

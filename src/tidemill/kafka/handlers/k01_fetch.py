@@ -1,0 +1,86 @@
+"""Fetch (1), versions 4 to 17.
+
+One `TopicLog.fetch` for all good partitions: it waits, event-driven, for min_bytes or max_wait. A partition
+that fails at once ends the wait, as in Kafka. Batches are whole, the first one holds the asked offset (clients
+skip forward), at least one is returned where any is, and their bytes go out as `topics` gave them.
+
+Fetch sessions are declined: the session id is always 0, so clients send full requests. Last stable offset =
+high watermark and no aborted transactions, until there are transactions. Left out: follower fetching (KIP-392),
+leader epoch checks, divergence (tags of v12), `rack_id`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Final
+
+import structlog
+
+from tidemill.base.errors import TidemillError
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.request import Api, Reply, Request
+from tidemill.kafka.schema.fetch import FetchRequest, PartitionRecords, decode, encode
+from tidemill.topics.front import Fetched, FetchRead
+
+log = structlog.get_logger()
+
+FIRST_WITH_IDS: Final = 13
+FETCH_SESSION_ID_NOT_FOUND: Final = 70
+
+
+def begin(context: Context, request: Request) -> Awaitable[Reply]:
+    return _fetch(context, request.version, decode(request.view, request.position, request.version))
+
+
+async def _fetch(context: Context, version: int, fetch: FetchRequest) -> Reply:
+    if fetch.session_id != 0:
+        return encode([], version, error_code=FETCH_SESSION_ID_NOT_FOUND)
+    answers: list[tuple[str, list[PartitionRecords]]] = []
+    reads: list[FetchRead] = []
+    places: list[tuple[int, int]] = []
+    refused = False
+    for topic in fetch.topics:
+        row = context.cache.resolve(topic.topic, is_id=version >= FIRST_WITH_IDS)
+        partitions: list[PartitionRecords] = []
+        for asked in topic.partitions:
+            if isinstance(row, int):
+                partitions.append(PartitionRecords(asked.partition, row))
+                refused = True
+            elif not 0 <= asked.partition < row.partitions:
+                partitions.append(PartitionRecords(asked.partition, errors.UNKNOWN_TOPIC_OR_PARTITION))
+                refused = True
+            else:
+                places.append((len(answers), len(partitions)))
+                reads.append(FetchRead(row.topic_id, asked.partition, asked.offset, max(asked.max_bytes, 1)))
+                partitions.append(PartitionRecords(asked.partition, 0))
+        answers.append((topic.topic, partitions))
+    if reads:
+        max_wait_s = 0.0 if refused else max(fetch.max_wait_ms, 0) / 1000
+        found = await _read(context, fetch, reads, max_wait_s)
+        for (topic_number, place), read, got in zip(places, reads, found, strict=True):
+            answers[topic_number][1][place] = _answer(read, got)
+    return encode(answers, version)
+
+
+async def _read(context: Context, fetch: FetchRequest, reads: list[FetchRead], max_wait_s: float) -> list[Fetched]:
+    try:
+        return await context.topics.fetch(
+            reads,
+            max_wait_s=max_wait_s,
+            min_bytes=max(fetch.min_bytes, 0),
+            max_bytes=min(max(fetch.max_bytes, 1), context.settings.fetch_bytes_max),
+        )
+    except TidemillError as error:
+        return [Fetched(-1, -1, [], error)] * len(reads)
+
+
+def _answer(read: FetchRead, got: Fetched) -> PartitionRecords:
+    if got.error is None:
+        return PartitionRecords(read.partition, 0, got.high_watermark, got.log_start_offset, got.batches)
+    if not errors.is_expected(got.error):
+        log.error("kafka.fetch_failed", topic_id=read.topic_id, partition=read.partition, error=repr(got.error))
+    return PartitionRecords(read.partition, errors.code_of(got.error), got.high_watermark, got.log_start_offset)
+
+
+API = Api(1, "fetch", 4, 17, begin, abandon=True)

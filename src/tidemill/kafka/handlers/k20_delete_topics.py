@@ -1,0 +1,48 @@
+"""DeleteTopics (20), versions 1 to 6: by name, from v6 also by topic id.
+
+Takes the row out of the catalogue; `topics` gives the data up in its own time. Topics written by capture are
+refused: they belong to their database's pipeline.
+"""
+
+from __future__ import annotations
+
+from tidemill.base.errors import Missing, TidemillError
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka.schema.wire import ZERO_UUID
+from tidemill.metastore.catalogue import TopicRow
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    asked = body["topics"] if request.version >= 6 else [{"name": name} for name in body["topic_names"]]
+    return {"responses": [await _delete(context, topic.get("name"), topic.get("topic_id")) for topic in asked]}
+
+
+async def _delete(context: Context, name: str | None, topic_id: str | None) -> Body:
+    by_id = not name and topic_id not in (None, ZERO_UUID)
+    answer: Body = {"name": name, "topic_id": topic_id, "error_code": 0, "error_message": None}
+    try:
+        if by_id:
+            await context.cache.refresh()
+            row = context.cache.by_id(topic_id or "")
+        else:
+            row = await context.catalogue.get(TopicRow, name or "")
+        if row is None:
+            missing = errors.UNKNOWN_TOPIC_ID if by_id else errors.UNKNOWN_TOPIC_OR_PARTITION
+            return {**answer, "error_code": missing}
+        answer |= {"name": row.name, "topic_id": row.topic_id}
+        if row.kind == "capture":
+            message = f"Written by capture only: topic={row.name}."
+            return {**answer, "error_code": errors.TOPIC_AUTHORIZATION_FAILED, "error_message": message}
+        await context.catalogue.delete(TopicRow, row.name)
+        context.cache.forget(row.name)
+    except Missing:
+        return {**answer, "error_code": errors.UNKNOWN_TOPIC_OR_PARTITION}
+    except TidemillError as error:
+        return {**answer, "error_code": errors.REQUEST_TIMED_OUT, "error_message": str(error)}
+    return answer
+
+
+API = Api(20, "delete_topics", 1, 6, cold(handle))

@@ -1,0 +1,38 @@
+"""OffsetForLeaderEpoch (23), versions 2 to 4: thin.
+
+Logs here are never truncated by a change of leader, so whatever epoch is asked for ends at the high watermark.
+Metadata shows epoch −1, so clients seldom ask.
+"""
+
+from __future__ import annotations
+
+from tidemill.base.errors import TidemillError
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    return {
+        "topics": [
+            {"topic": t["topic"], "partitions": [await _partition(context, t["topic"], p) for p in t["partitions"]]}
+            for t in body["topics"]
+        ]
+    }
+
+
+async def _partition(context: Context, name: str, asked: Body) -> Body:
+    index = asked["partition"]
+    answer: Body = {"error_code": 0, "partition": index}
+    row = context.cache.resolve(name, is_id=False)
+    if isinstance(row, int) or not 0 <= index < row.partitions:
+        return {**answer, "error_code": row if isinstance(row, int) else errors.UNKNOWN_TOPIC_OR_PARTITION}
+    try:
+        offsets = await context.topics.offsets(row.topic_id, index)
+    except TidemillError as error:
+        return {**answer, "error_code": errors.code_of(error)}
+    return {**answer, "leader_epoch": asked["leader_epoch"], "end_offset": offsets.high_watermark}
+
+
+API = Api(23, "offset_for_leader_epoch", 2, 4, cold(handle))

@@ -1,0 +1,31 @@
+"""DescribeCluster (60), versions 0 to 2: the nodes, and the first of them as controller.
+
+Any node answers admin requests, so the controller is a name only. Controllers as endpoint type: INVALID_REQUEST.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+
+BROKERS: Final = 1
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    brokers = context.brokers()
+    answer: Body = {
+        "error_code": 0,
+        "cluster_id": context.settings.cluster_id,
+        "controller_id": brokers[0].node_id,
+        "brokers": [{"broker_id": b.node_id, "host": b.host, "port": b.port, "is_fenced": False} for b in brokers],
+    }
+    if body.get("endpoint_type", BROKERS) != BROKERS:
+        answer |= {"error_code": errors.INVALID_REQUEST, "error_message": "Only broker endpoints.", "brokers": []}
+    return answer
+
+
+API = Api(60, "describe_cluster", 0, 2, cold(handle))

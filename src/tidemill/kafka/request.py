@@ -1,0 +1,106 @@
+"""What a handler gets and gives; the table row that names an API."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tidemill.kafka.schema.compiled import Body, decode_request, encode_response, is_flexible
+from tidemill.kafka.schema.wire import I32, BadFrame, read_i16, skip_tags
+from tidemill.objects.store import Buffer
+
+if TYPE_CHECKING:
+    from tidemill.kafka.context import Context
+
+HEADER_BYTES_MIN = 10
+API_VERSIONS = 18
+
+Reply = list[Buffer]
+"""The response's body as buffers to be sent back to back."""
+Begin = Callable[["Context", "Request"], Awaitable[Reply]]
+
+
+class Request(msgspec.Struct):
+    """One frame with its header read.
+
+        header v1   api key int16 · api version int16 · correlation id int32 · client id nullable legacy string
+        header v2   the same · tagged fields (flexible versions; the client id stays a legacy string)
+
+    `position` is where the body starts in `view`. `answered` is cleared by `begin` when the client expects
+    no response (Produce with acks=0).
+    """
+
+    key: int
+    version: int
+    correlation_id: int
+    client_id: str
+    view: memoryview
+    position: int
+    answered: bool = True
+
+
+class Api(msgspec.Struct, frozen=True):
+    """One API as served.
+
+    advertised_min  what ApiVersions says, when lower than what is served (Produce: librdkafka's feature test)
+    begin           called while the frame is handled; whatever must keep request order happens inside this
+                    plain call, whatever may wait happens in the awaitable it returns
+    abandon         stop working on it when the client is gone (reads only: writes go on)
+    """
+
+    key: int
+    name: str
+    min_version: int
+    max_version: int
+    begin: Begin
+    advertised_min: int = -1
+    abandon: bool = False
+
+    @property
+    def lowest_advertised(self) -> int:
+        return self.min_version if self.advertised_min < 0 else self.advertised_min
+
+
+def cold(
+    handle: Callable[[Context, Request, Body], Coroutine[Any, Any, Body]],
+) -> Begin:
+    """A handler on decoded dicts: decoded while the frame is handled, answered whenever it is done."""
+
+    def begin(context: Context, request: Request) -> Awaitable[Reply]:
+        body = decode_request(request.key, request.version, request.view, request.position)
+        return answer(context, request, body)
+
+    async def answer(context: Context, request: Request, body: Body) -> Reply:
+        return [encode_response(request.key, request.version, await handle(context, request, body))]
+
+    return begin
+
+
+def peek(view: memoryview) -> tuple[int, int, int]:
+    """(key, version, correlation id). Raises BadFrame."""
+    if len(view) < HEADER_BYTES_MIN - 2:
+        raise BadFrame(f"request shorter than a header: bytes={len(view)}.")
+    return read_i16(view, 0)[0], read_i16(view, 2)[0], I32.unpack_from(view, 4)[0]
+
+
+def read_request(view: memoryview, key: int, version: int, correlation_id: int) -> Request:
+    """Read the rest of the header of a version we serve. Raises BadFrame."""
+    length, position = read_i16(view, 8)
+    client_id = ""
+    if length >= 0:
+        if position + length > len(view):
+            raise BadFrame(f"client id passes the end of the frame: length={length}.")
+        client_id = str(view[position : position + length], "utf-8", "replace")
+        position += length
+    if is_flexible(key, version):
+        position = skip_tags(view, position)
+    return Request(key, version, correlation_id, client_id, view, position)
+
+
+def response_head(key: int, version: int, correlation_id: int, body_bytes: int) -> bytes:
+    """Size prefix and response header: v1 with (empty) tags for flexible versions, but v0 always for ApiVersions."""
+    flexible = key != API_VERSIONS and is_flexible(key, version)
+    size = 4 + flexible + body_bytes
+    return I32.pack(size) + I32.pack(correlation_id) + (b"\x00" if flexible else b"")

@@ -1,0 +1,148 @@
+"""Primitive types of the Kafka protocol, read from a memoryview and appended to a bytearray.
+
+Protocol guide: https://kafka.apache.org/protocol (primitive types); KIP-482 (compact types, tagged fields).
+
+    legacy string   int16 length (−1 = null) · UTF-8
+    legacy bytes    int32 length (−1 = null) · bytes
+    legacy array    int32 count  (−1 = null) · elements
+    compact …       unsigned varint of length + 1 (0 = null) · the same
+    tagged fields   unsigned varint count · (unsigned varint tag · unsigned varint size · size bytes)*
+
+Readers return (value, next position) and raise BadFrame, never IndexError or struct.error: a length that
+passes the end of the frame is refused before anything is allocated for it.
+"""
+
+from __future__ import annotations
+
+import struct
+import uuid
+
+from tidemill.base.errors import Invalid
+
+I16 = struct.Struct(">h")
+I32 = struct.Struct(">i")
+I64 = struct.Struct(">q")
+
+
+class BadFrame(Invalid):
+    """The client's bytes are not the request they claim to be: the connection is closed."""
+
+
+def short(what: str, position: int) -> BadFrame:
+    return BadFrame(f"frame ends inside a field: field={what} position={position}.")
+
+
+def read_uvarint(view: memoryview, position: int) -> tuple[int, int]:
+    """At most five bytes (32 bits)."""
+    value = shift = 0
+    end = len(view)
+    while True:
+        if position >= end:
+            raise short("varint", position)
+        byte = view[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+        if shift > 28:
+            raise BadFrame(f"varint longer than five bytes: position={position}.")
+
+
+def write_uvarint(out: bytearray, value: int) -> None:
+    while value > 0x7F:
+        out.append((value & 0x7F) | 0x80)
+        value >>= 7
+    out.append(value)
+
+
+def read_i16(view: memoryview, position: int) -> tuple[int, int]:
+    if position + 2 > len(view):
+        raise short("int16", position)
+    return I16.unpack_from(view, position)[0], position + 2
+
+
+def read_i32(view: memoryview, position: int) -> tuple[int, int]:
+    if position + 4 > len(view):
+        raise short("int32", position)
+    return I32.unpack_from(view, position)[0], position + 4
+
+
+def read_i64(view: memoryview, position: int) -> tuple[int, int]:
+    if position + 8 > len(view):
+        raise short("int64", position)
+    return I64.unpack_from(view, position)[0], position + 8
+
+
+def read_length(view: memoryview, position: int, *, compact: bool, wide: bool) -> tuple[int, int]:
+    """A length or count, −1 for null. Raises BadFrame when it exceeds the bytes that are left."""
+    if compact:
+        value, position = read_uvarint(view, position)
+        value -= 1
+    elif wide:
+        value, position = read_i32(view, position)
+    else:
+        value, position = read_i16(view, position)
+    if value < -1 or value > len(view) - position:
+        raise BadFrame(f"length passes the end of the frame: length={value} left={len(view) - position}.")
+    return value, position
+
+
+def read_string(view: memoryview, position: int, *, compact: bool) -> tuple[str | None, int]:
+    length, position = read_length(view, position, compact=compact, wide=False)
+    if length < 0:
+        return None, position
+    try:
+        return str(view[position : position + length], "utf-8"), position + length
+    except UnicodeDecodeError as error:
+        raise BadFrame(f"string is not UTF-8: position={position}.") from error
+
+
+def read_bytes(view: memoryview, position: int, *, compact: bool) -> tuple[memoryview | None, int]:
+    """A view into the frame, not a copy."""
+    length, position = read_length(view, position, compact=compact, wide=True)
+    if length < 0:
+        return None, position
+    return view[position : position + length], position + length
+
+
+def read_uuid(view: memoryview, position: int) -> tuple[str, int]:
+    """UUID in hex with dashes, as our topic ids are written; all zeros for none."""
+    if position + 16 > len(view):
+        raise short("uuid", position)
+    return str(uuid.UUID(bytes=bytes(view[position : position + 16]))), position + 16
+
+
+def skip_tags(view: memoryview, position: int) -> int:
+    """KIP-482: unknown tagged fields are skipped, never an error."""
+    count, position = read_uvarint(view, position)
+    for _ in range(count):
+        _, position = read_uvarint(view, position)
+        size, position = read_uvarint(view, position)
+        position += size
+        if position > len(view):
+            raise short("tagged field", position)
+    return position
+
+
+def write_length(out: bytearray, length: int, *, compact: bool, wide: bool) -> None:
+    if compact:
+        write_uvarint(out, length + 1)
+    else:
+        out += (I32 if wide else I16).pack(length)
+
+
+def write_string(out: bytearray, value: str | None, *, compact: bool) -> None:
+    if value is None:
+        write_length(out, -1, compact=compact, wide=False)
+        return
+    data = value.encode()
+    write_length(out, len(data), compact=compact, wide=False)
+    out += data
+
+
+ZERO_UUID = "00000000-0000-0000-0000-000000000000"
+
+
+def uuid_bytes(value: str | None) -> bytes:
+    return uuid.UUID(value).bytes if value else bytes(16)

@@ -1,0 +1,159 @@
+"""A TopicLog in memory, for tests of the endpoint alone: partitions are lists of batches.
+
+Keeps the front's promises that clients can see (order per call, contiguous offsets, idempotence with a window of
+five, event-driven fetch) and can fail on demand: `faults` is asked before a batch is stored and once after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+
+import crc32c
+
+from tidemill.base.errors import Invalid
+from tidemill.objects.store import Buffer
+from tidemill.topics.front import (
+    CorruptBatch,
+    Fetched,
+    FetchRead,
+    InvalidProducerEpoch,
+    OffsetOutOfRange,
+    OutOfOrderSequence,
+    PartitionOffsets,
+    ProduceResult,
+)
+
+Fault = Callable[[str, int, bytes, bool], Exception | None]
+"""(topic id, partition, batch, stored already?) → the error to answer with, or None."""
+
+
+class _Partition:
+    def __init__(self) -> None:
+        self.batches: list[bytes] = []
+        self.bases: list[int] = []
+        self.next = 0
+        self.producers: dict[int, tuple[int, int, deque[tuple[int, int, int]]]] = {}
+
+
+class FakeTopicLog:
+    def __init__(self, node: str = "n1", delay_s: float = 0.0) -> None:
+        self.node = node
+        self.delay_s = delay_s
+        self.partitions: dict[tuple[str, int], _Partition] = defaultdict(_Partition)
+        self.faults: Fault | None = None
+        self.calls: list[tuple[str, int, int]] = []
+        """(topic id, partition, first sequence) in call order."""
+        self._arrived = asyncio.Event()
+
+    def produce_nowait(self, topic_id: str, partition: int, batch: Buffer) -> asyncio.Future[ProduceResult]:
+        future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
+        data = bytes(batch)
+        self.calls.append((topic_id, partition, struct.unpack_from(">i", data, 53)[0]))
+
+        def store() -> None:
+            if future.cancelled():
+                return
+            try:
+                result = self._store(topic_id, partition, data)
+            except Invalid as error:
+                future.set_exception(error)
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        asyncio.get_running_loop().call_later(self.delay_s, store)
+        return future
+
+    def _store(self, topic_id: str, partition: int, data: bytes) -> ProduceResult:
+        if crc32c.crc32c(data[21:]) != struct.unpack_from(">I", data, 17)[0]:
+            raise CorruptBatch("bad crc.")
+        error = self.faults(topic_id, partition, data, False) if self.faults else None
+        if error is not None:
+            raise error
+        log = self.partitions[topic_id, partition]
+        count = struct.unpack_from(">i", data, 23)[0] + 1
+        producer, epoch, first = struct.unpack_from(">qhi", data, 43)
+        last = (first + count - 1) & 0x7FFFFFFF
+        if producer >= 0:
+            known = log.producers.get(producer)
+            if known is not None:
+                known_epoch, known_last, window = known
+                if epoch < known_epoch:
+                    raise InvalidProducerEpoch("old epoch.")
+                if epoch == known_epoch:
+                    for seen_first, seen_last, base in window:
+                        if (seen_first, seen_last) == (first, last):
+                            return ProduceResult(base, base + count - 1, 0, duplicate=True)
+                    if first != (known_last + 1) & 0x7FFFFFFF:
+                        raise OutOfOrderSequence("gap.")
+                elif first != 0:
+                    raise OutOfOrderSequence("new epoch must start at 0.")
+                else:
+                    window.clear()
+            window = known[2] if known else deque(maxlen=5)
+            window.append((first, last, log.next))
+            log.producers[producer] = (epoch, last, window)
+        base = log.next
+        log.batches.append(struct.pack(">q", base) + data[8:])
+        log.bases.append(base)
+        log.next += count
+        self._arrived.set()
+        error = self.faults(topic_id, partition, data, True) if self.faults else None
+        if error is not None:
+            raise error
+        return ProduceResult(base, base + count - 1, 0)
+
+    async def fetch(
+        self, reads: Sequence[FetchRead], *, max_wait_s: float, min_bytes: int, max_bytes: int
+    ) -> list[Fetched]:
+        deadline = asyncio.get_running_loop().time() + max_wait_s
+        while True:
+            self._arrived.clear()
+            found = self._read(reads, max_bytes)
+            left = deadline - asyncio.get_running_loop().time()
+            size = sum(len(b) for f in found for b in f.batches)
+            if size >= max(min_bytes, 1) or left <= 0 or any(f.error for f in found):
+                return found
+            try:
+                async with asyncio.timeout(left):
+                    await self._arrived.wait()
+            except TimeoutError:
+                pass
+
+    def _read(self, reads: Sequence[FetchRead], max_bytes: int) -> list[Fetched]:
+        answers = []
+        for read in reads:
+            log = self.partitions[read.topic_id, read.partition]
+            if not 0 <= read.offset <= log.next:
+                answers.append(Fetched(log.next, 0, [], OffsetOutOfRange("out of range.")))
+                continue
+            batches: list[Buffer] = []
+            room = min(read.max_bytes, max_bytes)
+            for base, batch in zip(log.bases, log.batches, strict=True):
+                if base + struct.unpack_from(">i", batch, 23)[0] < read.offset:
+                    continue
+                if len(batch) > room and (batches or any(a.batches for a in answers)):
+                    break
+                batches.append(batch)
+                room -= len(batch)
+                max_bytes -= len(batch)
+            answers.append(Fetched(log.next, 0, batches))
+        return answers
+
+    async def offsets(self, topic_id: str, partition: int) -> PartitionOffsets:
+        return PartitionOffsets(0, self.partitions[topic_id, partition].next)
+
+    async def offset_for_time(self, topic_id: str, partition: int, timestamp_ms: int) -> tuple[int, int] | None:
+        log = self.partitions[topic_id, partition]
+        for base, batch in zip(log.bases, log.batches, strict=True):
+            max_ms = struct.unpack_from(">q", batch, 35)[0]
+            if max_ms >= timestamp_ms:
+                return base, max_ms
+        return None
+
+    def leader_of(self, topic_id: str, partition: int) -> str:
+        return self.node
