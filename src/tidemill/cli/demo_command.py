@@ -94,8 +94,10 @@ def _say(text: str) -> None:
 def _print(report: Report) -> None:
     for table, counts in report.verify.items():
         print(f"{table:24} " + "  ".join(f"{key} {value:,}" for key, value in counts.items()))
-    print(f"transactions {report.transactions:,}  records {report.produced:,}  malformed {report.malformed}  "
-          f"dead letters {report.dead_letters}  crashes {report.crashes}  money checks {report.money_checks}")  # fmt: skip
+    print(
+        f"transactions {report.transactions:,}  records {report.produced:,}  malformed {report.malformed}"
+        f"  dead letters {report.dead_letters}  crashes {report.crashes}  money checks {report.money_checks}"
+    )
     print(f"commit to shard  p50 {report.commit_to_shard_ms['p50']} ms  p99 {report.commit_to_shard_ms['p99']} ms")
     print(f"commit to client p50 {report.commit_to_client_ms['p50']} ms  p99 {report.commit_to_client_ms['p99']} ms")
     print("clean" if report.clean else f"NOT CLEAN {' '.join(report.stuck)}")

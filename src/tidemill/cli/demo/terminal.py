@@ -1,4 +1,4 @@
-"""The demo in the terminal: a live table of marks, ages and rates on stderr; one line a few seconds without a terminal."""
+"""The demo in the terminal: a live table of marks and rates on stderr, or plain lines where there is no terminal."""
 
 from __future__ import annotations
 
@@ -52,5 +52,5 @@ def _headline(runner: Runner) -> Any:
     )
     return (
         f"{runner.phase}  transactions {runner.load_counts.get('transactions', 0):,}"
-        f"  records {runner.click_counts.get('produced', 0):,}  crashes {runner.report.crashes}  {money}  {counted}"
+        f"  records {runner.click_counts.get('produced', 0):,}  crashes {runner.report.crashes}  money {money}  {counted}"
     )
