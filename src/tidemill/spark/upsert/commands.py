@@ -1,0 +1,79 @@
+"""Upsert commands: what decoding yields and the operator takes.
+
+    key and value columns   the shard's columns; of a deletion only the key columns count
+    _time       int64       ms, from the binding
+    _order      int64       the Kafka offset: the highest one wins within (key, time)
+    _partition  int32       orders compare within one partition only
+    _live       bool        False = null value: delete the key
+
+A truncation deletes every key that is live at its place in the order of its partition.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from tidemill.shards.front import TIME, ShardSchema
+from tidemill.shards.schema import contents_schema
+from tidemill.spark.upsert.arrays import int64s
+
+ORDER = "_order"
+PARTITION = "_partition"
+LIVE = "_live"
+
+
+class Truncate(msgspec.Struct, frozen=True, order=True):
+    time_ms: int
+    partition: int
+    order: int
+
+
+class Commands(msgspec.Struct, frozen=True):
+    rows: pa.Table
+    truncates: tuple[Truncate, ...] = ()
+
+    def __len__(self) -> int:
+        return int(self.rows.num_rows) + len(self.truncates)
+
+
+@lru_cache(maxsize=256)
+def command_schema(schema: ShardSchema) -> pa.Schema:
+    extra = [(TIME, pa.int64()), (ORDER, pa.int64()), (PARTITION, pa.int32()), (LIVE, pa.bool_())]
+    found = contents_schema(schema)
+    for name, kind in extra:
+        found = found.append(pa.field(name, kind))
+    return found
+
+
+def no_commands(schema: ShardSchema) -> Commands:
+    return Commands(command_schema(schema).empty_table())
+
+
+def join(schema: ShardSchema, parts: list[Commands]) -> Commands:
+    """All commands of several inputs, in any order: order is a column, not a position."""
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        return no_commands(schema)
+    rows = pa.concat_tables([p.rows for p in parts]).combine_chunks()
+    return Commands(rows, tuple(t for p in parts for t in p.truncates))
+
+
+def times_of(commands: Commands) -> npt.NDArray[np.int64]:
+    """Times of the rows, then of the truncations."""
+    rows = int64s(commands.rows, TIME)
+    return np.concatenate([rows, np.array([t.time_ms for t in commands.truncates], dtype=np.int64)])
+
+
+def select(commands: Commands, mask: npt.NDArray[np.bool_]) -> Commands:
+    """The commands where `mask` (shape as `times_of`) is true."""
+    if mask.all():
+        return commands
+    n = commands.rows.num_rows
+    rows = commands.rows.filter(pa.array(mask[:n])) if not mask[:n].all() else commands.rows
+    return Commands(rows, tuple(t for t, keep in zip(commands.truncates, mask[n:].tolist(), strict=True) if keep))

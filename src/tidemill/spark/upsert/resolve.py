@@ -1,0 +1,166 @@
+"""One step of the upsert, pure: commands at times [lower, upper) against the mirror as of `lower` → updates.
+
+U1  Per key at most one live row at every time.
+    winner     per (key, time) the command of highest order; what it beats is never visible
+    chain      several times of one key are resolved in time order, each against the one before
+    deletion   of an absent key: nothing
+    no-op      a value equal to the live one: nothing, for every writer alike
+    truncation a deletion of every key at its place in the order
+
+The result is a function of (commands, contents below `lower`) alone: of no batch boundary, writer or retry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from tidemill.shards.front import DIFF, TIME, ShardSchema
+from tidemill.shards.hashing import hash_rows
+from tidemill.shards.schema import contents_schema, update_schema
+from tidemill.spark.upsert.arrays import U64, Index, Mask, group_by_key, int64s, key_tuples, rows_equal, to_mask
+from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, Commands, command_schema
+
+HashRows = Callable[[pa.Table, tuple[str, ...]], U64]
+
+
+class Lookup(Protocol):
+    """What `resolve` needs of the mirror."""
+
+    def lookup(self, keys: pa.Table, hashes: U64) -> tuple[pa.Table, Index]:
+        """(live rows found, for each asked key its row in them or -1). Keys are distinct, sorted by hash."""
+        ...
+
+    def live_rows(self) -> pa.Table:
+        """All live rows."""
+        ...
+
+
+class KeyChanges(msgspec.Struct, frozen=True):
+    """The last state of every key that changed, sorted by hash: the shape of a run of the mirror."""
+
+    rows: pa.Table
+    hashes: U64
+    live: Mask
+
+
+class Resolved(msgspec.Struct, frozen=True):
+    """updates: the shard's columns, _time, _diff, for times in [lower, upper); changes: the mirror's next run."""
+
+    lower: int
+    upper: int
+    updates: pa.Table
+    changes: KeyChanges
+
+
+def no_changes(schema: ShardSchema) -> KeyChanges:
+    return KeyChanges(contents_schema(schema).empty_table(), np.zeros(0, np.uint64), np.zeros(0, bool))
+
+
+def resolve(
+    schema: ShardSchema, commands: Commands, mirror: Lookup, lower: int, upper: int, hasher: HashRows = hash_rows
+) -> Resolved:
+    """`commands` must all be AT for (lower, upper): the caller classifies."""
+    rows = commands.rows
+    if commands.truncates:
+        rows = _with_truncations(schema, commands, mirror)
+    if rows.num_rows == 0:
+        return Resolved(lower, upper, update_schema(schema).empty_table(), no_changes(schema))
+    key = schema.key
+    hashes = hasher(rows, key)
+    # The partition only breaks ties between equal offsets of a key that came through two partitions.
+    minor = (int64s(rows, TIME), int64s(rows, ORDER), int64s(rows, PARTITION))
+    order, starts = group_by_key(rows, hashes, key, *minor)
+    times = int64s(rows, TIME)[order]
+
+    # A row wins when the next one, in (key, time, order), has another key or another time.
+    wins = np.ones(len(order), dtype=bool)
+    wins[:-1] = starts[1:] | (times[1:] != times[:-1])
+    # The first winner of a key: a key begins somewhere at or before it, after the winner before it.
+    key_number = np.cumsum(starts)[wins]
+    first = np.ones(len(key_number), dtype=bool)
+    first[1:] = key_number[1:] != key_number[:-1]
+    last = np.ones(len(key_number), dtype=bool)
+    last[:-1] = first[1:]
+
+    winners = rows.take(pa.array(order[wins]))
+    times, hashes = times[wins], hashes[order][wins]
+    live = to_mask(winners.column(LIVE))
+    columns = contents_schema(schema).names
+    contents = winners.select(columns)
+
+    firsts = np.nonzero(first)[0]
+    found_rows, found = mirror.lookup(contents.select(list(key)).take(pa.array(firsts)), hashes[firsts])
+    pool = pa.concat_tables([contents, found_rows.select(columns)]).combine_chunks()
+    n = len(times)
+    prior = np.arange(n, dtype=np.int64) - 1
+    prior[firsts] = np.where(found >= 0, n + found, 0)
+    prior_live = np.zeros(n, dtype=bool)
+    prior_live[1:] = live[:-1]
+    prior_live[firsts] = found >= 0
+
+    changed = prior_live | live
+    both = np.nonzero(prior_live & live)[0]
+    if len(both):
+        changed[both] = ~rows_equal(pool, both, pool, prior[both], columns)
+    retract = np.nonzero(changed & prior_live)[0]
+    insert = np.nonzero(changed & live)[0]
+    at = np.concatenate([prior[retract], insert])
+    updates = pool.take(pa.array(at))
+    updates = updates.append_column(TIME, pa.array(np.concatenate([times[retract], times[insert]])))
+    diffs = np.concatenate([np.full(len(retract), -1, np.int64), np.ones(len(insert), np.int64)])
+    updates = updates.append_column(DIFF, pa.array(diffs)).cast(update_schema(schema))
+    return Resolved(lower, upper, updates, _changes(pool, hashes, live, first, last, found, columns))
+
+
+def _changes(
+    pool: pa.Table, hashes: U64, live: Mask, first: Mask, last: Mask, found: Index, columns: list[str]
+) -> KeyChanges:
+    """Per key, its last state, where that differs from what the mirror holds now."""
+    lasts = np.nonzero(last)[0]
+    was_live, is_live = found >= 0, live[lasts]
+    differs = was_live | is_live
+    both = np.nonzero(was_live & is_live)[0]
+    if len(both):
+        differs[both] = ~rows_equal(pool, lasts[both], pool, len(live) + found[both], columns)
+    keep = lasts[differs]
+    return KeyChanges(pool.take(pa.array(keep)), hashes[keep], live[keep])
+
+
+def _with_truncations(schema: ShardSchema, commands: Commands, mirror: Lookup) -> pa.Table:
+    """The commands with every truncation spelled out as deletions of the keys it can reach.
+
+    A key that has commands in this batch has a partition, so it meets only that partition's truncations.
+    A key known from the mirror alone meets any: no command of this batch competes with the deletion.
+    """
+    rows, key = commands.rows, list(schema.key)
+    here = key_tuples(rows, np.arange(rows.num_rows, dtype=np.int64), key)
+    partition_of = dict(zip(here, rows.column(PARTITION).to_pylist(), strict=True))
+    live = mirror.live_rows().select(key)
+    known = key_tuples(live, np.arange(live.num_rows, dtype=np.int64), key)
+    out: list[tuple[tuple[object, ...], int, int, int]] = []
+    for truncate in commands.truncates:
+        for found in partition_of.keys() | set(known):
+            home = partition_of.get(found)
+            if home is None or home == truncate.partition:
+                out.append((found, truncate.time_ms, truncate.order, truncate.partition))
+    if not out:
+        return rows
+    target = command_schema(schema)
+    arrays = []
+    for field in target:
+        if field.name in key:
+            at = key.index(field.name)
+            arrays.append(pa.array([o[0][at] for o in out], field.type))
+        elif field.name in (TIME, ORDER, PARTITION):
+            at = (TIME, ORDER, PARTITION).index(field.name) + 1
+            arrays.append(pa.array([o[at] for o in out], field.type))
+        elif field.name == LIVE:
+            arrays.append(pa.array([False] * len(out), field.type))
+        else:
+            arrays.append(pa.nulls(len(out), field.type))
+    return pa.concat_tables([rows, pa.Table.from_arrays(arrays, schema=target)]).combine_chunks()

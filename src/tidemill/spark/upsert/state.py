@@ -1,0 +1,258 @@
+"""The mirror: a local copy of what the output shard holds, tagged with the upper it mirrors.
+
+U3  It changes by what the shard accepted only: `advance` with our own changes after our append landed,
+    `apply` with a peer's updates after theirs did. Never from source input.
+
+Runs are kept oldest first; the newest that knows a key decides. A tiered merge keeps at most RUNS_MAX.
+Small runs stay in memory until `save`; big ones are files, memory-mapped, so that a mirror larger than
+memory works and another process can open it. A mirror is a cache: any doubt about it costs a rebuild.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from tidemill.base.errors import Corrupt
+from tidemill.shards.front import DIFF, TIME, ShardSchema
+from tidemill.shards.hashing import hash_rows
+from tidemill.shards.schema import contents_schema
+from tidemill.spark.upsert.arrays import U64, Index, group_by_key, int64s, rows_equal
+from tidemill.spark.upsert.resolve import HashRows, KeyChanges
+from tidemill.spark.upsert.runs import Run, merge, open_run, write_run
+
+RUNS_MAX = 6
+SPILL_ROWS = 100_000
+"""A run this long goes to a file at once."""
+MERGE_RATIO = 4
+"""A run is merged with all newer ones once it is at most this many times as long as they are together."""
+MANIFEST = "MANIFEST.json"
+
+
+class _Manifest(msgspec.Struct):
+    """Written last and by rename: it only ever names whole runs of this boot of this machine."""
+
+    shard: str
+    boot: str
+    upper: int
+    schema: ShardSchema
+    runs: list[tuple[str, int]]
+    """(file name, rows), oldest first"""
+
+
+class Mirror:
+    def __init__(
+        self, schema: ShardSchema, upper: int = 0, *, directory: Path | None = None, hasher: HashRows = hash_rows
+    ) -> None:
+        self.schema = schema
+        self.upper = upper
+        self.runs: list[Run] = []
+        self.merges = 0
+        self._hasher = hasher
+        self._directory = directory
+        self._columns: list[str] = contents_schema(schema).names
+        self._files = 0
+
+    @classmethod
+    def hydrate(
+        cls,
+        schema: ShardSchema,
+        contents: pa.Table,
+        upper: int,
+        *,
+        directory: Path | None = None,
+        hasher: HashRows = hash_rows,
+    ) -> Mirror:
+        """Rebuilt from a snapshot of the shard at upper - 1. Raises Corrupt if a key has two live rows (U1)."""
+        mirror = cls(schema, upper, directory=directory, hasher=hasher)
+        if contents.num_rows:
+            rows = contents.select(mirror._columns).cast(contents_schema(schema)).combine_chunks()
+            hashes = hasher(rows, schema.key)
+            order, starts = group_by_key(rows, hashes, schema.key)
+            if not starts.all():
+                raise Corrupt(f"a key has two live rows in the shard: upper={upper} rows={int((~starts).sum())}.")
+            run = Run(rows.take(pa.array(order)), hashes[order], np.ones(len(order), dtype=bool))
+            mirror.runs.append(mirror._spilled(run))
+        return mirror
+
+    # reading ---------------------------------------------------------------------------------------
+    def lookup(self, keys: pa.Table, hashes: U64) -> tuple[pa.Table, Index]:
+        """(live rows found, for each key its row in them or -1); `hashes` belong to `keys`, which are distinct."""
+        found = np.full(len(hashes), -1, dtype=np.int64)
+        open_keys = np.arange(len(hashes), dtype=np.int64)
+        tables: list[pa.Table] = []
+        taken = 0
+        for run in reversed(self.runs):
+            if not len(open_keys):
+                break
+            whole = len(open_keys) == len(hashes)
+            asked = keys if whole else keys.take(pa.array(open_keys))
+            at = run.find(asked, hashes if whole else hashes[open_keys], self.schema.key)
+            known = np.nonzero(at >= 0)[0]
+            live = known[run.live[at[known]]]
+            found[open_keys[live]] = taken + np.arange(len(live))
+            taken += len(live)
+            if len(live):
+                tables.append(run.rows.take(pa.array(at[live])))
+            open_keys = open_keys[at < 0]
+        if not tables:
+            return contents_schema(self.schema).empty_table(), found
+        return pa.concat_tables(tables), found
+
+    def live_rows(self) -> pa.Table:
+        """The contents of the shard at upper - 1, sorted by hash."""
+        if not self.runs:
+            return contents_schema(self.schema).empty_table()
+        if len(self.runs) == 1:
+            run = self.runs[0]
+            return run.rows if run.live.all() else run.rows.filter(pa.array(run.live))
+        return merge(self.schema, self.runs[::-1], drop_absent=True).rows
+
+    def __len__(self) -> int:
+        """Rows in all runs: at least the number of live keys."""
+        return sum(len(run) for run in self.runs)
+
+    # following the shard ---------------------------------------------------------------------------
+    def advance(self, changes: KeyChanges, lower: int, upper: int) -> None:
+        """Our own append [lower, upper) landed: its changes become the newest run."""
+        self._step(lower, upper)
+        self._push(Run(changes.rows, changes.hashes, changes.live))
+
+    def apply(self, updates: pa.Table, lower: int, upper: int) -> None:
+        """A delta of the shard, complete for [lower, upper), by whoever wrote it. Raises Corrupt when it breaks U1."""
+        self._step(lower, upper)
+        if updates.num_rows == 0:
+            return
+        self._push(self._fold(updates))
+
+    def _step(self, lower: int, upper: int) -> None:
+        if lower != self.upper or upper < lower:
+            raise Corrupt(f"delta does not continue the mirror: mirror={self.upper} lower={lower} upper={upper}.")
+        self.upper = upper
+
+    def _fold(self, updates: pa.Table) -> Run:
+        """The last state of every key in a delta: its insertion at its latest time, or its absence.
+
+        A shard's updates are consolidated per (row, time), so at a key's latest time there are at most one
+        retraction and one insertion; anything else is summed up row by row.
+        """
+        updates = updates.combine_chunks()
+        rows = updates.select(self._columns).cast(contents_schema(self.schema))
+        times, diffs = int64s(updates, TIME), int64s(updates, DIFF)
+        hashes = self._hasher(rows, self.schema.key)
+        order, starts = group_by_key(rows, hashes, self.schema.key, times, diffs)
+        key_number = np.cumsum(starts) - 1
+        ends = np.append(np.nonzero(starts)[0][1:], len(order)) - 1
+        last_time = times[order][ends]
+        at_last = times[order] == last_time[key_number]
+        inserts = np.bincount(key_number, weights=at_last & (diffs[order] > 0), minlength=len(ends))
+        retracts = np.bincount(key_number, weights=at_last & (diffs[order] < 0), minlength=len(ends))
+        chosen = order[ends]
+        live = diffs[chosen] > 0
+        suspect = (inserts > 1) | (retracts > 1) | (np.abs(diffs[chosen]) > 1)
+        pairs = np.nonzero((inserts == 1) & (retracts == 1))[0]  # sorted by diff: the retraction is just before
+        if len(pairs):
+            suspect[pairs] |= rows_equal(rows, order[ends[pairs] - 1], rows, chosen[pairs], self._columns)
+        odd = np.nonzero(suspect)[0]
+        keep = np.ones(len(ends), dtype=bool)
+        for number in odd.tolist():
+            members = order[np.nonzero(key_number == number)[0]]
+            row = self._net(rows, members, diffs)
+            keep[number] = row is not None
+            if row is not None:
+                chosen[number], live[number] = row
+        chosen, live = chosen[keep], live[keep]
+        return Run(rows.take(pa.array(chosen)), hashes[chosen], live)
+
+    def _net(self, rows: pa.Table, members: Index, diffs: Index) -> tuple[int, bool] | None:
+        """Slow path: (row, live) after summing one key's updates by row; None when they cancel out."""
+        sums: list[list[int]] = []
+        for member in members.tolist():
+            for entry in sums:
+                pair = np.array([entry[0]]), np.array([member])
+                if rows_equal(rows, pair[0], rows, pair[1], self._columns)[0]:
+                    entry[1] += int(diffs[member])
+                    break
+            else:
+                sums.append([member, int(diffs[member])])
+        live = [entry for entry in sums if entry[1] > 0]
+        if len(live) > 1 or any(entry[1] > 1 for entry in live):
+            raise Corrupt(f"a key has two live rows in the shard: upper={self.upper}.")
+        if live:
+            return live[0][0], True
+        return (sums[0][0], False) if any(entry[1] < 0 for entry in sums) else None
+
+    # runs ------------------------------------------------------------------------------------------
+    def _push(self, run: Run) -> None:
+        if not len(run):
+            return
+        self.runs.append(self._spilled(run))
+        while (first := self._due()) is not None:
+            merged = merge(self.schema, self.runs[first:][::-1], drop_absent=first == 0)
+            self.runs[first:] = [self._spilled(merged)] if len(merged) else []
+            self.merges += 1
+
+    def _due(self) -> int | None:
+        """Index of the oldest run to merge with all newer ones, or None: few runs, none much rewritten."""
+        newer = len(self.runs[-1]) if self.runs else 0
+        first: int | None = None
+        for index in range(len(self.runs) - 2, -1, -1):
+            if len(self.runs[index]) <= newer:
+                first = index
+            newer += len(self.runs[index])
+        if first is None and len(self.runs) > RUNS_MAX:
+            first = len(self.runs) - 2
+            newer = len(self.runs[-1])
+            for index in range(len(self.runs) - 2, -1, -1):
+                if len(self.runs[index]) <= MERGE_RATIO * newer:
+                    first = index
+                newer += len(self.runs[index])
+        return first
+
+    def _spilled(self, run: Run) -> Run:
+        return self._to_file(run) if self._directory is not None and len(run) >= SPILL_ROWS else run
+
+    def _to_file(self, run: Run) -> Run:
+        assert self._directory is not None
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._files += 1
+        path = self._directory / f"run-{self.upper}-{self._files}.arrow"
+        write_run(run, path)
+        return open_run(self.schema, path)
+
+    # cache on disk ---------------------------------------------------------------------------------
+    def save(self, shard: str, boot: str) -> None:
+        """Make the mirror openable by other processes as of its upper."""
+        assert self._directory is not None
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self.runs = [run if run.path is not None else self._to_file(run) for run in self.runs]
+        named = [(run.path.name, len(run)) for run in self.runs if run.path is not None]
+        manifest = _Manifest(shard, boot, self.upper, self.schema, named)
+        fresh = self._directory / f"{MANIFEST}.new"
+        fresh.write_bytes(msgspec.json.encode(manifest))
+        fresh.replace(self._directory / MANIFEST)
+        wanted = {name for name, _ in named}
+        for path in self._directory.glob("run-*.arrow"):
+            if path.name not in wanted:
+                path.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, directory: Path, schema: ShardSchema, shard: str, boot: str) -> Mirror | None:
+        """The saved mirror, or None when there is none that can be trusted: other shard, schema or boot, a bad file."""
+        try:
+            manifest = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=_Manifest)
+        except (OSError, msgspec.DecodeError):
+            return None
+        if (manifest.shard, manifest.boot, manifest.schema) != (shard, boot, schema):
+            return None
+        mirror = cls(schema, manifest.upper, directory=directory)
+        try:
+            mirror.runs = [open_run(schema, directory / name) for name, _ in manifest.runs]
+        except Corrupt:
+            return None
+        if [len(run) for run in mirror.runs] != [rows for _, rows in manifest.runs]:
+            return None
+        return mirror

@@ -1,0 +1,129 @@
+"""The mirror: tiered runs, deltas, the cache on disk (U3)."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from upsert_world import SCHEMA, ModelShard, Writer, oracle
+
+from tidemill.base.errors import Corrupt
+from tidemill.shards.hashing import hash_rows
+from tidemill.spark.upsert import state
+from tidemill.spark.upsert.state import RUNS_MAX, Mirror
+
+
+def rows(found: pa.Table) -> dict[int, int]:
+    return {r["k"]: r["v"] for r in found.to_pylist()}
+
+
+def delta(*found: tuple[int, int, int, int]) -> pa.Table:
+    names = ("k", "v", "_time", "_diff")
+    return pa.table({n: pa.array([r[i] for r in found], pa.int64()) for i, n in enumerate(names)})
+
+
+def test_many_small_batches_keep_few_runs_and_exact_lookups() -> None:
+    draw = random.Random(7)
+    writer = Writer(ModelShard())
+    sets = []
+    for time in range(150):
+        batch = [(draw.randrange(400), draw.choice([None, draw.randrange(9)]), time, time * 100 + n) for n in range(20)]
+        sets += batch
+        writer.step(batch, time + 1)
+        assert len(writer.operator.mirror.runs) <= RUNS_MAX
+    mirror = writer.operator.mirror
+    expected = oracle(sets, 150)
+    assert rows(mirror.live_rows()) == expected
+    keys = pa.table({"k": pa.array(range(500), pa.int64())})
+    hashes = hash_rows(keys, ("k",))
+    order = np.argsort(hashes)
+    found_rows, found = mirror.lookup(keys.take(pa.array(order)), hashes[order])
+    values = found_rows.column("v").to_pylist()
+    found_values = {int(order[i]): values[at] for i, at in enumerate(found.tolist()) if at >= 0}
+    assert found_values == expected
+
+
+def test_a_long_history_is_rewritten_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    rewritten = 0
+    merge = state.merge
+
+    def counting(schema, runs, *, drop_absent):  # type: ignore[no-untyped-def]
+        nonlocal rewritten
+        rewritten += sum(len(run) for run in runs)
+        return merge(schema, runs, drop_absent=drop_absent)
+
+    monkeypatch.setattr(state, "merge", counting)
+    mirror = Mirror.hydrate(SCHEMA, pa.table({"k": range(50_000), "v": [0] * 50_000}), 1)
+    for time in range(1, 201):
+        keys = [(time * 50 + n) % 60_000 for n in range(50)]
+        mirror.apply(delta(*[(k, time, time, 1) for k in keys]), time, time + 1)
+    assert len(mirror.runs) <= RUNS_MAX
+    assert rewritten < 200 * 50 * 12, "10,000 new rows are not paid for with the 50,000 old ones again and again"
+
+
+def test_a_delta_takes_the_last_state_of_each_key() -> None:
+    mirror = Mirror.hydrate(SCHEMA, pa.table({"k": [1, 2, 3], "v": [10, 20, 30]}), 5)
+    mirror.apply(
+        delta((1, 10, 5, -1), (1, 11, 5, 1), (1, 11, 7, -1), (1, 12, 7, 1), (2, 20, 6, -1), (4, 40, 8, 1)), 5, 9
+    )
+    assert rows(mirror.live_rows()) == {1: 12, 3: 30, 4: 40}
+    assert mirror.upper == 9
+
+
+def test_a_delta_whose_rows_cancel_at_one_time_changes_nothing() -> None:
+    mirror = Mirror.hydrate(SCHEMA, pa.table({"k": [1, 2], "v": [10, 20]}), 5)
+    mirror.apply(delta((1, 10, 5, -1), (1, 10, 5, 1), (3, 7, 5, 1), (3, 7, 5, -1), (2, 20, 5, -1), (2, 21, 5, 1)), 5, 6)
+    mirror.apply(delta((2, 21, 6, -1), (2, 22, 6, 1), (2, 22, 6, -1), (2, 23, 6, 1)), 6, 7)
+    assert rows(mirror.live_rows()) == {1: 10, 2: 23}
+
+
+def test_a_delta_that_leaves_two_live_rows_of_a_key_is_corrupt() -> None:
+    mirror = Mirror(SCHEMA)
+    with pytest.raises(Corrupt, match="two live rows"):
+        mirror.apply(delta((1, 10, 0, 1), (1, 11, 0, 1)), 0, 1)
+    with pytest.raises(Corrupt, match="two live rows"):
+        Mirror.hydrate(SCHEMA, pa.table({"k": [1, 1], "v": [1, 2]}), 1)
+
+
+def test_a_delta_that_does_not_continue_the_mirror_is_refused() -> None:
+    mirror = Mirror(SCHEMA, 5)
+    with pytest.raises(Corrupt, match="does not continue"):
+        mirror.apply(delta(), 4, 8)
+    with pytest.raises(Corrupt, match="does not continue"):
+        mirror.apply(delta(), 6, 8)
+
+
+def test_a_saved_mirror_opens_again_at_its_upper_and_goes_on(tmp_path: Path) -> None:
+    mirror = Mirror(SCHEMA, directory=tmp_path)
+    mirror.apply(delta(*[(k, k, 0, 1) for k in range(100)]), 0, 1)
+    mirror.apply(delta((5, 5, 1, -1), (6, 6, 1, -1), (6, 7, 1, 1)), 1, 2)
+    mirror.save("shard-1", "boot-1")
+    again = Mirror.load(tmp_path, SCHEMA, "shard-1", "boot-1")
+    assert again is not None
+    assert again.upper == 2
+    assert rows(again.live_rows()) == {k: (7 if k == 6 else k) for k in range(100) if k != 5}
+    again.apply(delta((6, 7, 2, -1)), 2, 3)
+    assert 6 not in rows(again.live_rows())
+
+
+def test_a_saved_mirror_of_another_shard_boot_or_schema_is_not_trusted(tmp_path: Path) -> None:
+    mirror = Mirror(SCHEMA, directory=tmp_path)
+    mirror.apply(delta((1, 1, 0, 1)), 0, 1)
+    mirror.save("shard-1", "boot-1")
+    assert Mirror.load(tmp_path, SCHEMA, "shard-2", "boot-1") is None
+    assert Mirror.load(tmp_path, SCHEMA, "shard-1", "boot-2") is None
+    other = type(SCHEMA)(SCHEMA.columns, SCHEMA.key, buckets=2)
+    assert Mirror.load(tmp_path, other, "shard-1", "boot-1") is None
+    assert Mirror.load(tmp_path / "none", SCHEMA, "shard-1", "boot-1") is None
+
+
+def test_a_damaged_run_is_not_trusted(tmp_path: Path) -> None:
+    mirror = Mirror(SCHEMA, directory=tmp_path)
+    mirror.apply(delta(*[(k, k, 0, 1) for k in range(1000)]), 0, 1)
+    mirror.save("shard-1", "boot-1")
+    (run,) = tmp_path.glob("run-*.arrow")
+    run.write_bytes(run.read_bytes()[:1000])
+    assert Mirror.load(tmp_path, SCHEMA, "shard-1", "boot-1") is None
