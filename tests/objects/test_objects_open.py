@@ -1,0 +1,183 @@
+"""From `objects.url` to a store; the doctor's probe; and the planning of ranged reads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import Invalid, TidemillError, Unavailable
+from tidemill.objects import MemoryObjects, open_objects
+from tidemill.objects.coalesce import cut, plan_reads
+from tidemill.objects.open import parse_s3, redact
+from tidemill.objects.probe import probe_objects, probe_url
+from tidemill.objects.store import Buffer
+
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+
+
+def test_each_form_of_the_url_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        monkeypatch.chdir(tmp_path)
+        for url in (f"file://{tmp_path}/a", f"{tmp_path}/b", "c/d", "./e", "memory:"):
+            store = await open_objects(url, SystemClock(), Rand())
+            await store.put("k", b"v")
+            assert await store.get("k") == b"v"
+            await store.aclose()
+
+    asyncio.run(main())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "c", "e"]
+
+
+@pytest.mark.parametrize(
+    ("url", "word"),
+    [
+        ("", "empty"),
+        ("gs://bucket", "unknown scheme"),
+        ("http://host/bucket", "unknown scheme"),
+        ("file://host/dir", "absolute path"),
+        ("file:relative", "absolute path"),
+        ("s3://", "no bucket"),
+        ("s3:///prefix", "no bucket"),
+        ("s3://b?colour=red", "colour"),
+        ("s3://b?endpoint=ftp://x", "http address"),
+        ("s3://b/bad key", "prefix"),
+        ("s3://b", "credentials"),
+    ],
+)
+def test_a_wrong_url_is_refused_with_its_fix(url: str, word: str) -> None:
+    async def main() -> None:
+        with pytest.raises(Invalid, match=word) as raised:
+            await open_objects(url, SystemClock(), Rand(), env={})
+        assert raised.value.fix
+
+    asyncio.run(main())
+
+
+def test_secrets_never_reach_a_message() -> None:
+    url = "s3://b/p?access_key_id=AKIA&secret_access_key=hush&session_token=psst&region=eu-west-1&bad=1"
+    assert redact(url) == "s3://b/p?access_key_id=***&secret_access_key=***&session_token=***&region=eu-west-1&bad=1"
+    with pytest.raises(Invalid) as raised:
+        parse_s3(url, {})
+    assert "hush" not in str(raised.value) and "psst" not in str(raised.value)
+
+
+def test_credentials_come_from_the_query_before_the_environment() -> None:
+    bucket, prefix, config = parse_s3("s3://b/x/y/?access_key_id=q&secret_access_key=r", CREDENTIALS)
+    assert (bucket, prefix) == ("b", "x/y/")
+    assert (config["access_key_id"], config["secret_access_key"], config["region"]) == ("q", "r", "us-east-1")
+    _, _, config = parse_s3("s3://b?region=eu-west-1", {**CREDENTIALS, "AWS_SESSION_TOKEN": "t"})
+    assert (config["access_key_id"], config["session_token"], config["region"]) == ("test", "t", "eu-west-1")
+    _, _, config = parse_s3("s3://b?credentials=instance", CREDENTIALS)
+    assert "access_key_id" not in config
+
+
+def test_a_bucket_that_is_not_there_is_named_at_open(s3_endpoint: str) -> None:
+    async def main() -> None:
+        with pytest.raises(Invalid, match="no-such-bucket"):
+            await open_objects(f"s3://no-such-bucket?endpoint={s3_endpoint}", SystemClock(), Rand(), env=CREDENTIALS)
+        with pytest.raises(Unavailable, match="endpoint"):
+            await open_objects("s3://b?endpoint=http://127.0.0.1:1", SystemClock(), Rand(), env=CREDENTIALS)
+
+    asyncio.run(main())
+
+
+def test_the_probe_passes_on_stores_that_keep_the_contract(
+    tmp_path: Path, s3_endpoint: str, new_bucket: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        for name, value in CREDENTIALS.items():
+            monkeypatch.setenv(name, value)
+        for url in ("memory:", str(tmp_path / "p"), f"s3://{new_bucket()}/p?endpoint={s3_endpoint}"):
+            checks = await probe_url(url, SystemClock(), Rand())
+            assert [check.name for check in checks if not check.ok] == []
+            assert len(checks) == 7
+            store = await open_objects(url, SystemClock(), Rand())
+            assert [meta.key async for meta in store.list("")] == [], "the probe cleans up"
+            await store.aclose()
+
+    asyncio.run(main())
+
+
+class Overwrites(MemoryObjects):
+    """A server that accepts If-None-Match and ignores it."""
+
+    async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
+        await self.delete(key)
+        await super().put(key, data)
+
+
+class ChecksThenWrites(MemoryObjects):
+    """A server that honours the condition, but not atomically."""
+
+    async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
+        existed = await self.head(key) is not None
+        await asyncio.sleep(0)
+        if not existed:
+            await self.delete(key)
+        await super().put(key, data)
+
+
+class ReadOnly(MemoryObjects):
+    async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
+        raise Invalid("No right.", fix="Grant s3:PutObject.")
+
+
+@pytest.mark.parametrize(
+    ("store", "failed"),
+    [
+        (Overwrites, ["objects conditional create", "objects racing creates"]),
+        (ChecksThenWrites, ["objects racing creates"]),
+        (ReadOnly, ["objects create"]),
+    ],
+)
+def test_the_probe_names_what_a_bad_store_gets_wrong(store: type[MemoryObjects], failed: list[str]) -> None:
+    async def main() -> None:
+        checks = await probe_objects(store(SystemClock()), Rand())
+        assert [check.name for check in checks if not check.ok] == failed
+        assert all(check.fix for check in checks if not check.ok)
+
+    asyncio.run(main())
+
+
+def test_the_probe_of_a_wrong_url_is_one_failed_check() -> None:
+    async def main() -> None:
+        [check] = await probe_url("gs://x", SystemClock(), Rand())
+        assert not check.ok and "objects.url" in check.detail and check.fix
+
+    asyncio.run(main())
+
+
+RANGES = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 60)).map(lambda t: (t[0], t[0] + t[1])), max_size=30)
+
+
+@given(RANGES, st.integers(0, 50), st.integers(60, 300))
+def test_planned_reads_serve_every_range_once(ranges: list[tuple[int, int]], gap: int, most: int) -> None:
+    data = bytes(i % 251 for i in range(600))
+    into = [b"?"] * len(ranges)
+    requests = plan_reads(ranges, gap, most)
+    for request in requests:
+        assert request.end - request.start <= max([most] + [b - a for a, b in ranges])
+        cut(request, data[request.start : request.end], into)
+    assert into == [data[a:b] for a, b in ranges]
+    assert [r.start for r in requests] == sorted(r.start for r in requests)
+
+
+def test_near_ranges_travel_together_and_far_ones_do_not() -> None:
+    assert [(r.start, r.end) for r in plan_reads([(0, 10), (15, 20), (200, 210)], 10, 1000)] == [(0, 20), (200, 210)]
+    assert len(plan_reads([(i * 10, i * 10 + 10) for i in range(100)], 10, 100)) == 10
+    assert plan_reads([]) == []
+
+
+def test_errors_are_of_our_kinds_only(tmp_path: Path) -> None:
+    async def main() -> None:
+        (tmp_path / "f").write_bytes(b"")
+        with pytest.raises(TidemillError):
+            await open_objects(str(tmp_path / "f"), SystemClock(), Rand())
+
+    asyncio.run(main())

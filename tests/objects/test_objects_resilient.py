@@ -1,0 +1,335 @@
+"""Retries, lost acknowledgements, the bound on concurrency, and how failures of S3 are classified."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from prometheus_client import REGISTRY
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import Conflict, Corrupt, Invalid, Missing, TidemillError, Unavailable, Unknown
+from tidemill.objects import MemoryObjects, ObjectMeta
+from tidemill.objects.resilient import ResilientObjects
+from tidemill.objects.s3 import S3Objects
+from tidemill.objects.store import Buffer
+
+Script = list[tuple[bool, type[TidemillError] | None]]
+"""One entry a call: does it take effect, and what is the caller told (None = the truth)."""
+
+
+class Scripted(MemoryObjects):
+    """Memory objects whose calls follow a script; afterwards they behave."""
+
+    def __init__(self, script: Script, reads: Sequence[type[TidemillError] | None] = ()) -> None:
+        super().__init__(SystemClock())
+        self.script = list(script)
+        self.reads = list(reads)
+        self.calls = 0
+        self.running = 0
+        self.most = 0
+
+    async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
+        self.calls += 1
+        effect, told = self.script.pop(0) if self.script else (True, None)
+        if effect:
+            await super().put(key, data)
+        if told is not None:
+            raise told("scripted.")
+
+    async def delete(self, key: str) -> None:
+        self.calls += 1
+        effect, told = self.script.pop(0) if self.script else (True, None)
+        if effect:
+            await super().delete(key)
+        if told is not None:
+            raise told("scripted.")
+
+    async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        self._fail()
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0.002)
+        self.running -= 1
+        return await super().get(key, start, end)
+
+    async def head(self, key: str) -> ObjectMeta | None:
+        self._fail()
+        return await super().head(key)
+
+    async def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
+        count = 0
+        async for meta in super().list(prefix, start_after):
+            if count == 2:
+                self._fail()
+            count += 1
+            yield meta
+
+    def _fail(self) -> None:
+        told = self.reads.pop(0) if self.reads else None
+        if told is not None:
+            raise told("scripted.")
+
+
+def resilient(inner: MemoryObjects, budget_s: float = 5.0, **options: bool | int) -> ResilientObjects:
+    return ResilientObjects(inner, SystemClock(), Rand(1), store="scripted", budget_s=budget_s, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        [(False, Unavailable), (False, Unavailable)],
+        [(False, Unknown)],
+        [(True, Unknown)],
+        [(False, Unknown), (False, Unavailable), (True, Unknown)],
+        [(False, Unavailable), (True, Unknown)],
+        # The store repeats the lost request by itself and reports our own object as a conflict.
+        [(False, Unknown), (True, Conflict)],
+    ],
+)
+def test_a_put_in_trouble_ends_as_the_success_it_is(script: Script) -> None:
+    async def main() -> None:
+        inner = Scripted(script)
+        await resilient(inner).put("k", [b"ours", b"!"])
+        assert await MemoryObjects.get(inner, "k") == b"ours!"
+
+    asyncio.run(main())
+
+
+def test_a_late_duplicate_of_our_own_put_is_not_a_conflict() -> None:
+    async def main() -> None:
+        inner = Scripted([(False, Unknown)])
+        first_head = inner.head
+
+        async def head_then_late_arrival(key: str) -> ObjectMeta | None:
+            found = await first_head(key)
+            if found is None:  # read back: absent; now the lost request lands after all
+                await MemoryObjects.put(inner, key, b"ours")
+            return found
+
+        inner.head = head_then_late_arrival  # type: ignore[method-assign]
+        await resilient(inner).put("k", b"ours")
+        assert inner.calls == 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("script", [[], [(False, Unavailable)], [(False, Unknown)]])
+def test_another_writers_object_is_a_conflict(script: Script) -> None:
+    async def main() -> None:
+        inner = Scripted([(True, None), *script])
+        await inner.put("k", b"theirs")
+        with pytest.raises(Conflict):
+            await resilient(inner).put("k", b"ours!!")
+        assert await MemoryObjects.get(inner, "k") == b"theirs"
+
+    asyncio.run(main())
+
+
+def test_when_the_budget_ends_the_caller_hears_the_truth() -> None:
+    async def main() -> None:
+        with pytest.raises(Unavailable):
+            await resilient(Scripted([(False, Unavailable)] * 100), 0.2).put("k", b"x")
+        with pytest.raises(Unknown):
+            await resilient(Scripted([(False, Unknown)] + [(False, Unavailable)] * 100), 0.2).put("k", b"x")
+        with pytest.raises(Unknown):  # it cannot be read back
+            await resilient(Scripted([(True, Unknown)], [Unavailable] * 100), 0.2).put("k", b"x")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", [Invalid, Missing, Corrupt])
+def test_what_a_retry_cannot_mend_is_not_retried(kind: type[TidemillError]) -> None:
+    async def main() -> None:
+        inner = Scripted([(False, kind)])
+        with pytest.raises(kind):
+            await resilient(inner).put("k", b"x")
+        assert inner.calls == 1
+
+    asyncio.run(main())
+
+
+def test_reads_lists_and_deletes_retry_too() -> None:
+    async def main() -> None:
+        inner = Scripted([], [Unavailable, Unavailable, None, Unavailable])
+        for i in range(5):
+            await MemoryObjects.put(inner, f"k{i}", b"x")
+        store = resilient(inner)
+        assert await store.get("k0") == b"x"
+        inner.reads = [Unavailable]
+        assert await store.head("k0") is not None
+        inner.reads = [Unavailable, None]
+        assert [meta.key async for meta in store.list("k")] == [f"k{i}" for i in range(5)]
+        inner.script = [(True, Unknown), (False, Unavailable)]
+        await store.delete("k0")
+        assert await store.head("k0") is None
+
+    asyncio.run(main())
+
+
+def test_concurrency_is_bounded_and_ranges_are_merged() -> None:
+    async def main() -> None:
+        inner = Scripted([])
+        data = bytes(range(256)) * 4000
+        await inner.put("k", data)
+        store = resilient(inner, concurrency=3, coalesce=True)
+        wanted = [(i * 100_000, i * 100_000 + 10) for i in range(10)] + [(20, 30), (5, 5)]
+        assert await store.get_ranges("k", wanted) == [data[a:b] for a, b in wanted]
+        assert inner.most == 3
+        await asyncio.gather(*(store.get("k") for _ in range(20)))
+        assert inner.most == 3
+        with pytest.raises(Invalid):
+            await store.get_ranges("k", [(0, 1), (500_000, len(data) + 1)])
+        with pytest.raises(Missing):
+            await store.get_ranges("absent", [(0, 1), (500_000, 500_001)])
+
+    asyncio.run(main())
+
+
+def test_metrics_count_calls_bytes_retries_and_what_reading_back_showed() -> None:
+    def value(metric: str, **labels: str) -> float:
+        return REGISTRY.get_sample_value(metric, labels) or 0.0
+
+    async def main() -> None:
+        inner = Scripted([(False, Unavailable), (True, Unknown)])
+        store = ResilientObjects(inner, SystemClock(), Rand(1), store="metered")
+        await store.put("k", [b"abc", b"de"])
+        await store.get("k", 1, 3)
+        with pytest.raises(Missing):
+            await store.get("nothing")
+
+    asyncio.run(main())
+    assert value("tidemill_objects_requests_total", store="metered", operation="put", outcome="ok") == 1
+    assert value("tidemill_objects_requests_total", store="metered", operation="get", outcome="missing") == 1
+    assert value("tidemill_objects_bytes_total", store="metered", operation="put") == 5
+    assert value("tidemill_objects_bytes_total", store="metered", operation="get") == 2
+    assert value("tidemill_objects_retries_total", store="metered", operation="put") == 1
+    assert value("tidemill_objects_resolved_total", store="metered", found="ours") == 1
+    assert value("tidemill_objects_seconds_count", store="metered", operation="put") == 1
+
+
+class Server:
+    """An HTTP server that answers every request the same way, or not at all."""
+
+    def __init__(self) -> None:
+        outer = self
+        self.status, self.body, self.hang, self.cut = 200, b"", threading.Event(), False
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_PUT(self) -> None:
+                self.rfile.read(int(self.headers.get("content-length", 0)))
+                if outer.cut:
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                    return
+                if outer.status == 0:
+                    outer.hang.wait(5)
+                    return
+                self.send_response(outer.status)
+                self.send_header("content-length", str(len(outer.body)))
+                self.end_headers()
+                self.wfile.write(outer.body)
+
+            do_GET = do_DELETE = do_HEAD = do_PUT
+
+            def log_message(self, format: str, *args: object) -> None:
+                return
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+        self.thread.start()
+        self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.hang.set()
+    made.server.shutdown()
+    made.server.server_close()
+
+
+def s3(endpoint: str, timeout_s: float = 0.5) -> S3Objects:
+    config = {"endpoint": endpoint, "region": "us-east-1", "access_key_id": "k", "secret_access_key": "s"}
+    return S3Objects("bucket", "", config, Rand(1), timeout_s=timeout_s)
+
+
+def code(name: str) -> bytes:
+    return f"<Error><Code>{name}</Code><Message>said so</Message></Error>".encode()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "on_put", "on_get"),
+    [
+        (500, code("InternalError"), Unknown, Unavailable),
+        (503, code("SlowDown"), Unavailable, Unavailable),
+        (503, b"", Unknown, Unavailable),
+        (429, b"", Unavailable, Unavailable),
+        (403, code("AccessDenied"), Invalid, Invalid),
+        (403, code("SignatureDoesNotMatch"), Invalid, Invalid),
+        (404, code("NoSuchBucket"), Invalid, Invalid),
+        (404, code("NoSuchKey"), Missing, Missing),
+        (400, code("EntityTooLarge"), Invalid, Invalid),
+        (0, b"", Unknown, Unavailable),
+    ],
+)
+def test_every_answer_of_s3_has_its_kind(
+    server: Server, status: int, body: bytes, on_put: type[TidemillError], on_get: type[TidemillError]
+) -> None:
+    async def main() -> None:
+        server.status, server.body = status, body
+        with pytest.raises(TidemillError) as raised:
+            await s3(server.endpoint).put("503-connect-error/k", b"x")
+        assert type(raised.value) is on_put
+        with pytest.raises(TidemillError) as raised:
+            await s3(server.endpoint).get("503-connect-error/k")
+        assert type(raised.value) is on_get
+        if status in (403, 404) and on_put is Invalid:
+            assert raised.value.fix
+
+    asyncio.run(main())
+
+
+def test_a_cut_connection_is_unknown_and_a_refused_one_unavailable(server: Server) -> None:
+    async def main() -> None:
+        server.cut = True
+        with pytest.raises(Unknown):
+            await s3(server.endpoint).put("k", b"x")
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))
+            port = closed.getsockname()[1]
+        with pytest.raises(Unavailable, match="endpoint"):
+            await s3(f"http://127.0.0.1:{port}").put("k", b"x")
+
+    asyncio.run(main())
+
+
+def test_on_s3_the_nonce_tells_our_object_from_an_equal_one(s3_endpoint: str, new_bucket: Callable[[], str]) -> None:
+    async def main() -> None:
+        config = {"endpoint": s3_endpoint, "region": "us-east-1", "access_key_id": "k", "secret_access_key": "s"}
+        bucket = new_bucket()
+
+        class LosesAcknowledgements(S3Objects):
+            lost = 0
+
+            async def put_nonced(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> None:
+                await super().put_nonced(key, data, nonce)
+                if self.lost < 1:
+                    self.lost += 1
+                    raise Unknown("scripted.")
+
+        class NeverSends(S3Objects):
+            async def put_nonced(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> None:
+                raise Unknown("scripted.")
+
+        ours = ResilientObjects(LosesAcknowledgements(bucket, "", config, Rand(1)), SystemClock(), Rand(2), store="s3")
+        await ours.put("k", b"equal bytes")
+        other = ResilientObjects(NeverSends(bucket, "", config, Rand(3)), SystemClock(), Rand(4), store="s3")
+        with pytest.raises(Conflict):
+            await other.put("k", b"equal bytes")
+
+    asyncio.run(main())
