@@ -23,7 +23,7 @@ from tidemill.cli import (
     verify_command,
     why,
 )
-from tidemill.cli.logs import configure_logs
+from tidemill.node.logs import configure_logs
 
 app = typer.Typer(
     name="tidemill",

@@ -52,5 +52,6 @@ def _headline(runner: Runner) -> Any:
     )
     return (
         f"{runner.phase}  transactions {runner.load_counts.get('transactions', 0):,}"
-        f"  records {runner.click_counts.get('produced', 0):,}  crashes {runner.report.crashes}  money {money}  {counted}"
+        f"  records {runner.click_counts.get('produced', 0):,}  crashes {runner.report.crashes}"
+        f"  money {money}  {counted}"
     )

@@ -1,0 +1,197 @@
+"""One node, assembled from a configuration.
+
+Start order: stores → membership and topics → Kafka → shapes and HTTP → captures and binders. A client
+that can connect is served; what is not there yet answers "retry". Stop order is the reverse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import AsyncExitStack
+
+import structlog
+from starlette.applications import Starlette
+
+from tidemill.base.clock import Clock, Rand, SystemClock
+from tidemill.base.errors import Conflict, Invalid, Unavailable, Unknown
+from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
+from tidemill.base.marks import Tracker
+from tidemill.base.tasks import Tasks
+from tidemill.capture.config import CaptureConfig
+from tidemill.capture.machine import Capture
+from tidemill.consensus.api import Consensus, Lease
+from tidemill.consensus.board import Board
+from tidemill.consensus.open import open_consensus
+from tidemill.console.app import console_routes
+from tidemill.kafka.server import KafkaServer
+from tidemill.kafka.settings import KafkaSettings
+from tidemill.metastore.catalogue import Catalogue, TopicRow
+from tidemill.node.binder import Binder
+from tidemill.node.config import CaptureSection, Config
+from tidemill.node.http import HttpServer
+from tidemill.node.lead import Body, lead
+from tidemill.node.shape_routing import ShapeRouting
+from tidemill.objects.open import open_objects
+from tidemill.objects.store import ObjectStore
+from tidemill.shapes.http import shape_routes
+from tidemill.shapes.service import ShapeService
+from tidemill.shards.front import Shard
+from tidemill.shards.open import open_remap, open_shard
+from tidemill.topics.leadership import Membership
+from tidemill.topics.log import LocalTopics
+from tidemill.topics.reader import LogReader
+
+log = structlog.get_logger()
+
+
+class Node:
+    def __init__(self, config: Config, clock: Clock | None = None, rand: Rand | None = None) -> None:
+        self._config = config
+        self._clock = clock or SystemClock()
+        self._rand = rand or Rand()
+        self._marks = Tracker()
+        self._tasks = Tasks(self._task_failed)
+        self._failed: asyncio.Future[None] | None = None
+        self._ready = False
+        self._process = f"node:{config.node.name}"
+        self._instance = f"{config.node.name}/{os.getpid()}/{self._rand.nonce()[:8]}"
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set or a part fails for good. Raises what failed."""
+        self._failed = asyncio.get_running_loop().create_future()
+        config = self._config
+        objects = await open_objects(config.objects_url, self._clock, self._rand)
+        consensus = await open_consensus(config.consensus_url, self._clock, self._rand)
+        try:
+            await self._serve(objects, consensus, stop)
+        finally:
+            await self._tasks.aclose()
+            await consensus.aclose()
+            await objects.aclose()
+
+    async def _serve(self, objects: ObjectStore, consensus: Consensus, stop: asyncio.Event) -> None:
+        config, clock, rand = self._config, self._clock, self._rand
+        catalogue = Catalogue(consensus, clock, rand)
+        reader = LogReader(consensus, objects)
+        host, _, kafka_port = config.node.kafka.rpartition(":")
+        advertised = config.node.advertised_host or host
+        http_host, _, http_port = config.node.http.rpartition(":")
+        url = f"http://{config.node.advertised_host or http_host}:{http_port}"
+        membership = Membership(
+            consensus, clock, rand, name=config.node.name, host=advertised, kafka_port=int(kafka_port), http_url=url
+        )
+        topics = LocalTopics(objects, consensus, catalogue, membership, clock, rand, tracker=self._marks)
+        shapes = ShapeService(clock, rand, self._marks)
+
+        async def shard(name: str) -> Shard:
+            return await open_shard(consensus, objects, clock, rand, name)
+
+        shapes.add_shards(shard)
+        board = Board(consensus)
+        app = Starlette(routes=[*shape_routes(shapes), *console_routes(board.reports, lambda: self._ready, clock)])
+        routed = ShapeRouting(app, catalogue, consensus, self._instance, clock)
+        http = HttpServer(routed, http_host, int(http_port))
+        kafka = KafkaServer(
+            topics=topics,
+            catalogue=catalogue,
+            consensus=consensus,
+            nodes=membership,
+            clock=clock,
+            rand=rand,
+            name=config.node.name,
+            node_id=0,
+            host=host,
+            port=int(kafka_port),
+            advertised_host=advertised,
+            settings=KafkaSettings(
+                auto_create_topics=config.kafka.auto_create_topics, default_partitions=config.kafka.default_partitions
+            ),
+        )
+        binder = Binder(catalogue, reader, lambda name: open_remap(consensus, clock, rand, name), clock)
+        async with AsyncExitStack() as stack:
+            await membership.start()
+            stack.push_async_callback(membership.aclose)
+            await self._create_topics(catalogue)
+            await topics.start()
+            stack.push_async_callback(topics.aclose)
+            await kafka.start()
+            stack.push_async_callback(kafka.aclose)
+            await http.start()
+            stack.push_async_callback(http.aclose)
+            stack.push_async_callback(shapes.aclose)
+            binder.start()
+            stack.push_async_callback(binder.aclose)
+            for name, section in config.capture.items():
+                make = self._capture_maker(name, section, topics, catalogue, consensus, reader, shapes)
+                self._tasks.spawn(
+                    lead(consensus, f"capture/{name}", self._instance, url.encode(), make), name=f"capture-{name}"
+                )
+            self._tasks.spawn(self._publish(board), name="publish-marks")
+            self._ready = True
+            log.info("node serves", node=config.node.name, http=config.node.http, kafka=config.node.kafka)
+            await self._until(stop)
+            stack.push_async_callback(self._tasks.aclose)
+
+    def _capture_maker(
+        self,
+        name: str,
+        section: CaptureSection,
+        topics: LocalTopics,
+        catalogue: Catalogue,
+        consensus: Consensus,
+        reader: LogReader,
+        shapes: ShapeService,
+    ) -> Body:
+        settings = CaptureConfig(
+            name, section.dsn, tuple(section.tables), binding_interval_ms=section.binding_interval_ms
+        )
+
+        async def run(_: Lease) -> None:
+            remap = await open_remap(consensus, self._clock, self._rand, settings.remap)
+            capture = Capture(
+                settings, topics=topics, catalogue=catalogue, remap=remap, reader=reader,
+                clock=self._clock, rand=self._rand, tracker=self._marks,
+            )  # fmt: skip
+            capture.add_sink(shapes.add_database(name, section.dsn, capture.relations))
+            try:
+                await capture.run()
+            finally:
+                await capture.aclose()
+
+        return run
+
+    async def _create_topics(self, catalogue: Catalogue) -> None:
+        for name, section in self._config.topics.items():
+            try:
+                await catalogue.create_topic(name, section.partitions)
+            except Conflict as conflict:
+                current = conflict.current
+                if isinstance(current, TopicRow) and current.partitions != section.partitions:
+                    raise Invalid(
+                        f"topic exists with another count: topics.{name}.partitions={section.partitions}"
+                        f" existing={current.partitions}.",
+                        fix=f"Set topics.{name}.partitions = {current.partitions}.",
+                    ) from conflict
+
+    async def _publish(self, board: Board) -> None:
+        while True:
+            report = self._marks.report(self._process, self._clock.now_ms())
+            try:
+                await board.publish(report)
+            except (Unavailable, Unknown) as error:
+                log.warning("marks not published", error=str(error))
+            await asyncio.sleep(MARK_PUBLISH_INTERVAL_S)
+
+    async def _until(self, stop: asyncio.Event) -> None:
+        assert self._failed is not None
+        async with Tasks(lambda *_: None) as tasks:
+            stopping = tasks.spawn(stop.wait(), name="until-stop")
+            await asyncio.wait([stopping, self._failed], return_when=asyncio.FIRST_COMPLETED)
+        if self._failed.done():
+            self._failed.result()
+
+    def _task_failed(self, name: str, error: BaseException) -> None:
+        log.error("part of the node failed", part=name, error=str(error))
+        if self._failed is not None and not self._failed.done():
+            self._failed.set_exception(error)
