@@ -15,6 +15,7 @@ from tidemill.cli.context import ConfigOption, JsonOption, print_json
 from tidemill.node.config import Config, load
 
 MINIMUM_FREE_BYTES = 2 << 30
+Result = dict[str, object]
 Check = Callable[[Config], str]
 """Returns what was found; raises TidemillError, whose `fix` says what to do."""
 
@@ -22,7 +23,7 @@ Check = Callable[[Config], str]
 def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Check Python, Java, disk, ports, bucket, consensus and Postgres; exit 1 when a check failed."""
     loaded = load(config)
-    results = [_run(name, check, loaded) for name, check in _checks(loaded)]
+    results = [_run(name, check, loaded) for name, check in _checks(loaded)] + _objects(loaded)
     if as_json:
         print_json(results)
     else:
@@ -32,7 +33,7 @@ def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     raise SystemExit(0 if all(r["ok"] for r in results) else 1)
 
 
-def _run(name: str, check: Check, config: Config) -> dict[str, object]:
+def _run(name: str, check: Check, config: Config) -> Result:
     try:
         return {"check": name, "ok": True, "found": check(config), "fix": ""}
     except TidemillError as error:
@@ -46,7 +47,6 @@ def _checks(config: Config) -> list[tuple[str, Check]]:
         ("disk", _disk),
         ("node.http", lambda c: _port(c.node.http, "node.http")),
         ("node.kafka", lambda c: _port(c.node.kafka, "node.kafka")),
-        ("objects.url", _objects),
         ("consensus.url", _consensus),
     ]
     return fixed + [(f"capture.{name}", lambda c, n=name: _capture(c, n)) for name in config.capture]  # type: ignore[misc]
@@ -85,16 +85,13 @@ def _port(address: str, key: str) -> str:
     return f"{address} is free"
 
 
-def _objects(config: Config) -> str:
-    from tidemill.objects.open import open_objects
-    from tidemill.objects.probe import probe
+def _objects(config: Config) -> list[Result]:
+    """Each probe of the store is a line of its own."""
+    from tidemill.objects.probe import probe_url
 
     with Portal() as portal:
-        objects = portal.call(open_objects(config.objects_url, SystemClock(), Rand()))
-        try:
-            return portal.call(probe(objects, Rand()))
-        finally:
-            portal.call(objects.aclose())
+        checks = portal.call(probe_url(config.objects_url, SystemClock(), Rand()))
+    return [{"check": check.name, "ok": check.ok, "found": check.detail, "fix": check.fix} for check in checks]
 
 
 def _consensus(config: Config) -> str:

@@ -62,9 +62,9 @@ def _find(opened: Stores, name: str) -> TopicRow:
 
 
 def _describe(opened: Stores, row: TopicRow) -> dict[str, object]:
-    from tidemill.topics.reader import LogReader
+    from tidemill.topics.reader import PartitionReaderImpl
 
-    reader = LogReader(opened.consensus, opened.objects)
+    reader = PartitionReaderImpl(opened.consensus, opened.objects)
     ends = [opened.portal.call(reader.high_watermark(row.topic_id, p)) for p in range(row.partitions)]
     return {
         "topic": row.name,

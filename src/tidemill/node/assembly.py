@@ -38,9 +38,9 @@ from tidemill.shapes.http import shape_routes
 from tidemill.shapes.service import ShapeService
 from tidemill.shards.front import Shard
 from tidemill.shards.open import open_remap, open_shard
-from tidemill.topics.leadership import Membership
+from tidemill.topics.leadership import Membership, NodeInfo
 from tidemill.topics.log import LocalTopics
-from tidemill.topics.reader import LogReader
+from tidemill.topics.reader import PartitionReaderImpl
 
 log = structlog.get_logger()
 
@@ -73,15 +73,16 @@ class Node:
     async def _serve(self, objects: ObjectStore, consensus: Consensus, stop: asyncio.Event) -> None:
         config, clock, rand = self._config, self._clock, self._rand
         catalogue = Catalogue(consensus, clock, rand)
-        reader = LogReader(consensus, objects)
+        reader = PartitionReaderImpl(consensus, objects)
         host, _, kafka_port = config.node.kafka.rpartition(":")
         advertised = config.node.advertised_host or host
         http_host, _, http_port = config.node.http.rpartition(":")
         url = f"http://{config.node.advertised_host or http_host}:{http_port}"
-        membership = Membership(
-            consensus, clock, rand, name=config.node.name, host=advertised, kafka_port=int(kafka_port), http_url=url
+        info = NodeInfo(advertised, int(kafka_port), url)
+        membership = Membership(consensus, config.node.name, info, clock, rand)
+        topics = LocalTopics(
+            consensus, objects, catalogue, clock=clock, rand=rand, assignment=membership, tracker=self._marks
         )
-        topics = LocalTopics(objects, consensus, catalogue, membership, clock, rand, tracker=self._marks)
         shapes = ShapeService(clock, rand, self._marks)
 
         async def shard(name: str) -> Shard:
@@ -140,7 +141,7 @@ class Node:
         topics: LocalTopics,
         catalogue: Catalogue,
         consensus: Consensus,
-        reader: LogReader,
+        reader: PartitionReaderImpl,
         shapes: ShapeService,
     ) -> Body:
         settings = CaptureConfig(

@@ -1,4 +1,4 @@
-"""`python -m tidemill.node.serve RESOLVED.json`: the node process. Exit 2 = the configuration is wrong, in one sentence."""
+"""`python -m tidemill.node.serve RESOLVED.json`: the node process. Exit 2 = bad configuration, in one sentence."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Runner:
         self._board = Board(consensus)
         self._catalogue = Catalogue(consensus, self._clock, self._rand)
         self._open_shard = lambda name: open_shard(consensus, objects, self._clock, self._rand, name)
-        self._open_remap = lambda name: open_remap(consensus, name, self._clock, self._rand)
+        self._open_remap = lambda name: open_remap(consensus, self._clock, self._rand, name)
         self._follower.start()
         try:
             async with Tasks(lambda _, error: self._failed(error)) as tasks:
