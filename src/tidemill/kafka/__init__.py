@@ -1,8 +1,8 @@
 """kafka: the Kafka wire endpoint. Unmodified clients produce to and consume from `topics` through it.
 
 Owns: connections, frames, versions, the codec, one handler per API, the table of error codes, committed
-offsets of groups, blocks of producer ids. Does not own: what a partition holds, its order, its durability
-or its leader (`topics`), which topics exist (`metastore.catalogue`), who the nodes are (membership).
+offsets of groups. Does not own: what a partition holds, its order, its durability, its leader, producer ids
+and who the nodes are (`topics`), which topics exist (`metastore.catalogue`).
 
 K1  A Produce request reserves every partition batch in request order while its frame is handled: before
     any await, before any task exists (seed 000). Its acknowledgement follows T2.

@@ -9,11 +9,11 @@ import msgspec
 
 from tidemill.base.clock import Clock
 from tidemill.kafka.group_offsets import GroupOffsets
-from tidemill.kafka.producer_ids import ProducerIds
 from tidemill.kafka.settings import KafkaSettings
 from tidemill.kafka.topic_cache import TopicCache
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.topics.front import TopicLog
+from tidemill.topics.producer_ids import ProducerIds
 
 
 class NodeAddress(Protocol):

@@ -21,12 +21,12 @@ from tidemill.consensus.api import Consensus
 from tidemill.kafka.context import Broker, Context, Nodes
 from tidemill.kafka.group_offsets import GroupOffsets
 from tidemill.kafka.pool import BufferPool
-from tidemill.kafka.producer_ids import ProducerIds
 from tidemill.kafka.session import Budget, Session
 from tidemill.kafka.settings import KafkaSettings
 from tidemill.kafka.topic_cache import TopicCache
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.topics.front import TopicLog
+from tidemill.topics.producer_ids import ProducerIds
 
 log = structlog.get_logger()
 
@@ -38,7 +38,8 @@ class KafkaServer:
     """One node's Kafka endpoint.
 
     nodes              who else is there (`topics.leadership.Membership`); None = this node alone
-    name, node_id      this node, as `TopicLog.leader_of` and membership name it
+    name               this node, as `TopicLog.leader_of` and membership name it
+    node_id            its broker id where membership does not tell one
     advertised_host    what Metadata tells clients; default `host`
     advertised_port    default the bound port
     """
@@ -53,7 +54,7 @@ class KafkaServer:
         clock: Clock,
         rand: Rand,
         name: str,
-        node_id: int,
+        node_id: int = 0,
         host: str = "127.0.0.1",
         port: int = 0,
         advertised_host: str = "",
@@ -91,6 +92,8 @@ class KafkaServer:
         """Bind and accept; returns the bound port. Raises Invalid when the address cannot be bound."""
         cache = TopicCache(self._catalogue, self._clock)
         await cache.refresh()
+        members = self._nodes.members() if self._nodes is not None else ()
+        node_id = next((member.node_id for member in members if member.name == self._name), self._node_id)
         self._listener = listener = self._listen()
         context = Context(
             topics=self._topics,
@@ -101,7 +104,7 @@ class KafkaServer:
             nodes=self._nodes,
             clock=self._clock,
             settings=self._settings,
-            own=Broker(self._node_id, self._name, self._advertised[0], self._advertised[1] or self.port),
+            own=Broker(node_id, self._name, self._advertised[0], self._advertised[1] or self.port),
         )
         self._tasks.spawn(cache.run(self._settings.topics_refresh_s), name="kafka.topics_refresh")
         self._tasks.spawn(self._accept(listener, context), name="kafka.accept")

@@ -15,9 +15,9 @@ from typing import Final
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
-from tidemill.kafka.records import first_at_or_after
 from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
+from tidemill.topics.batch import decode_columns
 from tidemill.topics.front import FetchRead
 
 LATEST: Final = -1
@@ -61,9 +61,10 @@ async def _by_time(context: Context, topic_id: str, partition: int, timestamp_ms
     if got.error is not None:
         raise got.error
     for batch in got.batches:
-        record = first_at_or_after(memoryview(batch), timestamp_ms)
-        if record is not None and record[0] >= found[0]:
-            return record
+        _, columns = decode_columns(batch, check_crc=False)
+        for offset, record_ms in zip(columns.offsets, columns.timestamps_ms, strict=True):
+            if record_ms >= timestamp_ms:
+                return offset, record_ms
     return found
 
 

@@ -230,9 +230,9 @@ def _struct_writer(schema: Any) -> Write:
         if not flexible:
             return
         present = [
-            (tag, writer, body[name])
+            (tag, writer, value)
             for tag, name, default, writer in tagged
-            if name in body and body[name] is not None and body[name] != default
+            if (value := body.get(name)) is not None and value != default and (value or default != ())
         ]
         write_uvarint(out, len(present))
         for tag, writer, value in present:

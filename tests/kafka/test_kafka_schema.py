@@ -1,0 +1,245 @@
+"""Our codecs against kio's on the same bytes, for every version we serve."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kio.index import load_request_schema, load_response_schema
+from kio.schema.errors import ErrorCode
+from kio.serial import entity_reader
+from schema_strategies import encoded, entities, plain
+
+from tidemill.kafka.handlers import APIS
+from tidemill.kafka.schema import compiled, fetch, produce
+from tidemill.kafka.schema.wire import BadFrame, read_uvarint, skip_tags, write_uvarint
+
+HOT = (0, 1)
+COLD_VERSIONS = [
+    (api.key, version)
+    for api in APIS.values()
+    if api.key not in HOT
+    for version in range(api.min_version, api.max_version + 1)
+]
+PRODUCE_VERSIONS = range(3, 14)
+FETCH_VERSIONS = range(4, 18)
+few = settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def without_absent_tags(schema: Any, ours: Any, theirs: Any) -> Any:
+    """Our reader leaves absent tagged fields out; kio fills in their defaults."""
+    if isinstance(theirs, dict):
+        return {k: without_absent_tags(schema, ours[k], v) for k, v in theirs.items() if k in ours}
+    if isinstance(theirs, list):
+        return [without_absent_tags(schema, o, t) for o, t in zip(ours, theirs, strict=True)]
+    return theirs
+
+
+@pytest.mark.parametrize(("key", "version"), COLD_VERSIONS)
+@few
+@given(data=st.data())
+def test_requests_decode_as_kio_wrote_them(key: int, version: int, data: st.DataObject) -> None:
+    schema = load_request_schema(key, version)
+    entity = data.draw(entities(schema))
+    raw = b"head" + encoded(entity)
+    ours = compiled.decode_request(key, version, memoryview(raw), 4)
+    assert ours == without_absent_tags(schema, ours, plain(entity))
+
+
+@pytest.mark.parametrize(("key", "version"), COLD_VERSIONS)
+@few
+@given(data=st.data())
+def test_responses_are_encoded_byte_for_byte_as_kio_does(key: int, version: int, data: st.DataObject) -> None:
+    entity = data.draw(entities(load_response_schema(key, version)))
+    assert bytes(compiled.encode_response(key, version, plain(entity))) == encoded(entity)
+
+
+@pytest.mark.parametrize(("key", "version"), [(key, APIS[key].max_version) for key in sorted(APIS) if key not in HOT])
+@few
+@given(junk=st.binary(max_size=200))
+def test_junk_is_a_bad_frame_and_nothing_else(key: int, version: int, junk: bytes) -> None:
+    with contextlib.suppress(BadFrame):
+        compiled.decode_request(key, version, memoryview(junk), 0)
+
+
+@few
+@given(cut=st.integers(0, 60), data=st.data())
+def test_a_truncated_request_is_a_bad_frame(cut: int, data: st.DataObject) -> None:
+    raw = encoded(data.draw(entities(load_request_schema(3, 12))))
+    short = raw[: min(cut, len(raw) - 1)]
+    with pytest.raises(BadFrame):
+        compiled.decode_request(3, 12, memoryview(short), 0)
+
+
+def test_unknown_tagged_fields_are_skipped() -> None:
+    schema = load_request_schema(22, 4)
+    raw = encoded(schema(transactional_id=None, transaction_timeout=datetime.timedelta(0), producer_id=-1))
+    assert raw[-1:] == b"\x00"
+    tagged = raw[:-1] + b"\x02" + b"\x07\x03abc" + b"\x63\x00"
+    assert compiled.decode_request(22, 4, memoryview(tagged), 0)["transactional_id"] is None
+
+
+def test_a_huge_array_count_is_refused_before_anything_is_built() -> None:
+    with pytest.raises(BadFrame, match="passes the end"):
+        compiled.decode_request(3, 1, memoryview(b"\x7f\xff\xff\xff"), 0)
+
+
+@given(value=st.integers(0, 0xFFFFFFFF))
+def test_varints_round_trip(value: int) -> None:
+    out = bytearray()
+    write_uvarint(out, value)
+    assert read_uvarint(memoryview(out), 0) == (value, len(out))
+
+
+def test_a_tag_that_passes_the_end_is_a_bad_frame() -> None:
+    with pytest.raises(BadFrame):
+        skip_tags(memoryview(b"\x01\x00\x7fxx"), 0)
+
+
+# Produce and Fetch, by hand ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", PRODUCE_VERSIONS)
+@few
+@given(data=st.data())
+def test_produce_requests_decode_as_kio_wrote_them(version: int, data: st.DataObject) -> None:
+    entity = data.draw(entities(load_request_schema(0, version)))
+    expected = plain(entity)
+    ours = produce.decode(memoryview(encoded(entity)), 0, version)
+    assert (ours.transactional_id, ours.acks, ours.timeout_ms) == (
+        expected["transactional_id"],
+        expected["acks"],
+        expected["timeout"],
+    )
+    assert [(t.topic, [(p.partition, p.records) for p in t.partitions]) for t in ours.topics] == [
+        (t["topic_id"] if version >= 13 else t["name"], [(p["index"], p["records"]) for p in t["partition_data"]])
+        for t in expected["topic_data"]
+    ]
+
+
+ids = st.uuids().map(str)
+names = st.text(min_size=1, max_size=12)
+int64s = st.integers(-(1 << 63), (1 << 63) - 1)
+
+
+@pytest.mark.parametrize("version", PRODUCE_VERSIONS)
+@few
+@given(data=st.data())
+def test_kio_reads_our_produce_responses(version: int, data: st.DataObject) -> None:
+    answers = st.builds(
+        produce.PartitionAnswer,
+        st.integers(0, 1000),
+        st.sampled_from([int(code) for code in ErrorCode]),
+        int64s,
+        int64s,
+        st.none() | names,
+    )
+    topics = data.draw(st.lists(st.tuples(ids if version >= 13 else names, st.lists(answers, max_size=3)), max_size=3))
+    raw = bytes(produce.encode(topics, version))
+    schema = load_response_schema(0, version)
+    read, size = entity_reader(schema)(memoryview(raw).toreadonly(), 0)
+    assert size == len(raw)
+    assert encoded(read) == raw
+    for (topic, expected), got in zip(topics, plain(read)["responses"], strict=True):
+        assert got["topic_id" if version >= 13 else "name"] == topic
+        for ours, theirs in zip(expected, got["partition_responses"], strict=True):
+            assert theirs["index"] == ours.partition
+            assert theirs["error_code"] == ours.error_code
+            assert theirs["base_offset"] == ours.base_offset
+            assert theirs.get("log_start_offset", ours.log_start_offset) == ours.log_start_offset
+            assert theirs.get("error_message", ours.error_message) == ours.error_message
+
+
+@pytest.mark.parametrize("version", FETCH_VERSIONS)
+@few
+@given(data=st.data())
+def test_fetch_requests_decode_as_kio_wrote_them(version: int, data: st.DataObject) -> None:
+    entity = data.draw(entities(load_request_schema(1, version)))
+    expected = plain(entity)
+    ours = fetch.decode(memoryview(encoded(entity)), 0, version)
+    assert (ours.max_wait_ms, ours.min_bytes, ours.max_bytes) == (
+        expected["max_wait"],
+        expected["min_bytes"],
+        expected["max_bytes"],
+    )
+    assert ours.session_id == expected.get("session_id", 0)
+    assert [(t.topic, [tuple(p) for p in t.partitions]) for t in ours.topics] == [
+        (
+            t["topic_id"] if version >= 13 else t["topic"],
+            [(p["partition"], p["fetch_offset"], p["partition_max_bytes"]) for p in t["partitions"]],
+        )
+        for t in expected["topics"]
+    ]
+
+
+@pytest.mark.parametrize("version", FETCH_VERSIONS)
+@few
+@given(data=st.data())
+def test_kio_reads_our_fetch_responses(version: int, data: st.DataObject) -> None:
+    partitions = st.builds(
+        fetch.PartitionRecords,
+        st.integers(0, 1000),
+        st.sampled_from([int(code) for code in ErrorCode]),
+        int64s,
+        int64s,
+        st.lists(st.binary(min_size=1, max_size=30), max_size=3),
+    )
+    topics = data.draw(
+        st.lists(st.tuples(ids if version >= 13 else names, st.lists(partitions, max_size=3)), max_size=3)
+    )
+    raw = b"".join(bytes(part) for part in fetch.encode(topics, version))
+    read, size = entity_reader(load_response_schema(1, version))(memoryview(raw).toreadonly(), 0)
+    assert size == len(raw)
+    assert encoded(read) == raw
+    for (topic, expected), got in zip(topics, plain(read)["responses"], strict=True):
+        assert got["topic_id" if version >= 13 else "topic"] == topic
+        for ours, theirs in zip(expected, got["partitions"], strict=True):
+            assert (theirs["partition_index"], theirs["error_code"]) == (ours.partition, ours.error_code)
+            assert theirs["high_watermark"] == theirs["last_stable_offset"] == ours.high_watermark
+            assert bytes(theirs["records"]) == b"".join(ours.batches)
+            assert not theirs["aborted_transactions"]
+
+
+@pytest.mark.parametrize("version", [3, 8, 9, 13])
+@given(junk=st.binary(max_size=120))
+def test_junk_in_produce_is_a_bad_frame(version: int, junk: bytes) -> None:
+    with contextlib.suppress(BadFrame):
+        produce.decode(memoryview(junk), 0, version)
+
+
+@pytest.mark.parametrize("version", [4, 11, 12, 17])
+@given(junk=st.binary(max_size=120))
+def test_junk_in_fetch_is_a_bad_frame(version: int, junk: bytes) -> None:
+    with contextlib.suppress(BadFrame):
+        fetch.decode(memoryview(junk), 0, version)
+
+
+def test_record_batches_are_views_of_the_frame_not_copies() -> None:
+    schema = load_request_schema(0, 9)
+    part = schema.__dataclass_fields__["topic_data"].type.__args__[0]
+    piece = part.__dataclass_fields__["partition_data"].type.__args__[0]
+    entity = schema(
+        acks=-1,
+        timeout=datetime.timedelta(0),
+        topic_data=(part(name="t", partition_data=(piece(index=0, records=b"x" * 50),)),),
+    )
+    frame = bytearray(encoded(entity))
+    records = produce.decode(memoryview(frame), 0, 9).topics[0].partitions[0].records
+    assert records is not None
+    frame[frame.index(b"xxx")] = ord("y")
+    assert bytes(records[:3]) == b"yxx"
+
+
+def test_fetch_responses_carry_the_very_batches() -> None:
+    batch = memoryview(bytes(1000))
+    parts = fetch.encode([("t", [fetch.PartitionRecords(0, 0, 1, 0, [batch])])], 11)
+    assert any(part is batch for part in parts)
+
+
+def test_every_field_of_a_schema_is_reachable_by_name() -> None:
+    tree = compiled.response_fields(3, 12)
+    assert "leader_id" in tree["topics"]["partitions"]
