@@ -1,0 +1,59 @@
+"""The documentation is held to the code: every command and every configuration key has its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+from pydantic import BaseModel
+
+from tidemill.cli.main import app
+from tidemill.node.config import Config
+
+ROOT = Path(__file__).parents[2]
+
+
+def commands() -> list[str]:
+    return sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
+def keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    found = []
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        arguments = getattr(inner, "__args__", ())
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            found += keys(inner, f"{prefix}{name}.")
+        elif arguments and isinstance(arguments[-1], type) and issubclass(arguments[-1], BaseModel):
+            found += keys(arguments[-1], f"{prefix}{name}.<name>.")
+        else:
+            found.append(prefix + name)
+    return found
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_has_a_section(command: str) -> None:
+    assert f"## tidemill {command}\n" in (ROOT / "docs" / "commands.md").read_text()
+
+
+@pytest.mark.parametrize("key", keys(Config))
+def test_every_configuration_key_has_a_row(key: str) -> None:
+    assert f"| `{key}` |" in (ROOT / "docs" / "configuration.md").read_text()
+
+
+@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *(f"docs/{p}.md" for p in (
+    "index", "quickstart", "commands", "configuration", "shapes", "pipelines", "operations", "benchmarks"))])  # fmt: skip
+def test_links_between_pages_lead_somewhere(page: str) -> None:
+    import re
+
+    path = ROOT / page
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+        if "://" not in target:
+            assert (path.parent / target).exists(), f"{page} links to {target}"
+
+
+def test_every_verb_of_dev_is_in_contributing() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for verb in ("demo", "test", "check", "sim", "bench", "docs", "fmt", "lock"):
+        assert f"./dev {verb} " in text

@@ -1,0 +1,57 @@
+"""Configuration: bad input is one sentence that names the key and the fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tidemill.base.errors import Invalid
+from tidemill.node.config import load
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "tidemill.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[node]\nhttps = 1\n", "node.https"),
+        ("[node]\nhttp = 'nowhere'\n", "node.http"),
+        ("[kafka]\ndefault_partitions = 0\n", "kafka.default_partitions"),
+        ("[capture.shop]\ntables = ['public.*']\n", "capture.shop.dsn"),
+        ("[capture.Shop-1]\ndsn = 'x'\n", "Shop-1"),
+        ("[node\n", "not TOML"),
+        ("[capture.shop]\ndsn = '${SHOP_DSN}'\n", "SHOP_DSN"),
+    ],
+)
+def test_a_bad_file_is_one_sentence_that_names_the_key(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(Invalid) as caught:
+        load(write(tmp_path, text), environ={})
+    assert named in str(caught.value)
+    assert caught.value.fix
+
+
+def test_a_named_file_that_is_absent_is_refused_and_an_unnamed_one_means_defaults(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match=r"absent\.toml"):
+        load(tmp_path / "absent.toml", environ={})
+    assert load(None, environ={}).node.name == "node-1"
+
+
+def test_variables_are_filled_in_and_the_environment_wins(tmp_path: Path) -> None:
+    path = write(tmp_path, "[node]\nname = '${NAME}'\nhttp = '127.0.0.1:1'\n")
+    config = load(path, environ={"NAME": "n7", "TIDEMILL_NODE__HTTP": "127.0.0.1:2"})
+    assert (config.node.name, config.node.http) == ("n7", "127.0.0.1:2")
+
+
+def test_a_quote_in_a_variable_cannot_end_the_string_it_is_in(tmp_path: Path) -> None:
+    path = write(tmp_path, '[node]\nname = "${NAME}"\n')
+    assert load(path, environ={"NAME": 'a"b\\c'}).node.name == 'a"b\\c'
+
+
+def test_a_pipeline_file_is_found_beside_the_configuration(tmp_path: Path) -> None:
+    path = write(tmp_path, "[pipeline.p]\nfile = 'p.py'\n")
+    assert load(path, environ={}).pipeline["p"].file == str(tmp_path / "p.py")
