@@ -1,0 +1,55 @@
+"""`"click_id string, product_id long, at timestamp"` → shard columns, by the names Spark's DDL uses."""
+
+from __future__ import annotations
+
+import re
+
+from tidemill.base.errors import Invalid
+from tidemill.shards.front import Column, ShardSchema
+from tidemill.shards.schema import checked
+
+_TYPES = {
+    "string": "string",
+    "boolean": "bool",
+    "bool": "bool",
+    "short": "int16",
+    "smallint": "int16",
+    "int": "int32",
+    "integer": "int32",
+    "long": "int64",
+    "bigint": "int64",
+    "float": "float32",
+    "real": "float32",
+    "double": "float64",
+    "date": "date",
+    "timestamp": "timestamp",
+    "json": "json",
+}
+_DECIMAL = re.compile(r"(?:decimal|numeric)\((\d+),(\d+)\)")
+_COLUMN = re.compile(r"\s*(?:`([^`]+)`|(\w+))\s+([A-Za-z]+(?:\s*\(\s*\d+\s*,\s*\d+\s*\))?)\s*(?:,|$)")
+
+
+def parse_ddl(text: str) -> tuple[Column, ...]:
+    """Columns in order. Raises Invalid naming what does not parse."""
+    out: list[Column] = []
+    at = 0
+    while at < len(text.rstrip()):
+        found = _COLUMN.match(text, at)
+        if found is None:
+            raise Invalid(f"schema does not parse: at={text[at : at + 40]!r}.", fix='Write "name type, name type".')
+        kind = found[3].lower().replace(" ", "")
+        decimal = _DECIMAL.fullmatch(kind)
+        mapped = f"decimal({decimal[1]},{decimal[2]})" if decimal else _TYPES.get(kind)
+        if mapped is None:
+            raise Invalid(f"no such type: type={found[3]!r}.", fix=f"Use one of {', '.join(_TYPES)} or decimal(p,s).")
+        out.append(Column(found[1] or found[2], mapped))
+        at = found.end()
+    return tuple(out)
+
+
+def stream_schema(ddl: str, key: str | tuple[str, ...]) -> ShardSchema:
+    """The shard of a stream topic: declared columns, and the names of the key. Raises Invalid."""
+    names = tuple(n.strip() for n in key.split(",")) if isinstance(key, str) else tuple(key)
+    if not names or not all(names):
+        raise Invalid("a table needs a key.", fix='Name the key columns, e.g. key="click_id".')
+    return checked(ShardSchema(parse_ddl(ddl), names))

@@ -1,0 +1,72 @@
+"""Which offsets of a topic belong to an interval of time, and which time each of them has (B2 of remap).
+
+A record gets the smallest time whose binding passes its offset. For [lower, upper) one slice a partition:
+
+    base      the binding in force at lower - 1: what was covered before
+    bindings  those with lower ≤ time < upper, oldest first, contiguous
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tidemill.shards.front import Binding
+from tidemill.topics.front import BatchRef
+
+
+class Slice(msgspec.Struct, frozen=True):
+    """Offsets [start, end) of one partition; an offset below ends[i] (and not below ends[i-1]) has times[i].
+
+    Both tuples grow strictly; ends[-1] == end.
+    """
+
+    topic: str
+    topic_id: str
+    partition: int
+    start: int
+    end: int
+    ends: tuple[int, ...]
+    times: tuple[int, ...]
+
+    def times_of(self, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        at = np.searchsorted(np.array(self.ends, dtype=np.int64), offsets, side="right")
+        return np.array(self.times, dtype=np.int64)[at]
+
+
+class Descriptor(msgspec.Struct, frozen=True):
+    """A slice and where its record batches lie: all that an executor needs besides the bucket."""
+
+    slice: Slice
+    refs: tuple[BatchRef, ...]
+
+
+def cut(base: Binding | None, bindings: Sequence[Binding], topic: str, topic_id: str) -> list[Slice]:
+    """The non-empty slices of a topic, by partition."""
+    if not bindings:
+        return []
+    before = base.offsets.get(topic_id, ()) if base is not None else ()
+    count = max(len(b.offsets.get(topic_id, ())) for b in bindings)
+    out = []
+    for partition in range(count):
+        start = at = before[partition] if partition < len(before) else 0
+        ends: list[int] = []
+        times: list[int] = []
+        for binding in bindings:
+            offsets = binding.offsets.get(topic_id, ())
+            end = offsets[partition] if partition < len(offsets) else at
+            if end > at:
+                ends.append(end)
+                times.append(binding.time_ms)
+                at = end
+        if ends:
+            out.append(Slice(topic, topic_id, partition, start, at, tuple(ends), tuple(times)))
+    return out
+
+
+def record_count(slices: Sequence[Slice]) -> int:
+    """At most this many records (compacted topics have gaps)."""
+    return sum(s.end - s.start for s in slices)
