@@ -17,6 +17,8 @@ from typing import Protocol
 
 import msgspec
 
+from tidemill.base.errors import Unknown
+
 
 class Versioned(msgspec.Struct, frozen=True):
     """One version of a register. `seq` counts from 1."""
@@ -139,3 +141,19 @@ async def resolve_append(consensus: Consensus, log: str, expected_next: int, non
         return False
     found = await consensus.read(log, expected_next, limit_records=1)
     return bool(found.records) and found.records[0].nonce == nonce
+
+
+async def resolve_cas(consensus: Consensus, key: str, expected_seq: int, nonce: str) -> Versioned | None:
+    """After Unknown from `cas`: the version that `nonce` wrote, or None when it certainly wrote nothing.
+
+    Raises Unknown when a later version hides the answer: the register forgets what it overwrote.
+    """
+    current = await consensus.head(key)
+    if current is None or current.seq <= expected_seq:
+        return None
+    if current.seq == expected_seq + 1:
+        return current if current.nonce == nonce else None
+    raise Unknown(
+        f"A later version hides the outcome: key={key!r} expected_seq={expected_seq} seq={current.seq}.",
+        fix="Re-read the register and decide again from its present contents.",
+    )

@@ -1,0 +1,78 @@
+"""The contract's methods, once: each makes an operation, validates it and hands it to the backend's `_submit`."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any, cast
+
+from tidemill.consensus import rules
+from tidemill.consensus.api import Lease, LogHead, LogSlice, Versioned
+from tidemill.consensus.commands import (
+    Acquire,
+    AnyOp,
+    Append,
+    Cas,
+    Fence,
+    Head,
+    HeadOfLog,
+    Leases,
+    Read,
+    Release,
+    Scan,
+    Truncate,
+    Wait,
+)
+
+
+class Facade(abc.ABC):
+    """Implements `api.Consensus` over one method. `_submit` raises the outcome or returns the operation's result."""
+
+    @abc.abstractmethod
+    async def _submit(self, op: AnyOp) -> Any: ...
+
+    @abc.abstractmethod
+    async def _wait(self, op: Wait, timeout_s: float) -> bool: ...
+
+    @abc.abstractmethod
+    async def aclose(self) -> None: ...
+
+    async def _checked(self, op: AnyOp) -> Any:
+        rules.validate(op)
+        return await self._submit(op)
+
+    async def head(self, key: str) -> Versioned | None:
+        return cast("Versioned | None", await self._submit(Head(key)))
+
+    async def cas(self, key: str, expected_seq: int, data: bytes, nonce: str) -> Versioned:
+        return cast(Versioned, await self._checked(Cas(key, expected_seq, data, nonce)))
+
+    async def scan(self, prefix: str) -> list[tuple[str, Versioned]]:
+        return cast("list[tuple[str, Versioned]]", await self._submit(Scan(prefix)))
+
+    async def log_head(self, log: str) -> LogHead:
+        return cast(LogHead, await self._submit(HeadOfLog(log)))
+
+    async def fence(self, log: str, term: int) -> LogHead:
+        return cast(LogHead, await self._checked(Fence(log, term)))
+
+    async def append(self, log: str, term: int, expected_next: int, records: Sequence[bytes], nonce: str) -> LogHead:
+        return cast(LogHead, await self._checked(Append(log, term, expected_next, tuple(records), nonce)))
+
+    async def read(self, log: str, start: int, limit_records: int = 1000, limit_bytes: int = 4 << 20) -> LogSlice:
+        return cast(LogSlice, await self._checked(Read(log, start, max(1, limit_records), limit_bytes)))
+
+    async def truncate(self, log: str, before: int) -> LogHead:
+        return cast(LogHead, await self._checked(Truncate(log, before)))
+
+    async def wait(self, log: str, beyond: int, timeout_s: float) -> bool:
+        return await self._wait(Wait(log, beyond), timeout_s)
+
+    async def acquire(self, name: str, holder: str, ttl_ms: int, info: bytes = b"") -> Lease:
+        return cast(Lease, await self._checked(Acquire(name, holder, ttl_ms, info)))
+
+    async def release(self, name: str, holder: str, term: int) -> None:
+        await self._submit(Release(name, holder, term))
+
+    async def leases(self, prefix: str) -> list[Lease]:
+        return cast("list[Lease]", await self._submit(Leases(prefix)))

@@ -1,0 +1,153 @@
+"""The contract in one process and no threads: for tests, and for the simulation's virtual time.
+
+`apply` is pure but for the state it owns; `MemoryConsensus` only schedules. Every operation yields to the
+loop once before it takes effect, so two callers interleave here as they would on a real engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from tidemill.base.clock import Clock
+from tidemill.base.errors import Closed
+from tidemill.consensus import rules
+from tidemill.consensus.api import LogHead, LogRecord, LogSlice, Versioned
+from tidemill.consensus.clocks import EngineClock
+from tidemill.consensus.commands import (
+    Acquire,
+    AnyOp,
+    Append,
+    Cas,
+    Fence,
+    Head,
+    HeadOfLog,
+    Leases,
+    Read,
+    Release,
+    Scan,
+    Truncate,
+    Wait,
+)
+from tidemill.consensus.facade import Facade
+from tidemill.consensus.rules import UNWRITTEN, LeaseRow
+
+
+class MemoryState:
+    """Everything durable. `records[log][i]` stands at position heads[log].start + i."""
+
+    def __init__(self) -> None:
+        self.registers: dict[str, Versioned] = {}
+        self.heads: dict[str, LogHead] = {}
+        self.records: dict[str, list[LogRecord]] = {}
+        self.leases: dict[str, LeaseRow] = {}
+
+
+def apply(state: MemoryState, op: AnyOp, now_ms: int) -> Any:
+    """Check, then write, then return the result; raises the outcome without having written."""
+    match op:
+        case Append(log=log):
+            head = state.heads.get(log, UNWRITTEN)
+            grown = rules.append(head, op)
+            state.heads[log] = grown
+            state.records.setdefault(log, []).extend(
+                LogRecord(head.next + i, op.term, op.nonce, data) for i, data in enumerate(op.records)
+            )
+            return grown
+        case Cas(key=key):
+            version = rules.cas(state.registers.get(key), op)
+            state.registers[key] = version
+            return version
+        case Head(key=key):
+            return state.registers.get(key)
+        case HeadOfLog(log=log):
+            return state.heads.get(log, UNWRITTEN)
+        case Read(log=log):
+            head = state.heads.get(log, UNWRITTEN)
+            rules.check_read(head, op)
+            first = op.start - head.start
+            return LogSlice(
+                rules.within(state.records.get(log, [])[first : first + op.limit_records], op.limit_bytes), head
+            )
+        case Fence(log=log):
+            state.heads[log] = rules.fence(state.heads.get(log, UNWRITTEN), op)
+            return state.heads[log]
+        case Truncate(log=log):
+            head = state.heads.get(log, UNWRITTEN)
+            cut = rules.truncate(head, op)
+            if cut is not head:
+                state.heads[log] = cut
+                del state.records[log][: cut.start - head.start]
+            return cut
+        case Acquire(name=name):
+            row = rules.acquire(state.leases.get(name), op, now_ms)
+            state.leases[name] = row
+            return row.view(now_ms)
+        case Release(name=name):
+            given_up = rules.release(state.leases.get(name), op)
+            if given_up is not None:
+                state.leases[name] = given_up
+            return None
+        case Scan(prefix=prefix):
+            return [(key, state.registers[key]) for key in sorted(state.registers) if key.startswith(prefix)]
+        case Leases(prefix=prefix):
+            return [state.leases[name].view(now_ms) for name in sorted(state.leases) if name.startswith(prefix)]
+        case Wait(log=log, beyond=beyond):
+            return state.heads.get(log, UNWRITTEN).next > beyond
+
+
+class MemoryConsensus(Facade):
+    """Deterministic. Several clients of one engine: pass one `state` to each (they then wake each other too)."""
+
+    def __init__(self, clock: Clock, state: MemoryState | None = None) -> None:
+        self.state = state if state is not None else MemoryState()
+        self._clock = EngineClock(clock)
+        self._waiters: dict[str, list[tuple[int, asyncio.Future[None]]]] = {}
+        self._closed = False
+
+    async def _submit(self, op: AnyOp) -> Any:
+        self._check_open()
+        await asyncio.sleep(0)
+        self._check_open()
+        result = apply(self.state, op, self._clock.now_ms())
+        if isinstance(op, Append):
+            self._wake(op.log, result.next)
+        return result
+
+    async def _wait(self, op: Wait, timeout_s: float) -> bool:
+        if await self._submit(op):
+            return True
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (op.beyond, future)
+        self._waiters.setdefault(op.log, []).append(entry)
+        try:
+            async with asyncio.timeout(max(0.0, timeout_s)):
+                await future
+        except TimeoutError:
+            return False
+        finally:
+            waiting = self._waiters.get(op.log, [])
+            if entry in waiting:
+                waiting.remove(entry)
+        self._check_open()
+        return True
+
+    def _wake(self, log: str, next_position: int) -> None:
+        for entry in list(self._waiters.get(log, ())):
+            beyond, future = entry
+            if next_position > beyond:
+                self._waiters[log].remove(entry)
+                if not future.done():
+                    future.set_result(None)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("This consensus client was closed.")
+
+    async def aclose(self) -> None:
+        self._closed = True
+        for waiting in self._waiters.values():
+            for _, future in waiting:
+                if not future.done():
+                    future.set_result(None)
+        self._waiters.clear()

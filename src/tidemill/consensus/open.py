@@ -1,0 +1,41 @@
+"""From a URL to a backend."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Invalid
+from tidemill.consensus.api import Consensus
+
+FIX = "Write sqlite:///absolute/path/file.db, sqlite:relative/file.db, postgresql://user@host/database or memory:."
+
+
+async def open_consensus(url: str, clock: Clock, rand: Rand) -> Consensus:
+    """Connect, creating what is missing. Raises Invalid (naming `consensus.url`), Corrupt or Unavailable.
+
+    `memory:` lives and dies with the returned object. One object per event loop.
+    """
+    scheme, separator, rest = url.partition(":")
+    if separator and scheme == "sqlite":
+        from tidemill.consensus.sqlite.client import SqliteConsensus
+
+        host = rest.startswith("//") and not rest.startswith("///")
+        path = "/" + rest.lstrip("/") if rest.startswith("/") else rest
+        if host or not path or path.endswith("/"):
+            raise Invalid(f"The URL names no database file: consensus.url={url!r}.", fix=FIX)
+        sqlite = SqliteConsensus(Path(os.path.abspath(path)), clock, rand)
+        await sqlite.start()
+        return sqlite
+    if separator and scheme in ("postgresql", "postgres"):
+        from tidemill.consensus.postgres.client import PostgresConsensus
+
+        postgres = PostgresConsensus(url, clock, rand)
+        await postgres.start()
+        return postgres
+    if separator and scheme == "memory" and not rest:
+        from tidemill.consensus.memory import MemoryConsensus
+
+        return MemoryConsensus(clock)
+    raise Invalid(f"The URL names no known engine: consensus.url={url!r}.", fix=FIX)

@@ -1,0 +1,195 @@
+"""The checks of C1, C2 and C4 as pure functions over one entity, shared by the memory and SQLite engines.
+
+Each returns what the entity becomes, or raises the outcome; it never changes anything, so a refused
+operation has no effect. PostgreSQL states the same rules in SQL; the contract suite holds them together.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tidemill.base.errors import Conflict, Fenced, Invalid, Missing
+from tidemill.base.limits import LOG_RECORD_BYTES, MIB, REGISTER_BYTES
+from tidemill.consensus.api import Lease, LogHead, LogRecord, Versioned
+from tidemill.consensus.commands import Acquire, AnyOp, Append, Cas, Fence, Read, Release, Truncate
+
+APPEND_BYTES = 64 * MIB
+"""All records of one append together; it travels and commits as one piece."""
+
+NAME_BYTES = 512
+"""Keys, log names, lease names, holders and nonces, in UTF-8. PostgreSQL's index entries end near 2,700 bytes."""
+
+UNWRITTEN = LogHead(0, 0, 0)
+
+
+class LeaseRow(msgspec.Struct, frozen=True):
+    """A lease as stored. A released one has holder "" and is never live; its term stays spent."""
+
+    name: str
+    holder: str
+    term: int
+    ttl_ms: int
+    expires_ms: int
+    info: bytes = b""
+
+    def view(self, now_ms: int) -> Lease:
+        remaining_ms = max(0, self.expires_ms - now_ms) if self.holder else 0
+        return Lease(self.name, self.holder, self.term, self.ttl_ms, remaining_ms, remaining_ms > 0, self.info)
+
+
+def cas(current: Versioned | None, op: Cas) -> Versioned:
+    if (current.seq if current else 0) != op.expected_seq:
+        raise cas_conflict(current, op)
+    return Versioned(op.expected_seq + 1, op.data, op.nonce)
+
+
+def cas_conflict(current: Versioned | None, op: Cas) -> Conflict:
+    seq = current.seq if current else 0
+    return Conflict(
+        f"The register is at another version: key={op.key!r} expected_seq={op.expected_seq} seq={seq}.", current=current
+    )
+
+
+def fence(head: LogHead, op: Fence) -> LogHead:
+    if op.term < head.term:
+        raise fenced(head, op.log, op.term)
+    return head if op.term == head.term else LogHead(op.term, head.start, head.next)
+
+
+def append(head: LogHead, op: Append) -> LogHead:
+    if op.term < head.term:
+        raise fenced(head, op.log, op.term)
+    if op.expected_next != head.next:
+        raise append_conflict(head, op)
+    return LogHead(op.term, head.start, head.next + len(op.records))
+
+
+def fenced(head: LogHead, log: str, term: int) -> Fenced:
+    return Fenced(f"A newer term was fenced: log={log!r} term={term} newer={head.term}.", current=head)
+
+
+def append_conflict(head: LogHead, op: Append) -> Conflict:
+    return Conflict(
+        f"The log ends elsewhere: log={op.log!r} expected_next={op.expected_next} next={head.next}.", current=head
+    )
+
+
+def truncate(head: LogHead, op: Truncate) -> LogHead:
+    if op.before > head.next:
+        raise Invalid(
+            f"Cannot truncate past the log's end: log={op.log!r} before={op.before} next={head.next}.",
+            fix="Truncate at or below head.next.",
+        )
+    return head if op.before <= head.start else LogHead(head.term, op.before, head.next)
+
+
+def check_read(head: LogHead, op: Read) -> None:
+    if op.start < head.start:
+        raise Missing(
+            f"The records were truncated: log={op.log!r} asked={op.start} start={head.start}.",
+            fix="Start again from head.start, where a rollup stands.",
+        )
+
+
+def within(records: list[LogRecord], limit_bytes: int) -> tuple[LogRecord, ...]:
+    """The longest prefix of at most limit_bytes, but at least one record."""
+    total = 0
+    for index, record in enumerate(records):
+        total += len(record.data)
+        if total > limit_bytes and index > 0:
+            return tuple(records[:index])
+    return tuple(records)
+
+
+def acquire(row: LeaseRow | None, op: Acquire, now_ms: int) -> LeaseRow:
+    if row is None:
+        term = 1
+    elif row.holder == op.holder:
+        term = row.term
+    elif row.holder and row.expires_ms > now_ms:
+        raise lease_conflict(row.view(now_ms))
+    else:
+        term = row.term + 1
+    return LeaseRow(op.name, op.holder, term, op.ttl_ms, now_ms + op.ttl_ms, op.info)
+
+
+def lease_conflict(current: Lease) -> Conflict:
+    return Conflict(
+        f"The lease is held: name={current.name!r} holder={current.holder!r} remaining_ms={current.remaining_ms}.",
+        current=current,
+    )
+
+
+def release(row: LeaseRow | None, op: Release) -> LeaseRow | None:
+    """The row after giving up, or None when there is nothing to change."""
+    if row is None or row.holder != op.holder or row.term != op.term:
+        return None
+    return LeaseRow(row.name, "", row.term, row.ttl_ms, 0, row.info)
+
+
+def validate(op: AnyOp) -> None:
+    """Refuse what is wrong whatever the state, before it costs a round trip. Raises Invalid."""
+    match op:
+        case Append(log=log, term=term, expected_next=expected, records=records, nonce=nonce):
+            _name("log", log)
+            _name("nonce", nonce)
+            _not_negative("term", term)
+            _not_negative("expected_next", expected)
+            if not records:
+                raise Invalid(f"An append carries at least one record: log={log!r}.", fix="Use fence to raise a term.")
+            total = 0
+            for record in records:
+                if len(record) > LOG_RECORD_BYTES:
+                    raise _too_large("record", log, len(record), LOG_RECORD_BYTES)
+                total += len(record)
+            if total > APPEND_BYTES:
+                raise _too_large("append", log, total, APPEND_BYTES)
+        case Cas(key=key, expected_seq=expected, data=data, nonce=nonce):
+            _name("key", key)
+            _name("nonce", nonce)
+            _not_negative("expected_seq", expected)
+            if len(data) > REGISTER_BYTES:
+                raise _too_large("register", key, len(data), REGISTER_BYTES)
+        case Acquire(name=name, holder=holder, ttl_ms=ttl_ms, info=info):
+            _name("lease name", name)
+            _name("holder", holder)
+            if ttl_ms <= 0:
+                raise Invalid(f"A lease lasts at least 1 ms: name={name!r} ttl_ms={ttl_ms}.", fix="Ask for more time.")
+            if len(info) > REGISTER_BYTES:
+                raise _too_large("lease info", name, len(info), REGISTER_BYTES)
+        case Fence(log=log, term=term):
+            _name("log", log)
+            _not_negative("term", term)
+        case Truncate(log=log, before=before):
+            _name("log", log)
+            _not_negative("before", before)
+        case Read(log=log, start=start):
+            _name("log", log)
+            _not_negative("start", start)
+        case _:
+            return
+
+
+def _name(what: str, value: str) -> None:
+    if not value or "\0" in value or len(value.encode(errors="replace")) > NAME_BYTES or not _is_text(value):
+        raise Invalid(
+            f"A {what} has 1 to {NAME_BYTES} bytes and no NUL: {what.replace(' ', '_')}={value[:80]!r}.",
+            fix="Use a shorter, non-empty name.",
+        )
+
+
+def _is_text(value: str) -> bool:
+    """False for lone surrogates, which no engine stores."""
+    return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
+
+
+def _not_negative(what: str, value: int) -> None:
+    if value < 0:
+        raise Invalid(f"A {what} is not negative: {what}={value}.", fix="Count from 0.")
+
+
+def _too_large(what: str, name: str, size_bytes: int, limit_bytes: int) -> Invalid:
+    return Invalid(
+        f"The {what} is too large: name={name!r} size_bytes={size_bytes} limit_bytes={limit_bytes}.",
+        fix="Store the bytes as an object and keep its key here.",
+    )

@@ -1,0 +1,304 @@
+"""The synchronous engine: many operations decided by `rules`, one transaction, one fsync.
+
+    commit(ops)   decide each against what is stored and staged so far → BEGIN IMMEDIATE … COMMIT → outcomes
+    answer(op)    a read of committed, durable state
+
+A refused operation stages nothing. What is known of heads and registers is cached between groups and thrown
+away when SQLite's data_version says that another connection wrote.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import apsw
+
+from tidemill.base.clock import Clock
+from tidemill.base.errors import TidemillError, Unavailable
+from tidemill.consensus import rules
+from tidemill.consensus.api import LogHead, LogRecord, LogSlice, Versioned
+from tidemill.consensus.clocks import EngineClock
+from tidemill.consensus.commands import (
+    Acquire,
+    AnyOp,
+    Append,
+    Cas,
+    Fence,
+    Head,
+    HeadOfLog,
+    Leases,
+    Read,
+    Release,
+    Scan,
+    Truncate,
+    Wait,
+    WriteOp,
+)
+from tidemill.consensus.rules import UNWRITTEN, LeaseRow
+from tidemill.consensus.sqlite import tables
+
+Outcome = Any
+"""A result, or the TidemillError that is the operation's outcome."""
+
+CACHED_ENTRIES = 50_000
+CACHED_VALUE_BYTES = 4_096
+SWEEP_ROWS = 500
+
+
+class Doubtful(Exception):
+    """COMMIT itself failed: nobody knows whether the group happened until the file is opened anew."""
+
+
+class _Staged:
+    """What a group will write, over what is stored."""
+
+    def __init__(self) -> None:
+        self.registers: dict[str, Versioned] = {}
+        self.heads: dict[str, LogHead] = {}
+        self.leases: dict[str, LeaseRow] = {}
+        self.records: list[tuple[str, int, int, str, bytes]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.registers or self.heads or self.leases)
+
+
+class Engine:
+    """Owned by one thread. After `Doubtful` or Corrupt it must be closed and opened anew."""
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        self._path = path
+        self._db = tables.connect(path)
+        last_seen_ms = self._rows("SELECT clock_ms FROM meta")[0][0]
+        self._clock = EngineClock(clock, last_seen_ms)
+        self._heads: dict[str, LogHead] = {}
+        self._ids: dict[str, int] = {}
+        self._versions: dict[str, Versioned] = {}
+        self._data_version = self._rows("PRAGMA data_version")[0][0]
+        self._unswept: set[int] = {row[0] for row in self._rows("SELECT id FROM logs WHERE swept < start")}
+
+    # writes --------------------------------------------------------------------------------------
+
+    def commit(self, ops: list[WriteOp]) -> list[Outcome]:
+        """One outcome per operation, durable on return. Raises Doubtful, or Unavailable when nothing happened."""
+        staged = _Staged()
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._refresh()
+            outcomes: list[Outcome] = []
+            for op in ops:
+                try:
+                    outcomes.append(self._decide(op, staged))
+                except TidemillError as refused:
+                    outcomes.append(refused)
+            if staged:
+                self._write(staged)
+            if self._unswept:
+                self._sweep()
+        except apsw.Error as error:
+            self._roll_back()
+            raise tables.translate(error, self._path) from error
+        except BaseException:
+            self._roll_back()
+            raise
+        try:
+            self._db.execute("COMMIT")
+        except apsw.Error as error:
+            raise Doubtful(str(error)) from error
+        self._remember(staged)
+        return outcomes
+
+    def _decide(self, op: WriteOp, staged: _Staged) -> Any:
+        match op:
+            case Append(log=log):
+                head = staged.heads.get(log) or self._head(log)
+                grown = rules.append(head, op)
+                staged.heads[log] = grown
+                position = head.next
+                for data in op.records:
+                    staged.records.append((log, position, op.term, op.nonce, data))
+                    position += 1
+                return grown
+            case Cas(key=key):
+                version = rules.cas(staged.registers.get(key) or self._version(key), op)
+                staged.registers[key] = version
+                return version
+            case Fence(log=log):
+                head = staged.heads.get(log) or self._head(log)
+                raised = rules.fence(head, op)
+                if raised is not head:
+                    staged.heads[log] = raised
+                return raised
+            case Truncate(log=log):
+                head = staged.heads.get(log) or self._head(log)
+                cut = rules.truncate(head, op)
+                if cut is not head:
+                    staged.heads[log] = cut
+                return cut
+            case Acquire(name=name):
+                now_ms = self._clock.now_ms()
+                row = rules.acquire(staged.leases.get(name) or self._lease(name), op, now_ms)
+                staged.leases[name] = row
+                return row.view(now_ms)
+            case Release(name=name):
+                given_up = rules.release(staged.leases.get(name) or self._lease(name), op)
+                if given_up is not None:
+                    staged.leases[name] = given_up
+                return None
+
+    def _write(self, staged: _Staged) -> None:
+        execute = self._db.executemany
+        for name, head in staged.heads.items():
+            if name not in self._ids:
+                self._db.execute(
+                    "INSERT INTO logs (name, term, start, next) VALUES (?, ?, ?, ?)",
+                    (name, head.term, head.start, head.next),
+                )
+                self._ids[name] = self._db.last_insert_rowid()
+        ids = self._ids
+        if staged.heads:
+            execute(
+                "UPDATE logs SET term = ?, start = ?, next = ? WHERE id = ?",
+                [(head.term, head.start, head.next, ids[name]) for name, head in staged.heads.items()],
+            )
+        if staged.records:
+            execute(
+                "INSERT INTO log_records (log, position, term, nonce, data) VALUES (?, ?, ?, ?, ?)",
+                [(ids[log], position, term, nonce, data) for log, position, term, nonce, data in staged.records],
+            )
+        if staged.registers:
+            execute(
+                "INSERT INTO registers (key, seq, nonce, data) VALUES (?, ?, ?, ?)"
+                " ON CONFLICT (key) DO UPDATE SET seq = excluded.seq, nonce = excluded.nonce, data = excluded.data",
+                [(key, version.seq, version.nonce, version.data) for key, version in staged.registers.items()],
+            )
+        if staged.leases:
+            execute(
+                "REPLACE INTO leases (name, holder, term, ttl_ms, expires_ms, info) VALUES (?, ?, ?, ?, ?, ?)",
+                [(r.name, r.holder, r.term, r.ttl_ms, r.expires_ms, r.info) for r in staged.leases.values()],
+            )
+            self._db.execute("UPDATE meta SET clock_ms = max(clock_ms, ?)", (self._clock.now_ms(),))
+
+    def _remember(self, staged: _Staged) -> None:
+        """Only what is durable enters the caches."""
+        if len(self._versions) + len(self._heads) > CACHED_ENTRIES:
+            self._versions.clear()
+            self._heads.clear()
+        for name, head in staged.heads.items():
+            old = self._heads.get(name, UNWRITTEN)
+            if head.start > old.start:
+                self._unswept.add(self._ids[name])
+            self._heads[name] = head
+        for key, version in staged.registers.items():
+            if len(version.data) <= CACHED_VALUE_BYTES:
+                self._versions[key] = version
+            else:
+                self._versions.pop(key, None)
+
+    def _sweep(self) -> None:
+        """Delete rows that were truncated away, a bounded number per commit."""
+        log = self._unswept.pop()
+        start, swept = self._rows("SELECT start, swept FROM logs WHERE id = ?", (log,))[0]
+        upto = min(start, swept + SWEEP_ROWS)
+        self._db.execute("DELETE FROM log_records WHERE log = ? AND position < ?", (log, upto))
+        self._db.execute("UPDATE logs SET swept = ? WHERE id = ?", (upto, log))
+        if upto < start:
+            self._unswept.add(log)
+
+    def _roll_back(self) -> None:
+        self._heads.clear()
+        self._ids.clear()
+        self._versions.clear()
+        self._unswept = set()
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+        self._unswept = {row[0] for row in self._rows("SELECT id FROM logs WHERE swept < start")}
+
+    # reads ---------------------------------------------------------------------------------------
+
+    def answer(self, op: AnyOp) -> Any:
+        """Read committed state. Raises Missing, Corrupt or Unavailable."""
+        try:
+            self._refresh()
+            match op:
+                case Head(key=key):
+                    return self._version(key)
+                case HeadOfLog(log=log):
+                    return self._head(log)
+                case Read():
+                    return self._read(op)
+                case Wait(log=log, beyond=beyond):
+                    return self._head(log).next > beyond
+                case Scan(prefix=prefix):
+                    sql = "SELECT key, seq, nonce, data FROM registers WHERE {} ORDER BY key"
+                    rows = self._prefixed(sql, "key", prefix)
+                    return [(key, Versioned(seq, data, nonce)) for key, seq, nonce, data in rows]
+                case Leases(prefix=prefix):
+                    now_ms = self._clock.now_ms()
+                    sql = "SELECT name, holder, term, ttl_ms, expires_ms, info FROM leases WHERE {} ORDER BY name"
+                    return [LeaseRow(*row).view(now_ms) for row in self._prefixed(sql, "name", prefix)]
+                case _:
+                    raise Unavailable(f"Not a read: op={type(op).__name__}.")
+        except apsw.Error as error:
+            raise tables.translate(error, self._path) from error
+
+    def _read(self, op: Read) -> LogSlice:
+        head = self._head(op.log)
+        rules.check_read(head, op)
+        if op.start >= head.next:
+            return LogSlice((), head)
+        records: list[LogRecord] = []
+        total = 0
+        rows = self._db.execute(
+            "SELECT position, term, nonce, data FROM log_records WHERE log = ? AND position >= ?"
+            " ORDER BY position LIMIT ?",
+            (self._ids[op.log], op.start, op.limit_records),
+        )
+        for position, term, nonce, data in rows:
+            total += len(data)
+            if records and total > op.limit_bytes:
+                break
+            records.append(LogRecord(position, term, nonce, data))
+        return LogSlice(tuple(records), head)
+
+    def _prefixed(self, sql: str, column: str, prefix: str) -> list[tuple[Any, ...]]:
+        """Rows whose column starts with prefix, by index range. No code point sorts above U+10FFFF."""
+        if not prefix:
+            return self._rows(sql.format("TRUE"))
+        return self._rows(sql.format(f"{column} >= ? AND {column} < ?"), (prefix, prefix + "\U0010ffff" * 4))
+
+    def _refresh(self) -> None:
+        """Another connection's commit makes every cache stale."""
+        data_version = self._rows("PRAGMA data_version")[0][0]
+        if data_version != self._data_version:
+            self._data_version = data_version
+            self._heads.clear()
+            self._versions.clear()
+
+    def _head(self, log: str) -> LogHead:
+        head = self._heads.get(log)
+        if head is None:
+            rows = self._rows("SELECT id, term, start, next FROM logs WHERE name = ?", (log,))
+            if not rows:
+                return UNWRITTEN
+            self._ids[log] = rows[0][0]
+            head = self._heads[log] = LogHead(*rows[0][1:])
+        return head
+
+    def _version(self, key: str) -> Versioned | None:
+        cached = self._versions.get(key)
+        if cached is not None:
+            return cached
+        rows = self._rows("SELECT seq, data, nonce FROM registers WHERE key = ?", (key,))
+        return Versioned(*rows[0]) if rows else None
+
+    def _lease(self, name: str) -> LeaseRow | None:
+        rows = self._rows("SELECT name, holder, term, ttl_ms, expires_ms, info FROM leases WHERE name = ?", (name,))
+        return LeaseRow(*rows[0]) if rows else None
+
+    def _rows(self, sql: str, bindings: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        rows: list[tuple[Any, ...]] = self._db.execute(sql, bindings).fetchall()
+        return rows
+
+    def close(self) -> None:
+        self._db.close(True)

@@ -1,0 +1,152 @@
+"""Which process hosts the sequencer of a database: the one whose open file holds an flock beside it.
+
+A process's clients share one `Seat` per database. A client that finds nobody listening asks its seat to try:
+whoever gets the lock starts the sequencer thread. SIGKILL closes the file and so frees the lock.
+
+The descriptor is close-on-exec, and a fork closes its copy: a lock lives as long as any copy is open, so a
+child that outlived its killed parent would otherwise keep the database shut.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import os
+import threading
+from pathlib import Path
+
+from tidemill.base.clock import Clock
+from tidemill.base.errors import Invalid, TidemillError
+from tidemill.consensus.sqlite import address
+from tidemill.consensus.sqlite.sequencer import Sequencer
+
+_guard = threading.Lock()
+_seats: dict[str, Seat] = {}
+_leaked: list[object] = []
+generation = 0
+"""Grows in every forked child: clients opened before the fork know by it that they are copies."""
+
+
+class Seat:
+    """One database in this process. All methods are safe from any thread."""
+
+    def __init__(self, database: Path, clock: Clock) -> None:
+        self._database = database
+        self._clock = clock
+        self._lock_fd = -1
+        self._sequencer: Sequencer | None = None
+        self._mutex = threading.Lock()
+        self.users = 0
+
+    def try_host(self) -> None:
+        """Start the sequencer here if nobody holds the lock. Never blocks on other processes."""
+        with self._mutex:
+            if self._sequencer is not None:
+                return
+            fd = _take_lock(address.lock_path(self._database))
+            if fd < 0:
+                return
+            self._lock_fd = fd
+            self._sequencer = Sequencer(self._database, self._clock, self._ended)
+            self._sequencer.start()
+
+    @property
+    def hosting(self) -> bool:
+        return self._sequencer is not None
+
+    def take_failure(self) -> TidemillError | None:
+        """Why the sequencer that was started here ended by itself, once."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    _failure: TidemillError | None = None
+
+    def _ended(self) -> None:
+        """Called by the sequencer thread after it closed the database: only now may another process open it."""
+        sequencer, self._sequencer = self._sequencer, None
+        if sequencer is not None:
+            self._failure = sequencer.failure
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def stop(self) -> None:
+        sequencer = self._sequencer
+        if sequencer is not None:
+            sequencer.stop()
+
+    def abandon(self) -> None:
+        """In a forked child. Closing a copy of the descriptor does not release the parent's lock."""
+        if self._lock_fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self._lock_fd)
+        if self._sequencer is not None:
+            self._sequencer.abandon()
+            # Closing an inherited SQLite connection could checkpoint under the parent's feet: keep it for ever.
+            _leaked.append(self._sequencer)
+
+
+def attach(database: Path, clock: Clock) -> Seat:
+    key = os.path.realpath(database)
+    with _guard:
+        seat = _seats.get(key)
+        if seat is None:
+            seat = _seats[key] = Seat(Path(key), clock)
+        seat.users += 1
+        return seat
+
+
+def detach(seat: Seat) -> None:
+    """The last client of this process to leave stops the sequencer; blocks until the database is closed."""
+    with _guard:
+        seat.users -= 1
+        if seat.users > 0:
+            return
+        for key in [key for key, known in _seats.items() if known is seat]:
+            del _seats[key]
+    seat.stop()
+
+
+def _take_lock(path: Path) -> int:
+    """An open, locked descriptor, or -1 when another process holds the lock. Raises Invalid."""
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise Invalid(
+                f"The lock beside the database of consensus.url cannot be opened: path={path} reason={error.strerror}.",
+                fix="Point consensus.url at a file in a directory this user may write.",
+            ) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            return -1
+        # A lock on a file that somebody removed meanwhile excludes nobody.
+        try:
+            if os.stat(path).st_ino == os.fstat(fd).st_ino:
+                return fd
+        except FileNotFoundError:
+            pass
+        os.close(fd)
+
+
+def _after_fork_in_child() -> None:
+    global _guard, generation
+    _guard = threading.Lock()
+    generation += 1
+    for seat in _seats.values():
+        seat.abandon()
+        _leaked.append(seat)
+    _seats.clear()
+
+
+def _stop_all() -> None:
+    for seat in list(_seats.values()):
+        seat.stop()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+atexit.register(_stop_all)

@@ -1,0 +1,318 @@
+"""The sequencer: one thread that owns the database, serves every local process and commits in groups.
+
+    round:  read what all connections have sent → one commit of all writes → reads → answers → waiters
+
+The thread runs its own selector, so a busy event loop of the hosting process does not hold up the others.
+Writes are decided before reads of the same round, and reads see only committed state: all of them were
+under way at once, so any order between them is linearizable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from tidemill.base.clock import Clock
+from tidemill.base.errors import Corrupt, Invalid, TidemillError, Unavailable, Unknown
+from tidemill.consensus.commands import AnyOp, Append, Wait
+from tidemill.consensus.sqlite import address, frames
+from tidemill.consensus.sqlite.engine import Doubtful, Engine
+
+RECEIVE_BYTES = 1 << 20
+"""Per connection and round: what makes every process progress, whatever the others send."""
+
+UNREAD_ANSWER_BYTES = 64 << 20
+"""A client that does not read its answers is not read from either."""
+
+log = structlog.get_logger()
+
+
+class _Connection:
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.splitter = frames.Splitter()
+        self.out = bytearray()
+        self.client = ""
+        self.closed = False
+        self.waits: dict[int, str] = {}
+
+
+class Sequencer:
+    """`start` returns at once; `opened` is set when it serves or has failed (`failure`). `stop` is orderly."""
+
+    def __init__(self, database: Path, clock: Clock, on_end: Callable[[], None]) -> None:
+        self._database = database
+        self._clock = clock
+        self._on_end = on_end
+        self.opened = threading.Event()
+        self.failure: TidemillError | None = None
+        self._stopping = False
+        self._connections: dict[int, _Connection] = {}
+        self._clients: dict[str, _Connection] = {}
+        self._waiters: dict[str, dict[tuple[int, int], tuple[int, _Connection]]] = {}
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="tidemill-sequencer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Finish the round under way, say goodbye, close the database. Blocks until done."""
+        self._stopping = True
+        with contextlib.suppress(OSError):
+            self._wake_sender.send(b"x")
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=30)
+
+    def abandon(self) -> None:
+        """In a forked child: close the inherited descriptors; the parent goes on. Never touches the database."""
+        for sock in [self._wake_receiver, self._wake_sender, *(c.sock for c in self._connections.values())]:
+            with contextlib.suppress(OSError):
+                sock.close()
+
+    # the thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except TidemillError as error:
+            self.failure = error
+            log.error("sequencer stopped", database=str(self._database), error=str(error))
+        except Exception as error:
+            self.failure = Unavailable(f"The sequencer failed: database={self._database} reason={error!r}.")
+            log.exception("sequencer failed", database=str(self._database))
+        finally:
+            for connection in list(self._connections.values()):
+                self._drop(connection)
+            self._wake_receiver.close()
+            self._on_end()
+            self.opened.set()
+
+    def _serve(self) -> None:
+        engine = Engine(self._database, self._clock)
+        try:
+            with contextlib.ExitStack() as stack:
+                listener = stack.enter_context(_listen(self._database))
+                selector = self._selector = stack.enter_context(selectors.DefaultSelector())
+                selector.register(listener, selectors.EVENT_READ)
+                selector.register(self._wake_receiver, selectors.EVENT_READ)
+                self.opened.set()
+                while not self._stopping:
+                    self._round(engine, listener)
+                for connection in list(self._connections.values()):
+                    self._part(connection)
+        finally:
+            engine.close()
+
+    def _round(self, engine: Engine, listener: socket.socket) -> None:
+        writes: list[tuple[_Connection, int, Any]] = []
+        reads: list[tuple[_Connection, int, AnyOp]] = []
+        for key, events in self._selector.select():
+            if key.fileobj is listener:
+                self._accept(listener)
+            elif key.fileobj is self._wake_receiver:
+                with contextlib.suppress(BlockingIOError):
+                    self._wake_receiver.recv(4096)
+            else:
+                connection: _Connection = key.data
+                if events & selectors.EVENT_READ and not connection.closed:
+                    self._receive(connection, writes, reads)
+        touched: dict[int, _Connection] = {}
+        if writes:
+            self._commit(engine, writes, reads)
+        for connection, request_id, op in reads:
+            try:
+                answer = engine.answer(op)
+            except TidemillError as error:
+                connection.out += frames.encode_error(request_id, error)
+                if isinstance(error, Corrupt):
+                    log.error("database damaged", database=str(self._database), error=str(error))
+            else:
+                if isinstance(op, Wait) and not answer:
+                    self._park(connection, request_id, op)
+                else:
+                    connection.out += frames.encode_result(request_id, answer)
+        for connection in [*self._connections.values()]:
+            if connection.out:
+                touched[connection.sock.fileno()] = connection
+        for connection in touched.values():
+            self._flush(connection)
+
+    def _commit(self, engine: Engine, writes: list[tuple[_Connection, int, Any]], reads: list[Any]) -> None:
+        try:
+            outcomes = engine.commit([op for _, _, op in writes])
+        except Doubtful as error:
+            doubt: TidemillError = Unknown(f"The commit's outcome is not known: reason={error}.")
+            self._refuse_all(writes, doubt)
+            self._refuse_all(reads, Unavailable("The sequencer reopens its database after a failed commit."))
+            raise Unavailable(f"A commit failed, the database is opened anew: reason={error}.") from error
+        except Corrupt as error:
+            self._refuse_all(writes, error)
+            self._refuse_all(reads, error)
+            raise
+        except TidemillError as error:
+            self._refuse_all(writes, error if isinstance(error, Unavailable) else Unavailable(str(error)))
+            return
+        advanced: dict[str, int] = {}
+        for (connection, request_id, op), outcome in zip(writes, outcomes, strict=True):
+            if isinstance(outcome, TidemillError):
+                connection.out += frames.encode_error(request_id, outcome)
+            else:
+                connection.out += frames.encode_result(request_id, outcome)
+                if type(op) is Append:
+                    advanced[op.log] = outcome.next
+        if self._waiters:
+            for log_name, next_position in advanced.items():
+                self._wake(log_name, next_position)
+
+    def _refuse_all(self, requests: list[tuple[_Connection, int, Any]], error: TidemillError) -> None:
+        for connection, request_id, _ in requests:
+            connection.out += frames.encode_error(request_id, error)
+        for connection in {id(c): c for c, _, _ in requests}.values():
+            self._flush(connection)
+
+    # waiters -------------------------------------------------------------------------------------
+
+    def _park(self, connection: _Connection, request_id: int, op: Wait) -> None:
+        connection.waits[request_id] = op.log
+        waiting = self._waiters.setdefault(op.log, {})
+        waiting[(id(connection), request_id)] = (op.beyond, connection)
+
+    def _wake(self, log_name: str, next_position: int) -> None:
+        for (_, request_id), (beyond, connection) in list(self._waiters.get(log_name, {}).items()):
+            if next_position > beyond:
+                self._forget(connection, request_id)
+                connection.out += frames.encode_result(request_id, True)
+
+    def _forget(self, connection: _Connection, request_id: int) -> None:
+        log_name = connection.waits.pop(request_id, None)
+        if log_name is None:
+            return
+        waiting = self._waiters[log_name]
+        del waiting[(id(connection), request_id)]
+        if not waiting:
+            del self._waiters[log_name]
+
+    # sockets -------------------------------------------------------------------------------------
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            sock, _ = listener.accept()
+            sock.setblocking(False)
+            connection = _Connection(sock)
+            self._connections[sock.fileno()] = connection
+            self._selector.register(sock, selectors.EVENT_READ, connection)
+
+    def _receive(self, connection: _Connection, writes: list[Any], reads: list[Any]) -> None:
+        try:
+            data = connection.sock.recv(RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(connection)
+            return
+        try:
+            for body in connection.splitter.feed(data):
+                request = frames.decode_request(body)
+                op = request.op
+                if isinstance(op, frames.Hello):
+                    self._greet(connection, request.id, op)
+                elif isinstance(op, frames.Forget):
+                    self._forget(connection, op.request)
+                elif op.writes:
+                    writes.append((connection, request.id, op))
+                else:
+                    reads.append((connection, request.id, op))
+        except (Corrupt, msgspec.MsgspecError) as error:
+            log.warning("peer does not speak the protocol", reason=str(error))
+            self._drop(connection)
+
+    def _greet(self, connection: _Connection, request_id: int, hello: frames.Hello) -> None:
+        if hello.version != frames.WIRE_VERSION:
+            mismatch = Invalid(
+                f"Two versions of tidemill share a database: database={self._database}"
+                f" theirs={hello.version} ours={frames.WIRE_VERSION}.",
+                fix="Run the same version in every process.",
+            )
+            connection.out += frames.encode_error(request_id, mismatch)
+            return
+        earlier = self._clients.get(hello.client)
+        if earlier is not None and earlier is not connection:
+            # What the client sent there and we have not read must never land: it may already count it as lost.
+            self._drop(earlier)
+        connection.client = hello.client
+        self._clients[hello.client] = connection
+        connection.out += frames.encode_result(request_id, None)
+
+    def _flush(self, connection: _Connection) -> None:
+        if connection.closed:
+            return
+        try:
+            while connection.out:
+                sent = connection.sock.send(memoryview(connection.out)[: 1 << 20])
+                del connection.out[:sent]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop(connection)
+            return
+        events = selectors.EVENT_WRITE if connection.out else 0
+        if len(connection.out) < UNREAD_ANSWER_BYTES:
+            events |= selectors.EVENT_READ
+        if self._selector.get_key(connection.sock).events != events:
+            self._selector.modify(connection.sock, events, connection)
+
+    def _part(self, connection: _Connection) -> None:
+        """An orderly goodbye: nothing this client has not been answered was executed."""
+        connection.out += frames.encode_bye()
+        with contextlib.suppress(OSError):
+            connection.sock.settimeout(1.0)
+            connection.sock.sendall(connection.out)
+
+    def _drop(self, connection: _Connection) -> None:
+        if connection.closed:
+            return
+        connection.closed = True
+        for request_id in list(connection.waits):
+            self._forget(connection, request_id)
+        if self._clients.get(connection.client) is connection:
+            del self._clients[connection.client]
+        self._connections.pop(connection.sock.fileno(), None)
+        with contextlib.suppress(KeyError, ValueError, RuntimeError):
+            self._selector.unregister(connection.sock)
+        connection.sock.close()
+
+
+def _listen(database: Path) -> socket.socket:
+    """Bind the best address that works. The caller holds the lock, so what lies at any of them is stale."""
+    reasons = []
+    with address.addresses(database, create=True) as candidates:
+        for path in candidates:
+            with contextlib.suppress(FileNotFoundError, OSError):
+                os.unlink(path)
+        for path in candidates:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            try:
+                listener.bind(path)
+                listener.listen(128)
+                return listener
+            except OSError as error:
+                listener.close()
+                reasons.append(f"{path}: {error}")
+    raise Invalid(
+        f"No Unix socket can be made for the database: database={database} reasons={reasons}.",
+        fix="Put the database in a directory on a local file system, with a shorter path.",
+    )

@@ -1,0 +1,29 @@
+"""Byte layout of the records of a `StateLog`.
+
+command   0x00 | command bytes
+rollup    0x01 | uint32 little-endian: parts that follow | state bytes of this part
+          (a large state spans several records of one append: concatenate the parts)
+"""
+
+from __future__ import annotations
+
+from tidemill.base.limits import MIB
+
+COMMAND = 0
+ROLLUP = 1
+PART_BYTES = 4 * MIB
+
+
+def encode_command(command: bytes) -> bytes:
+    return b"\x00" + command
+
+
+def encode_rollup(state: bytes) -> list[bytes]:
+    """At least one record; the last has 0 parts following."""
+    parts = [state[at : at + PART_BYTES] for at in range(0, max(1, len(state)), PART_BYTES)]
+    return [b"\x01" + (len(parts) - 1 - i).to_bytes(4, "little") + part for i, part in enumerate(parts)]
+
+
+def decode_part(record: bytes) -> tuple[int, bytes]:
+    """(parts that follow, state bytes) of a rollup record."""
+    return int.from_bytes(record[1:5], "little"), record[5:]

@@ -1,0 +1,377 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import Closed, Conflict, Corrupt, Fenced, Invalid, Unavailable, Unknown
+from tidemill.consensus import staterecords
+from tidemill.consensus.api import LogHead
+from tidemill.consensus.memory import MemoryConsensus, MemoryState
+from tidemill.consensus.statelog import StateLog
+
+State = dict[str, int]
+
+
+def apply(state: State, command: bytes, position: int) -> State:
+    change = json.loads(command)
+    if change["delta"] < 0 and state.get(change["key"], 0) + change["delta"] < 0:
+        raise Conflict("The balance would be negative.", current=state.get(change["key"], 0))
+    state[change["key"]] = state.get(change["key"], 0) + change["delta"]
+    return state
+
+
+def add(key: str, delta: int) -> bytes:
+    return json.dumps({"key": key, "delta": delta}).encode()
+
+
+def make(consensus: Any, seed: int = 1, **options: Any) -> StateLog[State]:
+    return StateLog(
+        consensus,
+        "state",
+        initial=dict,
+        apply=options.pop("apply", apply),
+        encode=lambda state: json.dumps(state).encode(),
+        decode=json.loads,
+        rand=Rand(seed),
+        **options,
+    )
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await coroutine
+
+    asyncio.run(bounded())
+
+
+class Faulty(MemoryConsensus):
+    """Loses, after or before the effect, the answers of chosen appends."""
+
+    lose: list[str]
+
+    def __init__(self, state: MemoryState | None = None) -> None:
+        super().__init__(SystemClock(), state)
+        self.lose = []
+        self.after_append: Any = None
+
+    async def append(self, *args: Any, **kwargs: Any) -> LogHead:
+        how = self.lose.pop(0) if self.lose else ""
+        if how == "before":
+            raise Unknown("lost before")
+        if how == "unavailable":
+            raise Unavailable("not sent")
+        head = await super().append(*args, **kwargs)
+        if self.after_append is not None:
+            after, self.after_append = self.after_append, None
+            await after()
+        if how == "after":
+            raise Unknown("lost after")
+        return head
+
+
+def test_commands_take_effect_in_the_order_they_were_proposed() -> None:
+    async def body() -> None:
+        consensus = MemoryConsensus(SystemClock())
+        log = make(consensus)
+        futures = [log.propose_nowait(add("a", 1)) for _ in range(100)]
+        results = await asyncio.gather(*futures)
+        assert [r.position for r in results] == list(range(100))
+        assert log.state == {"a": 100} and log.position == 100
+        other = make(consensus)
+        assert await other.load() == {"a": 100}
+        await log.aclose()
+
+    run(body())
+
+
+def test_neighbouring_proposals_share_an_append() -> None:
+    async def body() -> None:
+        consensus = MemoryConsensus(SystemClock())
+        log = make(consensus)
+        await asyncio.gather(*[log.propose_nowait(add("a", 1)) for _ in range(50)])
+        found = await consensus.read("state", 0)
+        assert len({record.nonce for record in found.records}) == 1
+
+    run(body())
+
+
+def test_a_command_that_apply_refuses_changes_nothing_at_every_replay_and_its_proposer_is_told() -> None:
+    async def body() -> None:
+        consensus = MemoryConsensus(SystemClock())
+        log = make(consensus)
+        first, refused, last = (log.propose_nowait(add("a", d)) for d in (1, -5, 2))
+        assert (await first).position == 0
+        with pytest.raises(Conflict) as caught:
+            await refused
+        assert caught.value.current == 1
+        assert (await last).position == 2
+        assert log.state == {"a": 3}
+        assert await make(consensus).load() == {"a": 3}
+
+    run(body())
+
+
+def test_a_check_sees_the_state_just_before_its_command_even_when_others_race() -> None:
+    async def body() -> None:
+        state = MemoryState()
+        logs = [make(MemoryConsensus(SystemClock(), state), seed) for seed in range(4)]
+
+        def below_ten(balance: State) -> None:
+            if balance.get("a", 0) >= 10:
+                raise Invalid("enough")
+
+        async def add_until_refused(log: StateLog[State]) -> int:
+            won = 0
+            while True:
+                try:
+                    await log.propose(add("a", 1), check=below_ten)
+                except Invalid:
+                    return won
+                won += 1
+
+        wins = await asyncio.gather(*[add_until_refused(log) for log in logs])
+        assert sum(wins) == 10
+        for log in logs:
+            await log.catch_up()
+            assert log.state == {"a": 10} and log.position == 10
+
+    run(body())
+
+
+def test_a_refusal_by_stale_state_does_not_stand() -> None:
+    async def body() -> None:
+        state = MemoryState()
+        mine, theirs = (make(MemoryConsensus(SystemClock(), state), seed) for seed in (1, 2))
+        await mine.load()
+        await theirs.propose(add("a", 1))
+
+        def must_exist(balance: State) -> None:
+            if "a" not in balance:
+                raise Invalid("missing")
+
+        assert mine.state == {}
+        assert await mine.propose(add("a", 1), check=must_exist) == 1
+        assert mine.state == {"a": 2}
+
+    run(body())
+
+
+def test_propose_from_makes_the_command_from_the_newest_state() -> None:
+    async def body() -> None:
+        state = MemoryState()
+        mine, theirs = (make(MemoryConsensus(SystemClock(), state), seed) for seed in (1, 2))
+        await mine.load()
+        await theirs.propose(add("a", 5))
+        applied = await mine.propose_from(lambda s: add("double", s.get("a", 0) * 2))
+        assert (applied.position, dict(applied.state)) == (1, {"a": 5, "double": 10})
+
+    run(body())
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+def test_an_unknown_append_is_resolved_and_its_command_counts_once(how: str) -> None:
+    async def body() -> None:
+        consensus = Faulty()
+        log = make(consensus)
+        consensus.lose = [how]
+        results = await asyncio.gather(log.propose_nowait(add("a", 1)), log.propose_nowait(add("b", 1)))
+        assert [r.position for r in results] == [0, 1]
+        assert await make(consensus).load() == {"a": 1, "b": 1}
+        assert log.state == {"a": 1, "b": 1}
+
+    run(body())
+
+
+def test_an_unknown_append_that_lost_to_another_writer_is_proposed_again() -> None:
+    async def body() -> None:
+        consensus = Faulty()
+        mine, theirs = make(consensus, 1), make(MemoryConsensus(SystemClock(), consensus.state), 2)
+        await mine.load()
+        consensus.lose = ["before"]
+        future = mine.propose_nowait(add("mine", 1))
+        await theirs.propose(add("theirs", 1))
+        await future
+        assert await make(consensus).load() == {"mine": 1, "theirs": 1}
+
+    run(body())
+
+
+def test_an_outcome_that_was_rolled_over_is_unknown_and_never_guessed() -> None:
+    async def body() -> None:
+        consensus = Faulty()
+        mine, theirs = make(consensus, 1), make(MemoryConsensus(SystemClock(), consensus.state), 2)
+        await mine.load()
+        consensus.lose = ["after"]
+        consensus.after_append = theirs.rollup
+        with pytest.raises(Unknown):
+            await mine.propose(add("a", 1))
+        assert mine.state == {"a": 1}
+        await mine.propose(add("a", 1))
+        assert mine.state == {"a": 2}
+
+    run(body())
+
+
+def test_unavailable_means_it_did_not_happen_and_the_next_one_goes_on() -> None:
+    async def body() -> None:
+        consensus = Faulty()
+        log = make(consensus)
+        consensus.lose = ["unavailable"]
+        with pytest.raises(Unavailable):
+            await log.propose(add("a", 1))
+        assert await log.propose(add("a", 1)) == 0
+        assert log.state == {"a": 1}
+
+    run(body())
+
+
+def test_a_rollup_forgets_the_past_and_readers_start_from_it() -> None:
+    async def body() -> None:
+        consensus = MemoryConsensus(SystemClock())
+        log, follower, stale = make(consensus, 1), make(consensus, 2), make(consensus, 3)
+        await stale.load()
+        await asyncio.gather(*[log.propose_nowait(add("a", 1)) for _ in range(10)])
+        await follower.load()
+        assert await log.rollup() == 10
+        assert (await consensus.log_head("state")).start == 10
+        await log.propose(add("a", 1))
+        for reader in (follower, stale, make(consensus, 4)):
+            await reader.catch_up()
+            assert reader.state == {"a": 11} and reader.position == 12
+
+    run(body())
+
+
+def test_a_rollup_larger_than_a_record_spans_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staterecords, "PART_BYTES", 16)
+
+    async def body() -> None:
+        consensus = MemoryConsensus(SystemClock())
+        log = make(consensus)
+        for key in range(20):
+            await log.propose(add(f"key-{key}", 1))
+        await log.rollup()
+        head = await consensus.log_head("state")
+        assert head.next - head.start > 10
+        assert await make(consensus).load() == log.state
+        assert log.position == head.next
+
+    run(body())
+
+
+def test_rollups_happen_by_themselves_and_races_of_them_lose_nothing() -> None:
+    async def body() -> None:
+        state = MemoryState()
+        logs = [make(MemoryConsensus(SystemClock(), state), seed, rollup_after_records=7) for seed in range(3)]
+
+        async def work(log: StateLog[State]) -> None:
+            for _ in range(40):
+                await log.propose(add("a", 1))
+
+        await asyncio.gather(*[work(log) for log in logs])
+        consensus = MemoryConsensus(SystemClock(), state)
+        assert await make(consensus).load() == {"a": 120}
+        assert (await consensus.log_head("state")).start > 0
+        for log in logs:
+            await log.catch_up()
+            assert log.state == {"a": 120}
+
+    run(body())
+
+
+def test_a_new_leader_fences_the_old_one_and_has_everything_it_wrote() -> None:
+    async def body() -> None:
+        state = MemoryState()
+        old, new = (make(MemoryConsensus(SystemClock(), state), seed) for seed in (1, 2))
+        await old.lead(1)
+        await old.propose(add("a", 1))
+        assert await new.lead(2) == {"a": 1}
+        with pytest.raises(Fenced):
+            await old.propose(add("a", 1))
+        with pytest.raises(Fenced):
+            await old.lead(1)
+        await new.propose(add("a", 1))
+        assert await make(MemoryConsensus(SystemClock(), state)).load() == {"a": 2}
+
+    run(body())
+
+
+def test_a_follower_waits_for_a_state() -> None:
+    async def body() -> None:
+        state = MemoryState()
+        consensus = MemoryConsensus(SystemClock(), state)
+        log, follower = make(consensus, 1), make(consensus, 2)
+        waiting = asyncio.ensure_future(follower.until(lambda s: s.get("a", 0) >= 3, 20))
+        for _ in range(3):
+            await log.propose(add("a", 1))
+        assert await waiting
+        assert follower.state == {"a": 3}
+        assert not await follower.until(lambda s: "never" in s, 0.01)
+
+    run(body())
+
+
+def test_an_apply_that_breaks_stops_the_state_log_and_everybody_hears_it() -> None:
+    def broken(state: State, command: bytes, position: int) -> State:
+        raise KeyError("bug")
+
+    async def body() -> None:
+        log = make(MemoryConsensus(SystemClock()), apply=broken)
+        first, second = log.propose_nowait(add("a", 1)), log.propose_nowait(add("b", 1))
+        for future in (first, second):
+            with pytest.raises(Corrupt):
+                await future
+        with pytest.raises(Corrupt):
+            await log.catch_up()
+        with pytest.raises(Corrupt):
+            await log.propose(add("a", 1))
+
+    run(body())
+
+
+def test_a_closed_state_log_leaves_nobody_waiting() -> None:
+    class Stuck(MemoryConsensus):
+        async def append(self, *args: Any, **kwargs: Any) -> LogHead:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async def body() -> None:
+        log = make(Stuck(SystemClock()))
+        under_way = log.propose_nowait(add("a", 1))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        waiting = log.propose_nowait(add("b", 1))
+        await log.aclose()
+        with pytest.raises(Unknown):
+            await under_way
+        with pytest.raises(Closed):
+            await waiting
+        with pytest.raises(Closed):
+            log.propose_nowait(add("c", 1))
+
+    run(body())
+
+
+def test_readers_that_catch_up_during_appends_see_every_command_once() -> None:
+    async def body() -> None:
+        log = make(MemoryConsensus(SystemClock()))
+        stop = asyncio.Event()
+
+        async def read() -> None:
+            while not stop.is_set():
+                await log.catch_up()
+
+        readers = [asyncio.ensure_future(read()) for _ in range(3)]
+        for number in range(200):
+            assert await log.propose(add("a", 1)) == number
+        stop.set()
+        await asyncio.gather(*readers)
+        assert log.state == {"a": 200}
+
+    run(body())
