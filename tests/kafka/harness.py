@@ -11,9 +11,17 @@ from fake_topics import FakeTopicLog
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.portal import Portal
-from tidemill.consensus.memory import MemoryConsensus
+from tidemill.consensus.api import Consensus
+from tidemill.consensus.memory import MemoryConsensus, MemoryState
+from tidemill.consensus.open import open_consensus
 from tidemill.kafka import KafkaServer, KafkaSettings
 from tidemill.metastore.catalogue import Catalogue, TopicRow
+from tidemill.objects.memory import MemoryObjects
+from tidemill.objects.open import open_objects
+from tidemill.objects.store import ObjectStore
+from tidemill.topics.front import TopicLog
+from tidemill.topics.leadership import Alone
+from tidemill.topics.log import LocalTopics
 
 T = TypeVar("T")
 
@@ -35,6 +43,90 @@ def eventually(check: Callable[[], T], within_s: float = 10.0) -> T:
             assert value, "deadline passed"
             return value
         time.sleep(0.02)
+
+
+class RealBroker:
+    """The endpoint over the real `topics`, on the object store and consensus of two URLs.
+
+    `restart` closes everything and opens it again from what is durable. For `memory:` the objects and the
+    consensus state outlive the restart, as a bucket and a database would.
+    """
+
+    def __init__(
+        self,
+        objects_url: str = "memory:",
+        consensus_url: str = "memory:",
+        settings: KafkaSettings | None = None,
+        wrap: Callable[[TopicLog], TopicLog] = lambda topics: topics,
+    ) -> None:
+        self.clock, self.rand = SystemClock(), Rand()
+        self.settings = settings or KafkaSettings()
+        self.portal = Portal("kafka-test")
+        self._urls = (objects_url, consensus_url)
+        self._wrap = wrap
+        self._memory_objects: MemoryObjects | None = None
+        self._memory_state = MemoryState()
+        self.port = 0
+        self.portal.call(self._up())
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def _up(self) -> None:
+        objects_url, consensus_url = self._urls
+        clock, rand = self.clock, self.rand
+        if objects_url == "memory:":
+            if self._memory_objects is None:
+                self._memory_objects = MemoryObjects(clock)
+            else:
+                self._memory_objects = self._memory_objects.reopen()
+            self.objects: ObjectStore = self._memory_objects
+        else:
+            self.objects = await open_objects(objects_url, clock, rand)
+        if consensus_url == "memory:":
+            self.consensus: Consensus = MemoryConsensus(clock, self._memory_state)
+        else:
+            self.consensus = await open_consensus(consensus_url, clock, rand)
+        self.catalogue = Catalogue(self.consensus, clock, rand)
+        self.topics = LocalTopics(
+            self.consensus, self.objects, self.catalogue, clock=clock, rand=rand, assignment=Alone("n1", self._epoch())
+        )
+        await self.topics.start()
+        self.server = KafkaServer(
+            topics=self._wrap(self.topics),
+            catalogue=self.catalogue,
+            consensus=self.consensus,
+            nodes=None,
+            clock=clock,
+            rand=rand,
+            name="n1",
+            node_id=1,
+            port=self.port,
+            settings=self.settings,
+        )
+        self.port = await self.server.start()
+
+    def _epoch(self) -> int:
+        self._starts = getattr(self, "_starts", 0) + 1
+        return self._starts
+
+    async def _down(self) -> None:
+        await self.server.aclose()
+        await self.topics.aclose()
+        await self.consensus.aclose()
+        await self.objects.aclose()
+
+    def restart(self) -> None:
+        self.portal.call(self._down())
+        self.portal.call(self._up())
+
+    def create_topic(self, name: str, partitions: int = 4, **more: Any) -> TopicRow:
+        return self.portal.call(self.catalogue.create_topic(name, partitions, **more))
+
+    def close(self) -> None:
+        self.portal.call(self._down())
+        self.portal.close()
 
 
 class FakeBroker:

@@ -117,9 +117,7 @@ def decode(view: memoryview, position: int, version: int) -> FetchRequest:
     if version >= 11:
         _, position = read_string(view, position, compact=flexible)
     if flexible:
-        position = skip_tags(view, position)
-    if position != len(view):
-        raise BadFrame(f"bytes after the request: key=1 version={version} left={len(view) - position}.")
+        skip_tags(view, position)
     return FetchRequest(max_wait_ms, min_bytes, max_bytes, isolation_level, session_id, session_epoch, topics)
 
 

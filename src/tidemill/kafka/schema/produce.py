@@ -96,9 +96,7 @@ def decode(view: memoryview, position: int, version: int) -> ProduceRequest:
             position = skip_tags(view, position)
         topics.append(TopicData(name, partitions))
     if flexible:
-        position = skip_tags(view, position)
-    if position != len(view):
-        raise BadFrame(f"bytes after the request: key=0 version={version} left={len(view) - position}.")
+        skip_tags(view, position)
     return ProduceRequest(transactional_id, acks, timeout_ms, topics)
 
 
