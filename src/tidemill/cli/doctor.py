@@ -49,7 +49,7 @@ def _checks(config: Config) -> list[tuple[str, Check]]:
         ("node.kafka", lambda c: _port(c.node.kafka, "node.kafka")),
         ("consensus.url", _consensus),
     ]
-    return fixed + [(f"capture.{name}", lambda c, n=name: _capture(c, n)) for name in config.capture]  # type: ignore[misc]
+    return fixed + [(f"capture.{name}", lambda c, n=name: _capture(c, n)) for name in config.capture]
 
 
 def _python(_: Config) -> str:

@@ -26,7 +26,7 @@ def status(config: ConfigOption = None, as_json: JsonOption = False) -> None:
 def read_marks(opened: Stores) -> dict[str, Derived]:
     from tidemill.consensus.board import Board
 
-    reports = opened.portal.call(Board(opened.consensus).reports())
+    reports = opened.portal.call(Board(opened.consensus, opened.rand).reports())
     return derive_all(reports, opened.clock.now_ms())
 
 

@@ -19,7 +19,6 @@ from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
 from tidemill.base.marks import Tracker
 from tidemill.base.tasks import Tasks
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.machine import Capture
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.consensus.board import Board
 from tidemill.consensus.open import open_consensus
@@ -89,7 +88,7 @@ class Node:
             return await open_shard(consensus, objects, clock, rand, name)
 
         shapes.add_shards(shard)
-        board = Board(consensus)
+        board = Board(consensus, rand)
         app = Starlette(routes=[*shape_routes(shapes), *console_routes(board.reports, lambda: self._ready, clock)])
         routed = ShapeRouting(app, catalogue, consensus, self._instance, clock)
         http = HttpServer(routed, http_host, int(http_port))
@@ -144,6 +143,8 @@ class Node:
         reader: PartitionReaderImpl,
         shapes: ShapeService,
     ) -> Body:
+        from tidemill.capture.machine import Capture  # psycopg is loaded only where something is captured
+
         settings = CaptureConfig(
             name, section.dsn, tuple(section.tables), binding_interval_ms=section.binding_interval_ms
         )

@@ -78,7 +78,7 @@ class Runner:
         objects = await open_objects(config.objects_url, self._clock, self._rand)
         consensus = await open_consensus(config.consensus_url, self._clock, self._rand)
         supervisor = start_all(config, self._clock, self._failed)
-        self._board = Board(consensus)
+        self._board = Board(consensus, self._rand)
         self._catalogue = Catalogue(consensus, self._clock, self._rand)
         self._open_shard = lambda name: open_shard(consensus, objects, self._clock, self._rand, name)
         self._open_remap = lambda name: open_remap(consensus, self._clock, self._rand, name)
