@@ -30,6 +30,7 @@ def demo(
     clicks: Annotated[float, typer.Option(help="Clicks a second.", min=0)] = 2000,
     objects: Annotated[str, typer.Option(help="Bucket URL instead of a local directory.")] = "",
     consensus: Annotated[str, typer.Option(help="Consensus URL instead of SQLite.")] = "",
+    nodes: Annotated[int, typer.Option(help="Nodes beside each other, on the next ports.", min=1, max=9)] = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Postgres, a Kafka click stream, a PySpark pipeline and a live page, verified at the end.
@@ -38,18 +39,20 @@ def demo(
     """
     from tidemill.cli.demo.environment import prepare
     from tidemill.cli.demo.runner import Runner
+    from tidemill.node.processes import next_port
 
     if seconds is not None and seconds <= 0:
         raise Invalid(f"--for must be above 0: for={seconds}.", fix="Give seconds, e.g. --for 90.")
-    check_port(http, "--http")
-    check_port(kafka, "--kafka")
+    for number in range(nodes):
+        check_port(next_port(http, number), "--http")
+        check_port(next_port(kafka, number), "--kafka")
     _say("Harbour Shop: starting PostgreSQL and the shop's tables")
     environment = prepare(data, http=http, kafka=kafka, fresh=fresh, objects_url=objects, consensus_url=consensus)
     try:
         _say(f"{'resuming' if environment.resumed else 'new'} in {environment.directory}; logs in its logs/")
         _say(f"page: http://{http}/   Kafka: {kafka}   Postgres: {environment.dsn}")
         _say(f"also: tidemill status --config {environment.config_path}")
-        runner = Runner(environment, rate=rate, click_rate=clicks, crash=crash)
+        runner = Runner(environment, rate=rate, click_rate=clicks, crash=crash, nodes=nodes)
         report = asyncio.run(_run(runner, seconds))
     finally:
         environment.postgres.stop()

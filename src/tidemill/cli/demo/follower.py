@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from http.client import HTTPConnection, HTTPException
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 from tidemill.base.clock import Clock
 
@@ -30,8 +30,9 @@ class Follower:
         clock: Clock,
         on_row: Callable[[str, Row, int], None] = lambda *_: None,
     ) -> None:
-        self._host, _, port = address.rpartition(":")
-        self._port = int(port)
+        host, _, port = address.rpartition(":")
+        self._home = (host, int(port))
+        self._host, self._port = self._home
         self._parameters = parameters
         self._clock = clock
         self._on_row = on_row
@@ -62,8 +63,14 @@ class Follower:
                 body = answer.read()
             except (OSError, HTTPException):
                 connection = None
+                self._host, self._port = self._home
                 self.reconnects += 1
                 self._stopping.wait(RETRY_S)
+                continue
+            if answer.status == 307:
+                self._redirect(answer.headers["location"])
+                connection.close()
+                connection = None
                 continue
             if answer.status == 409:
                 self.refetches += 1
@@ -71,6 +78,9 @@ class Follower:
                 position, live = {"offset": "-1"}, False
                 continue
             if answer.status != 200:
+                self._host, self._port = self._home
+                connection.close()
+                connection = None
                 self._stopping.wait(RETRY_S)
                 continue
             self._take(json.loads(body) if body else [], live)
@@ -81,6 +91,11 @@ class Follower:
             if "electric-cursor" in answer.headers:
                 position["cursor"] = answer.headers["electric-cursor"]
             live = live or "electric-up-to-date" in answer.headers
+
+    def _redirect(self, location: str) -> None:
+        """Another node captures this table: ask it until it goes away, then the first node again."""
+        url = urlsplit(location)
+        self._host, self._port = url.hostname or self._host, url.port or self._port
 
     def _take(self, items: list[dict[str, Any]], live: bool) -> None:
         received_ms = self._clock.now_ms()

@@ -32,7 +32,7 @@ from tidemill.cli.demo.money import Money, MoneyCheck
 from tidemill.consensus.board import Board
 from tidemill.consensus.open import open_consensus
 from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.node.processes import start_all
+from tidemill.node.processes import next_port, start_all
 from tidemill.node.supervise import Supervisor
 from tidemill.objects.open import open_objects
 from tidemill.shards.open import open_remap, open_shard
@@ -46,7 +46,9 @@ KEPT_CHECKS = 30
 
 
 class Runner:
-    def __init__(self, environment: Environment, *, rate: float, click_rate: float, crash: bool) -> None:
+    def __init__(
+        self, environment: Environment, *, rate: float, click_rate: float, crash: bool, nodes: int = 1
+    ) -> None:
         self.environment = environment
         self.report = Report()
         self.checks: list[MoneyCheck] = []
@@ -57,6 +59,7 @@ class Runner:
         self._rate = rate
         self._click_rate = click_rate
         self._crash = crash
+        self._nodes = nodes
         self._clock: Clock = SystemClock()
         self._rand = Rand()
         self._ready_ms = self._clock.now_ms()
@@ -66,8 +69,9 @@ class Runner:
         self._failure: BaseException | None = None
         self._loads: list[asyncio.subprocess.Process] = []
         self._dead_letters_before = 0
-        config = environment.config
-        self._follower = Follower(config.node.http, OPEN_ORDERS, self._clock, self._client_row)
+        # the follower asks the last node: a table captured elsewhere must be reachable through any of them
+        last_http = next_port(environment.config.node.http, nodes - 1)
+        self._follower = Follower(last_http, OPEN_ORDERS, self._clock, self._client_row)
 
     def stop(self) -> None:
         self._stopping.set()
@@ -77,7 +81,7 @@ class Runner:
         config = self.environment.config
         objects = await open_objects(config.objects_url, self._clock, self._rand)
         consensus = await open_consensus(config.consensus_url, self._clock, self._rand)
-        supervisor = start_all(config, self._clock, self._failed)
+        supervisor = start_all(config, self._clock, self._failed, nodes=self._nodes)
         self._board = Board(consensus, self._rand)
         self._catalogue = Catalogue(consensus, self._clock, self._rand)
         self._open_shard = lambda name: open_shard(consensus, objects, self._clock, self._rand, name)
@@ -112,7 +116,9 @@ class Runner:
     async def _start_load(self, tasks: Tasks) -> None:
         await self._until_ready()
         load = ["tidemill.cli.demo.load", "--dsn", self.environment.dsn, "--rate", str(self._rate)]
-        clicks = ["tidemill.cli.demo.clicks", "--brokers", self.environment.config.node.kafka]
+        kafka = self.environment.config.node.kafka
+        brokers = ",".join(next_port(kafka, number) for number in range(self._nodes))
+        clicks = ["tidemill.cli.demo.clicks", "--brokers", brokers]
         clicks += ["--rate", str(self._click_rate)]
         for arguments, counts in ((load, self.load_counts), (clicks, self.click_counts)):
             seed = str(self._rand.below(1 << 30))
