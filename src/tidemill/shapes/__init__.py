@@ -1,1 +1,19 @@
-"""shapes."""
+"""shapes: tables and shards followed live over HTTP, by Electric's protocol.
+
+Owns shape definitions and handles, the log of each shape, where clauses, stitching the initial rows to the
+stream, and the HTTP endpoints (`http`). Does not own replication (capture), shards, nor the HTTP server.
+
+H1  A handle is never reused; a client with another handle than the current one is told to refetch.
+L1  Offsets of a log grow strictly; readers see whole transactions, each item once.
+V2  A shape is registered before its snapshot, and the snapshot sees all that was streamed before.
+K1  Logs live in memory, so a shape holds nothing back in capture.
+"""
+
+from __future__ import annotations
+
+from tidemill.shapes.http import shape_routes
+from tidemill.shapes.log import LogLimits
+from tidemill.shapes.service import ShapeService, ShapeSettings
+from tidemill.shapes.sink import ShapeSink
+
+__all__ = ["LogLimits", "ShapeService", "ShapeSettings", "ShapeSink", "shape_routes"]

@@ -1,0 +1,135 @@
+"""What a captured table looks like to a client and to the where evaluator, read from the catalogue.
+
+The columns are those of capture's relation (what the stream will carry); the catalogue adds type names,
+modifiers, array dimensions and whether the collation orders by code points.
+"""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+
+from tidemill.base.errors import Missing
+from tidemill.capture.changes import Relation
+from tidemill.shapes.where import Type
+
+DESCRIBE_SQL = """
+WITH d AS (SELECT to_jsonb(p) AS j FROM pg_database p WHERE datname = current_database())
+SELECT a.attname::text,
+       CASE WHEN et.oid IS NULL THEN bt.typname ELSE et.typname END::text AS type_name,
+       CASE WHEN et.oid IS NULL THEN bt.typtype ELSE et.typtype END::text AS type_kind,
+       CASE WHEN et.oid IS NULL THEN 0 ELSE greatest(a.attndims, 1) END AS dimensions,
+       CASE WHEN t.typtype = 'd' THEN t.typtypmod ELSE a.atttypmod END AS type_mod,
+       a.attnotnull,
+       CASE WHEN c.collname = 'default'
+            THEN coalesce(d.j->>'datlocprovider', 'c') = 'c' AND d.j->>'datcollate' ~* '^(C|POSIX|C.UTF-?8)$'
+                 OR d.j->>'datlocprovider' = 'b'
+            WHEN c.collname IS NULL THEN true
+            ELSE c.collname IN ('C', 'POSIX', 'ucs_basic', 'pg_c_utf8') END AS ordered,
+       coalesce((to_jsonb(c)->>'collisdeterministic')::boolean, true) AS deterministic
+FROM pg_attribute a
+JOIN pg_type t ON t.oid = a.atttypid
+JOIN pg_type bt ON bt.oid = CASE WHEN t.typtype = 'd' THEN t.typbasetype ELSE t.oid END
+LEFT JOIN pg_type et ON et.oid = bt.typelem AND bt.typcategory = 'A'
+LEFT JOIN pg_collation c ON c.oid = a.attcollation
+CROSS JOIN d
+WHERE a.attrelid = %s AND a.attnum > 0 AND NOT a.attisdropped
+"""
+
+_TIMES = frozenset({"time", "timetz", "timestamp", "timestamptz"})
+_INTERVAL_FIELDS = (("YEAR", 2), ("MONTH", 1), ("DAY", 3), ("HOUR", 10), ("MINUTE", 11), ("SECOND", 12))
+
+
+class ColumnInfo(msgspec.Struct, frozen=True):
+    """One row of DESCRIBE_SQL."""
+
+    name: str
+    type_name: str
+    type_kind: str
+    dimensions: int
+    type_mod: int
+    not_null: bool
+    ordered: bool
+    deterministic: bool
+
+    @property
+    def where_type(self) -> Type:
+        if not self.deterministic:
+            return Type(f"{self.type_name} with a nondeterministic collation", self.dimensions > 0)
+        name = "enum" if self.type_kind == "e" else self.type_name
+        return Type(name, self.dimensions > 0, self.ordered)
+
+
+class TableInfo(msgspec.Struct, frozen=True):
+    relation: Relation
+    columns: tuple[ColumnInfo, ...]
+    """In the relation's order."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(column.name for column in self.columns)
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return tuple(column.name for column in self.relation.key_columns)
+
+    @property
+    def booleans(self) -> tuple[str, ...]:
+        return tuple(c.name for c in self.columns if c.type_name == "bool" and not c.dimensions)
+
+    def where_types(self) -> dict[str, Type]:
+        return {column.name: column.where_type for column in self.columns}
+
+    def schema_json(self, shown: tuple[str, ...]) -> bytes:
+        """The electric-schema header: column → type, dims and modifiers. ASCII only, since it travels as a header."""
+        key = {name: index for index, name in enumerate(self.key)}
+        schema = {c.name: _column_schema(c, key.get(c.name)) for c in self.columns if not shown or c.name in shown}
+        return json.dumps(schema, separators=(",", ":")).encode()
+
+
+def table_info(relation: Relation, rows: list[ColumnInfo]) -> TableInfo:
+    """Raises Missing when the catalogue no longer has what capture's relation names."""
+    by_name = {row.name: row for row in rows}
+    missing = [column.name for column in relation.columns if column.name not in by_name]
+    if missing:
+        raise Missing(f"the table changed or is gone: table={relation.name} columns={','.join(missing)}.")
+    return TableInfo(relation, tuple(by_name[column.name] for column in relation.columns))
+
+
+def _column_schema(column: ColumnInfo, key_index: int | None) -> dict[str, object]:
+    schema: dict[str, object] = {"type": column.type_name, "dims": column.dimensions}
+    if key_index is not None:
+        schema["pk_index"] = key_index
+    if column.not_null:
+        schema["not_null"] = True
+    return schema | _modifiers(column.type_name, column.type_mod)
+
+
+def _modifiers(name: str, mod: int) -> dict[str, object]:
+    """pg_attribute.atttypmod, type by type: lengths carry 4 bytes of header, numeric packs two numbers."""
+    if mod < 0:
+        return {}
+    if name == "varchar":
+        return {"max_length": mod - 4}
+    if name == "bpchar":
+        return {"length": mod - 4}
+    if name in ("bit", "varbit"):
+        return {"length": mod}
+    if name == "numeric":
+        packed = mod - 4
+        return {"precision": (packed >> 16) & 0xFFFF, "scale": ((packed & 0x7FF) ^ 0x400) - 0x400}
+    if name in _TIMES:
+        return {"precision": mod}
+    if name == "interval":
+        return _interval(mod)
+    return {}
+
+
+def _interval(mod: int) -> dict[str, object]:
+    fields_mask, precision = (mod >> 16) & 0x7FFF, mod & 0xFFFF
+    out: dict[str, object] = {} if precision == 0xFFFF else {"precision": precision}
+    if fields_mask != 0x7FFF:
+        units = [unit for unit, bit in _INTERVAL_FIELDS if fields_mask >> bit & 1]
+        out["fields"] = units[0] if len(units) == 1 else f"{units[0]} TO {units[-1]}"
+    return out

@@ -1,0 +1,11 @@
+"""http: Electric's protocol over a ShapeService. Owns parameters, headers, caching rules, long polls, event streams.
+
+`shape_routes(service)` gives starlette routes for GET/OPTIONS/DELETE /v1/shape and GET /v1/health;
+node mounts them. Does not own shapes, nor the server that carries the routes.
+"""
+
+from __future__ import annotations
+
+from tidemill.shapes.http.routes import shape_routes
+
+__all__ = ["shape_routes"]

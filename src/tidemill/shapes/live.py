@@ -1,0 +1,102 @@
+"""A shape while it lives: its log, who waits for it, and how it ends.
+
+loading ──ready()──► live ──drop()──► dropped         loading ──fail()──► failed
+
+H2  A waiter registers first and looks at the log after that, so nothing slips between (notes/electric.md §7).
+H3  After drop or fail nothing is ever appended, every waiter is woken, and the handle answers 409.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from tidemill.base.errors import TidemillError
+from tidemill.shapes.items import LogItem
+from tidemill.shapes.log import LogStorage
+from tidemill.shapes.offsets import LogOffset
+from tidemill.shapes.shape import ShapeDefinition
+
+
+class LiveShape:
+    """`last_seen` is the newest transaction (LSN, or time in ms) whose effect on this shape is in the log."""
+
+    def __init__(self, handle: str, definition: ShapeDefinition, schema_json: bytes, log: LogStorage) -> None:
+        self.handle = handle
+        self.definition = definition
+        self.schema_json = schema_json
+        self.log = log
+        self.last_seen = 0
+        self.used_s = 0.0
+        self.rows_loaded = 0
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._state = "loading"
+        self.error: TidemillError | None = None
+        self.drop_reason = ""
+
+    @property
+    def state(self) -> str:
+        return self._state
+
+    @property
+    def gone(self) -> bool:
+        return self._state in ("dropped", "failed")
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiters)
+
+    def ready(self) -> None:
+        if self._state == "loading":
+            self._state = "live"
+            self._wake()
+
+    def fail(self, error: TidemillError) -> None:
+        if not self.gone:
+            self.error = error
+            self._end("failed", str(error))
+
+    def drop(self, reason: str) -> None:
+        if not self.gone:
+            self._end("dropped", reason)
+
+    def _end(self, state: str, reason: str) -> None:
+        self._state = state
+        self.drop_reason = reason
+        self.log.drop()
+        self._wake()
+
+    def append(self, items: Sequence[LogItem], last_seen: int) -> None:
+        """Show one transaction; ignored once the shape is gone (H3)."""
+        if self.gone:
+            return
+        self.last_seen = max(self.last_seen, last_seen)
+        if items:
+            self.log.append(items)
+            self._wake()
+
+    def covers(self, offset: LogOffset) -> bool:
+        """Whether `offset` is a place this log has reached: its end, or any later transaction it has seen."""
+        return offset <= self.log.end or offset.tx <= self.last_seen
+
+    def subscribe(self) -> asyncio.Future[None]:
+        """A future that resolves at the next change of log or state. Register, then look again (H2)."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.add(future)
+        future.add_done_callback(self._waiters.discard)
+        return future
+
+    def _wake(self) -> None:
+        for future in list(self._waiters):
+            if not future.done():
+                future.set_result(None)
+
+    async def wait_loaded(self, timeout_s: float) -> bool:
+        """True when no longer loading; raises nothing (look at `state` and `error`)."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._state == "loading":
+                    await self.subscribe()
+        except TimeoutError:
+            return False
+        return True

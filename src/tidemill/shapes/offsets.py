@@ -1,0 +1,46 @@
+"""Positions in a shape's log, as Electric's HTTP protocol writes them.
+
+    -1        before everything           (tx -1, op 0)
+    0_n       after chunk n of the base   (tx 0, op n)
+    0_inf     after the whole base        (tx 0, op ∞)
+    tx_op     after that item of the log  (tx = commit LSN, or time in ms for a shard)
+
+The order is the tuple order. Real transactions are far above 0, so the base sorts before the log.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tidemill.base.errors import Invalid
+
+OP_INFINITY = (1 << 63) - 1
+
+
+class LogOffset(msgspec.Struct, frozen=True, order=True):
+    """A place between two items: everything at or below it has been read."""
+
+    tx: int
+    op: int
+
+    def __str__(self) -> str:
+        if self.tx < 0:
+            return "-1"
+        return f"{self.tx}_inf" if self.op == OP_INFINITY else f"{self.tx}_{self.op}"
+
+    @classmethod
+    def parse(cls, text: str) -> LogOffset:
+        """Read the wire form. Raises Invalid; `now` is no position and is handled by the caller."""
+        if text == "-1":
+            return BEFORE_ALL
+        tx_text, separator, op_text = text.partition("_")
+        if separator and tx_text.isascii() and tx_text.isdigit():
+            if op_text == "inf":
+                return cls(int(tx_text), OP_INFINITY)
+            if op_text.isascii() and op_text.isdigit():
+                return cls(int(tx_text), int(op_text))
+        raise Invalid(f"not an offset: offset={text!r}.", fix="Send -1, now, or the electric-offset of a response.")
+
+
+BEFORE_ALL = LogOffset(-1, 0)
+BASE_END = LogOffset(0, OP_INFINITY)

@@ -1,0 +1,62 @@
+"""What a shape is: a table or a shard, a filter, and how changes are shown. Handles name one life of one definition.
+
+H1  A handle is never reused: definition hash, then time and randomness of this life.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import msgspec
+
+from tidemill.base.clock import Clock, Rand
+
+Replica = Literal["default", "full"]
+LogMode = Literal["full", "changes_only"]
+
+
+class Source(msgspec.Struct, frozen=True):
+    """kind table: the relation `schema`.`table` of a captured database; kind shard: `table` is the shard's name."""
+
+    kind: Literal["table", "shard"]
+    database: str
+    schema: str
+    table: str
+
+    def __str__(self) -> str:
+        return f"shard:{self.table}" if self.kind == "shard" else f"{self.schema}.{self.table}"
+
+
+class ShapeDefinition(msgspec.Struct, frozen=True):
+    """Equal definitions share one log.
+
+    where     text as the client sent it, "" = all rows
+    params    values of $1 … $n, as text
+    columns   names in table order, () = all
+    """
+
+    source: Source
+    where: str = ""
+    params: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    replica: Replica = "default"
+    log_mode: LogMode = "full"
+
+    def digest(self) -> str:
+        """Decimal digest of the definition; stable across processes."""
+        return str(int.from_bytes(hashlib.blake2b(msgspec.json.encode(self), digest_size=5).digest(), "big"))
+
+
+class HandleMint:
+    """Makes handles that no earlier call of this or any other process made (H1)."""
+
+    def __init__(self, clock: Clock, rand: Rand) -> None:
+        self._clock = clock
+        self._rand = rand
+        self._last = 0
+
+    def mint(self, definition: ShapeDefinition) -> str:
+        unique = max(self._clock.now_ms() * 1_000_000 + self._rand.below(1_000_000), self._last + 1)
+        self._last = unique
+        return f"{definition.digest()}-{unique}"

@@ -1,0 +1,13 @@
+"""where: filters of shapes, in PostgreSQL's own grammar, evaluated on text rows with three-valued logic.
+
+Owns parsing (libpg_query through postgast), the list of what is allowed, type resolution of literals,
+and the evaluator. Does not own where rows come from. What is not on the list is refused with the reason;
+what is on it gives exactly what PostgreSQL gives for `SELECT (expression)`.
+"""
+
+from __future__ import annotations
+
+from tidemill.shapes.where.compile import Where, compile_where
+from tidemill.shapes.where.types import EvaluationError, Type, WhereError
+
+__all__ = ["EvaluationError", "Type", "Where", "WhereError", "compile_where"]

@@ -1,0 +1,341 @@
+"""From the text of a where clause to a function of a row.
+
+`SELECT 1 WHERE <text>` is parsed by PostgreSQL's own parser; every node must be one of those handled
+below, anything else is refused with its name and place. Places are counted as PostgreSQL does, from the
+start of that statement, so `1 x 1` fails "At location 17".
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tidemill.shapes.where import casts, operators
+from tidemill.shapes.where.expressions import (
+    BOOL,
+    TEXT,
+    UNKNOWN,
+    Expression,
+    Row,
+    column,
+    constant,
+    resolve,
+    strict,
+    unknown,
+)
+from tidemill.shapes.where.types import ALIASES, INTEGERS, Type, WhereError, read_numeric
+
+PREFIX = "SELECT 1 WHERE "
+MAX_WHERE_BYTES = 64 << 10
+MAX_DEPTH = 200
+
+
+class Where:
+    """A compiled filter.
+
+    sql       the clause as PostgreSQL prints it from the parse tree; safe to embed in a query
+    params    values for the $n in `sql`
+    columns   names of the columns it reads
+    """
+
+    def __init__(self, sql: str, params: tuple[str, ...], columns: frozenset[str], expression: Expression) -> None:
+        self.sql = sql
+        self.params = params
+        self.columns = columns
+        self._evaluate = expression.evaluate
+
+    def evaluate(self, row: Row) -> bool | None:
+        """True, False or None (NULL). Raises EvaluationError as PostgreSQL would; KeyError on a partial row."""
+        value: bool | None = self._evaluate(row)
+        return value
+
+    def matches(self, row: Row) -> bool:
+        return self._evaluate(row) is True
+
+
+def compile_where(
+    text: str, params: Sequence[str], columns: Mapping[str, Type], *, table: str = "", schema: str = ""
+) -> Where:
+    """Compile a where clause over `columns` (name → type). Raises WhereError with the exact reason."""
+    import postgast
+
+    if len(text.encode()) > MAX_WHERE_BYTES:
+        raise WhereError(f"where clause is too long: limit_bytes={MAX_WHERE_BYTES}.")
+    if "\0" in text:
+        raise WhereError("where clause contains a zero byte.")
+    try:
+        parsed = postgast.parse(PREFIX + text)
+    except postgast.PgQueryError as error:
+        raise WhereError(f"At location {max(error.cursorpos - 1, 0)}: {error.message}") from error
+    if len(parsed.stmts) != 1 or parsed.stmts[0].stmt.WhichOneof("node") != "select_stmt":
+        raise WhereError("a where clause must be one expression.")
+    select = parsed.stmts[0].stmt.select_stmt
+    if _other_clauses(select) or not select.HasField("where_clause"):
+        raise WhereError("a where clause must be one expression, without other clauses.")
+    compiler = _Compiler(params, columns, schema, table)
+    try:
+        expression = resolve(compiler.visit(select.where_clause, 0), BOOL)
+    except RecursionError as error:
+        raise WhereError("where clause is nested too deeply.") from error
+    if expression.type != BOOL:
+        raise WhereError(f"argument of WHERE must be type boolean, not type {expression.type}")
+    used = compiler.used_params
+    if used != set(range(1, len(used) + 1)):
+        raise WhereError("parameters must be numbered sequentially from $1.")
+    sql = postgast.deparse(parsed).removeprefix(PREFIX)
+    return Where(sql, tuple(params[: len(used)]), frozenset(compiler.used_columns), expression)
+
+
+def _other_clauses(select: Any) -> bool:
+    allowed = {"target_list", "where_clause", "limit_option", "op"}
+    return any(field.name not in allowed for field, _ in select.ListFields()) or len(select.target_list) != 1
+
+
+def _strings(nodes: Any) -> list[str]:
+    return [node.string.sval for node in nodes]
+
+
+class _Compiler:
+    """One pass over the tree, leaves first; keeps which columns and parameters were used."""
+
+    def __init__(self, params: Sequence[str], columns: Mapping[str, Type], schema: str, table: str) -> None:
+        self._params = params
+        self._columns = columns
+        self._schema = schema
+        self._table = table
+        self.used_params: set[int] = set()
+        self.used_columns: set[str] = set()
+
+    def visit(self, node: Any, depth: int) -> Expression:
+        kind = node.WhichOneof("node")
+        if depth > MAX_DEPTH:
+            raise WhereError(f"where clause is nested too deeply: limit={MAX_DEPTH}.")
+        method = getattr(self, f"_visit_{kind}", None)
+        if method is None:
+            raise WhereError(
+                f"{_at(getattr(node, kind or '', None))}{kind or 'empty'} is not supported in a where clause."
+            )
+        expression: Expression = method(getattr(node, kind), depth + 1)
+        return expression
+
+    def _visit_column_ref(self, node: Any, depth: int) -> Expression:
+        if any(field.WhichOneof("node") != "string" for field in node.fields):
+            raise WhereError(f"{_at(node)}* is not supported in a where clause.")
+        names = _strings(node.fields)
+        qualifier = names[:-1]
+        if qualifier not in ([], [self._table], [self._schema, self._table]):
+            raise WhereError(f'{_at(node)}missing FROM-clause entry for table "{".".join(qualifier)}"')
+        name = names[-1]
+        if name not in self._columns:
+            raise WhereError(f'{_at(node)}unknown reference {name}: column "{name}" does not exist')
+        self.used_columns.add(name)
+        type_ = self._columns[name]
+        return column(name, Type(ALIASES.get(type_.name, type_.name), type_.array, type_.ordered))
+
+    def _visit_a_const(self, node: Any, depth: int) -> Expression:
+        kind = node.WhichOneof("val")
+        if node.isnull or kind is None:
+            return unknown(None)
+        if kind == "ival":
+            return constant(Type("int4"), node.ival.ival)
+        if kind == "boolval":
+            return constant(BOOL, node.boolval.boolval)
+        if kind == "sval":
+            return unknown(node.sval.sval)
+        if kind == "fval":
+            text = node.fval.fval
+            if text.lstrip("+-").isdigit() and -INTEGERS["int8"] <= int(text) < INTEGERS["int8"]:
+                return constant(Type("int8"), int(text))
+            if not text.lower().startswith(("0x", "0o", "0b")):
+                return constant(Type("numeric"), read_numeric(text.replace("_", "")))
+        raise WhereError(f"{_at(node)}this kind of constant is not supported in a where clause: {kind}")
+
+    def _visit_param_ref(self, node: Any, depth: int) -> Expression:
+        number = node.number
+        if not 1 <= number <= len(self._params):
+            raise WhereError(f"{_at(node)}parameter ${number} was not provided.", fix=f"Send params[{number}].")
+        self.used_params.add(number)
+        return unknown(self._params[number - 1])
+
+    def _visit_type_cast(self, node: Any, depth: int) -> Expression:
+        target = _type_of(node.type_name)
+        return casts.cast(self.visit(node.arg, depth), target, _at(node))
+
+    def _visit_collate_clause(self, node: Any, depth: int) -> Expression:
+        name = _strings(node.collname)[-1]
+        if name not in ("C", "POSIX"):
+            raise WhereError(f'{_at(node)}collation "{name}" is not supported.', fix='Use COLLATE "C".')
+        operand = resolve(self.visit(node.arg, depth), TEXT)
+        if operand.type.array or operand.type.name not in ("text", "bpchar"):
+            raise WhereError(f"{_at(node)}collations are not supported by type {operand.type}")
+        type_ = Type(operand.type.name, False, True)
+        return Expression(type_, operand.evaluate, constant=operand.constant, collated=True)
+
+    def _visit_bool_expr(self, node: Any, depth: int) -> Expression:
+        arguments = [self._boolean(self.visit(argument, depth), _at(node)) for argument in node.args]
+        tests = [argument.evaluate for argument in arguments]
+        if node.boolop == _enum("AND_EXPR"):
+            return Expression(BOOL, operators.all_true(tests))
+        if node.boolop == _enum("OR_EXPR"):
+            return Expression(BOOL, operators.any_true(tests))
+        return Expression(BOOL, strict(lambda value: not value, arguments[0]))
+
+    def _boolean(self, expression: Expression, location: str) -> Expression:
+        expression = resolve(expression, BOOL, location)
+        if expression.type != BOOL:
+            raise WhereError(f"{location}argument must be type boolean, not type {expression.type}")
+        return expression
+
+    def _visit_null_test(self, node: Any, depth: int) -> Expression:
+        inner = self.visit(node.arg, depth).evaluate
+        if node.nulltesttype == _enum("IS_NULL"):
+            return Expression(BOOL, lambda row: inner(row) is None)
+        return Expression(BOOL, lambda row: inner(row) is not None)
+
+    def _visit_boolean_test(self, node: Any, depth: int) -> Expression:
+        inner = self._boolean(self.visit(node.arg, depth), _at(node)).evaluate
+        wanted, positive = _BOOLEAN_TESTS[node.booltesttype]
+        return Expression(BOOL, lambda row: (inner(row) is wanted) is positive)
+
+    def _visit_coalesce_expr(self, node: Any, depth: int) -> Expression:
+        parts = [self.visit(argument, depth) for argument in node.args]
+        known = next((part.type for part in parts if part.type != UNKNOWN), TEXT)
+        parts = [resolve(part, known, _at(node)) for part in parts]
+        if any(part.type.name != known.name or part.type.array != known.array for part in parts):
+            raise WhereError(f"{_at(node)}COALESCE of different types is not supported here.", fix="Cast.")
+        tests = [part.evaluate for part in parts]
+
+        def evaluate(row: Row) -> Any:
+            for test in tests:
+                value = test(row)
+                if value is not None:
+                    return value
+            return None
+
+        ordered = all(part.type.ordered for part in parts)
+        return Expression(Type(known.name, known.array, ordered), evaluate)
+
+    def _visit_func_call(self, node: Any, depth: int) -> Expression:
+        names = _strings(node.funcname)
+        name = names[-1]
+        plain = not (
+            node.agg_star or node.agg_distinct or node.func_variadic or node.agg_order or node.HasField("over")
+        )
+        if names[:-1] not in ([], ["pg_catalog"]) or name not in ("lower", "upper") or not plain or len(node.args) != 1:
+            raise WhereError(f"{_at(node)}function {'.'.join(names)} is not supported in a where clause.")
+        operand = resolve(self.visit(node.args[0], depth), TEXT, _at(node))
+        if operand.type.array or operand.type.name != "text":
+            raise WhereError(f"{_at(node)}function {name}({operand.type}) does not exist", fix="Cast to text.")
+        function = str.lower if name == "lower" else str.upper
+        return Expression(operand.type, strict(function, operand), constant=operand.constant)
+
+    def _visit_a_array_expr(self, node: Any, depth: int) -> Expression:
+        items = [self.visit(item, depth) for item in node.elements]
+        known = next((item.type for item in items if item.type != UNKNOWN), TEXT)
+        items = [resolve(item, known, _at(node)) for item in items]
+        for item in items:
+            if item.type.array or (
+                item.type.name != known.name and not {item.type.name, known.name} <= INTEGERS.keys()
+            ):
+                raise WhereError(
+                    f"{_at(node)}ARRAY of different types is not supported in a where clause.", fix="Cast."
+                )
+        tests = [item.evaluate for item in items]
+        return Expression(Type(known.name, True, known.ordered), lambda row: [test(row) for test in tests])
+
+    def _visit_a_expr(self, node: Any, depth: int) -> Expression:
+        name = _strings(node.name)[-1] if node.name else ""
+        location = _at(node)
+        kind = node.kind
+        if kind in (_enum("AEXPR_IN"), *_betweens()):
+            return self._listed(node, name, location, depth)
+        right = self.visit(node.rexpr, depth)
+        if not node.HasField("lexpr"):
+            if kind == _enum("AEXPR_OP") and name in "+-":
+                return operators.negate(right, location) if name == "-" else right
+            raise WhereError(f"{location}operator {name} is not supported in a where clause.")
+        left = self.visit(node.lexpr, depth)
+        if kind == _enum("AEXPR_DISTINCT"):
+            return operators.distinct(left, right, False, location)
+        if kind == _enum("AEXPR_NOT_DISTINCT"):
+            return operators.distinct(left, right, True, location)
+        if kind in (_enum("AEXPR_OP_ANY"), _enum("AEXPR_OP_ALL")) and name in operators.COMPARISONS:
+            return operators.quantified(name, left, right, kind == _enum("AEXPR_OP_ALL"), location)
+        if kind in (_enum("AEXPR_OP"), _enum("AEXPR_LIKE"), _enum("AEXPR_ILIKE")):
+            return self._binary(name, left, right, location)
+        raise WhereError(f"{location}operator {name} in this form is not supported in a where clause.")
+
+    def _binary(self, name: str, left: Expression, right: Expression, location: str) -> Expression:
+        if name in operators.COMPARISONS:
+            return operators.compare(name, left, right, location)
+        if name in operators.ARITHMETIC_NAMES:
+            return operators.arithmetic(name, left, right, location)
+        if name in ("~~", "!~~", "~~*", "!~~*"):
+            return operators.like(name, left, right, location)
+        if name == "||":
+            return operators.concat(left, right, location)
+        raise WhereError(f"{location}operator {name} is not supported in a where clause.")
+
+    def _listed(self, node: Any, name: str, location: str, depth: int) -> Expression:
+        left = self.visit(node.lexpr, depth)
+        if node.rexpr.WhichOneof("node") != "list":
+            raise WhereError(f"{location}this list is not supported in a where clause.")
+        items = [self.visit(item, depth) for item in node.rexpr.list.items]
+        if node.kind == _enum("AEXPR_IN"):
+            result = Expression(BOOL, operators.member(left, items, location))
+            return result if name == "=" else Expression(BOOL, strict(lambda value: not value, result))
+        low, high = items
+        kinds = _betweens()
+        ranges = [(low, high), (high, low)] if node.kind in kinds[2:] else [(low, high)]
+        tests = [
+            operators.all_true(
+                [
+                    operators.compare(">=", left, start, location).evaluate,
+                    operators.compare("<=", left, end, location).evaluate,
+                ]
+            )
+            for start, end in ranges
+        ]
+        inside = Expression(BOOL, operators.any_true(tests))
+        negated = node.kind in (kinds[1], kinds[3])
+        return Expression(BOOL, strict(lambda value: not value, inside)) if negated else inside
+
+
+def _at(node: Any) -> str:
+    location = getattr(node, "location", None)
+    return f"At location {location}: " if isinstance(location, int) and location > 0 else ""
+
+
+def _type_of(node: Any) -> Type:
+    names = _strings(node.names)
+    if node.typmods or node.setof or node.pct_type or names[:-1] not in ([], ["pg_catalog"]):
+        raise WhereError(f"cast to {'.'.join(names)} in this form is not supported in a where clause.")
+    if len(node.array_bounds) > 1:
+        raise WhereError("casts to arrays of several dimensions are not supported in a where clause.")
+    return Type(names[-1], bool(node.array_bounds))
+
+
+def _enum(name: str) -> int:
+    value: int = getattr(importlib.import_module("postgast.pg_query_pb2"), name)
+    return value
+
+
+def _betweens() -> tuple[int, int, int, int]:
+    return (
+        _enum("AEXPR_BETWEEN"),
+        _enum("AEXPR_NOT_BETWEEN"),
+        _enum("AEXPR_BETWEEN_SYM"),
+        _enum("AEXPR_NOT_BETWEEN_SYM"),
+    )
+
+
+_BOOLEAN_TESTS: dict[int, tuple[bool | None, bool]] = {
+    1: (True, True),
+    2: (True, False),
+    3: (False, True),
+    4: (False, False),
+    5: (None, True),
+    6: (None, False),
+}
+"""BoolTestType → (value, whether the test wants it): IS TRUE, IS NOT TRUE, IS FALSE, IS NOT FALSE, IS [NOT] UNKNOWN."""

@@ -1,0 +1,93 @@
+"""Typed expressions: what a filter's parts compile to, and how literals take a type (PostgreSQL's unknown rule).
+
+An expression is a type and a function from a row (column → text) to a value; None is SQL's NULL.
+A literal or parameter has type `unknown` until the other side of an operator, a cast or a context gives
+it one, and is then read once, when the filter is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from tidemill.shapes.where.types import EvaluationError, Type, Value, WhereError, reader
+
+Row = Mapping[str, str | None]
+Evaluate = Callable[[Row], Value]
+
+UNKNOWN = Type("unknown")
+BOOL = Type("bool")
+TEXT = Type("text")
+
+
+class Expression(msgspec.Struct, frozen=True):
+    """
+    literal    text of an unresolved literal, for type unknown
+    constant   evaluate does not depend on the row
+    column     name, when this is a bare column reference
+    collated   an explicit COLLATE "C"
+    """
+
+    type: Type
+    evaluate: Evaluate
+    literal: str | None = None
+    constant: bool = False
+    column: str = ""
+    collated: bool = False
+
+
+def constant(type_: Type, value: Value) -> Expression:
+    return Expression(type_, lambda row: value, constant=True)
+
+
+def unknown(text: str | None) -> Expression:
+    """A quoted literal, a parameter, or NULL (None)."""
+    return Expression(UNKNOWN, lambda row: text, literal=text, constant=True)
+
+
+def column(name: str, type_: Type) -> Expression:
+    """Raises WhereError at once when the column's type cannot be evaluated."""
+    if type_ in (TEXT, Type("text", ordered=False)):
+        return Expression(type_, lambda row: row[name], column=name)
+    read = reader(type_)
+
+    def evaluate(row: Row) -> Value:
+        text = row[name]
+        return None if text is None else read(text)
+
+    return Expression(type_, evaluate, column=name)
+
+
+def resolve(expression: Expression, type_: Type, location: str = "") -> Expression:
+    """Give an unknown literal its type; anything else is returned as it is. Raises WhereError on bad text."""
+    if expression.type != UNKNOWN:
+        return expression
+    if expression.literal is None:
+        return constant(type_, None)
+    try:
+        return constant(type_, reader(type_)(expression.literal))
+    except EvaluationError as error:
+        raise WhereError(f"{location}{error}") from error
+
+
+def strict(function: Callable[..., Value], *arguments: Expression) -> Evaluate:
+    """Call `function` on the arguments' values; NULL in gives NULL out."""
+    if len(arguments) == 1:
+        only = arguments[0].evaluate
+
+        def unary(row: Row) -> Value:
+            value = only(row)
+            return None if value is None else function(value)
+
+        return unary
+    left, right = arguments[0].evaluate, arguments[1].evaluate
+
+    def binary(row: Row) -> Value:
+        a = left(row)
+        if a is None:
+            return None
+        b = right(row)
+        return None if b is None else function(a, b)
+
+    return binary
