@@ -159,8 +159,9 @@ class KafkaServer:
             )
 
     async def _sweep(self) -> None:
+        timeouts_s = (self._settings.frame_timeout_s, self._settings.idle_timeout_s)
         while True:
-            await asyncio.sleep(_SWEEP_INTERVAL_S)
+            await asyncio.sleep(min(_SWEEP_INTERVAL_S, *(timeout_s / 2 for timeout_s in timeouts_s)))
             now_s = self._clock.monotonic_s()
             for session in list(self._sessions):
                 reason = session.expired(now_s)

@@ -9,6 +9,7 @@ S1  `begin` of a request is called before `begin` of any later request of the co
 S2  A slot leaves the queue only from the front; a request without a response (acks=0) has no slot.
 S3  The frame is released after its work has ended, even when the client is gone (K3).
 S4  Reading stops while too much is under way or unsent, and starts again at half of that (K4).
+S5  A read (Fetch) begins only while few others of the connection run and its answers find room.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import structlog
@@ -33,6 +34,9 @@ from tidemill.kafka.schema.wire import BadFrame
 from tidemill.objects.store import Buffer
 
 log = structlog.get_logger()
+
+_READS_AT_ONCE = 4
+"""Fetches of one connection that run together; real clients send one at a time."""
 
 
 class Budget:
@@ -62,10 +66,11 @@ class Budget:
 
 
 class _Slot:
-    __slots__ = ("response",)
+    __slots__ = ("response", "size")
 
     def __init__(self) -> None:
         self.response: list[Buffer] | None = None
+        self.size = 0
 
 
 class Session:
@@ -88,6 +93,11 @@ class Session:
         self._abandonable: set[asyncio.Task[Any]] = set()
         self._bytes = 0
         self._requests = 0
+        self._answered_bytes = 0
+        """In slots that wait for an earlier one."""
+        self._reads = asyncio.Semaphore(_READS_AT_ONCE)
+        self._room = asyncio.Event()
+        self._room.set()
         self._reader = FrameReader(pool, context.settings.request_bytes_max)
         self._heard_s = context.clock.monotonic_s()
         self._heard_bytes = 0
@@ -112,7 +122,12 @@ class Session:
     def consider_reading(self) -> None:
         """Pause or resume by S4."""
         settings = self._context.settings
-        held = self._bytes + self._connection.unsent_bytes
+        unsent = self._answered_bytes + self._connection.unsent_bytes
+        held = self._bytes + unsent
+        if unsent > settings.connection_bytes_max:
+            self._room.clear()
+        else:
+            self._room.set()
         if (
             held > settings.connection_bytes_max
             or self._requests >= settings.connection_requests_max
@@ -158,10 +173,21 @@ class Session:
         if isinstance(work, asyncio.Future):
             work.add_done_callback(lambda done: self._done(done, request, slot, frame))
         else:
-            task = self._tasks.spawn(_wait(work), name=f"kafka.{api.name}")
+            waiting = self._read(work) if api.abandon else _wait(work)
+            task = self._tasks.spawn(waiting, name=f"kafka.{api.name}")
             if api.abandon:
                 self._abandonable.add(task)
             task.add_done_callback(lambda done: self._done(done, request, slot, frame))
+
+    async def _read(self, work: Awaitable[Reply]) -> Reply:
+        """Wait for a turn and for room (S5), then for the work."""
+        try:
+            async with self._reads:
+                await self._room.wait()
+                return await work
+        finally:
+            if isinstance(work, Coroutine):
+                work.close()
 
     def _new_slot(self) -> _Slot:
         slot = _Slot()
@@ -196,14 +222,18 @@ class Session:
         self.consider_reading()
 
     def _answer(self, slot: _Slot, key: int, version: int, correlation_id: int, body: list[Buffer]) -> None:
-        head = response_head(key, version, correlation_id, sum(map(len, body)))
-        slot.response = [head, *body]
+        body_bytes = sum(map(len, body))
+        slot.response = [response_head(key, version, correlation_id, body_bytes), *body]
+        slot.size = body_bytes
+        self._answered_bytes += body_bytes
         self._send_ready()
 
     def _send_ready(self) -> None:
         ready: list[Buffer] = []
         while self._slots and self._slots[0].response is not None:
-            ready += self._slots.popleft().response or ()
+            slot = self._slots.popleft()
+            ready += slot.response or ()
+            self._answered_bytes -= slot.size
         if ready:
             self._connection.send(ready)
 

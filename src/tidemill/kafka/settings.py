@@ -19,7 +19,7 @@ class KafkaSettings(msgspec.Struct, frozen=True):
     """The same over all connections."""
     connection_requests_max: int = 500
     """Unanswered requests of one connection before its socket is no longer read."""
-    fetch_bytes_max: int = 64 * MIB
+    fetch_bytes_max: int = 16 * MIB
     """One Fetch response is cut at about this size, whatever the client allows."""
     frame_timeout_s: float = 60.0
     """A frame that has begun must make progress within this time."""

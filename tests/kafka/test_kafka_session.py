@@ -1,0 +1,329 @@
+"""One connection on the wire: order, concurrency, back-pressure, bad input. The client speaks by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import time
+from typing import Any
+
+import pytest
+import structlog
+from fake_topics import FakeTopicLog
+from harness import FakeBroker, eventually, run
+from raw import RawClient, batch, fetch_body, produce_body, request_frame
+
+from tidemill.base.errors import Invalid
+from tidemill.kafka import KafkaSettings, errors
+from tidemill.kafka.handlers import APIS, k00_produce
+from tidemill.kafka.request import read_request
+from tidemill.kafka.topic_cache import TopicCache
+from tidemill.metastore.catalogue import TopicRow
+from tidemill.objects.store import Buffer
+from tidemill.topics.front import NotLeader, ProduceResult
+
+API_VERSIONS = 18
+
+
+def sequence(i: int) -> bytes:
+    return batch([b"v%d" % i], producer=(1, 0, i))
+
+
+def test_responses_come_in_request_order_though_the_first_takes_longest(fake_broker: FakeBroker) -> None:
+    fake_broker.create_topic("t", 1)
+    with RawClient(fake_broker.port) as client:
+        client.send(3, 1, 0, b"\xff\xff\xff\xff")
+        client.receive()
+        client.send(1, 4, 1, fetch_body("t", 0, 0, max_wait_ms=400))
+        for i in range(2, 6):
+            client.send(API_VERSIONS, 0, i, b"")
+        assert [client.receive()[0] for _ in range(5)] == [1, 2, 3, 4, 5]
+
+
+def test_requests_of_one_connection_are_worked_on_concurrently(fake_broker: FakeBroker) -> None:
+    fake_broker.create_topic("t", 1)
+    with RawClient(fake_broker.port) as client:
+        client.send(3, 1, 0, b"\xff\xff\xff\xff")
+        client.receive()
+        began = time.monotonic()
+        for i in range(4):
+            client.send(1, 4, i, fetch_body("t", 0, 0, max_wait_ms=700))
+        assert [client.receive()[0] for _ in range(4)] == [0, 1, 2, 3]
+        assert time.monotonic() - began < 1.8
+
+
+def test_produce_reserves_every_batch_in_order_before_any_await() -> None:
+    """K1, seed 000: `begin` alone, without one turn of the loop, has made every reservation of the request."""
+
+    async def scenario() -> None:
+        topics = FakeTopicLog()
+        cache = TopicCache(None, None)  # type: ignore[arg-type]
+        cache.learn(TopicRow("t", "id", 3))
+        context: Any = type("Context", (), {"topics": topics, "cache": cache})()
+        before = len(asyncio.all_tasks())
+        for first in (0, 3):
+            parts = [(p, sequence(first + p)) for p in range(3)]
+            frame = memoryview(request_frame(0, 3, 1, produce_body("t", parts)))[4:]
+            k00_produce.begin(context, read_request(frame, 0, 3, 1))
+        assert topics.calls == [("id", 0, 0), ("id", 1, 1), ("id", 2, 2), ("id", 0, 3), ("id", 1, 4), ("id", 2, 5)]
+        assert len(asyncio.all_tasks()) == before
+
+    run(scenario())
+
+
+def test_pipelined_produces_are_reserved_in_request_order(fake_broker: FakeBroker) -> None:
+    row = fake_broker.create_topic("t", 1)
+    fake_broker.topics.delay_s = 0.05
+    with RawClient(fake_broker.port) as client:
+        client.send(3, 1, 0, b"\xff\xff\xff\xff")
+        client.receive()
+        frames = [request_frame(0, 3, i, produce_body("t", [(0, sequence(i))])) for i in range(40)]
+        client.sock.sendall(b"".join(frames))
+        assert [client.receive()[0] for _ in range(40)] == list(range(40))
+    assert fake_broker.topics.calls == [(row.topic_id, 0, i) for i in range(40)]
+
+
+def test_acks_zero_gets_no_response_and_the_next_request_does(fake_broker: FakeBroker) -> None:
+    fake_broker.create_topic("t", 1)
+    fake_broker.topics.delay_s = 0.2
+    with RawClient(fake_broker.port) as client:
+        client.send(3, 1, 0, b"\xff\xff\xff\xff")
+        client.receive()
+        client.send(0, 3, 1, produce_body("t", [(0, sequence(0))], acks=0))
+        began = time.monotonic()
+        client.send(API_VERSIONS, 0, 2, b"")
+        assert client.receive()[0] == 2
+        assert time.monotonic() - began < 0.2
+
+
+def test_a_failed_acks_zero_closes_the_connection(fake_broker: FakeBroker) -> None:
+    with RawClient(fake_broker.port) as client:
+        client.send(0, 3, 1, produce_body("missing", [(0, sequence(0))], acks=0))
+        assert client.is_closed()
+
+
+BAD_FRAMES = {
+    "negative size": struct.pack(">i", -5) + b"x" * 20,
+    "huge size": struct.pack(">i", 0x7FFFFFFF) + b"x" * 20,
+    "zero size": struct.pack(">i", 0) * 3,
+    "an http request": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a tls hello": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(30),
+    "shorter than a header": struct.pack(">i", 3) + b"abc",
+    "unknown api": request_frame(3, 1, 1, b"").replace(b"\x00\x03\x00\x01", b"\x7f\x03\x00\x01", 1),
+    "version too high": struct.pack(">ihhih", 10, 3, 99, 1, -1),
+    "produce below 3": struct.pack(">ihhih", 10, 0, 2, 1, -1),
+    "client id past the end": struct.pack(">ihhih", 10, 3, 1, 1, 500),
+    "body cut short": request_frame(3, 1, 1, b"\x00\x00\x00\x05"),
+    "group api not offered": struct.pack(">ihhih", 10, 11, 5, 1, -1),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FRAMES)
+def test_a_bad_frame_costs_one_connection_and_one_log_line(fake_broker: FakeBroker, name: str) -> None:
+    with structlog.testing.capture_logs() as logs, RawClient(fake_broker.port) as other:
+        with RawClient(fake_broker.port) as client:
+            client.sock.sendall(BAD_FRAMES[name])
+            assert client.is_closed()
+        assert other.ask(API_VERSIONS, 0, b"").error_code == 0
+    assert [(entry["event"], entry["log_level"]) for entry in logs] == [("kafka.bad_frame", "warning")]
+
+
+def test_an_unknown_version_of_api_versions_is_answered_in_version_0_with_the_ranges(fake_broker: FakeBroker) -> None:
+    with RawClient(fake_broker.port) as client:
+        client.sock.sendall(struct.pack(">ihhih", 14, API_VERSIONS, 77, 9, -1) + b"\xffjnk")
+        correlation_id, data = client.receive()
+        assert correlation_id == 9
+        code, count = struct.unpack_from(">hi", data)
+        assert code == errors.UNSUPPORTED_VERSION
+        ranges = {k: (lo, hi) for k, lo, hi in struct.iter_unpack(">hhh", data[6:])}
+        assert count == len(ranges) == len(APIS)
+        assert ranges[0] == (0, 13)
+        assert client.ask(API_VERSIONS, 3, b"\x01\x01\x00").error_code == 0
+
+
+class Gated(FakeTopicLog):
+    """Futures end when the gate opens; the batch is read only then, as an upload would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.waiting: list[tuple[asyncio.Future[ProduceResult], str, int, Buffer]] = []
+
+    def produce_nowait(self, topic_id: str, partition: int, batch: Buffer) -> asyncio.Future[ProduceResult]:
+        future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
+        self.waiting.append((future, topic_id, partition, batch))
+        return future
+
+    async def open(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for future, topic_id, partition, held in waiting:
+            future.set_result(self._store(topic_id, partition, bytes(held)))
+
+
+class GatedBroker(FakeBroker):
+    async def _make_topics(self, delay_s: float) -> Gated:
+        return Gated()
+
+    def open_gate(self) -> None:
+        assert isinstance(self.topics, Gated)
+        self.portal.call(self.topics.open())
+
+    @property
+    def waiting(self) -> int:
+        assert isinstance(self.topics, Gated)
+        return len(self.topics.waiting)
+
+
+def test_reading_stops_while_too_much_is_under_way_and_goes_on_after() -> None:
+    broker = GatedBroker(KafkaSettings(connection_bytes_max=300_000))
+    try:
+        broker.create_topic("t", 1)
+        with RawClient(broker.port) as client:
+            client.send(3, 1, 0, b"\xff\xff\xff\xff")
+            client.receive()
+            data = b"".join(
+                request_frame(0, 3, i, produce_body("t", [(0, batch([bytes(100_000)], producer=(1, 0, i)))]))
+                for i in range(100)
+            )
+            client.sock.settimeout(0.5)
+            sent = 0
+            while sent < len(data):
+                try:
+                    sent += client.sock.send(data[sent : sent + 100_000])
+                except TimeoutError:
+                    break
+            assert sent < len(data)
+            assert broker.waiting <= 5
+            client.sock.settimeout(10)
+            done = 0
+            client.sock.setblocking(False)
+            deadline = time.monotonic() + 20
+            answers = b""
+            while done < 100 and time.monotonic() < deadline:
+                broker.open_gate()
+                try:
+                    if sent < len(data):
+                        sent += client.sock.send(data[sent : sent + 200_000])
+                except BlockingIOError:
+                    pass
+                try:
+                    answers += client.sock.recv(65536)
+                except BlockingIOError:
+                    time.sleep(0.001)
+                while len(answers) >= 4 and len(answers) >= 4 + struct.unpack_from(">i", answers)[0]:
+                    answers = answers[4 + struct.unpack_from(">i", answers)[0] :]
+                    done += 1
+            assert done == 100
+    finally:
+        broker.close()
+
+
+def test_a_frame_stays_untouched_until_its_batches_have_ended() -> None:
+    broker = GatedBroker()
+    try:
+        row = broker.create_topic("t", 1)
+        with RawClient(broker.port) as client, RawClient(broker.port) as other:
+            client.send(3, 1, 0, b"\xff\xff\xff\xff")
+            client.receive()
+            values = [bytes([65 + i]) * 100_000 for i in range(6)]
+            for i, value in enumerate(values):
+                sender = (client, other)[i % 2]
+                sender.send(0, 3, i, produce_body("t", [(0, batch([value], producer=(i, 0, 0)))]))
+                eventually(lambda i=i: broker.waiting == i + 1)
+            broker.open_gate()
+            for sender in (client, other):
+                for _ in range(3):
+                    sender.receive()
+        stored = broker.topics.partitions[row.topic_id, 0].batches
+        assert [next(v for v in values if v in data) for data in stored] == values
+    finally:
+        broker.close()
+
+
+def test_a_client_that_leaves_takes_nothing_with_it() -> None:
+    broker = GatedBroker()
+    try:
+        row = broker.create_topic("t", 1)
+        with RawClient(broker.port) as client:
+            client.send(3, 1, 0, b"\xff\xff\xff\xff")
+            client.receive()
+            client.send(0, 3, 1, produce_body("t", [(0, sequence(0))]))
+            eventually(lambda: broker.waiting == 1)
+        eventually(lambda: broker.server is not None and broker.server.connection_count == 0)
+        broker.open_gate()
+        assert broker.topics.partitions[row.topic_id, 0].next == 1
+    finally:
+        broker.close()
+
+
+def test_a_slow_reader_holds_no_more_than_its_share() -> None:
+    broker = FakeBroker(KafkaSettings(connection_bytes_max=4 << 20))
+    try:
+        row = broker.create_topic("t", 1)
+        broker.portal.call(_fill(broker.topics, row.topic_id))
+        with RawClient(broker.port) as client:
+            client.send(3, 1, 0, b"\xff\xff\xff\xff")
+            client.receive()
+            for i in range(60):
+                client.send(1, 4, i, fetch_body("t", 0, 0))
+            time.sleep(0.5)
+            assert broker.server is not None
+            (session,) = broker.server._sessions
+            assert 0 < session._connection.unsent_bytes + session._answered_bytes <= (4 + 5) << 20
+            assert [client.receive()[0] for _ in range(60)] == list(range(60))
+    finally:
+        broker.close()
+
+
+async def _fill(topics: FakeTopicLog, topic_id: str) -> None:
+    await topics.produce_nowait(topic_id, 0, batch([bytes(900_000)]))
+
+
+def test_a_frame_that_stops_half_way_is_closed_and_a_quiet_connection_too() -> None:
+    broker = FakeBroker(KafkaSettings(frame_timeout_s=0.3, idle_timeout_s=1.5))
+    try:
+        with RawClient(broker.port) as half, RawClient(broker.port) as quiet:
+            half.sock.sendall(struct.pack(">i", 1000) + b"x")
+            began = time.monotonic()
+            assert half.is_closed()
+            assert time.monotonic() - began < 1.4
+            assert quiet.ask(API_VERSIONS, 0, b"").error_code == 0
+            assert quiet.is_closed()
+    finally:
+        broker.close()
+
+
+def test_a_taken_port_names_the_key_to_change() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+
+        class Taken(FakeBroker):
+            def start(self) -> None:
+                self.port = taken.getsockname()[1]
+                super().start()
+
+        with pytest.raises(Invalid, match=r"node\.kafka"):
+            Taken()
+
+
+def test_not_leader_reaches_the_client_as_code_6(fake_broker: FakeBroker) -> None:
+    fake_broker.create_topic("t", 1)
+    fake_broker.topics.faults = lambda *_: NotLeader("elsewhere.", leader="n2")
+    with RawClient(fake_broker.port) as client:
+        client.ask(3, 1, b"\xff\xff\xff\xff")
+        answer = client.ask(0, 3, produce_body("t", [(0, sequence(0))]))
+        assert answer.responses[0].partition_responses[0].error_code == errors.NOT_LEADER_OR_FOLLOWER
+
+
+def test_many_half_open_connections_do_not_disturb_a_client(fake_broker: FakeBroker) -> None:
+    idle = [RawClient(fake_broker.port) for _ in range(200)]
+    for i, client in enumerate(idle):
+        if i % 2:
+            client.sock.sendall(struct.pack(">i", 50_000_000))
+    with RawClient(fake_broker.port) as client:
+        assert client.ask(API_VERSIONS, 0, b"").error_code == 0
+    for each in idle:
+        each.sock.close()
+    eventually(lambda: fake_broker.server is not None and fake_broker.server.connection_count == 0)
