@@ -1,0 +1,300 @@
+"""`Shard` on its log: the handle of one process. Checks before it asks, translates reasons into errors.
+
+What it relies on: `machine` gives states that only move forward; `apply` decides; parts are write-once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Closed, Conflict, Fenced, Invalid, Missing, TidemillError, Unavailable, Unknown
+from tidemill.base.limits import INLINE_PART_BYTES, MIB
+from tidemill.objects.store import ObjectStore
+from tidemill.shards.apply import Reason, Rejected, bounds_error
+from tidemill.shards.commands import Append, Close, Command, DowngradeSince, ReleaseHold, Replace, SetHold
+from tidemill.shards.consolidate import contents
+from tidemill.shards.cpu import Cpu, inline_cpu
+from tidemill.shards.front import HASH, Batch, Delta, Part
+from tidemill.shards.machine import ShardMachine
+from tidemill.shards.parts import store_part
+from tidemill.shards.reading import PartReader
+from tidemill.shards.state import ShardState
+
+INLINE_BUDGET_BYTES = 1 * MIB
+"""Inline parts a shard's state may hold; beyond it small parts become objects until compaction made room."""
+
+LISTEN_AHEAD_BYTES = 32 * MIB
+LISTEN_AHEAD_BATCHES = 32
+"""A listener that catches up fetches at most this much at once."""
+
+APPEND_ATTEMPTS = 8
+APPEND_PAUSE_S = 0.2
+WAIT_SLICE_S = 30.0
+
+
+class LogShard:
+    """See `front.Shard` for the contract. Any number of handles, in any processes, are equals."""
+
+    def __init__(
+        self,
+        machine: ShardMachine,
+        objects: ObjectStore,
+        clock: Clock,
+        rand: Rand,
+        *,
+        writer: str = "",
+        cpu: Cpu = inline_cpu,
+    ) -> None:
+        self.name = machine.state.name
+        self.shard_id = machine.state.shard_id
+        self.schema = machine.state.schema
+        self.writer = writer or f"w{rand.nonce()[:12]}"
+        self.reader = PartReader(objects, self.schema, cpu=cpu)
+        self._machine = machine
+        self._objects = objects
+        self._clock = clock
+        self._rand = rand
+        self._cpu = cpu
+        self._appending = asyncio.Lock()
+
+    @property
+    def state(self) -> ShardState:
+        """As last seen; may trail the truth, never contradicts it."""
+        return self._machine.state
+
+    # writing ----------------------------------------------------------------------------------------
+
+    async def write_part(self, rows: pa.Table, bucket: int = 0) -> Part:
+        if not 0 <= bucket < self.schema.buckets:
+            raise Invalid(f"no such bucket: shard={self.name} bucket={bucket} buckets={self.schema.buckets}.")
+        return await store_part(
+            self._objects,
+            self.shard_id,
+            self.schema,
+            rows,
+            writer=self.writer,
+            rand=self._rand,
+            bucket=bucket,
+            inline_bytes=INLINE_PART_BYTES if self.state.inline_bytes < INLINE_BUDGET_BYTES else 0,
+            cpu=self._cpu,
+        )
+
+    async def compare_and_append(self, lower: int, upper: int, parts: Sequence[Part], token: str) -> int:
+        """See the front. With an empty token a fresh one is drawn: the call itself is then its only retry.
+
+        Raises Conflict(current=int), Invalid, Closed (the shard takes no more), Unavailable (did not happen),
+        Unknown (its token could not be looked up within the attempts: call again with the same token).
+        """
+        batch = Batch(lower, upper, tuple(parts), self.writer, token or self._rand.nonce())
+        bad = bounds_error(batch)
+        if bad:
+            raise Invalid(f"{bad} shard={self.name}.", fix="Append [lower, upper) with lower = the shard's upper.")
+        # One append of a writer at a time: only its newest token is remembered.
+        async with self._appending:
+            result = await self._propose_append(Append(batch))
+        if isinstance(result, Rejected) and result.reason is not Reason.COMMITTED:
+            raise self._error(result)
+        return upper
+
+    async def _propose_append(self, command: Append) -> ShardState | Rejected:
+        """Propose until the outcome is known. The token makes a repeat of what landed a success."""
+        unknown: Unknown | None = None
+        for attempt in range(APPEND_ATTEMPTS):
+            try:
+                return await self._machine.propose(command)
+            except Unknown as error:
+                unknown = error
+            except Unavailable:
+                if unknown is None:
+                    raise  # nothing was ever in doubt
+            await asyncio.sleep(APPEND_PAUSE_S * (attempt + 1))
+        assert unknown is not None
+        raise Unknown(
+            f"append could not be resolved: shard={self.name} token={command.batch.token}.",
+            fix="Append again with the same token once consensus answers.",
+        ) from unknown
+
+    async def replace(self, command: Replace) -> bool:
+        """Put a merged batch in place; False when the batches have moved meanwhile (nothing changed)."""
+        result = await self._machine.propose(command)
+        if isinstance(result, Rejected):
+            if result.reason is Reason.MOVED:
+                return False
+            raise self._error(result)
+        return True
+
+    async def close(self) -> None:
+        """No append is ever accepted again. Closing twice is fine."""
+        result = await self._machine.propose(Close())
+        if isinstance(result, Rejected) and result.reason is not Reason.CLOSED:
+            raise self._error(result)
+
+    # holds ------------------------------------------------------------------------------------------
+
+    async def hold(self, reader: str, since: int, ttl_ms: int) -> None:
+        """Keep every time ≥ since readable for `ttl_ms`; again = renew, and move forward. Invalid below since."""
+        now_ms = self._clock.now_ms()
+        await self._settle(SetHold(reader, since, now_ms + ttl_ms, now_ms))
+
+    async def release(self, reader: str) -> None:
+        await self._settle(ReleaseHold(reader, self._clock.now_ms()))
+
+    async def downgrade_since(self, owner: str, epoch: int, since: int) -> int:
+        """Move critical hold `owner` to `since`; returns the shard's since, the least of all holds.
+
+        Raises Fenced when a newer epoch owns the hold.
+        """
+        return (await self._settle(DowngradeSince(owner, epoch, since, self._clock.now_ms()))).since
+
+    async def _settle(self, command: Command) -> ShardState:
+        result = await self._machine.propose(command)
+        if isinstance(result, Rejected):
+            raise self._error(result)
+        return result
+
+    # reading ----------------------------------------------------------------------------------------
+
+    async def frontiers(self, *, fresh: bool = True) -> tuple[int, int]:
+        state = await self._machine.refresh() if fresh else self._machine.state
+        return state.since, state.upper
+
+    async def snapshot(self, as_of: int, timeout_s: float | None = None) -> pa.Table:
+        """Raises Invalid below since ("history lost"), Unavailable when `as_of` is not final after timeout_s.
+
+        Without a timeout it waits for as long as it takes.
+        """
+        updates = await self.updates_until(as_of, timeout_s)
+        return await self._cpu(lambda: contents(self.schema, updates))
+
+    async def updates_until(self, as_of: int, timeout_s: float | None = None) -> pa.Table:
+        """Every update with time ≤ as_of, as stored (columns, `_time`, `_diff`, `_hash`): what `snapshot` sums."""
+        state = await self._readable(as_of, timeout_s)
+        chosen = [b for b in state.batches if b.lower <= as_of]
+        return await self.reader.read_batches(chosen, 0, as_of + 1)
+
+    async def batches(self, lower: int) -> list[Batch]:
+        return self._from(await self._machine.refresh(), lower)
+
+    async def read_batch(self, batch: Batch, lower: int, upper: int) -> pa.Table:
+        """See the front. The rows carry `_hash` too, and each part's rows are sorted by it."""
+        return await self.reader.read_batch(batch, lower, upper)
+
+    async def listen(self, lower: int) -> AsyncIterator[Delta]:
+        """See the front. Raises Invalid when history at `lower` is forgotten, at the start or later (no hold).
+
+        Ends when the shard is closed and everything was yielded.
+
+        Rows that compaction moved are never seen twice: it moves times only up to since, and a listener whose
+        frontier since has reached is stopped; everything else is filtered by time.
+        """
+        frontier = lower
+        state = await self._machine.refresh()
+        while True:
+            if state.since > 0 and state.since >= frontier:
+                raise self._history_lost(state, frontier)
+            ready = self._from(state, frontier)
+            for group in _groups(ready):
+                tables = await asyncio.gather(*(self.reader.read_batch(b, frontier, b.upper) for b in group))
+                for batch, rows in zip(group, tables, strict=True):
+                    start, frontier = max(frontier, batch.lower), batch.upper
+                    yield Delta(start, batch.upper, rows.drop_columns([HASH]))
+            if state.closed and frontier >= state.upper:
+                return
+            state = await self._beyond(frontier, WAIT_SLICE_S)
+
+    async def wait_upper(self, beyond: int, timeout_s: float) -> int:
+        return (await self._beyond(beyond, timeout_s)).upper
+
+    async def rollup(self) -> None:
+        """Write the whole state now, so that the next one who opens the shard reads little else."""
+        await self._machine.rollup()
+
+    async def aclose(self) -> None:
+        """Let go of the handle: an append under way ends as Unknown. The shard itself is untouched."""
+        await self._machine.aclose()
+
+    # ------------------------------------------------------------------------------------------------
+
+    async def _beyond(self, frontier: int, timeout_s: float) -> ShardState:
+        """The state once its upper is > frontier or the shard is closed, or after the timeout."""
+        until_s = self._clock.monotonic_s() + timeout_s
+        state = await self._machine.refresh()
+        while state.upper <= frontier and not state.closed:
+            left_s = until_s - self._clock.monotonic_s()
+            if left_s <= 0:
+                break
+            state = await self._machine.changed(state, left_s)
+        return state
+
+    async def _readable(self, as_of: int, timeout_s: float | None) -> ShardState:
+        state = await self._machine.refresh()
+        until_s = None if timeout_s is None else self._clock.monotonic_s() + timeout_s
+        while state.upper <= as_of:
+            if state.closed:
+                raise Closed(f"shard was closed before this time: shard={self.name} as_of={as_of} upper={state.upper}.")
+            left_s = WAIT_SLICE_S if until_s is None else until_s - self._clock.monotonic_s()
+            if left_s <= 0:
+                raise Unavailable(
+                    f"time is not final yet: shard={self.name} as_of={as_of} upper={state.upper}.",
+                    fix="Ask for a time below upper, or wait longer.",
+                )
+            state = await self._machine.changed(state, left_s)
+        if as_of < state.since:
+            raise self._history_lost(state, as_of)
+        return state
+
+    @staticmethod
+    def _from(state: ShardState, lower: int) -> list[Batch]:
+        at = bisect_right(state.batches, lower, key=lambda b: b.upper)
+        return list(state.batches[at:])
+
+    def _history_lost(self, state: ShardState, wanted: int) -> Invalid:
+        return Invalid(
+            f"history is lost: shard={self.name} wanted={wanted} since={state.since}.",
+            fix="Read at a time from since to upper - 1, then listen from there.",
+        )
+
+    def _error(self, rejected: Rejected) -> TidemillError:
+        state, said = self._machine.state, f"shard={self.name} {rejected.detail}".rstrip()
+        match rejected.reason:
+            case Reason.UPPER:
+                return Conflict(f"upper is not where this append begins: {said}.", current=state.upper)
+            case Reason.CLOSED:
+                return Closed(f"shard is closed to writes: {said}.")
+            case Reason.FENCED:
+                return Fenced(f"a newer epoch owns this hold: {said}.", current=state.holds)
+            case Reason.HISTORY:
+                return Invalid(f"history is lost: {said}.", fix="Hold a time from since on.")
+            case Reason.MOVED:
+                return Conflict(f"batches moved meanwhile: {said}.", current=state.upper)
+            case Reason.ABSENT:
+                return Missing(f"no such shard: {said}.")
+            case _:
+                return Invalid(f"refused ({rejected.reason}): {said}.")
+
+
+def _groups(batches: Sequence[Batch]) -> list[list[Batch]]:
+    """Runs of batches that a catching-up listener may fetch together."""
+    out: list[list[Batch]] = []
+    held = 0
+    for batch in batches:
+        size = sum(p.size_bytes for p in batch.parts)
+        if not out or held + size > LISTEN_AHEAD_BYTES or len(out[-1]) >= LISTEN_AHEAD_BATCHES:
+            out.append([])
+            held = 0
+        out[-1].append(batch)
+        held += size
+    return out
+
+
+if TYPE_CHECKING:
+    from tidemill.shards.front import Shard
+
+    def _is_the_front(handle: LogShard) -> Shard:
+        return handle

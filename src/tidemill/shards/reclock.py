@@ -1,0 +1,104 @@
+"""Bindings as a value: which time a record gets, which times a minter may take. Pure (notes: reclocking).
+
+B1  times grow; no partition's offset, and no LSN, ever goes back.
+B2  a record gets the smallest time whose offsets pass it, for every reader, for ever.
+
+A binding at time t makes the data's upper t + 1: everything up to and including t is then known.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from tidemill.base.errors import Invalid
+from tidemill.shards.front import Binding
+
+
+def next_mint(now_ms: int, latest_ms: int | None, interval_ms: int) -> tuple[int, int]:
+    """(time to mint, ms to wait before minting it): now rounded up to the interval, and past the latest time."""
+    if interval_ms <= 0:
+        raise Invalid(f"a mint interval must be positive: interval_ms={interval_ms}.")
+    time = -(-now_ms // interval_ms) * interval_ms
+    if latest_ms is not None and time <= latest_ms:
+        time = (latest_ms // interval_ms + 1) * interval_ms
+    # Minting ahead of now is right while the round-up is of this tick; beyond one interval it would run away.
+    return time, max(0, time - interval_ms + 1 - now_ms)
+
+
+def carried(latest: Binding | None, binding: Binding) -> Binding:
+    """The binding with what it does not name carried forward from the latest: a binding is always whole."""
+    if latest is None:
+        return binding
+    return replace(
+        binding,
+        offsets={**latest.offsets, **binding.offsets},
+        lsn=binding.lsn or latest.lsn,
+        source_time_ms=binding.source_time_ms or latest.source_time_ms,
+    )
+
+
+def check_alone(binding: Binding) -> None:
+    """What no history could make right. Raises Invalid."""
+    if binding.time_ms < 0 or binding.lsn < 0:
+        raise Invalid(f"a binding cannot be negative: time_ms={binding.time_ms} lsn={binding.lsn}.")
+    for topic, offsets in binding.offsets.items():
+        if not offsets or min(offsets) < 0:
+            raise Invalid(f"bad offsets in a binding: topic={topic} offsets={offsets}.")
+
+
+def follows(latest: Binding | None, binding: Binding) -> str:
+    """Why the binding cannot come next (B1), or ""."""
+    if latest is None:
+        return ""
+    if binding.time_ms <= latest.time_ms:
+        return f"time_ms={binding.time_ms} latest={latest.time_ms}"
+    if binding.lsn < latest.lsn:
+        return f"lsn={binding.lsn} latest={latest.lsn}"
+    for topic, old in latest.offsets.items():
+        new = binding.offsets.get(topic, ())
+        if len(new) < len(old) or any(n < o for n, o in zip(new, old, strict=False)):
+            return f"topic={topic} offsets={new} latest={old}"
+    return ""
+
+
+def time_of(bindings: Sequence[Binding], topic_id: str, partition: int, offset: int) -> int | None:
+    """The time of one record: of the first binding that passes it; None while it is unbound (B2).
+
+    `bindings` is contiguous history. When it does not reach back to the beginning, an offset that its first
+    binding passes has that time *or an earlier one*: ask only for offsets at or above what was compacted.
+    """
+    at = bisect_right(bindings, offset, key=lambda b: _next_offset(b, topic_id, partition))
+    return bindings[at].time_ms if at < len(bindings) else None
+
+
+def in_force(bindings: Sequence[Binding], time_ms: int) -> Binding | None:
+    """The newest binding with time ≤ time_ms, or None."""
+    at = bisect_right(bindings, time_ms, key=lambda b: b.time_ms)
+    return bindings[at - 1] if at else None
+
+
+def later_than(bindings: Sequence[Binding], time_ms: int, limit: int) -> list[Binding]:
+    at = bisect_right(bindings, time_ms, key=lambda b: b.time_ms)
+    return list(bindings[at : at + limit])
+
+
+def missing(latest: Binding | None, seen: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """What of `seen` (topic → next offsets) no binding covers yet, per topic the elementwise greatest; {} = nothing.
+
+    The loser of a mint calls this with the winner's binding, and mints only what is still missing.
+    """
+    out = {}
+    for topic, offsets in seen.items():
+        old = latest.offsets.get(topic, ()) if latest is not None else ()
+        whole = tuple(max(n, old[i] if i < len(old) else 0) for i, n in enumerate(offsets)) + old[len(offsets) :]
+        if whole != old:
+            out[topic] = whole
+    return out
+
+
+def _next_offset(binding: Binding, topic_id: str, partition: int) -> int:
+    offsets = binding.offsets.get(topic_id, ())
+    return offsets[partition] if partition < len(offsets) else 0
