@@ -1,0 +1,103 @@
+"""`python -m tidemill.sim`: many seeds, or one seed again.
+
+Exit 0 when every seed is clean, 1 at the first that is not (its replay command is printed), 2 on bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Sequence
+
+import structlog
+
+from tidemill.base.errors import Invalid
+from tidemill.sim.scenarios import FAULTS, ROOMS, scenario
+from tidemill.sim.world import Outcome, World, log_to_trace
+
+COLLECT_EVERY = 50
+
+
+def run_seed(room: str, seed: int, fault: str = "") -> Outcome:
+    """One world from its beginning to its end."""
+    return World(seed).run(scenario(room, fault))
+
+
+def prepare() -> None:
+    """Send logs to the trace and keep the garbage collector out of the worlds, whose order it could disturb."""
+    structlog.configure(processors=[log_to_trace], cache_logger_on_first_use=False)
+    gc.disable()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tidemill.sim", description="Run the rooms in seeded worlds under faults.")
+    parser.add_argument("--seeds", type=int, default=200, help="how many seeds to run, from --first on")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=None, help="run this one seed and print its trace's hash")
+    parser.add_argument("--room", default="all", choices=(*ROOMS, "all"))
+    parser.add_argument("--fault", default="", choices=("", *FAULTS), help="plant a known fault; it must be found")
+    parser.add_argument("--trace", action="store_true", help="print every event of the seed")
+    parser.add_argument("--seconds", type=float, default=None, help="stop cleanly after so much real time")
+    options = parser.parse_args(argv)
+    try:
+        rooms = _rooms(options.room, options.fault)
+    except Invalid as error:
+        print(error, file=sys.stderr)
+        return 2
+    prepare()
+    if options.seed is not None:
+        return _replay(rooms, options.seed, options.fault, options.trace)
+    return _many(rooms, range(options.first, options.first + options.seeds), options.fault, options.seconds)
+
+
+def _rooms(room: str, fault: str) -> tuple[str, ...]:
+    if not fault:
+        return ROOMS if room == "all" else (room,)
+    found_in = FAULTS[fault][0]
+    if room not in ("all", found_in):
+        raise Invalid(f"This fault is not in that room: fault={fault} room={room}.", fix=f"Use --room {found_in}.")
+    return (found_in,)
+
+
+def _replay(rooms: Sequence[str], seed: int, fault: str, trace: bool) -> int:
+    bad = 0
+    for room in rooms:
+        outcome = run_seed(room, seed, fault)
+        if trace:
+            print("\n".join(outcome.trace))
+        print(
+            f"{room} seed {seed}: {outcome.error or 'clean'}\n"
+            f"{room} seed {seed}: steps={outcome.steps} virtual_s={outcome.virtual_s:.3f} trace={outcome.digest}"
+        )
+        bad += not outcome.ok
+    return 1 if bad else 0
+
+
+def _many(rooms: Sequence[str], seeds: range, fault: str, seconds: float | None) -> int:
+    started = time.perf_counter()  # how long people wait; no world sees it
+    steps = done = 0
+    shown = 0.0
+    for seed in seeds:
+        for room in rooms:
+            outcome = run_seed(room, seed, fault)
+            steps += outcome.steps
+            if not outcome.ok:
+                elapsed = time.perf_counter() - started
+                planted = f" --fault {fault}" if fault else ""
+                print(f"\n{room} seed {seed} failed after {elapsed:.1f} s: {outcome.error}")
+                print(f"replay: python -m tidemill.sim --room {room} --seed {seed}{planted} --trace")
+                return 1
+        done += 1
+        if done % COLLECT_EVERY == 0:
+            gc.collect()
+        elapsed = time.perf_counter() - started
+        if elapsed - shown >= 1.0 and sys.stderr.isatty():
+            shown = elapsed
+            print(f"\r{done}/{len(seeds)} seeds, {steps:,} steps, {elapsed:.0f} s", end="", file=sys.stderr, flush=True)
+        if seconds is not None and elapsed >= seconds:
+            break
+    elapsed = time.perf_counter() - started
+    print(f"{done} seeds clean in {', '.join(rooms)}: {steps:,} steps in {elapsed:.1f} s")
+    return 0

@@ -1,0 +1,39 @@
+"""Scenarios: what happens in a world. Each opens with its fault model and its oracle; `ROOMS` lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from tidemill.base.errors import Invalid
+from tidemill.sim.world import World
+
+Scenario = Callable[[World], Awaitable[None]]
+
+FAULTS: dict[str, tuple[str, str]] = {
+    "seed000": ("topics", "a producer's place in line is reserved after the upload"),
+    "blind-retry": ("consensus", "a client repeats an append whose answer was lost without looking it up"),
+    "stale-read": ("consensus", "a client answers some reads of a register from memory"),
+}
+"""Planted faults: name → (room in which it must be found, what is wrong)."""
+
+ROOMS = ("consensus", "topics", "shards")
+
+
+def scenario(room: str, fault: str = "") -> Scenario:
+    """The scenario of a room, with a planted fault if named. Raises Invalid for an unknown name."""
+    if fault and fault not in FAULTS:
+        raise Invalid(f"There is no such planted fault: fault={fault}.", fix=f"Use one of {', '.join(FAULTS)}.")
+    match room:
+        case "consensus":
+            from tidemill.sim.scenarios import consensus
+
+            return lambda world: consensus.run(world, fault)
+        case "topics":
+            from tidemill.sim.scenarios import topics
+
+            return lambda world: topics.run(world, fault)
+        case "shards":
+            from tidemill.sim.scenarios import shards
+
+            return lambda world: shards.run(world, fault)
+    raise Invalid(f"There is no such room to simulate: room={room}.", fix=f"Use one of {', '.join(ROOMS)} or all.")

@@ -1,0 +1,343 @@
+"""One seeded world: its loop, its stores with their faults, its actors, its trace.
+
+An actor is a process: `start` builds its node anew from the stores, `crash` freezes everything it runs
+(W3), `Link` carries requests to it in order over connections that break when it dies. Code of the
+scenario itself belongs to no actor and survives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import hashlib
+import random
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from functools import partial
+from typing import Any, Generic, NoReturn, TypeVar
+
+import msgspec
+from structlog import DropEvent
+
+from tidemill.base.clock import Rand
+from tidemill.base.errors import TidemillError
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.objects.memory import MemoryObjects
+from tidemill.objects.resilient import ResilientObjects
+from tidemill.objects.store import ObjectStore
+from tidemill.sim.clock import SimClock
+from tidemill.sim.faults import Faults, FaultyConsensus, FaultyObjects, Rates
+from tidemill.sim.loop import LIFE, Life, SimLoop
+
+VIRTUAL_LIMIT_S = 600.0
+"""A scenario that is not done by then, although it heals itself, is not live."""
+
+Node = TypeVar("Node")
+T = TypeVar("T")
+
+
+class Violated(AssertionError):
+    """An oracle found a broken promise."""
+
+
+class NotLive(AssertionError):
+    """After healing, something that had to happen did not within the virtual time limit."""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """error is empty when the seed is clean. `digest` is the hash of the whole trace."""
+
+    error: str
+    digest: str
+    steps: int
+    virtual_s: float
+    trace: list[str]
+    faults: dict[str, int]
+
+    @property
+    def ok(self) -> bool:
+        return not self.error
+
+
+class World:
+    def __init__(self, seed: int, *, rates: Rates | None = None) -> None:
+        self.seed = seed
+        self.loop = SimLoop(random.Random(f"loop {seed}"), fifo=random.Random(f"fifo {seed}").random() < 0.1)
+        self.source = random.Random(f"scenario {seed}")
+        """Choices of the scenario: sizes, counts, pauses."""
+        self.clock = SimClock(self.loop)
+        self.trace_lines: list[str] = []
+        self._ids = random.Random(f"ids {seed}")
+        self.context = contextvars.copy_context()
+        drawn = Rates.drawn(random.Random(f"rates {seed}")) if rates is None else rates
+        self.faults = Faults(random.Random(f"faults {seed}"), drawn, self.trace, self.background)
+        self.objects = MemoryObjects(self.clock)
+        self.consensus = MemoryConsensus(self.clock)
+        """The engines themselves, without faults: what oracles read."""
+        self.actors: list[Actor[Any]] = []
+
+    def rand(self) -> Rand:
+        """A source of its own for one component."""
+        return Rand(self._ids.getrandbits(64))
+
+    def trace(self, event: str) -> None:
+        self.trace_lines.append(f"{self.loop.time():.6f} {event}")
+
+    def background(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run it as part of the world: no crash of an actor ends it."""
+        self.loop.create_task(coroutine, context=self.context.copy())
+
+    def digest(self) -> str:
+        return hashlib.sha256("\n".join(self.trace_lines).encode()).hexdigest()
+
+    def run(self, scenario: Callable[[World], Awaitable[None]]) -> Outcome:
+        """Run the scenario to its end, however it ends."""
+
+        async def main() -> None:
+            self.trace(f"seed {self.seed} rates {msgspec.json.encode(self.faults.rates).decode()}")
+            try:
+                async with asyncio.timeout(VIRTUAL_LIMIT_S):
+                    await scenario(self)
+            except TimeoutError as error:
+                if self.loop.time() < VIRTUAL_LIMIT_S:
+                    raise
+                raise NotLive(f"not done after {VIRTUAL_LIMIT_S:.0f} s of virtual time; {self.waiting()}") from error
+
+        error = ""
+        token = CURRENT.set(self)
+        try:
+            self.loop.run_until_complete(self.loop.create_task(main()))
+            if self.loop.failures:
+                error = f"UnhandledError: {self.loop.failures[0]}"
+        except Exception as failure:
+            while isinstance(failure, ExceptionGroup):
+                failure = failure.exceptions[0]
+            error = f"{type(failure).__name__}: {failure}"
+        finally:
+            CURRENT.reset(token)
+            self.trace(f"end {error or 'clean'}")
+            outcome = Outcome(
+                error,
+                self.digest(),
+                self.loop.steps,
+                self.loop.time(),
+                self.trace_lines,
+                {str(fault): count for fault, count in self.faults.counts.items()},
+            )
+            self.loop.dispose()
+        return outcome
+
+    def waiting(self) -> str:
+        return self.loop.who_waits()
+
+    async def heal(self) -> None:
+        """End all faults, and start every actor that is down: from here on everything must get done."""
+        self.trace("heal")
+        self.faults.heal()
+        for actor in self.actors:
+            actor.clock.skew_ms = 0
+            if not actor.up:
+                await actor.start()
+
+
+CURRENT: contextvars.ContextVar[World | None] = contextvars.ContextVar("tidemill_sim_world", default=None)
+
+
+def log_to_trace(_: Any, method: str, event: MutableMapping[str, Any]) -> NoReturn:
+    """structlog processor: a warning becomes a line of the current world's trace; nothing is printed."""
+    world = CURRENT.get()
+    if world is not None and method in ("warning", "error", "exception", "critical"):
+        life = LIFE.get()
+        world.trace(f"{life or 'world'} log {event.get('event')}")
+    raise DropEvent
+
+
+class Actor(Generic[Node]):
+    """A process that can die. `build` makes its node from the actor's own handles; `stores` give them."""
+
+    def __init__(self, world: World, name: str, build: Callable[[Actor[Node]], Awaitable[Node]]) -> None:
+        self.world = world
+        self.name = name
+        self.clock = SimClock(world.loop)
+        self.life = Life(name, 0)
+        self.life.alive = False
+        self.links: list[Link[Node]] = []
+        self._build = build
+        self._node: Node | None = None
+        self._building: asyncio.Future[Node] | None = None
+        self._context = contextvars.copy_context()
+        world.actors.append(self)
+
+    @property
+    def up(self) -> bool:
+        return self.life.alive
+
+    @property
+    def node(self) -> Node:
+        """The running node. Raises Down."""
+        if self._node is None or not self.life.alive:
+            raise Down(f"the actor is down: actor={self.name}.")
+        return self._node
+
+    def objects(self) -> ObjectStore:
+        """A new handle on the world's objects, with faults; behind retries in every second world."""
+        faulty = FaultyObjects(self.world.objects, self.world.faults, str(self.life))
+        if self.world.seed % 2:
+            return faulty
+        return ResilientObjects(faulty, self.clock, self.world.rand(), store="sim", budget_s=5.0)
+
+    def consensus(self) -> FaultyConsensus:
+        return FaultyConsensus(self.world.consensus, self.world.faults, str(self.life))
+
+    async def start(self) -> None:
+        """A new life. Start-up that fails for want of a store is tried again, as a supervisor would.
+
+        Returns when the node is up, or when it was crashed before that.
+        """
+        while True:
+            self.life = life = Life(self.name, self.life.number + 1)
+            self._context = contextvars.copy_context()
+            self._context.run(LIFE.set, life)
+            self.world.trace(f"{life} start")
+            built = self._building = self.world.loop.create_future()
+            task = self.world.loop.create_task(self._run_build(), context=self._context)
+            task.add_done_callback(partial(_pass_on, built), context=self.world.context)
+            try:
+                self._node = await built
+                return
+            except Down:
+                return
+            except TidemillError as error:
+                self.world.trace(f"{life} start failed {type(error).__name__}")
+                self.crash()
+                await asyncio.sleep(0.2)
+
+    async def _run_build(self) -> Node:
+        return await self._build(self)
+
+    def crash(self) -> None:
+        """Nothing of this life runs from here on; its links break."""
+        if self.life.alive:
+            self.world.trace(f"{self.life} crash")
+            self.world.loop.kill(self.life)
+        self._node = None
+        if self._building is not None and not self._building.done():
+            self._building.set_exception(Down(f"the actor died while it started: actor={self.name}."))
+        for link in self.links:
+            link.broken()
+        self.links.clear()
+
+    async def enter(self, work: Callable[[Node], Awaitable[T]]) -> T:
+        """Run `work` as part of this life, and wait for it from outside. Raises Down if it dies meanwhile."""
+        link = Link(self)
+        try:
+            return await link.request(work)
+        finally:
+            link.close()
+
+
+def _retrieved(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()
+
+
+def _pass_on(to: asyncio.Future[Any], done: asyncio.Future[Any]) -> None:
+    error = None if done.cancelled() else done.exception()
+    if to.done():
+        return
+    if done.cancelled():
+        to.set_exception(Down("the start was cancelled."))
+    elif error is not None:
+        to.set_exception(error)
+    else:
+        to.set_result(done.result())
+
+
+class Down(Exception):
+    """The connection is gone; requests without an answer may or may not have been served."""
+
+
+class Link(Generic[Node]):
+    """One connection to an actor: requests arrive in the order sent, answers in any order, each delayed.
+
+    `request_nowait` sends now, in a plain call; breaking fails every request without an answer with Down.
+    """
+
+    def __init__(self, actor: Actor[Node], delay_s: float = 0.0) -> None:
+        self._actor = actor
+        self._life = actor.life
+        self._context = actor._context
+        self._delay_s = delay_s
+        self._sent: list[tuple[Callable[[Node], Awaitable[Any]], asyncio.Future[Any]]] = []
+        self._open: dict[asyncio.Future[Any], None] = {}
+        self._closed = not actor.up
+        if not self._closed:
+            actor.links.append(self)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def request_nowait(self, work: Callable[[Node], Awaitable[T]]) -> asyncio.Future[T]:
+        loop = self._actor.world.loop
+        future: asyncio.Future[T] = loop.create_future()
+        future.add_done_callback(_retrieved)  # a client that hung up does not look at its answers
+        if self._closed:
+            future.set_exception(Down(f"the connection is closed: actor={self._actor.name}."))
+            return future
+        self._sent.append((work, future))
+        self._open[future] = None
+        # Whichever timer comes first takes the oldest request: a stall may swap timers, never requests.
+        loop.call_later(self._drawn(), self._arrive, context=self._context)
+        return future
+
+    async def request(self, work: Callable[[Node], Awaitable[T]]) -> T:
+        return await self.request_nowait(work)
+
+    def broken(self) -> None:
+        self._closed = True
+        open_requests, self._open = list(self._open), {}
+        self._sent.clear()
+        for future in open_requests:
+            if not future.done():
+                future.set_exception(Down(f"the connection broke: actor={self._actor.name}."))
+
+    def close(self) -> None:
+        """The client hangs up: what the actor already took, it goes on with."""
+        if self in self._actor.links:
+            self._actor.links.remove(self)
+        self.broken()
+
+    def _drawn(self) -> float:
+        return self._actor.world.source.uniform(0, self._delay_s) if self._delay_s else 0.0
+
+    def _arrive(self) -> None:
+        # Runs in the actor's life: what the node starts in here dies with it.
+        if self._closed or not self._sent:
+            return
+        work, future = self._sent.pop(0)
+        loop = self._actor.world.loop
+        try:
+            answer = work(self._actor.node)
+        except Exception as error:
+            self._answer(future, None, error)
+            return
+        task = asyncio.ensure_future(answer, loop=loop)
+        task.add_done_callback(lambda done: self._ended(done, future))
+
+    def _ended(self, done: asyncio.Future[Any], future: asyncio.Future[Any]) -> None:
+        if done.cancelled():
+            self._answer(future, None, Down(f"the actor cancelled the request: actor={self._actor.name}."))
+        else:
+            error = done.exception()
+            self._answer(future, None if error else done.result(), error)
+
+    def _answer(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+        def deliver() -> None:
+            self._open.pop(future, None)
+            if not future.done():
+                if error is not None:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+
+        self._actor.world.loop.call_later(self._drawn(), deliver, context=self._actor.world.context)
