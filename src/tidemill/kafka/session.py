@@ -173,18 +173,21 @@ class Session:
         if isinstance(work, asyncio.Future):
             work.add_done_callback(lambda done: self._done(done, request, slot, frame))
         else:
-            waiting = self._read(work) if api.abandon else _wait(work)
+            waiting = self._read(work, slot) if api.abandon and slot is not None else _wait(work)
             task = self._tasks.spawn(waiting, name=f"kafka.{api.name}")
             if api.abandon:
                 self._abandonable.add(task)
             task.add_done_callback(lambda done: self._done(done, request, slot, frame))
 
-    async def _read(self, work: Awaitable[Reply]) -> Reply:
-        """Wait for a turn and for room (S5), then for the work."""
+    async def _read(self, work: Awaitable[Reply], slot: _Slot) -> Reply:
+        """Wait for a turn and for room (S5), then for the work, and count its answer before the next one's turn."""
         try:
             async with self._reads:
                 await self._room.wait()
-                return await work
+                reply = await work
+                self._count(slot, reply)
+                self.consider_reading()
+                return reply
         finally:
             if isinstance(work, Coroutine):
                 work.close()
@@ -222,11 +225,15 @@ class Session:
         self.consider_reading()
 
     def _answer(self, slot: _Slot, key: int, version: int, correlation_id: int, body: list[Buffer]) -> None:
-        body_bytes = sum(map(len, body))
-        slot.response = [response_head(key, version, correlation_id, body_bytes), *body]
-        slot.size = body_bytes
-        self._answered_bytes += body_bytes
+        self._count(slot, body)
+        slot.response = [response_head(key, version, correlation_id, slot.size), *body]
         self._send_ready()
+
+    def _count(self, slot: _Slot, body: list[Buffer]) -> None:
+        """Idempotent."""
+        self._answered_bytes -= slot.size
+        slot.size = sum(map(len, body))
+        self._answered_bytes += slot.size
 
     def _send_ready(self) -> None:
         ready: list[Buffer] = []
