@@ -1,0 +1,177 @@
+"""npm's unmodified @electric-sql/client follows a table and a shard; its rows are compared with the source."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from fake_shard import FakeShard
+from shape_world import ShapeWorld, eventually, run
+
+from tidemill.base.tasks import Tasks
+from tidemill.shapes import LogLimits, ShapeSettings
+from tidemill.shards.front import Column, ShardSchema
+
+CLIENTS = Path(__file__).parents[1] / "clients"
+
+pytestmark = [pytest.mark.node, pytest.mark.postgres]
+
+DDL = """
+CREATE TABLE account (id int PRIMARY KEY, owner text, balance bigint NOT NULL, open boolean, tags text[]);
+INSERT INTO account SELECT n, 'o' || n, n * 1000, n % 3 = 0, ARRAY['a', 'b ' || n] FROM generate_series(1, 200) n;
+"""
+
+
+class NodeClient:
+    def __init__(self, url: str, params: dict[str, str], mode: str = "") -> None:
+        if shutil.which("node") is None or not (CLIENTS / "node_modules/@electric-sql/client").is_dir():
+            pytest.skip("needs node and the packages of tests/clients: npm ci --prefix tests/clients")
+        self._arguments = [str(CLIENTS / "follow_shape.mjs"), url, json.dumps(params), *([mode] if mode else [])]
+        self.lines: list[dict[str, Any]] = []
+        self._tasks = Tasks()
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self.lines[-1] if self.lines else {"rows": {}, "upToDate": False, "refetches": 0}
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return sorted(self.last["rows"].values(), key=lambda row: str(row.get("id")))
+
+    async def __aenter__(self) -> Self:
+        self._process = await asyncio.create_subprocess_exec(
+            "node", *self._arguments, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 26
+        )
+        self._tasks.spawn(self._read(), name="node-output")
+        return self
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            self.lines.append(json.loads(line))
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
+        await self._tasks.aclose()
+
+
+async def account_rows(world: ShapeWorld, where: str = "true") -> list[dict[str, Any]]:
+    cursor = await world.db.execute(f"SELECT id, owner, balance, open, tags FROM account WHERE {where}")  # type: ignore[arg-type]
+    rows = [
+        {"id": i, "owner": owner, "balance": f"{balance}n", "open": is_open, "tags": tags}
+        for i, owner, balance, is_open, tags in await cursor.fetchall()
+    ]
+    return sorted(rows, key=lambda row: str(row["id"]))
+
+
+async def transact(world: ShapeWorld, rand: random.Random, steps: int) -> None:
+    for _ in range(steps):
+        async with world.db.transaction():
+            for _ in range(rand.randint(1, 4)):
+                key = rand.randint(1, 260)
+                statement = rand.choice(
+                    [
+                        f"INSERT INTO account VALUES ({key}, 'é\"{key}', {key}, NULL, NULL) ON CONFLICT DO NOTHING",
+                        f"UPDATE account SET balance = balance + {key}, open = NOT open WHERE id = {key}",
+                        f"UPDATE account SET owner = NULL WHERE id BETWEEN {key} AND {key + 3}",
+                        f"DELETE FROM account WHERE id = {key}",
+                        f"UPDATE account SET id = id + 1000 WHERE id = {key}",
+                    ]
+                )
+                await world.db.execute(statement)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["", "sse"])
+def test_the_stock_client_follows_a_table_through_inserts_updates_deletes_and_key_changes(
+    postgres_dsn: str, mode: str
+) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, fragment_changes=3) as world:
+            url = f"{world.server.url}/v1/shape"
+            everything = NodeClient(url, {"table": "account"}, mode)
+            some = NodeClient(url, {"table": "public.account", "where": "open = true AND balance > 20000"}, mode)
+            async with everything, some:
+                await eventually(lambda: everything.last["upToDate"] and some.last["upToDate"])
+                assert everything.rows == await account_rows(world)
+                rand = random.Random(5)
+                for _ in range(3):
+                    await transact(world, rand, 15)
+                    expected = await account_rows(world)
+                    await eventually(lambda: everything.rows == expected)  # noqa: B023
+                    matching = await account_rows(world, "open = true AND balance > 20000")
+                    await eventually(lambda: some.rows == matching)  # noqa: B023
+                assert everything.last["refetches"] == 0
+
+    run(main())
+
+
+def test_the_stock_client_starts_over_after_a_truncate_and_ends_equal(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with (
+            ShapeWorld(postgres_dsn, DDL) as world,
+            NodeClient(f"{world.server.url}/v1/shape", {"table": "account"}) as client,
+        ):
+            await eventually(lambda: client.last["upToDate"] and len(client.rows) == 200)
+            await world.db.execute("TRUNCATE account; INSERT INTO account VALUES (7, 'seven', 7, true, '{}')")
+            await eventually(lambda: client.last["upToDate"] and len(client.rows) == 1)
+            assert client.rows == await account_rows(world)
+            assert client.last["refetches"] >= 1
+
+    run(main())
+
+
+def test_the_stock_client_reads_a_base_of_many_chunks(postgres_dsn: str) -> None:
+    settings = ShapeSettings(long_poll_s=2, limits=LogLimits(chunk_bytes=2_000))
+
+    async def main() -> None:
+        async with (
+            ShapeWorld(postgres_dsn, DDL, settings) as world,
+            NodeClient(f"{world.server.url}/v1/shape", {"table": "account"}) as client,
+        ):
+            await eventually(lambda: client.last["upToDate"])
+            assert client.rows == await account_rows(world)
+            assert len(client.lines) > 5
+
+    run(main())
+
+
+def test_the_stock_client_follows_a_shard(postgres_dsn: str) -> None:
+    async def main() -> None:
+        schema = ShardSchema((Column("id", "int64"), Column("name", "string"), Column("sum", "decimal(12,2)")), ("id",))
+        shard = FakeShard("totals", schema)
+
+        async def opener(name: str) -> FakeShard:
+            return shard
+
+        def row(key: int, name: str | None, amount: str) -> dict[str, Any]:
+            from decimal import Decimal
+
+            return {"id": key, "name": name, "sum": Decimal(amount)}
+
+        async with ShapeWorld(postgres_dsn, DDL, shards=opener) as world:
+            await shard.append(1000, *[(10, 1, row(n, f"n{n}", "1.50")) for n in range(50)])
+            async with NodeClient(f"{world.server.url}/v1/shape", {"table": "shard.totals"}) as client:
+                await eventually(lambda: client.last["upToDate"] and len(client.rows) == 50)
+                await shard.append(
+                    2000,
+                    (1500, -1, row(3, "n3", "1.50")),
+                    (1500, 1, row(3, "three", "2.00")),
+                    (1500, -1, row(4, "n4", "1.50")),
+                    (1600, 1, row(99, None, "0.00")),
+                )
+                await eventually(lambda: len(client.rows) == 50 and any(r["id"] == "99n" for r in client.rows))
+                rows = {r["id"]: r for r in client.rows}
+                assert rows["3n"] == {"id": "3n", "name": "three", "sum": "2.00"}
+                assert "4n" not in rows
+                assert rows["99n"]["name"] is None
+            await world.service.aclose()
+            await eventually(lambda: shard.listeners == 0)
+
+    run(main())
