@@ -34,13 +34,14 @@ from tidemill.consensus.rules import UNWRITTEN, LeaseRow
 
 
 class MemoryState:
-    """Everything durable. `records[log][i]` stands at position heads[log].start + i."""
+    """Everything durable, and who waits for more of it. `records[log][i]` stands at heads[log].start + i."""
 
     def __init__(self) -> None:
         self.registers: dict[str, Versioned] = {}
         self.heads: dict[str, LogHead] = {}
         self.records: dict[str, list[LogRecord]] = {}
         self.leases: dict[str, LeaseRow] = {}
+        self.waiters: dict[str, list[tuple[int, asyncio.Future[None]]]] = {}
 
 
 def apply(state: MemoryState, op: AnyOp, now_ms: int) -> Any:
@@ -102,7 +103,7 @@ class MemoryConsensus(Facade):
     def __init__(self, clock: Clock, state: MemoryState | None = None) -> None:
         self.state = state if state is not None else MemoryState()
         self._clock = EngineClock(clock)
-        self._waiters: dict[str, list[tuple[int, asyncio.Future[None]]]] = {}
+        self._waiting: set[asyncio.Future[None]] = set()
         self._closed = False
 
     async def _submit(self, op: AnyOp) -> Any:
@@ -119,24 +120,26 @@ class MemoryConsensus(Facade):
             return True
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = (op.beyond, future)
-        self._waiters.setdefault(op.log, []).append(entry)
+        self._waiting.add(future)
+        self.state.waiters.setdefault(op.log, []).append(entry)
         try:
             async with asyncio.timeout(max(0.0, timeout_s)):
                 await future
         except TimeoutError:
             return False
         finally:
-            waiting = self._waiters.get(op.log, [])
+            self._waiting.discard(future)
+            waiting = self.state.waiters.get(op.log, [])
             if entry in waiting:
                 waiting.remove(entry)
         self._check_open()
         return True
 
     def _wake(self, log: str, next_position: int) -> None:
-        for entry in list(self._waiters.get(log, ())):
+        for entry in list(self.state.waiters.get(log, ())):
             beyond, future = entry
             if next_position > beyond:
-                self._waiters[log].remove(entry)
+                self.state.waiters[log].remove(entry)
                 if not future.done():
                     future.set_result(None)
 
@@ -146,8 +149,6 @@ class MemoryConsensus(Facade):
 
     async def aclose(self) -> None:
         self._closed = True
-        for waiting in self._waiters.values():
-            for _, future in waiting:
-                if not future.done():
-                    future.set_result(None)
-        self._waiters.clear()
+        for future in list(self._waiting):
+            if not future.done():
+                future.set_result(None)

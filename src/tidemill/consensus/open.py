@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from tidemill.base.clock import Clock, Rand
@@ -25,7 +24,7 @@ async def open_consensus(url: str, clock: Clock, rand: Rand) -> Consensus:
         path = "/" + rest.lstrip("/") if rest.startswith("/") else rest
         if host or not path or path.endswith("/"):
             raise Invalid(f"The URL names no database file: consensus.url={url!r}.", fix=FIX)
-        sqlite = SqliteConsensus(Path(os.path.abspath(path)), clock, rand)
+        sqlite = SqliteConsensus(Path(path), clock, rand)
         await sqlite.start()
         return sqlite
     if separator and scheme in ("postgresql", "postgres"):

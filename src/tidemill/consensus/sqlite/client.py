@@ -10,6 +10,7 @@ Requests of one turn of the loop leave in one write; answers of one read wake al
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class SqliteConsensus(Facade):
     """`api.Consensus` over a SQLite file. One object per event loop; `start` before use."""
 
     def __init__(self, database: Path, clock: Clock, rand: Rand) -> None:
-        self._database = database
+        self._database = Path(os.path.realpath(database))
         self._clock = clock
         self._rand = rand
         self._name = rand.nonce()
