@@ -7,8 +7,6 @@ from tidemill.base.clock import SystemClock
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 
 class TestMemory(ConsensusContract):
     @pytest.fixture

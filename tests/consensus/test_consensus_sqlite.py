@@ -9,8 +9,6 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.open import open_consensus
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 
 class TestSqlite(ConsensusContract):
     @pytest.fixture
