@@ -32,6 +32,22 @@ class TopicRow(msgspec.Struct, frozen=True):
     config: dict[str, str] = {}
 
 
+class TableSnapshot(msgspec.Struct, frozen=True):
+    """One captured table's finished initial snapshot: what the stream must skip, and where its topic began.
+
+    xmin, xmax, xip     pg_current_snapshot() of the copying transaction (64-bit xids)
+    lsn                 WAL insert position right after that snapshot: a later commit is never in it
+    offsets             next offset per partition of the topic when the copy ended
+    """
+
+    xmin: int
+    xmax: int
+    xip: tuple[int, ...]
+    lsn: int
+    rows: int
+    offsets: tuple[int, ...]
+
+
 class CaptureRow(msgspec.Struct, frozen=True):
     """A captured database: its tables and the topic of each. `generation` grows when a snapshot starts over."""
 
@@ -44,6 +60,8 @@ class CaptureRow(msgspec.Struct, frozen=True):
     topics: dict[str, str] = {}
     """schema.table → topic name"""
     snapshot_lsn: int = 0
+    snapshots: dict[str, TableSnapshot] = {}
+    """schema.table → its finished snapshot; a table that is captured but absent here starts over"""
 
 
 class PipelineRow(msgspec.Struct, frozen=True):

@@ -1,0 +1,87 @@
+"""Deferral and alignment of flush notices, for every consumer that writes transactions fragment by fragment. Pure.
+
+Storage flushes when its buffer is full or a timer fires, not when a transaction ends; what it reports is
+the position of the last *written* change. The tracker counts in commit boundaries: the last position of
+the whole transaction, most of whose changes may belong to other consumers. The race of seed 002: a flush
+reported in the middle of a transaction is below the boundary that the commit will register, and when the
+commit brings no further change for this consumer, no further flush ever comes. Two rules close it:
+
+    defer   a flush seen while the transaction it belongs to is open is kept (the greatest one) and looked
+            at again when that transaction is closed
+    align   `mapping` holds (last written position, commit boundary) of closed transactions whose flush is
+            still to come. A flush o drops entries with written < o, and takes the boundary of the entry
+            with written == o; the notice is max(o, greatest boundary dropped or taken).
+
+A transaction that closes without a written change raises the boundary of the last entry, since nothing of
+its own will be flushed; with no entry there is nothing to wait for and the boundary is reported at once.
+
+The caller registers with the tracker at the commit and sends what these methods return through the
+collector's queue, which orders the notice after the registration.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from tidemill.base.frontier import ChangePosition
+
+
+class FragmentConsumer:
+    """One consumer's memory between its storage and the tracker. Methods return the position to report, or None."""
+
+    def __init__(self, *, defer: bool = True) -> None:
+        """`defer=False` plants the fault of seed 002 (raw notices before the commit), for tests that must find it."""
+        self._defer = defer
+        self._open_lsn: int | None = None
+        self._open_written: ChangePosition | None = None
+        self._deferred: ChangePosition | None = None
+        self._mapping: deque[tuple[ChangePosition, ChangePosition]] = deque()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is open, mapped or deferred: only then may the consumer be suspended (C14)."""
+        return self._open_lsn is None and not self._mapping and self._deferred is None
+
+    @property
+    def pending_txn(self) -> bool:
+        return self._open_lsn is not None
+
+    def fragment(self, written: ChangePosition | None, last: ChangePosition, *, commits: bool) -> ChangePosition | None:
+        """`written`: the last change of the fragment that went to storage, if any; `last`: its own last position."""
+        if written is not None:
+            self._open_lsn = last.commit_lsn
+            self._open_written = written
+        if not commits:
+            return None
+        written, self._open_written, self._open_lsn = self._open_written, None, None
+        notice: ChangePosition | None = None
+        if written is not None:
+            self._mapping.append((written, last))
+        elif self._mapping:
+            self._mapping[-1] = (self._mapping[-1][0], last)
+        else:
+            notice = last
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            aligned = self.align(deferred)
+            notice = aligned if notice is None else max(notice, aligned)
+        return notice
+
+    def flushed(self, position: ChangePosition) -> ChangePosition | None:
+        """Storage holds everything written up to `position`."""
+        if self._defer and self._open_lsn is not None and position.commit_lsn >= self._open_lsn:
+            self._deferred = position if self._deferred is None else max(self._deferred, position)
+            return None
+        return self.align(position)
+
+    def align(self, position: ChangePosition) -> ChangePosition:
+        """Raise a flushed position to the boundary it completes."""
+        aligned = position
+        while self._mapping and self._mapping[0][0] <= position:
+            _, boundary = self._mapping.popleft()
+            aligned = max(aligned, boundary)
+        return aligned
+
+    def abandon(self) -> None:
+        """Forget the open transaction (its remaining changes concern nobody here any more)."""
+        self._open_lsn = self._open_written = None

@@ -1,0 +1,249 @@
+"""pgoutput messages → fragments of transactions. Pure: no I/O, no clock.
+
+    message          effect
+    Begin            opens a transaction
+    Insert/Update/Delete/Truncate   changes, ordinal + 2 each (a key change may be split into n and n + 1)
+    Message          transactional with prefix `tidemill`: a Marker on the fragment that commits; others ignored
+    Relation         `RelationSeen`, at once, even inside a transaction; buffered changes stay where they are
+    Commit           the last fragment, with everything still buffered
+
+A fragment is handed on when `max_changes` (or `max_bytes`) are buffered, always without the newest change:
+so the fragment that commits has a last position of its own, and a transaction whose size is a multiple of
+the limit does not lose its commit to the recognition of replays (electric #3726).
+
+The cut depends on the stream alone, so a replay from the same start yields the same fragments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.frontier import ChangePosition
+from tidemill.capture.changes import Change, Column, Fragment, Marker, Op, Relation, Row
+from tidemill.capture.wire.pgoutput import (
+    UNCHANGED,
+    Begin,
+    Commit,
+    Delete,
+    Insert,
+    LogicalMessage,
+    Message,
+    Origin,
+    RelationMessage,
+    Truncate,
+    Tuple,
+    TypeMessage,
+    Update,
+)
+
+MARKER_PREFIX = "tidemill"
+FRAGMENT_CHANGES = 500
+FRAGMENT_BYTES = 1 << 20
+ORDINAL_STEP = 2
+
+
+class RelationSeen(msgspec.Struct, frozen=True):
+    """The stream describes a relation. `changed`: not as it is known here; the caller looks it up and calls `learn`
+    before it feeds the next message."""
+
+    message: RelationMessage
+    changed: bool
+
+
+class Converter:
+    def __init__(
+        self,
+        relations: Mapping[int, Relation] | None = None,
+        *,
+        max_changes: int = FRAGMENT_CHANGES,
+        max_bytes: int = FRAGMENT_BYTES,
+    ) -> None:
+        if max_changes < 2:
+            raise Invalid(f"a fragment holds at least two changes: max_changes={max_changes}.")
+        self.relations: dict[int, Relation] = dict(relations or {})
+        self._max_changes = max_changes
+        self._max_bytes = max_bytes
+        self._begin: Begin | None = None
+        self._emitted = False
+        self._buffer: list[Change] = []
+        self._buffer_bytes = 0
+        self._ordinal = 0
+        self._markers: list[Marker] = []
+
+    @property
+    def inside_txn(self) -> bool:
+        return self._begin is not None
+
+    def learn(self, relation: Relation) -> None:
+        self.relations[relation.oid] = relation
+
+    def feed(self, message: Message, size_bytes: int = 0) -> Fragment | RelationSeen | None:
+        """Take one message, return what it completes.
+
+        Raises Corrupt when the stream breaks its own grammar, Invalid when an old row is missing that only
+        REPLICA IDENTITY FULL provides.
+        """
+        match message:
+            case Insert():
+                relation = self._relation(message.oid)
+                change = self._change(relation, "insert", new=_row(relation, message.new, None))
+            case Update():
+                relation = self._relation(message.oid)
+                old = _row(relation, message.old, None) if message.old_kind == "O" and message.old else None
+                if old is None:
+                    raise _no_old_row(relation, "UPDATE")
+                change = self._change(relation, "update", new=_row(relation, message.new, old), old=old)
+            case Delete():
+                relation = self._relation(message.oid)
+                if message.old_kind != "O":
+                    raise _no_old_row(relation, "DELETE")
+                change = self._change(relation, "delete", old=_row(relation, message.old, None))
+            case Begin():
+                if self._begin is not None:
+                    raise Corrupt(f"Begin inside a transaction: open_xid={self._begin.xid} xid={message.xid}.")
+                self._begin, self._emitted, self._ordinal = message, False, 0
+                return None
+            case Commit():
+                return self._commit(message)
+            case Truncate():
+                # One change per relation; only the last can complete a fragment that is returned here.
+                return self._truncate(message)
+            case RelationMessage():
+                return RelationSeen(message, not _same_shape(self.relations.get(message.oid), message))
+            case LogicalMessage():
+                if message.transactional and message.prefix == MARKER_PREFIX and message.content:
+                    self._markers.append(Marker(message.content.decode(errors="replace")))
+                return None
+            case TypeMessage() | Origin():
+                return None
+        self._push(change, size_bytes)
+        return self._overflow()
+
+    def _truncate(self, message: Truncate) -> Fragment | None:
+        for oid in message.oids:
+            self._push(self._change(self._relation(oid), "truncate"), 0)
+        return self._overflow()
+
+    def _commit(self, message: Commit) -> Fragment:
+        begin = self._begin
+        if begin is None or begin.final_lsn != message.commit_lsn:
+            raise Corrupt(f"Commit without its Begin: commit_lsn={message.commit_lsn}.")
+        last = self._buffer[-1].position if self._buffer else ChangePosition(begin.final_lsn, 0)
+        fragment = Fragment(
+            xid=begin.xid,
+            commit_lsn=begin.final_lsn,
+            end_lsn=message.end_lsn,
+            commit_time_ms=message.commit_time_ms,
+            begins=not self._emitted,
+            commits=True,
+            changes=tuple(self._buffer),
+            last=last,
+            markers=tuple(self._markers),
+        )
+        self._begin = None
+        self._buffer, self._buffer_bytes, self._markers = [], 0, []
+        return fragment
+
+    def _overflow(self) -> Fragment | None:
+        """Hand on all but the newest change when the buffer is full."""
+        if len(self._buffer) < 2 or (len(self._buffer) <= self._max_changes and self._buffer_bytes <= self._max_bytes):
+            return None
+        assert self._begin is not None
+        newest = self._buffer.pop()
+        changes = tuple(self._buffer)
+        fragment = Fragment(
+            xid=self._begin.xid,
+            commit_lsn=self._begin.final_lsn,
+            end_lsn=0,
+            commit_time_ms=self._begin.commit_time_ms,
+            begins=not self._emitted,
+            commits=False,
+            changes=changes,
+            last=changes[-1].position,
+        )
+        self._emitted = True
+        self._buffer, self._buffer_bytes = [newest], 0
+        return fragment
+
+    def _change(self, relation: Relation, op: Op, *, new: Row | None = None, old: Row | None = None) -> Change:
+        if self._begin is None:
+            raise Corrupt(f"change outside a transaction: relation={relation.name} op={op}.")
+        change = Change(relation, op, ChangePosition(self._begin.final_lsn, self._ordinal), new, old)
+        self._ordinal += ORDINAL_STEP
+        return change
+
+    def _push(self, change: Change, size_bytes: int) -> None:
+        self._buffer.append(change)
+        self._buffer_bytes += size_bytes
+
+    def _relation(self, oid: int) -> Relation:
+        relation = self.relations.get(oid)
+        if relation is None:
+            raise Corrupt(f"change for a relation the stream has not described: oid={oid}.")
+        return relation
+
+
+def key_changed(change: Change) -> bool:
+    """An UPDATE that gave the row another primary key."""
+    if change.op != "update" or change.old is None or change.new is None:
+        return False
+    return any(change.old[c.name] != change.new[c.name] for c in change.relation.key_columns)
+
+
+def merge_relation(message: RelationMessage, known: Relation | None) -> Relation:
+    """The relation as the stream describes it, with what only the catalogue knows taken over by column name.
+
+    Columns come from the stream, since that is what its tuples hold. Key, type names and NOT NULL come from
+    `known`; without it (the table is gone) every column is part of the key.
+    """
+    by_name = {column.name: column for column in known.columns} if known else {}
+    columns = []
+    for index, wire in enumerate(message.columns):
+        old = by_name.get(wire.name)
+        same_type = old is not None and (old.type_oid, old.type_mod) == (wire.type_oid, wire.type_mod)
+        columns.append(
+            Column(
+                name=wire.name,
+                type_oid=wire.type_oid,
+                type_mod=wire.type_mod,
+                type_name=old.type_name if old is not None and same_type else f"oid {wire.type_oid}",
+                key_index=old.key_index if old is not None else (index if known is None else -1),
+                not_null=old.not_null if old is not None else False,
+            )
+        )
+    return Relation(message.oid, message.schema, message.table, tuple(columns))
+
+
+def _same_shape(known: Relation | None, message: RelationMessage) -> bool:
+    if known is None or (known.schema, known.table) != (message.schema, message.table):
+        return False
+    ours = [(c.name, c.type_oid, c.type_mod) for c in known.columns]
+    return ours == [(c.name, c.type_oid, c.type_mod) for c in message.columns]
+
+
+def _row(relation: Relation, values: Tuple | None, old: Row | None) -> Row:
+    """Name the values; an unchanged TOASTed value is taken from the old row."""
+    columns = relation.columns
+    if values is None or len(values) != len(columns):
+        found = -1 if values is None else len(values)
+        raise Corrupt(f"tuple does not fit: relation={relation.name} columns={len(columns)} values={found}.")
+    row: Row = {}
+    for column, value in zip(columns, values, strict=True):
+        if value is None or isinstance(value, str):
+            row[column.name] = value
+        else:
+            assert value is UNCHANGED
+            if old is None:
+                raise _no_old_row(relation, "unchanged TOASTed value")
+            row[column.name] = old[column.name]
+    return row
+
+
+def _no_old_row(relation: Relation, what: str) -> Invalid:
+    return Invalid(
+        f"the stream lacks an old row: relation={relation.name} at={what}.",
+        fix=f"Run ALTER TABLE {relation.name} REPLICA IDENTITY FULL, then start this capture over.",
+    )

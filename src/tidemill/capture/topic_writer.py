@@ -1,0 +1,422 @@
+"""The sink that writes topics: one topic per captured table, exactly once across crashes.
+
+    key      JSON object of the primary key's columns; null for truncate
+    value    JSON object of all columns; null for delete and truncate
+    headers  tm.pos = <commit_lsn>_<ordinal>, tm.op, tm.xid          timestamp = commit time, ms
+
+    change              records
+    insert, update      upsert
+    key-changing update tombstone of the old key @n, upsert @n+1
+    delete              tombstone
+    truncate            one record, key and value null, tm.op=truncate, in every partition: all keys are gone
+
+Offsets are decided here, before anything is sent (lane.py, L1), hence the offsets at each commit boundary are
+known at the commit. Records go out in rounds: while few rounds are under way a new one is sent at once, else
+what arrives meanwhile waits and travels together. A round is durable when it and all before it are.
+
+    fragment ─► lanes ─► round ─► produce_nowait … ended ─► consumer.flushed(position) ─► boundaries ─► Binder
+
+W1  A boundary reaches the binder only when every record up to it is durable.
+W2  The tracker hears of a boundary only after the binding that covers it: confirmed ≤ bound ≤ durable. So the
+    newest binding says where the count of offsets starts again after a crash, whatever the tails look like.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import structlog
+
+from tidemill.base.clock import Rand
+from tidemill.base.errors import Closed, Corrupt, Missing, TidemillError, Unavailable, Unknown
+from tidemill.base.frontier import ChangePosition
+from tidemill.base.tasks import Tasks
+from tidemill.capture.boundaries import Boundary, in_snapshot
+from tidemill.capture.changes import Change, Fragment, Relation, Row
+from tidemill.capture.consumer import FragmentConsumer
+from tidemill.capture.converter import key_changed
+from tidemill.capture.lane import Lane, LaneBatch, Round
+from tidemill.capture.sinks import FlushNotices
+from tidemill.capture.values import RowEncoder
+from tidemill.metastore.catalogue import TableSnapshot, TopicRow
+from tidemill.topics.batch import Record, decode_batch
+from tidemill.topics.front import FetchRead, OutOfOrderSequence, ProduceResult, TopicLog
+
+log = structlog.get_logger()
+
+ROUNDS_IN_FLIGHT = 3
+"""Fewer than the five batches a partition remembers per producer, so a batch sent again is recognised."""
+BACKLOG_BYTES = 16 << 20
+ROUND_BYTES = 2 << 20
+REPAIR_PAUSE_S = 0.05
+REPAIR_PAUSE_MAX_S = 2.0
+OPEN_ATTEMPTS = 100
+TAIL_FETCH_BYTES = 1 << 20
+
+POSITION_HEADER, OP_HEADER, XID_HEADER = "tm.pos", "tm.op", "tm.xid"
+
+_RETRIABLE = (Unavailable, Unknown, OutOfOrderSequence)
+
+
+class CapturedTable:
+    """One table's topic: its lanes, and which transactions are in it already."""
+
+    def __init__(self, name: str, topic: TopicRow, producer_id: int) -> None:
+        self.name = name
+        self.topic = topic
+        self.lanes = [Lane(topic.name, topic.topic_id, p, producer_id) for p in range(topic.partitions)]
+        self.snapshot: TableSnapshot | None = None
+        self.bound_lsn = -1
+        self._encoder: RowEncoder | None = None
+
+    def encoder(self, relation: Relation) -> RowEncoder:
+        if self._encoder is None or self._encoder.relation is not relation:
+            self._encoder = RowEncoder(relation)
+        return self._encoder
+
+    def lane_of(self, key: bytes) -> Lane:
+        return self.lanes[zlib.crc32(key) % len(self.lanes)] if len(self.lanes) > 1 else self.lanes[0]
+
+    def holds(self, fragment: Fragment) -> bool:
+        """The transaction is bound already, or part of the table's snapshot."""
+        return fragment.commit_lsn <= self.bound_lsn or in_snapshot(fragment.xid, fragment.commit_lsn, self.snapshot)
+
+
+class TopicWriter:
+    """`on_durable(boundaries)` is called, in commit order, when boundaries have become durable."""
+
+    def __init__(
+        self,
+        consumer_name: str,
+        tables: Iterable[CapturedTable],
+        topics: TopicLog,
+        rand: Rand,
+        on_durable: Callable[[Sequence[Boundary]], None],
+    ) -> None:
+        self.name = consumer_name
+        self.notices: FlushNotices | None = None
+        self._tables = {table.name: table for table in tables}
+        self._topics = topics
+        self._rand = rand
+        self._on_durable = on_durable
+        self._consumer = FragmentConsumer()
+        self._boundaries: deque[Boundary] = deque()
+        self._rounds: deque[Round] = deque()
+        self._dirty: dict[Lane, None] = {}
+        self._touched: dict[Lane, None] = {}
+        self._written = ChangePosition(0, 0)
+        self._open_bytes = 0
+        self._flight_bytes = 0
+        self._scheduled = False
+        self._changed = asyncio.Event()
+        self._failure: TidemillError | None = None
+        self._tasks = Tasks(self._task_failed)
+
+    # opening --------------------------------------------------------------------------------------
+    async def open(self, bound: dict[str, tuple[int, ...]], bound_lsn: int) -> None:
+        """Learn every partition's tail. `bound`: offsets and LSN of the newest binding.
+
+        Raises Corrupt (a topic lost bound records), Missing (a topic is gone), Unavailable.
+        """
+        for table in self._tables.values():
+            offsets = bound.get(table.topic.topic_id)
+            if offsets is not None:
+                table.bound_lsn = bound_lsn
+            elif table.snapshot is not None:
+                offsets = table.snapshot.offsets
+            for lane in table.lanes:
+                base = offsets[lane.partition] if offsets is not None else 0
+                high_watermark = await self._high_watermark(lane)
+                if offsets is None and high_watermark > 0:
+                    raise Corrupt(f"a fresh topic holds records: topic={lane.topic} records={high_watermark}.")
+                tail = await self._tail(lane, high_watermark) if high_watermark > base else None
+                lane.start_at(base, high_watermark, tail)
+
+    async def _high_watermark(self, lane: Lane) -> int:
+        """A partition that is just being opened, or whose creation has not got about yet, is waited for."""
+        for attempt in range(OPEN_ATTEMPTS):
+            try:
+                return (await self._topics.offsets(lane.topic_id, lane.partition)).high_watermark
+            except (Unavailable, Unknown, Missing):
+                if attempt == OPEN_ATTEMPTS - 1:
+                    raise
+                await asyncio.sleep(0.1)
+        raise AssertionError("unreachable")
+
+    async def _tail(self, lane: Lane, high_watermark: int) -> ChangePosition | None:
+        """Position of the record before the high watermark; None when retention has removed it."""
+        read = FetchRead(lane.topic_id, lane.partition, high_watermark - 1, TAIL_FETCH_BYTES)
+        for attempt in range(OPEN_ATTEMPTS):
+            (fetched,) = await self._topics.fetch([read], max_wait_s=0.0, min_bytes=0, max_bytes=TAIL_FETCH_BYTES)
+            if fetched.error is None:
+                break
+            if not isinstance(fetched.error, Unavailable | Unknown) or attempt == OPEN_ATTEMPTS - 1:
+                raise fetched.error
+            await asyncio.sleep(0.1)
+        for batch in fetched.batches:
+            for record in decode_batch(batch).records:
+                if record.offset == high_watermark - 1:
+                    return position_of(record)
+        return None
+
+    # Sink -----------------------------------------------------------------------------------------
+    async def deliver(self, fragment: Fragment, notices: FlushNotices) -> list[str]:
+        """See sinks.Sink. Waits for room, never for durability. Raises what made the writer fail."""
+        if self._failure is not None:
+            raise self._failure
+        self.notices = notices
+        written: ChangePosition | None = None
+        for change in fragment.changes:
+            table = self._tables.get(change.relation.name)
+            if table is None or table.holds(fragment):
+                continue
+            if self._write(table, change, fragment):
+                written = change.position
+        if written is not None:
+            self._written = max(self._written, written)
+        if fragment.commits:
+            self._boundary(fragment, written)
+        else:
+            self._consumer.fragment(written, fragment.last, commits=False)
+        self._kick()
+        await self._room()
+        return [self.name] if fragment.commits else []
+
+    def progress(self, lsn: int) -> None:
+        """A keepalive outside transactions: WAL up to `lsn` (inclusive) holds nothing that was not delivered."""
+        last = ChangePosition(lsn, 0)
+        if self._boundaries and not self._boundaries[-1].commit:
+            self._boundaries.pop()
+        self._boundaries.append(Boundary(lsn, last, commit=False))
+        self._aligned(self._consumer.fragment(None, last, commits=True))
+
+    async def aclose(self) -> None:
+        """Stop sending. What is in flight ends by itself; whoever opens the lanes next finds it or refuses it (L1)."""
+        if self._failure is None:
+            self._failure = Closed(f"the topic writer was closed: consumer={self.name}.")
+        self._changed.set()
+        await self._tasks.aclose()
+
+    # snapshot -------------------------------------------------------------------------------------
+    async def write_rows(self, table: CapturedTable, relation: Relation, rows: Sequence[Row], now_ms: int) -> None:
+        """Rows of the initial snapshot, at positions (0, n). Waits for room."""
+        if self._failure is not None:
+            raise self._failure
+        encoder = table.encoder(relation)
+        for row in rows:
+            key = encoder.key(row)
+            lane = table.lane_of(key)
+            position = ChangePosition(0, lane.next)
+            lane.take(position)
+            self._put(lane, key, encoder.value(row), position, b"insert", b"0", now_ms)
+        self._kick()
+        await self._room()
+
+    async def drained(self) -> None:
+        """Until everything written is durable. Raises what made the writer fail."""
+        while self._dirty or self._rounds:
+            await self._change()
+
+    # state for marks ------------------------------------------------------------------------------
+    @property
+    def held_by(self) -> str:
+        """The mark of a topic that does not take its records just now, or ""."""
+        for table in self._tables.values():
+            for lane in table.lanes:
+                if lane.repairing:
+                    return f"topic:{lane.topic}"
+        return ""
+
+    # writing --------------------------------------------------------------------------------------
+    def _write(self, table: CapturedTable, change: Change, fragment: Fragment) -> bool:
+        """Give the change's records their offsets; True when at least one has still to be written."""
+        encoder = table.encoder(change.relation)
+        xid, at_ms = b"%d" % fragment.xid, fragment.commit_time_ms
+        if change.op == "truncate":
+            fresh = [self._record(lane, None, None, change.position, b"truncate", xid, at_ms) for lane in table.lanes]
+            return any(fresh)
+        if change.op == "delete":
+            assert change.old is not None
+            key = encoder.key(change.old)
+            return self._record(table.lane_of(key), key, None, change.position, b"delete", xid, at_ms)
+        assert change.new is not None
+        position, fresh_tombstone = change.position, False
+        if key_changed(change):
+            assert change.old is not None
+            key = encoder.key(change.old)
+            fresh_tombstone = self._record(table.lane_of(key), key, None, position, b"delete", xid, at_ms)
+            position = ChangePosition(position.commit_lsn, position.ordinal + 1)
+        key = encoder.key(change.new)
+        lane = table.lane_of(key)
+        self._touched[lane] = None
+        if not lane.take(position):
+            return fresh_tombstone
+        self._put(lane, key, encoder.value(change.new), position, change.op.encode(), xid, at_ms)
+        return True
+
+    def _record(
+        self, lane: Lane, key: bytes | None, value: bytes | None, at: ChangePosition, op: bytes, xid: bytes, at_ms: int
+    ) -> bool:
+        self._touched[lane] = None
+        if not lane.take(at):
+            return False
+        self._put(lane, key, value, at, op, xid, at_ms)
+        return True
+
+    def _put(
+        self, lane: Lane, key: bytes | None, value: bytes | None, at: ChangePosition, op: bytes, xid: bytes, at_ms: int
+    ) -> None:
+        position = b"%d_%d" % (at.commit_lsn, at.ordinal)
+        headers = ((POSITION_HEADER, position), (OP_HEADER, op), (XID_HEADER, xid))
+        self._open_bytes += lane.add(Record(key, value, headers, at_ms))
+        self._dirty[lane] = None
+
+    def _boundary(self, fragment: Fragment, written: ChangePosition | None) -> None:
+        offsets = [(lane.topic_id, lane.partition, lane.next) for lane in self._touched]
+        self._touched.clear()
+        tags = tuple(marker.content for marker in fragment.markers)
+        self._boundaries.append(
+            Boundary(fragment.commit_lsn, fragment.last, True, fragment.commit_time_ms, offsets, tags)
+        )
+        self._aligned(self._consumer.fragment(written, fragment.last, commits=True))
+
+    def _aligned(self, position: ChangePosition | None) -> None:
+        """Everything up to the commit boundary `position` is durable (W1)."""
+        if position is None:
+            return
+        done: list[Boundary] = []
+        while self._boundaries and self._boundaries[0].last <= position:
+            done.append(self._boundaries.popleft())
+        if done:
+            self._on_durable(done)
+
+    # rounds ---------------------------------------------------------------------------------------
+    def _kick(self) -> None:
+        """Send what waits at the end of this turn of the loop, so that fragments at hand travel together."""
+        if not self._scheduled and self._dirty:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._send_round)
+
+    def _send_round(self) -> None:
+        self._scheduled = False
+        if not self._dirty or self._failure is not None or len(self._rounds) >= ROUNDS_IN_FLIGHT:
+            return
+        round_ = Round(self._written)
+        self._rounds.append(round_)
+        dirty, self._dirty, self._open_bytes = self._dirty, {}, 0
+        batches = [(lane, batch) for lane in dirty for batch in lane.close_batches(round_)]
+        for lane, batch in batches:
+            self._flight_bytes += len(batch.data)
+            if not lane.repairing:
+                self._send(lane, batch)
+
+    def _send(self, lane: Lane, batch: LaneBatch) -> None:
+        batch.in_flight = True
+        # The log patches offsets in place, so a batch that may be sent again is sent as a copy.
+        future = self._topics.produce_nowait(lane.topic_id, lane.partition, bytearray(batch.data))
+        future.add_done_callback(lambda ended: self._ended(lane, batch, ended))
+
+    def _ended(self, lane: Lane, batch: LaneBatch, future: asyncio.Future[ProduceResult]) -> None:
+        batch.in_flight = False
+        self._changed.set()
+        error = Closed("the produce call was cancelled.") if future.cancelled() else future.exception()
+        if error is None:
+            if future.result().base_offset != batch.start:
+                self._fail(
+                    Corrupt(
+                        f"somebody else wrote to a capture's topic: topic={lane.topic} partition={lane.partition}"
+                        f" expected={batch.start} found={future.result().base_offset}.",
+                        fix="Let only the capture write to it; start the capture over.",
+                    )
+                )
+                return
+            lane.failures = 0
+            batch.done = True
+            while lane.pending and lane.pending[0].done:
+                self._landed(lane.pending.popleft())
+        elif isinstance(error, _RETRIABLE):
+            if not lane.repairing and self._failure is None:
+                lane.repairing = True
+                self._tasks.spawn(self._repair(lane, error), name=f"repair {lane.topic}/{lane.partition}")
+        else:
+            translated = error if isinstance(error, TidemillError) else Unavailable(f"produce failed: {error!r}.")
+            self._fail(translated)
+
+    def _landed(self, batch: LaneBatch) -> None:
+        self._flight_bytes -= len(batch.data)
+        batch.round.left -= 1
+        durable: ChangePosition | None = None
+        while self._rounds and self._rounds[0].left == 0:
+            durable = self._rounds.popleft().position
+        if durable is not None:
+            self._aligned(self._consumer.flushed(durable))
+            self._kick()
+        self._changed.set()
+
+    async def _repair(self, lane: Lane, cause: BaseException) -> None:
+        """A batch failed, and with it what was in line behind it. Wait until nothing of this partition is in flight,
+        look what the log holds after all, and send the rest again, same sequences, same order."""
+        lane.failures += 1
+        log.warning("records not accepted, sending again", topic=lane.topic, failures=lane.failures, cause=str(cause))
+        while True:
+            pause_s = min(REPAIR_PAUSE_MAX_S, REPAIR_PAUSE_S * 2 ** min(lane.failures, 10))
+            await asyncio.sleep(self._rand.uniform(pause_s / 2, pause_s))
+            while any(batch.in_flight for batch in lane.pending):
+                await self._change()
+            try:
+                high_watermark = (await self._topics.offsets(lane.topic_id, lane.partition)).high_watermark
+            except (Unavailable, Unknown):
+                lane.failures += 1
+                continue
+            break
+        # No await from here on: new batches keep joining the line behind.
+        lane.repairing = False
+        for batch in lane.landed(high_watermark):
+            self._landed(batch)
+        if lane.pending and lane.pending[0].start < high_watermark:
+            # A predecessor's batch with other borders landed. The next session counts from the tail again.
+            self._fail(Unavailable(f"the topic moved on its own: topic={lane.topic} partition={lane.partition}."))
+            return
+        for batch in lane.pending:
+            self._send(lane, batch)
+
+    # waiting --------------------------------------------------------------------------------------
+    async def _room(self) -> None:
+        while self._open_bytes > ROUND_BYTES and self._open_bytes + self._flight_bytes > BACKLOG_BYTES:
+            await self._change()
+
+    async def _change(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._changed.clear()
+        await self._changed.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def _task_failed(self, _: str, error: BaseException) -> None:
+        self._fail(error if isinstance(error, TidemillError) else Unavailable(f"the topic writer failed: {error!r}."))
+
+    def _fail(self, error: TidemillError) -> None:
+        if self._failure is None:
+            self._failure = error
+        self._changed.set()
+
+    async def failed(self) -> None:
+        """Wait for the writer's failure and raise it."""
+        while True:
+            await self._change()
+
+
+def position_of(record: Record) -> ChangePosition:
+    """The position a capture's record carries. Raises Corrupt when it carries none."""
+    for name, content in record.headers:
+        if name == POSITION_HEADER and content is not None:
+            try:
+                commit_lsn, ordinal = content.split(b"_")
+                return ChangePosition(int(commit_lsn), int(ordinal))
+            except ValueError:
+                break
+    raise Corrupt(f"a record of a capture's topic has no position: offset={record.offset}.")

@@ -1,0 +1,280 @@
+"""One PostgreSQL connection over libpq's asynchronous calls (psycopg's `pq` layer): queries, COPY out, replication.
+
+Everything is text and the simple query protocol, because a replication connection speaks nothing else and
+because rows must read exactly as the stream prints them: snapshot and stream share `DISPLAY_SETTINGS`.
+
+One task uses a `Wire` at a time, with one exception: while one task receives the stream, another may `send`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+from tidemill.base.errors import Closed, Invalid, Unavailable
+from tidemill.capture.wire.errors import connect_error, statement_error
+
+if TYPE_CHECKING:
+    from psycopg.pq.abc import PGconn, PGresult
+
+DISPLAY_SETTINGS: Mapping[str, str] = {
+    "client_encoding": "UTF8",
+    "bytea_output": "hex",
+    "DateStyle": "ISO, DMY",
+    "TimeZone": "UTC",
+    "extra_float_digits": "1",
+    "IntervalStyle": "iso_8601",
+}
+"""Whoever reads rows of a captured database sets these, or snapshot and stream differ in their text."""
+
+CONNECT_TIMEOUT_S = 10
+_BURST_BYTES = 256 << 10
+
+SqlRow = tuple[str | None, ...]
+
+
+def identifier(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def qualified(schema: str, table: str) -> str:
+    return f"{identifier(schema)}.{identifier(table)}"
+
+
+def literal(text: str) -> str:
+    quoted = "'" + text.replace("'", "''") + "'"
+    return f" E{quoted}".replace("\\", "\\\\") if "\\" in text else quoted
+
+
+def where(dsn: str) -> str:
+    """Host, port, database and user of a DSN for messages, never the password. Raises Invalid on nonsense."""
+    import psycopg
+    from psycopg.conninfo import conninfo_to_dict
+
+    try:
+        parts = conninfo_to_dict(dsn)
+    except psycopg.ProgrammingError as error:
+        # libpq quotes the offending text, which may hold a password: name the kind of error only.
+        raise Invalid(
+            "the DSN cannot be read.", fix="Write it as postgresql://user:password@host:5432/database."
+        ) from error
+    names = ("host", "port", "dbname", "user")
+    return " ".join(f"{name}={parts[name]}" for name in names if parts.get(name)) or "dsn=default"
+
+
+class Wire:
+    def __init__(self, connection: Any, target: str) -> None:
+        self._connection = connection
+        self._pgconn: PGconn = connection.pgconn
+        self._target = target
+        self._pgconn.nonblocking = 1
+
+    @classmethod
+    async def connect(cls, dsn: str, *, replication: bool = False, purpose: str = "capture") -> Self:
+        """Connect and set DISPLAY_SETTINGS. Raises Invalid (DSN, credentials, database) or Unavailable."""
+        import psycopg
+
+        target = where(dsn)
+        extra: dict[str, Any] = {"replication": "database"} if replication else {}
+        try:
+            connection = await psycopg.AsyncConnection.connect(
+                dsn,
+                autocommit=True,
+                connect_timeout=CONNECT_TIMEOUT_S,
+                application_name=f"tidemill {purpose}",
+                **extra,
+            )
+        except psycopg.Error as error:
+            raise connect_error(str(error), target) from error
+        wire = cls(connection, target)
+        try:
+            settings = {**DISPLAY_SETTINGS, "statement_timeout": "0", "idle_in_transaction_session_timeout": "0"}
+            for name, value in settings.items():
+                await wire.query(f"SET {name} = {literal(value)}")
+        except BaseException:
+            await wire.aclose()
+            raise
+        return wire
+
+    @property
+    def backend_pid(self) -> int:
+        return self._pgconn.backend_pid
+
+    @property
+    def server_version(self) -> int:
+        """E.g. 180006 for 18.6."""
+        return self._pgconn.server_version
+
+    async def query(self, sql: str) -> list[SqlRow]:
+        """Run one statement, return its rows as text. Raises by SQLSTATE (wire/errors.py); the wire stays usable
+        after a failed statement, not after a cancelled call."""
+        from psycopg.pq import ExecStatus
+
+        self._send_query(sql)
+        rows: list[SqlRow] = []
+        failure: Exception | None = None
+        while (result := await self._result()) is not None:
+            if result.status == ExecStatus.TUPLES_OK:
+                rows = _text_rows(result)
+            elif result.status not in (ExecStatus.COMMAND_OK, ExecStatus.EMPTY_QUERY):
+                failure = failure or self._failure(result, sql)
+            result.clear()
+        if failure is not None:
+            raise failure
+        return rows
+
+    async def value(self, sql: str) -> str | None:
+        rows = await self.query(sql)
+        return rows[0][0] if rows else None
+
+    async def copy_out(self, sql: str) -> AsyncIterator[list[bytes]]:
+        """Run COPY … TO STDOUT; yields bursts of rows in COPY's text format, each with its newline."""
+        from psycopg.pq import ExecStatus
+
+        self._send_query(sql)
+        result = await self._result()
+        if result is None or result.status != ExecStatus.COPY_OUT:
+            error = self._failure(result, sql)
+            await self._drain()
+            raise error
+        result.clear()
+        while burst := await self._burst():
+            yield burst
+        failure = await self._drain()
+        if failure is not None:
+            raise failure
+
+    async def start_copy_both(self, command: str) -> None:
+        """START_REPLICATION …; afterwards `receive` and `send` are what the wire does."""
+        from psycopg.pq import ExecStatus
+
+        self._send_query(command)
+        result = await self._result()
+        if result is None or result.status != ExecStatus.COPY_BOTH:
+            error = self._failure(result, command)
+            await self._drain()
+            raise error
+        result.clear()
+
+    async def receive(self) -> list[bytes]:
+        """The messages at hand, at least one. Raises when the server ends the stream."""
+        burst = await self._burst()
+        if burst:
+            return burst
+        raise await self._drain() or Unavailable(f"the server ended the stream: {self._target}.")
+
+    async def send(self, data: bytes) -> None:
+        import psycopg
+
+        try:
+            while self._pgconn.put_copy_data(data) == 0:
+                await self._ready(write=True)
+            while self._pgconn.flush() == 1:
+                await self._ready(write=True)
+        except psycopg.Error as error:
+            raise self._broken(error) from error
+
+    async def aclose(self) -> None:
+        """Idempotent; ends the session, so its locks and its hold on the slot go."""
+        await self._connection.close()
+
+    def _send_query(self, sql: str) -> None:
+        import psycopg
+
+        try:
+            self._pgconn.send_query(sql.encode())
+        except psycopg.Error as error:
+            raise self._broken(error) from error
+
+    async def _result(self) -> PGresult | None:
+        import psycopg
+
+        try:
+            while self._pgconn.flush() == 1:
+                await self._ready(write=True)
+            while self._pgconn.is_busy():
+                await self._ready()
+                self._pgconn.consume_input()
+            return self._pgconn.get_result()
+        except psycopg.Error as error:
+            raise self._broken(error) from error
+
+    async def _burst(self) -> list[bytes]:
+        """COPY data at hand, at least one message; empty at the end of the COPY."""
+        import psycopg
+
+        burst: list[bytes] = []
+        size = 0
+        get = self._pgconn.get_copy_data
+        try:
+            while size < _BURST_BYTES:
+                count, data = get(1)
+                if count > 0:
+                    burst.append(bytes(data))
+                    size += count
+                elif count < 0 or burst:
+                    break
+                else:
+                    await self._ready()
+                    self._pgconn.consume_input()
+        except psycopg.Error as error:
+            raise self._broken(error) from error
+        return burst
+
+    async def _drain(self) -> Exception | None:
+        """Read what is left of a statement; its error, if it had one."""
+        from psycopg.pq import ExecStatus
+
+        failure: Exception | None = None
+        while (result := await self._result()) is not None:
+            if result.status in (ExecStatus.FATAL_ERROR, ExecStatus.BAD_RESPONSE):
+                failure = failure or self._failure(result, "")
+            elif result.status in (ExecStatus.COPY_BOTH, ExecStatus.COPY_OUT, ExecStatus.COPY_IN):
+                break
+            result.clear()
+        return failure
+
+    def _failure(self, result: PGresult | None, sql: str) -> Exception:
+        from psycopg.pq import DiagnosticField
+
+        if result is None:
+            return self._broken(self._pgconn.error_message)
+        sqlstate = (result.error_field(DiagnosticField.SQLSTATE) or b"").decode()
+        text = (result.error_message or self._pgconn.error_message).decode(errors="replace")
+        if not sqlstate:
+            return self._broken(text)
+        return statement_error(sqlstate, text, sql)
+
+    def _broken(self, error: object) -> Exception:
+        text = error.decode(errors="replace") if isinstance(error, bytes) else str(error)
+        message = " ".join(text.split())
+        if "closed" in message and self._connection.closed:
+            return Closed(f"the connection was closed: {self._target}.")
+        return Unavailable(f"the connection to PostgreSQL broke: {self._target} error={message!r}.")
+
+    async def _ready(self, *, write: bool = False) -> None:
+        """Until the socket is readable (or writable)."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        descriptor = self._pgconn.socket
+
+        def wake() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        add, remove = (loop.add_writer, loop.remove_writer) if write else (loop.add_reader, loop.remove_reader)
+        add(descriptor, wake)
+        try:
+            await future
+        finally:
+            remove(descriptor)
+
+
+def _text_rows(result: PGresult) -> list[SqlRow]:
+    columns = range(result.nfields)
+    rows: list[SqlRow] = []
+    for row in range(result.ntuples):
+        values = (result.get_value(row, column) for column in columns)
+        rows.append(tuple(None if value is None else value.decode() for value in values))
+    return rows

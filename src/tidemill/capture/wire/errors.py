@@ -1,0 +1,88 @@
+"""PostgreSQL's errors in the words of base.errors: what the operator did wrong, or what may pass by itself."""
+
+from __future__ import annotations
+
+from tidemill.base.errors import Invalid, Missing, TidemillError, Unavailable
+
+_CONNECT_FIXES: tuple[tuple[str, str], ...] = (
+    ("password authentication failed", "Correct the user or password in the DSN."),
+    ("no password supplied", "Put a password into the DSN, PGPASSWORD or ~/.pgpass."),
+    ("no pg_hba.conf entry", "Allow this host, user and database (and `replication`) in pg_hba.conf."),
+    ("role", "Create the role, or correct the user in the DSN."),
+    ("database", "Create the database, or correct its name in the DSN."),
+    ("permission denied", "Grant the role CONNECT on the database."),
+    ("must be superuser or replication role", "Run ALTER ROLE <user> REPLICATION."),
+    ("permission denied to start WAL sender", "Run ALTER ROLE <user> REPLICATION."),
+)
+_TRANSIENT_CONNECT = (
+    "Connection refused",
+    "could not translate host name",
+    "failed to resolve host",
+    "Name or service not known",
+    "timeout",
+    "timed out",
+    "starting up",
+    "shutting down",
+    "recovery mode",
+    "too many clients",
+    "remaining connection slots",
+    "server closed the connection",
+    "No such file or directory",
+    "Network is unreachable",
+    "No route to host",
+)
+
+
+class SlotLost(Invalid):
+    """The slot is gone or was invalidated: the stream has a gap that nothing can fill but a new snapshot."""
+
+
+class LockHeld(Unavailable):
+    """Another session captures under this name."""
+
+
+class SqlError(Unavailable):
+    """A statement failed for a reason that may pass (conflict, shutdown, timeout). `sqlstate` as PostgreSQL gave it."""
+
+    def __init__(self, message: str, *, sqlstate: str = "", fix: str = "") -> None:
+        super().__init__(message, fix=fix)
+        self.sqlstate = sqlstate
+
+
+def connect_error(text: str, where: str) -> TidemillError:
+    """Invalid for what only the operator can change, Unavailable for what may pass."""
+    message = " ".join(text.split())
+    if any(word in message for word in _TRANSIENT_CONNECT):
+        return Unavailable(
+            f"PostgreSQL does not answer: {where} error={message!r}.",
+            fix="Start the server, or correct host and port in the DSN.",
+        )
+    for word, fix in _CONNECT_FIXES:
+        if word in message:
+            return Invalid(f"PostgreSQL refused the connection: {where} error={message!r}.", fix=fix)
+    return Unavailable(f"cannot connect to PostgreSQL: {where} error={message!r}.", fix="Check the DSN.")
+
+
+def statement_error(sqlstate: str, text: str, statement: str) -> TidemillError:
+    """Classify by SQLSTATE (https://www.postgresql.org/docs/current/errcodes-appendix.html)."""
+    message = " ".join(text.split())
+    facts = f"sqlstate={sqlstate or '?'} error={message!r} statement={statement[:120]!r}"
+    if _says_slot_lost(sqlstate, message):
+        return SlotLost(
+            f"the replication slot lost its WAL: {facts}.",
+            fix="Raise max_slot_wal_keep_size, then start this capture over with a new snapshot.",
+        )
+    if sqlstate == "42501":
+        return Invalid(f"PostgreSQL denied a permission: {facts}.", fix="Grant it, or let the owner run the statement.")
+    if sqlstate in ("42P01", "42704", "3F000"):
+        return Missing(f"PostgreSQL does not know an object: {facts}.")
+    if sqlstate[:2] in ("42", "22", "0A"):
+        return Invalid(f"PostgreSQL rejected a statement: {facts}.")
+    return SqlError(f"a statement failed: {facts}.", sqlstate=sqlstate)
+
+
+def _says_slot_lost(sqlstate: str, message: str) -> bool:
+    words = ("exceeded the maximum reserved size", "invalidated", "can no longer get changes", "can no longer access")
+    if sqlstate in ("55000", "58P01") and (any(w in message for w in words) or "requested WAL segment" in message):
+        return True
+    return "replication slot" in message and "does not exist" in message

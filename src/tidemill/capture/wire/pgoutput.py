@@ -1,0 +1,247 @@
+"""pgoutput, protocol version 1, with logical messages: bytes → messages. Pure.
+
+    Begin     B  int64 final_lsn   int64 commit_time_us   int32 xid
+    Commit    C  int8 flags   int64 commit_lsn   int64 end_lsn   int64 commit_time_us
+    Relation  R  int32 oid   cstring schema   cstring table   int8 identity   int16 n   n × column
+                 column: int8 flags (1 = identity key)   cstring name   int32 type_oid   int32 type_mod
+    Insert    I  int32 oid   'N' tuple
+    Update    U  int32 oid   ['K'|'O' tuple]   'N' tuple
+    Delete    D  int32 oid   'K'|'O' tuple
+    Truncate  T  int32 n   int8 flags (1 cascade, 2 restart identity)   n × int32 oid
+    Message   M  int8 flags (1 = transactional)   int64 lsn   cstring prefix   int32 length   bytes
+    Type      Y  int32 oid   cstring schema   cstring name            Origin  O  int64 lsn   cstring name
+    tuple        int16 n   n × ('n' null | 'u' unchanged TOAST | 't' int32 length, text)
+
+Integers are big-endian, times are µs since 2000-01-01 UTC. Begin.final_lsn equals Commit.commit_lsn: the
+start of the commit record. https://www.postgresql.org/docs/current/protocol-logicalrep-message-formats.html
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, Literal
+
+import msgspec
+
+from tidemill.base.errors import Corrupt
+
+POSTGRES_EPOCH_MS: Final = 946_684_800_000
+
+
+class Unchanged:
+    """The type of UNCHANGED, the value of a TOASTed column that an UPDATE did not touch."""
+
+    _only: Unchanged | None = None
+
+    def __new__(cls) -> Unchanged:
+        cls._only = cls._only or super().__new__(cls)
+        return cls._only
+
+    def __repr__(self) -> str:
+        return "UNCHANGED"
+
+
+UNCHANGED: Final = Unchanged()
+Value = str | None | Unchanged
+Tuple = list[Value]
+
+
+class Begin(msgspec.Struct, frozen=True):
+    final_lsn: int
+    commit_time_ms: int
+    xid: int
+
+
+class Commit(msgspec.Struct, frozen=True):
+    commit_lsn: int
+    end_lsn: int
+    commit_time_ms: int
+
+
+class WireColumn(msgspec.Struct, frozen=True):
+    name: str
+    type_oid: int
+    type_mod: int
+    identity: bool
+
+
+class RelationMessage(msgspec.Struct, frozen=True):
+    """`identity`: d default, n nothing, f full, i index."""
+
+    oid: int
+    schema: str
+    table: str
+    identity: str
+    columns: tuple[WireColumn, ...]
+
+
+class Insert(msgspec.Struct, frozen=True):
+    oid: int
+    new: Tuple
+
+
+class Update(msgspec.Struct, frozen=True):
+    """`old_kind`: O the whole old row (identity FULL), K its key only, "" absent."""
+
+    oid: int
+    old_kind: Literal["", "K", "O"]
+    old: Tuple | None
+    new: Tuple
+
+
+class Delete(msgspec.Struct, frozen=True):
+    oid: int
+    old_kind: Literal["K", "O"]
+    old: Tuple
+
+
+class Truncate(msgspec.Struct, frozen=True):
+    oids: tuple[int, ...]
+    cascade: bool
+    restart_identity: bool
+
+
+class LogicalMessage(msgspec.Struct, frozen=True):
+    transactional: bool
+    lsn: int
+    prefix: str
+    content: bytes
+
+
+class TypeMessage(msgspec.Struct, frozen=True):
+    oid: int
+    schema: str
+    name: str
+
+
+class Origin(msgspec.Struct, frozen=True):
+    lsn: int
+    name: str
+
+
+Message = Begin | Commit | RelationMessage | Insert | Update | Delete | Truncate | LogicalMessage | TypeMessage | Origin
+
+_BEGIN = struct.Struct(">qqI")
+_COMMIT = struct.Struct(">Bqqq")
+_U16 = struct.Struct(">H")
+_U32 = struct.Struct(">I")
+_COLUMN_TAIL = struct.Struct(">Ii")
+_MESSAGE_HEAD = struct.Struct(">Bq")
+_TEXT, _NULL, _UNCHANGED = b"tnu"
+
+
+def decode(data: bytes) -> Message:
+    """One message. Raises Corrupt on anything that is not exactly one well-formed message."""
+    try:
+        kind = data[:1]
+        match kind:
+            case b"I":
+                new, end = _tuple(data, 6)
+                _expect(data[5:6] == b"N" and end == len(data), data)
+                return Insert(_U32.unpack_from(data, 1)[0], new)
+            case b"U":
+                return _update(data)
+            case b"D":
+                old, end = _tuple(data, 6)
+                _expect(data[5:6] in (b"K", b"O") and end == len(data), data)
+                return Delete(_U32.unpack_from(data, 1)[0], "O" if data[5:6] == b"O" else "K", old)
+            case b"B":
+                final_lsn, time_us, xid = _BEGIN.unpack_from(data, 1)
+                return Begin(final_lsn, _time_ms(time_us), xid)
+            case b"C":
+                _, commit_lsn, end_lsn, time_us = _COMMIT.unpack_from(data, 1)
+                return Commit(commit_lsn, end_lsn, _time_ms(time_us))
+            case b"R":
+                return _relation(data)
+            case b"T":
+                count, flags = struct.unpack_from(">IB", data, 1)
+                oids = struct.unpack_from(f">{count}I", data, 6)
+                return Truncate(tuple(oids), bool(flags & 1), bool(flags & 2))
+            case b"M":
+                return _logical_message(data)
+            case b"Y":
+                schema, at = _cstring(data, 5)
+                name, _ = _cstring(data, at)
+                return TypeMessage(_U32.unpack_from(data, 1)[0], schema or "pg_catalog", name)
+            case b"O":
+                name, _ = _cstring(data, 9)
+                return Origin(struct.unpack_from(">q", data, 1)[0], name)
+    except (struct.error, IndexError, ValueError) as error:
+        raise Corrupt(f"malformed pgoutput message: head={data[:24].hex()} size={len(data)}.") from error
+    raise Corrupt(f"unknown pgoutput message: kind={kind!r} size={len(data)}.")
+
+
+def _update(data: bytes) -> Update:
+    old: Tuple | None = None
+    old_kind: Literal["", "K", "O"] = ""
+    at = 5
+    if data[5:6] in (b"K", b"O"):
+        old_kind = "O" if data[5:6] == b"O" else "K"
+        old, at = _tuple(data, 6)
+    _expect(data[at : at + 1] == b"N", data)
+    new, end = _tuple(data, at + 1)
+    _expect(end == len(data), data)
+    return Update(_U32.unpack_from(data, 1)[0], old_kind, old, new)
+
+
+def _tuple(data: bytes, at: int) -> tuple[Tuple, int]:
+    """Values of one tuple and where it ends. The hot loop of capture: bare ints and slices."""
+    count = (data[at] << 8) | data[at + 1]
+    at += 2
+    values: Tuple = []
+    append = values.append
+    for _ in range(count):
+        kind = data[at]
+        if kind == _TEXT:
+            start = at + 5
+            at = start + int.from_bytes(data[at + 1 : start], "big")
+            append(data[start:at].decode())
+        elif kind == _NULL:
+            at += 1
+            append(None)
+        elif kind == _UNCHANGED:
+            at += 1
+            append(UNCHANGED)
+        else:
+            raise ValueError(f"tuple value kind {kind}")
+    return values, at
+
+
+def _relation(data: bytes) -> RelationMessage:
+    schema, at = _cstring(data, 5)
+    table, at = _cstring(data, at)
+    identity = chr(data[at])
+    (count,) = _U16.unpack_from(data, at + 1)
+    at += 3
+    columns = []
+    for _ in range(count):
+        flags = data[at]
+        name, at = _cstring(data, at + 1)
+        type_oid, type_mod = _COLUMN_TAIL.unpack_from(data, at)
+        at += _COLUMN_TAIL.size
+        columns.append(WireColumn(name, type_oid, type_mod, bool(flags & 1)))
+    _expect(at == len(data), data)
+    # An empty schema name stands for pg_catalog.
+    return RelationMessage(_U32.unpack_from(data, 1)[0], schema or "pg_catalog", table, identity, tuple(columns))
+
+
+def _logical_message(data: bytes) -> LogicalMessage:
+    flags, lsn = _MESSAGE_HEAD.unpack_from(data, 1)
+    prefix, at = _cstring(data, 10)
+    (size,) = _U32.unpack_from(data, at)
+    _expect(at + 4 + size == len(data), data)
+    return LogicalMessage(bool(flags & 1), lsn, prefix, data[at + 4 :])
+
+
+def _cstring(data: bytes, at: int) -> tuple[str, int]:
+    end = data.index(0, at)
+    return data[at:end].decode(), end + 1
+
+
+def _time_ms(postgres_us: int) -> int:
+    return POSTGRES_EPOCH_MS + postgres_us // 1000
+
+
+def _expect(holds: bool, data: bytes) -> None:
+    if not holds:
+        raise ValueError("unexpected layout")

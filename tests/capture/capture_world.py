@@ -1,0 +1,211 @@
+"""One capture on real stores and a real PostgreSQL, and readers that fold its topics back into tables."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import psycopg
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.frontier import ChangePosition
+from tidemill.base.marks import Tracker
+from tidemill.capture.config import CaptureConfig
+from tidemill.capture.machine import Capture
+from tidemill.capture.sinks import Sink
+from tidemill.capture.topic_writer import position_of
+from tidemill.capture.wire.connection import DISPLAY_SETTINGS
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.metastore.catalogue import CaptureRow, Catalogue, TopicRow
+from tidemill.objects.memory import MemoryObjects
+from tidemill.shards.front import Binding
+from tidemill.shards.remap import LogRemap
+from tidemill.topics.batch import Record, decode_batch
+from tidemill.topics.front import FetchRead
+from tidemill.topics.log import LocalTopics
+
+
+async def until(holds: Callable[[], Awaitable[bool] | bool], what: str, timeout_s: float = 20.0) -> None:
+    """Poll until `holds()`; fail with `what` after the deadline."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while True:
+        found = holds()
+        if (isinstance(found, bool) and found) or (not isinstance(found, bool) and await found):
+            return
+        assert loop.time() < deadline, f"not within {timeout_s} s: {what}"
+        await asyncio.sleep(0.02)
+
+
+class World:
+    """Stores that outlive captures: `capture()` opens one on them, as often as a test likes."""
+
+    def __init__(self, dsn: str, *, name: str = "shop", consensus: Any = None, objects: Any = None) -> None:
+        self.dsn = dsn
+        self.name = name
+        self.clock = SystemClock()
+        self.rand = Rand()
+        self.consensus = consensus or MemoryConsensus(self.clock)
+        self.objects = objects or MemoryObjects(self.clock)
+        self.catalogue = Catalogue(self.consensus, self.clock, self.rand)
+        self.tracker = Tracker()
+        self.topics: Any = None
+        self.connection: Any = None
+
+    async def __aenter__(self) -> World:
+        self.topics = self.new_topics()
+        self.connection = await psycopg.AsyncConnection.connect(self.dsn, autocommit=True)
+        for setting, value in DISPLAY_SETTINGS.items():
+            await self.connection.execute(f"SET {setting} = '{value}'")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.connection.close()
+        await self.topics.aclose()
+
+    def new_topics(self) -> LocalTopics:
+        return LocalTopics(self.consensus, self.objects, self.catalogue, clock=self.clock, rand=self.rand)
+
+    async def sql(self, *statements: str) -> None:
+        for statement in statements:
+            await self.connection.execute(statement)
+
+    async def transaction(self, *statements: str) -> None:
+        async with self.connection.transaction():
+            await self.sql(*statements)
+
+    async def select(self, statement: str) -> list[tuple[Any, ...]]:
+        return await (await self.connection.execute(statement)).fetchall()
+
+    def config(self, **settings: Any) -> CaptureConfig:
+        settings.setdefault("binding_interval_ms", 10)
+        settings.setdefault("idle_binding_ms", 100)
+        return CaptureConfig(name=self.name, dsn=self.dsn, **settings)
+
+    def remap(self) -> LogRemap:
+        return LogRemap(self.consensus, f"capture/{self.name}", self.clock, self.rand)
+
+    def new_capture(self, *, topics: Any = None, sinks: Sequence[Sink] = (), **settings: Any) -> Capture:
+        return Capture(
+            self.config(**settings),
+            topics=topics or self.topics,
+            catalogue=self.catalogue,
+            remap=self.remap(),
+            clock=self.clock,
+            rand=self.rand,
+            tracker=self.tracker,
+            sinks=sinks,
+        )
+
+    @asynccontextmanager
+    async def capture(self, *, wait: bool = True, **settings: Any):  # type: ignore[no-untyped-def]
+        capture = self.new_capture(**settings)
+        task = asyncio.ensure_future(capture.run())
+        try:
+            if wait:
+                await until(lambda: capture.streaming or task.done(), "the capture streams")
+                if task.done():
+                    task.result()
+            yield capture
+        finally:
+            await capture.aclose()
+            await asyncio.gather(task, return_exceptions=True)
+        if task.done() and not task.cancelled() and task.exception() is not None:
+            raise task.exception()  # type: ignore[misc]
+
+    # what was written -----------------------------------------------------------------------------
+    async def records(self, table: str, end: int | None = None) -> list[Record]:
+        """All records of `public.<table>`'s topic, or those below offset `end`."""
+        topic = await self.catalogue.get(TopicRow, f"{self.name}.public.{table}")
+        assert topic is not None
+        out: list[Record] = []
+        for partition in range(topic.partitions):
+            high = (await self.topics.offsets(topic.topic_id, partition)).high_watermark
+            at = 0
+            while at < high:
+                read = FetchRead(topic.topic_id, partition, at, 1 << 20)
+                (fetched,) = await self.topics.fetch([read], max_wait_s=1, min_bytes=1, max_bytes=1 << 20)
+                assert fetched.error is None, fetched.error
+                for batch in fetched.batches:
+                    out += decode_batch(batch).records
+                at = out[-1].offset + 1
+        return [r for r in out if end is None or r.offset < end]
+
+    async def folded(self, table: str, end: int | None = None) -> dict[str, dict[str, Any]]:
+        """The topic as a table: key → value, by the rules of the record format."""
+        return fold(await self.records(table, end))
+
+    async def bound(self, lsn: int, timeout_s: float = 20.0) -> Binding:
+        """The first binding found that covers `lsn`."""
+        remap = self.remap()
+        found: list[Binding] = []
+
+        async def covered() -> bool:
+            latest = await remap.latest()
+            if latest is not None and latest.lsn >= lsn:
+                found.append(latest)
+            return bool(found)
+
+        await until(covered, f"a binding covers lsn {lsn}", timeout_s)
+        return found[0]
+
+    async def wal_end(self) -> int:
+        rows = await self.select("SELECT pg_current_wal_flush_lsn() - '0/0'")
+        return int(rows[0][0])
+
+    async def caught_up(self, timeout_s: float = 20.0) -> Binding:
+        """Emit a marker now and wait for its binding: everything committed before is bound."""
+        tag = self.rand.nonce()
+        await self.sql(f"SELECT pg_logical_emit_message(true, 'tidemill', '{tag}')")
+        return await self.tagged(tag, timeout_s)
+
+    async def tagged(self, tag: str, timeout_s: float = 20.0) -> Binding:
+        remap = self.remap()
+        found: list[Binding] = []
+
+        async def there() -> bool:
+            found.extend(b for b in await remap.after(0) if b.tag == tag)
+            return bool(found)
+
+        await until(there, f"a binding tagged {tag}", timeout_s)
+        return found[0]
+
+    async def row(self) -> CaptureRow:
+        row = await self.catalogue.get(CaptureRow, self.name)
+        assert row is not None
+        return row
+
+    async def topic_id(self, table: str) -> str:
+        topic = await self.catalogue.get(TopicRow, f"{self.name}.public.{table}")
+        assert topic is not None
+        return topic.topic_id
+
+    async def confirmed(self) -> int:
+        rows = await self.select(
+            f"SELECT confirmed_flush_lsn - '0/0' FROM pg_replication_slots WHERE slot_name = 'tidemill_{self.name}'"
+        )
+        return int(rows[0][0])
+
+
+def header(record: Record, name: str) -> str:
+    return next((v or b"").decode() for n, v in record.headers if n == name)
+
+
+def fold(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
+    rows: dict[str, dict[str, Any]] = {}
+    for record in records:
+        if record.key is None:
+            assert header(record, "tm.op") == "truncate"
+            rows.clear()
+        elif record.value is None:
+            rows.pop(record.key.decode(), None)
+        else:
+            rows[record.key.decode()] = json.loads(record.value)
+    return rows
+
+
+def positions(records: Sequence[Record]) -> list[ChangePosition]:
+    return [position_of(record) for record in records]
