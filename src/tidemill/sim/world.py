@@ -264,7 +264,7 @@ class Link(Generic[Node]):
 
     def __init__(self, actor: Actor[Node], delay_s: float = 0.0) -> None:
         self._actor = actor
-        self._life = actor.life
+        self.life = actor.life
         self._context = actor._context
         self._delay_s = delay_s
         self._sent: list[tuple[Callable[[Node], Awaitable[Any]], asyncio.Future[Any]]] = []

@@ -148,7 +148,8 @@ class Producer:
             try:
                 async with asyncio.timeout(self._timeout_s):
                     result = await asyncio.shield(flying[first])
-            except (TimeoutError, Down):
+            except (TimeoutError, Down) as error:
+                self._world.trace(f"{self._name} hangs up: {type(error).__name__}")
                 return first
             except (InvalidProducerEpoch, CorruptBatch) as error:
                 raise Violated(
@@ -160,7 +161,8 @@ class Producer:
                     f"the producer's next batch was refused as out of order: producer={self._name} batch={first} "
                     f"alone={alone} error={error}"
                 ) from error
-            except TidemillError:
+            except TidemillError as error:
+                self._world.trace(f"{self._name} batch {first} failed: {type(error).__name__}")
                 await self._drain(flying)
                 return first
             self._acknowledge(first, result)
@@ -170,6 +172,7 @@ class Producer:
 
     def _send(self, link: Link[LocalTopics], number: int) -> asyncio.Future[ProduceResult]:
         batch, topic_id = self._batches[number][1], self._cluster.topic.topic_id
+        self._world.trace(f"{self._name} sends batch {number} to {link.life}")
         return link.request_nowait(lambda node: node.produce_nowait(topic_id, self._partition, batch))
 
     async def _drain(self, flying: dict[int, asyncio.Future[ProduceResult]]) -> None:
