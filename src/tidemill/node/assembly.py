@@ -26,6 +26,7 @@ from tidemill.console.app import console_routes
 from tidemill.kafka.server import KafkaServer
 from tidemill.kafka.settings import KafkaSettings
 from tidemill.metastore.catalogue import Catalogue, TopicRow
+from tidemill.node.assignment import CaptureFirst
 from tidemill.node.binder import Binder
 from tidemill.node.config import CaptureSection, Config
 from tidemill.node.http import HttpServer
@@ -79,8 +80,9 @@ class Node:
         url = f"http://{config.node.advertised_host or http_host}:{http_port}"
         info = NodeInfo(advertised, int(kafka_port), url)
         membership = Membership(consensus, config.node.name, info, clock, rand)
+        assignment = CaptureFirst(membership, consensus, catalogue)
         topics = LocalTopics(
-            consensus, objects, catalogue, clock=clock, rand=rand, assignment=membership, tracker=self._marks
+            consensus, objects, catalogue, clock=clock, rand=rand, assignment=assignment, tracker=self._marks
         )
         shapes = ShapeService(clock, rand, self._marks)
 
@@ -112,6 +114,8 @@ class Node:
         async with AsyncExitStack() as stack:
             await membership.start()
             stack.push_async_callback(membership.aclose)
+            await assignment.start()
+            stack.push_async_callback(assignment.aclose)
             await self._create_topics(catalogue)
             await topics.start()
             stack.push_async_callback(topics.aclose)
@@ -124,9 +128,15 @@ class Node:
             stack.push_async_callback(binder.aclose)
             for name, section in config.capture.items():
                 make = self._capture_maker(name, section, topics, catalogue, consensus, reader, shapes)
-                self._tasks.spawn(
-                    lead(consensus, f"capture/{name}", self._instance, url.encode(), make), name=f"capture-{name}"
+                leading = lead(
+                    consensus,
+                    f"capture/{name}",
+                    self._instance,
+                    url.encode(),
+                    make,
+                    own_earlier_life=lambda holder: holder.startswith(f"{config.node.name}/"),
                 )
+                self._tasks.spawn(leading, name=f"capture-{name}")
             self._tasks.spawn(self._publish(board), name="publish-marks")
             self._ready = True
             log.info("node serves", node=config.node.name, http=config.node.http, kafka=config.node.kafka)

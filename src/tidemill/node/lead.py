@@ -22,13 +22,31 @@ Body = Callable[[Lease], Awaitable[None]]
 
 
 async def lead(
-    consensus: Consensus, name: str, holder: str, info: bytes, body: Body, *, ttl_ms: int = LEASE_TTL_MS
+    consensus: Consensus,
+    name: str,
+    holder: str,
+    info: bytes,
+    body: Body,
+    *,
+    own_earlier_life: Callable[[str], bool] = lambda _: False,
+    ttl_ms: int = LEASE_TTL_MS,
 ) -> None:
-    """For ever: acquire `name`, run `body`, renew. An error of the body is raised; its return ends this too."""
+    """For ever: acquire `name`, run `body`, renew. An error of the body is raised; its return ends this too.
+
+    `own_earlier_life(holder)` recognises a lease that a killed process of this very node left behind: it
+    is released instead of waited out.
+    """
     while True:
         try:
             lease = await consensus.acquire(name, holder, ttl_ms, info)
-        except (Conflict, Unavailable, Unknown):
+        except Conflict as conflict:
+            current = conflict.current
+            if isinstance(current, Lease) and own_earlier_life(current.holder):
+                await consensus.release(name, current.holder, current.term)
+            else:
+                await asyncio.sleep(ttl_ms / 3000)
+            continue
+        except (Unavailable, Unknown):
             await asyncio.sleep(ttl_ms / 3000)
             continue
         log.info("leading", lease=name, term=lease.term)

@@ -1,0 +1,94 @@
+"""Which node leads a partition: capture's topics follow the capture, all others the membership.
+
+Capture writes its topics in process, so the node that holds `capture/<name>` leads every partition of
+them. The rule only says who tries; the partition's fenced log says who succeeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from tidemill.base.errors import Unavailable
+from tidemill.base.tasks import Tasks
+from tidemill.consensus.api import Consensus
+from tidemill.metastore.catalogue import CaptureRow, Catalogue, TopicRow
+from tidemill.topics.leadership import Membership
+
+POLL_S = 1.0
+LEASE_PREFIX = "capture/"
+
+log = structlog.get_logger()
+
+
+class CaptureFirst:
+    """An `Assignment` (topics.leadership): `holders` are the instance names of this process in capture leases."""
+
+    def __init__(self, membership: Membership, consensus: Consensus, catalogue: Catalogue) -> None:
+        self.node = membership.node
+        self._membership = membership
+        self._consensus = consensus
+        self._catalogue = catalogue
+        self._leaders: dict[str, str] = {}
+        """topic id of a captured table → node that captures it, "" while none does"""
+        self._callbacks: list[Callable[[], None]] = []
+        self._tasks = Tasks()
+        self._wake = asyncio.Event()
+
+    async def start(self) -> None:
+        await self._look()
+        self._tasks.spawn(self._follow(), name="assignment")
+
+    async def aclose(self) -> None:
+        await self._tasks.aclose()
+
+    def leader_of(self, topic_id: str, partition: int) -> str:
+        captured = self._leaders.get(topic_id)
+        return self._membership.leader_of(topic_id, partition) if captured is None else captured
+
+    def lead_here(self, topic_id: str) -> None:
+        """This node captures into the topic from now on (it holds the lease): no poll needs to find out."""
+        self._set({**self._leaders, topic_id: self.node})
+
+    def epoch(self) -> int:
+        return self._membership.epoch()
+
+    def poke(self) -> None:
+        self._wake.set()
+        self._membership.poke()
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+        self._membership.on_change(callback)
+
+    async def _follow(self) -> None:
+        while True:
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(POLL_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            try:
+                await self._look()
+            except Unavailable as error:
+                log.warning("captures not read", error=str(error))
+
+    async def _look(self) -> None:
+        leases = await self._consensus.leases(LEASE_PREFIX)
+        holders = {lease.name.removeprefix(LEASE_PREFIX): lease.holder for lease in leases if lease.live}
+        topics = {row.name: row.topic_id for row in await self._catalogue.list(TopicRow) if row.kind == "capture"}
+        leaders: dict[str, str] = {}
+        for row in await self._catalogue.list(CaptureRow):
+            node = holders.get(row.name, "").partition("/")[0]
+            leaders.update({topics[name]: node for name in row.topics.values() if name in topics})
+        self._set(leaders)
+
+    def _set(self, leaders: dict[str, str]) -> None:
+        if leaders == self._leaders:
+            return
+        self._leaders = leaders
+        for callback in self._callbacks:
+            callback()
