@@ -50,6 +50,11 @@ class Tasks:
     def __len__(self) -> int:
         return len(self._tasks)
 
+    async def drain(self, timeout_s: float) -> None:
+        """Wait for what runs now, at most so long; cancels nothing."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=timeout_s)
+
     async def aclose(self) -> None:
         """Cancel what runs and wait for it. Idempotent."""
         self._closed = True

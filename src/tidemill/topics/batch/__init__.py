@@ -1,0 +1,26 @@
+"""Kafka record batches, format v2 (magic 2): header checks without copying, and a codec for our own use.
+
+Owns the byte layout of a batch (KIP-98, Kafka's "Record Batch" page). Does not own offsets: base offset
+and partition leader epoch lie outside the CRC (which covers byte 21 onward) and are patched by others.
+"""
+
+from __future__ import annotations
+
+from tidemill.topics.batch.decode import Columns, DecodedBatch, decode_batch, decode_columns
+from tidemill.topics.batch.encode import encode_batch
+from tidemill.topics.batch.header import BatchHeader, check_batch, parse_header, patch, split_batches
+from tidemill.topics.batch.records import Record
+
+__all__ = [
+    "BatchHeader",
+    "Columns",
+    "DecodedBatch",
+    "Record",
+    "check_batch",
+    "decode_batch",
+    "decode_columns",
+    "encode_batch",
+    "parse_header",
+    "patch",
+    "split_batches",
+]

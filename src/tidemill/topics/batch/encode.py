@@ -1,0 +1,83 @@
+"""Encoder of record batches for our own producers (capture, tests, tools).
+
+record:  length varint | attributes int8 | timestamp delta varint | offset delta varint
+         | key length varint (−1 = null) | key | value length varint (−1 = null) | value
+         | header count varint | { key length varint | key | value length varint | value }*
+varints are zig-zag, little end first (Protocol Buffers' sint64).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import crc32c
+
+from tidemill.base.errors import Invalid
+from tidemill.topics.batch.codecs import codec_number, compress
+from tidemill.topics.batch.header import CRC_START, HEADER, HEADER_BYTES, LENGTH_FIELD_END
+from tidemill.topics.batch.records import Record
+
+
+def _varint(value: int) -> bytes:
+    zigzag = (value << 1) ^ (value >> 63)
+    out = bytearray()
+    while zigzag > 0x7F:
+        out.append((zigzag & 0x7F) | 0x80)
+        zigzag >>= 7
+    out.append(zigzag)
+    return bytes(out)
+
+
+_SMALL = [_varint(value) for value in range(16_384)]
+_NULL = _varint(-1)
+
+
+def _signed(value: int) -> bytes:
+    return _SMALL[value] if 0 <= value < 16_384 else _varint(value)
+
+
+def encode_batch(
+    records: Sequence[Record],
+    *,
+    producer_id: int = -1,
+    producer_epoch: int = -1,
+    base_sequence: int = -1,
+    base_offset: int = 0,
+    base_timestamp: int | None = None,
+    compression: str = "none",
+    leader_epoch: int = -1,
+) -> bytes:
+    """One batch of all `records`. Offsets in the records are ignored; `base_timestamp` defaults to the first
+    record's. Raises Invalid for no records or an unknown compression."""
+    if not records:
+        raise Invalid("a record batch needs at least one record.")
+    codec = codec_number(compression)
+    first_ms = records[0].timestamp_ms if base_timestamp is None else base_timestamp
+    max_ms = first_ms
+    parts: list[bytes] = []
+    for delta, record in enumerate(records):
+        timestamp_ms = record.timestamp_ms
+        if timestamp_ms > max_ms:
+            max_ms = timestamp_ms
+        key, value, headers = record.key, record.value, record.headers
+        body = [b"\x00", _signed(timestamp_ms - first_ms), _signed(delta)]
+        body += (_NULL,) if key is None else (_signed(len(key)), key)
+        body += (_NULL,) if value is None else (_signed(len(value)), value)
+        body.append(_signed(len(headers)))
+        for name, content in headers:
+            encoded = name.encode()
+            body += (_signed(len(encoded)), encoded)
+            body += (_NULL,) if content is None else (_signed(len(content)), content)
+        joined = b"".join(body)
+        parts.append(_signed(len(joined)))
+        parts.append(joined)
+    payload = compress(codec, b"".join(parts))
+    count = len(records)
+    batch = bytearray(HEADER_BYTES)
+    batch += payload
+    fields = (codec, count - 1, first_ms, max_ms, producer_id, producer_epoch, base_sequence, count)
+    length = len(batch) - LENGTH_FIELD_END
+    HEADER.pack_into(batch, 0, base_offset, length, leader_epoch, 2, 0, *fields)
+    crc = crc32c.crc32c(memoryview(batch)[CRC_START:])
+    HEADER.pack_into(batch, 0, base_offset, length, leader_epoch, 2, crc, *fields)
+    return bytes(batch)

@@ -1,0 +1,146 @@
+"""The 61-byte header of a record batch v2, read and patched in place.
+
+byte  field                  type
+   0  base offset            int64    patched at commit: the batch's first Kafka offset
+   8  batch length           int32    bytes after this field
+  12  partition leader epoch int32    patched at commit
+  16  magic                  int8     2
+  17  crc                    uint32   CRC-32C of byte 21 to the end
+  21  attributes             int16    0-2 codec · 3 append time · 4 transactional · 5 control
+  23  last offset delta      int32    record count − 1
+  27  base timestamp         int64    ms
+  35  max timestamp          int64    ms
+  43  producer id            int64    −1 = none
+  51  producer epoch         int16
+  53  base sequence          int32
+  57  record count           int32
+  61  records
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import crc32c
+import msgspec
+
+from tidemill.objects.store import Buffer
+from tidemill.topics.front import CorruptBatch
+
+HEADER = struct.Struct(">qiibIhiqqqhii")
+HEADER_BYTES = HEADER.size
+LENGTH_FIELD_END = 12
+CRC_START = 21
+MAX_SEQUENCE = 2**31 - 1
+
+CODEC_MASK = 0x07
+APPEND_TIME = 0x08
+TRANSACTIONAL = 0x10
+CONTROL = 0x20
+LAST_CODEC = 4
+
+_BASE_OFFSET = struct.Struct(">q")
+_LEADER_EPOCH = struct.Struct(">i")
+_LENGTH = struct.Struct(">i")
+
+
+class BatchHeader(msgspec.Struct, frozen=True):
+    base_offset: int
+    size_bytes: int
+    leader_epoch: int
+    magic: int
+    crc: int
+    attributes: int
+    last_offset_delta: int
+    base_timestamp_ms: int
+    max_timestamp_ms: int
+    producer_id: int
+    producer_epoch: int
+    base_sequence: int
+    record_count: int
+
+    @property
+    def codec(self) -> int:
+        return self.attributes & CODEC_MASK
+
+    @property
+    def last_sequence(self) -> int:
+        """Inclusive; wraps from 2³¹−1 to 0."""
+        return add_sequence(self.base_sequence, self.record_count - 1)
+
+    @property
+    def next_offset(self) -> int:
+        return self.base_offset + self.last_offset_delta + 1
+
+
+def add_sequence(sequence: int, delta: int) -> int:
+    """Sequence arithmetic of KIP-98: non-negative int32 that wraps to 0."""
+    return (sequence + delta) & MAX_SEQUENCE
+
+
+def parse_header(buffer: Buffer, at: int = 0) -> BatchHeader:
+    """Read the header that starts at byte `at`. Raises CorruptBatch when the bytes cannot hold one."""
+    try:
+        offset, length, *rest = HEADER.unpack_from(buffer, at)
+    except struct.error:
+        raise CorruptBatch(f"the bytes end inside a batch header: bytes={len(buffer) - at}.") from None
+    return BatchHeader(offset, length + LENGTH_FIELD_END, *rest)
+
+
+def check_batch(buffer: Buffer) -> BatchHeader:
+    """The header of the one batch that `buffer` holds, checked as Kafka's log validator does on produce.
+
+    Raises CorruptBatch: wrong magic, size or CRC; more than one batch; counts that disagree; a control or
+    transactional batch; append time set by the producer; a producer id without epoch or sequence.
+    """
+    header = parse_header(buffer)
+    if header.magic != 2:
+        raise CorruptBatch(
+            f"unsupported record format: magic={header.magic}.", fix="Use message format v2 (Kafka ≥ 0.11)."
+        )
+    if header.size_bytes != len(buffer):
+        raise CorruptBatch(f"not exactly one record batch: batch_bytes={header.size_bytes} sent_bytes={len(buffer)}.")
+    if crc32c.crc32c(memoryview(buffer)[CRC_START:]) != header.crc:
+        raise CorruptBatch(f"record batch checksum mismatch: stated={header.crc:#010x}.", fix="Send the batch again.")
+    count = header.record_count
+    if count < 1 or header.last_offset_delta + 1 != count:
+        raise CorruptBatch(f"record counts disagree: records={count} last_offset_delta={header.last_offset_delta}.")
+    attributes = header.attributes
+    if attributes & CODEC_MASK > LAST_CODEC:
+        raise CorruptBatch(f"unknown compression codec: codec={attributes & CODEC_MASK}.")
+    if attributes & (APPEND_TIME | TRANSACTIONAL | CONTROL):
+        raise CorruptBatch(
+            f"append-time, transactional and control batches are not accepted: attributes={attributes:#06x}.",
+            fix="Produce without a transactional id.",
+        )
+    if header.producer_id >= 0:
+        if header.producer_epoch < 0 or header.base_sequence < 0:
+            raise CorruptBatch(
+                f"a producer id needs epoch and sequence: producer_id={header.producer_id} "
+                f"epoch={header.producer_epoch} sequence={header.base_sequence}."
+            )
+    elif header.producer_id != -1:
+        raise CorruptBatch(f"negative producer id: producer_id={header.producer_id}.")
+    return header
+
+
+def patch(buffer: bytearray | memoryview, at: int, base_offset: int, leader_epoch: int = -1) -> None:
+    """Write base offset and leader epoch of the batch at byte `at`; both lie outside the CRC."""
+    _BASE_OFFSET.pack_into(buffer, at, base_offset)
+    _LEADER_EPOCH.pack_into(buffer, at + LENGTH_FIELD_END, leader_epoch)
+
+
+def split_batches(buffer: Buffer) -> Iterator[memoryview]:
+    """The whole batches that lie back to back in `buffer` (a Fetch or Produce records field), without copying.
+
+    Bytes after the last whole batch are ignored, as clients do.
+    """
+    view = memoryview(buffer)
+    at = 0
+    while at + LENGTH_FIELD_END <= len(view):
+        end = at + LENGTH_FIELD_END + _LENGTH.unpack_from(view, at + 8)[0]
+        if end > len(view) or end < at + HEADER_BYTES:
+            return
+        yield view[at:end]
+        at = end

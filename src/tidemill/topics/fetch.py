@@ -1,0 +1,76 @@
+"""Materialising batches: views into cached objects where they are there, coalesced reads of objects where not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tidemill.base.errors import TidemillError
+from tidemill.objects.store import Buffer, ObjectStore
+from tidemill.topics.batch.header import patch
+from tidemill.topics.front import BatchRef
+from tidemill.topics.l0.cache import ObjectCache
+
+
+def choose(sizes: Sequence[int], first: int, max_bytes: int, *, at_least_one: bool) -> tuple[int, int]:
+    """(end index, bytes): whole batches from `first` on that fit max_bytes; the first one regardless if asked."""
+    total = 0
+    index = first
+    end = len(sizes)
+    while index < end:
+        size = sizes[index]
+        if total + size > max_bytes and not (at_least_one and index == first):
+            break
+        total += size
+        index += 1
+    return index, total
+
+
+async def read_batches(
+    objects: ObjectStore, groups: Sequence[Sequence[BatchRef]], cache: ObjectCache | None = None
+) -> list[list[Buffer] | TidemillError]:
+    """The batches of each group, base offsets patched. One coalesced read per object over all groups.
+
+    A group whose object cannot be read is the error instead; the others are not harmed.
+    """
+    missing: dict[str, list[BatchRef]] = {}
+    buffers: dict[tuple[str, int], Buffer] = {}
+    failed: dict[str, TidemillError] = {}
+    for refs in groups:
+        for ref in refs:
+            cached = cache.get(ref.object_key) if cache is not None else None
+            if cached is not None:
+                buffers[ref.object_key, ref.first_byte] = memoryview(cached)[
+                    ref.first_byte : ref.first_byte + ref.size_bytes
+                ]
+            else:
+                missing.setdefault(ref.object_key, []).append(ref)
+    for key, refs in missing.items():
+        try:
+            await _read_object(objects, key, refs, buffers)
+        except TidemillError as error:
+            failed[key] = error
+    results: list[list[Buffer] | TidemillError] = []
+    for refs in groups:
+        reason = next((failed[ref.object_key] for ref in refs if ref.object_key in failed), None)
+        results.append(reason if reason is not None else [buffers[ref.object_key, ref.first_byte] for ref in refs])
+    return results
+
+
+async def _read_object(
+    objects: ObjectStore, key: str, refs: list[BatchRef], buffers: dict[tuple[str, int], Buffer]
+) -> None:
+    """Adjacent batches travel as one range; each range is copied once, to be patched."""
+    runs: list[list[BatchRef]] = []
+    for ref in sorted(refs, key=lambda r: r.first_byte):
+        if runs and runs[-1][-1].first_byte + runs[-1][-1].size_bytes == ref.first_byte:
+            runs[-1].append(ref)
+        else:
+            runs.append([ref])
+    ranges = [(run[0].first_byte, run[-1].first_byte + run[-1].size_bytes) for run in runs]
+    for run, data in zip(runs, await objects.get_ranges(key, ranges), strict=True):
+        view = memoryview(bytearray(data))
+        start = run[0].first_byte
+        for ref in run:
+            at = ref.first_byte - start
+            patch(view, at, ref.base_offset)
+            buffers[key, ref.first_byte] = view[at : at + ref.size_bytes]

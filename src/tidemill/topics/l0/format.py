@@ -1,0 +1,69 @@
+"""An L0 object.
+
+regions   the record batches of each partition back to back, partitions in order of first arrival
+footer    'TML0' | version uint8 = 1 | region count uint32
+          { topic id length uint8 | topic id utf-8 | partition uint32 | position uint64 | length uint64 }*
+          | crc32c uint32 of the footer before it
+tail      footer size uint32, its crc included
+little end first. Readers use the placeholders' byte ranges; the footer serves repair and garbage collection.
+
+key       l0/<epoch, 20 digits>/<node>-<nonce>    listing order is epoch order
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import crc32c
+import msgspec
+
+from tidemill.base.errors import Corrupt
+from tidemill.objects.store import Buffer
+
+MAGIC = b"TML0\x01"
+_COUNT = struct.Struct("<I")
+_REGION = struct.Struct("<IQQ")
+
+
+class Region(msgspec.Struct, frozen=True):
+    topic_id: str
+    partition: int
+    position: int
+    length: int
+
+
+def object_key(epoch: int, node: str, nonce: str) -> str:
+    return f"l0/{epoch:020d}/{node}-{nonce}"
+
+
+def encode_footer(regions: Sequence[Region]) -> bytes:
+    parts = [MAGIC, _COUNT.pack(len(regions))]
+    for region in regions:
+        name = region.topic_id.encode()
+        parts += (bytes((len(name),)), name, _REGION.pack(region.partition, region.position, region.length))
+    body = b"".join(parts)
+    footer = body + _COUNT.pack(crc32c.crc32c(body))
+    return footer + _COUNT.pack(len(footer))
+
+
+def decode_footer(tail: Buffer) -> list[Region]:
+    """The regions, from the last bytes of an object (at least the footer and its size). Raises Corrupt."""
+    data = bytes(tail)
+    try:
+        (size,) = _COUNT.unpack_from(data, len(data) - 4)
+        footer = data[len(data) - 4 - size : len(data) - 4]
+        body = footer[:-4]
+        if len(footer) != size or not body.startswith(MAGIC) or footer[-4:] != _COUNT.pack(crc32c.crc32c(body)):
+            raise Corrupt(f"damaged L0 footer: footer_bytes={size} tail_bytes={len(data)}.")
+        (count,) = _COUNT.unpack_from(body, len(MAGIC))
+        at = len(MAGIC) + 4
+        regions = []
+        for _ in range(count):
+            end = at + 1 + body[at]
+            topic_id = body[at + 1 : end].decode()
+            regions.append(Region(topic_id, *_REGION.unpack_from(body, end)))
+            at = end + _REGION.size
+    except (struct.error, IndexError, UnicodeDecodeError) as error:
+        raise Corrupt(f"unreadable L0 footer: tail_bytes={len(data)} cause={error}.") from error
+    return regions

@@ -1,0 +1,238 @@
+"""The L0 writer: batches of many partitions into one object, several uploads in flight.
+
+    stage ──► pending ──(free slot and: idle · size reached · linger over)──► upload ──► uploaded / upload_failed
+                 └──(expired, or its owner gave up)──► upload_failed, and it enters no object
+
+L1  A staged batch ends exactly once, as uploaded or as failed; cancelling whoever waits for it changes nothing.
+L2  Members of one object hear of it in the order in which they were staged.
+L3  The buffer of a member is read for the last time when its object is assembled; the object's own buffer
+    then serves the upload, the cache and the fetches, so record bytes are copied once.
+
+Group commit: an idle writer uploads at once; while uploads run, what arrives is collected, and the next one
+starts when one ends, when a full object has been collected, or after a fraction of a typical upload's time, so
+that several are spread evenly over it. `settings.linger_s` replaces the idle rule by a timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Closed, Conflict, TidemillError, Unavailable
+from tidemill.base.tasks import Tasks
+from tidemill.objects.store import Buffer, ObjectStore
+from tidemill.topics.l0.cache import ObjectCache
+from tidemill.topics.l0.format import Region, encode_footer, object_key
+from tidemill.topics.settings import TopicSettings
+
+_SMOOTHING = 0.2
+
+
+class Staged(Protocol):
+    """What the writer needs of a batch. `abandoned` is read when an object is assembled."""
+
+    topic_id: str
+    partition: int
+    buffer: Buffer
+    size_bytes: int
+    staged_s: float
+    abandoned: bool
+
+    def uploaded(self, object_key: str, first_byte: int, data: bytearray) -> None: ...
+
+    def upload_failed(self, error: TidemillError) -> None: ...
+
+
+class Upload(msgspec.Struct, frozen=True):
+    """One upload under way: its members with their first bytes. `since_ms` is wall time, for marks."""
+
+    key: str
+    since_ms: int
+    data: bytearray
+    members: list[tuple[Staged, int]]
+
+
+class L0Writer:
+    def __init__(
+        self,
+        objects: ObjectStore,
+        cache: ObjectCache,
+        *,
+        node: str,
+        epoch: Callable[[], int],
+        clock: Clock,
+        rand: Rand,
+        settings: TopicSettings,
+    ) -> None:
+        self._objects = objects
+        self._cache = cache
+        self._node = node
+        self._epoch = epoch
+        self._clock = clock
+        self._rand = rand
+        self._settings = settings
+        self._tasks = Tasks()
+        self._pending: list[Staged] = []
+        self._pending_bytes = 0
+        self._uploads: dict[str, Upload] = {}
+        self._uploading_bytes = 0
+        self._typical_upload_s = 0.0
+        self._last_start_s = 0.0
+        self._flush_due: asyncio.Handle | None = None
+        self._flush_now = False
+        self._closed = False
+
+    @property
+    def staged_bytes(self) -> int:
+        return self._pending_bytes + self._uploading_bytes
+
+    def oldest_upload(self) -> Upload | None:
+        return next(iter(self._uploads.values()), None)
+
+    def stage(self, item: Staged) -> None:
+        """Take the batch into the next object. Plain call; the item hears the outcome. Raises Unavailable, Closed."""
+        if self._closed:
+            raise Closed("the topic writer was closed.")
+        if self.staged_bytes + item.size_bytes > self._settings.staged_bytes and self._pending_bytes:
+            raise Unavailable(
+                f"too much is waiting for upload: staged_bytes={self.staged_bytes}.", fix="Slow down and retry."
+            )
+        item.staged_s = self._clock.monotonic_s()
+        self._pending.append(item)
+        self._pending_bytes += item.size_bytes
+        self._schedule()
+
+    def _schedule(self) -> None:
+        """Decide when to flush next. The zero delay lets everything that arrives in this turn of the loop share."""
+        if not self._pending or len(self._uploads) >= self._settings.uploads_in_flight or self._closed:
+            return
+        if self._flush_now:
+            return
+        full = self._pending_bytes >= self._settings.object_bytes
+        delay_s = 0.0 if full else self._delay_s()
+        if self._flush_due is not None:
+            if delay_s > 0:
+                return
+            self._flush_due.cancel()
+        loop = asyncio.get_running_loop()
+        self._flush_now = delay_s <= 0
+        self._flush_due = loop.call_soon(self._flush) if self._flush_now else loop.call_later(delay_s, self._flush)
+
+    def _delay_s(self) -> float:
+        now_s = self._clock.monotonic_s()
+        if self._settings.linger_s > 0:
+            return max(0.0, self._pending[0].staged_s + self._settings.linger_s - now_s)
+        if not self._uploads:
+            return 0.0
+        spread_s = self._typical_upload_s / self._settings.uploads_in_flight
+        return max(0.0, self._last_start_s + spread_s - now_s)
+
+    def _flush(self) -> None:
+        """Start uploads while slots are free: near-equal chunks, so that no tiny object trails a full one."""
+        self._flush_due, self._flush_now = None, False
+        self._drop_expired()
+        chunks = max(1, round(self._pending_bytes / self._settings.object_bytes))
+        target_bytes = self._pending_bytes / chunks
+        for _ in range(min(chunks, self._settings.uploads_in_flight - len(self._uploads))):
+            if self._pending:
+                self._start(self._take(target_bytes))
+        self._schedule()
+
+    def _take(self, target_bytes: float) -> list[Staged]:
+        taken_bytes = 0
+        count = 0
+        for item in self._pending:
+            if count and taken_bytes + item.size_bytes / 2 > target_bytes:
+                break
+            taken_bytes += item.size_bytes
+            count += 1
+        items, self._pending = self._pending[:count], self._pending[count:]
+        self._pending_bytes -= taken_bytes
+        return items
+
+    def _drop_expired(self) -> None:
+        horizon_s = self._clock.monotonic_s() - self._settings.staged_expiry_s
+        kept: list[Staged] = []
+        expired: list[Staged] = []
+        for item in self._pending:
+            if item.abandoned:
+                self._pending_bytes -= item.size_bytes
+            elif item.staged_s < horizon_s:
+                self._pending_bytes -= item.size_bytes
+                expired.append(item)
+            else:
+                kept.append(item)
+        self._pending = kept
+        for item in expired:
+            item.upload_failed(Unavailable("a batch waited too long for its upload.", fix="Retry; the store is slow."))
+
+    def _start(self, items: list[Staged]) -> None:
+        by_partition: dict[tuple[str, int], list[Staged]] = {}
+        for item in items:
+            by_partition.setdefault((item.topic_id, item.partition), []).append(item)
+        parts: list[Buffer] = []
+        regions: list[Region] = []
+        places: dict[int, int] = {}
+        at = 0
+        for (topic_id, partition), members in by_partition.items():
+            begin = at
+            for item in members:
+                places[id(item)] = at
+                parts.append(item.buffer)
+                at += item.size_bytes
+            regions.append(Region(topic_id, partition, begin, at - begin))
+        parts.append(encode_footer(regions))
+        data = bytearray().join(parts)
+        key = object_key(self._epoch(), self._node, self._rand.nonce())
+        upload = Upload(key, self._clock.now_ms(), data, [(item, places[id(item)]) for item in items])
+        self._uploads[key] = upload
+        self._uploading_bytes += len(data)
+        self._last_start_s = self._clock.monotonic_s()
+        self._tasks.spawn(self._upload(upload), name=f"l0-upload {key}")
+
+    async def _upload(self, upload: Upload) -> None:
+        begun_s = self._clock.monotonic_s()
+        error: TidemillError | None = None
+        try:
+            await self._objects.put(upload.key, upload.data)
+        except Conflict:
+            # The key holds a nonce of ours, so only an earlier attempt of this very put can have made it.
+            pass
+        except TidemillError as failure:
+            error = Unavailable(f"the upload of an L0 object failed: key={upload.key} cause={failure}", fix="Retry.")
+        took_s = self._clock.monotonic_s() - begun_s
+        self._typical_upload_s += _SMOOTHING * (took_s - self._typical_upload_s)
+        self._ended(upload, error)
+
+    def _ended(self, upload: Upload, error: TidemillError | None) -> None:
+        del self._uploads[upload.key]
+        self._uploading_bytes -= len(upload.data)
+        if error is None:
+            self._cache.add(upload.key, upload.data)
+        for item, first_byte in upload.members:
+            if item.abandoned:
+                continue
+            if error is None:
+                item.uploaded(upload.key, first_byte, upload.data)
+            else:
+                item.upload_failed(error)
+        self._schedule()
+
+    async def aclose(self) -> None:
+        """Fail what is pending or under way as Unavailable (nothing of it is in a log) and stop."""
+        self._closed = True
+        if self._flush_due is not None:
+            self._flush_due.cancel()
+            self._flush_due = None
+        await self._tasks.aclose()
+        error = Unavailable("the node is shutting down; the batch was not written.")
+        for upload in list(self._uploads.values()):
+            self._ended(upload, error)
+        pending, self._pending, self._pending_bytes = self._pending, [], 0
+        for item in pending:
+            if not item.abandoned:
+                item.upload_failed(error)

@@ -1,0 +1,111 @@
+"""Appending to a partition's log in one term, until the outcome is certain or leadership is given up."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Closed, Conflict, Fenced, Missing, TidemillError, Unavailable, Unknown
+from tidemill.consensus.api import Consensus, LogHead, resolve_append
+from tidemill.topics.settings import TopicSettings
+
+FENCE_TRIES = 8
+
+
+class SteppedDown(Exception):
+    """This leader must stop. `certain`: the append that ended it did not happen and never will."""
+
+    def __init__(self, reason: str, *, certain: bool) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.certain = certain
+
+
+class Appender:
+    """One partition's log, one term. The caller keeps at most one append under way and passes the next position."""
+
+    def __init__(self, consensus: Consensus, log: str, clock: Clock, rand: Rand, settings: TopicSettings) -> None:
+        self._consensus = consensus
+        self._log = log
+        self._clock = clock
+        self._rand = rand
+        self._settings = settings
+        self.term = 0
+
+    async def fence(self) -> LogHead:
+        """Take a term above every earlier one: no older append lands any more (C1). Raises Unavailable."""
+        last: TidemillError = Unavailable(f"no attempt was made: log={self._log}.")
+        term = 0
+        for _ in range(FENCE_TRIES):
+            try:
+                if term == 0:
+                    term = (await self._consensus.log_head(self._log)).term + 1
+                head = await self._consensus.fence(self._log, term)
+                self.term = term
+                return head
+            except Fenced as fenced:
+                # Another node was faster; whether it or we should lead is decided by the assignment, not here.
+                last, term = fenced, 0
+            except (Unavailable, Unknown) as error:
+                last = error
+            await self._pause()
+        raise Unavailable(f"a partition could not be taken over: log={self._log} cause={last}", fix="Retry.")
+
+    async def append(self, position: int, record: bytes) -> None:
+        """Returns once `record` stands at `position`. Raises SteppedDown.
+
+        After a lost answer the same attempt (nonce, position) is repeated until it is found in the log or refused
+        for good, so it lands at most once, and nobody has to guess.
+        """
+        nonce = self._rand.nonce()
+        give_up_s = self._clock.monotonic_s() + self._settings.append_budget_s
+        doubtful = False
+        while True:
+            try:
+                await self._consensus.append(self._log, self.term, position, [record], nonce)
+                return
+            except (Conflict, Fenced) as refused:
+                if not doubtful or await self._refused_for_good(position, nonce):
+                    raise SteppedDown(refused.message, certain=True) from refused
+                return
+            except Unavailable:
+                pass
+            except Closed as closed:
+                raise SteppedDown(closed.message, certain=False) from closed
+            except Unknown:
+                doubtful = True
+            if doubtful and await self._landed(position, nonce):
+                return
+            if self._clock.monotonic_s() >= give_up_s:
+                raise SteppedDown(f"the log does not answer: log={self._log}.", certain=not doubtful)
+            await self._pause()
+
+    async def confirm(self, position: int) -> None:
+        """A linearizable check that we still lead and have applied everything. Raises SteppedDown."""
+        try:
+            head = await self._consensus.log_head(self._log)
+        except TidemillError as error:
+            raise SteppedDown(error.message, certain=True) from error
+        if head.term != self.term or head.next != position:
+            raise SteppedDown(
+                f"another leader took over: log={self._log} term={self.term} newer={head.term}.", certain=True
+            )
+
+    async def _landed(self, position: int, nonce: str) -> bool:
+        try:
+            return await resolve_append(self._consensus, self._log, position, nonce)
+        except Missing as gone:
+            raise SteppedDown(gone.message, certain=False) from gone
+        except (Unavailable, Unknown):
+            return False
+
+    async def _refused_for_good(self, position: int, nonce: str) -> bool:
+        """After a refusal: did an earlier, doubtful attempt land? False = it did. Raises SteppedDown if unknowable."""
+        try:
+            return not await resolve_append(self._consensus, self._log, position, nonce)
+        except TidemillError as error:
+            raise SteppedDown(error.message, certain=False) from error
+
+    async def _pause(self) -> None:
+        pause_s = self._settings.retry_pause_s
+        await asyncio.sleep(self._rand.uniform(pause_s / 2, pause_s * 1.5))

@@ -1,0 +1,80 @@
+"""apply(state, command): checks everything, then writes. No clock, randomness, I/O or logging."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import msgspec
+
+from tidemill.topics.partition.commands import Command, PlaceBatches, Rollup
+from tidemill.topics.partition.idempotence import Producer, judge, remember
+from tidemill.topics.partition.state import PRODUCERS_LIMIT, PartitionState
+
+
+class Rejected(msgspec.Struct, frozen=True):
+    """The command changed nothing, here and on every other reader of the log; its proposer is told."""
+
+    reason: str
+
+
+def apply(state: PartitionState, command: Command, position: int, term: int) -> Rejected | None:
+    """Take the command at `position` of the log, appended in `term`. None = it took effect.
+
+    A rejected command still advances `applied`: its position is spent.
+    """
+    if position != state.applied:
+        raise ValueError(f"log positions must be applied in order: position={position} applied={state.applied}")
+    match command:
+        case PlaceBatches():
+            outcome = _place(state, command, term)
+        case Rollup():
+            state.rollup_key, state.rollup_position = command.object_key, position
+            outcome = None
+        case _:
+            assert_never(command)
+    state.applied = position + 1
+    return outcome
+
+
+def _place(state: PartitionState, command: PlaceBatches, term: int) -> Rejected | None:
+    offset = state.high_watermark
+    changed: dict[int, Producer] = {}
+    for batch in command.placeholders:
+        if batch.base_offset != offset or batch.record_count < 1:
+            return Rejected(f"offsets are not contiguous: base_offset={batch.base_offset} expected={offset}")
+        if not 0 <= batch.object_index < len(command.objects):
+            return Rejected(f"no such object in the command: object_index={batch.object_index}")
+        producer_id = batch.producer_id
+        if producer_id >= 0:
+            known = changed.get(producer_id) or state.producer(producer_id, command.at_ms)
+            verdict = judge(known, batch.producer_epoch, batch.base_sequence, batch.record_count)
+            if verdict is not None:
+                return Rejected(f"the sequence rules refuse a batch: producer_id={producer_id} verdict={verdict}")
+            changed[producer_id] = remember(
+                known, batch.producer_epoch, batch.base_sequence, batch.record_count, offset, command.at_ms
+            )
+        offset += batch.record_count
+    _write(state, command, term)
+    for producer_id, producer in changed.items():
+        state.producers.pop(producer_id, None)
+        state.producers[producer_id] = producer
+    while len(state.producers) > PRODUCERS_LIMIT:
+        del state.producers[next(iter(state.producers))]
+    return None
+
+
+def _write(state: PartitionState, command: PlaceBatches, term: int) -> None:
+    if command.placeholders and (not state.terms or state.terms[-1][0] != term):
+        state.terms.append((term, state.high_watermark))
+    state.last_at_ms = max(state.last_at_ms, command.at_ms)
+    interned = [state.intern(key) for key in command.objects]
+    highest = state.highest_timestamps[-1] if state.highest_timestamps else -(2**63)
+    for batch in command.placeholders:
+        state.bases.append(batch.base_offset)
+        state.objects.append(interned[batch.object_index])
+        state.first_bytes.append(batch.first_byte)
+        state.sizes.append(batch.size_bytes)
+        state.max_timestamps.append(batch.max_timestamp_ms)
+        highest = max(highest, batch.max_timestamp_ms)
+        state.highest_timestamps.append(highest)
+        state.high_watermark += batch.record_count

@@ -1,0 +1,109 @@
+"""Bytes of a partition's log records and rollup objects.
+
+log record     msgpack array [tag, fields…]
+                 1  at_ms, [object key…], [[object index, first byte, size, base offset, record count,
+                    producer id, producer epoch, base sequence, max timestamp]…]
+                 2  object key, size
+rollup object  'TMPR' | version uint8 = 1 | msgpack map | crc32c uint32 of everything before it, little end first
+                 columns are little-endian int64/uint32 arrays as binary
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+
+import crc32c
+import msgspec
+
+from tidemill.base.errors import Corrupt
+from tidemill.topics.partition.commands import Command
+from tidemill.topics.partition.idempotence import PRODUCER_EXPIRY_MS, Producer
+from tidemill.topics.partition.state import PartitionState
+
+MAGIC = b"TMPR\x01"
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+
+
+class _Snapshot(msgspec.Struct, frozen=True):
+    applied: int
+    log_start: int
+    high_watermark: int
+    last_at_ms: int
+    terms: list[tuple[int, int]]
+    producers: list[tuple[int, Producer]]
+    object_keys: list[str]
+    bases: bytes
+    objects: bytes
+    first_bytes: bytes
+    sizes: bytes
+    max_timestamps: bytes
+
+
+def encode_command(command: Command) -> bytes:
+    return _encoder.encode(command)
+
+
+def decode_command(data: bytes) -> Command:
+    """Raises Corrupt."""
+    try:
+        return _decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise Corrupt(f"unreadable record of a partition log: cause={error}.") from error
+
+
+def encode_state(state: PartitionState) -> bytes:
+    """The rollup object of `state`; producers that have expired stay out."""
+    live = [
+        (producer_id, producer)
+        for producer_id, producer in state.producers.items()
+        if state.last_at_ms - producer.updated_ms < PRODUCER_EXPIRY_MS
+    ]
+    snapshot = _Snapshot(
+        state.applied,
+        state.log_start,
+        state.high_watermark,
+        state.last_at_ms,
+        state.terms,
+        live,
+        state.object_keys,
+        *(_column(c) for c in (state.bases, state.objects, state.first_bytes, state.sizes, state.max_timestamps)),
+    )
+    body = MAGIC + _encoder.encode(snapshot)
+    return body + int(crc32c.crc32c(body)).to_bytes(4, "little")
+
+
+def decode_state(data: bytes, object_key: str) -> PartitionState:
+    """The state as of the rollup's own position: `applied` is where its record stands. Raises Corrupt."""
+    body, crc = data[:-4], data[-4:]
+    if not body.startswith(MAGIC) or crc32c.crc32c(body).to_bytes(4, "little") != crc:
+        raise Corrupt(f"damaged rollup object: key={object_key}.")
+    snapshot = msgspec.msgpack.decode(body[len(MAGIC) :], type=_Snapshot)
+    state = PartitionState()
+    state.applied = snapshot.applied
+    state.log_start = snapshot.log_start
+    state.high_watermark = snapshot.high_watermark
+    state.last_at_ms = snapshot.last_at_ms
+    state.terms = list(snapshot.terms)
+    state.producers = dict(snapshot.producers)
+    state.object_keys = list(snapshot.object_keys)
+    columns = (state.bases, state.objects, state.first_bytes, state.sizes, state.max_timestamps)
+    stored = (snapshot.bases, snapshot.objects, snapshot.first_bytes, snapshot.sizes, snapshot.max_timestamps)
+    for column, raw in zip(columns, stored, strict=True):
+        column.frombytes(raw)
+        if sys.byteorder == "big":
+            column.byteswap()
+    highest = -(2**63)
+    for timestamp in state.max_timestamps:
+        highest = max(highest, timestamp)
+        state.highest_timestamps.append(highest)
+    return state
+
+
+def _column(column: array[int]) -> bytes:
+    if sys.byteorder == "big":
+        column = array(column.typecode, column)
+        column.byteswap()
+    return column.tobytes()

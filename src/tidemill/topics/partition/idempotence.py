@@ -1,0 +1,68 @@
+"""Idempotent producers, exactly as Kafka 4 (KIP-98, KIP-360): pure rules over one producer's last batches.
+
+I1  Same epoch, same first and last sequence as one of the last five batches: its original offsets.
+I2  Lower epoch: stale. Higher epoch: the first sequence must be 0.
+I3  Same epoch otherwise: the sequence must follow the last one; 2³¹−1 is followed by 0.
+I4  A producer without state (new, expired, its data gone) may start at any sequence.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+from tidemill.topics.batch.header import add_sequence
+
+REMEMBERED_BATCHES = 5
+"""What Kafka's broker keeps, and the most a client may have in flight with idempotence on."""
+
+PRODUCER_EXPIRY_MS = 24 * 3600 * 1000
+"""producer.id.expiration.ms of Kafka."""
+
+
+class Remembered(msgspec.Struct, frozen=True, array_like=True):
+    first_sequence: int
+    last_sequence: int
+    base_offset: int
+    record_count: int
+
+
+class Producer(msgspec.Struct, frozen=True, array_like=True):
+    """The newest at most five batches of one producer id in one epoch, oldest first; never empty."""
+
+    epoch: int
+    batches: tuple[Remembered, ...]
+    updated_ms: int
+
+
+class Refusal(Enum):
+    STALE_EPOCH = "stale epoch"
+    OUT_OF_ORDER = "out of order"
+
+
+def judge(producer: Producer | None, epoch: int, first_sequence: int, record_count: int) -> Remembered | Refusal | None:
+    """None = append it; Remembered = a duplicate of that batch; Refusal otherwise."""
+    if producer is None:
+        return None
+    if epoch < producer.epoch:
+        return Refusal.STALE_EPOCH
+    if epoch > producer.epoch:
+        return None if first_sequence == 0 else Refusal.OUT_OF_ORDER
+    last_sequence = add_sequence(first_sequence, record_count - 1)
+    for batch in producer.batches:
+        if batch.first_sequence == first_sequence and batch.last_sequence == last_sequence:
+            return batch
+    if first_sequence == add_sequence(producer.batches[-1].last_sequence, 1):
+        return None
+    return Refusal.OUT_OF_ORDER
+
+
+def remember(
+    producer: Producer | None, epoch: int, first_sequence: int, record_count: int, base_offset: int, at_ms: int
+) -> Producer:
+    """The producer after an accepted batch; a new epoch forgets the batches of the old one."""
+    batch = Remembered(first_sequence, add_sequence(first_sequence, record_count - 1), base_offset, record_count)
+    if producer is None or producer.epoch != epoch:
+        return Producer(epoch, (batch,), at_ms)
+    return Producer(epoch, (*producer.batches, batch)[-REMEMBERED_BATCHES:], at_ms)

@@ -1,0 +1,60 @@
+"""Bring a partition's state up to its log: used by a new leader and by readers in other processes."""
+
+from __future__ import annotations
+
+from tidemill.base.errors import Corrupt, Missing, Unavailable
+from tidemill.consensus.api import Consensus, LogHead
+from tidemill.objects.store import ObjectStore
+from tidemill.topics.partition.apply import apply
+from tidemill.topics.partition.codec import decode_command, decode_state
+from tidemill.topics.partition.commands import Rollup
+from tidemill.topics.partition.state import PartitionState
+
+RESTARTS_LIMIT = 8
+"""How often a replay starts over because the log was truncated, or a rollup replaced, under it."""
+
+
+def partition_log(topic_id: str, partition: int) -> str:
+    return f"topic/{topic_id}/{partition}"
+
+
+async def catch_up(
+    consensus: Consensus, objects: ObjectStore, log: str, state: PartitionState
+) -> tuple[PartitionState, LogHead]:
+    """Apply everything up to the head of the last read; returns the state (a new one after a rollup) and that head.
+
+    Raises Corrupt when the log starts with anything but a rollup, Unavailable when it moves too fast to follow.
+    """
+    for _ in range(RESTARTS_LIMIT):
+        try:
+            return await _follow(consensus, objects, log, state)
+        except Missing:
+            state = PartitionState()
+    raise Unavailable(f"a partition log kept being truncated while it was read: log={log}.", fix="Try again.")
+
+
+async def _follow(
+    consensus: Consensus, objects: ObjectStore, log: str, state: PartitionState
+) -> tuple[PartitionState, LogHead]:
+    while True:
+        if state.applied == 0:
+            head = await consensus.log_head(log)
+            if head.start > 0:
+                state = await _open_rollup(consensus, objects, log, head.start)
+        found = await consensus.read(log, state.applied)
+        for record in found.records:
+            apply(state, decode_command(record.data), record.position, record.term)
+        if state.applied >= found.head.next:
+            return state, found.head
+
+
+async def _open_rollup(consensus: Consensus, objects: ObjectStore, log: str, start: int) -> PartitionState:
+    """The state at the first record of a truncated log, which is a rollup. Raises Missing if it was replaced."""
+    found = await consensus.read(log, start, limit_records=1)
+    command = decode_command(found.records[0].data) if found.records else None
+    if not isinstance(command, Rollup):
+        raise Corrupt(f"a truncated partition log does not start with a rollup: log={log} start={start}.")
+    state = decode_state(await objects.get(command.object_key), command.object_key)
+    if state.applied != start:
+        raise Corrupt(f"a rollup is of another position: log={log} start={start} applied={state.applied}.")
+    return state
