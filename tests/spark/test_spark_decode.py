@@ -21,7 +21,7 @@ from tidemill.topics.batch import Record, encode_batch
 
 def records(
     *found: tuple[bytes | None, bytes | None], headers: dict[int, tuple[tuple[str, bytes | None], ...]] | None = None
-) -> Records:  # noqa: E501
+) -> Records:
     n = len(found)
     offsets = np.arange(10, 10 + n, dtype=np.int64)
     extra = [(headers or {}).get(i, ()) for i in range(n)]

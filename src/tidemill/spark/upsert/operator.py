@@ -65,6 +65,12 @@ class Upsert:
         """The source has delivered every command with time < source_frontier."""
         self.source_frontier = max(self.source_frontier, source_frontier)
 
+    def adopt(self, before: Upsert) -> None:
+        """Go on with what another operator of this writer has taken in, on this one's mirror (which was rebuilt)."""
+        self.source_frontier = max(self.source_frontier, before.source_frontier)
+        self.dropped += before.dropped
+        self._stash = self._without_below(before._stash)
+
     @property
     def output_frontier(self) -> int:
         """Times below it are either in the shard or in what `drain` returns: what this writer may append up to.

@@ -1,0 +1,220 @@
+"""Derived tables: a user's PySpark function over shards at one common time, kept in a shard of its own.
+
+    t = min(uppers of the inputs) - 1 → the function on the contents at t → difference to the output → append
+
+Recomputed whole, at intervals, in a thread of its own, so that no streaming query waits for it. Inputs that
+did not change are not recomputed, but time moves on all the same. At the times it is computed for, the
+output is exactly the function of its inputs; between them it stays as it was.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import structlog
+
+from tidemill.base.errors import Corrupt, Invalid, Missing
+from tidemill.base.portal import Portal
+from tidemill.shards.front import TIME, ShardSchema
+from tidemill.shards.handle import LogShard
+from tidemill.shards.hashing import hash_rows
+from tidemill.shards.schema import checked, conform, contents_schema, update_schema
+from tidemill.spark.pipeline import DerivedTable
+from tidemill.spark.stores import Stores
+from tidemill.spark.table import TableWriter
+from tidemill.spark.types import columns_of, spark_schema
+from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, Commands, command_schema
+from tidemill.spark.upsert.resolve import resolve
+from tidemill.spark.upsert.state import Mirror
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+MOST_BUSY = 0.34
+"""Share of one thread's time that recomputing may take: a slow function makes its interval longer."""
+
+log = structlog.get_logger()
+
+
+class InputMirror:
+    """The contents of an input at exactly one time, moved forward by its deltas."""
+
+    def __init__(self, portal: Portal, shard: LogShard) -> None:
+        self.shard = shard
+        self._portal = portal
+        self._mirror = Mirror(shard.schema)
+
+    def move_to(self, time_ms: int) -> bool:
+        """Contents as of `time_ms`, which must be final; True when anything changed on the way."""
+        end = time_ms + 1
+        if end <= self._mirror.upper:
+            return False
+        since, _ = self._portal.call(self.shard.frontiers())
+        if since >= self._mirror.upper:
+            contents = self._portal.call(self.shard.snapshot(time_ms))
+            self._mirror = Mirror.hydrate(self.shard.schema, contents, end)
+            return True
+        changed = False
+        for batch in self._portal.call(self.shard.batches(self._mirror.upper)):
+            lower, upper = self._mirror.upper, min(batch.upper, end)
+            if upper <= lower:
+                continue
+            rows = self._portal.call(self.shard.read_batch(batch, lower, upper))
+            changed |= rows.num_rows > 0
+            self._mirror.apply(rows, lower, upper)
+        return changed
+
+    def contents(self) -> pa.Table:
+        return self._mirror.live_rows()
+
+
+class Derivation:
+    """`run` is the thread's body; `round` is one recomputation, callable from tests."""
+
+    def __init__(
+        self, portal: Portal, stores: Stores, spark: SparkSession, table: DerivedTable, mirror_dir: Path
+    ) -> None:
+        self.table = table
+        self.target = 0
+        self.error = ""
+        self.waits_for = ""
+        self.recomputed = 0
+        self.writer: TableWriter | None = None
+        self._portal = portal
+        self._stores = stores
+        self._spark = spark
+        self._mirror_dir = mirror_dir
+        self._inputs: list[InputMirror] = []
+        self._dirty = True
+
+    @property
+    def upper(self) -> int:
+        return self.writer.upper if self.writer is not None else 0
+
+    def run(self, stopping: threading.Event) -> None:
+        """Until `stopping`. What goes wrong is kept in `error` and tried again: an input may come back."""
+        clock = self._stores.clock
+        while not stopping.is_set():
+            began_s = clock.monotonic_s()
+            try:
+                if self.writer is None:
+                    self.open()
+                    assert self.writer is not None
+                self.round()
+                self.error = ""
+            except Missing as error:
+                self.error = error.message
+            except Exception as error:  # the function is the user's: whatever it raises is shown, and tried again
+                if stopping.is_set():
+                    return
+                self.error = str(error).splitlines()[0][:300]
+                log.warning("derived table not recomputed", table=self.table.name, error=self.error)
+            took_s = clock.monotonic_s() - began_s
+            stopping.wait(max(self.table.every_s - took_s, took_s * (1 / MOST_BUSY - 1), 0.05))
+
+    def open(self) -> None:
+        """Open the inputs, learn the schema of the result from the function itself, open the output.
+
+        Raises Missing (an input does not exist yet), Invalid (the result does not fit a shard).
+        """
+        from tidemill.shards.open import open_shard
+
+        s = self._stores
+
+        async def one(name: str, schema: ShardSchema | None = None) -> LogShard:
+            return await open_shard(s.consensus, s.objects, s.clock, s.rand, name, schema)
+
+        self.waits_for = ""
+        inputs = []
+        for name in self.table.inputs:
+            self.waits_for = f"shard:{name}"
+            inputs.append(InputMirror(self._portal, self._portal.call(one(name))))
+        self.waits_for = ""
+        self._inputs = inputs
+        frames = [self._spark.createDataFrame([], spark_schema(i.shard.schema.columns)) for i in inputs]
+        result = self.table.function(self._spark, *frames)
+        schema = checked(ShardSchema(columns_of(result.schema), self.table.key))
+        shard = self._portal.call(one(self.table.name, schema))
+        writer = TableWriter(self._portal, s, shard, self._mirror_dir)
+        writer.hydrate()
+        self.writer = writer
+
+    def round(self) -> bool:
+        """Bring the output to the inputs' common time; False when there was nothing to do or a peer was first."""
+        assert self.writer is not None
+        uppers = {i.shard.name: self._portal.call(i.shard.frontiers())[1] for i in self._inputs}
+        slowest = min(uppers, key=lambda name: (uppers[name], name))
+        end = uppers[slowest]
+        self.waits_for = f"shard:{slowest}"
+        self.target = max(self.target, end)
+        self.writer.follow()
+        lower = self.writer.upper
+        if end <= lower:
+            return False
+        for one in self._inputs:
+            self._dirty |= one.move_to(end - 1)
+        if not self._dirty:
+            won = self._portal.call(self.writer.append(lower, end, ()))
+            if won:
+                self.writer.operator.feedback(update_schema(self.writer.schema).empty_table(), lower, end)
+            return won
+        commands = difference(self.writer.schema, self._compute(), self.writer.operator.mirror, end - 1)
+        pending = resolve(self.writer.schema, commands, self.writer.operator.mirror, lower, end)
+        won = self._portal.call(self._append(lower, end, pending.updates))
+        if won:
+            self.writer.committed(pending)
+            self._dirty = False
+            self.recomputed += 1
+        else:
+            self.writer.follow()
+        return won
+
+    async def _append(self, lower: int, upper: int, updates: pa.Table) -> bool:
+        assert self.writer is not None
+        return await self.writer.append(lower, upper, await self.writer.write(updates))
+
+    def _compute(self) -> pa.Table:
+        assert self.writer is not None
+        frames = [self._spark.createDataFrame(i.contents(), spark_schema(i.shard.schema.columns)) for i in self._inputs]
+        return conform(self.table.function(self._spark, *frames).toArrow(), contents_schema(self.writer.schema))
+
+
+def difference(schema: ShardSchema, result: pa.Table, mirror: Mirror, time_ms: int) -> Commands:
+    """Commands that make the mirrored contents equal to `result` at `time_ms`. Raises Invalid when a key repeats.
+
+    Rows that are there already are commands too; `resolve` finds that they change nothing.
+    """
+    key = list(schema.key)
+    for name in key:
+        if result.column(name).null_count:
+            raise Invalid(f"key column of a derived table is null: column={name}.", fix="Filter such rows out.")
+    try:
+        wanted = Mirror.hydrate(schema, result, 0)
+    except Corrupt as error:
+        raise Invalid(
+            f"key of a derived table repeats: key={','.join(key)} rows={result.num_rows}.",
+            fix="Group by the key, or name more key columns.",
+        ) from error
+    live = mirror.live_rows()
+    _, at = wanted.lookup(live.select(key), hash_rows(live, key)) if live.num_rows else (None, np.zeros(0, np.int64))
+    gone = live.filter(pa.array(at < 0))
+    return Commands(pa.concat_tables([_as_commands(schema, wanted.live_rows(), time_ms, True),
+                                      _as_commands(schema, gone, time_ms, False)]))  # fmt: skip
+
+
+def _as_commands(schema: ShardSchema, rows: pa.Table, time_ms: int, live: bool) -> pa.Table:
+    n = rows.num_rows
+    extra: dict[str, Any] = {
+        TIME: pa.array(np.full(n, time_ms, dtype=np.int64)),
+        ORDER: pa.array(np.zeros(n, dtype=np.int64)),
+        PARTITION: pa.array(np.zeros(n, dtype=np.int32)),
+        LIVE: pa.array(np.full(n, live)),
+    }
+    target = command_schema(schema)
+    arrays: Sequence[Any] = [extra[f.name] if f.name in extra else rows.column(f.name) for f in target]
+    return pa.Table.from_arrays(list(arrays), schema=target)

@@ -1,0 +1,85 @@
+"""`python -m tidemill.spark.driver`: one pipeline in a process of its own, supervised by `tidemill up`.
+
+    open stores ─┬─ start the JVM (a thread) ──────────────────────────┐
+                 └─ wait for each feed → open shards → hydrate mirrors ┴→ one streaming query a feed,
+                                                                          one thread a derived table
+Until a feed's query runs, the same sink brings its tables forward from here, so that rows appear (and go on
+after a crash) while the JVM still starts. The scratch directory holds mirrors, which are a cache, and Spark's
+checkpoint, which is made anew by every process (U5). Exit 0: stopped by SIGTERM or SIGINT, at a batch
+boundary. Exit 2: the pipeline or a URL is wrong, in one sentence. Anything else: restart me.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import structlog
+
+from tidemill.base.errors import Invalid
+from tidemill.spark.stores import Urls
+
+log = structlog.get_logger()
+
+EXIT_CONFIGURATION = 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tidemill.spark.driver", description="Run one pipeline until SIGTERM.")
+    parser.add_argument("--objects", required=True, help="URL of the bucket or directory")
+    parser.add_argument("--consensus", required=True, help="URL of consensus")
+    parser.add_argument("--pipeline", required=True, type=Path, help="file with build(p)")
+    parser.add_argument("--name", required=True, help="name of the pipeline")
+    parser.add_argument("--master", default="local[*]", help="Spark master")
+    parser.add_argument("--scratch", required=True, type=Path, help="directory for mirrors and Spark's files")
+    parser.add_argument("--instance", default="", help="tells identical drivers of one pipeline apart in the marks")
+    parser.add_argument("--driver-memory", default="1g")
+    options = parser.parse_args(arguments)
+    _log_to_stderr()
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+
+    from tidemill.spark.runner import Runner, Settings
+
+    settings = Settings(
+        name=options.name,
+        file=options.pipeline,
+        urls=Urls(options.objects, options.consensus),
+        master=options.master,
+        scratch=options.scratch.absolute(),
+        instance=options.instance,
+        driver_memory=options.driver_memory,
+    )
+    try:
+        Runner(settings, stopping).run()
+    except Invalid as error:
+        print(str(error), file=sys.stderr, flush=True)
+        return EXIT_CONFIGURATION
+    return 0
+
+
+def _log_to_stderr() -> None:
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.JSONRenderer(),
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+def leave(code: int) -> None:
+    """End now: every durable thing is done, and Spark's shutdown hooks would take seconds to say nothing."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main())

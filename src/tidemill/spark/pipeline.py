@@ -1,0 +1,160 @@
+"""What a pipeline file says: which tables, fed by what. Declarations only; the driver makes them true.
+
+def build(p: Pipeline) -> None:
+    shop = p.capture("shop")                          # a captured database: all its tables at one time
+    p.table("orders", shop.table("public.orders"))    # table name = shard name
+    clicks = p.topic("clicks", key="click_id", schema="click_id string, product_id long, at timestamp")
+    p.table("clicks", clicks)
+
+    @p.derived("clicks_by_product", key="product_id", inputs=("clicks",), every_s=2)
+    def clicks_by_product(spark, clicks):             # DataFrames, all at one time
+        return clicks.groupBy("product_id").count()
+"""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tidemill.base.errors import Invalid
+from tidemill.shards.front import ShardSchema
+from tidemill.spark.decode.ddl import stream_schema
+
+DerivedFunction = Callable[..., Any]
+"""(spark, one DataFrame an input, in the order named) → DataFrame."""
+
+
+class CapturedTable(msgspec.Struct, frozen=True):
+    capture: str
+    table: str
+
+    @property
+    def source(self) -> str:
+        return f"capture/{self.capture}"
+
+    @property
+    def fed_by(self) -> str:
+        return f"capture:{self.capture}:{self.table}"
+
+
+class Capture:
+    """A captured database, by the name it has in tidemill.toml."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def table(self, name: str) -> CapturedTable:
+        """`schema.table`; without a schema, public."""
+        return CapturedTable(self.name, name if "." in name else f"public.{name}")
+
+
+class StreamTopic(msgspec.Struct, frozen=True):
+    topic: str
+    schema: ShardSchema
+
+    @property
+    def source(self) -> str:
+        return f"topic/{self.topic}"
+
+    @property
+    def fed_by(self) -> str:
+        return f"topic:{self.topic}"
+
+
+class DerivedTable(msgspec.Struct, frozen=True):
+    name: str
+    key: tuple[str, ...]
+    inputs: tuple[str, ...]
+    every_s: float
+    function: DerivedFunction
+
+
+Input = CapturedTable | StreamTopic
+
+
+class Pipeline:
+    """Collects declarations; every method raises Invalid with the name that is wrong."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.tables: dict[str, Input] = {}
+        self.derived_tables: dict[str, DerivedTable] = {}
+
+    def capture(self, name: str) -> Capture:
+        return Capture(name)
+
+    def topic(self, name: str, *, key: str | tuple[str, ...], schema: str) -> StreamTopic:
+        """A topic of JSON objects; `schema` in Spark's DDL, `key` one column or several ("a, b")."""
+        return StreamTopic(name, stream_schema(schema, key))
+
+    def table(self, name: str, source: Input) -> None:
+        """Keep shard `name` equal to the source: one live row a key, exact at every time."""
+        self._free(name)
+        if not isinstance(source, CapturedTable | StreamTopic):
+            raise Invalid(f"not a source: table={name}.", fix="Give capture(…).table(…) or topic(…).")
+        self.tables[name] = source
+
+    def derived(
+        self, name: str, *, key: str | tuple[str, ...], inputs: tuple[str, ...], every_s: float = 2.0
+    ) -> Callable[[DerivedFunction], DerivedFunction]:
+        """Keep shard `name` equal to a function of other tables, recomputed at most every `every_s` seconds."""
+        self._free(name)
+        keys = tuple(k.strip() for k in key.split(",")) if isinstance(key, str) else tuple(key)
+        if not keys or not all(keys):
+            raise Invalid(f"derived table needs a key: table={name}.", fix="Name the key columns of its result.")
+        if not inputs:
+            raise Invalid(f"derived table needs inputs: table={name}.", fix="Name the tables it is computed from.")
+        if every_s <= 0:
+            raise Invalid(f"interval must be positive: table={name} every_s={every_s}.")
+
+        def keep(function: DerivedFunction) -> DerivedFunction:
+            self.derived_tables[name] = DerivedTable(name, keys, tuple(inputs), every_s, function)
+            return function
+
+        return keep
+
+    def check(self) -> None:
+        """After all declarations. Inputs of derived tables may be shards of other pipelines: not checked here."""
+        if not self.tables and not self.derived_tables:
+            raise Invalid(f"pipeline has no tables: pipeline={self.name}.", fix="Call p.table(…) in build.")
+
+    @property
+    def dead_letters(self) -> str:
+        """The shard of unreadable records, or "" when no input can have any."""
+        return f"{self.name}.dead_letters" if any(isinstance(s, StreamTopic) for s in self.tables.values()) else ""
+
+    def fed_by(self) -> dict[str, str]:
+        """Shard → what feeds it, as the catalogue names it."""
+        return {n: s.fed_by for n, s in self.tables.items()} | dict.fromkeys(self.derived_tables, "derived")
+
+    def sources(self) -> dict[str, dict[str, Input]]:
+        """Remap name → tables fed by it: one streaming query each."""
+        out: dict[str, dict[str, Input]] = {}
+        for name, source in self.tables.items():
+            out.setdefault(source.source, {})[name] = source
+        return out
+
+    def _free(self, name: str) -> None:
+        if name in self.tables or name in self.derived_tables:
+            raise Invalid(f"table is declared twice: table={name}.", fix="Give each table its own name.")
+
+
+def load_pipeline(path: Path, name: str) -> Pipeline:
+    """Run the file's `build(p)`. Raises Invalid: no such file, no build, or what the declarations say."""
+    if not path.is_file():
+        raise Invalid(f"no such pipeline file: file={path}.", fix="Correct pipeline.<name>.file.")
+    try:
+        found = runpy.run_path(str(path), run_name=f"tidemill_pipeline_{name}")
+    except SyntaxError as error:
+        raise Invalid(f"pipeline file does not parse: file={path} line={error.lineno}.", fix="Correct it.") from error
+    build = found.get("build")
+    if not callable(build):
+        raise Invalid(f"pipeline file has no build: file={path}.", fix="Define build(p: Pipeline).")
+    pipeline = Pipeline(name)
+    build(pipeline)
+    pipeline.check()
+    return pipeline

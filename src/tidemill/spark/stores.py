@@ -1,0 +1,90 @@
+"""What a process of a pipeline has open: the bucket, consensus, and one event loop to call them from.
+
+A driver opens its own `Stores`. Spark's workers (planners, executors) share one per process through
+`shared`, opened on first use: after the fork, since neither event loops nor connections survive one.
+"""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+from tidemill.base.clock import Clock, Rand, SystemClock
+from tidemill.base.portal import Portal
+from tidemill.consensus.api import Consensus
+from tidemill.consensus.open import open_consensus
+from tidemill.metastore.catalogue import Catalogue
+from tidemill.objects.open import open_objects
+from tidemill.objects.store import ObjectStore
+from tidemill.topics.front import PartitionReader
+
+
+class Urls(msgspec.Struct, frozen=True):
+    """Where the durable halves live; travels to workers in plain text, so keep secrets in the environment."""
+
+    objects: str
+    consensus: str
+
+
+class Stores:
+    def __init__(self, urls: Urls, objects: ObjectStore, consensus: Consensus, clock: Clock, rand: Rand) -> None:
+        from tidemill.topics.reader import PartitionReaderImpl
+
+        self.urls = urls
+        self.objects = objects
+        self.consensus = consensus
+        self.clock = clock
+        self.rand = rand
+        self.catalogue = Catalogue(consensus, clock, rand)
+        self.topics: PartitionReader = PartitionReaderImpl(consensus, objects)
+
+    async def aclose(self) -> None:
+        await self.consensus.aclose()
+        await self.objects.aclose()
+
+
+async def open_stores(urls: Urls, clock: Clock | None = None, rand: Rand | None = None) -> Stores:
+    """Raises Invalid (a URL is wrong) and Unavailable, naming which."""
+    clock, rand = clock or SystemClock(), rand or Rand()
+    objects = await open_objects(urls.objects, clock, rand)
+    try:
+        consensus = await open_consensus(urls.consensus, clock, rand)
+    except BaseException:
+        await objects.aclose()
+        raise
+    return Stores(urls, objects, consensus, clock, rand)
+
+
+class _Shared:
+    def __init__(self) -> None:
+        self.portal = Portal("tidemill-worker")
+        self.stores: dict[Urls, Stores] = {}
+        self.objects: dict[str, ObjectStore] = {}
+
+
+_by_process: dict[int, _Shared] = {}
+
+
+def _here() -> _Shared:
+    pid = os.getpid()
+    if pid not in _by_process:
+        _by_process.clear()
+        _by_process[pid] = _Shared()
+    return _by_process[pid]
+
+
+def shared(urls: Urls) -> tuple[Portal, Stores]:
+    """This process's portal and stores, opened once."""
+    here = _here()
+    if urls not in here.stores:
+        here.stores[urls] = here.portal.call(open_stores(urls))
+    return here.portal, here.stores[urls]
+
+
+def shared_objects(url: str) -> tuple[Portal, ObjectStore]:
+    """The bucket alone: what a task needs that only reads batches and writes parts."""
+    here = _here()
+    if url not in here.objects:
+        here.objects[url] = here.portal.call(open_objects(url, SystemClock(), Rand()))
+    return here.portal, here.objects[url]

@@ -1,0 +1,135 @@
+"""One output table of one writer: the shard, the operator on its mirror, and the append between them.
+
+Called by one thread at a time (a query's). I/O goes through the portal's loop; computing stays on the
+caller's thread, so that marks and consensus are never kept waiting by a merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import structlog
+
+from tidemill.base.errors import Conflict, Corrupt, Unavailable, Unknown
+from tidemill.base.portal import Portal
+from tidemill.shards.front import Part, ShardSchema
+from tidemill.shards.handle import LogShard
+from tidemill.spark.feeds import TopicFeed
+from tidemill.spark.stores import Stores
+from tidemill.spark.tasks import boot_id
+from tidemill.spark.upsert.operator import Fault, Upsert
+from tidemill.spark.upsert.resolve import Resolved
+from tidemill.spark.upsert.state import Mirror
+
+log = structlog.get_logger()
+
+
+class TableWriter:
+    """`won` and `lost` count compare-and-appends; `feed` is None for derived tables."""
+
+    def __init__(
+        self,
+        portal: Portal,
+        stores: Stores,
+        shard: LogShard,
+        mirror_dir: Path,
+        feed: TopicFeed | None = None,
+        fault: Fault = Fault.NONE,
+    ) -> None:
+        self.portal = portal
+        self.stores = stores
+        self.shard = shard
+        self.feed = feed
+        self.mirror_dir = mirror_dir
+        self.won = 0
+        self.lost = 0
+        self.rows = 0
+        self._fault = fault
+        self._tokens = 0
+        self._prefix = stores.rand.nonce()
+        self.operator = Upsert(shard.schema, Mirror(shard.schema, directory=mirror_dir), fault=fault)
+
+    @property
+    def name(self) -> str:
+        return self.shard.name
+
+    @property
+    def schema(self) -> ShardSchema:
+        return self.shard.schema
+
+    @property
+    def upper(self) -> int:
+        """The upper this writer's mirror is at: at most the shard's."""
+        return self.operator.upper
+
+    # following --------------------------------------------------------------------------------------
+    def hydrate(self) -> None:
+        """Bring the mirror to the shard's upper: from the cache on disk if there is one to trust, else anew."""
+        saved = Mirror.load(self.mirror_dir, self.schema, self.shard.shard_id, boot_id())
+        if saved is not None:
+            self.operator = Upsert(self.schema, saved, fault=self._fault)
+        self.follow()
+
+    def follow(self) -> None:
+        """Apply what the shard accepted since the mirror's upper, whoever wrote it."""
+        since, upper = self.portal.call(self.shard.frontiers())
+        at = self.operator.upper
+        if upper == at:
+            return
+        if upper < at:
+            raise Corrupt(
+                f"the shard's upper went back: shard={self.name} mirror={at} upper={upper}.",
+                fix="The shard was recreated or restored: restart the pipeline with a fresh scratch directory.",
+            )
+        if since >= at:  # the difference between at - 1 and now can no longer be told: start from contents
+            contents = self.portal.call(self.shard.snapshot(upper - 1))
+            mirror = Mirror.hydrate(self.schema, contents, upper, directory=self.mirror_dir)
+            kept = self.operator
+            self.operator = Upsert(self.schema, mirror, fault=self._fault)
+            self.operator.adopt(kept)
+            return
+        for batch in self.portal.call(self.shard.batches(at)):
+            if batch.upper <= self.operator.upper:
+                continue
+            lower = self.operator.upper
+            self.operator.feedback(
+                self.portal.call(self.shard.read_batch(batch, lower, batch.upper)), lower, batch.upper
+            )
+
+    # writing ----------------------------------------------------------------------------------------
+    def token(self) -> str:
+        """Names one append for good: repeating it is harmless, and no two appends share it."""
+        self._tokens += 1
+        return f"{self._prefix}-{self._tokens}"
+
+    async def write(self, updates: pa.Table) -> tuple[Part, ...]:
+        return (await self.shard.write_part(updates),) if updates.num_rows else ()
+
+    async def append(self, lower: int, upper: int, parts: Sequence[Part]) -> bool:
+        """Our one compare-and-append; False when a peer was first or nobody knows.
+
+        An unknown outcome needs no more than a look at the upper, which `follow` takes: whoever wrote the
+        interval, its content is the same. Parts that did not get in stay as orphans: nothing is deleted (U4).
+        """
+        try:
+            await self.shard.compare_and_append(lower, upper, parts, self.token())
+        except Conflict:
+            self.lost += 1
+            return False
+        except (Unknown, Unavailable) as error:
+            log.warning(
+                "append not settled, looking again", shard=self.name, lower=lower, upper=upper, error=str(error)
+            )
+            return False
+        self.won += 1
+        return True
+
+    def committed(self, pending: Resolved) -> None:
+        self.operator.committed(pending)
+        self.rows += pending.updates.num_rows
+
+    def save(self) -> None:
+        """Let other processes of this machine open the mirror."""
+        self.operator.mirror.save(self.shard.shard_id, boot_id())

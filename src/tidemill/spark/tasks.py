@@ -1,0 +1,190 @@
+"""What runs where the data is: on an executor as a Spark task, or inline on the driver. The same functions.
+
+A task reads record batches, decodes them, resolves them against the mirror, and writes a part. It needs
+the bucket; consensus only if no mirror as of the right upper is found on its machine (U3).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from tidemill.base.clock import Rand
+from tidemill.objects.store import ObjectStore
+from tidemill.shards.front import Part, ShardSchema
+from tidemill.shards.hashing import bucket_of, hash_rows
+from tidemill.shards.parts import store_part
+from tidemill.spark.decode.captured import CapturedDecoder
+from tidemill.spark.decode.records import cut_records
+from tidemill.spark.decode.slices import Descriptor
+from tidemill.spark.decode.stream import StreamDecoder, no_dead_letters
+from tidemill.spark.feeds import TopicFeed
+from tidemill.spark.stores import Urls, shared, shared_objects
+from tidemill.spark.upsert.commands import Commands, join
+from tidemill.spark.upsert.resolve import Resolved, resolve
+from tidemill.spark.upsert.runs import Run, write_run
+from tidemill.spark.upsert.state import Mirror
+from tidemill.topics.reader import PartitionReaderImpl
+
+
+class Decoded(msgspec.Struct, frozen=True):
+    """Commands of some descriptors, and updates of the dead-letter shard."""
+
+    commands: Commands
+    dead: pa.Table
+
+
+@lru_cache(maxsize=256)
+def _decoder(feed: TopicFeed) -> CapturedDecoder | StreamDecoder:
+    return CapturedDecoder(feed.schema) if feed.captured else StreamDecoder(feed.schema)
+
+
+def decode(feed: TopicFeed, descriptors: Sequence[Descriptor], batches: Sequence[Sequence[bytes]]) -> Decoded:
+    """`batches[i]` are the record batches of `descriptors[i]`. Raises Corrupt, CorruptBatch."""
+    decoder = _decoder(feed)
+    commands, dead = [], []
+    for descriptor, data in zip(descriptors, batches, strict=True):
+        records = cut_records(descriptor.slice, data)
+        if isinstance(decoder, CapturedDecoder):
+            commands.append(decoder.decode(records))
+        else:
+            found, letters = decoder.decode(records)
+            commands.append(found)
+            dead.append(letters)
+    return Decoded(join(feed.schema, commands), pa.concat_tables([no_dead_letters(), *dead]))
+
+
+async def fetch(objects: ObjectStore, descriptors: Sequence[Descriptor]) -> list[list[bytes]]:
+    """The record batches of each descriptor, from the bucket alone."""
+    reader = PartitionReaderImpl(None, objects)
+    return [await reader.read(d.refs) for d in descriptors]
+
+
+def decode_here(objects_url: str, feed: TopicFeed, descriptors: Sequence[Descriptor]) -> Decoded:
+    """Fetch and decode in a worker process."""
+    portal, objects = shared_objects(objects_url)
+    return decode(feed, descriptors, portal.call(fetch(objects, descriptors)))
+
+
+# a whole task -------------------------------------------------------------------------------------------
+
+
+class Task(msgspec.Struct, frozen=True):
+    """One hash range (bucket of buckets) of one table for [lower, upper)."""
+
+    table: str
+    shard_id: str
+    writer: str
+    feed: TopicFeed
+    schema: ShardSchema
+    descriptors: tuple[Descriptor, ...]
+    lower: int
+    upper: int
+    bucket: int
+    buckets: int
+    urls: Urls
+    mirror: str
+    """Directory of the driver's saved mirror, useful where it is on this machine too."""
+    boot: str
+
+
+class TaskResult(msgspec.Struct, frozen=True):
+    """`run`: file of the pending run beside the mirror, or "" where there is none. `truncates`: do it over, inline."""
+
+    table: str
+    bucket: int
+    part: Part | None
+    rows: int
+    commands: int
+    run: str
+    dead: bytes
+    truncates: bool
+
+
+def run_task(payload: bytes) -> bytes:
+    """A Spark task: decode, resolve, write. Parts are named per attempt; only returned ones are ever referenced."""
+    task = msgspec.msgpack.decode(payload, type=Task)
+    decoded = decode_here(task.urls.objects, task.feed, task.descriptors)
+    dead = to_ipc(decoded.dead) if task.bucket == 0 else b""
+    if decoded.commands.truncates:
+        return msgspec.msgpack.encode(TaskResult(task.table, task.bucket, None, 0, 0, "", dead, True))
+    commands = _of_bucket(decoded.commands, task)
+    mirror = _mirror(task)
+    resolved = resolve(task.schema, commands, mirror, task.lower, task.upper)
+    part, run = None, ""
+    if resolved.updates.num_rows:
+        portal, objects = shared_objects(task.urls.objects)
+        rand = Rand()
+        part = portal.call(
+            store_part(objects, task.shard_id, task.schema, resolved.updates, writer=task.writer, rand=rand, bucket=0)
+        )
+        run = _keep_run(task, resolved, rand)
+    result = TaskResult(
+        task.table, task.bucket, part, resolved.updates.num_rows, commands.rows.num_rows, run, dead, False
+    )
+    return msgspec.msgpack.encode(result)
+
+
+def _of_bucket(commands: Commands, task: Task) -> Commands:
+    if task.buckets == 1:
+        return commands
+    mine = bucket_of(hash_rows(commands.rows, task.schema.key), task.buckets) == task.bucket
+    return Commands(commands.rows.filter(pa.array(mine)))
+
+
+def _mirror(task: Task) -> Mirror:
+    """The driver's mirror if it is here and as of `lower`, else one rebuilt from the shard."""
+    found = Mirror.load(Path(task.mirror), task.schema, task.shard_id, task.boot)
+    if found is not None and found.upper == task.lower:
+        return found
+    if task.lower == 0:
+        return Mirror(task.schema)
+    from tidemill.shards.open import open_shard
+
+    portal, stores = shared(task.urls)
+    shard = portal.call(open_shard(stores.consensus, stores.objects, stores.clock, stores.rand, task.table))
+    return Mirror.hydrate(task.schema, portal.call(shard.snapshot(task.lower - 1)), task.lower)
+
+
+def _keep_run(task: Task, resolved: Resolved, rand: Rand) -> str:
+    """The pending run as a file beside the mirror, if that directory is on this machine; else it is read back."""
+    directory = Path(task.mirror)
+    if not directory.is_dir() or not os.access(directory, os.W_OK):
+        return ""
+    path = directory / f"pending-{task.bucket}-{rand.nonce()}.arrow"
+    changes = resolved.changes
+    write_run(Run(changes.rows, changes.hashes, changes.live), path)
+    return str(path)
+
+
+def to_ipc(table: pa.Table) -> bytes:
+    if table.num_rows == 0:
+        return b""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def from_ipc(data: bytes, empty: pa.Table) -> pa.Table:
+    return pa.ipc.open_stream(data).read_all() if data else empty
+
+
+def boot_id() -> str:
+    """Names this boot of this machine: files that were never synced are trusted within it only."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def concat_changes(schema: ShardSchema, runs: Sequence[Run]) -> Run:
+    """Runs of disjoint, ascending hash ranges as one."""
+    rows = pa.concat_tables([run.rows for run in runs])
+    return Run(rows, np.concatenate([run.hashes for run in runs]), np.concatenate([run.live for run in runs]))

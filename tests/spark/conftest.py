@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def harbour(tmp_path: Path) -> Iterator[Any]:
+    from spark_harbour import Harbour
+
+    found = Harbour(tmp_path)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One JVM for the whole test process."""
+    from tidemill.spark.session import build_session
+    from tidemill.spark.source import register
+
+    scratch = tmp_path_factory.mktemp("spark")
+    # Workers import this folder's helpers, and tidemill, by the same path.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    session = build_session("tests", "local[2]", scratch=scratch)
+    session.sparkContext.setLogLevel("ERROR")
+    register(session)
+    yield session
+    session.stop()
