@@ -66,9 +66,11 @@ def where(dsn: str) -> str:
 class Wire:
     def __init__(self, connection: Any, target: str) -> None:
         self._connection = connection
+        self._copy_ended = False
         self._pgconn: PGconn = connection.pgconn
         self._target = target
         self._pgconn.nonblocking = 1
+        self._copy_ended = False
 
     @classmethod
     async def connect(cls, dsn: str, *, replication: bool = False, purpose: str = "capture") -> Self:
@@ -182,6 +184,7 @@ class Wire:
     def _send_query(self, sql: str) -> None:
         import psycopg
 
+        self._copy_ended = False
         try:
             self._pgconn.send_query(sql.encode())
         except psycopg.Error as error:
@@ -204,7 +207,13 @@ class Wire:
         """COPY data at hand, at least one message; empty at the end of the COPY."""
         import psycopg
 
+        # libpq reports the end once: asked again it says that no COPY is in progress.
+        if self._copy_ended:
+            self._copy_ended = False
+            return []
         burst: list[bytes] = []
+        if self._copy_ended:
+            return burst
         size = 0
         get = self._pgconn.get_copy_data
         try:
@@ -213,7 +222,10 @@ class Wire:
                 if count > 0:
                     burst.append(bytes(data))
                     size += count
-                elif count < 0 or burst:
+                elif count < 0:
+                    self._copy_ended = bool(burst)
+                    break
+                elif burst:
                     break
                 else:
                     await self._ready()
