@@ -177,20 +177,22 @@ class Session:
             task = self._tasks.spawn(waiting, name=f"kafka.{api.name}")
             if api.abandon:
                 self._abandonable.add(task)
-            task.add_done_callback(lambda done: self._done(done, request, slot, frame))
+
+            def ended(done: asyncio.Future[Reply]) -> None:
+                if isinstance(work, Coroutine):
+                    work.close()
+                self._done(done, request, slot, frame)
+
+            task.add_done_callback(ended)
 
     async def _read(self, work: Awaitable[Reply], slot: _Slot) -> Reply:
         """Wait for a turn and for room (S5), then for the work, and count its answer before the next one's turn."""
-        try:
-            async with self._reads:
-                await self._room.wait()
-                reply = await work
-                self._count(slot, reply)
-                self.consider_reading()
-                return reply
-        finally:
-            if isinstance(work, Coroutine):
-                work.close()
+        async with self._reads:
+            await self._room.wait()
+            reply = await work
+            self._count(slot, reply)
+            self.consider_reading()
+            return reply
 
     def _new_slot(self) -> _Slot:
         slot = _Slot()

@@ -1,0 +1,422 @@
+"""Every handler at every version, asked by hand over a socket, answered so that kio can read it."""
+
+from __future__ import annotations
+
+import datetime
+import struct
+import uuid
+from typing import Any
+
+import pytest
+from harness import FakeBroker
+from kio.index import load_request_schema
+from raw import RawClient, batch, encode, fetch_body, produce_body
+
+from tidemill.base.errors import Invalid, TidemillError, Unavailable, Unknown
+from tidemill.kafka import KafkaSettings, errors
+from tidemill.kafka import request as request_module
+from tidemill.kafka.handlers import APIS
+from tidemill.kafka.schema import compiled
+
+ZERO = datetime.timedelta(0)
+ALL_TOPICS = b"\xff\xff\xff\xff"
+
+
+def fields(schema: Any, **values: Any) -> Any:
+    """An entity from those of `values` that this version has; times and flags default to nothing."""
+    known = schema.__dataclass_fields__
+    filled = {name: value for name, value in values.items() if name in known}
+    for name in known:
+        if name in ("timeout", "max_wait", "transaction_timeout", "retention_time"):
+            filled.setdefault(name, ZERO)
+        if name.startswith("include_"):
+            filled.setdefault(name, False)
+    return schema(**filled)
+
+
+def nested(schema: Any, field: str) -> Any:
+    """The element type of an array of entities."""
+    kind = schema.__dataclass_fields__[field].type
+    for candidate in (kind, *getattr(kind, "__args__", ())):
+        for inner in (candidate, *getattr(candidate, "__args__", ())):
+            if hasattr(inner, "__dataclass_fields__"):
+                return inner
+    raise KeyError(field)
+
+
+def example(key: int, version: int, topic: str, topic_id: uuid.UUID) -> bytes:
+    """A request of this version that names `topic` where the API takes topics."""
+    schema = load_request_schema(key, version)
+
+    def topics(field: str, partitions_field: str = "partitions", **partition: Any) -> tuple[Any, ...]:
+        element = nested(schema, field)
+        filled: dict[str, Any] = {"name": topic, "topic": topic, "topic_id": topic_id}
+        if partition:
+            filled[partitions_field] = (fields(nested(element, partitions_field), **partition),)
+        return (fields(element, **filled),)
+
+    values: dict[str, Any] = {"replica_id": -1, "isolation_level": 0}
+    match key:
+        case 0:
+            values |= {"acks": -1, "topic_data": topics("topic_data", "partition_data", index=0, records=batch([b"v"]))}
+        case 1:
+            values |= {"min_bytes": 0, "topics": topics("topics", partition=0, fetch_offset=0, partition_max_bytes=9)}
+            values |= {"forgotten_topics_data": (), "rack_id": ""}
+        case 2:
+            values["topics"] = topics("topics", partition_index=0, timestamp=-1)
+        case 3:
+            values["topics"] = topics("topics")
+        case 8:
+            partition = {"partition_index": 0, "committed_offset": 1, "committed_metadata": "m"}
+            values |= {"group_id": "g", "member_id": "", "topics": topics("topics", **partition)}
+            values |= {"generation_id_or_member_epoch": -1}
+        case 9 if version >= 8:
+            group = nested(schema, "groups")
+            asked = nested(group, "topics")(name=topic, partition_indexes=(0,))
+            values["groups"] = (fields(group, group_id="g", topics=(asked,)),)
+        case 9:
+            values |= {"group_id": "g", "topics": (nested(schema, "topics")(name=topic, partition_indexes=(0,)),)}
+        case 10:
+            values |= {"key": "g", "key_type": 0, "coordinator_keys": ("g",)}
+        case 18:
+            values |= {"client_software_name": "x", "client_software_version": "1"}
+        case 19:
+            made = {"name": "made", "num_partitions": 1, "replication_factor": 1, "assignments": (), "configs": ()}
+            values["topics"] = (fields(nested(schema, "topics"), **made),)
+        case 20 if version >= 6:
+            values["topics"] = topics("topics")
+        case 20:
+            values["topic_names"] = (topic,)
+        case 22:
+            values["transactional_id"] = None
+        case 23:
+            values["topics"] = topics("topics", partition=0, leader_epoch=3)
+        case 32:
+            resource = nested(schema, "resources")
+            values["resources"] = (resource(resource_type=2, resource_name=topic, configuration_keys=None),)
+    return encode(fields(schema, **values))
+
+
+def strict(key: int, version: int, body: dict[str, Any]) -> bytearray:
+    """encode_response that also refuses a field which no version of the schema has."""
+    api = APIS[key]
+    trees = [compiled.response_fields(key, v) for v in range(api.min_version, api.max_version + 1)]
+
+    def check(value: Any, known: list[dict[str, Any]]) -> None:
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, dict):
+                for name, inner in item.items():
+                    here = [tree[name] for tree in known if name in tree]
+                    if name != "name" or here:
+                        assert here or name in UNION_EXTRAS.get(key, ()), f"no such field: {key} {name}"
+                    check(inner, here)
+
+    check(body, trees)
+    return compiled.encode_response(key, version, body)
+
+
+UNION_EXTRAS = {10: ("key",), 9: ("group_id",)}
+"""Fields that one builder makes for both shapes of a response."""
+
+
+def code(answer: Any) -> int:
+    """The first non-zero error code found anywhere in a response."""
+    if hasattr(answer, "__dataclass_fields__"):
+        found = [int(getattr(answer, "error_code", 0))]
+        found += [code(getattr(answer, name)) for name in answer.__dataclass_fields__]
+        return next((c for c in found if c), 0)
+    if isinstance(answer, tuple):
+        return next((c for c in map(code, answer) if c), 0)
+    return 0
+
+
+EVERY = [(api.key, v) for api in APIS.values() for v in range(api.min_version, api.max_version + 1)]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Any:
+    broker = FakeBroker()
+    yield broker
+    broker.close()
+
+
+@pytest.mark.parametrize(("key", "version"), EVERY, ids=lambda n: str(n))
+def test_every_version_is_answered_without_error_and_readable(
+    shared: FakeBroker, monkeypatch: pytest.MonkeyPatch, key: int, version: int
+) -> None:
+    monkeypatch.setattr(request_module, "encode_response", strict)
+    name = f"t-{key}-{version}"
+    row = shared.create_topic(name, 1)
+    with RawClient(shared.port) as client:
+        client.ask(3, 1, ALL_TOPICS)
+        answer = client.ask(key, version, example(key, version, name, uuid.UUID(row.topic_id)))
+        assert code(answer) == 0
+        if key == 19:
+            removed = client.ask(20, 1, encode(load_request_schema(20, 1)(topic_names=("made",), timeout=ZERO)))
+            assert code(removed) == 0
+
+
+def test_metadata_creates_a_missing_topic_with_the_default_partitions(fake_broker: FakeBroker) -> None:
+    with RawClient(fake_broker.port) as client:
+        (topic,) = client.ask(3, 1, struct.pack(">ih", 1, 3) + b"new").topics
+        assert (topic.name, len(topic.partitions), int(topic.error_code)) == ("new", 4, 0)
+        assert {int(p.leader_id) for p in topic.partitions} == {1}
+
+
+def test_metadata_creates_nothing_when_the_client_forbids_it(fake_broker: FakeBroker) -> None:
+    with RawClient(fake_broker.port) as client:
+        (topic,) = client.ask(3, 4, struct.pack(">ih", 1, 3) + b"new" + b"\x00").topics
+        assert int(topic.error_code) == errors.UNKNOWN_TOPIC_OR_PARTITION
+        assert client.ask(3, 1, ALL_TOPICS).topics == ()
+
+
+def test_metadata_creates_nothing_when_the_setting_is_off() -> None:
+    broker = FakeBroker(KafkaSettings(auto_create_topics=False))
+    try:
+        with RawClient(broker.port) as client:
+            (topic,) = client.ask(3, 1, struct.pack(">ih", 1, 3) + b"new").topics
+            assert int(topic.error_code) == errors.UNKNOWN_TOPIC_OR_PARTITION
+    finally:
+        broker.close()
+
+
+def test_metadata_by_an_unknown_id_and_a_bad_name(fake_broker: FakeBroker) -> None:
+    schema = load_request_schema(3, 12)
+    element = nested(schema, "topics")
+    asked = (element(topic_id=uuid.uuid4(), name=None), element(topic_id=None, name="a b"))
+    with RawClient(fake_broker.port) as client:
+        answer = client.ask(3, 12, encode(fields(schema, topics=asked)))
+        codes = [int(t.error_code) for t in answer.topics]
+        assert codes == [errors.UNKNOWN_TOPIC_ID, errors.INVALID_TOPIC_EXCEPTION]
+
+
+def test_metadata_of_no_topics_lists_the_brokers_only(fake_broker: FakeBroker) -> None:
+    fake_broker.create_topic("t", 1)
+    with RawClient(fake_broker.port) as client:
+        answer = client.ask(3, 1, b"\x00\x00\x00\x00")
+        assert answer.topics == ()
+        assert [(b.host, int(b.port)) for b in answer.brokers] == [("127.0.0.1", fake_broker.port)]
+
+
+def ask_produce(client: RawClient, topic: str, parts: list[tuple[int, bytes | None]], **more: Any) -> list[int]:
+    answer = client.ask(0, 3, produce_body(topic, parts, **more))
+    return [int(p.error_code) for p in answer.responses[0].partition_responses]
+
+
+def test_produce_answers_each_bad_partition_by_itself(fake_broker: FakeBroker) -> None:
+    fake_broker.create_topic("t", 4)
+    good = batch([b"v"])
+    bad_crc = good[:-1] + bytes([good[-1] ^ 1])
+    old_magic = good[:16] + b"\x01" + good[17:]
+    control = good[:22] + b"\x20" + good[23:]
+    with RawClient(fake_broker.port) as client:
+        client.ask(3, 1, ALL_TOPICS)
+        parts = [(0, good), (1, None), (2, bad_crc), (3, old_magic), (4, good), (-1, good), (0, good + good)]
+        parts += [(0, good[:-3]), (0, good[:20]), (0, control), (0, good)]
+        assert ask_produce(client, "t", parts) == [
+            0,
+            errors.INVALID_RECORD,
+            errors.CORRUPT_MESSAGE,
+            errors.INVALID_RECORD,
+            errors.UNKNOWN_TOPIC_OR_PARTITION,
+            errors.UNKNOWN_TOPIC_OR_PARTITION,
+            errors.INVALID_RECORD,
+            errors.CORRUPT_MESSAGE,
+            errors.CORRUPT_MESSAGE,
+            errors.INVALID_RECORD,
+            0,
+        ]
+
+
+def test_produce_refuses_what_it_must(fake_broker: FakeBroker) -> None:
+    fake_broker.create_topic("t", 1)
+    fake_broker.create_topic("orders", 1, kind="capture")
+    good, zstd = batch([b"v"]), batch([b"v"], codec="zstd")
+    with RawClient(fake_broker.port) as client:
+        client.ask(3, 1, ALL_TOPICS)
+        assert ask_produce(client, "orders", [(0, good)]) == [errors.TOPIC_AUTHORIZATION_FAILED]
+        assert ask_produce(client, "t", [(0, good)], acks=5) == [errors.INVALID_REQUIRED_ACKS]
+        assert ask_produce(client, "t", [(0, good)], transaction="tx") == [errors.TRANSACTIONAL_ID_AUTHORIZATION_FAILED]
+        assert ask_produce(client, "t", [(0, zstd)]) == [76]
+
+
+def test_an_unknown_topic_is_first_retriable_then_unknown(fake_broker: FakeBroker) -> None:
+    with RawClient(fake_broker.port) as client:
+        assert ask_produce(client, "later", [(0, batch([b"v"]))]) == [errors.NOT_LEADER_OR_FOLLOWER]
+        seen = [ask_produce(client, "later", [(0, batch([b"v"]))])[0] for _ in range(200)]
+        assert seen[-1] == errors.UNKNOWN_TOPIC_OR_PARTITION
+        fake_broker.create_topic("later", 1)
+        client.ask(3, 1, ALL_TOPICS)
+        assert ask_produce(client, "later", [(0, batch([b"v"]))]) == [0]
+
+
+def test_fetch_tells_unknown_partitions_and_offsets_out_of_range(fake_broker: FakeBroker) -> None:
+    fake_broker.create_topic("t", 1)
+    with RawClient(fake_broker.port) as client:
+        client.ask(3, 1, ALL_TOPICS)
+        far = client.ask(1, 4, fetch_body("t", 0, 99)).responses[0].partitions[0]
+        assert int(far.error_code) == errors.OFFSET_OUT_OF_RANGE
+        none = client.ask(1, 4, fetch_body("t", 7, 0, max_wait_ms=60_000)).responses[0].partitions[0]
+        assert int(none.error_code) == errors.UNKNOWN_TOPIC_OR_PARTITION
+
+
+def test_list_offsets_by_time_is_exact_to_the_record_in_every_codec(fake_broker: FakeBroker) -> None:
+    fake_broker.create_topic("t", 1)
+    schema = load_request_schema(2, 1)
+    topic = nested(schema, "topics")
+    partition = nested(topic, "partitions")
+    with RawClient(fake_broker.port) as client:
+        client.ask(3, 1, ALL_TOPICS)
+        for i, codec in enumerate(["none", "gzip", "snappy", "lz4"]):
+            ask_produce(client, "t", [(0, batch([b"a", b"b", b"c"], codec=codec, base_ms=1000 * (i + 1)))])
+
+        def asked(timestamp: int) -> tuple[int, int, int]:
+            places = (topic(name="t", partitions=(partition(partition_index=0, timestamp=timestamp),)),)
+            found = client.ask(2, 1, encode(schema(replica_id=-1, topics=places))).topics[0].partitions[0]
+            return int(found.error_code), int(found.offset), int(found.timestamp)
+
+        assert [asked(1000 * n + 1)[1] for n in (1, 2, 3, 4)] == [1, 4, 7, 10]
+        assert asked(1003) == (0, 3, 2000)
+        assert asked(9999) == (0, -1, -1)
+        assert asked(-2)[:2] == (0, 0)
+        assert asked(-1)[:2] == (0, 12)
+        assert asked(-3)[0] == errors.UNSUPPORTED_VERSION
+
+
+def test_producer_ids_never_repeat_across_nodes_and_restarts(fake_broker: FakeBroker) -> None:
+    schema = load_request_schema(22, 1)
+    body = encode(schema(transactional_id=None, transaction_timeout=ZERO))
+    ids = []
+    for _ in range(3):
+        with RawClient(fake_broker.port) as client:
+            ids += [int(client.ask(22, 1, body).producer_id) for _ in range(5)]
+        fake_broker.stop()
+        fake_broker.start()
+    assert len(set(ids)) == 15
+    with RawClient(fake_broker.port) as client:
+        refused = client.ask(22, 1, encode(schema(transactional_id="t", transaction_timeout=ZERO)))
+        assert int(refused.error_code) == errors.TRANSACTIONAL_ID_AUTHORIZATION_FAILED
+
+
+def test_offset_commits_of_members_are_refused_and_simple_ones_kept(fake_broker: FakeBroker) -> None:
+    fake_broker.create_topic("t", 2)
+    schema = load_request_schema(8, 7)
+    topic = nested(schema, "topics")
+    partition = nested(topic, "partitions")
+
+    def body(member: str, index: int, offset: int, metadata: str = "") -> bytes:
+        part = partition(partition_index=index, committed_offset=offset, committed_metadata=metadata)
+        return encode(
+            schema(
+                group_id="g",
+                generation_id_or_member_epoch=3 if member else -1,
+                member_id=member,
+                topics=(topic(name="t", partitions=(part,)),),
+            )
+        )
+
+    with RawClient(fake_broker.port) as client:
+        client.ask(3, 1, ALL_TOPICS)
+        assert code(client.ask(8, 7, body("m-1", 0, 5))) == errors.UNKNOWN_MEMBER_ID
+        assert code(client.ask(8, 7, body("", 0, 5, "note"))) == 0
+        assert code(client.ask(8, 7, body("", 1, 6))) == 0
+        assert code(client.ask(8, 7, body("", 0, 5, "x" * 5000))) == errors.OFFSET_METADATA_TOO_LARGE
+        assert code(client.ask(8, 7, body("", 9, 5))) == errors.UNKNOWN_TOPIC_OR_PARTITION
+        everything = client.ask(9, 2, struct.pack(">h", 1) + b"g" + b"\xff\xff\xff\xff")
+        parts = everything.topics[0].partitions
+        assert [(int(p.partition_index), int(p.committed_offset), p.metadata) for p in parts] == [
+            (0, 5, "note"),
+            (1, 6, ""),
+        ]
+
+
+def test_topics_of_capture_cannot_be_deleted(fake_broker: FakeBroker) -> None:
+    fake_broker.create_topic("orders", 1, kind="capture")
+    with RawClient(fake_broker.port) as client:
+        body = encode(load_request_schema(20, 5)(topic_names=("orders", "none"), timeout=ZERO))
+        answer = client.ask(20, 5, body)
+        assert [int(r.error_code) for r in answer.responses] == [
+            errors.TOPIC_AUTHORIZATION_FAILED,
+            errors.UNKNOWN_TOPIC_OR_PARTITION,
+        ]
+
+
+CREATE_REFUSALS: list[tuple[dict[str, Any], int]] = [
+    ({"name": "bad name"}, errors.INVALID_TOPIC_EXCEPTION),
+    ({"num_partitions": 0}, errors.INVALID_PARTITIONS),
+    ({"num_partitions": 1_000_000}, errors.INVALID_PARTITIONS),
+    ({"replication_factor": 0}, errors.INVALID_REPLICATION_FACTOR),
+    ({"name": "taken"}, errors.TOPIC_ALREADY_EXISTS),
+    ({"configs": (("no.such", "1"),)}, errors.INVALID_CONFIG),
+]
+
+
+@pytest.mark.parametrize(("change", "expected"), CREATE_REFUSALS)
+def test_create_topics_refuses(fake_broker: FakeBroker, change: dict[str, Any], expected: int) -> None:
+    fake_broker.create_topic("taken", 1)
+    schema = load_request_schema(19, 4)
+    element = nested(schema, "topics")
+    values: dict[str, Any] = {"name": "new", "num_partitions": 1, "replication_factor": 1, "assignments": ()}
+    config = nested(element, "configs")
+    values["configs"] = tuple(config(name=n, value=v) for n, v in change.get("configs", ()))
+    values |= {k: v for k, v in change.items() if k != "configs"}
+    for validate_only in (True, False):
+        with RawClient(fake_broker.port) as client:
+            body = encode(schema(topics=(element(**values),), timeout=ZERO, validate_only=validate_only))
+            (topic,) = client.ask(19, 4, body).topics
+            assert int(topic.error_code) == expected
+            assert topic.error_message
+
+
+def test_create_topics_only_validates_when_asked_to(fake_broker: FakeBroker) -> None:
+    schema = load_request_schema(19, 4)
+    element = nested(schema, "topics")
+    topic = element(name="new", num_partitions=-1, replication_factor=-1, assignments=(), configs=())
+    with RawClient(fake_broker.port) as client:
+        assert code(client.ask(19, 4, encode(schema(topics=(topic,), timeout=ZERO, validate_only=True)))) == 0
+        assert client.ask(3, 1, ALL_TOPICS).topics == ()
+        assert code(client.ask(19, 4, encode(schema(topics=(topic,), timeout=ZERO, validate_only=False)))) == 0
+        assert len(client.ask(3, 1, ALL_TOPICS).topics[0].partitions) == 4
+
+
+def test_transaction_coordinators_are_refused_with_a_message(fake_broker: FakeBroker) -> None:
+    with RawClient(fake_broker.port) as client:
+        answer = client.ask(10, 1, struct.pack(">h", 1) + b"t" + b"\x01")
+        assert int(answer.error_code) == errors.TRANSACTIONAL_ID_AUTHORIZATION_FAILED
+        assert "not served" in answer.error_message
+
+
+# the table of codes ------------------------------------------------------------------------------
+
+
+def test_every_kind_of_error_has_a_retriable_or_honest_code() -> None:
+    from tidemill.base import errors as kinds
+    from tidemill.topics import front
+
+    expected = {
+        kinds.Unavailable: errors.KAFKA_STORAGE_ERROR,
+        kinds.Unknown: errors.REQUEST_TIMED_OUT,
+        kinds.Fenced: errors.NOT_LEADER_OR_FOLLOWER,
+        kinds.Closed: errors.NOT_LEADER_OR_FOLLOWER,
+        kinds.Conflict: errors.NOT_LEADER_OR_FOLLOWER,
+        kinds.Corrupt: errors.KAFKA_STORAGE_ERROR,
+        kinds.Missing: errors.UNKNOWN_TOPIC_OR_PARTITION,
+        kinds.Invalid: errors.INVALID_REQUEST,
+        front.NotLeader: errors.NOT_LEADER_OR_FOLLOWER,
+        front.OutOfOrderSequence: errors.OUT_OF_ORDER_SEQUENCE_NUMBER,
+        front.InvalidProducerEpoch: errors.INVALID_PRODUCER_EPOCH,
+        front.CorruptBatch: errors.CORRUPT_MESSAGE,
+        front.OffsetOutOfRange: errors.OFFSET_OUT_OF_RANGE,
+    }
+    assert {kind: errors.code_of(kind("x")) for kind in expected} == expected
+    assert all(issubclass(kind, TidemillError) and errors.is_expected(kind("x")) for kind in expected)
+
+
+def test_a_fault_of_ours_counts_as_an_unknown_outcome() -> None:
+    assert errors.code_of(RuntimeError("bug")) == errors.code_of(Unknown("x")) == errors.REQUEST_TIMED_OUT
+    assert not errors.is_expected(RuntimeError("bug"))
+    assert errors.code_of(Unavailable("x")) != errors.code_of(Invalid("x"))
+
+
+def test_no_code_of_the_table_is_one_that_loses_messages() -> None:
+    assert not {code for _, code in errors._CODES} & {-1, 10, 59, 87, 89}
