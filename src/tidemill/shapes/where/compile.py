@@ -24,7 +24,7 @@ from tidemill.shapes.where.expressions import (
     strict,
     unknown,
 )
-from tidemill.shapes.where.types import ALIASES, INTEGERS, Type, WhereError, read_numeric
+from tidemill.shapes.where.types import ALIASES, INTEGERS, NUMBERS, Type, WhereError, read_numeric
 
 PREFIX = "SELECT 1 WHERE "
 MAX_WHERE_BYTES = 64 << 10
@@ -198,12 +198,21 @@ class _Compiler:
         wanted, positive = _BOOLEAN_TESTS[node.booltesttype]
         return Expression(BOOL, lambda row: (inner(row) is wanted) is positive)
 
+    def _alike(self, nodes: Any, what: str, location: str, depth: int) -> tuple[Type, list[Expression]]:
+        """Expressions of one common type: equal types, or integers of which the widest counts."""
+        parts = [self.visit(node, depth) for node in nodes]
+        known = [part.type for part in parts if part.type != UNKNOWN] or [TEXT]
+        common = max(known, key=lambda type_: NUMBERS.get(type_.name, 0))
+        for type_ in known:
+            integers = {type_.name, common.name} <= INTEGERS.keys() and not type_.array
+            if type_.array != common.array or not (type_.name == common.name or integers):
+                raise WhereError(f"{location}{what} of different types is not supported here.", fix="Cast.")
+        ordered = all(type_.ordered for type_ in known)
+        common = Type(common.name, common.array, ordered)
+        return common, [resolve(part, common, location) for part in parts]
+
     def _visit_coalesce_expr(self, node: Any, depth: int) -> Expression:
-        parts = [self.visit(argument, depth) for argument in node.args]
-        known = next((part.type for part in parts if part.type != UNKNOWN), TEXT)
-        parts = [resolve(part, known, _at(node)) for part in parts]
-        if any(part.type.name != known.name or part.type.array != known.array for part in parts):
-            raise WhereError(f"{_at(node)}COALESCE of different types is not supported here.", fix="Cast.")
+        type_, parts = self._alike(node.args, "COALESCE", _at(node), depth)
         tests = [part.evaluate for part in parts]
 
         def evaluate(row: Row) -> Any:
@@ -213,15 +222,13 @@ class _Compiler:
                     return value
             return None
 
-        ordered = all(part.type.ordered for part in parts)
-        return Expression(Type(known.name, known.array, ordered), evaluate)
+        return Expression(type_, evaluate)
 
     def _visit_func_call(self, node: Any, depth: int) -> Expression:
         names = _strings(node.funcname)
         name = names[-1]
-        plain = not (
-            node.agg_star or node.agg_distinct or node.func_variadic or node.agg_order or node.HasField("over")
-        )
+        special = (node.agg_star, node.agg_distinct, node.func_variadic, node.agg_order, node.agg_within_group)
+        plain = not any(special) and not node.HasField("over") and not node.HasField("agg_filter")
         if names[:-1] not in ([], ["pg_catalog"]) or name not in ("lower", "upper") or not plain or len(node.args) != 1:
             raise WhereError(f"{_at(node)}function {'.'.join(names)} is not supported in a where clause.")
         operand = resolve(self.visit(node.args[0], depth), TEXT, _at(node))
@@ -231,18 +238,11 @@ class _Compiler:
         return Expression(operand.type, strict(function, operand), constant=operand.constant)
 
     def _visit_a_array_expr(self, node: Any, depth: int) -> Expression:
-        items = [self.visit(item, depth) for item in node.elements]
-        known = next((item.type for item in items if item.type != UNKNOWN), TEXT)
-        items = [resolve(item, known, _at(node)) for item in items]
-        for item in items:
-            if item.type.array or (
-                item.type.name != known.name and not {item.type.name, known.name} <= INTEGERS.keys()
-            ):
-                raise WhereError(
-                    f"{_at(node)}ARRAY of different types is not supported in a where clause.", fix="Cast."
-                )
+        type_, items = self._alike(node.elements, "ARRAY", _at(node), depth)
+        if type_.array:
+            raise WhereError(f"{_at(node)}arrays of arrays are not supported in a where clause.")
         tests = [item.evaluate for item in items]
-        return Expression(Type(known.name, True, known.ordered), lambda row: [test(row) for test in tests])
+        return Expression(Type(type_.name, True, type_.ordered), lambda row: [test(row) for test in tests])
 
     def _visit_a_expr(self, node: Any, depth: int) -> Expression:
         name = _strings(node.name)[-1] if node.name else ""
