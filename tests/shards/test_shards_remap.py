@@ -1,0 +1,199 @@
+"""Bindings: the reclock rows of notes/materialize.md §4.5."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from shard_world import World, run
+
+from tidemill.base.clock import Rand
+from tidemill.base.errors import Conflict, Invalid, Unavailable
+from tidemill.shards import remap as remap_module
+from tidemill.shards.front import Binding
+from tidemill.shards.open import open_remap
+from tidemill.shards.reclock import missing, next_mint, time_of
+from tidemill.shards.remap import LogRemap
+
+
+async def opened(world: World, consensus: object = None) -> LogRemap:
+    return await open_remap(consensus or world.consensus(), world.wall, world.rand, "topic/t")  # type: ignore[arg-type]
+
+
+def at(time_ms: int, *offsets: int) -> Binding:
+    return Binding(time_ms, {"t": offsets})
+
+
+def test_next_mint_rounds_up_and_waits_for_its_tick() -> None:
+    assert [next_mint(now, None, 1000)[0] for now in (0, 1, 1000, 1125)] == [0, 1000, 1000, 2000]
+    # Once 2000 is minted the upper is 2001; at 1125 the next mint is 876 ms away.
+    assert next_mint(1125, 2000, 1000) == (3000, 876)
+    assert next_mint(1000, 1000, 1000)[0] == 2000
+
+
+def test_a_record_gets_the_smallest_time_that_passes_it() -> None:
+    bindings = [Binding(0, {}), at(1000, 10), at(2000, 10, 10)]
+    assert time_of(bindings, "t", 0, 9) == 1000
+    assert time_of(bindings, "t", 0, 10) is None
+    assert time_of(bindings, "t", 1, 9) == 2000
+    assert time_of(bindings, "other", 0, 0) is None
+
+
+def test_offsets_one_and_three_at_one_second() -> None:
+    async def scenario() -> None:
+        remap = await opened(World())
+        await remap.mint(at(1000, 4))
+        bindings = await remap.after(-1)
+        assert [time_of(bindings, "t", 0, o) for o in (1, 3)] == [1000, 1000]
+        assert time_of(bindings, "t", 0, 4) is None
+
+    run(scenario())
+
+
+def test_replay_gives_the_same_times_in_another_process() -> None:
+    async def scenario() -> None:
+        world = World()
+        remap = await opened(world)
+        for binding in (at(0, 3), at(1000, 5)):
+            await remap.mint(binding)
+        other = await opened(world)
+        bindings = await other.after(-1)
+        assert [time_of(bindings, "t", 0, o) for o in (1, 2, 3, 4)] == [0, 0, 1000, 1000]
+
+    run(scenario())
+
+
+def test_two_minters_bind_an_offset_once() -> None:
+    async def scenario() -> None:
+        world = World()
+        a, b = await opened(world), await opened(world)
+        await b.latest()
+        await a.mint(at(1000, 3))
+        with pytest.raises(Conflict) as caught:
+            await b.mint(at(1000, 5))
+        winner = caught.value.current
+        assert winner == at(1000, 3)
+        left = missing(winner, {"t": (5,)})
+        minted = await b.mint(Binding(11_000, left))
+        assert minted == at(11_000, 5)
+        bindings = await a.after(-1)
+        assert [time_of(bindings, "t", 0, o) for o in (1, 2, 3, 4)] == [1000, 1000, 11_000, 11_000]
+
+    run(scenario())
+
+
+def test_racing_minters_bind_every_offset_once_and_monotonically() -> None:
+    async def scenario() -> None:
+        world = World()
+        remaps = [await opened(world) for _ in range(4)]
+        wins = [0] * 4
+
+        async def minter(number: int) -> None:
+            latest = await remaps[number].latest()
+            while latest is None or latest.offsets["t"][0] < 80:
+                done = latest.offsets["t"][0] if latest else 0
+                time_ms = (latest.time_ms if latest else 0) + 10
+                try:
+                    latest = await remaps[number].mint(at(time_ms, done + 1 + number))
+                    wins[number] += 1
+                except Conflict:
+                    latest = await remaps[number].latest()
+
+        await asyncio.gather(*(minter(i) for i in range(4)))
+        all_of_them = await remaps[0].after(-1)
+        assert len(all_of_them) == sum(wins)
+        times = [b.time_ms for b in all_of_them]
+        offsets = [b.offsets["t"][0] for b in all_of_them]
+        assert times == sorted(set(times)) and offsets == sorted(set(offsets))
+        assert all([await r.after(-1) == all_of_them for r in remaps])
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("worse", [at(1000, 9), at(999, 9), at(2000, 4), Binding(2000, {"t": (9,)}, lsn=1)])
+def test_nothing_goes_back(worse: Binding) -> None:
+    async def scenario() -> None:
+        remap = await opened(World())
+        await remap.mint(Binding(1000, {"t": (5,)}, lsn=7))
+        with pytest.raises(Conflict):
+            await remap.mint(worse)
+        assert [b.time_ms for b in await remap.after(-1)] == [1000]
+
+    run(scenario())
+
+
+def test_a_binding_is_always_whole() -> None:
+    async def scenario() -> None:
+        remap = await opened(World())
+        await remap.mint(Binding(10, {"a": (5,), "b": (1,)}, lsn=7, source_time_ms=3))
+        assert await remap.mint(Binding(20, {"b": (2,)})) == Binding(20, {"a": (5,), "b": (2,)}, 7, 3)
+        with pytest.raises(Invalid):
+            await remap.mint(Binding(30, {"b": ()}))
+
+    run(scenario())
+
+
+def test_lost_answers_of_a_mint_are_resolved() -> None:
+    async def scenario() -> None:
+        world = World()
+        consensus = world.consensus()
+        remap = await opened(world, consensus)
+        consensus.script = [(True, False)]
+        assert await remap.mint(at(10, 1)) == at(10, 1)
+        consensus.script = [(False, False)]
+        with pytest.raises(Unavailable):
+            await remap.mint(at(20, 2))
+        assert await remap.mint(at(20, 2)) == at(20, 2)
+        assert [b.time_ms for b in await remap.after(-1)] == [10, 20]
+
+    run(scenario())
+
+
+def test_history_beyond_the_window_is_found_by_bisection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remap_module, "WINDOW_BINDINGS", 20)
+
+    async def scenario() -> None:
+        world = World()
+        remap = await opened(world)
+        for i in range(1, 101):
+            await remap.mint(at(i * 10, i))
+        for handle in (remap, await opened(world)):
+            assert [b.time_ms for b in await handle.after(0, limit=3)] == [10, 20, 30]
+            assert [b.time_ms for b in await handle.after(505)] == [t * 10 for t in range(51, 101)]
+            assert await handle.at(9) is None
+            assert await handle.at(10) == at(10, 1)
+            assert await handle.at(339) == at(330, 33)
+            assert await handle.at(5000) == at(1000, 100)
+            assert await handle.latest() == at(1000, 100)
+
+    run(scenario())
+
+
+def test_wait_wakes_for_a_newer_binding() -> None:
+    async def scenario() -> None:
+        world = World()
+        consensus = world.consensus()
+        remap = await opened(world, consensus)
+        assert not await remap.wait(0, 0.02)
+        waiting = asyncio.ensure_future(remap.wait(5, 5))
+        await remap.mint(at(5, 1))
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        await remap.mint(at(6, 2))
+        assert await asyncio.wait_for(waiting, 2)
+        assert await (await opened(world)).wait(5, 0)
+
+    run(scenario())
+
+
+def test_a_fresh_name_is_empty() -> None:
+    async def scenario() -> None:
+        world = World()
+        remap = await opened(world)
+        assert await remap.latest() is None
+        assert await remap.at(10) is None
+        assert await remap.after(-1) == []
+        with pytest.raises(Invalid):
+            await open_remap(world.consensus(), world.wall, Rand(1), "")
+
+    run(scenario())

@@ -1,0 +1,89 @@
+"""Since, holds and their fencing: `since_downgrade_mixed` of notes/materialize.md §4.4, and what a hold protects."""
+
+from __future__ import annotations
+
+import pytest
+from shard_world import SCHEMA, World, append, run
+
+from tidemill.base.errors import Fenced, Invalid
+from tidemill.shards.apply import Rejected, apply
+from tidemill.shards.commands import Append, Command, Create, DowngradeSince, ReleaseHold, SetHold
+from tidemill.shards.front import Batch
+from tidemill.shards.state import ShardState
+
+
+def after(*commands: Command) -> ShardState:
+    state: ShardState | None = None
+    for command in (Create("t", "id", SCHEMA), Append(Batch(0, 100, (), "w", "t")), *commands):
+        result = apply(state, command)
+        assert isinstance(result, ShardState), result
+        state = result
+    assert state is not None
+    return state
+
+
+def test_since_downgrade_mixed() -> None:
+    leased = SetHold("leased", 0, 10_000, 1)
+    state = after(leased, DowngradeSince("critical", 1, 2, 1), SetHold("leased", 3, 10_000, 1))
+    assert state.since == 2
+    state2 = apply(state, DowngradeSince("critical", 1, 5, 1))
+    assert isinstance(state2, ShardState) and state2.since == 3
+    state3 = apply(state2, SetHold("leased", 10, 10_000, 1))
+    assert isinstance(state3, ShardState) and state3.since == 5
+
+
+def test_leased_readers_alone_never_forget_history() -> None:
+    assert after(SetHold("a", 10, 1000, 1), SetHold("a", 50, 1000, 1)).since == 0
+    assert after(SetHold("a", 10, 1000, 1), ReleaseHold("a", 1)).since == 0
+
+
+def test_since_never_goes_back_and_never_reaches_upper() -> None:
+    state = after(DowngradeSince("critical", 1, 40, 1), DowngradeSince("critical", 1, 20, 1))
+    assert state.since == 40
+    assert after(DowngradeSince("critical", 1, 5000, 1)).since == 99
+    refused = apply(state, SetHold("late", 39, 1000, 1))
+    assert isinstance(refused, Rejected)
+
+
+def test_an_expired_lease_no_longer_holds_since() -> None:
+    state = after(SetHold("reader", 10, 1000, 1), DowngradeSince("critical", 1, 60, 1))
+    assert state.since == 10
+    moved = apply(state, DowngradeSince("critical", 1, 60, 1001))
+    assert isinstance(moved, ShardState) and moved.since == 60 and [h.reader for h in moved.holds] == ["critical"]
+
+
+def test_a_newer_epoch_takes_a_critical_hold_over_and_fences_the_older() -> None:
+    async def scenario() -> None:
+        world = World()
+        old, new = await world.open(), await world.open()
+        await append(old, 0, 100, [(1, "a", 5, 1)])
+        assert await old.downgrade_since("pipeline", 1, 10) == 10
+        assert await new.downgrade_since("pipeline", 2, 20) == 20
+        with pytest.raises(Fenced):
+            await old.downgrade_since("pipeline", 1, 30)
+        assert await new.frontiers() == (20, 100)
+
+    run(scenario())
+
+
+def test_reads_below_since_are_refused_and_a_hold_keeps_them() -> None:
+    async def scenario() -> None:
+        world = World()
+        shard = await world.open()
+        await append(shard, 0, 100, [(1, "a", 5, 1), (1, "a", 50, -1)])
+        await shard.hold("reader", 30, 60_000)
+        assert await shard.downgrade_since("pipeline", 1, 80) == 30
+        assert (await shard.snapshot(30)).num_rows == 1
+        await shard.release("reader")
+        assert await shard.downgrade_since("pipeline", 1, 80) == 80
+        with pytest.raises(Invalid, match="history is lost"):
+            await shard.snapshot(30)
+        with pytest.raises(Invalid, match="history is lost"):
+            await shard.hold("reader", 30, 60_000)
+        with pytest.raises(Invalid, match="history is lost"):
+            async for _ in shard.listen(80):
+                pass
+        listener = shard.listen(81)
+        assert (await anext(listener)).lower == 81
+
+    run(scenario())
