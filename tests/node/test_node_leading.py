@@ -1,0 +1,188 @@
+"""Leading: one holder at a time, a lost lease ends the body, topics of a capture follow it, shapes are redirected."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import Invalid
+from tidemill.base.tasks import Tasks
+from tidemill.consensus.api import Lease
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.metastore.catalogue import CaptureRow, Catalogue, TopicRow
+from tidemill.node.assignment import CaptureFirst
+from tidemill.node.lead import lead
+from tidemill.node.shape_routing import ShapeRouting
+from tidemill.topics.leadership import Membership, NodeInfo
+
+TTL_MS = 300
+DEADLINE_S = 20
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_a_second_node_leads_only_after_the_first_has_let_go() -> None:
+    async def scenario() -> None:
+        consensus = MemoryConsensus(SystemClock())
+        running: list[str] = []
+        overlaps: list[list[str]] = []
+
+        def body(name: str) -> Any:
+            async def run(_: Lease) -> None:
+                running.append(name)
+                overlaps.append(list(running))
+                try:
+                    await asyncio.sleep(3600)
+                finally:
+                    running.remove(name)
+
+            return run
+
+        async with Tasks() as tasks:
+            first = tasks.spawn(lead(consensus, "x", "a/1", b"", body("a"), ttl_ms=TTL_MS), name="a")
+            await until(lambda: running == ["a"])
+            tasks.spawn(lead(consensus, "x", "b/1", b"", body("b"), ttl_ms=TTL_MS), name="b")
+            first.cancel()
+            await until(lambda: running == ["b"])
+        assert overlaps == [["a"], ["b"]]
+
+    asyncio.run(scenario())
+
+
+def test_the_body_ends_when_another_takes_the_lease() -> None:
+    async def scenario() -> None:
+        consensus = MemoryConsensus(SystemClock())
+        terms: list[int] = []
+        ended: list[int] = []
+
+        async def run(lease: Lease) -> None:
+            terms.append(lease.term)
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                ended.append(lease.term)
+
+        async with Tasks() as tasks:
+            tasks.spawn(lead(consensus, "x", "a/1", b"", run, ttl_ms=TTL_MS), name="a")
+            await until(lambda: terms)
+            await consensus.release("x", "a/1", terms[0])
+            await consensus.acquire("x", "thief", 60_000)
+            await until(lambda: ended == terms)
+
+    asyncio.run(scenario())
+
+
+def test_an_error_of_the_body_is_raised_and_the_lease_is_given_back() -> None:
+    async def scenario() -> None:
+        consensus = MemoryConsensus(SystemClock())
+
+        async def run(_: Lease) -> None:
+            raise Invalid("wrong dsn.")
+
+        with pytest.raises(Invalid, match="wrong dsn"):
+            await lead(consensus, "x", "a/1", b"", run, ttl_ms=60_000)
+        assert not (await consensus.leases("x"))[0].live
+
+    asyncio.run(scenario())
+
+
+def test_a_restarted_node_takes_back_what_its_killed_process_held() -> None:
+    async def scenario() -> None:
+        consensus = MemoryConsensus(SystemClock())
+        await consensus.acquire("x", "n/1", 3_600_000)
+        led = asyncio.Event()
+
+        async def run(_: Lease) -> None:
+            led.set()
+
+        async with asyncio.timeout(DEADLINE_S):
+            await lead(consensus, "x", "n/2", b"", run, own_earlier_life=lambda h: h.startswith("n/"))
+        assert led.is_set()
+
+    asyncio.run(scenario())
+
+
+async def captured(consensus: MemoryConsensus, holder: str, url: bytes) -> Catalogue:
+    catalogue = Catalogue(consensus, SystemClock(), Rand(1))
+    await catalogue.create_topic("shop.public.orders", 1, kind="capture")
+    topics = {"public.orders": "shop.public.orders"}
+    await catalogue.put(CaptureRow("shop", "1", "s", "p", 1, True, topics))
+    await consensus.acquire("capture/shop", holder, 60_000, url)
+    return catalogue
+
+
+def test_a_captured_table_is_led_by_the_node_that_captures_it() -> None:
+    async def scenario() -> None:
+        consensus = MemoryConsensus(SystemClock())
+        catalogue = await captured(consensus, "node-b/7/ff", b"http://b")
+        row = (await catalogue.list(TopicRow))[0]
+        membership = Membership(consensus, "node-a", NodeInfo("h", 1, "http://a"), SystemClock(), Rand(2))
+        await membership.start()
+        assignment = CaptureFirst(membership, consensus, catalogue)
+        await assignment.start()
+        assert assignment.leader_of(row.topic_id, 0) == "node-b"
+        assert assignment.leader_of("another-topic", 0) == "node-a"
+        await assignment.aclose()
+        await membership.aclose()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("table", "holder", "status", "location"),
+    [
+        ("public.orders", "b/1", 307, "http://b/v1/shape?table=public.orders&offset=-1"),
+        ("orders", "b/1", 307, "http://b/v1/shape?table=orders&offset=-1"),
+        ("public.orders", "a/1", 200, None),
+        ("shard.orders", "b/1", 200, None),
+        ("public.unknown", "b/1", 200, None),
+    ],
+)
+def test_a_shape_is_served_where_its_changes_pass(table: str, holder: str, status: int, location: str | None) -> None:
+    assert asyncio.run(answer_of(table, holder)) == (status, location)
+
+
+def test_a_table_whose_node_is_gone_answers_try_again() -> None:
+    async def scenario() -> tuple[int, str | None]:
+        consensus = MemoryConsensus(SystemClock())
+        catalogue = await captured(consensus, "b/1", b"http://b")
+        lease = (await consensus.leases("capture/"))[0]
+        await consensus.release("capture/shop", "b/1", lease.term)
+        return await ask(ShapeRouting(here, catalogue, consensus, "a/1", SystemClock()), "public.orders")
+
+    assert asyncio.run(scenario()) == (503, None)
+
+
+async def answer_of(table: str, holder: str) -> tuple[int, str | None]:
+    consensus = MemoryConsensus(SystemClock())
+    catalogue = await captured(consensus, holder, b"http://b")
+    return await ask(ShapeRouting(here, catalogue, consensus, "a/1", SystemClock()), table)
+
+
+async def here(_: Any, __: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def ask(app: Any, table: str) -> tuple[int, str | None]:
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request"}
+
+    query = f"table={table}&offset=-1".encode()
+    scope = {"type": "http", "path": "/v1/shape", "method": "GET", "query_string": query, "headers": []}
+    await app(scope, receive, send)
+    headers = dict(sent[0]["headers"])
+    location = headers.get(b"location")
+    return sent[0]["status"], location.decode() if location else None
