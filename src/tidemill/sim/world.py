@@ -11,8 +11,8 @@ import asyncio
 import contextvars
 import hashlib
 import random
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
-from functools import partial
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
+from functools import cached_property, partial
 from typing import Any, Generic, NoReturn, TypeVar
 
 import msgspec
@@ -20,6 +20,7 @@ from structlog import DropEvent
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import TidemillError
+from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.resilient import ResilientObjects
@@ -58,6 +59,19 @@ class Outcome(msgspec.Struct, frozen=True):
         return not self.error
 
 
+class Engine(MemoryConsensus):
+    """The memory engine, which also remembers every record that ever landed: truncation forgets, oracles do not."""
+
+    def __init__(self, clock: SimClock) -> None:
+        super().__init__(clock)
+        self.landed: dict[str, list[bytes]] = {}
+
+    async def append(self, log: str, term: int, expected_next: int, records: Sequence[bytes], nonce: str) -> LogHead:
+        head = await super().append(log, term, expected_next, records, nonce)
+        self.landed.setdefault(log, []).extend(records)
+        return head
+
+
 class World:
     def __init__(self, seed: int, *, rates: Rates | None = None) -> None:
         self.seed = seed
@@ -71,9 +85,14 @@ class World:
         drawn = Rates.drawn(random.Random(f"rates {seed}")) if rates is None else rates
         self.faults = Faults(random.Random(f"faults {seed}"), drawn, self.trace, self.background)
         self.objects = MemoryObjects(self.clock)
-        self.consensus = MemoryConsensus(self.clock)
+        self.consensus = Engine(self.clock)
         """The engines themselves, without faults: what oracles read."""
         self.actors: list[Actor[Any]] = []
+
+    @cached_property
+    def filler(self) -> str:
+        """20 KB of text that does not compress: makes anything that holds it large."""
+        return random.Random(f"filler {self.seed}").randbytes(10_000).hex()
 
     def rand(self) -> Rand:
         """A source of its own for one component."""
@@ -125,6 +144,13 @@ class World:
             )
             self.loop.dispose()
         return outcome
+
+    async def until(self, condition: Callable[[], bool], every_s: float = 0.1) -> None:
+        """Wait, in virtual time, until the scenario's condition holds."""
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(every_s)
 
     def waiting(self) -> str:
         return self.loop.who_waits()

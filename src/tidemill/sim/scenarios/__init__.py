@@ -12,6 +12,7 @@ Scenario = Callable[[World], Awaitable[None]]
 FAULTS: dict[str, tuple[str, str]] = {
     "seed000": ("topics", "a producer's place in line is reserved after the upload"),
     "blind-retry": ("consensus", "a client repeats an append whose answer was lost without looking it up"),
+    "stranded-rows": ("shards", "a lagging writer appends rows whose times the shard has passed (seed 001)"),
     "stale-read": ("consensus", "a client answers some reads of a register from memory"),
 }
 """Planted faults: name → (room in which it must be found, what is wrong)."""

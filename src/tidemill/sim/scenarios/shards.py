@@ -1,0 +1,323 @@
+"""Writers, readers and a compactor on one real shard.
+
+Faults: every store fault; every actor dies at any step and starts again from the stores; several writers
+race for every upper. A writer that hears Unknown repeats the append with its token until it knows.
+Oracle: replaying the log, acknowledged appends stand once and refused ones never, bounds contiguous;
+contents at every time ever read equal the sequential model and never change; a listener sees every update
+once; compaction changes nothing readable; after healing every writer is done.
+Replay: python -m tidemill.sim --room shards --seed K --trace
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+
+from tidemill.base.clock import Rand
+from tidemill.base.errors import Conflict, Invalid, Unavailable, Unknown
+from tidemill.consensus import staterecords
+from tidemill.shards import machine
+from tidemill.shards.apply import Rejected, apply
+from tidemill.shards.codec import decode_command
+from tidemill.shards.commands import Append
+from tidemill.shards.compaction import compact_once
+from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.handle import LogShard
+from tidemill.shards.open import open_shard
+from tidemill.shards.state import ShardState, check_whole
+from tidemill.sim.world import Actor, Down, Violated, World
+
+SCHEMA = ShardSchema((Column("k", "string"), Column("v", "string")), ("k",))
+NAME = "t"
+OWNER = "compactor"
+
+Row = tuple[str, str]
+Update = tuple[str, str, int, int]
+"""k, v, time, diff"""
+
+
+class Attempt(msgspec.Struct):
+    """outcome: `running` (its writer died, or never learned), `ok`, or `refused`."""
+
+    token: str
+    lower: int
+    upper: int
+    updates: tuple[Update, ...]
+    outcome: str = "running"
+
+
+class Shared:
+    """What the scenario knows from outside: attempts, what was read, how far the listener durably got."""
+
+    def __init__(self, world: World, fault: str) -> None:
+        self.world = world
+        self.fault = fault
+        self.attempts: dict[str, Attempt] = {}
+        self.remaining: dict[str, int] = {}
+        self.rows: dict[str, list[Update]] = {}
+        """Insertions of each writer that are acknowledged and not retracted."""
+        self.reads: list[tuple[int, Counter[Row]]] = []
+        self.heard: Counter[Update] = Counter()
+        self.frontier = 0
+        self.numbers = 0
+
+    def token(self) -> str:
+        self.numbers += 1
+        return f"token-{self.numbers}"
+
+
+class Node:
+    """One process with a handle on the shard."""
+
+    def __init__(self, actor: Actor[Any], shard: LogShard, rand: Rand, objects: Any) -> None:
+        self.actor = actor
+        self.shard = shard
+        self.rand = rand
+        self.objects = objects
+
+
+async def write(shared: Shared, node: Node) -> None:
+    """Append until this writer's quota is done."""
+    world, source, name = shared.world, shared.world.source, node.actor.name
+    while shared.remaining[name] > 0:
+        fresh = source.random() < 0.6
+        try:
+            _, lower = await node.shard.frontiers(fresh=fresh)
+            upper = lower + source.randint(1, 20)
+            attempt = Attempt(shared.token(), lower, upper, _updates(shared, name, lower, upper))
+            parts = [await node.shard.write_part(_table(attempt.updates))] if attempt.updates else []
+        except (Unavailable, Unknown):
+            await asyncio.sleep(0.05)
+            continue
+        shared.attempts[attempt.token] = attempt
+        while True:
+            try:
+                await node.shard.compare_and_append(lower, upper, parts, attempt.token)
+            except Conflict as conflict:
+                attempt.outcome = "refused"
+                if not isinstance(conflict.current, int) or (conflict.current <= lower and fresh):
+                    raise Violated(f"a conflict does not say what is there: current={conflict.current}") from conflict
+                if shared.fault == "stranded-rows":
+                    lower, upper = conflict.current, conflict.current + 5
+                    attempt = Attempt(shared.token(), lower, upper, attempt.updates)
+                    shared.attempts[attempt.token] = attempt
+                    continue
+            except Unknown:
+                await asyncio.sleep(0.05)
+                continue
+            except Unavailable:
+                attempt.outcome = "refused"
+                await asyncio.sleep(0.05)
+            else:
+                attempt.outcome = "ok"
+                _settle(shared, name, attempt)
+            break
+        world.trace(f"{node.actor.life} append [{lower}, {upper}) ×{len(attempt.updates)} {attempt.outcome}")
+        await asyncio.sleep(source.uniform(0, 0.1) if source.random() < 0.5 else 0)
+
+
+def _updates(shared: Shared, name: str, lower: int, upper: int) -> tuple[Update, ...]:
+    """New rows, some large enough to become objects, and retractions of this writer's own."""
+    source = shared.world.source
+    out: list[Update] = []
+    for _ in range(source.choice((0, 1, 1, 2, 4))):
+        shared.numbers += 1
+        value = shared.world.filler if source.random() < 0.15 else "v"
+        out.append((f"{name}-{shared.numbers}", value, source.randrange(lower, upper), 1))
+    if shared.rows[name] and source.random() < 0.4:
+        key, value, _, _ = source.choice(shared.rows[name])
+        out.append((key, value, source.randrange(lower, upper), -1))
+    return tuple(out)
+
+
+def _settle(shared: Shared, name: str, attempt: Attempt) -> None:
+    shared.remaining[name] -= 1
+    gone = {update[0] for update in attempt.updates if update[3] < 0}
+    added = [update for update in attempt.updates if update[3] > 0]
+    shared.rows[name] = [row for row in shared.rows[name] + added if row[0] not in gone]
+
+
+def _table(updates: Iterable[Update]) -> pa.Table:
+    listed = list(updates)
+    return pa.table(
+        {
+            "k": pa.array([u[0] for u in listed], pa.string()),
+            "v": pa.array([u[1] for u in listed], pa.string()),
+            TIME: pa.array([u[2] for u in listed], pa.int64()),
+            DIFF: pa.array([u[3] for u in listed], pa.int64()),
+        }
+    )
+
+
+def _rows(table: pa.Table) -> Counter[Row]:
+    return Counter(zip(table.column("k").to_pylist(), table.column("v").to_pylist(), strict=True))
+
+
+async def read(shared: Shared, node: Node) -> None:
+    """Snapshots at random readable times."""
+    source = shared.world.source
+    while True:
+        await asyncio.sleep(source.uniform(0, 0.3))
+        try:
+            since, upper = await node.shard.frontiers()
+            if upper > since:
+                as_of = source.randrange(since, upper)
+                shared.reads.append((as_of, _rows(await node.shard.snapshot(as_of, timeout_s=1.0))))
+        except (Unavailable, Unknown, Invalid):
+            continue
+
+
+async def listen(shared: Shared, node: Node) -> None:
+    """From where the last life of this listener durably was; progress and rows are kept in one step."""
+    while True:
+        try:
+            async for delta in node.shard.listen(shared.frontier):
+                if delta.lower != shared.frontier:
+                    raise Violated(f"a listener was given [{delta.lower}, {delta.upper}) at {shared.frontier}")
+                columns = [delta.rows.column(name).to_pylist() for name in ("k", "v", TIME, DIFF)]
+                shared.heard.update(zip(*columns, strict=True))
+                shared.frontier = delta.upper
+        except (Unavailable, Unknown):
+            await asyncio.sleep(0.05)
+
+
+async def compact(shared: Shared, node: Node) -> None:
+    """Merge runs, and let history go up to where the listener is."""
+    source, epoch = shared.world.source, node.actor.life.number
+    while True:
+        await asyncio.sleep(source.uniform(0, 0.3))
+        try:
+            if shared.frontier > 1 and source.random() < 0.5:
+                since = source.randrange(shared.frontier)
+                await node.shard.downgrade_since(OWNER, epoch, min(since, shared.frontier - 1))
+            await compact_once(node.shard, node.objects, node.rand)
+        except (Unavailable, Unknown, Conflict):
+            continue
+
+
+async def keep(shared: Shared, actor: Actor[Node], work: Any, stop: asyncio.Event) -> None:
+    """Run `work` in the actor, again after every death, until it ends or the scenario stops."""
+    while not stop.is_set():
+        if not actor.up:
+            await actor.start()
+            continue
+        working = asyncio.ensure_future(actor.enter(lambda node: work(shared, node)))
+        stopping = asyncio.ensure_future(stop.wait())
+        await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not working.done():
+            working.cancel()
+            return
+        try:
+            working.result()
+            return
+        except Down:
+            await asyncio.sleep(shared.world.source.choice((0.0, 0.1, 1.0)))
+
+
+async def run(world: World, fault: str = "") -> None:
+    source = world.source
+    shared = Shared(world, fault)
+    machine.ROLLUP_AFTER_RECORDS = source.choice((5, 512))
+
+    async def build(actor: Actor[Node]) -> Node:
+        consensus, objects, rand = actor.consensus(), actor.objects(), world.rand()
+        shard = await open_shard(
+            consensus, objects, actor.clock, rand, NAME, SCHEMA, writer=str(actor.life).replace("#", ".")
+        )
+        return Node(actor, shard, rand, objects)
+
+    writers = [Actor(world, f"writer-{i}", build) for i in range(source.randint(1, 3))]
+    reader, listener, compactor = (Actor(world, name, build) for name in ("reader", "listener", "compactor"))
+    for writer in writers:
+        shared.remaining[writer.name] = source.randint(2, 6)
+        shared.rows[writer.name] = []
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        writing = [group.create_task(keep(shared, writer, write, stop)) for writer in writers]
+        others = [
+            group.create_task(keep(shared, reader, read, stop)),
+            group.create_task(keep(shared, listener, listen, stop)),
+        ]
+        if source.random() < 0.7:
+            others.append(group.create_task(keep(shared, compactor, compact, stop)))
+        for _ in range(source.choice((0, 1, 3))):
+            await asyncio.sleep(source.uniform(0, 0.8))
+            victim = source.choice(world.actors)
+            if victim.up:
+                victim.crash()
+        await asyncio.wait(writing, timeout=5.0)
+        world.faults.heal()
+        world.trace("heal")
+        await asyncio.wait(writing)
+        _, upper = await (await oracle_handle(world)).frontiers()
+        await world.until(lambda: shared.frontier >= upper)
+        stop.set()
+        await asyncio.wait(others)
+    await check(shared)
+
+
+async def oracle_handle(world: World) -> LogShard:
+    return await open_shard(world.consensus, world.objects, world.clock, Rand(0), NAME)
+
+
+async def check(shared: Shared) -> None:
+    shard = await oracle_handle(shared.world)
+    landed = replay(shared.world, f"shard/{shard.shard_id}")
+    model: list[Update] = []
+    for token, attempt in shared.attempts.items():
+        count = landed.count(token)
+        if count > 1 or (attempt.outcome == "ok") > count or (attempt.outcome == "refused" and count):
+            raise Violated(f"an append stands {count} times: attempt={attempt.outcome} token={token}")
+        if count:
+            model += attempt.updates
+    state = shard.state
+    check_whole(state)
+
+    def at(as_of: int) -> Counter[Row]:
+        out: Counter[Row] = Counter()
+        for key, value, time, diff in model:
+            if time <= as_of:
+                out[key, value] += diff
+        return Counter({row: count for row, count in out.items() if count})
+
+    probes = sorted(
+        {state.since, state.upper - 1, (state.since + state.upper) // 2} & {*range(state.since, state.upper)}
+    )
+    final = [(as_of, _rows(await shard.snapshot(as_of))) for as_of in probes]
+    for as_of, found in shared.reads + final:
+        if found != at(as_of):
+            raise Violated(f"contents differ from the model: as_of={as_of} {_difference(found, at(as_of))}")
+    wanted = Counter(update for update in model if update[2] < shared.frontier)
+    if shared.heard != wanted:
+        raise Violated(f"a listener missed or repeated updates: {_difference(shared.heard, wanted)}")
+
+
+def replay(world: World, log: str) -> list[str]:
+    """Tokens of the appends in the log, in order, by a replay of every record that ever landed."""
+    state: ShardState | None = None
+    landed: list[str] = []
+    for data in world.consensus.landed.get(log, []):
+        if data[0] != staterecords.COMMAND:
+            continue
+        command = decode_command(data[1:])
+        result = apply(state, command)
+        if isinstance(result, Rejected):
+            continue
+        state = result
+        if isinstance(command, Append):
+            landed.append(command.batch.token)
+    return landed
+
+
+def _difference(found: Counter[Any], wanted: Counter[Any]) -> str:
+    return f"missing={_short(wanted - found)} extra={_short(found - wanted)}"
+
+
+def _short(rows: Counter[Any]) -> str:
+    return str([str(row)[:60] for row in list(rows.elements())[:5]])
