@@ -85,10 +85,14 @@ def truncate(head: LogHead, op: Truncate) -> LogHead:
 
 def check_read(head: LogHead, op: Read) -> None:
     if op.start < head.start:
-        raise Missing(
-            f"The records were truncated: log={op.log!r} asked={op.start} start={head.start}.",
-            fix="Start again from head.start, where a rollup stands.",
-        )
+        raise truncated(head, op)
+
+
+def truncated(head: LogHead, op: Read) -> Missing:
+    return Missing(
+        f"The records were truncated: log={op.log!r} asked={op.start} start={head.start}.",
+        fix="Start again from head.start, where a rollup stands.",
+    )
 
 
 def within(records: list[LogRecord], limit_bytes: int) -> tuple[LogRecord, ...]:

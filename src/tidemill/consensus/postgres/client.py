@@ -1,0 +1,229 @@
+"""The PostgreSQL client: three lanes with a line each.
+
+    groups    appends and register writes, as many as wait, in one commit
+    singles   fences, truncations, leases, notifications: one commit each
+    reads     as many as wait, one statement per kind
+
+Order within a line is the order of the calls. A caller that goes away does not disturb what is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import psycopg
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Closed, TidemillError, Unavailable
+from tidemill.base.tasks import Tasks
+from tidemill.consensus.api import LogHead
+from tidemill.consensus.commands import AnyOp, Append, Cas, Truncate, Wait
+from tidemill.consensus.facade import Facade
+from tidemill.consensus.postgres import groups, lanes, schema, singles, statements
+from tidemill.consensus.postgres.groups import Queued
+from tidemill.consensus.postgres.lanes import Connection, Lane
+from tidemill.consensus.postgres.wakeups import Wakeups
+
+READ_GROUP_OPS = 256
+
+
+class _Line:
+    """Waiting work of one lane, and the event that it is not empty."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.queue: deque[Queued] = deque()
+        self.filled = asyncio.Event()
+
+
+class PostgresConsensus(Facade):
+    """`api.Consensus` over a PostgreSQL database. One object per event loop; `start` before use."""
+
+    def __init__(self, url: str, clock: Clock, rand: Rand) -> None:
+        self._url = url
+        self._groups = _Line(Lane(url, rand, writes=True))
+        self._singles = _Line(Lane(url, rand, writes=True))
+        self._reads = _Line(Lane(url, rand, writes=False))
+        self._log_ids: dict[str, int] = {}
+        self._under_way: list[Queued] = []
+        self._tasks = Tasks(self._task_failed)
+        self._wakeups = Wakeups(url, rand, self._notify, self._heads)
+        self._sweeping: set[str] = set()
+        self._closed: TidemillError | None = None
+
+    async def start(self) -> None:
+        """Connect and make the schema. Raises Invalid (names, rights, version) or Unavailable."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            connection = await lanes.connect(self._url)
+        except (psycopg.Error, OSError, TimeoutError) as error:
+            raise lanes.translate_connect(error, self._url) from error
+        try:
+            await schema.make_schema(connection)
+        except psycopg.Error as error:
+            raise lanes.translate(error) from error
+        finally:
+            await connection.close()
+        self._tasks.spawn(self._serve(self._groups, self._serve_group), name="consensus-postgres-groups")
+        self._tasks.spawn(self._serve(self._singles, self._serve_single), name="consensus-postgres-singles")
+        self._tasks.spawn(self._serve(self._reads, self._serve_reads), name="consensus-postgres-reads")
+        self._wakeups.start(self._tasks)
+
+    # requests ------------------------------------------------------------------------------------
+
+    def _enqueue(self, line: _Line, op: object) -> asyncio.Future[Any]:
+        """Order is decided here, in a plain call."""
+        if self._closed is not None:
+            raise self._closed
+        future: asyncio.Future[Any] = self._loop.create_future()
+        line.queue.append(Queued(op, future))
+        line.filled.set()
+        return future
+
+    async def _submit(self, op: AnyOp) -> Any:
+        if isinstance(op, (Append, Cas)):
+            return await self._enqueue(self._groups, op)
+        return await self._enqueue(self._singles if op.writes else self._reads, op)
+
+    async def _wait(self, op: Wait, timeout_s: float) -> bool:
+        if self._closed is not None:
+            raise self._closed
+        return await self._wakeups.wait(op.log, op.beyond, timeout_s)
+
+    async def _notify(self, payloads: list[str]) -> None:
+        async def send(connection: Connection) -> None:
+            await connection.execute(statements.NOTIFY, (payloads,))
+
+        await self._enqueue(self._singles, send)
+
+    async def _heads(self, logs: list[str]) -> dict[str, LogHead]:
+        async def read(connection: Connection) -> dict[str, LogHead]:
+            return await singles.heads(connection, logs)
+
+        found: dict[str, LogHead] = await self._enqueue(self._reads, read)
+        return found
+
+    # serving -------------------------------------------------------------------------------------
+
+    async def _serve(self, line: _Line, serve: Callable[[_Line], Awaitable[None]]) -> None:
+        while True:
+            await line.filled.wait()
+            line.filled.clear()
+            while line.queue:
+                await serve(line)
+
+    async def _serve_group(self, line: _Line) -> None:
+        group = groups.take(line.queue)
+        members = group.members
+        if not members:
+            return
+        self._under_way.extend(members)
+        try:
+            again = await line.lane.run(lambda connection: groups.commit(connection, group, self._log_ids))
+        except TidemillError as error:
+            group.fail(error)
+        else:
+            line.queue.extendleft(reversed(again))
+            for log, chain in group.chains.items():
+                last = chain[-1]
+                if last.future.done() and not last.future.cancelled() and last.future.exception() is None:
+                    self._wakeups.grown(log, last.future.result().next)
+        finally:
+            self._under_way = [queued for queued in self._under_way if queued not in members]
+
+    async def _serve_single(self, line: _Line) -> None:
+        queued = line.queue.popleft()
+        if queued.future.done():
+            return
+        op = queued.op
+        self._under_way.append(queued)
+        try:
+            if callable(op):
+                queued.done(await line.lane.run(op))
+            else:
+                result = await line.lane.run(lambda connection: singles.write(connection, op, self._log_ids))
+                queued.done(result)
+                if isinstance(op, Truncate) and op.log not in self._sweeping and result.start > 0:
+                    self._sweeping.add(op.log)
+                    self._tasks.spawn(self._sweep(op.log, result.start), name="consensus-postgres-sweep")
+        except TidemillError as error:
+            queued.fail(error)
+        finally:
+            self._under_way.remove(queued)
+
+    async def _serve_reads(self, line: _Line) -> None:
+        batch = [line.queue.popleft() for _ in range(min(len(line.queue), READ_GROUP_OPS))]
+        batch = [queued for queued in batch if not queued.future.done()]
+        self._under_way.extend(batch)
+        try:
+            await self._writers_settled()
+            ops = [queued for queued in batch if not callable(queued.op)]
+            for queued in batch:
+                if callable(queued.op):
+                    queued.done(await line.lane.run(queued.op))
+            if ops:
+                outcomes = await line.lane.run(lambda c: singles.read_group(c, [queued.op for queued in ops]))
+                for queued, outcome in zip(ops, outcomes, strict=True):
+                    if isinstance(outcome, TidemillError):
+                        queued.fail(outcome)
+                    else:
+                        queued.done(outcome)
+        except TidemillError as error:
+            for queued in batch:
+                queued.fail(error)
+        finally:
+            self._under_way = [queued for queued in self._under_way if queued not in batch]
+
+    async def _writers_settled(self) -> None:
+        """Nobody may read around a write whose backend may still be at it: the answer would not be final."""
+        for line in (self._groups, self._singles):
+            if line.lane.owing:
+                await line.lane.run(_nothing)
+
+    async def _sweep(self, log: str, start: int) -> None:
+        """Delete truncated rows piece by piece, between other work. What is left over, a later sweep takes."""
+        log_id = self._log_ids.get(log)
+        try:
+            more = True
+            while more:
+
+                async def piece(connection: Connection) -> bool:
+                    found = log_id if log_id is not None else await groups.log_id(connection, log, self._log_ids)
+                    return await singles.sweep(connection, found, start)
+
+                more = await self._enqueue(self._singles, piece)
+        except TidemillError:
+            return
+        finally:
+            self._sweeping.discard(log)
+
+    # the end -------------------------------------------------------------------------------------
+
+    def _task_failed(self, name: str, error: BaseException) -> None:
+        self._end(Unavailable(f"The consensus client broke: task={name} reason={error!r}."))
+
+    def _end(self, error: TidemillError) -> None:
+        self._closed = self._closed or error
+        for line in (self._groups, self._singles, self._reads):
+            for queued in line.queue:
+                queued.fail(error)
+            line.queue.clear()
+        for queued in self._under_way:
+            queued.fail(error)
+        self._wakeups.fail_all(error)
+
+    async def aclose(self) -> None:
+        if isinstance(self._closed, Closed):
+            return
+        self._closed = Closed("This consensus client was closed.")
+        await self._tasks.aclose()
+        self._end(self._closed)
+        for line in (self._groups, self._singles, self._reads):
+            await line.lane.aclose()
+
+
+async def _nothing(connection: Connection) -> None:
+    return None

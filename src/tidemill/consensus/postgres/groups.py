@@ -1,0 +1,203 @@
+"""What shares one commit: taking operations from the line, the statements' parameters, and each one's own outcome.
+
+One statement moves each log once. Appends of one log that follow each other (same term, each expecting where the
+one before ends) are merged; if the merged append is refused, the first is refused and the others are judged
+again by themselves. A second write of one register, or an append that does not follow, waits for the next group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+from tidemill.base.errors import Unavailable
+from tidemill.consensus import rules
+from tidemill.consensus.api import LogHead, Versioned
+from tidemill.consensus.commands import Append, Cas
+from tidemill.consensus.postgres import statements
+from tidemill.consensus.postgres.lanes import Connection
+
+GROUP_OPS = 512
+GROUP_BYTES = 8 << 20
+
+
+class Queued:
+    __slots__ = ("future", "op")
+
+    def __init__(self, op: Any, future: asyncio.Future[Any]) -> None:
+        self.op = op
+        self.future = future
+
+    def done(self, result: object) -> None:
+        if not self.future.done():
+            self.future.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+class Group:
+    """`chains`: per log the appends that follow each other. `registers`: per key its one write."""
+
+    def __init__(self) -> None:
+        self.chains: dict[str, list[Queued]] = {}
+        self.registers: dict[str, Queued] = {}
+
+    @property
+    def members(self) -> list[Queued]:
+        return [*(queued for chain in self.chains.values() for queued in chain), *self.registers.values()]
+
+    def fail(self, error: BaseException) -> None:
+        for queued in self.members:
+            queued.fail(error)
+
+
+def take(line: deque[Queued]) -> Group:
+    """Take what may share a commit from the front; what may not stays, in order."""
+    group = Group()
+    left: list[Queued] = []
+    waiting: set[tuple[str, str]] = set()
+    count = size_bytes = 0
+    while line and count < GROUP_OPS and size_bytes < GROUP_BYTES:
+        queued = line.popleft()
+        if queued.future.done():
+            continue
+        op = queued.op
+        place = ("log", op.log) if isinstance(op, Append) else ("key", op.key)
+        if place in waiting or not _joins(group, queued):
+            # Whoever comes later to the same place must not overtake.
+            waiting.add(place)
+            left.append(queued)
+            continue
+        count += 1
+        size_bytes += sum(map(len, op.records)) if isinstance(op, Append) else len(op.data)
+    line.extendleft(reversed(left))
+    return group
+
+
+def _joins(group: Group, queued: Queued) -> bool:
+    op = queued.op
+    if isinstance(op, Cas):
+        return group.registers.setdefault(op.key, queued) is queued
+    chain = group.chains.setdefault(op.log, [])
+    if chain:
+        last: Append = chain[-1].op
+        if op.term != last.term or op.expected_next != last.expected_next + len(last.records):
+            return False
+    chain.append(queued)
+    return True
+
+
+async def commit(connection: Connection, group: Group, log_ids: dict[str, int]) -> list[Queued]:
+    """Run the group in one transaction and settle its members; returns those to be judged again, in order.
+
+    Raises psycopg.Error or TimeoutError with no member settled.
+    """
+    await _learn_ids(connection, [log for log in group.chains if log not in log_ids], log_ids)
+    chains = {log_ids[log]: chain for log, chain in group.chains.items()}
+    creates = [queued for queued in group.registers.values() if queued.op.expected_seq == 0]
+    updates = [queued for queued in group.registers.values() if queued.op.expected_seq > 0]
+    runs: list[tuple[str, list[Any]]] = []
+    if chains:
+        runs.append((statements.APPEND, _append_parameters(chains)))
+    if updates:
+        ops = [queued.op for queued in updates]
+        columns = [
+            [op.key for op in ops],
+            [op.expected_seq for op in ops],
+            [op.nonce for op in ops],
+            [op.data for op in ops],
+        ]
+        runs.append((statements.UPDATE_REGISTERS, columns))
+    if creates:
+        ops = [queued.op for queued in creates]
+        runs.append(
+            (statements.CREATE_REGISTERS, [[op.key for op in ops], [op.nonce for op in ops], [op.data for op in ops]])
+        )
+    results = await _run_as_one(connection, runs)
+    starts: dict[int, int] = dict(results.pop(0)) if chains else {}
+    written = {row[0] for rows in results for row in rows}
+    lost_chains = [log_id for log_id in chains if log_id not in starts]
+    lost_keys = [key for key in group.registers if key not in written]
+    heads = await _heads(connection, lost_chains) if lost_chains else {}
+    currents = await registers(connection, lost_keys) if lost_keys else {}
+    again: list[Queued] = []
+    for log_id, chain in chains.items():
+        if log_id in starts:
+            for queued in chain:
+                op: Append = queued.op
+                queued.done(LogHead(op.term, starts[log_id], op.expected_next + len(op.records)))
+        else:
+            first = chain[0].op
+            head = heads[log_id]
+            stale = head.term > first.term
+            chain[0].fail(rules.fenced(head, first.log, first.term) if stale else rules.append_conflict(head, first))
+            again.extend(chain[1:])
+    for key, queued in group.registers.items():
+        if key in written:
+            queued.done(Versioned(queued.op.expected_seq + 1, queued.op.data, queued.op.nonce))
+        else:
+            queued.fail(rules.cas_conflict(currents.get(key), queued.op))
+    return again
+
+
+def _append_parameters(chains: dict[int, list[Queued]]) -> list[list[Any]]:
+    ids, terms, expected, counts = [], [], [], []
+    owners, ordinals, nonces, datas = [], [], [], []
+    for log_id, chain in chains.items():
+        ordinal = 0
+        for queued in chain:
+            nonce = queued.op.nonce
+            for data in queued.op.records:
+                owners.append(log_id)
+                ordinals.append(ordinal)
+                nonces.append(nonce)
+                datas.append(data)
+                ordinal += 1
+        ids.append(log_id)
+        terms.append(chain[0].op.term)
+        expected.append(chain[0].op.expected_next)
+        counts.append(ordinal)
+    return [ids, terms, expected, counts, owners, ordinals, nonces, datas]
+
+
+async def _run_as_one(connection: Connection, runs: list[tuple[str, list[Any]]]) -> list[list[Any]]:
+    """Several statements between two syncs of a pipeline are one implicit transaction: one commit, one fate."""
+    if len(runs) == 1:
+        cursor = await connection.execute(*runs[0])
+        return [await cursor.fetchall()]
+    async with connection.pipeline():
+        cursors = [await connection.execute(*run) for run in runs]
+    return [await cursor.fetchall() for cursor in cursors]
+
+
+async def _learn_ids(connection: Connection, names: list[str], log_ids: dict[str, int]) -> None:
+    """Ids never change and logs are never deleted, so what is learnt stays true."""
+    if not names:
+        return
+    rows = await (await connection.execute(statements.LOG_IDS, (names,))).fetchall()
+    log_ids.update(rows)
+    missing = [name for name in names if name not in log_ids]
+    if missing:
+        await connection.execute(statements.MAKE_LOGS, (missing,))
+        log_ids.update(await (await connection.execute(statements.LOG_IDS, (missing,))).fetchall())
+
+
+async def log_id(connection: Connection, name: str, log_ids: dict[str, int]) -> int:
+    await _learn_ids(connection, [name] if name not in log_ids else [], log_ids)
+    return log_ids[name]
+
+
+async def _heads(connection: Connection, ids: list[int]) -> dict[int, LogHead]:
+    rows = await (await connection.execute(statements.HEADS_BY_ID, (ids,))).fetchall()
+    found = {row[0]: LogHead(*row[1:]) for row in rows}
+    if len(found) != len(ids):
+        raise Unavailable("A log's head row is gone: somebody deleted from tidemill.logs.")
+    return found
+
+
+async def registers(connection: Connection, keys: list[str]) -> dict[str, Versioned]:
+    rows = await (await connection.execute(statements.REGISTERS, (keys,), binary=True)).fetchall()
+    return {row[0]: Versioned(*row[1:]) for row in rows}

@@ -1,0 +1,196 @@
+"""A lane: one connection, one piece of work at a time, and the truth about work whose connection was lost.
+
+    server said an error               it was rolled back: Unavailable (or Invalid when it is about rights)
+    connection lost before sending     Unavailable after retries
+    connection lost after sending      writes: Unknown, and the lane owes an end to the attempt; reads: again
+
+A backend may go on with a commit after its client is gone. So a lane that lost a write first ends that backend:
+it takes the session lock the old one holds, which is free only when the old one is no more. Until then the lane
+is `owing`, and reads of this client wait, so that whoever resolves an Unknown sees the final truth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import psycopg
+from psycopg import errors as pgerrors
+
+from tidemill.base.clock import Rand
+from tidemill.base.errors import Invalid, TidemillError, Unavailable, Unknown
+from tidemill.consensus.postgres import schema
+
+T = TypeVar("T")
+Connection = psycopg.AsyncConnection[Any]
+
+CONNECT_S = 10.0
+UNAVAILABLE_AFTER_S = 15.0
+"""How long an operation waits for a connection before it ends as Unavailable."""
+
+WORK_S = 30.0
+"""Above the session's statement_timeout: only a dead network gets here."""
+
+BACKOFF_FIRST_S = 0.02
+BACKOFF_MOST_S = 1.0
+
+KEEPALIVES = {
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "20000",
+    "application_name": "tidemill-consensus",
+}
+
+
+async def connect(url: str) -> Connection:
+    """A prepared session. Raises psycopg.Error."""
+    parameters = {**KEEPALIVES, "connect_timeout": str(int(CONNECT_S)), **psycopg.conninfo.conninfo_to_dict(url)}
+    connection = await psycopg.AsyncConnection.connect(**parameters, autocommit=True, prepare_threshold=0)  # type: ignore[arg-type]
+    try:
+        await schema.prepare_session(connection)
+    except BaseException:
+        await connection.close()
+        raise
+    return connection
+
+
+class Lane:
+    def __init__(self, url: str, rand: Rand, *, writes: bool) -> None:
+        self._url = url
+        self._rand = rand
+        self._writes = writes
+        # Names this lane's sessions to each other, on the server.
+        self._session_lock = rand.below(1 << 62)
+        self._connection: Connection | None = None
+        self._previous_backend = 0
+        self._one_at_a_time = asyncio.Lock()
+        self.owing = False
+
+    async def run(self, work: Callable[[Connection], Awaitable[T]]) -> T:
+        """Do `work` on the connection. Raises what `work` raises, Invalid, Unavailable, or Unknown (writes)."""
+        async with self._one_at_a_time:
+            return await self._run(work)
+
+    async def _run(self, work: Callable[[Connection], Awaitable[T]]) -> T:
+        deadline_s = asyncio.get_running_loop().time() + UNAVAILABLE_AFTER_S
+        while True:
+            connection = await self._connected(deadline_s)
+            try:
+                async with asyncio.timeout(WORK_S):
+                    return await work(connection)
+            except (psycopg.Error, TimeoutError, OSError) as error:
+                lost = await self._lost(error)
+                if lost is None and asyncio.get_running_loop().time() > deadline_s:
+                    lost = Unavailable(f"The connection to PostgreSQL keeps breaking: reason={_first_line(error)!r}.")
+                if lost is not None:
+                    raise lost from error
+            except BaseException:
+                # Work cut off in the middle leaves a connection nobody can reason about.
+                await self._drop(owing=self._writes)
+                raise
+
+    async def _lost(self, error: BaseException) -> TidemillError | None:
+        """The outcome of failed work; None: nothing happened, try again."""
+        connection = self._connection
+        refused = isinstance(error, psycopg.Error) and error.sqlstate is not None
+        if refused and connection is not None and not connection.closed and not connection.broken:
+            assert isinstance(error, psycopg.Error)
+            return translate(error)
+        await self._drop(owing=self._writes)
+        if self._writes:
+            return Unknown(f"The connection to PostgreSQL was lost before the answer: reason={_first_line(error)!r}.")
+        return None
+
+    async def _connected(self, deadline_s: float) -> Connection:
+        if self._connection is not None and not self._connection.closed:
+            return self._connection
+        loop = asyncio.get_running_loop()
+        backoff_s = BACKOFF_FIRST_S
+        while True:
+            try:
+                self._connection = await self.reconnect()
+                return self._connection
+            except (psycopg.Error, TimeoutError, OSError) as error:
+                outcome = translate_connect(error, self._url)
+                if isinstance(outcome, Invalid) or loop.time() + backoff_s > deadline_s:
+                    raise outcome from error
+            await asyncio.sleep(self._rand.uniform(backoff_s / 2, backoff_s))
+            backoff_s = min(backoff_s * 2, BACKOFF_MOST_S)
+
+    async def reconnect(self) -> Connection:
+        """A new session; for a writing lane, one that proves the previous session has ended."""
+        async with asyncio.timeout(CONNECT_S * 2):
+            connection = await connect(self._url)
+            if not self._writes:
+                return connection
+            try:
+                if self._previous_backend:
+                    # Only an acceleration, and only of our own: the lock below is the proof.
+                    await connection.execute(
+                        "SELECT pg_terminate_backend(l.pid) FROM pg_locks l WHERE l.locktype = 'advisory'"
+                        " AND l.pid = %s AND l.objsubid = 1 AND ((l.classid::int8 << 32) | l.objid::int8) = %s",
+                        (self._previous_backend, self._session_lock),
+                    )
+                await connection.execute("SELECT pg_advisory_lock(%s)", (self._session_lock,))
+            except BaseException:
+                await connection.close()
+                raise
+            self._previous_backend = connection.info.backend_pid
+            self.owing = False
+            return connection
+
+    async def _drop(self, *, owing: bool) -> None:
+        connection, self._connection = self._connection, None
+        if owing:
+            self.owing = True
+        if connection is not None:
+            with contextlib.suppress(psycopg.Error, OSError):
+                await connection.close()
+
+    async def aclose(self) -> None:
+        await self._drop(owing=False)
+
+
+def translate(error: psycopg.Error) -> TidemillError:
+    """What the server said, after it rolled back."""
+    if isinstance(error, (pgerrors.InsufficientPrivilege, pgerrors.UndefinedTable, pgerrors.InvalidSchemaName)):
+        return Invalid(
+            f"The role of consensus.url may not use the schema tidemill: reason={_first_line(error)!r}.",
+            fix="Grant it: GRANT CREATE ON DATABASE to the role before the first start, or make it the schema's owner.",
+        )
+    return Unavailable(f"PostgreSQL refused: sqlstate={error.sqlstate} reason={_first_line(error)!r}.")
+
+
+def translate_connect(error: BaseException, url: str) -> TidemillError:
+    """Why there is no connection. libpq gives no code here, so rights and names are told by the server's words."""
+    reason = _first_line(error)
+    where = _without_password(url)
+    wrong = (
+        "authentication failed", "no password supplied", "does not exist", "no pg_hba.conf entry", "permission denied",
+        "could not translate host name", "failed to resolve", "invalid", "missing \"=\"", "not permitted to log in",
+    )  # fmt: skip
+    if isinstance(error, psycopg.ProgrammingError) or any(words in str(error) for words in wrong):
+        return Invalid(
+            f"PostgreSQL does not let us in: consensus.url={where!r} reason={reason!r}.",
+            fix="Correct user, password, host and database in consensus.url.",
+        )
+    return Unavailable(
+        f"PostgreSQL cannot be reached: consensus.url={where!r} reason={reason!r}.",
+        fix="Start it, or correct host and port in consensus.url.",
+    )
+
+
+def _without_password(url: str) -> str:
+    try:
+        parts = psycopg.conninfo.conninfo_to_dict(url)
+    except psycopg.Error:
+        return "(unreadable)"
+    host = f"{parts.get('user', '')}@{parts.get('host', '')}:{parts.get('port', 5432)}"
+    return f"postgresql://{host}/{parts.get('dbname', '')}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,105 @@
+"""Operations that commit by themselves (fences, truncations, leases) and the reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tidemill.base.errors import Unavailable
+from tidemill.consensus import rules
+from tidemill.consensus.api import LogHead, LogRecord, LogSlice, Versioned
+from tidemill.consensus.commands import (
+    Acquire,
+    Fence,
+    Head,
+    HeadOfLog,
+    Leases,
+    Read,
+    Release,
+    Scan,
+    Truncate,
+)
+from tidemill.consensus.postgres import groups, statements
+from tidemill.consensus.postgres.lanes import Connection
+from tidemill.consensus.rules import UNWRITTEN, LeaseRow
+
+SWEEP_ROWS = 5_000
+
+Single = Fence | Truncate | Acquire | Release
+
+
+async def write(connection: Connection, op: Single, log_ids: dict[str, int]) -> Any:
+    """Do one write in its own transaction. Raises its outcome, or psycopg.Error."""
+    match op:
+        case Fence(log=log, term=term):
+            log_id = await groups.log_id(connection, log, log_ids)
+            rows = await _rows(connection, statements.FENCE, (term, log_id, term))
+            if rows:
+                return LogHead(*rows[0])
+            raise rules.fenced((await heads(connection, [log]))[log], log, term)
+        case Truncate(log=log, before=before):
+            rows = await _rows(connection, statements.TRUNCATE, (before, log, before))
+            if rows:
+                return LogHead(*rows[0][1:])
+            return rules.truncate((await heads(connection, [log])).get(log, UNWRITTEN), op)
+        case Acquire(name=name, holder=holder, ttl_ms=ttl_ms, info=info):
+            rows = await _rows(connection, statements.ACQUIRE, (name, holder, ttl_ms, ttl_ms, info))
+            if rows:
+                return _lease(rows[0])
+            rows = await _rows(connection, statements.LEASE, (name,))
+            if not rows:
+                raise Unavailable(f"The lease vanished: name={name!r}.")
+            raise rules.lease_conflict(_lease(rows[0]))
+        case Release(name=name, holder=holder, term=term):
+            await connection.execute(statements.RELEASE, (name, holder, term))
+            return None
+
+
+async def sweep(connection: Connection, log_id: int, start: int) -> bool:
+    """Delete some of what lies below `start`; True while there may be more."""
+    cursor = await connection.execute(statements.SWEEP, (log_id, SWEEP_ROWS, log_id, start))
+    return cursor.rowcount > 0
+
+
+async def read_group(connection: Connection, ops: list[Any]) -> list[Any]:
+    """One outcome (result or error) per read; heads and registers of the whole group by one statement each."""
+    keys = list({op.key: None for op in ops if isinstance(op, Head)})
+    logs = list({op.log: None for op in ops if isinstance(op, HeadOfLog)})
+    versions = await groups.registers(connection, keys) if keys else {}
+    log_heads = await heads(connection, logs) if logs else {}
+    outcomes: list[Any] = []
+    for op in ops:
+        match op:
+            case Head(key=key):
+                outcomes.append(versions.get(key))
+            case HeadOfLog(log=log):
+                outcomes.append(log_heads.get(log, UNWRITTEN))
+            case Read():
+                outcomes.append(await _read(connection, op))
+            case Scan(prefix=prefix):
+                rows = await _rows(connection, statements.SCAN, (prefix,))
+                outcomes.append([(key, Versioned(seq, data, nonce)) for key, seq, data, nonce in rows])
+            case Leases(prefix=prefix):
+                outcomes.append([_lease(row) for row in await _rows(connection, statements.LEASES, (prefix,))])
+    return outcomes
+
+
+async def _read(connection: Connection, op: Read) -> Any:
+    rows = await _rows(connection, statements.READ, (op.start, op.limit_records, op.limit_bytes, op.log))
+    head = LogHead(*rows[0][:3]) if rows else UNWRITTEN
+    if op.start < head.start:
+        return rules.truncated(head, op)
+    return LogSlice(tuple(LogRecord(*row[3:]) for row in rows if row[3] is not None), head)
+
+
+async def heads(connection: Connection, logs: list[str]) -> dict[str, LogHead]:
+    """The heads of those of `logs` that were ever written."""
+    return {row[0]: LogHead(*row[1:]) for row in await _rows(connection, statements.HEADS, (logs,))}
+
+
+def _lease(row: tuple[Any, ...]) -> Any:
+    return LeaseRow(*row[:6]).view(row[6])
+
+
+async def _rows(connection: Connection, sql: str, parameters: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    cursor = await connection.execute(sql, parameters, binary=True)
+    return await cursor.fetchall()

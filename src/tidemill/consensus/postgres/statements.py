@@ -1,0 +1,122 @@
+"""The SQL of the contract. Every write judges and changes in one statement, under the row's lock.
+
+A statement that affects no row says "refused"; why is read afterwards, by a new statement with a new snapshot.
+Sequences, terms and positions only grow, so what is read then still explains the refusal.
+"""
+
+from __future__ import annotations
+
+NOW_MS = "(extract(epoch FROM clock_timestamp()) * 1000)::int8"
+
+LOG_IDS = "SELECT name, id FROM tidemill.logs WHERE name = ANY(%b::text[])"
+
+MAKE_LOGS = (
+    'INSERT INTO tidemill.logs (name) SELECT n FROM unnest(%b::text[]) AS n ORDER BY n COLLATE "C"'
+    " ON CONFLICT (name) DO NOTHING"
+)
+
+# Parameters: per log id, term, expected next, record count; per record log id, ordinal, nonce, data.
+# `locked` takes the row locks in id order before anything changes.
+APPEND = """
+WITH input AS (
+    SELECT * FROM unnest(%b::int8[], %b::int8[], %b::int8[], %b::int8[]) AS i (id, term, expected, count)
+), locked AS MATERIALIZED (
+    SELECT l.id FROM tidemill.logs l JOIN input i ON i.id = l.id ORDER BY l.id FOR NO KEY UPDATE OF l
+), moved AS (
+    UPDATE tidemill.logs l SET term = i.term, next = l.next + i.count
+    FROM input i JOIN locked k ON k.id = i.id
+    WHERE l.id = i.id AND l.term <= i.term AND l.next = i.expected
+    RETURNING l.id, l.term, l.start, i.expected
+), written AS (
+    INSERT INTO tidemill.log_records (log, position, term, nonce, data)
+    SELECT m.id, m.expected + r.ordinal, m.term, r.nonce, r.data
+    FROM unnest(%b::int8[], %b::int8[], %b::text[], %b::bytea[]) AS r (id, ordinal, nonce, data)
+    JOIN moved m ON m.id = r.id
+)
+SELECT id, start FROM moved
+"""
+
+HEADS_BY_ID = "SELECT id, term, start, next FROM tidemill.logs WHERE id = ANY(%b::int8[])"
+
+# Parameters: keys, expected sequences, nonces, data.
+UPDATE_REGISTERS = """
+WITH input AS (
+    SELECT * FROM unnest(%b::text[], %b::int8[], %b::text[], %b::bytea[]) AS i (key, expected, nonce, data)
+), locked AS MATERIALIZED (
+    SELECT r.key FROM tidemill.registers r JOIN input i ON i.key = r.key ORDER BY r.key FOR NO KEY UPDATE OF r
+)
+UPDATE tidemill.registers r SET seq = r.seq + 1, nonce = i.nonce, data = i.data
+FROM input i JOIN locked k ON k.key = i.key
+WHERE r.key = i.key AND r.seq = i.expected
+RETURNING r.key
+"""
+
+CREATE_REGISTERS = """
+INSERT INTO tidemill.registers (key, seq, nonce, data)
+SELECT i.key, 1, i.nonce, i.data FROM unnest(%b::text[], %b::text[], %b::bytea[]) AS i (key, nonce, data)
+ORDER BY i.key COLLATE "C"
+ON CONFLICT (key) DO NOTHING
+RETURNING key
+"""
+
+REGISTERS = "SELECT key, seq, data, nonce FROM tidemill.registers WHERE key = ANY(%b::text[])"
+HEADS = "SELECT name, term, start, next FROM tidemill.logs WHERE name = ANY(%b::text[])"
+SCAN = "SELECT key, seq, data, nonce FROM tidemill.registers WHERE key ^@ %b::text ORDER BY key"
+
+# Parameters: start, record limit, byte limit, log. One row with a null position when there is nothing to read.
+READ = """
+SELECT h.term, h.start, h.next, r.position, r.term, r.nonce, r.data
+FROM tidemill.logs h
+LEFT JOIN LATERAL (
+    SELECT * FROM (
+        SELECT c.position, c.term, c.nonce, c.data,
+            sum(octet_length(c.data)) OVER (ORDER BY c.position) AS total_bytes,
+            row_number() OVER (ORDER BY c.position) AS number
+        FROM (
+            SELECT position, term, nonce, data FROM tidemill.log_records
+            WHERE log = h.id AND position >= %b::int8 ORDER BY position LIMIT %b::int8
+        ) c
+    ) s WHERE s.total_bytes <= %b::int8 OR s.number = 1
+) r ON true
+WHERE h.name = %b::text
+ORDER BY r.position
+"""
+
+FENCE = "UPDATE tidemill.logs SET term = %b::int8 WHERE id = %b::int8 AND term <= %b::int8 RETURNING term, start, next"
+
+TRUNCATE = (
+    "UPDATE tidemill.logs SET start = greatest(start, %b::int8)"
+    " WHERE name = %b::text AND next >= %b::int8 RETURNING id, term, start, next"
+)
+
+# Deletes what a truncation left behind, a bounded number at a time, outside the head row's lock.
+SWEEP = """
+DELETE FROM tidemill.log_records WHERE log = %b::int8 AND position < (
+    SELECT min(position) + %b::int8 FROM tidemill.log_records WHERE log = %b::int8
+) AND position < %b::int8
+"""
+
+ACQUIRE = f"""
+INSERT INTO tidemill.leases AS l (name, holder, term, ttl_ms, expires_ms, info)
+VALUES (%b::text, %b::text, 1, %b::int8, {NOW_MS} + %b::int8, %b::bytea)
+ON CONFLICT (name) DO UPDATE SET
+    holder = excluded.holder, ttl_ms = excluded.ttl_ms, info = excluded.info,
+    term = l.term + (l.holder <> excluded.holder)::int4,
+    expires_ms = {NOW_MS} + excluded.ttl_ms
+WHERE l.holder = excluded.holder OR l.holder = '' OR l.expires_ms <= {NOW_MS}
+RETURNING name, holder, term, ttl_ms, expires_ms, info, {NOW_MS}
+"""
+
+LEASE = f"SELECT name, holder, term, ttl_ms, expires_ms, info, {NOW_MS} FROM tidemill.leases WHERE name = %b::text"
+
+RELEASE = (
+    "UPDATE tidemill.leases SET holder = '', expires_ms = 0"
+    " WHERE name = %b::text AND holder = %b::text AND term = %b::int8"
+)
+
+LEASES = (
+    f"SELECT name, holder, term, ttl_ms, expires_ms, info, {NOW_MS} FROM tidemill.leases"
+    " WHERE name ^@ %b::text ORDER BY name"
+)
+
+NOTIFY = "SELECT pg_notify('tidemill', p) FROM unnest(%b::text[]) AS p"

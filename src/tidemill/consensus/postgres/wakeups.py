@@ -1,0 +1,145 @@
+"""Wake-ups: a hint that a log has grown, from this client at once, from others by NOTIFY, and by polling.
+
+NOTIFY inside commits takes a lock over the whole server's commits (measured 2-10 times slower), so one waker
+tells what grew at most every few milliseconds, in transactions that write nothing. A lost notification costs a
+poll interval.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+
+import psycopg
+import structlog
+
+from tidemill.base.clock import Rand
+from tidemill.base.errors import TidemillError
+from tidemill.base.tasks import Tasks
+from tidemill.consensus.api import LogHead
+from tidemill.consensus.postgres import lanes
+
+NOTIFY_INTERVAL_S = 0.005
+POLL_INTERVAL_S = 0.5
+PAYLOAD_CHARS = 3_000
+"""PostgreSQL takes payloads below 8,000 bytes; names may have four bytes a character."""
+
+log = structlog.get_logger()
+
+Heads = Callable[[list[str]], Awaitable[dict[str, LogHead]]]
+
+
+class Wakeups:
+    """`notify` sends payloads; `heads` reads the heads of logs. Both may raise TidemillError."""
+
+    def __init__(self, url: str, rand: Rand, notify: Callable[[list[str]], Awaitable[None]], heads: Heads) -> None:
+        self._url = url
+        self._rand = rand
+        self._notify = notify
+        self._heads = heads
+        self._waiters: dict[str, set[tuple[int, asyncio.Future[bool]]]] = {}
+        self._grown: dict[str, int] = {}
+        self._has_grown = asyncio.Event()
+
+    def start(self, tasks: Tasks) -> None:
+        tasks.spawn(self._tell(), name="consensus-postgres-tell")
+        tasks.spawn(self._listen(), name="consensus-postgres-listen")
+        tasks.spawn(self._poll(), name="consensus-postgres-poll")
+
+    async def wait(self, name: str, beyond: int, timeout_s: float) -> bool:
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        entry = (beyond, future)
+        # Registered before the look: growth in between wakes it.
+        self._waiters.setdefault(name, set()).add(entry)
+        try:
+            async with asyncio.timeout(timeout_s):
+                head = (await self._heads([name])).get(name)
+                if head is not None and head.next > beyond:
+                    return True
+                return await future
+        except TimeoutError:
+            return False
+        finally:
+            waiting = self._waiters.get(name, set())
+            waiting.discard(entry)
+            if not waiting:
+                self._waiters.pop(name, None)
+
+    def grown(self, name: str, next_position: int) -> None:
+        """An append of this client was acknowledged: wake our own now, tell the others soon."""
+        self._wake(name, next_position)
+        self._grown[name] = max(next_position, self._grown.get(name, 0))
+        self._has_grown.set()
+
+    def fail_all(self, error: Exception) -> None:
+        for waiting in self._waiters.values():
+            for _, future in waiting:
+                if not future.done():
+                    future.set_exception(error)
+
+    def _wake(self, name: str, next_position: int) -> None:
+        for beyond, future in self._waiters.get(name, ()):
+            if next_position > beyond and not future.done():
+                future.set_result(True)
+
+    async def _tell(self) -> None:
+        while True:
+            await self._has_grown.wait()
+            self._has_grown.clear()
+            grown, self._grown = self._grown, {}
+            try:
+                await self._notify(_payloads(grown))
+            except TidemillError as error:
+                # The others poll.
+                log.debug("wake-ups not sent", error=str(error))
+            await asyncio.sleep(NOTIFY_INTERVAL_S)
+
+    async def _listen(self) -> None:
+        while True:
+            try:
+                connection = await lanes.connect(self._url)
+                try:
+                    await connection.execute("LISTEN tidemill")
+                    await self._look()
+                    async for notification in connection.notifies():
+                        for name, next_position in json.loads(notification.payload):
+                            self._wake(name, next_position)
+                finally:
+                    await connection.close()
+            except (psycopg.Error, OSError, TimeoutError) as error:
+                log.info("listening for wake-ups again", reason=str(error))
+            await asyncio.sleep(self._rand.uniform(0.5, 1.0) * lanes.BACKOFF_MOST_S)
+
+    async def _poll(self) -> None:
+        while True:
+            await asyncio.sleep(self._rand.uniform(0.8, 1.2) * POLL_INTERVAL_S)
+            await self._look()
+
+    async def _look(self) -> None:
+        if not self._waiters:
+            return
+        try:
+            found = await self._heads(list(self._waiters))
+        except TidemillError as error:
+            log.debug("poll for wake-ups failed", error=str(error))
+            return
+        for name, head in found.items():
+            self._wake(name, head.next)
+
+
+def _payloads(grown: dict[str, int]) -> list[str]:
+    """JSON lists of [log, next], each short enough for one notification."""
+    payloads: list[str] = []
+    batch: list[tuple[str, int]] = []
+    chars = 0
+    for name, next_position in grown.items():
+        size = len(json.dumps(name)) + 24
+        if batch and chars + size > PAYLOAD_CHARS:
+            payloads.append(json.dumps(batch))
+            batch, chars = [], 0
+        batch.append((name, next_position))
+        chars += size
+    if batch:
+        payloads.append(json.dumps(batch))
+    return payloads
