@@ -1,0 +1,168 @@
+"""A stateful model: several handles append, compact, downgrade, roll up and reopen; a plain list knows better.
+
+Oracle: contents at every readable time equal the sequential multiset, for every handle, for ever; a listener
+sees each update exactly once; since and upper never go back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from shard_world import Row, World, append, contents_of, summed, tuples
+
+from tidemill.base.errors import Conflict
+from tidemill.shards import compaction, machine
+from tidemill.shards.handle import LogShard
+from tidemill.shards.state import check_whole
+
+HANDLES = st.integers(0, 2)
+
+
+class Listener:
+    def __init__(self, who: int, deltas: Any, lower: int) -> None:
+        self.who, self.deltas, self.lower, self.frontier = who, deltas, lower, lower
+        self.seen: list[Row] = []
+
+
+class ShardModel(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.world = World()
+        self.rows: list[Row] = []
+        self.live: dict[int, str] = {}
+        self.since = self.upper = 0
+        self.listeners: list[Listener] = []
+
+    def run(self, coroutine: Any) -> Any:
+        return self.loop.run_until_complete(coroutine)
+
+    @initialize()
+    def start(self) -> None:
+        self.shards: list[LogShard] = [self.run(self.world.open(writer=f"w{i}")) for i in range(3)]
+
+    def changes(self, keys: dict[int, str | None], time: int) -> list[Row]:
+        rows: list[Row] = []
+        for key, value in keys.items():
+            if key in self.live:
+                rows.append((key, self.live.pop(key), time, -1))
+            if value is not None:
+                self.live[key] = value
+                rows.append((key, value, time, 1))
+        return rows
+
+    @rule(
+        who=HANDLES,
+        steps=st.lists(st.dictionaries(st.integers(0, 4), st.none() | st.text(max_size=3), max_size=3), max_size=3),
+        gap=st.integers(0, 2),
+        lost=st.sampled_from([None, (True, False), (False, False)]),
+    )
+    def appends(self, who: int, steps: list[dict[int, str | None]], gap: int, lost: Any) -> None:
+        rows: list[Row] = []
+        for offset, keys in enumerate(steps):
+            rows += self.changes(keys, self.upper + offset)
+        shard = self.shards[who]
+        upper = self.upper + len(steps) + gap
+        if upper == self.upper:
+            return
+        if lost:
+            shard._machine._log._consensus.script = [lost]  # type: ignore[attr-defined]
+        assert self.run(append(shard, self.upper, upper, rows)) == upper
+        self.upper = upper
+        self.rows += rows
+
+    @rule(who=HANDLES, behind=st.integers(1, 3))
+    def a_laggard_is_refused(self, who: int, behind: int) -> None:
+        lower = self.upper - behind
+        if lower < 0:
+            return
+        try:
+            self.run(append(self.shards[who], lower, self.upper + 1, [(9, "laggard", self.upper, 1)]))
+        except Conflict as error:
+            assert error.current == self.upper  # noqa: PT017
+        else:
+            raise AssertionError("a laggard was let in")
+
+    @rule(who=HANDLES)
+    def compacts(self, who: int) -> None:
+        self.run(compaction.compact_once(self.shards[who], self.world.objects, self.world.rand))
+
+    @rule(who=HANDLES, ahead=st.integers(0, 5))
+    def downgrades(self, who: int, ahead: int) -> None:
+        # Listeners hold their frontier, as a leased reader does.
+        held = min([x.frontier for x in self.listeners], default=1 << 60) - 1
+        to = min(self.since + ahead, held)
+        if to < 0:
+            return
+        since = self.run(self.shards[who].downgrade_since("model", 1, to))
+        assert since >= self.since
+        self.since = since
+
+    @rule(who=HANDLES)
+    def rolls_up(self, who: int) -> None:
+        self.run(self.shards[who].rollup())
+
+    @rule(who=HANDLES)
+    def reopens(self, who: int) -> None:
+        self.run(self.shards[who].aclose())
+        self.shards[who] = self.run(self.world.open(schema=None, writer=f"w{who}-again"))
+        for listener in self.listeners:
+            if listener.who == who:
+                # A reader of the restarted process goes on from where it was.
+                listener.deltas = self.shards[who].listen(listener.frontier)
+
+    @rule(who=HANDLES)
+    def starts_listening(self, who: int) -> None:
+        if len(self.listeners) < 3:
+            lower = self.since + 1 if self.since else 0
+            self.listeners.append(Listener(who, self.shards[who].listen(lower), lower))
+
+    @rule(which=st.integers(0, 2), steps=st.integers(1, 4))
+    def a_listener_advances(self, which: int, steps: int) -> None:
+        if which >= len(self.listeners):
+            return
+        listener = self.listeners[which]
+        for _ in range(steps):
+            if listener.frontier >= self.upper:
+                return
+            delta = self.run(anext(listener.deltas))
+            assert delta.lower == listener.frontier < delta.upper
+            listener.seen += tuples(delta.rows)
+            listener.frontier = delta.upper
+
+    @invariant()
+    def listeners_saw_each_update_once(self) -> None:
+        for listener in self.listeners:
+            expected = [r for r in self.rows if listener.lower <= r[2] < listener.frontier]
+            assert sorted(listener.seen, key=repr) == sorted(expected, key=repr)
+
+    @invariant()
+    def contents_are_exact_at_every_readable_time(self) -> None:
+        if not hasattr(self, "shards"):
+            return
+        for shard in self.shards[:2]:
+            assert self.run(shard.frontiers()) == (self.since, self.upper)
+            check_whole(shard.state)
+        for as_of in {self.since, (self.since + self.upper) // 2, self.upper - 1}:
+            if self.since <= as_of < self.upper:
+                assert contents_of(self.run(self.shards[0].snapshot(as_of))) == summed(self.rows, as_of)
+
+    def teardown(self) -> None:
+        async def end() -> None:
+            for listener in self.listeners:
+                await listener.deltas.aclose()
+            for shard in getattr(self, "shards", []):
+                await shard.aclose()
+
+        self.run(end())
+        self.loop.close()
+
+
+def test_shards_equal_a_sequential_multiset(monkeypatch: Any) -> None:
+    monkeypatch.setattr(compaction, "FAN_IN", 3)
+    monkeypatch.setattr(machine, "ROLLUP_AFTER_RECORDS", 9)
+    run_state_machine_as_test(ShardModel, settings=settings(max_examples=25, stateful_step_count=25, deadline=None))
