@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from tidemill.shapes.http import shape_routes
 from tidemill.shapes.log import LogLimits
-from tidemill.shapes.service import ShapeService, ShapeSettings
+from tidemill.shapes.service import ShapeService
+from tidemill.shapes.settings import ShapeSettings
 from tidemill.shapes.sink import ShapeSink
 
 __all__ = ["LogLimits", "ShapeService", "ShapeSettings", "ShapeSink", "shape_routes"]

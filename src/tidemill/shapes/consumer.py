@@ -1,19 +1,19 @@
 """One table shape's side of the stream: buffers until the snapshot is known, then makes items of changes. Synchronous.
 
-C1  Until `open` the transactions are kept as they came; `open` replays them through the snapshot filter.
+C1  Until `open` the changes are kept as they came; `open` replays them through the snapshot filter.
 C2  A transaction reaches the log whole, at its commit, or not at all; `begin` discards what an
     interrupted delivery of the same transaction left behind.
 C3  A row that enters the filter is an insert, one that leaves it is a delete, a no-op is nothing.
 C4  Where the stream cannot be followed row by row (truncate, changed columns, a filter that fails on a
-    row) the shape ends, and its clients refetch.
+    row) the shape ends at that commit, and its clients refetch.
+
+Items are made as fragments arrive, so that the commit of a large transaction is short.
 """
 
 from __future__ import annotations
 
-import msgspec
-
-from tidemill.capture.changes import Change, Relation
-from tidemill.shapes.items import LogItem
+from tidemill.capture.changes import Change, Relation, Row
+from tidemill.shapes.items import LogItem, mark_last
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.offsets import LogOffset
 from tidemill.shapes.rows import Headers, RowWriter
@@ -21,14 +21,20 @@ from tidemill.shapes.stitch import PgSnapshot, SnapshotFilter
 from tidemill.shapes.where import EvaluationError, Where
 
 BUFFER_CHANGES = 1_000_000
-"""Changes kept while the initial snapshot runs; beyond that the shape gives up and starts over."""
+"""Changes kept while the initial snapshot runs; beyond that the shape ends, and starts over when asked for."""
 
 
 class _Transaction:
+    """`changes` while the snapshot is unknown, `items` afterwards; `failure` ends the shape at commit (C4)."""
+
     def __init__(self, xid: int, commit_lsn: int) -> None:
         self.xid = xid
         self.commit_lsn = commit_lsn
+        self.headers: Headers = {"lsn": str(commit_lsn), "txids": [xid]}
         self.changes: list[Change] = []
+        self.items: list[LogItem] = []
+        self.skipped = False
+        self.failure = ""
 
 
 class TableConsumer:
@@ -36,7 +42,8 @@ class TableConsumer:
 
     def __init__(self, shape: LiveShape, relation: Relation, where: Where | None, writer: RowWriter) -> None:
         self.shape = shape
-        self.relation = relation
+        self.oid = relation.oid
+        self._relation = relation
         self._where = where
         self._writer = writer
         self._filter: SnapshotFilter | None = None
@@ -47,65 +54,78 @@ class TableConsumer:
     def begin(self, xid: int, commit_lsn: int) -> None:
         """A transaction that touches this shape's relation starts, or is delivered again (C2)."""
         self._current = _Transaction(xid, commit_lsn)
+        if self._filter is not None:
+            self._current.skipped = not self._filter.admits(xid)
 
     def take(self, change: Change) -> None:
         assert self._current is not None, "take before begin"
+        if self._filter is not None:
+            self._convert(self._current, change)
+            return
         self._current.changes.append(change)
+        self._buffered += 1
+        if self._buffered > BUFFER_CHANGES:
+            self.shape.drop(f"too many changes during the initial snapshot: limit={BUFFER_CHANGES}")
+            self._committed.clear()
+            self._current.changes.clear()
 
     def commit(self) -> None:
         transaction, self._current = self._current, None
         assert transaction is not None, "commit before begin"
         if self._filter is not None:
-            self._apply(transaction, self._filter)
-            return
-        self._committed.append(transaction)
-        self._buffered += len(transaction.changes)
-        if self._buffered > BUFFER_CHANGES:
-            self.shape.drop(f"too many changes during the initial snapshot: limit={BUFFER_CHANGES}")
-            self._committed.clear()
+            self._finish(transaction)
+        else:
+            self._committed.append(transaction)
 
-    def open(self, snapshot: PgSnapshot, snapshot_lsn: int) -> None:
-        """The base is complete as of `snapshot`; apply what arrived meanwhile."""
+    def open(self, snapshot: PgSnapshot) -> None:
+        """The base is complete as of `snapshot`; apply what arrived meanwhile (C1)."""
         self._filter = SnapshotFilter(snapshot)
-        self.shape.last_seen = max(self.shape.last_seen, 0)
         committed, self._committed = self._committed, []
         for transaction in committed:
-            self._apply(transaction, self._filter)
+            self._replay(transaction, self._filter)
+            self._finish(transaction)
+        if self._current is not None:
+            self._replay(self._current, self._filter)
 
-    def _apply(self, transaction: _Transaction, snapshot: SnapshotFilter) -> None:
-        if self.shape.gone or not snapshot.admits(transaction.xid):
-            return
-        items: list[LogItem] = []
-        headers: Headers = {"lsn": str(transaction.commit_lsn), "txids": [transaction.xid]}
+    def _replay(self, transaction: _Transaction, snapshot: SnapshotFilter) -> None:
+        transaction.skipped = not snapshot.admits(transaction.xid)
         for change in transaction.changes:
-            reason = self._unfollowable(change)
-            if reason:
-                self.shape.drop(reason)
-                return
-            try:
-                self._convert(change, headers, items)
-            except (EvaluationError, KeyError) as error:
-                self.shape.drop(f"the where clause failed on a row: {error}")
-                return
-        if items:
-            items[-1] = _mark_last(items[-1])
-        self.shape.append(items, transaction.commit_lsn)
+            self._convert(transaction, change)
+        transaction.changes = []
+
+    def _finish(self, transaction: _Transaction) -> None:
+        if transaction.skipped or self.shape.gone:
+            return
+        if transaction.failure:
+            self.shape.drop(transaction.failure)
+            return
+        if transaction.items:
+            transaction.items[-1] = mark_last(transaction.items[-1])
+        self.shape.append(transaction.items, transaction.commit_lsn)
+
+    def _convert(self, transaction: _Transaction, change: Change) -> None:
+        if transaction.skipped or transaction.failure or self.shape.gone:
+            return
+        transaction.failure = self._unfollowable(change)
+        if transaction.failure:
+            return
+        try:
+            self._items_of(change, transaction.headers, transaction.items)
+        except (EvaluationError, KeyError) as error:
+            transaction.failure = f"the where clause failed on a row: {error}"
 
     def _unfollowable(self, change: Change) -> str:
         if change.op == "truncate":
             return "the table was truncated"
-        known, seen = self.relation, change.relation
+        known, seen = self._relation, change.relation
         if seen is known:
             return ""
-        same_columns = [(c.name, c.type_oid, c.key_index) for c in seen.columns] == [
-            (c.name, c.type_oid, c.key_index) for c in known.columns
-        ]
-        if (seen.oid, seen.schema, seen.table) == (known.oid, known.schema, known.table) and same_columns:
-            self.relation = seen
-            return ""
-        return "the table's definition changed"
+        if (seen.schema, seen.table) != (known.schema, known.table) or _layout(seen) != _layout(known):
+            return "the table's definition changed"
+        self._relation = seen
+        return ""
 
-    def _convert(self, change: Change, headers: Headers, items: list[LogItem]) -> None:
+    def _items_of(self, change: Change, headers: Headers, items: list[LogItem]) -> None:
         offset = LogOffset(change.position.commit_lsn, change.position.ordinal)
         writer, where = self._writer, self._where
         new, old = change.new, change.old
@@ -121,14 +141,7 @@ class TableConsumer:
             assert new is not None
             self._update(offset, old, new, headers, items)
 
-    def _update(
-        self,
-        offset: LogOffset,
-        old: dict[str, str | None] | None,
-        new: dict[str, str | None],
-        headers: Headers,
-        items: list[LogItem],
-    ) -> None:
+    def _update(self, offset: LogOffset, old: Row | None, new: Row, headers: Headers, items: list[LogItem]) -> None:
         """Without the old row (no REPLICA IDENTITY FULL) it may have been in: an update or a delete is safe."""
         writer, where = self._writer, self._where
         after = where is None or where.matches(new)
@@ -148,10 +161,5 @@ class TableConsumer:
             items.append(writer.delete(offset, old if old is not None else new, headers))
 
 
-def _mark_last(item: LogItem) -> LogItem:
-    """Add `last: true` to the headers of a transaction's final item; headers close every item's JSON."""
-    import orjson
-
-    decoded = orjson.loads(item.json)
-    decoded["headers"]["last"] = True
-    return msgspec.structs.replace(item, json=orjson.dumps(decoded))
+def _layout(relation: Relation) -> list[tuple[str, int, int]]:
+    return [(column.name, column.type_oid, column.key_index) for column in relation.columns]

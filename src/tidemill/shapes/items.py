@@ -1,6 +1,6 @@
 """Log items as the client reads them: JSON bytes, rendered once when they enter the log.
 
-    {"key": …, "value": {column: text|null}, "old_value"?: …, "headers": {"operation", "relation", …}}
+    {"key": …, "value": {column: text|null}, "old_value"?: …, "headers": {"operation", "relation", …, "last"?}}
 
 Values are PostgreSQL's text or null; booleans are spelled `true`/`false` everywhere, so that the base
 and the stream agree (Electric itself spells them `t`/`f` in the stream; its clients read both).
@@ -25,7 +25,7 @@ MUST_REFETCH = b'[{"headers":{"control":"must-refetch"}}]'
 
 
 class LogItem(msgspec.Struct, frozen=True):
-    """One item of a log. `value` keeps the columns it carries, so that the log can be folded into a new base."""
+    """One item of a log, rendered."""
 
     offset: LogOffset
     operation: Operation
@@ -55,10 +55,17 @@ def render(
     headers: Mapping[str, object],
     old_value: Values | None = None,
 ) -> bytes:
-    item: dict[str, object] = {"key": key, "value": value, "headers": headers}
+    """An item's JSON; its headers come last, so that `mark_last` can add to them."""
+    item: dict[str, object] = {"key": key, "value": value}
     if old_value is not None:
         item["old_value"] = old_value
+    item["headers"] = headers
     return orjson.dumps(item)
+
+
+def mark_last(item: LogItem) -> LogItem:
+    """The same item with `last: true`: it ends its transaction."""
+    return msgspec.structs.replace(item, json=item.json[:-2] + b',"last":true}}')
 
 
 def up_to_date(last_seen: int) -> bytes:

@@ -29,10 +29,11 @@ class LiveShape:
         self.last_seen = 0
         self.used_s = 0.0
         self.rows_loaded = 0
-        self._waiters: set[asyncio.Future[None]] = set()
-        self._state = "loading"
         self.error: TidemillError | None = None
-        self.drop_reason = ""
+        self.end_reason = ""
+        self._state = "loading"
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._over = asyncio.Event()
 
     @property
     def state(self) -> str:
@@ -44,6 +45,7 @@ class LiveShape:
 
     @property
     def waiting(self) -> int:
+        """Requests that wait for news now."""
         return len(self._waiters)
 
     def ready(self) -> None:
@@ -52,27 +54,34 @@ class LiveShape:
             self._wake()
 
     def fail(self, error: TidemillError) -> None:
+        """The initial rows cannot be had; requests get `error`."""
         if not self.gone:
             self.error = error
             self._end("failed", str(error))
 
     def drop(self, reason: str) -> None:
+        """Nothing can follow what the log holds; clients refetch."""
         if not self.gone:
             self._end("dropped", reason)
 
     def _end(self, state: str, reason: str) -> None:
         self._state = state
-        self.drop_reason = reason
+        self.end_reason = reason
         self.log.drop()
+        self._over.set()
         self._wake()
 
     def append(self, items: Sequence[LogItem], last_seen: int) -> None:
-        """Show one transaction; ignored once the shape is gone (H3)."""
+        """Show one transaction; ignored once the shape is gone (H3). A log that outgrows its limit ends the shape."""
         if self.gone:
             return
         self.last_seen = max(self.last_seen, last_seen)
-        if items:
-            self.log.append(items)
+        if not items:
+            return
+        self.log.append(items)
+        if self.log.overgrown:
+            self.drop(f"the log outgrew its limit: log_bytes={self.log.log_bytes}")
+        else:
             self._wake()
 
     def covers(self, offset: LogOffset) -> bool:
@@ -92,7 +101,7 @@ class LiveShape:
                 future.set_result(None)
 
     async def wait_loaded(self, timeout_s: float) -> bool:
-        """True when no longer loading; raises nothing (look at `state` and `error`)."""
+        """True once no longer loading; look at `gone` and `error` then."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self._state == "loading":
@@ -100,3 +109,6 @@ class LiveShape:
         except TimeoutError:
             return False
         return True
+
+    async def wait_over(self) -> None:
+        await self._over.wait()

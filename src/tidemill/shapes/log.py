@@ -5,8 +5,8 @@ L2  Readers see whole transactions only: `append` takes all items of one transac
 L3  A reader that asks at any offset gets every later item once, in order.
 
 `LogStorage` is the protocol; `MemoryLog` keeps everything in memory and is bounded: when the items
-outgrow `LogLimits.log_bytes` the owner rotates the shape (new handle, new base). A durable log
-implements the same protocol and is then allowed to promise more.
+outgrow `LogLimits.log_bytes` the owner ends the shape, and the next request starts it anew (new handle,
+new base). A durable log implements the same protocol and may then promise more.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Protocol
 
 import msgspec
 
+from tidemill.base.errors import Invalid
 from tidemill.shapes.items import LogItem
 from tidemill.shapes.offsets import BASE_END, BEFORE_ALL, LogOffset
 
@@ -53,8 +54,13 @@ class LogStorage(Protocol):
     @property
     def base_bytes(self) -> int: ...
 
+    @property
+    def overgrown(self) -> bool:
+        """The log is larger than its limit: the owner ends the shape."""
+        ...
+
     def add_base(self, rows: Sequence[bytes]) -> None:
-        """Add rows to the base; only before `seal_base`."""
+        """Add rows to the base; only before `seal_base`. Raises Invalid when it grows too large."""
         ...
 
     def seal_base(self) -> None: ...
@@ -92,7 +98,12 @@ class MemoryLog:
     def base_bytes(self) -> int:
         return self._base_bytes
 
+    @property
+    def overgrown(self) -> bool:
+        return self._log_bytes > self._limits.log_bytes
+
     def add_base(self, rows: Sequence[bytes]) -> None:
+        """Raises Invalid when the base outgrows its limit."""
         if self._sealed:
             raise RuntimeError("base is sealed")
         for row in rows:
@@ -101,6 +112,11 @@ class MemoryLog:
             self._base_bytes += len(row)
             if self._open_bytes >= self._limits.chunk_bytes:
                 self._close_chunk()
+        if self._base_bytes > self._limits.base_bytes:
+            raise Invalid(
+                f"the shape is too large: limit_bytes={self._limits.base_bytes}.",
+                fix="Narrow it with where or columns.",
+            )
 
     def _close_chunk(self) -> None:
         self._base.append(self._open_chunk)

@@ -12,11 +12,11 @@ Rows are PostgreSQL's text output under capture's DISPLAY_SETTINGS: snapshot and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from tidemill.base.errors import Invalid, TidemillError, Unavailable
+from tidemill.base.errors import Invalid, Missing, Unavailable
 from tidemill.capture.wire.connection import DISPLAY_SETTINGS
 from tidemill.shapes.describe import DESCRIBE_SQL, ColumnInfo, TableInfo, table_info
 from tidemill.shapes.live import LiveShape
@@ -87,43 +87,51 @@ class PostgresSource:
         writer: RowWriter,
         must_see: frozenset[int],
         with_rows: bool,
-        check_size: Callable[[], None],
-    ) -> tuple[PgSnapshot, int]:
-        """Fill the shape's base; returns the snapshot and the WAL position read inside it.
-
-        `check_size` is called after every batch and raises to give up. Raises Unavailable or Invalid.
-        """
+    ) -> PgSnapshot:
+        """Fill the shape's base; returns the snapshot it was read in. Raises Unavailable or Invalid."""
         async with self._connection() as connection:
-            snapshot, lsn = await _open_snapshot(connection, must_see)
+            snapshot = await _open_snapshot(connection, must_see)
+            await _check_identity(connection, info.relation)
             if with_rows:
                 async for rows in _rows(connection, info, where):
                     shape.log.add_base([writer.base_row(row) for row in rows])
                     shape.rows_loaded += len(rows)
-                    check_size()
             await connection.execute("COMMIT")
-        return snapshot, lsn
+        return snapshot
 
 
 async def _open_snapshot(
     connection: psycopg.AsyncConnection[tuple[object, ...]], must_see: frozenset[int]
-) -> tuple[PgSnapshot, int]:
+) -> PgSnapshot:
     """BEGIN, with a snapshot that sees `must_see`: a commit is in the WAL shortly before it is visible."""
     deadline = asyncio.get_running_loop().time() + VISIBILITY_TIMEOUT_S
     while True:
         await connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-        cursor = await connection.execute("SELECT pg_current_snapshot()::text, pg_current_wal_lsn() - '0/0'::pg_lsn")
+        cursor = await connection.execute("SELECT pg_current_snapshot()::text")
         row = await cursor.fetchone()
         assert row is not None
         snapshot = PgSnapshot.parse(str(row[0]))
         unseen = [xid for xid in must_see if not snapshot.sees(xid)]
         if not unseen:
-            return snapshot, int(str(row[1]))
+            return snapshot
         await connection.execute("ROLLBACK")
         if asyncio.get_running_loop().time() > deadline:
             raise Unavailable(
                 f"a streamed transaction stays invisible: xid={unseen[0]}.", fix="Check synchronous standbys."
             )
         await asyncio.sleep(VISIBILITY_RETRY_S)
+
+
+async def _check_identity(connection: psycopg.AsyncConnection[tuple[object, ...]], relation: Relation) -> None:
+    """The name must still mean the relation whose changes are routed; a table made anew has another oid."""
+    name = f"{quote(relation.schema)}.{quote(relation.table)}"
+    cursor = await connection.execute("SELECT to_regclass(%s)::oid::bigint", (name,))
+    row = await cursor.fetchone()
+    oid = row[0] if row else None
+    if oid is None:
+        raise Missing(f"the table is gone: table={relation.name}.")
+    if oid != relation.oid:
+        raise Unavailable(f"the table was made anew and is not captured yet: table={relation.name} oid={oid}.")
 
 
 async def _rows(
@@ -159,8 +167,3 @@ async def _rows(
 def _message(error: psycopg.Error) -> str:
     primary = error.diag.message_primary
     return primary if primary else str(error).strip()
-
-
-def as_tidemill_error(error: BaseException) -> TidemillError:
-    """Errors that end a shape's loading, in our kinds."""
-    return error if isinstance(error, TidemillError) else Unavailable(f"loading failed: error={error!r}.")

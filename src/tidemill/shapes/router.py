@@ -17,10 +17,10 @@ class Router:
         self._by_relation: dict[tuple[str, int], list[TableConsumer]] = {}
 
     def add(self, database: str, consumer: TableConsumer) -> None:
-        self._by_relation.setdefault((database, consumer.relation.oid), []).append(consumer)
+        self._by_relation.setdefault((database, consumer.oid), []).append(consumer)
 
     def remove(self, database: str, consumer: TableConsumer) -> None:
-        key = (database, consumer.relation.oid)
+        key = (database, consumer.oid)
         left = [other for other in self._by_relation.get(key, ()) if other is not consumer]
         if left:
             self._by_relation[key] = left

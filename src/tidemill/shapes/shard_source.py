@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tidemill.shapes.items import LogItem
@@ -24,7 +24,6 @@ from tidemill.shards.front import DIFF, TIME, Shard, ShardSchema
 if TYPE_CHECKING:
     import pyarrow as pa
 
-ShardOpener = Callable[[str], Awaitable[Shard]]
 Row = dict[str, str | None]
 
 _PG_NAMES = {
@@ -54,6 +53,23 @@ def shard_types(schema: ShardSchema) -> dict[str, Type]:
     return {column.name: Type(pg_name(column.type)) for column in schema.columns}
 
 
+def shard_schema_json(schema: ShardSchema, shown: tuple[str, ...]) -> bytes:
+    """The electric-schema header, ASCII."""
+    key = {name: index for index, name in enumerate(schema.key)}
+    out: dict[str, dict[str, object]] = {}
+    for column in schema.columns:
+        if shown and column.name not in shown:
+            continue
+        entry: dict[str, object] = {"type": pg_name(column.type), "dims": 0}
+        if column.name in key:
+            entry["pk_index"] = key[column.name]
+        if column.type.startswith("decimal("):
+            precision, scale = column.type[len("decimal(") : -1].split(",")
+            entry |= {"precision": int(precision), "scale": int(scale)}
+        out[column.name] = entry
+    return json.dumps(out, separators=(",", ":")).encode()
+
+
 class ShardFeed:
     """Feeds one shape from one shard. `load` once, then `follow` until cancelled."""
 
@@ -70,23 +86,6 @@ class ShardFeed:
         self._writer = RowWriter("shard", shard.name, self._shown, schema.key, (), replica)
         self._copies: Counter[str] = Counter()
         self._next = 0
-
-    def schema_json(self) -> bytes:
-        """The electric-schema header, ASCII."""
-        schema = self._shard.schema
-        key = {name: index for index, name in enumerate(schema.key)}
-        out: dict[str, dict[str, object]] = {}
-        for column in schema.columns:
-            if column.name not in self._shown:
-                continue
-            entry: dict[str, object] = {"type": pg_name(column.type), "dims": 0}
-            if column.name in key:
-                entry["pk_index"] = key[column.name]
-            if column.type.startswith("decimal("):
-                precision, scale = column.type[len("decimal(") : -1].split(",")
-                entry |= {"precision": int(precision), "scale": int(scale)}
-            out[column.name] = entry
-        return json.dumps(out, separators=(",", ":")).encode()
 
     async def load(self, shape: LiveShape) -> None:
         """Base = contents at the newest final time; an empty shard has an empty base."""

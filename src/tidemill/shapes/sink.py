@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from collections import deque
 
-from tidemill.base.frontier import BEFORE_ALL, ChangePosition
 from tidemill.capture.changes import Fragment
 from tidemill.capture.sinks import FlushNotices
 from tidemill.shapes.consumer import TableConsumer
 from tidemill.shapes.router import Router
 
-RECENT_TRANSACTIONS = 512
+RECENT_TRANSACTIONS = 4096
 
 
 class ShapeSink:
@@ -30,10 +29,9 @@ class ShapeSink:
         self._database = database
         self._router = router
         self._touched: dict[int, TableConsumer] = {}
-        self._xid = 0
-        self._committed = BEFORE_ALL
         self._recent: deque[int] = deque(maxlen=RECENT_TRANSACTIONS)
         self.last_seen = 0
+        """Commit LSN of the last whole transaction."""
 
     @property
     def recent(self) -> frozenset[int]:
@@ -45,11 +43,10 @@ class ShapeSink:
         return []
 
     def take(self, fragment: Fragment) -> None:
-        if ChangePosition(fragment.commit_lsn, 0) < ChangePosition(self._committed.commit_lsn + 1, 0):
+        if fragment.commit_lsn <= self.last_seen:
             return
         if fragment.begins:
             self._touched.clear()
-            self._xid = fragment.xid
             self._recent.append(fragment.xid)
         for change in fragment.changes:
             for consumer in self._router.route(self._database, change.relation.oid):
@@ -58,14 +55,10 @@ class ShapeSink:
                     consumer.begin(fragment.xid, fragment.commit_lsn)
                 consumer.take(change)
         if fragment.commits:
-            self._commit(fragment)
-
-    def _commit(self, fragment: Fragment) -> None:
-        touched, self._touched = self._touched, {}
-        for consumer in touched.values():
-            consumer.commit()
-        self._committed = fragment.last
-        self.last_seen = max(self.last_seen, fragment.commit_lsn)
+            touched, self._touched = self._touched, {}
+            for consumer in touched.values():
+                consumer.commit()
+            self.last_seen = fragment.commit_lsn
 
     async def aclose(self) -> None:
         self._touched.clear()

@@ -19,7 +19,7 @@ from starlette.datastructures import QueryParams
 
 from tidemill.base.errors import Invalid
 from tidemill.shapes.offsets import BEFORE_ALL, LogOffset
-from tidemill.shapes.service import ShapeRequest
+from tidemill.shapes.plan import ShapeRequest, closing_quote
 
 REQUIRED = "can't be blank"
 
@@ -118,9 +118,7 @@ def _columns(text: str | None, errors: dict[str, list[str]]) -> tuple[str, ...]:
     at = 0
     while at <= len(text):
         if text[at : at + 1] == '"':
-            end = at + 1
-            while (end := text.find('"', end)) >= 0 and text[end + 1 : end + 2] == '"':
-                end += 2
+            end = closing_quote(text, at)
             if end < 0 or text[end + 1 : end + 2] not in ("", ","):
                 errors["columns"] = ["Invalid quoted identifier"]
                 return ()

@@ -32,7 +32,8 @@ from tidemill.shapes.http.respond import (
 from tidemill.shapes.items import up_to_date
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.offsets import LogOffset
-from tidemill.shapes.service import FieldError, Plan, ShapeService
+from tidemill.shapes.plan import FieldError, Plan
+from tidemill.shapes.service import ShapeService
 
 _log = structlog.get_logger()
 

@@ -1,0 +1,128 @@
+"""Shapes over captured tables: finding the table, planning, and building a shape in the order that stitching needs.
+
+V2  The consumer is registered with the router before the snapshot is taken, and the snapshot sees every
+    transaction that was streamed before that (`postgres_source` says how).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from tidemill.capture.changes import Relation
+from tidemill.shapes.consumer import TableConsumer
+from tidemill.shapes.describe import TableInfo
+from tidemill.shapes.items import snapshot_end
+from tidemill.shapes.live import LiveShape
+from tidemill.shapes.plan import FieldError, Plan, ShapeRequest, check_columns, compile_request, split_table
+from tidemill.shapes.postgres_source import PostgresSource
+from tidemill.shapes.router import Router
+from tidemill.shapes.rows import RowWriter
+from tidemill.shapes.shape import ShapeDefinition, Source
+from tidemill.shapes.sink import ShapeSink
+from tidemill.shapes.where import Where
+
+Relations = Callable[[], Iterable[Relation]]
+
+
+class _Database:
+    def __init__(self, source: PostgresSource, relations: Relations, sink: ShapeSink) -> None:
+        self.source = source
+        self.relations = relations
+        self.sink = sink
+        self.infos: dict[Relation, TableInfo] = {}
+
+
+class TableShapes:
+    """All captured databases of this process."""
+
+    def __init__(self) -> None:
+        self._router = Router()
+        self._databases: dict[str, _Database] = {}
+        self._consumers: dict[str, tuple[str, TableConsumer]] = {}
+
+    def add(self, name: str, dsn: str, relations: Relations) -> ShapeSink:
+        sink = ShapeSink(name, self._router)
+        self._databases[name] = _Database(PostgresSource(dsn), relations, sink)
+        return sink
+
+    def sinks(self) -> list[ShapeSink]:
+        return [database.sink for database in self._databases.values()]
+
+    def last_seen(self, shape: LiveShape) -> int:
+        """Newest transaction of the shape's database, whether or not it touched the shape."""
+        return max(shape.last_seen, self._databases[shape.definition.source.database].sink.last_seen)
+
+    def find(self, table: str) -> tuple[str, Relation]:
+        """The captured relation a table parameter names. Raises FieldError."""
+        prefix, separator, rest = table.partition(":")
+        chosen = bool(separator) and prefix in self._databases
+        schema, name = split_table(rest if chosen else table)
+        found = [
+            (database, relation)
+            for database in ([prefix] if chosen else list(self._databases))
+            for relation in self._databases[database].relations()
+            if relation.table == name and relation.schema == schema
+        ]
+        if not found:
+            raise FieldError(
+                "table",
+                f'Table "{schema}"."{name}" is not captured.',
+                fix="Check the name (quote it if it has capitals), or add the table to the capture.",
+            )
+        if len(found) > 1:
+            names = ", ".join(f"{database}:{schema}.{name}" for database, _ in found)
+            raise FieldError("table", f"the table is in several databases: tables={names}.", fix="Write one of these.")
+        return found[0]
+
+    async def plan(self, request: ShapeRequest) -> Plan:
+        """Raises FieldError, Missing when the table is gone, Unavailable when the database is."""
+        database_name, relation = self.find(request.table)
+        database = self._databases[database_name]
+        info = database.infos.get(relation)
+        if info is None:
+            info = database.infos[relation] = await database.source.describe(relation)
+        found = info
+        columns = check_columns(request.columns, found.names, found.key)
+        where = compile_request(request, found.where_types(), relation.schema, relation.table)
+        definition = ShapeDefinition(
+            Source("table", database_name, relation.schema, relation.table),
+            request.where,
+            where.params if where else (),
+            columns,
+            request.replica,
+            request.log_mode,
+        )
+
+        async def build(shape: LiveShape) -> None:
+            await self._build(shape, database_name, found, where)
+
+        return Plan(definition, found.schema_json(columns), build, relation)
+
+    def follows(self, shape: LiveShape, relation: Relation | None) -> bool:
+        """Whether the shape's consumer is on this very relation, not on a dropped one of the same name."""
+        registered = self._consumers.get(shape.handle)
+        return registered is None or relation is None or registered[1].oid == relation.oid
+
+    def detach(self, shape: LiveShape) -> None:
+        """Stop offering changes to a shape. Idempotent."""
+        registered = self._consumers.pop(shape.handle, None)
+        if registered is not None:
+            self._router.remove(*registered)
+
+    async def _build(self, shape: LiveShape, database_name: str, info: TableInfo, where: Where | None) -> None:
+        database, definition, relation = self._databases[database_name], shape.definition, info.relation
+        columns = definition.columns or info.names
+        writer = RowWriter(relation.schema, relation.table, columns, info.key, info.booleans, definition.replica)
+        consumer = TableConsumer(shape, relation, where, writer)
+        must_see = database.sink.recent
+        self._router.add(database_name, consumer)
+        self._consumers[shape.handle] = (database_name, consumer)
+        with_rows = definition.log_mode == "full"
+        snapshot = await database.source.load(shape, info, where, writer, must_see, with_rows)
+        if shape.gone:
+            return
+        if with_rows:
+            shape.log.add_base([snapshot_end(snapshot.xmin, snapshot.xmax, sorted(snapshot.in_progress))])
+        shape.log.seal_base()
+        consumer.open(snapshot)
+        shape.ready()
