@@ -43,9 +43,10 @@ async def until(holds: Callable[[], Awaitable[bool] | bool], what: str, timeout_
 class World:
     """Stores that outlive captures: `capture()` opens one on them, as often as a test likes."""
 
-    def __init__(self, dsn: str, *, name: str = "shop", consensus: Any = None, objects: Any = None) -> None:
+    def __init__(self, dsn: str, *, name: str = "", consensus: Any = None, objects: Any = None) -> None:
+        """`name` defaults to the database's: slot names are shared by all databases of the server."""
         self.dsn = dsn
-        self.name = name
+        self.name = name or dsn.rpartition("/")[2]
         self.clock = SystemClock()
         self.rand = Rand()
         self.consensus = consensus or MemoryConsensus(self.clock)
@@ -63,8 +64,15 @@ class World:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await until(self._slot_dropped, "the slot is free and dropped")
         await self.connection.close()
         await self.topics.aclose()
+
+    async def _slot_dropped(self) -> bool:
+        """Slots count against the whole server: leave none behind."""
+        mine = f"FROM pg_replication_slots WHERE slot_name = 'tidemill_{self.name}'"
+        await self.sql(f"SELECT pg_drop_replication_slot(slot_name) {mine} AND active_pid IS NULL")
+        return not await self.select(f"SELECT {mine}")
 
     def new_topics(self) -> LocalTopics:
         return LocalTopics(self.consensus, self.objects, self.catalogue, clock=self.clock, rand=self.rand)

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 
 import pytest
-from capture_world import World, header, positions
+from capture_world import World, header, positions, until
 
 pytestmark = pytest.mark.postgres
 
 ORDERS = "CREATE TABLE orders (id int PRIMARY KEY, customer text, amount numeric(12,2), paid bool, at timestamptz)"
 
 
+def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with World(dsn) as world:
+            await scenario(world)
+
+    asyncio.run(run())
+
+
 def test_inserts_updates_and_deletes_arrive_in_order_with_their_headers(postgres_dsn: str) -> None:
-    async def scenario() -> None:
-        async with World(postgres_dsn) as world:
-            await world.sql(ORDERS)
-            async with world.capture():
-                await world.sql(
-                    "INSERT INTO orders VALUES (1, 'a', 12.50, true, '2026-01-02 03:04:05+00'), (2, NULL, 0, false, NULL)",
-                    "UPDATE orders SET amount = 13 WHERE id = 1",
-                    "DELETE FROM orders WHERE id = 2",
-                )
-                await world.caught_up()
-                records = await world.records("orders")
+    async def scenario(world: World) -> None:
+        await world.sql(ORDERS)
+        async with world.capture():
+            await world.sql(
+                "INSERT INTO orders VALUES (1, 'a', 12.5, true, '2026-01-02 03:04:05+00'), (2, NULL, 0, false, NULL)",
+                "UPDATE orders SET amount = 13 WHERE id = 1",
+                "DELETE FROM orders WHERE id = 2",
+            )
+            await world.caught_up()
+            records = await world.records("orders")
         assert [r.key for r in records] == [b'{"id":1}', b'{"id":2}', b'{"id":1}', b'{"id":2}']
         assert json.loads(records[0].value or b"") == {
             "id": 1, "customer": "a", "amount": "12.50", "paid": True, "at": "2026-01-02 03:04:05+00",
@@ -38,4 +46,212 @@ def test_inserts_updates_and_deletes_arrive_in_order_with_their_headers(postgres
         assert found == sorted(set(found))
         assert found[0].commit_lsn == found[1].commit_lsn < found[2].commit_lsn
 
-    asyncio.run(scenario())
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_key_change_is_a_tombstone_then_an_upsert_at_the_next_ordinal(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE t (a int, b text, v int, PRIMARY KEY (b, a))")
+        async with world.capture():
+            await world.sql("INSERT INTO t VALUES (1, 'x', 1)", "UPDATE t SET a = 2, v = 9 WHERE a = 1")
+            await world.caught_up()
+            records = await world.records("t")
+        # Key columns in the order of the primary key, value columns in the order of the table.
+        assert [r.key for r in records] == [b'{"b":"x","a":1}', b'{"b":"x","a":1}', b'{"b":"x","a":2}']
+        assert records[1].value is None
+        assert records[2].value == b'{"a":2,"b":"x","v":9}'
+        tombstone, upsert = positions(records)[1:]
+        assert (tombstone.commit_lsn, tombstone.ordinal + 1) == (upsert.commit_lsn, upsert.ordinal)
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_truncate_is_one_record_without_key_and_empties_the_table(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "CREATE TABLE b (id int PRIMARY KEY)")
+        async with world.capture():
+            await world.sql(
+                "INSERT INTO a VALUES (1), (2)",
+                "INSERT INTO b VALUES (1)",
+                "TRUNCATE a, b",
+                "INSERT INTO a VALUES (3)",
+            )
+            await world.caught_up()
+            assert await world.folded("a") == {'{"id":3}': {"id": 3}}
+            assert await world.folded("b") == {}
+            truncate = (await world.records("a"))[2]
+            assert (truncate.key, truncate.value, header(truncate, "tm.op")) == (None, None, "truncate")
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_an_unchanged_toasted_value_is_filled_in_from_the_old_row(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(
+            "CREATE TABLE notes (id int PRIMARY KEY, n int, body text)",
+            "ALTER TABLE notes ALTER body SET STORAGE EXTERNAL",
+        )
+        async with world.capture():
+            await world.sql(
+                "INSERT INTO notes VALUES (1, 0, repeat('long ', 5000))", "UPDATE notes SET n = 1", "DELETE FROM notes"
+            )
+            await world.caught_up()
+            records = await world.records("notes")
+        assert json.loads(records[1].value or b"") == {"id": 1, "n": 1, "body": "long " * 5000}
+        assert records[2].key == b'{"id":1}'
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_awkward_values_survive(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(
+            'CREATE TABLE "values" (id bigint PRIMARY KEY, f4 real, f8 float8, t text, b bytea, a int[], j jsonb,'
+            " u uuid, i interval, d date, g int GENERATED ALWAYS AS (1) STORED)",
+            """INSERT INTO "values" VALUES (9007199254740993, 'NaN', 1e-300,
+               E'tab\\tquote"back\\\\nl\\n\\u00e9\\U0001F600', '\\xdeadbeef', '{1,NULL,3}', '{"k": [1]}',
+               'a0eebc99-9c0b-4ef8-bb6d-6bb9bd380a11', '1 day 2 hours', '2026-02-03')""",
+        )
+        async with world.capture():
+            await world.sql("""INSERT INTO "values" SELECT -id, f4, -f8, t, b, a, j, u, i, d FROM "values" """)
+            await world.caught_up()
+            snapshot, stream = await world.records("values")
+        first, second = json.loads(snapshot.value or b""), json.loads(stream.value or b"")
+        assert first == {
+            "id": 9007199254740993, "f4": "NaN", "f8": 1e-300, "t": 'tab\tquote"back\\nl\né😀', "b": "\\xdeadbeef",
+            "a": "{1,NULL,3}", "j": '{"k": [1]}', "u": "a0eebc99-9c0b-4ef8-bb6d-6bb9bd380a11", "i": "P1DT2H",
+            "d": "2026-02-03",
+        }  # fmt: skip
+        assert second == {**first, "id": -first["id"], "f8": -1e-300}
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_every_binding_shows_all_tables_at_one_commit(postgres_dsn: str) -> None:
+    """Each transaction adds one row to both tables, so their counts agree at every binding."""
+
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "CREATE TABLE b (id int PRIMARY KEY)")
+        async with world.capture(binding_interval_ms=1):
+            for i in range(150):
+                await world.transaction(f"INSERT INTO a VALUES ({i})", f"INSERT INTO b VALUES ({i})")
+            last = await world.caught_up()
+            a, b = await world.topic_id("a"), await world.topic_id("b")
+            bindings = await world.remap().after(0)
+            counts = [(x.offsets[a][0], x.offsets[b][0]) for x in bindings]
+        assert all(left == right for left, right in counts)
+        assert len({left for left, _ in counts}) > 3
+        assert last.offsets[a] == last.offsets[b] == (150,)
+        assert last.source_time_ms > 0
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_marker_is_bound_exactly_at_its_commit(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
+        async with world.capture(binding_interval_ms=200):
+            for i in range(60):
+                await world.transaction(
+                    f"INSERT INTO a VALUES ({i})", f"SELECT pg_logical_emit_message(true, 'tidemill', 'mark-{i}')"
+                )
+            await world.caught_up()
+            a = await world.topic_id("a")
+            for i in range(60):
+                assert (await world.tagged(f"mark-{i}")).offsets[a] == (i + 1,)
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_large_transaction_of_several_tables_is_one_boundary(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)", "CREATE TABLE b (id int PRIMARY KEY, v text)")
+        async with world.capture(fragment_changes=100, queue_changes=500):
+            await world.transaction(
+                "INSERT INTO a SELECT g, repeat('x', 50) FROM generate_series(1, 12000) g",
+                "INSERT INTO b SELECT g, repeat('y', 50) FROM generate_series(1, 3000) g",
+                "UPDATE a SET v = 'z' WHERE id <= 10",
+            )
+            await world.caught_up()
+            a, b = await world.topic_id("a"), await world.topic_id("b")
+            seen = {(x.offsets[a][0], x.offsets[b][0]) for x in await world.remap().after(0)}
+            assert seen == {(0, 0), (12010, 3000)}
+            rows = await world.folded("a")
+        assert len(rows) == 12000
+        assert sum(row["v"] == "z" for row in rows.values()) == 10
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_time_advances_while_nothing_happens_and_the_slot_follows_the_wal(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "CREATE TABLE unrelated (id int)")
+        async with world.capture(tables=("a",), heartbeat_s=0.5):
+            first = await world.caught_up()
+            await world.sql("INSERT INTO unrelated SELECT generate_series(1, 10000)")
+            end = await world.wal_end()
+
+            async def confirmed() -> bool:
+                return await world.confirmed() >= end
+
+            await until(confirmed, "the slot is confirmed past foreign WAL")
+            await world.bound(end)
+            later = [x for x in await world.remap().after(first.time_ms) if x.offsets == first.offsets]
+            assert len(later) >= 2
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_column_added_later_flows_on(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
+        async with world.capture() as capture:
+            await world.sql("INSERT INTO a VALUES (1)", "ALTER TABLE a ADD v int", "INSERT INTO a VALUES (2, 5)")
+            await world.caught_up()
+            assert await world.folded("a") == {'{"id":1}': {"id": 1}, '{"id":2}': {"id": 2, "v": 5}}
+            relation = capture.relation("public", "a")
+            assert relation is not None
+            assert [(c.name, c.type_name, c.key_index) for c in relation.columns] == [
+                ("id", "integer", 0),
+                ("v", "integer", -1),
+            ]
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_partitions_of_a_table_are_captured_as_their_root(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(
+            "CREATE TABLE p (id int PRIMARY KEY, v text) PARTITION BY RANGE (id)",
+            "CREATE TABLE p1 PARTITION OF p FOR VALUES FROM (0) TO (100)",
+            "CREATE TABLE p2 PARTITION OF p FOR VALUES FROM (100) TO (200)",
+            "INSERT INTO p VALUES (1, 'a'), (101, 'b')",
+        )
+        async with world.capture():
+            await world.sql("UPDATE p SET v = 'c' WHERE id = 101", "DELETE FROM p WHERE id = 1")
+            await world.caught_up()
+            assert await world.folded("p") == {'{"id":101}': {"id": 101, "v": "c"}}
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_keys_stay_in_order_over_several_partitions_of_a_topic(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(
+            "CREATE TABLE a (id int PRIMARY KEY, v int)", "INSERT INTO a SELECT g, 0 FROM generate_series(1,50) g"
+        )
+        async with world.capture(partitions=3):
+            for round_ in range(1, 6):
+                await world.sql(f"UPDATE a SET v = {round_}")
+            await world.sql("DELETE FROM a WHERE id > 40")
+            await world.caught_up()
+            rows = await world.folded("a")
+            assert sorted(r["id"] for r in rows.values()) == list(range(1, 41))
+            assert {r["v"] for r in rows.values()} == {5}
+            binding = await world.remap().latest()
+            assert binding is not None
+            offsets = binding.offsets[await world.topic_id("a")]
+            assert len(offsets) == 3
+            assert sum(offsets) == 50 * 6 + 10
+
+    in_world(postgres_dsn, scenario)

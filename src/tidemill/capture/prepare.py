@@ -36,7 +36,7 @@ from tidemill.capture.snapshot import Snapshot, SnapshotProgress
 from tidemill.capture.tables import TableInfo, describe, list_tables, resolve
 from tidemill.capture.topic_writer import CapturedTable, TopicWriter
 from tidemill.capture.wire.connection import Wire, identifier
-from tidemill.metastore.catalogue import CaptureRow, Catalogue, TableSnapshot, TopicRow, check_topic_name
+from tidemill.metastore.catalogue import CapturedColumn, CaptureRow, Catalogue, TableSnapshot, TopicRow, check_topic_name
 
 log = structlog.get_logger()
 
@@ -129,13 +129,20 @@ async def take_snapshot(
         await wire.aclose()
     await writer.drained()
     done = {}
+    columns = {}
     for table in tables:
         target = captured[table.name]
+        described = snapshot.relations[table.oid].columns
+        columns[table.name] = tuple(CapturedColumn(c.name, c.type_name, c.key_index) for c in described)
         offsets = tuple(lane.next for lane in target.lanes)
         target.snapshot = TableSnapshot(point.xmin, point.xmax, point.xip, point.lsn, counts[table.name], offsets)
         done[table.name] = target.snapshot
     row = replace(
-        prepared.row, snapshots={**prepared.row.snapshots, **done}, snapshot_done=True, snapshot_lsn=point.lsn
+        prepared.row,
+        snapshots={**prepared.row.snapshots, **done},
+        columns={**prepared.row.columns, **columns},
+        snapshot_done=True,
+        snapshot_lsn=point.lsn,
     )
     await catalogue.put(row)
     progress.finish()

@@ -263,6 +263,15 @@ def check_slot(config: CaptureConfig, state: SlotState | None) -> SlotState:
 
 async def create_slot(wire: Wire, config: CaptureConfig) -> SlotState:
     """Create the slot; waits for transactions that are running. A left-over of the same name is dropped first."""
+    database = await wire.value(
+        f"SELECT database FROM pg_replication_slots WHERE slot_name = {literal(config.slot)}"
+        " AND database IS DISTINCT FROM current_database()"
+    )
+    if database is not None:
+        raise Invalid(
+            f"another database of this server has a slot of this name: slot={config.slot} database={database}.",
+            fix="Rename the capture, or drop that slot if nothing uses it.",
+        )
     if await slot_state(wire, config.slot) is not None:
         await drop_slot(wire, config.slot)
     await wire.query(f"SELECT pg_create_logical_replication_slot({literal(config.slot)}, 'pgoutput')")

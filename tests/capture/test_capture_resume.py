@@ -1,0 +1,355 @@
+"""Restarts and snapshots: nothing lost, nothing doubled, whatever was cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import psycopg
+import pytest
+from capture_world import World, header, positions, until
+
+from tidemill.base.errors import Unavailable, Unknown
+from tidemill.capture.prepare import forget
+from tidemill.metastore.catalogue import CaptureRow, TopicRow
+from tidemill.topics.partition.replay import partition_log
+
+pytestmark = pytest.mark.postgres
+
+
+def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with World(dsn) as world:
+            await scenario(world)
+
+    asyncio.run(run())
+
+
+async def table_as_folded(world: World, table: str) -> dict[str, dict[str, Any]]:
+    """`SELECT` in the form that `World.folded` gives, for tables (id int, v int)."""
+    return {f'{{"id":{i}}}': {"id": i, "v": v} for i, v in await world.select(f"SELECT id, v FROM {table}")}
+
+
+def assert_no_position_twice(records: list[Any]) -> None:
+    found = positions(records)
+    assert found == sorted(found)
+    assert len(found) == len(set(found))
+
+
+class Writer:
+    """Random small transactions over two tables, on a connection of its own, until stopped."""
+
+    def __init__(self, dsn: str, seed: int) -> None:
+        self._dsn = dsn
+        self._random = random.Random(seed)
+        self._stop = False
+        self.transactions = 0
+
+    async def run(self) -> None:
+        connection = await psycopg.AsyncConnection.connect(self._dsn, autocommit=True)
+        async with connection:
+            while not self._stop:
+                try:
+                    async with connection.transaction():
+                        for _ in range(self._random.randint(1, 6)):
+                            await connection.execute(self._statement())
+                except psycopg.errors.DeadlockDetected:
+                    continue
+                self.transactions += 1
+                if self._random.random() < 0.2:
+                    await asyncio.sleep(self._random.random() * 0.01)
+
+    def stop(self) -> None:
+        self._stop = True
+
+    def _statement(self) -> str:
+        table = self._random.choice(("a", "b"))
+        key, value = self._random.randint(1, 40), self._random.randint(1, 10**6)
+        roll = self._random.random()
+        if roll < 0.15:
+            return f"DELETE FROM {table} WHERE id = {key}"
+        if roll < 0.25:
+            # A key change, when the new key is free.
+            new = self._random.randint(1000, 10**8)
+            return (
+                f"UPDATE {table} SET id = {new} WHERE id = {key} AND NOT EXISTS (SELECT FROM {table} WHERE id = {new})"
+            )
+        if roll < 0.26:
+            return f"TRUNCATE {table}"
+        return f"INSERT INTO {table} VALUES ({key}, {value}) ON CONFLICT (id) DO UPDATE SET v = excluded.v"
+
+
+TABLES = ("CREATE TABLE a (id int PRIMARY KEY, v int)", "CREATE TABLE b (id int PRIMARY KEY, v int)")
+
+
+def test_a_snapshot_beside_running_writers_loses_and_doubles_nothing(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*TABLES, *[f"INSERT INTO {t} SELECT g, g FROM generate_series(100, 20000) g" for t in "ab"])
+        writers = [Writer(world.dsn, seed) for seed in range(3)]
+        running = [asyncio.ensure_future(writer.run()) for writer in writers]
+        await until(lambda: sum(w.transactions for w in writers) > 20, "writers write")
+        async with world.capture():
+            await until(lambda: sum(w.transactions for w in writers) > 200, "writers go on")
+            for writer in writers:
+                writer.stop()
+            await asyncio.gather(*running)
+            await world.caught_up()
+            for table in "ab":
+                assert await world.folded(table) == await table_as_folded(world, table)
+                assert_no_position_twice(await world.records(table))
+            row = await world.row()
+            assert row.snapshot_done and row.generation == 1
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_captures_cut_off_at_random_moments_resume_exactly_once(postgres_dsn: str) -> None:
+    """Each round abandons a capture as a crash would (no clean close of its work) and opens another one."""
+
+    async def scenario(world: World) -> None:
+        rng = random.Random(7)
+        await world.sql(*TABLES)
+        writers = [Writer(world.dsn, seed) for seed in range(2)]
+        running = [asyncio.ensure_future(writer.run()) for writer in writers]
+        for _ in range(8):
+            async with world.capture(wait=False, fragment_changes=2):
+                await asyncio.sleep(rng.random() * 0.5)
+        for writer in writers:
+            writer.stop()
+        await asyncio.gather(*running)
+        async with world.capture(fragment_changes=3):
+            await world.caught_up()
+            for table in "ab":
+                assert await world.folded(table) == await table_as_folded(world, table)
+                assert_no_position_twice(await world.records(table))
+        bindings = await world.remap().after(0)
+        assert [b.lsn for b in bindings] == sorted(b.lsn for b in bindings)
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_restart_without_news_writes_nothing_again(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*TABLES, "INSERT INTO a VALUES (1, 1)")
+        async with world.capture():
+            await world.sql("INSERT INTO a VALUES (2, 2)")
+            await world.caught_up()
+        before = await world.records("a")
+        async with world.capture():
+            await world.caught_up()
+        assert await world.records("a") == before
+        assert (await world.row()).generation == 1
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_records_that_landed_unconfirmed_are_not_written_twice(postgres_dsn: str) -> None:
+    """The remap is down: records are durable, nothing is bound, nothing may be confirmed. The next session counts."""
+
+    async def scenario(world: World) -> None:
+        await world.sql(*TABLES)
+        async with world.capture():
+            await world.caught_up()
+        capture = world.new_capture()
+        remap = world.remap()
+
+        async def refuse(_: object) -> Any:
+            raise Unavailable("the remap is down.")
+
+        remap.mint = refuse  # type: ignore[method-assign,assignment]
+        capture._remap = remap
+        confirmed = await world.confirmed()
+        task = asyncio.ensure_future(capture.run())
+        await until(lambda: capture.streaming, "the capture streams")
+        for i in range(20):
+            await world.transaction(
+                f"INSERT INTO a VALUES ({i}, {i})", f"SELECT pg_logical_emit_message(true, 'tidemill', 'mark-{i}')"
+            )
+
+        async def landed() -> bool:
+            return len(await world.records("a")) == 20
+
+        await until(landed, "the records are durable")
+        commit = positions(await world.records("a"))[0].commit_lsn
+        assert confirmed <= await world.confirmed() <= commit
+        await capture.aclose()
+        await asyncio.gather(task, return_exceptions=True)
+        async with world.capture():
+            await world.sql("INSERT INTO a VALUES (100, 100)")
+            await world.caught_up()
+            records = await world.records("a")
+            assert len(records) == 21
+            assert_no_position_twice(records)
+            # Markers of transactions whose records were there already are still bound exactly at their commits.
+            a = await world.topic_id("a")
+            for i in range(20):
+                assert (await world.tagged(f"mark-{i}")).offsets[a] == (i + 1,)
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_snapshot_that_was_cut_off_starts_over_on_new_topics(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*TABLES, "INSERT INTO a SELECT g, g FROM generate_series(1, 30000) g")
+        capture = world.new_capture()
+        task = asyncio.ensure_future(capture.run())
+        await until(lambda: int(capture.facts().get("snapshot_rows", 0)) > 0, "rows are copied")  # type: ignore[call-overload]
+        await capture.aclose()
+        await asyncio.gather(task, return_exceptions=True)
+        row = await world.row()
+        if row.snapshot_done:
+            pytest.skip("the snapshot was faster than the test")
+        assert await world.remap().latest() is None
+        old = await world.topic_id("a")
+        async with world.capture():
+            await world.caught_up()
+            assert (await world.row()).generation == 2
+            assert await world.topic_id("a") != old
+            assert await world.folded("a") == await table_as_folded(world, "a")
+            assert len(await world.records("a")) == 30000
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_table_added_later_is_copied_and_joins_the_bindings(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*TABLES, "INSERT INTO b VALUES (1, 1), (2, 2)")
+        async with world.capture(tables=("a",)):
+            await world.sql("INSERT INTO a VALUES (1, 1)")
+            await world.caught_up()
+        a = await world.topic_id("a")
+        await world.sql("INSERT INTO b VALUES (3, 3)", "INSERT INTO a VALUES (2, 2)")
+        async with world.capture(tables=("a", "b")):
+            await world.sql("UPDATE b SET v = 30 WHERE id = 3")
+            binding = await world.caught_up()
+            assert await world.topic_id("a") == a
+            assert await world.folded("a") == await table_as_folded(world, "a")
+            assert await world.folded("b") == await table_as_folded(world, "b")
+            assert binding.offsets == {a: (2,), await world.topic_id("b"): (4,)}
+        async with world.capture(tables=("a",)):
+            await world.sql("INSERT INTO b VALUES (4, 4)")
+            await world.caught_up()
+        async with world.capture(tables=("a", "b")):
+            await world.caught_up()
+            assert await world.folded("b") == await table_as_folded(world, "b")
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_unknown_and_failed_appends_are_sent_again_and_land_once(postgres_dsn: str) -> None:
+    """The store of appends says "unknown" (having done it, or not) and "unavailable" at random."""
+
+    async def scenario(world: World) -> None:
+        rng = random.Random(3)
+        append = world.consensus.append
+        faults = 0
+
+        async def flaky(log: str, *args: Any, **kwargs: Any) -> Any:
+            nonlocal faults
+            roll = rng.random()
+            if (not log.startswith(("topic/", "partition/")) and "remap" not in log) or roll > 0.2:
+                return await append(log, *args, **kwargs)
+            faults += 1
+            if roll < 0.08:
+                await append(log, *args, **kwargs)
+                raise Unknown("the answer was lost.")
+            if roll < 0.14:
+                raise Unknown("the request was lost.")
+            raise Unavailable("the store is away.")
+
+        await world.sql(*TABLES)
+        world.consensus.append = flaky
+        writer = Writer(world.dsn, 1)
+        running = asyncio.ensure_future(writer.run())
+        async with world.capture():
+            await until(lambda: writer.transactions > 150, "the writer goes on")
+            writer.stop()
+            await running
+            await world.caught_up()
+            for table in "ab":
+                assert await world.folded(table) == await table_as_folded(world, table)
+                assert_no_position_twice(await world.records(table))
+        assert faults > 3
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_topics_that_lose_their_leader_over_and_over_get_every_record_once(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*TABLES)
+        writer = Writer(world.dsn, 5)
+        running = asyncio.ensure_future(writer.run())
+
+        async def usurp() -> None:
+            """A newer term on every partition: the leader's next append is fenced, and it reopens."""
+            for _ in range(12):
+                await asyncio.sleep(0.08)
+                for row in await world.catalogue.list(TopicRow):
+                    log = partition_log(row.topic_id, 0)
+                    await world.consensus.fence(log, (await world.consensus.log_head(log)).term + 1)
+
+        async with world.capture():
+            await usurp()
+            writer.stop()
+            await running
+            await world.caught_up()
+            for table in "ab":
+                assert await world.folded(table) == await table_as_folded(world, table)
+                assert_no_position_twice(await world.records(table))
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_lost_server_connection_ends_the_session_and_the_next_one_goes_on(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*TABLES)
+        async with world.capture():
+            await world.sql("INSERT INTO a VALUES (1, 1)")
+            await world.sql(
+                "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots"
+                f" WHERE slot_name = 'tidemill_{world.name}'"
+            )
+            await world.sql("INSERT INTO a VALUES (2, 2)")
+            await world.caught_up()
+            assert [r.key for r in await world.records("a")] == [b'{"id":1}', b'{"id":2}']
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_two_captures_of_one_name_take_turns(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*TABLES)
+        async with world.capture() as first:
+            second = world.new_capture(topics=world.topics)
+            waiting = asyncio.ensure_future(second.run())
+            await until(lambda: "another session" in str(second.facts()["phase"]), "the second waits for the lock")
+            assert not second.streaming
+            await world.sql("INSERT INTO a VALUES (1, 1)")
+            await world.caught_up()
+            await first.aclose()
+            await until(lambda: second.streaming, "the second takes over")
+            await world.sql("INSERT INTO a VALUES (2, 2)")
+            await world.caught_up()
+            await second.aclose()
+            await asyncio.gather(waiting, return_exceptions=True)
+        assert len(await world.records("a")) == 2
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_forget_removes_slot_publication_topics_and_row(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*TABLES, "INSERT INTO a VALUES (1, 1)")
+        async with world.capture():
+            await world.caught_up()
+        await forget(world.config(), world.catalogue)
+        assert await world.catalogue.get(CaptureRow, world.name) is None
+        assert await world.catalogue.list(TopicRow) == []
+        assert await world.select(f"SELECT FROM pg_replication_slots WHERE slot_name = 'tidemill_{world.name}'") == []
+        async with world.capture():
+            await world.caught_up()
+            assert [header(r, "tm.op") for r in await world.records("a")] == ["insert"]
+
+    in_world(postgres_dsn, scenario)
