@@ -1,0 +1,287 @@
+"""The producer queue: every row of its acceptance table, and a model."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from topics_world import run
+
+from tidemill.base.errors import Unavailable
+from tidemill.topics.queue import ProducerQueue, QueueCore, Ticket, TicketState
+
+
+def test_basic_the_first_ticket_redeems_at_once() -> None:
+    queue = QueueCore()
+    ticket = queue.reserve(1)
+    assert ticket.state is TicketState.READY
+    assert queue.release(ticket) == []
+    assert len(queue) == 0
+
+
+def test_ordering_enforced_the_second_has_its_turn_only_after_the_first_is_released() -> None:
+    queue = QueueCore()
+    first, second = queue.reserve(1), queue.reserve(1)
+    assert second.state is TicketState.WAITING
+    assert queue.release(first) == [second]
+    assert second.state is TicketState.READY
+
+
+def test_the_second_may_follow_as_soon_as_the_first_is_placed() -> None:
+    queue = QueueCore()
+    first, second = queue.reserve(1), queue.reserve(1)
+    assert queue.place(first) == [second]
+    assert queue.reserve(1).state is TicketState.WAITING
+    queue.place(second)
+    assert queue.reserve(1).state is TicketState.WAITING
+
+
+def test_no_producer_id_three_tickets_none_wait() -> None:
+    queue = QueueCore()
+    tickets = [queue.reserve(-1) for _ in range(3)]
+    assert all(t.state is TicketState.READY for t in tickets)
+    for ticket in tickets:
+        queue.release(ticket)
+    assert len(queue) == 0
+
+
+def test_no_producer_id_still_has_a_limit() -> None:
+    queue = QueueCore(anonymous_limit=2)
+    one, two, three, four = (queue.reserve(-1) for _ in range(4))
+    assert (one.state, two.state, three.state, four.state) == (
+        TicketState.READY,
+        TicketState.READY,
+        TicketState.WAITING,
+        TicketState.WAITING,
+    )
+    assert queue.abandon(three) == []
+    assert queue.abandon(one) == [four]
+    queue.release(two)
+    queue.release(four)
+    assert len(queue) == 0
+
+
+def test_multiple_producers_do_not_block_each_other() -> None:
+    queue = QueueCore()
+    queue.reserve(1)
+    assert queue.reserve(2).state is TicketState.READY
+
+
+def test_release_of_the_middle_does_not_free_the_third_before_the_first() -> None:
+    queue = QueueCore()
+    first, second, third = (queue.reserve(1) for _ in range(3))
+    assert queue.release(second) == []
+    assert third.state is TicketState.WAITING
+    assert queue.release(first) == [third]
+
+
+def test_release_of_the_tail_makes_its_predecessor_the_tail() -> None:
+    queue = QueueCore()
+    first, second = queue.reserve(1), queue.reserve(1)
+    queue.release(second)
+    third = queue.reserve(1)
+    assert third.state is TicketState.WAITING
+    assert queue.release(first) == [third]
+
+
+def test_continuation_cleanup_drop_the_second_release_the_first_and_no_link_dangles() -> None:
+    queue = QueueCore()
+    first, second = queue.reserve(1), queue.reserve(1)
+    queue.abandon(second)
+    assert queue.release(first) == []
+    assert len(queue) == 0
+    assert (first.before, first.after, second.before, second.after) == (None, None, None, None)
+
+
+def test_release_is_idempotent() -> None:
+    queue = QueueCore()
+    first, second, third = (queue.reserve(1) for _ in range(3))
+    queue.release(first)
+    assert queue.release(first) == []
+    assert queue.abandon(first) == []
+    assert second.state is TicketState.READY
+    assert third.state is TicketState.WAITING
+
+
+def test_poison_an_abandoned_predecessor_poisons_its_successors_transitively() -> None:
+    queue = QueueCore()
+    first, second, third = (queue.reserve(1) for _ in range(3))
+    assert queue.abandon(first) == [second, third]
+    assert second.poisoned and third.poisoned
+    assert queue.reserve(1).poisoned, "a later arrival behind a poisoned ticket is poisoned too"
+
+
+def test_poison_reaches_a_successor_that_already_had_its_turn() -> None:
+    queue = QueueCore()
+    first, second = queue.reserve(1), queue.reserve(1)
+    queue.place(first)
+    queue.place(second)
+    assert queue.abandon(first) == []
+    assert second.poisoned
+
+
+def test_poison_ends_with_the_last_poisoned_ticket() -> None:
+    queue = QueueCore()
+    first, second = queue.reserve(1), queue.reserve(1)
+    queue.abandon(first)
+    queue.release(second)
+    assert queue.reserve(1).state is TicketState.READY
+
+
+def test_redeem_with_abort_is_an_error_while_waiting_and_leaves_nothing() -> None:
+    async def scenario() -> None:
+        queue = ProducerQueue()
+        first, second = queue.reserve(1), queue.reserve(1)
+        waiting = asyncio.ensure_future(queue.turn(second))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        queue.release(first)
+        assert len(queue) == 0
+
+    run(scenario())
+
+
+def test_redeem_with_abort_afterwards_does_nothing() -> None:
+    async def scenario() -> None:
+        queue = ProducerQueue()
+        ticket = queue.reserve(1)
+        waiting = asyncio.ensure_future(queue.turn(ticket))
+        await waiting
+        waiting.cancel()
+        assert ticket.state is TicketState.READY
+        queue.release(ticket)
+        assert len(queue) == 0
+
+    run(scenario())
+
+
+def test_redeeming_a_poisoned_ticket_raises_and_ends_it() -> None:
+    async def scenario() -> None:
+        queue = ProducerQueue()
+        first, second = queue.reserve(1), queue.reserve(1)
+        waiting = asyncio.ensure_future(queue.turn(second))
+        await asyncio.sleep(0)
+        queue.abandon(first)
+        with pytest.raises(Unavailable):
+            await waiting
+        assert len(queue) == 0
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("producers", "batches", "drop"), [(3, 50, 0.0), (3, 500, 0.3)])
+def test_concurrent_producers_keep_their_order_and_leave_nothing(producers: int, batches: int, drop: float) -> None:
+    async def scenario() -> None:
+        source = random.Random(producers * batches)
+        queue = ProducerQueue()
+        order: list[tuple[int, int]] = []
+
+        async def one(producer: int, number: int, ticket: Ticket) -> None:
+            for _ in range(source.randrange(4)):
+                await asyncio.sleep(0)
+            if source.random() < drop:
+                queue.release(ticket)
+                return
+            await queue.turn(ticket)
+            order.append((producer, number))
+            queue.place(ticket)
+            await asyncio.sleep(0)
+            queue.release(ticket)
+
+        jobs = [one(p, n, queue.reserve(p)) for n in range(batches) for p in range(producers)]
+        source.shuffle(jobs)
+        await asyncio.gather(*jobs)
+        for producer in range(producers):
+            numbers = [n for p, n in order if p == producer]
+            assert numbers == sorted(numbers)
+            assert drop or len(numbers) == batches
+        assert len(queue) == 0
+
+    run(scenario())
+
+
+def test_a_chain_of_thousands_does_not_nest() -> None:
+    queue = ProducerQueue()
+    tickets = [queue.reserve(1) for _ in range(5000)]
+    turned: list[Ticket] = []
+
+    def placed(ticket: Ticket) -> None:
+        turned.append(ticket)
+        queue.place(ticket)
+
+    for ticket in tickets[1:]:
+        queue.redeem(ticket, placed)
+    queue.redeem(tickets[0], placed)
+    assert turned == tickets
+
+
+class QueueModel(RuleBasedStateMachine):
+    """The rules said again without links: a list of (ticket, fate) per producer, oldest first."""
+
+    @initialize()
+    def empty(self) -> None:
+        self.queue = QueueCore(anonymous_limit=2)
+        self.lines: dict[int, list[Ticket]] = {}
+        self.placed: set[Ticket] = set()
+        self.poisoned: set[Ticket] = set()
+
+    def tickets(self) -> list[Ticket]:
+        return [t for line in self.lines.values() for t in line]
+
+    @rule(producer=st.integers(0, 2))
+    def reserve(self, producer: int) -> None:
+        ticket = self.queue.reserve(producer)
+        line = self.lines.setdefault(producer, [])
+        if line and line[-1] in self.poisoned:
+            self.poisoned.add(ticket)
+        line.append(ticket)
+
+    @precondition(lambda self: self.tickets())
+    @rule(data=st.data())
+    def place(self, data: st.DataObject) -> None:
+        ticket = data.draw(st.sampled_from(self.tickets()))
+        if ticket.state is TicketState.READY:
+            self.placed.add(ticket)
+        self.queue.place(ticket)
+
+    @precondition(lambda self: self.tickets())
+    @rule(data=st.data(), abandon=st.booleans())
+    def end(self, data: st.DataObject, abandon: bool) -> None:
+        ticket = data.draw(st.sampled_from(self.tickets()))
+        line = self.lines[ticket.producer_id]
+        position = line.index(ticket)
+        if abandon or ticket in self.poisoned:
+            self.poisoned |= set(line[position + 1 :])
+        before = {t for t in self.tickets() if t.state is TicketState.WAITING}
+        resolved = self.queue.abandon(ticket) if abandon else self.queue.release(ticket)
+        line.remove(ticket)
+        if not line:
+            del self.lines[ticket.producer_id]
+        after = {t for t in self.tickets() if t.state is TicketState.WAITING}
+        assert set(resolved) == before - after - {ticket}
+        assert ticket.ended
+
+    @invariant()
+    def states_follow_the_line(self) -> None:
+        assert len(self.queue) == len(self.lines)
+        for line in self.lines.values():
+            for index, ticket in enumerate(line):
+                if ticket in self.poisoned:
+                    expected = TicketState.POISONED
+                elif ticket in self.placed:
+                    expected = TicketState.PLACED
+                elif all(t in self.placed and t not in self.poisoned for t in line[:index]):
+                    expected = TicketState.READY
+                else:
+                    expected = TicketState.WAITING
+                assert ticket.state is expected
+
+
+TestQueueModel = QueueModel.TestCase
+TestQueueModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
