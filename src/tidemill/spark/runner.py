@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 FEED_POLL_S = 0.25
-IDLE_POLL_S = 0.05
-STOP_TIMEOUT_S = 15.0
+WARM_POLL_S = 0.15
+"""Between two rounds while the JVM starts: it needs the processor more."""
+STOP_TIMEOUT_S = 4.0
+SESSION_THREAD = "session"
 
 log = structlog.get_logger()
 
@@ -101,7 +103,7 @@ class Runner:
         row = PipelineRow(self.settings.name, self.pipeline.fed_by(), self.pipeline.dead_letters)
         self._retried(lambda: self.portal.call(self.stores.catalogue.put(row)))
         if self._spark is None:
-            self._thread("session", self._open_session)
+            self._thread(SESSION_THREAD, self._open_session)
         else:
             self._session_ready.set()
         if self.pipeline.dead_letters:
@@ -116,21 +118,25 @@ class Runner:
         """In order: sinks end their batch, queries stop between batches, then the session, then the stores.
 
         A query is never stopped inside a batch: Spark would interrupt it there, noisily (notes/ecosystem.md §3).
+        Bounded, for a supervisor waits: what takes longer is cut off by the end of the process, at no cost but time.
         """
         self._ending.set()
+        clock = self.stores.clock
+        until_s = clock.monotonic_s() + STOP_TIMEOUT_S
         for feed in self.feeds:
             if feed.sink is not None:
                 feed.sink.stop()
         for thread in self._threads:
-            thread.join(STOP_TIMEOUT_S)
+            if thread.name != SESSION_THREAD:
+                thread.join(max(0.1, until_s - clock.monotonic_s()))
         for feed in self.feeds:
-            if feed.query is not None:
-                _quietly(feed.query.stop)
+            if feed.query is not None and feed.sink is not None and feed.sink.idle.wait(STOP_TIMEOUT_S):
+                _bounded(feed.query.stop, STOP_TIMEOUT_S)
         for table in self.tables():
             _quietly(table.save)
         if self._spark is not None and self._own_spark:
-            _quietly(self._spark.stop)
-        _quietly(lambda: self.portal.call(self.stores.aclose(), 5))
+            _bounded(self._spark.stop, STOP_TIMEOUT_S)
+        _quietly(lambda: self.portal.call(self.stores.aclose(), STOP_TIMEOUT_S))
         self.portal.close()
 
     @property
@@ -198,7 +204,7 @@ class Runner:
             if self._ending.is_set():
                 return
             sink.process(self._retried(sink.latest))
-            self._ending.wait(IDLE_POLL_S)
+            self._ending.wait(WARM_POLL_S)
         spark = self._spark
         assert spark is not None
         sink.use(spark.sparkContext)
@@ -314,7 +320,7 @@ class Runner:
         return (
             frame.schema(spark_schema(DESCRIPTOR_COLUMNS))
             .load()
-            .writeStream.queryName(feed.source)
+            .writeStream.queryName(f"{self.settings.name}{self.settings.instance}:{feed.source}")
             .option("checkpointLocation", str(checkpoint))
             .foreachBatch(sink.body(checkpoint))
             .start()
@@ -329,6 +335,13 @@ class Runner:
         found = Derivation(self.portal, self.stores, self._spark, table, self._mirror_dir(table.name))
         self.derivations.append(found)
         found.run(self._ending)
+
+
+def _bounded(call: Callable[[], Any], timeout_s: float) -> None:
+    """Call, but wait for its end no longer than this."""
+    thread = threading.Thread(target=_quietly, args=(call,), daemon=True)
+    thread.start()
+    thread.join(timeout_s)
 
 
 def _quietly(call: Callable[[], Any]) -> None:

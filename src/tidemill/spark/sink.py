@@ -89,6 +89,9 @@ class FeedSink:
         self._inline_rows = inline_rows
         self._context: SparkContext | None = None
         self._stopping = threading.Event()
+        self.idle = threading.Event()
+        """Set while no batch is under way."""
+        self.idle.set()
 
     def use(self, context: SparkContext) -> None:
         """From now on big batches may run as Spark tasks; until then everything is computed here."""
@@ -116,6 +119,13 @@ class FeedSink:
     def process(self, end: int) -> None:
         """Bring every table to `end`. Storage that is away is waited for, visibly; other errors end the query."""
         self.target = max(self.target, end)
+        self.idle.clear()
+        try:
+            self._until(end)
+        finally:
+            self.idle.set()
+
+    def _until(self, end: int) -> None:
         pause_s = RETRY_S
         while not self._stopping.is_set():
             try:

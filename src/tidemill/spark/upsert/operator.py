@@ -44,7 +44,7 @@ class Upsert:
         self.mirror = mirror
         self.source_frontier = mirror.upper
         self.dropped = 0
-        """Commands found below the upper so far."""
+        """Commands found below the upper so far, put there by a peer."""
         self._stash = no_commands(schema)
         self._hasher = hasher
         self._fault = fault
@@ -91,17 +91,17 @@ class Upsert:
     def committed(self, pending: Resolved) -> None:
         """Our compare-and-append of `pending` landed."""
         self.mirror.advance(pending.changes, pending.lower, pending.upper)
-        self._stash = self._without_below(self._stash)
+        self._stash = self._without_below(self._stash, lost=False)
 
     def feedback(self, updates: pa.Table, lower: int, upper: int) -> None:
         """A peer's updates for [lower, upper), complete. Any pending result is void."""
         self.mirror.apply(updates, lower, upper)
         self._stash = self._without_below(self._stash)
 
-    def _without_below(self, commands: Commands) -> Commands:
+    def _without_below(self, commands: Commands, *, lost: bool = True) -> Commands:
         if self._fault is Fault.KEEP_BELOW_UPPER or not len(commands):
             return commands
         times = times_of(commands)
         below = classify(times, self.upper, max(self.upper, self.source_frontier)) == BELOW
-        self.dropped += int(np.count_nonzero(below))
+        self.dropped += int(np.count_nonzero(below)) if lost else 0
         return select(commands, ~below)

