@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.open import open_objects
 from tidemill.objects.store import ObjectStore
 from tidemill.topics.front import TopicLog
-from tidemill.topics.leadership import Alone
+from tidemill.topics.leadership import Alone, Membership, NodeInfo
 from tidemill.topics.log import LocalTopics
 
 T = TypeVar("T")
@@ -126,6 +127,78 @@ class RealBroker:
 
     def close(self) -> None:
         self.portal.call(self._down())
+        self.portal.close()
+
+
+class Node:
+    """One node of a `Cluster`: membership, topics and endpoint over the shared bucket and consensus."""
+
+    def __init__(self, name: str, state: MemoryState, objects: MemoryObjects) -> None:
+        self.name = name
+        self._state = state
+        self._objects = objects
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+
+    async def start(self) -> None:
+        clock, rand = SystemClock(), Rand()
+        self.consensus = MemoryConsensus(clock, self._state)
+        self.catalogue = Catalogue(self.consensus, clock, rand)
+        info = NodeInfo("127.0.0.1", self.port)
+        self.membership = Membership(self.consensus, self.name, info, clock, rand, poll_s=0.1)
+        await self.membership.start()
+        self.topics = LocalTopics(
+            self.consensus, self._objects, self.catalogue, clock=clock, rand=rand, assignment=self.membership
+        )
+        await self.topics.start()
+        self.server = KafkaServer(
+            topics=self.topics,
+            catalogue=self.catalogue,
+            consensus=self.consensus,
+            nodes=self.membership,
+            clock=clock,
+            rand=rand,
+            name=self.name,
+            port=self.port,
+        )
+        await self.server.start()
+
+    async def stop(self) -> None:
+        await self.server.aclose()
+        await self.topics.aclose()
+        await self.membership.aclose()
+        await self.consensus.aclose()
+
+
+class Cluster:
+    """Nodes that share one bucket and one consensus, all in one loop."""
+
+    def __init__(self, *names: str) -> None:
+        self.portal = Portal("kafka-cluster")
+        state, objects = MemoryState(), MemoryObjects(SystemClock())
+        self.nodes = [Node(name, state, objects) for name in names]
+        self._running: list[Node] = []
+        for node in self.nodes:
+            self.portal.call(node.start())
+            self._running.append(node)
+        eventually(lambda: all(len(node.membership.members()) == len(names) for node in self.nodes))
+
+    @property
+    def addresses(self) -> str:
+        return ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
+
+    def stop(self, node: Node) -> None:
+        self._running.remove(node)
+        self.portal.call(node.stop())
+
+    def start(self, node: Node) -> None:
+        self.portal.call(node.start())
+        self._running.append(node)
+
+    def close(self) -> None:
+        for node in list(self._running):
+            self.stop(node)
         self.portal.close()
 
 

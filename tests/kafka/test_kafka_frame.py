@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.kafka.frame import Frame, FrameReader
@@ -34,6 +34,7 @@ def framed(*payloads: bytes) -> bytes:
     return b"".join(struct.pack(">i", len(p)) + p for p in payloads)
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     payloads=st.lists(st.binary(min_size=1, max_size=50) | st.integers(1, 60_000).map(lambda n: bytes([n % 251]) * n)),
     sizes=st.lists(st.integers(1, 20_000), min_size=1, max_size=5),

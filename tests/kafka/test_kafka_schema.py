@@ -93,6 +93,7 @@ def test_a_huge_array_count_is_refused_before_anything_is_built() -> None:
         compiled.decode_request(3, 1, memoryview(b"\x7f\xff\xff\xff"), 0)
 
 
+@settings(deadline=None)
 @given(value=st.integers(0, 0xFFFFFFFF))
 def test_varints_round_trip(value: int) -> None:
     out = bytearray()
@@ -210,6 +211,7 @@ def test_kio_reads_our_fetch_responses(version: int, data: st.DataObject) -> Non
 
 
 @pytest.mark.parametrize("version", [3, 8, 9, 13])
+@settings(max_examples=50, deadline=None)
 @given(junk=st.binary(max_size=120))
 def test_junk_in_produce_is_a_bad_frame(version: int, junk: bytes) -> None:
     with contextlib.suppress(BadFrame):
@@ -217,6 +219,7 @@ def test_junk_in_produce_is_a_bad_frame(version: int, junk: bytes) -> None:
 
 
 @pytest.mark.parametrize("version", [4, 11, 12, 17])
+@settings(max_examples=50, deadline=None)
 @given(junk=st.binary(max_size=120))
 def test_junk_in_fetch_is_a_bad_frame(version: int, junk: bytes) -> None:
     with contextlib.suppress(BadFrame):
