@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tidemill.base.errors import TidemillError
+from tidemill.base.errors import Corrupt, Missing, TidemillError
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.topics.batch.header import patch
 from tidemill.topics.front import BatchRef
@@ -47,6 +47,9 @@ async def read_batches(
     for key, refs in missing.items():
         try:
             await _read_object(objects, key, refs, buffers)
+        except Missing:
+            # The log names it, so it was acknowledged: not the asker's mistake, and no topic is missing.
+            failed[key] = Corrupt(f"an object that a partition log names is gone: key={key}.")
         except TidemillError as error:
             failed[key] = error
     results: list[list[Buffer] | TidemillError] = []

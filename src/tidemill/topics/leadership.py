@@ -124,7 +124,8 @@ class Membership:
         self._callbacks: list[Callable[[], None]] = []
         self._wake = asyncio.Event()
         self._tasks = Tasks()
-        self._superseded = False
+        self.superseded: Fenced | None = None
+        """Set once a later process has taken this node's name: this one leads nothing any more and should exit."""
 
     async def start(self) -> None:
         """Register, take the lease, see the others. Raises Unavailable when consensus does not answer."""
@@ -137,7 +138,7 @@ class Membership:
     async def aclose(self) -> None:
         """Stop and give the lease up, so that others take over now rather than after its time to live."""
         await self._tasks.aclose()
-        if self._lease is not None and not self._superseded:
+        if self._lease is not None and self.superseded is None:
             try:
                 await self._consensus.release(LEASE_PREFIX + self.node, self._holder, self._lease.term)
             except TidemillError as error:
@@ -213,17 +214,20 @@ class Membership:
                 self._lease = await self._consensus.acquire(name, self._holder, self._ttl_ms, info)
             except Conflict as conflict:
                 # N3: a later process has this name; two that kept taking it back would serve nobody.
-                self._superseded = True
+                _log.error("another process runs under this node's name; this one stops", node=self.node)
                 self._set_members(())
-                _log.error("another process runs under this node name; this one stops leading", node=self.node)
-                raise Fenced(
-                    f"another process took this node's name: node={self.node}.", current=conflict.current
-                ) from conflict
+                self.superseded = Fenced(
+                    f"another process took this node's name: node={self.node}.",
+                    current=conflict.current,
+                    fix="Give every node a name of its own.",
+                )
+                self._wake.set()
+                return
             except (Unavailable, Unknown) as error:
                 _log.warning("lease not renewed", node=self.node, cause=str(error))
 
     async def _keep_view(self) -> None:
-        while not self._superseded:
+        while self.superseded is None:
             self._wake.clear()
             try:
                 async with asyncio.timeout(self._poll_s):
@@ -250,7 +254,7 @@ class Membership:
         self._set_members(tuple(sorted(members, key=lambda member: (member.node_id, member.name))))
 
     def _set_members(self, members: tuple[Member, ...]) -> None:
-        if members == self._members or (self._superseded and members):
+        if members == self._members or self.superseded is not None:
             return
         self._members = members
         self._leaders.clear()

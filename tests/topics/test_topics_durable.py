@@ -1,0 +1,72 @@
+"""On the real stores: SQLite and a local directory."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+from topics_world import values_of
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.consensus.open import open_consensus
+from tidemill.metastore.catalogue import Catalogue
+from tidemill.objects.open import open_objects
+from tidemill.topics.reader import PartitionReaderImpl
+
+PARTITIONS = 3
+SCRIPT = Path(__file__).with_name("killed_producer.py")
+
+
+async def create_topic(directory: Path) -> str:
+    clock, rand = SystemClock(), Rand()
+    consensus = await open_consensus(f"sqlite:{directory / 'consensus.db'}", clock, rand)
+    row = await Catalogue(consensus, clock, rand).create_topic("t", PARTITIONS)
+    await consensus.aclose()
+    return row.topic_id
+
+
+async def read_back(directory: Path, topic_id: str) -> list[list[tuple[int, str]]]:
+    clock, rand = SystemClock(), Rand()
+    consensus = await open_consensus(f"sqlite:{directory / 'consensus.db'}", clock, rand)
+    objects = await open_objects(str(directory / "objects"), clock, rand)
+    reader = PartitionReaderImpl(consensus, objects)
+    logs = []
+    for partition in range(PARTITIONS):
+        end = await reader.high_watermark(topic_id, partition)
+        logs.append(values_of(await reader.read(await reader.plan(topic_id, partition, 0, end))))
+    await consensus.aclose()
+    await objects.aclose()
+    return logs
+
+
+def test_nothing_acknowledged_is_lost_and_nothing_is_doubled_when_the_process_is_killed(tmp_path: Path) -> None:
+    topic_id = asyncio.run(create_topic(tmp_path))
+    acknowledged: dict[tuple[int, int], str] = {}
+    for life in range(3):
+        command = [sys.executable, str(SCRIPT), str(tmp_path), topic_id, str(PARTITIONS), str(life)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        for _ in range(150):
+            partition, offset, value = process.stdout.readline().split()
+            acknowledged[int(partition), int(offset)] = value
+        process.kill()
+        rest = process.stdout.read()
+        process.wait()
+        for line in rest.splitlines():
+            fields = line.split()
+            if len(fields) == 3 and line in rest.splitlines()[:-1]:
+                acknowledged[int(fields[0]), int(fields[1])] = fields[2]
+    logs = asyncio.run(read_back(tmp_path, topic_id))
+    for partition, log in enumerate(logs):
+        assert [offset for offset, _ in log] == list(range(len(log)))
+        values = [value for _, value in log]
+        assert len(set(values)) == len(values)
+        for life in range(3):
+            numbers = [int(v.split(".")[1]) for v in values if v.startswith(f"{life}.")]
+            assert numbers == list(range(len(numbers)))
+        for (where, offset), value in acknowledged.items():
+            if where == partition:
+                assert log[offset] == (offset, value)
+    assert len(acknowledged) >= 450

@@ -1,0 +1,280 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+
+import pytest
+from topics_world import World, batch, fetch, run, values_of
+
+from tidemill.base.errors import Corrupt, Invalid, Missing
+from tidemill.topics.front import BatchRef, FetchRead, NotLeader, OffsetOutOfRange
+from tidemill.topics.log import LocalTopics
+from tidemill.topics.reader import PartitionReaderImpl
+
+
+def in_world(scenario: Coroutine[object, object, None], world: World) -> None:
+    async def whole() -> None:
+        try:
+            await scenario
+        finally:
+            await world.aclose()
+
+    run(whole())
+
+
+async def filled(world: World, count: int = 10) -> tuple[LocalTopics, str]:
+    """Partition 0 holds `count` batches of two records: offsets 2n and 2n+1, max timestamp 1000 + n."""
+    row = await world.topic()
+    topics = world.node()
+    for n in range(count):
+        await topics.produce_nowait(row.topic_id, 0, batch(f"{n}a", f"{n}b", timestamp_ms=1000 + n))
+    return topics, row.topic_id
+
+
+def test_a_long_poll_wakes_when_records_arrive() -> None:
+    world = World()
+
+    async def scenario() -> None:
+        topics, topic_id = await filled(world, 1)
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        waiting = asyncio.ensure_future(fetch(topics, topic_id, 0, 2, wait_s=15.0))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await topics.produce_nowait(topic_id, 0, batch("new"))
+        assert values_of((await waiting).batches) == [(2, "new")]
+        assert loop.time() - begun < 5
+
+    in_world(scenario(), world)
+
+
+def test_a_long_poll_ends_empty_when_its_time_is_over() -> None:
+    world = World()
+
+    async def scenario() -> None:
+        topics, topic_id = await filled(world, 1)
+        found = await fetch(topics, topic_id, 0, 2, wait_s=0.02)
+        assert (found.batches, found.error, found.high_watermark) == ([], None, 2)
+
+    in_world(scenario(), world)
+
+
+def test_min_bytes_waits_for_enough() -> None:
+    world = World()
+
+    async def scenario() -> None:
+        topics, topic_id = await filled(world, 1)
+        size = len(batch("x" * 500))
+        reads = [FetchRead(topic_id, 0, 2, 1 << 20), FetchRead(topic_id, 1, 0, 1 << 20)]
+        waiting = asyncio.ensure_future(topics.fetch(reads, max_wait_s=15.0, min_bytes=2 * size, max_bytes=1 << 20))
+        await topics.produce_nowait(topic_id, 0, batch("x" * 500))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await topics.produce_nowait(topic_id, 1, batch("y" * 500))
+        found = await waiting
+        assert [len(f.batches) for f in found] == [1, 1]
+
+    in_world(scenario(), world)
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
+def test_byte_limits_hold_but_one_batch_always_comes(cache_bytes: int) -> None:
+    world = World(cache_bytes=cache_bytes)
+
+    async def scenario() -> None:
+        topics, topic_id = await filled(world)
+        size = len(batch("0a", "0b"))
+        assert values_of((await fetch(topics, topic_id, 0, 4, max_bytes=1)).batches) == [(4, "2a"), (5, "2b")]
+        assert len((await fetch(topics, topic_id, 0, 0, max_bytes=3 * size)).batches) == 3
+        await topics.produce_nowait(topic_id, 1, batch("other"))
+        reads = [FetchRead(topic_id, 0, 0, 1 << 20), FetchRead(topic_id, 1, 0, 1 << 20)]
+        found = await topics.fetch(reads, max_wait_s=0, min_bytes=1, max_bytes=1)
+        assert [len(f.batches) for f in found] == [1, 0]
+
+    in_world(scenario(), world)
+
+
+def test_a_fetch_in_the_middle_of_a_batch_returns_the_whole_batch() -> None:
+    world = World()
+
+    async def scenario() -> None:
+        topics, topic_id = await filled(world)
+        found = await fetch(topics, topic_id, 0, 5)
+        assert values_of(found.batches)[0] == (4, "2a")
+
+    in_world(scenario(), world)
+
+
+def test_out_of_range_is_an_error_of_that_partition_alone() -> None:
+    world = World()
+
+    async def scenario() -> None:
+        topics, topic_id = await filled(world)
+        reads = [FetchRead(topic_id, 0, 21, 999), FetchRead(topic_id, 0, 18, 999), FetchRead(topic_id, 0, -1, 999)]
+        high, good, low = await topics.fetch(reads, max_wait_s=15.0, min_bytes=1 << 20, max_bytes=1 << 20)
+        assert isinstance(high.error, OffsetOutOfRange) and isinstance(low.error, OffsetOutOfRange)
+        assert high.high_watermark == 20
+        assert good.error is None and len(good.batches) == 1
+        unknown, elsewhere = await topics.fetch(
+            [FetchRead("11111111-0000-4000-8000-000000000000", 0, 0, 9), FetchRead(topic_id, 7, 0, 9)],
+            max_wait_s=0,
+            min_bytes=1,
+            max_bytes=9,
+        )
+        assert isinstance(unknown.error, Missing) and isinstance(elsewhere.error, Missing)
+
+    in_world(scenario(), world)
+
+
+def test_nothing_is_readable_before_it_is_durable() -> None:
+    world = World()
+
+    async def scenario() -> None:
+        topics, topic_id = await filled(world, 1)
+        gate = asyncio.Event()
+
+        async def hold(append):  # type: ignore[no-untyped-def]
+            await gate.wait()
+            return await append()
+
+        world.consensus.on_append = hold
+        sent = topics.produce_nowait(topic_id, 0, batch("new"))
+        found = await fetch(topics, topic_id, 0, 2, wait_s=0.02)
+        assert (found.high_watermark, found.batches) == (2, [])
+        gate.set()
+        await sent
+        assert (await fetch(topics, topic_id, 0, 2)).high_watermark == 3
+
+    in_world(scenario(), world)
+
+
+def test_recent_batches_come_from_memory_and_old_ones_in_one_read_per_object() -> None:
+    world = World(cache_bytes=0)
+
+    async def scenario() -> None:
+        row = await world.topic()
+        topics = world.node()
+        sent = [topics.produce_nowait(row.topic_id, n % 2, batch(str(n))) for n in range(10)]
+        await asyncio.gather(*sent)
+        reads = [FetchRead(row.topic_id, p, 0, 1 << 20) for p in (0, 1)]
+        found = await topics.fetch(reads, max_wait_s=0, min_bytes=1, max_bytes=1 << 20)
+        assert [len(f.batches) for f in found] == [5, 5]
+        assert world.objects.gets <= world.objects.puts
+        warm = world.node(cache_bytes=1 << 20)
+        await warm.produce_nowait(row.topic_id, 0, batch("10"))
+        gets = world.objects.gets
+        assert values_of((await fetch(warm, row.topic_id, 0, 5)).batches) == [(5, "10")]
+        assert world.objects.gets == gets
+
+    in_world(scenario(), world)
+
+
+def test_an_object_that_is_gone_fails_its_partition_alone() -> None:
+    world = World(cache_bytes=0)
+
+    async def scenario() -> None:
+        row = await world.topic()
+        topics = world.node()
+        await topics.produce_nowait(row.topic_id, 0, batch("0"))
+        await topics.produce_nowait(row.topic_id, 1, batch("1"))
+        (ref,) = await world.reader.plan(row.topic_id, 0, 0, 1)
+        await world.objects.delete(ref.object_key)
+        reads = [FetchRead(row.topic_id, p, 0, 1 << 20) for p in (0, 1)]
+        lost, fine = await topics.fetch(reads, max_wait_s=0, min_bytes=1, max_bytes=1 << 20)
+        assert isinstance(lost.error, Corrupt) and lost.batches == []
+        assert values_of(fine.batches) == [(0, "1")]
+
+    in_world(scenario(), world)
+
+
+def test_a_fetch_waiting_on_a_lost_partition_is_told() -> None:
+    world = World()
+
+    async def scenario() -> None:
+        topics, topic_id = await filled(world, 1)
+        waiting = asyncio.ensure_future(fetch(topics, topic_id, 0, 2, wait_s=15.0))
+        await asyncio.sleep(0.01)
+        other = world.node()
+        await other.produce_nowait(topic_id, 0, batch("theirs"))
+        with pytest.raises(NotLeader):
+            await topics.produce_nowait(topic_id, 0, batch("ours"))
+        found = await waiting
+        assert isinstance(found.error, NotLeader) or values_of(found.batches) == [(2, "theirs")]
+
+    in_world(scenario(), world)
+
+
+def test_offsets_and_times() -> None:
+    world = World()
+
+    async def scenario() -> None:
+        topics, topic_id = await filled(world)
+        offsets = await topics.offsets(topic_id, 0)
+        assert (offsets.log_start_offset, offsets.high_watermark) == (0, 20)
+        assert await topics.offset_for_time(topic_id, 0, 0) == (0, 1000)
+        assert await topics.offset_for_time(topic_id, 0, 1003) == (6, 1003)
+        assert await topics.offset_for_time(topic_id, 0, 1010) is None
+        assert await topics.offset_for_time(topic_id, 1, 0) is None
+
+    in_world(scenario(), world)
+
+
+# the reader of other processes ---------------------------------------------------------------------
+def test_the_reader_plans_whole_batches_that_overlap_the_range() -> None:
+    world = World()
+
+    async def scenario() -> None:
+        topics, topic_id = await filled(world)
+        reader = world.reader
+        assert await reader.high_watermark(topic_id, 0) == 20
+        refs = await reader.plan(topic_id, 0, 3, 7)
+        assert [(r.base_offset, r.record_count) for r in refs] == [(2, 2), (4, 2), (6, 2)]
+        assert values_of(await reader.read(refs))[0] == (2, "1a")
+        assert await reader.plan(topic_id, 0, 5, 5) == []
+        await topics.produce_nowait(topic_id, 0, batch("late"))
+        assert [r.base_offset for r in await reader.plan(topic_id, 0, 19, 21)] == [18, 20]
+        with pytest.raises(OffsetOutOfRange):
+            await reader.plan(topic_id, 0, 0, 22)
+
+    in_world(scenario(), world)
+
+
+def test_an_executor_reads_with_nothing_but_the_bucket() -> None:
+    world = World()
+
+    async def scenario() -> None:
+        _, topic_id = await filled(world)
+        refs: list[BatchRef] = await world.reader.plan(topic_id, 0, 0, 20)
+        executor = PartitionReaderImpl(None, world.objects)
+        found = await executor.read(list(reversed(refs)))
+        assert [v for _, v in values_of(found)][:2] == ["9a", "9b"]
+        with pytest.raises(Invalid):
+            await executor.high_watermark(topic_id, 0)
+
+    in_world(scenario(), world)
+
+
+def test_a_reader_left_behind_by_rollups_finds_its_way() -> None:
+    world = World(rollup_records=3)
+
+    async def scenario() -> None:
+        topics, topic_id = await filled(world, 1)
+        assert await world.reader.high_watermark(topic_id, 0) == 2
+        for n in range(30):
+            await topics.produce_nowait(topic_id, 0, batch(str(n)))
+        assert await world.reader.high_watermark(topic_id, 0) == 32
+        refs = await world.reader.plan(topic_id, 0, 0, 32)
+        assert [v for _, v in values_of(await world.reader.read(refs))] == ["0a", "0b", *(str(n) for n in range(30))]
+
+    in_world(scenario(), world)
+
+
+def test_readers_of_an_unwritten_partition_see_nothing() -> None:
+    world = World()
+
+    async def scenario() -> None:
+        row = await world.topic()
+        assert await world.reader.high_watermark(row.topic_id, 0) == 0
+        assert await world.reader.plan(row.topic_id, 0, 0, 0) == []
+
+    in_world(scenario(), world)
