@@ -6,18 +6,26 @@ Exit 0 when every seed is clean, 1 at the first that is not (its replay command 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import multiprocessing
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import pyarrow as pa
 import structlog
 
 from tidemill.base.errors import Invalid
 from tidemill.sim.scenarios import FAULTS, ROOMS, scenario
 from tidemill.sim.world import Outcome, World, log_to_trace
 
-COLLECT_EVERY = 50
+CHUNK = 20
+"""Seeds that one process runs between two collections of garbage."""
+
+Failure = tuple[str, int, str]
+"""room, seed, error"""
 
 
 def run_seed(room: str, seed: int, fault: str = "") -> Outcome:
@@ -29,6 +37,8 @@ def prepare() -> None:
     """Send logs to the trace and keep the garbage collector out of the worlds, whose order it could disturb."""
     structlog.configure(processors=[log_to_trace], cache_logger_on_first_use=False)
     gc.disable()
+    pa.set_cpu_count(1)
+    pa.set_io_thread_count(1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fault", default="", choices=("", *FAULTS), help="plant a known fault; it must be found")
     parser.add_argument("--trace", action="store_true", help="print every event of the seed")
     parser.add_argument("--seconds", type=float, default=None, help="stop cleanly after so much real time")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes; results do not depend on it")
     options = parser.parse_args(argv)
     try:
         rooms = _rooms(options.room, options.fault)
@@ -49,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare()
     if options.seed is not None:
         return _replay(rooms, options.seed, options.fault, options.trace)
-    return _many(rooms, range(options.first, options.first + options.seeds), options.fault, options.seconds)
+    seeds = range(options.first, options.first + options.seeds)
+    return _many(rooms, seeds, options.fault, options.seconds, max(1, options.jobs))
 
 
 def _rooms(room: str, fault: str) -> tuple[str, ...]:
@@ -75,29 +87,52 @@ def _replay(rooms: Sequence[str], seed: int, fault: str, trace: bool) -> int:
     return 1 if bad else 0
 
 
-def _many(rooms: Sequence[str], seeds: range, fault: str, seconds: float | None) -> int:
+def _many(rooms: Sequence[str], seeds: range, fault: str, seconds: float | None, jobs: int) -> int:
     started = time.perf_counter()  # how long people wait; no world sees it
     steps = done = 0
     shown = 0.0
-    for seed in seeds:
+    with contextlib.ExitStack() as stack:
+        for count, took, failed in _chunks(rooms, seeds, fault, jobs, stack):
+            done += count
+            steps += took
+            elapsed = time.perf_counter() - started
+            if failed is not None:
+                room, seed, error = failed
+                planted = f" --fault {fault}" if fault else ""
+                print(f"\n{room} seed {seed} failed after {elapsed:.1f} s: {error}")
+                print(f"replay: python -m tidemill.sim --room {room} --seed {seed}{planted} --trace")
+                return 1
+            if elapsed - shown >= 1.0 and sys.stderr.isatty():
+                shown = elapsed
+                line = f"\r{done}/{len(seeds)} seeds, {steps:,} steps, {elapsed:.0f} s"
+                print(line, end="", file=sys.stderr, flush=True)
+            if seconds is not None and elapsed >= seconds:
+                break
+    elapsed = time.perf_counter() - started
+    print(f"{done} seeds clean in {', '.join(rooms)}: {steps:,} steps in {elapsed:.1f} s")
+    return 0
+
+
+def _chunks(
+    rooms: Sequence[str], seeds: range, fault: str, jobs: int, stack: contextlib.ExitStack
+) -> Iterator[tuple[int, int, Failure | None]]:
+    """Results of runs of seeds, in order of seeds whatever process ran them."""
+    chunks = [(rooms, list(seeds[at : at + CHUNK]), fault) for at in range(0, len(seeds), CHUNK)]
+    if jobs == 1 or len(chunks) < 2 * jobs:
+        return map(_run_chunk, chunks)
+    pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(jobs, initializer=prepare))
+    return pool.imap(_run_chunk, chunks)
+
+
+def _run_chunk(chunk: tuple[Sequence[str], list[int], str]) -> tuple[int, int, Failure | None]:
+    """(seeds done, steps, the first failure) of one run of seeds; garbage is collected between runs only."""
+    rooms, seeds, fault = chunk
+    steps = 0
+    for done, seed in enumerate(seeds):
         for room in rooms:
             outcome = run_seed(room, seed, fault)
             steps += outcome.steps
             if not outcome.ok:
-                elapsed = time.perf_counter() - started
-                planted = f" --fault {fault}" if fault else ""
-                print(f"\n{room} seed {seed} failed after {elapsed:.1f} s: {outcome.error}")
-                print(f"replay: python -m tidemill.sim --room {room} --seed {seed}{planted} --trace")
-                return 1
-        done += 1
-        if done % COLLECT_EVERY == 0:
-            gc.collect()
-        elapsed = time.perf_counter() - started
-        if elapsed - shown >= 1.0 and sys.stderr.isatty():
-            shown = elapsed
-            print(f"\r{done}/{len(seeds)} seeds, {steps:,} steps, {elapsed:.0f} s", end="", file=sys.stderr, flush=True)
-        if seconds is not None and elapsed >= seconds:
-            break
-    elapsed = time.perf_counter() - started
-    print(f"{done} seeds clean in {', '.join(rooms)}: {steps:,} steps in {elapsed:.1f} s")
-    return 0
+                return done, steps, (room, seed, outcome.error)
+    gc.collect()
+    return len(seeds), steps, None

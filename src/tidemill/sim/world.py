@@ -8,11 +8,13 @@ scenario itself belongs to no actor and survives.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import hashlib
 import random
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, MutableMapping, Sequence
 from functools import cached_property, partial
+from types import ModuleType
 from typing import Any, Generic, NoReturn, TypeVar
 
 import msgspec
@@ -57,6 +59,17 @@ class Outcome(msgspec.Struct, frozen=True):
     @property
     def ok(self) -> bool:
         return not self.error
+
+
+@contextlib.contextmanager
+def swapped(module: ModuleType, name: str, value: object) -> Iterator[None]:
+    """A constant or pure function of a room, replaced for one world: to make rare things common, or dear ones cheap."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 class Engine(MemoryConsensus):
