@@ -80,6 +80,7 @@ class Child:
                 stderr=output,
                 env={**os.environ, **self.spec.environ},
                 preexec_fn=_die_with_parent,
+                start_new_session=True,  # Ctrl-C reaches the parent alone, which stops children in order
             )
         try:
             return await self._process.wait()

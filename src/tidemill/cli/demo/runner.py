@@ -123,7 +123,7 @@ class Runner:
         for arguments, counts in ((load, self.load_counts), (clicks, self.click_counts)):
             seed = str(self._rand.below(1 << 30))
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", *arguments, "--seed", seed, stdout=asyncio.subprocess.PIPE
+                sys.executable, "-m", *arguments, "--seed", seed, stdout=asyncio.subprocess.PIPE, start_new_session=True
             )
             self._loads.append(process)
             tasks.spawn(self._read_counts(process, counts), name=f"demo-{arguments[0]}")
