@@ -21,6 +21,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Conflict, Invalid, Missing, TidemillError, Unavailable, Unknown
 from tidemill.base.limits import OBJECT_CONCURRENCY, OBJECT_RETRY_BUDGET_S
+from tidemill.base.tasks import Tasks
 from tidemill.objects import metrics
 from tidemill.objects.coalesce import Request, cut, plan_reads
 from tidemill.objects.keys import as_buffers, size_of
@@ -193,12 +194,9 @@ class ResilientObjects:
             data = await self._retried("get_ranges", lambda: self._inner.get(key, request.start, request.end))
             cut(request, data, into)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for request in plan_reads(ranges):
-                    group.create_task(fetch(request))
-        except BaseExceptionGroup as failed:
-            raise _first_of(failed) from failed
+        # The first failure is raised by gather; leaving the group then cancels the requests still under way.
+        async with Tasks(on_failure=lambda name, error: None) as tasks:
+            await asyncio.gather(*(tasks.spawn(fetch(request), name=f"read {key}") for request in plan_reads(ranges)))
         return into
 
     async def _retried(
@@ -276,13 +274,6 @@ class _Retry:
             return False
         await asyncio.sleep(pause_s)
         return True
-
-
-def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def check_budget(budget_s: float, concurrency: int) -> None:

@@ -137,7 +137,7 @@ class World:
         error = ""
         token = CURRENT.set(self)
         try:
-            self.loop.run_until_complete(self.loop.create_task(main()))
+            self.loop.run_until_complete(main())
             if self.loop.failures:
                 error = f"UnhandledError: {self.loop.failures[0]}"
         except Exception as failure:
@@ -265,13 +265,12 @@ class Actor(Generic[Node]):
             link.broken()
         self.links.clear()
 
-    async def enter(self, work: Callable[[Node], Awaitable[T]]) -> T:
-        """Run `work` as part of this life, and wait for it from outside. Raises Down if it dies meanwhile."""
+    def enter(self, work: Callable[[Node], Awaitable[T]]) -> asyncio.Future[T]:
+        """Run `work` as part of this life; the future fails with Down if it dies meanwhile."""
         link = Link(self)
-        try:
-            return await link.request(work)
-        finally:
-            link.close()
+        future = link.request_nowait(work)
+        future.add_done_callback(lambda _: link.close())
+        return future
 
 
 def _retrieved(future: asyncio.Future[Any]) -> None:
@@ -289,6 +288,13 @@ def _pass_on(to: asyncio.Future[Any], done: asyncio.Future[Any]) -> None:
         to.set_exception(error)
     else:
         to.set_result(done.result())
+
+
+class Crew(asyncio.TaskGroup):
+    """The scenario's own tasks, which belong to no actor: the first to fail ends the world."""
+
+    def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        return self.create_task(coroutine)
 
 
 class Down(Exception):

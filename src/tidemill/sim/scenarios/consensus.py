@@ -16,7 +16,7 @@ from typing import Any
 from tidemill.base.errors import Conflict, Fenced, TidemillError, Unavailable, Unknown
 from tidemill.consensus.api import Consensus, LogHead, Versioned, resolve_append
 from tidemill.sim.oracles.linearizable import NEVER, Call, linearizable, log_model, register_model
-from tidemill.sim.world import Actor, Violated, World
+from tidemill.sim.world import Actor, Crew, Violated, World
 
 REGISTERS = ("r/0", "r/1")
 LOG = "log/shared"
@@ -184,7 +184,7 @@ async def run(world: World, fault: str = "") -> None:
             await actor.start()
             if not actor.up:
                 continue
-            working = asyncio.ensure_future(actor.enter(lambda node: node.work()))
+            working = actor.enter(lambda node: node.work())
             doomed = source.random() < 0.4
             await asyncio.wait([working], timeout=source.uniform(0, 0.3) if doomed else None)
             if doomed:
@@ -194,9 +194,9 @@ async def run(world: World, fault: str = "") -> None:
                 raise working.exception()  # type: ignore[misc]
 
     clients = [Actor(world, f"client-{i}", build) for i in range(source.randint(2, 4))]
-    async with asyncio.TaskGroup() as group:
+    async with Crew() as crew:
         for client in clients:
-            group.create_task(life(client))
+            crew.spawn(life(client))
     await check(world, history)
 
 

@@ -31,7 +31,7 @@ from tidemill.shards.handle import LogShard
 from tidemill.shards.open import open_shard
 from tidemill.shards.parts import decode_part
 from tidemill.shards.state import ShardState, check_whole
-from tidemill.sim.world import Actor, Down, Violated, World, swapped
+from tidemill.sim.world import Actor, Crew, Down, Violated, World, swapped
 
 SCHEMA = ShardSchema((Column("k", "string"), Column("v", "string")), ("k",))
 NAME = "t"
@@ -131,16 +131,15 @@ def _updates(shared: Shared, name: str, lower: int, upper: int) -> tuple[Update,
         value = shared.world.filler if source.random() < 0.15 else "v"
         out.append((f"{name}-{shared.numbers}", value, source.randrange(lower, upper), 1))
     if shared.rows[name] and source.random() < 0.4:
-        key, value, _, _ = source.choice(shared.rows[name])
+        # Forgotten at once, whatever becomes of the append: a row must not be retracted twice.
+        key, value, _, _ = shared.rows[name].pop(source.randrange(len(shared.rows[name])))
         out.append((key, value, source.randrange(lower, upper), -1))
     return tuple(out)
 
 
 def _settle(shared: Shared, name: str, attempt: Attempt) -> None:
     shared.remaining[name] -= 1
-    gone = {update[0] for update in attempt.updates if update[3] < 0}
-    added = [update for update in attempt.updates if update[3] > 0]
-    shared.rows[name] = [row for row in shared.rows[name] + added if row[0] not in gone]
+    shared.rows[name] += [update for update in attempt.updates if update[3] > 0]
 
 
 def _table(updates: Iterable[Update]) -> pa.Table:
@@ -201,18 +200,15 @@ async def compact(shared: Shared, node: Node) -> None:
             continue
 
 
-async def keep(shared: Shared, actor: Actor[Node], work: Any, stop: asyncio.Event) -> None:
+async def keep(shared: Shared, actor: Actor[Node], work: Any, stop: asyncio.Future[None]) -> None:
     """Run `work` in the actor, again after every death, until it ends or the scenario stops."""
-    while not stop.is_set():
+    while not stop.done():
         if not actor.up:
             await actor.start()
             continue
-        working = asyncio.ensure_future(actor.enter(lambda node: work(shared, node)))
-        stopping = asyncio.ensure_future(stop.wait())
-        await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
+        working = actor.enter(lambda node: work(shared, node))
+        await asyncio.wait([working, stop], return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            working.cancel()
             return
         try:
             working.result()
@@ -255,15 +251,15 @@ async def play(world: World, shared: Shared) -> None:
     for writer in writers:
         shared.remaining[writer.name] = source.randint(2, 6)
         shared.rows[writer.name] = []
-    stop = asyncio.Event()
-    async with asyncio.TaskGroup() as group:
-        writing = [group.create_task(keep(shared, writer, write, stop)) for writer in writers]
+    stop: asyncio.Future[None] = world.loop.create_future()
+    async with Crew() as crew:
+        writing = [crew.spawn(keep(shared, writer, write, stop)) for writer in writers]
         others = [
-            group.create_task(keep(shared, reader, read, stop)),
-            group.create_task(keep(shared, listener, listen, stop)),
+            crew.spawn(keep(shared, reader, read, stop)),
+            crew.spawn(keep(shared, listener, listen, stop)),
         ]
         if source.random() < 0.7:
-            others.append(group.create_task(keep(shared, compactor, compact, stop)))
+            others.append(crew.spawn(keep(shared, compactor, compact, stop)))
         for _ in range(source.choice((0, 1, 3))):
             await asyncio.sleep(source.uniform(0, 0.8))
             victim = source.choice(world.actors)
@@ -275,7 +271,7 @@ async def play(world: World, shared: Shared) -> None:
         await asyncio.wait(writing)
         _, upper = await (await oracle_handle(world)).frontiers()
         await world.until(lambda: shared.frontier >= upper)
-        stop.set()
+        stop.set_result(None)
         await asyncio.wait(others)
 
 

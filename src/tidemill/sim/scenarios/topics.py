@@ -18,7 +18,7 @@ from typing import Any
 from tidemill.base.errors import TidemillError
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.sim.oracles.topics import Place, check_acknowledged, check_log, check_producer, check_stable
-from tidemill.sim.world import Actor, Down, Link, Violated, World
+from tidemill.sim.world import Actor, Crew, Down, Link, Violated, World
 from tidemill.topics.batch import Record, decode_columns, encode_batch
 from tidemill.topics.front import (
     CorruptBatch,
@@ -253,16 +253,14 @@ async def run(world: World, fault: str = "") -> None:
     for broker in cluster.brokers[: source.randint(1, 2)]:
         await broker.start()
     stop = asyncio.Event()
-    async with asyncio.TaskGroup() as group:
+    async with Crew() as crew:
         producers = [
-            group.create_task(
-                Producer(cluster, f"p{i}", source.randrange(partitions), i + 1 if i < count - 1 else -1).work()
-            )
+            crew.spawn(Producer(cluster, f"p{i}", source.randrange(partitions), i + 1 if i < count - 1 else -1).work())
             for count in (source.randint(2, 4),)
             for i in range(count)
         ]
-        consumers = [group.create_task(consume(cluster, partition, stop)) for partition in range(partitions)]
-        await group.create_task(nemesis(cluster))
+        consumers = [crew.spawn(consume(cluster, partition, stop)) for partition in range(partitions)]
+        await crew.spawn(nemesis(cluster))
         await asyncio.wait(producers, timeout=5.0)
         await world.heal()
         await asyncio.wait(producers)
