@@ -36,7 +36,14 @@ from tidemill.capture.snapshot import Snapshot, SnapshotProgress
 from tidemill.capture.tables import TableInfo, describe, list_tables, resolve
 from tidemill.capture.topic_writer import CapturedTable, TopicWriter
 from tidemill.capture.wire.connection import Wire, identifier
-from tidemill.metastore.catalogue import CapturedColumn, CaptureRow, Catalogue, TableSnapshot, TopicRow, check_topic_name
+from tidemill.metastore.catalogue import (
+    CapturedColumn,
+    CaptureRow,
+    Catalogue,
+    TableSnapshot,
+    TopicRow,
+    check_topic_name,
+)
 
 log = structlog.get_logger()
 
@@ -63,7 +70,7 @@ async def prepare(wire: Wire, config: CaptureConfig, facts: ServerFacts, catalog
     """The caller holds the capture's lock. Raises Invalid (tables, rights), SlotLost, SqlError, Unavailable."""
     tables = resolve(config.tables, await list_tables(wire))
     for table in tables:
-        _check_topic(config, table)
+        await _check_topic(config, table, catalogue)
     row = await catalogue.get(CaptureRow, config.name)
     if row is not None and row.system_id != facts.system_id:
         raise Invalid(
@@ -167,14 +174,22 @@ async def forget(config: CaptureConfig, catalogue: Catalogue) -> None:
     await catalogue.delete(CaptureRow, config.name)
 
 
-def _check_topic(config: CaptureConfig, table: TableInfo) -> None:
+async def _check_topic(config: CaptureConfig, table: TableInfo, catalogue: Catalogue) -> None:
+    """Before anything is made: the table's topic can have its name, and no Kafka producer owns it."""
+    name = config.topic_of(table.schema, table.table)
     try:
-        check_topic_name(config.topic_of(table.schema, table.table))
+        check_topic_name(name)
     except Invalid as error:
         raise Invalid(
             f"a table's name cannot be a topic's: table={table.name}.",
             fix=f'Rename it to a-z A-Z 0-9 . _ - only, or exclude it with "!{table.name}".',
         ) from error
+
+    topic = await catalogue.get(TopicRow, name)
+    if topic is not None and topic.kind != "capture":
+        raise Invalid(
+            f"a topic of this name belongs to Kafka producers: topic={name}.", fix="Delete it, or rename the capture."
+        )
 
 
 async def _record(
@@ -228,11 +243,5 @@ async def _topics(
 
 
 async def _delete_topic(catalogue: Catalogue, name: str) -> None:
-    topic = await catalogue.get(TopicRow, name)
-    if topic is None:
-        return
-    if topic.kind != "capture":
-        raise Invalid(
-            f"a topic of this name belongs to Kafka producers: topic={name}.", fix="Delete it, or rename the capture."
-        )
-    await catalogue.delete(TopicRow, name)
+    if await catalogue.get(TopicRow, name) is not None:
+        await catalogue.delete(TopicRow, name)

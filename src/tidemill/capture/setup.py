@@ -146,7 +146,16 @@ async def publish(wire: Wire, config: CaptureConfig, tables: Sequence[TableInfo]
     published = await published_tables(wire, config.publication)
     if published is None:
         await _create_publication(wire, config.publication)
-        published = set()
+        try:
+            return await _publish_all(wire, config, tables, set())
+        except Invalid:
+            # Nothing half-made is left behind by a refusal.
+            await wire.query(f"DROP PUBLICATION {identifier(config.publication)}")
+            raise
+    return await _publish_all(wire, config, tables, published)
+
+
+async def _publish_all(wire: Wire, config: CaptureConfig, tables: Sequence[TableInfo], published: set[str]) -> set[str]:
     wanted = {table.name for table in tables}
     for table in tables:
         if table.name not in published:

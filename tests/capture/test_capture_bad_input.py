@@ -1,0 +1,204 @@
+"""What only the operator can mend is said in one sentence, with the fix, and leaves nothing half-made behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+from capture_world import World, until
+
+from tidemill.base.errors import Invalid, Missing, Unavailable
+from tidemill.capture.config import CaptureConfig
+from tidemill.capture.setup import check_database
+from tidemill.capture.wire.errors import SlotLost
+from tidemill.metastore.catalogue import CaptureRow, TopicRow
+from tidemill.node.postgres import EmbeddedPostgres
+
+pytestmark = pytest.mark.postgres
+
+
+def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with World(dsn) as world:
+            await scenario(world)
+
+    asyncio.run(run())
+
+
+async def refused(world: World, kind: type[Invalid], words: str, **settings: object) -> None:
+    """`run` raises `kind` with `words`, and neither slot, publication, row nor topic exists afterwards."""
+    with pytest.raises(kind) as error:
+        await asyncio.wait_for(world.new_capture(**settings).run(), 20)
+    assert words in str(error.value)
+    assert error.value.fix
+    assert await world.catalogue.list(CaptureRow) == []
+    assert await world.catalogue.list(TopicRow) == []
+    assert await world.select(f"SELECT FROM pg_replication_slots WHERE slot_name = 'tidemill_{world.name}'") == []
+    assert await world.select("SELECT FROM pg_publication") == []
+
+
+@pytest.mark.parametrize(
+    ("dsn", "kind", "words"),
+    [
+        ("not a dsn", Invalid, "cannot be read"),
+        ("postgresql://postgres@127.0.0.1:1/x", Unavailable, "does not answer"),
+    ],
+)
+def test_a_wrong_dsn(dsn: str, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        asyncio.run(check_database(dsn))
+
+
+def test_a_wrong_database_or_user(postgres_dsn: str) -> None:
+    with pytest.raises(Invalid, match="does not exist"):
+        asyncio.run(check_database(postgres_dsn.rpartition("/")[0] + "/no_such_database"))
+    with pytest.raises(Invalid, match="does not exist"):
+        asyncio.run(check_database(postgres_dsn.replace("postgres@", "nobody_here@")))
+
+
+def test_messages_never_hold_the_password() -> None:
+    with pytest.raises(Unavailable) as error:
+        asyncio.run(check_database("postgresql://me:hunter2@127.0.0.1:1/x"))
+    assert "hunter2" not in str(error.value)
+
+
+def test_a_missing_table(postgres_dsn: str) -> None:
+    in_world(postgres_dsn, lambda w: refused(w, Missing, "table=orders", tables=("orders",)))
+
+
+def test_patterns_without_a_table(postgres_dsn: str) -> None:
+    in_world(postgres_dsn, lambda w: refused(w, Missing, "table=public.*"))
+
+
+def test_a_table_without_a_primary_key_is_named(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE good (id int PRIMARY KEY)", "CREATE TABLE keyless (id int)")
+        await refused(world, Invalid, "table=public.keyless")
+        async with world.capture(tables=("public.*", "!keyless")):
+            assert await world.topic_id("good")
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_an_unlogged_table_and_a_name_that_is_no_topic(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE UNLOGGED TABLE quick (id int PRIMARY KEY)", 'CREATE TABLE "a b" (id int PRIMARY KEY)')
+        await refused(world, Invalid, "no WAL", tables=("quick",))
+        await refused(world, Invalid, "table=public.a b", tables=("a b",))
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_role_without_rights(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        role = f"poor_{world.name}"
+        dsn = world.dsn
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)", f"CREATE ROLE {role} LOGIN")
+        try:
+            world.dsn = dsn.replace("postgres@", f"{role}@")
+            await refused(world, Invalid, "may not replicate")
+            await world.sql(f"ALTER ROLE {role} REPLICATION")
+            await refused(world, Invalid, "publication cannot be created")
+            await world.sql(f'GRANT CREATE ON DATABASE "{world.name}" TO {role}')
+            await refused(world, Invalid, "cannot be published")
+        finally:
+            await world.sql(f"DROP OWNED BY {role}", f"DROP ROLE {role}")
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_bad_names_are_refused_before_anything_is_asked() -> None:
+    for name in ("", "Shop", "a-b", "x" * 42):
+        with pytest.raises(Invalid):
+            CaptureConfig(name=name, dsn="")
+    with pytest.raises(Invalid):
+        CaptureConfig(name="x", dsn="", tables=())
+
+
+def test_a_dropped_slot_is_an_error_not_a_gap(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "INSERT INTO a VALUES (1)")
+        async with world.capture():
+            await world.caught_up()
+        await world.sql(f"SELECT pg_drop_replication_slot('tidemill_{world.name}')", "INSERT INTO a VALUES (2)")
+        with pytest.raises(SlotLost, match="is gone"):
+            await asyncio.wait_for(world.new_capture().run(), 20)
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_another_cluster_under_the_same_name_is_refused(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
+        async with world.capture():
+            await world.caught_up()
+        row = await world.row()
+        await world.catalogue.put(
+            type(row)(**{**{f: getattr(row, f) for f in row.__struct_fields__}, "system_id": "1"})
+        )
+        with pytest.raises(Invalid, match="another database cluster"):
+            await asyncio.wait_for(world.new_capture().run(), 20)
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_topic_of_kafka_producers_is_not_taken_over(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
+        await world.catalogue.create_topic(f"{world.name}.public.a", 1)
+        with pytest.raises(Invalid, match="belongs to Kafka producers"):
+            await asyncio.wait_for(world.new_capture().run(), 20)
+        assert await world.catalogue.list(CaptureRow) == []
+        assert await world.select("SELECT FROM pg_publication") == []
+
+    in_world(postgres_dsn, scenario)
+
+
+@pytest.fixture(scope="module")
+def replica_level_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostgres]:
+    data_dir: Path = tmp_path_factory.mktemp("replica") / "data"
+    settings = {"wal_level": "replica", "fsync": "off", "shared_buffers": "16MB", "max_replication_slots": "0"}
+    with EmbeddedPostgres(data_dir, settings=settings) as server:
+        yield server
+
+
+def test_wal_level_and_slots(replica_level_server: EmbeddedPostgres) -> None:
+    with pytest.raises(Invalid) as error:
+        asyncio.run(check_database(replica_level_server.dsn))
+    assert "wal_level=replica" in str(error.value)
+    assert "ALTER SYSTEM SET wal_level = 'logical'" in error.value.fix
+
+
+def test_an_invalidated_slot_is_an_error(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The server throws WAL away that the slot still needs (max_slot_wal_keep_size)."""
+    data_dir: Path = tmp_path_factory.mktemp("small") / "data"
+    settings = {
+        "fsync": "off", "shared_buffers": "16MB", "max_slot_wal_keep_size": "1MB", "min_wal_size": "32MB",
+        "max_wal_size": "32MB",
+    }  # fmt: skip
+
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)")
+        async with world.capture():
+            await world.caught_up()
+        for _ in range(4):
+            await world.sql(
+                "SELECT pg_logical_emit_message(false, 'x', repeat('y', 1000000))", "SELECT pg_switch_wal()"
+            )
+            await world.sql("CHECKPOINT")
+
+        async def lost() -> bool:
+            found = await world.select("SELECT wal_status FROM pg_replication_slots")
+            return found == [("lost",)]
+
+        await until(lost, "the slot is invalidated")
+        with pytest.raises(SlotLost, match="invalidated"):
+            await asyncio.wait_for(world.new_capture().run(), 20)
+
+    with EmbeddedPostgres(data_dir, settings=settings) as server:
+        with psycopg.connect(server.dsn, autocommit=True) as connection:
+            connection.execute("CREATE DATABASE small")
+        in_world(server.dsn_for("small"), scenario)

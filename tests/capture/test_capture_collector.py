@@ -1,0 +1,203 @@
+"""SLC rows of the acceptance list that concern routing, replays and the ordering axiom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from fragments import at, change, fragment
+
+from tidemill.base.clock import ManualClock
+from tidemill.base.errors import Corrupt
+from tidemill.capture.changes import Fragment
+from tidemill.capture.collector import Collector
+from tidemill.capture.sinks import FlushNotices
+from tidemill.capture.wire.status import Keepalive, Status
+
+
+class RecordingSink:
+    """Takes everything under one consumer name; flushes when told, or while it is handed the commit."""
+
+    def __init__(self, name: str = "c", *, eager: bool = False, fails: bool = False) -> None:
+        self.name = name
+        self.eager = eager
+        self.fails = fails
+        self.got: list[Fragment] = []
+        self.notices: FlushNotices | None = None
+
+    async def deliver(self, fragment: Fragment, notices: FlushNotices) -> list[str]:
+        if self.fails:
+            raise RuntimeError("the sink died")
+        self.got.append(fragment)
+        self.notices = notices
+        if self.eager and fragment.commits:
+            notices.flushed(self.name, fragment.last)
+        return [self.name]
+
+    async def aclose(self) -> None: ...
+
+
+def with_collector(scenario: Callable[[Collector], object], *sinks: RecordingSink) -> None:
+    async def run() -> None:
+        collector = Collector(sinks, Status(0), ManualClock())
+        task = asyncio.ensure_future(collector.run())
+        try:
+            await scenario(collector)  # type: ignore[misc]
+            await settle()
+            if task.done():
+                task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_slc1_a_replayed_transaction_is_dropped_and_still_acknowledged() -> None:
+    sink = RecordingSink(eager=True)
+
+    async def scenario(collector: Collector) -> None:
+        await collector.put(fragment(5, change(5)))
+        await collector.put(fragment(7, change(7)))
+        await settle()
+        await collector.put(fragment(5, change(5)))
+        await settle()
+        assert [f.commit_lsn for f in sink.got] == [5, 7]
+        assert collector.status.flushed == 7
+        assert collector.tracker.pending == {}
+
+    with_collector(scenario, sink)
+
+
+def test_slc2_a_fragment_that_straddles_what_was_processed_is_an_error() -> None:
+    async def scenario(collector: Collector) -> None:
+        await collector.put(fragment(5, change(5, 0), change(5, 2), commits=False))
+        await collector.put(fragment(5, change(5, 2), change(5, 4), begins=False))
+
+    with pytest.raises(Corrupt):
+        with_collector(scenario, RecordingSink())
+
+
+def test_slc3_nothing_is_registered_or_seen_before_the_commit() -> None:
+    async def scenario(collector: Collector) -> None:
+        for n in range(3):
+            await collector.put(fragment(5, change(5, 2 * n), begins=n == 0, commits=False))
+        await settle()
+        assert collector.tracker.pending == {} and collector.status.last_seen_txn == 0
+        await collector.put(fragment(5, change(5, 6), begins=False))
+        await settle()
+        assert list(collector.tracker.pending) == ["c"] and collector.status.last_seen_txn == 5
+
+    with_collector(scenario, RecordingSink())
+
+
+def test_a_notice_sent_while_the_commit_is_handled_comes_after_its_registration() -> None:
+    async def scenario(collector: Collector) -> None:
+        await collector.put(fragment(5, change(5)))
+        await settle()
+        assert collector.tracker.pending == {}
+        assert collector.status.flushed == 5
+
+    with_collector(scenario, RecordingSink(eager=True))
+
+
+def test_slc4_a_sink_that_dies_while_it_is_served_is_not_registered() -> None:
+    async def scenario(collector: Collector) -> None:
+        await collector.put(fragment(5, change(5)))
+        await settle()
+        assert collector.tracker.pending == {}
+        assert collector.status.flushed == 0
+
+    with pytest.raises(RuntimeError):
+        with_collector(scenario, RecordingSink(fails=True))
+
+
+def test_slc5_and_er4_a_sink_removed_in_the_middle_of_a_transaction_leaves_no_entry() -> None:
+    gone, stays = RecordingSink("gone"), RecordingSink("stays", eager=True)
+
+    async def scenario(collector: Collector) -> None:
+        await collector.put(fragment(5, change(5, 0), commits=False))
+        await settle()
+        collector.remove_sink(gone)
+        await collector.put(fragment(5, change(5, 2), begins=False))
+        await settle()
+        assert len(gone.got) == 1
+        assert collector.tracker.pending == {}
+        assert collector.status.flushed == 5
+
+    with_collector(scenario, gone, stays)
+
+
+def test_er3_a_sink_added_in_the_middle_of_a_transaction_joins_the_next_one() -> None:
+    late = RecordingSink("late")
+
+    async def scenario(collector: Collector) -> None:
+        await collector.put(fragment(5, change(5, 0), commits=False))
+        await settle()
+        collector.add_sink(late)
+        await collector.put(fragment(5, change(5, 2), begins=False))
+        await collector.put(fragment(7, change(7)))
+        await settle()
+        assert [f.commit_lsn for f in late.got] == [7]
+
+    with_collector(scenario, RecordingSink())
+
+
+def test_a_removed_sink_holds_nothing_back() -> None:
+    slow = RecordingSink("slow")
+
+    async def scenario(collector: Collector) -> None:
+        await collector.put(fragment(5, change(5)))
+        await settle()
+        assert collector.tracker.holder() == "slow"
+        collector.remove_sink(slow)
+        await settle()
+        assert collector.status.flushed == 5
+
+    with_collector(scenario, slow)
+
+
+def test_a_keepalive_behind_an_undelivered_commit_does_not_confirm_it() -> None:
+    """K2: read after the commit, it is handled after the commit."""
+    progress: list[int] = []
+
+    async def run() -> None:
+        collector = Collector([RecordingSink()], Status(0), ManualClock(), on_keepalive=progress.append)
+        await collector.put(fragment(5, change(5)))
+        collector.keepalive(Keepalive(50, False), inside_txn=False)
+        task = asyncio.ensure_future(collector.run())
+        await settle()
+        assert collector.status.flushed == 0
+        collector.flushed("c", at(5))
+        await settle()
+        assert collector.status.flushed == 49
+        assert progress == [49]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_put_waits_while_the_queue_is_full_and_notices_do_not() -> None:
+    async def run() -> None:
+        sink = RecordingSink(eager=True)
+        collector = Collector([sink], Status(0), ManualClock(), queue_changes=2)
+        await collector.put(fragment(5, change(5)))
+        blocked = asyncio.ensure_future(collector.put(fragment(7, change(7))))
+        await settle()
+        assert not blocked.done()
+        collector.flushed("c", at(1))
+        task = asyncio.ensure_future(collector.run())
+        await asyncio.wait_for(blocked, 5)
+        await settle()
+        assert len(sink.got) == 2
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())

@@ -1,0 +1,174 @@
+"""CV1-CV4, decoding, and everything else that turns messages into fragments."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+
+import pytest
+from fragments import OTHER, T, at
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidemill.base.errors import Corrupt, Invalid
+from tidemill.capture.changes import Fragment, Marker
+from tidemill.capture.converter import Converter, RelationSeen, key_changed, merge_relation
+from tidemill.capture.wire.pgoutput import (
+    UNCHANGED,
+    Begin,
+    Commit,
+    Delete,
+    Insert,
+    LogicalMessage,
+    Message,
+    RelationMessage,
+    Truncate,
+    Update,
+    WireColumn,
+    decode,
+)
+
+BEGIN, COMMIT = Begin(100, 1000, 7), Commit(100, 140, 1000)
+
+
+def converter(**settings: int) -> Converter:
+    return Converter({T.oid: T, OTHER.oid: OTHER}, **settings)
+
+
+def run(c: Converter, *messages: Message) -> list[Fragment]:
+    return [out for m in messages if isinstance(out := c.feed(m, 10), Fragment)]
+
+
+def insert(n: int) -> Insert:
+    return Insert(T.oid, [str(n), "x"])
+
+
+@given(st.integers(2, 6), st.integers(0, 30))
+def test_cv1_fragments_cover_the_transaction_and_the_commit_has_a_position_of_its_own(limit: int, count: int) -> None:
+    out = run(converter(max_changes=limit), BEGIN, *[insert(n) for n in range(count)], COMMIT)
+    assert [c.new["id"] for f in out for c in f.changes if c.new] == [str(n) for n in range(count)]
+    lasts = [f.last for f in out]
+    assert lasts == sorted(set(lasts))
+    assert [f.begins for f in out] == [True] + [False] * (len(out) - 1)
+    assert [f.commits for f in out] == [False] * (len(out) - 1) + [True]
+    if count:
+        assert out[-1].changes
+    assert all(len(f.changes) <= limit for f in out)
+
+
+def test_cv1_exact_multiples_keep_the_newest_change_for_the_commit() -> None:
+    """electric #3726"""
+    out = run(converter(max_changes=2), BEGIN, *[insert(n) for n in range(4)], COMMIT)
+    assert [len(f.changes) for f in out] == [2, 2]
+    assert out[-1].last > out[0].last
+
+
+def test_cv2_a_relation_in_the_middle_of_a_batch_is_told_first_and_the_batch_stays() -> None:
+    c = converter()
+    assert run(c, BEGIN, insert(1)) == []
+    seen = c.feed(RelationMessage(T.oid, "public", "t", "f", (WireColumn("id", 23, -1, True),)))
+    assert isinstance(seen, RelationSeen) and seen.changed
+    (out,) = run(c, insert(2), COMMIT)
+    assert len(out.changes) == 2
+
+
+def test_cv2_a_relation_as_known_is_not_a_change() -> None:
+    columns = (WireColumn("id", 23, -1, True), WireColumn("v", 25, -1, True))
+    seen = converter().feed(RelationMessage(T.oid, "public", "t", "f", columns))
+    assert isinstance(seen, RelationSeen) and not seen.changed
+
+
+def test_cv3_an_empty_transaction_is_one_fragment_at_the_commit() -> None:
+    (out,) = run(converter(), BEGIN, COMMIT)
+    assert (out.begins, out.commits, out.changes, out.last, out.end_lsn) == (True, True, (), at(100, 0), 140)
+
+
+def test_cv4_a_truncate_of_n_tables_is_n_changes_two_ordinals_apart() -> None:
+    (out,) = run(converter(), BEGIN, Truncate((1, 2), False, False), COMMIT)
+    assert [(c.relation.table, c.op, c.position.ordinal) for c in out.changes] == [
+        ("t", "truncate", 0),
+        ("other", "truncate", 2),
+    ]
+
+
+def test_unchanged_toast_is_filled_from_the_old_row() -> None:
+    (out,) = run(converter(), BEGIN, Update(1, "O", ["1", "long"], ["1", UNCHANGED]), COMMIT)
+    assert out.changes[0].new == {"id": "1", "v": "long"}
+
+
+def test_a_key_change_is_one_change_with_the_old_row() -> None:
+    (out,) = run(converter(), BEGIN, Update(1, "O", ["1", "a"], ["2", "a"]), insert(3), COMMIT)
+    assert key_changed(out.changes[0])
+    assert [c.position.ordinal for c in out.changes] == [0, 2]
+
+
+def test_rc8_an_update_or_delete_without_the_old_row_says_what_to_do() -> None:
+    for message in (Update(1, "", None, ["1", "a"]), Delete(1, "K", ["1", None])):
+        with pytest.raises(Invalid, match="REPLICA IDENTITY FULL"):
+            run(converter(), BEGIN, message)
+
+
+def test_markers_ride_on_the_fragment_that_commits() -> None:
+    def message(prefix: str, content: bytes, transactional: bool = True) -> LogicalMessage:
+        return LogicalMessage(transactional, 1, prefix, content)
+
+    c = converter(max_changes=2)
+    out = run(
+        c, BEGIN, message("tidemill", b"here"), message("else", b"no"), message("tidemill", b""),
+        message("tidemill", b"no", False), insert(1), insert(2), insert(3), COMMIT,
+    )  # fmt: skip
+    assert [f.markers for f in out] == [(), (Marker("here"),)]
+    assert run(c, Begin(200, 0, 8), Commit(200, 240, 0))[0].markers == ()
+
+
+def test_a_broken_grammar_is_corrupt() -> None:
+    for messages in ([insert(1)], [BEGIN, BEGIN], [COMMIT], [BEGIN, Insert(99, ["1"])], [BEGIN, Insert(1, ["1"])]):
+        with pytest.raises(Corrupt):
+            run(converter(), *messages)
+
+
+def test_columns_follow_the_stream_and_keys_the_catalogue() -> None:
+    message = RelationMessage(
+        1,
+        "public",
+        "t",
+        "f",
+        (WireColumn("v", 25, -1, True), WireColumn("id", 23, -1, True), WireColumn("n", 20, -1, True)),
+    )
+    merged = merge_relation(message, T)
+    assert [(c.name, c.key_index) for c in merged.columns] == [("v", -1), ("id", 0), ("n", -1)]
+    assert [c.name for c in merge_relation(message, None).key_columns] == ["v", "id", "n"]  # SLC11
+
+
+def _cstring(text: str) -> bytes:
+    return text.encode() + b"\0"
+
+
+def _encoded_tuple(values: list[str | None]) -> bytes:
+    parts = [struct.pack(">H", len(values))]
+    for value in values:
+        parts.append(b"n" if value is None else b"t" + struct.pack(">I", len(value.encode())) + value.encode())
+    return b"".join(parts)
+
+
+TEXTS = st.lists(st.none() | st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0")), max_size=6)
+
+
+@given(TEXTS, TEXTS)
+def test_tuples_are_decoded_as_they_were_encoded(old: list[str | None], new: list[str | None]) -> None:
+    data = b"U" + struct.pack(">I", 7) + b"O" + _encoded_tuple(old) + b"N" + _encoded_tuple(new)
+    assert decode(data) == Update(7, "O", old, new)  # type: ignore[arg-type]
+    assert decode(b"I" + struct.pack(">I", 7) + b"N" + _encoded_tuple(new)) == Insert(7, new)  # type: ignore[arg-type]
+
+
+def test_an_unchanged_value_and_an_empty_schema_are_decoded() -> None:
+    data = b"U" + struct.pack(">I", 7) + b"N" + struct.pack(">H", 1) + b"u"
+    assert decode(data) == Update(7, "", None, [UNCHANGED])
+    relation = b"R" + struct.pack(">I", 7) + _cstring("") + _cstring("pg") + b"f" + struct.pack(">H", 0)
+    assert decode(relation) == RelationMessage(7, "pg_catalog", "pg", "f", ())
+
+
+@given(st.binary(max_size=60))
+def test_arbitrary_bytes_are_a_message_or_corrupt(data: bytes) -> None:
+    with contextlib.suppress(Corrupt):
+        decode(data)

@@ -1,0 +1,140 @@
+"""The slot: it advances when all flush, it never passes who has not, and the one who holds it is named."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from capture_world import World, until
+
+from tidemill.base.marks import State, derive
+from tidemill.capture.changes import Fragment
+from tidemill.capture.sinks import FlushNotices
+
+pytestmark = pytest.mark.postgres
+
+
+def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with World(dsn) as world:
+            await scenario(world)
+
+    asyncio.run(run())
+
+
+class HoldingSink:
+    """Keeps what it gets in memory and flushes when told."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.got: list[Fragment] = []
+        self.notices: FlushNotices | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def deliver(self, fragment: Fragment, notices: FlushNotices) -> list[str]:
+        await self.gate.wait()
+        self.notices = notices
+        self.got.append(fragment)
+        return [self.name] if fragment.changes else []
+
+    def flush(self) -> None:
+        assert self.notices is not None
+        self.notices.flushed(self.name, self.got[-1].last)
+
+    async def aclose(self) -> None: ...
+
+
+async def confirmed_reaches(world: World, lsn: int) -> None:
+    async def reached() -> bool:
+        return await world.confirmed() >= lsn
+
+    await until(reached, f"confirmed reaches {lsn}")
+
+
+def test_an_unflushed_sink_holds_the_slot_and_is_named_and_its_flush_frees_it(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        sink = HoldingSink("shape:wedged")
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
+        async with world.capture(sinks=[sink], heartbeat_s=0.1) as capture:
+            await world.caught_up()
+            before = await world.wal_end()
+            await confirmed_reaches(world, before)
+            await world.sql("INSERT INTO a VALUES (1)")
+            await world.caught_up()
+            commit = next(f for f in sink.got if f.changes).commit_lsn
+            # Time passes, heartbeats and keepalives come and go: the commit stays unconfirmed.
+            await world.bound(commit)
+            for _ in range(3):
+                await world.caught_up()
+            assert await world.confirmed() <= commit
+            capture._mark()
+            mark = next(m for m in world.tracker.report("p", 0).marks if m.name == f"capture:{world.name}")
+            assert mark.held_by == "shape:wedged"
+            assert mark.position <= commit < mark.target
+            stuck = derive(mark, "p", mark.since_ms + 20_000, mark.since_ms + 20_000)
+            assert stuck.state is State.STUCK
+            assert capture.facts()["pending"] != {}
+            sink.flush()
+            await confirmed_reaches(world, await world.wal_end())
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_removed_sink_frees_the_slot(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        sink = HoldingSink("shape:gone")
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
+        async with world.capture(heartbeat_s=0.1) as capture:
+            capture.add_sink(sink)
+            await world.sql("INSERT INTO a VALUES (1)")
+            await world.caught_up()
+            assert sum(len(f.changes) for f in sink.got) == 1
+            end = await world.wal_end()
+            assert await world.confirmed() < end
+            capture.remove_sink(sink)
+            await confirmed_reaches(world, end)
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_rc2_what_was_not_flushed_is_delivered_again_after_a_restart(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        sink = HoldingSink("shape:slow")
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
+        async with world.capture(sinks=[sink]):
+            await world.sql("INSERT INTO a VALUES (1)", "INSERT INTO a VALUES (2)")
+            await world.caught_up()
+        delivered = [f for f in sink.got if f.changes]
+        sink.got = []
+        async with world.capture(sinks=[sink]):
+            await world.caught_up()
+            assert [f for f in sink.got if f.changes] == delivered
+            assert len(await world.records("a")) == 2
+            sink.flush()
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_rc3_the_connection_survives_a_sink_that_blocks_longer_than_wal_sender_timeout(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        sink = HoldingSink("shape:blocked")
+        await world.sql(
+            "CREATE TABLE a (id int PRIMARY KEY)",
+            f"ALTER ROLE postgres IN DATABASE \"{world.name}\" SET wal_sender_timeout = '600ms'",
+        )
+        async with world.capture(sinks=[sink], queue_changes=100):
+            await world.caught_up()
+            pid = await world.select("SELECT active_pid FROM pg_replication_slots WHERE active_pid IS NOT NULL")
+            sink.gate.clear()
+            # More than the socket's and the queue's buffers hold, so that reading really stops.
+            await world.sql("INSERT INTO a SELECT generate_series(1, 200000)")
+            await asyncio.sleep(2.5)
+            assert pid == await world.select("SELECT active_pid FROM pg_replication_slots WHERE active_pid IS NOT NULL")
+            sink.gate.set()
+            tag = asyncio.ensure_future(world.caught_up(60))
+            await tag
+            sink.flush()
+
+    in_world(postgres_dsn, scenario)
