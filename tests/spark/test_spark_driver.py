@@ -1,0 +1,121 @@
+"""The driver as a process: configuration errors, SIGTERM, and kill -9 between any two steps."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PIPELINE = """
+def build(p):
+    p.table("clicks", p.topic("clicks", key="click_id", schema="click_id string, product_id long"))
+"""
+
+
+def command(harbour: Any, tmp_path: Path, **more: str) -> list[str]:
+    file = tmp_path / "pipeline.py"
+    if not file.exists():
+        file.write_text(PIPELINE)
+    options = {
+        "objects": harbour.urls.objects,
+        "consensus": harbour.urls.consensus,
+        "pipeline": str(file),
+        "name": "p",
+        "master": "local[1]",
+        "scratch": str(tmp_path / "scratch"),
+        **more,
+    }
+    flags = [part for key, value in options.items() for part in (f"--{key}", value)]
+    return [sys.executable, "-m", "tidemill.spark.driver", *flags]
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[bytes]]]:
+    found: list[subprocess.Popen[bytes]] = []
+    yield found
+    for process in found:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("more", "text", "said"),
+    [
+        ({"pipeline": "/nonexistent.py"}, PIPELINE, "no such pipeline file"),
+        ({}, "x = 1", "has no build"),
+        ({}, "def build(p):\n    p.table(", "does not parse"),
+        ({}, "def build(p):\n    p.table('t', p.topic('t', key='nope', schema='a long'))", "key column"),
+        ({"objects": "ftp://x"}, PIPELINE, "objects.url"),
+        ({"consensus": "oracle:x"}, PIPELINE, "consensus.url"),
+    ],
+)
+def test_a_wrong_configuration_is_one_sentence_and_exit_2(
+    harbour: Any, tmp_path: Path, more: dict[str, str], text: str, said: str
+) -> None:
+    (tmp_path / "pipeline.py").write_text(text)
+    done = subprocess.run(command(harbour, tmp_path, **more), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    last = [line for line in done.stderr.splitlines() if line.strip()][-1]
+    assert said in last
+
+
+@pytest.mark.spark
+def test_kill_9_at_any_moment_loses_and_doubles_nothing(
+    harbour: Any, tmp_path: Path, started: list[subprocess.Popen[bytes]]
+) -> None:
+    draw = random.Random(5)
+    topic = harbour.create_topic("clicks", 2)
+    expected: dict[str, int] = {}
+    bad = n = 0
+    for life in range(3):
+        process = subprocess.Popen(command(harbour, tmp_path))
+        started.append(process)
+        upper = _upper(harbour)
+        until_s = time.monotonic() + 60
+        extra = draw.uniform(0.0, 0.6)
+        while True:
+            n += 1
+            key = f"k{draw.randrange(50)}"
+            harbour.produce(topic, [(key.encode(), {"click_id": key, "product_id": n})], hash(key) % 2)
+            expected[key] = n
+            if n % 5 == 0:
+                harbour.produce(topic, [(b"", b"bad")], n % 2)
+                bad += 1
+            harbour.mint("topic/clicks", n * 10, topic)
+            assert time.monotonic() < until_s, f"life {life} never appended"
+            assert process.poll() is None
+            if _upper(harbour) > upper:  # it works: kill it somewhere in its next rounds
+                time.sleep(extra)
+                break
+            time.sleep(0.02)
+        if life < 2:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    at = n * 10
+    until_s = time.monotonic() + 60
+    while _upper(harbour) <= at or harbour.upper("p.dead_letters") <= at - 1000:
+        harbour.mint("topic/clicks", at + int(time.monotonic() * 1000), topic)
+        assert time.monotonic() < until_s
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    assert {r["click_id"]: r["product_id"] for r in harbour.contents("clicks", at)} == expected
+    assert len(harbour.contents("p.dead_letters")) == bad
+
+
+def _upper(harbour: Any) -> int:
+    from tidemill.base.errors import Missing
+
+    try:
+        return harbour.upper("clicks")  # type: ignore[no-any-return]
+    except Missing:
+        return 0
