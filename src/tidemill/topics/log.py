@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Missing, TidemillError, Unavailable
+from tidemill.base.errors import Closed, Missing, TidemillError, Unavailable
 from tidemill.base.marks import Tracker
 from tidemill.base.tasks import Tasks
 from tidemill.consensus.api import Consensus
@@ -31,6 +31,12 @@ _log = structlog.get_logger()
 
 PartitionKey = tuple[str, int]
 SHUTDOWN_S = 5.0
+REFRESH = "topics refresh"
+
+
+def _task_failed(name: str, error: BaseException) -> None:
+    if name != REFRESH:  # its error is raised to whoever waits for it
+        _log.error("a task of the topics room failed", task=name, error=repr(error))
 
 
 class LocalTopics:
@@ -65,7 +71,8 @@ class LocalTopics:
             settings=self._settings,
         )
         self._commits = Tasks()
-        self._tasks = Tasks()
+        self._tasks = Tasks(_task_failed)
+        self._marked: set[str] = set()
         self._around = Surroundings(consensus, objects, self._writer, clock, rand, self._settings, self._commits)
         self._led: dict[PartitionKey, LedPartition] = {}
         self._holes: dict[PartitionKey, Holes] = {}
@@ -154,8 +161,10 @@ class LocalTopics:
     # catalogue ------------------------------------------------------------------------------------
     async def refresh(self) -> None:
         """Read the catalogue now; partitions of deleted topics close with Missing. Concurrent calls share one read."""
+        if self._closed:
+            raise Closed("the topics of this node were closed.")
         if self._refresh is None:
-            self._refresh = self._tasks.spawn(self._read_catalogue(), name="topics refresh")
+            self._refresh = self._tasks.spawn(self._read_catalogue(), name=REFRESH)
         await asyncio.shield(self._refresh)
 
     async def _read_catalogue(self) -> None:
@@ -295,4 +304,8 @@ class LocalTopics:
     def update_marks(self) -> None:
         """Set `topic:<name>` for every topic with a partition led here."""
         if self._tracker is not None and not self._closed:
-            report_marks(self._tracker, self._led.values(), self._topics, self._writer, self._clock.now_ms())
+            now_ms = self._clock.now_ms()
+            marked = report_marks(self._tracker, self._led.values(), self._topics, self._writer, now_ms)
+            for name in self._marked - marked:
+                self._tracker.remove(name)
+            self._marked = marked

@@ -12,8 +12,9 @@ from tidemill.topics.partition.machine import LedPartition
 
 def report_marks(
     tracker: Tracker, led: Iterable[LedPartition], topics: Mapping[str, TopicRow], writer: L0Writer, now_ms: int
-) -> None:
-    """position = sum of high watermarks, target = sum of reserved ends; held_by names the oldest open upload."""
+) -> set[str]:
+    """Returns the names set. position = sum of high watermarks, target = sum of reserved ends; `held_by` names the
+    oldest open upload."""
     committed: dict[str, int] = {}
     reserved: dict[str, int] = {}
     for each in led:
@@ -23,11 +24,13 @@ def report_marks(
         high_watermark = each.state.high_watermark
         committed[row.name] = committed.get(row.name, 0) + high_watermark
         reserved[row.name] = reserved.get(row.name, 0) + high_watermark + each.reserved_records
+    names = set()
     oldest = writer.oldest_upload()
     for name, position in committed.items():
         behind = reserved[name] > position
         held_by = f"upload:{oldest.key}" if behind and oldest is not None else ""
         reason = "records wait for their upload and commit" if behind else ""
+        names.add(f"topic:{name}")
         tracker.set(
             f"topic:{name}",
             position,
@@ -37,3 +40,4 @@ def report_marks(
             reason=reason,
             unit="records",
         )
+    return names

@@ -22,7 +22,7 @@ from typing import Protocol
 import msgspec
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, Conflict, TidemillError, Unavailable
+from tidemill.base.errors import Closed, TidemillError, Unavailable
 from tidemill.base.tasks import Tasks
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.topics.l0.cache import ObjectCache
@@ -199,10 +199,8 @@ class L0Writer:
         error: TidemillError | None = None
         try:
             await self._objects.put(upload.key, upload.data)
-        except Conflict:
-            # The key holds a nonce of ours, so only an earlier attempt of this very put can have made it.
-            pass
         except TidemillError as failure:
+            # A Conflict too: an attempt of ours may stand there, but its durability was never acknowledged.
             error = Unavailable(f"the upload of an L0 object failed: key={upload.key} cause={failure}", fix="Retry.")
         took_s = self._clock.monotonic_s() - begun_s
         self._typical_upload_s += _SMOOTHING * (took_s - self._typical_upload_s)

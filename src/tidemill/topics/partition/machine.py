@@ -17,7 +17,7 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import TidemillError, Unavailable, Unknown
+from tidemill.base.errors import Corrupt, TidemillError, Unavailable, Unknown
 from tidemill.base.tasks import Tasks
 from tidemill.consensus.api import Consensus
 from tidemill.objects.store import Buffer, ObjectStore
@@ -102,7 +102,12 @@ class LedPartition:
             if head.term != self._appender.term:
                 self.close(NotLeader(f"another node took over: log={self._log_name} term={head.term}."))
         except TidemillError as error:
+            if isinstance(error, Corrupt):
+                _log.error("a partition cannot be read", log=self._log_name, cause=str(error))
             self.close(Unavailable(f"a partition did not open: log={self._log_name} cause={error}", fix="Retry."))
+        except BaseException as stop:
+            self.close(NotLeader(f"a partition did not open: log={self._log_name} cause={stop!r}"))
+            raise
         if self.closed_error is not None:
             return
         self.state = state
