@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 import socket
 import struct
+import uuid
 from typing import Any
 
 from kio.index import load_request_schema, load_response_schema
 from kio.serial import entity_reader, entity_writer
 
 from tidemill.topics.batch import Record, encode_batch
+
+ZERO = datetime.timedelta(0)
 
 
 def batch(
@@ -52,6 +56,81 @@ def fetch_body(topic: str, partition: int, offset: int, *, max_wait_ms: int = 50
     out = struct.pack(">iiiib", -1, max_wait_ms, min_bytes, 1 << 20, 0)
     out += struct.pack(">i", 1) + struct.pack(">h", len(topic)) + topic.encode()
     return out + struct.pack(">iiqi", 1, partition, offset, 1 << 20)
+
+
+def fields(schema: Any, **values: Any) -> Any:
+    """An entity from those of `values` that this version has; times and flags default to nothing."""
+    known = schema.__dataclass_fields__
+    filled = {name: value for name, value in values.items() if name in known}
+    for name in known:
+        if name in ("timeout", "max_wait", "transaction_timeout", "retention_time"):
+            filled.setdefault(name, ZERO)
+        if name.startswith("include_"):
+            filled.setdefault(name, False)
+    return schema(**filled)
+
+
+def nested(schema: Any, field: str) -> Any:
+    """The element type of an array of entities."""
+    kind = schema.__dataclass_fields__[field].type
+    for candidate in (kind, *getattr(kind, "__args__", ())):
+        for inner in (candidate, *getattr(candidate, "__args__", ())):
+            if hasattr(inner, "__dataclass_fields__"):
+                return inner
+    raise KeyError(field)
+
+
+def example(key: int, version: int, topic: str, topic_id: uuid.UUID) -> bytes:
+    """A request of this version that names `topic` where the API takes topics."""
+    schema = load_request_schema(key, version)
+
+    def topics(field: str, partitions_field: str = "partitions", **partition: Any) -> tuple[Any, ...]:
+        element = nested(schema, field)
+        filled: dict[str, Any] = {"name": topic, "topic": topic, "topic_id": topic_id}
+        if partition:
+            filled[partitions_field] = (fields(nested(element, partitions_field), **partition),)
+        return (fields(element, **filled),)
+
+    values: dict[str, Any] = {"replica_id": -1, "isolation_level": 0}
+    match key:
+        case 0:
+            values |= {"acks": -1, "topic_data": topics("topic_data", "partition_data", index=0, records=batch([b"v"]))}
+        case 1:
+            values |= {"min_bytes": 0, "topics": topics("topics", partition=0, fetch_offset=0, partition_max_bytes=9)}
+            values |= {"forgotten_topics_data": (), "rack_id": ""}
+        case 2:
+            values["topics"] = topics("topics", partition_index=0, timestamp=-1)
+        case 3:
+            values["topics"] = topics("topics")
+        case 8:
+            partition = {"partition_index": 0, "committed_offset": 1, "committed_metadata": "m"}
+            values |= {"group_id": "g", "member_id": "", "topics": topics("topics", **partition)}
+            values |= {"generation_id_or_member_epoch": -1}
+        case 9 if version >= 8:
+            group = nested(schema, "groups")
+            asked = nested(group, "topics")(name=topic, partition_indexes=(0,))
+            values["groups"] = (fields(group, group_id="g", topics=(asked,)),)
+        case 9:
+            values |= {"group_id": "g", "topics": (nested(schema, "topics")(name=topic, partition_indexes=(0,)),)}
+        case 10:
+            values |= {"key": "g", "key_type": 0, "coordinator_keys": ("g",)}
+        case 18:
+            values |= {"client_software_name": "x", "client_software_version": "1"}
+        case 19:
+            made = {"name": "made", "num_partitions": 1, "replication_factor": 1, "assignments": (), "configs": ()}
+            values["topics"] = (fields(nested(schema, "topics"), **made),)
+        case 20 if version >= 6:
+            values["topics"] = topics("topics")
+        case 20:
+            values["topic_names"] = (topic,)
+        case 22:
+            values["transactional_id"] = None
+        case 23:
+            values["topics"] = topics("topics", partition=0, leader_epoch=3)
+        case 32:
+            resource = nested(schema, "resources")
+            values["resources"] = (resource(resource_type=2, resource_name=topic, configuration_keys=None),)
+    return encode(fields(schema, **values))
 
 
 class RawClient:

@@ -50,7 +50,7 @@ def read_all(client: ck.Consumer, topic: str, partitions: int, count: int) -> di
     found: dict[int, list[Any]] = defaultdict(list)
     deadline = time.monotonic() + 30
     while sum(map(len, found.values())) < count and time.monotonic() < deadline:
-        for message in client.consume(1000, 0.5):
+        for message in client.consume(200, 0.05):
             assert message.error() is None
             found[message.partition()].append(message)
     return found

@@ -83,6 +83,11 @@ def test_unknown_tagged_fields_are_skipped() -> None:
     assert compiled.decode_request(22, 4, memoryview(tagged), 0)["transactional_id"] is None
 
 
+def test_null_where_the_schema_has_none_is_a_bad_frame() -> None:
+    with pytest.raises(BadFrame, match="field=topics"):
+        compiled.decode_request(23, 4, memoryview(bytes.fromhex("ffffffff0000")), 0)
+
+
 def test_bytes_after_a_request_are_ignored_as_kafka_does() -> None:
     asked_by_librdkafka = bytes.fromhex("00000000010000")
     assert compiled.decode_request(3, 13, memoryview(asked_by_librdkafka), 0)["topics"] is None

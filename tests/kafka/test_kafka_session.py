@@ -6,13 +6,17 @@ import asyncio
 import socket
 import struct
 import time
+import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import structlog
 from fake_topics import FakeTopicLog
 from harness import FakeBroker, eventually, run
-from raw import RawClient, batch, fetch_body, produce_body, request_frame
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from raw import RawClient, batch, example, fetch_body, produce_body, request_frame
 
 from tidemill.base.errors import Invalid
 from tidemill.kafka import KafkaSettings, errors
@@ -327,3 +331,40 @@ def test_many_half_open_connections_do_not_disturb_a_client(fake_broker: FakeBro
     for each in idle:
         each.sock.close()
     eventually(lambda: fake_broker.server is not None and fake_broker.server.connection_count == 0)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_no_mutation_of_a_request_breaks_the_broker(shared_broker: FakeBroker, data: st.DataObject) -> None:
+    """A valid request with bytes changed, cut or inserted: answered, or the connection closed; never a fault."""
+    key, version = data.draw(
+        st.sampled_from([(a.key, v) for a in APIS.values() for v in (a.min_version, a.max_version)])
+    )
+    body = bytearray(example(key, version, "fuzz", uuid.UUID(int=7)))
+    for _ in range(data.draw(st.integers(0, 4))):
+        at = data.draw(st.integers(0, len(body)))
+        match data.draw(st.sampled_from(["flip", "cut", "insert"])):
+            case "flip" if at < len(body):
+                body[at] = data.draw(st.integers(0, 255))
+            case "cut":
+                del body[at : at + data.draw(st.integers(0, 8))]
+            case "insert":
+                body[at:at] = data.draw(st.binary(max_size=6))
+    with structlog.testing.capture_logs() as logs, RawClient(shared_broker.port) as client:
+        client.send(key, version, 1, bytes(body))
+        client.send(API_VERSIONS, 0, 2, b"")
+        try:
+            while client.receive()[0] != 2:
+                pass
+        except (EOFError, ConnectionError):
+            assert any(entry["event"] in ("kafka.bad_frame", "kafka.request_failed") for entry in logs)
+    assert [entry for entry in logs if entry["event"] == "kafka.request_broke"] == []
+    assert [entry for entry in logs if entry["event"] == "kafka.request_failed" and key != 0] == []
+
+
+@pytest.fixture(scope="module")
+def shared_broker() -> Iterator[FakeBroker]:
+    broker = FakeBroker(KafkaSettings(auto_create_topics=False))
+    broker.create_topic("fuzz", 2)
+    yield broker
+    broker.close()

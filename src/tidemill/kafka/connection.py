@@ -90,8 +90,10 @@ class Connection:
         self._loop.remove_writer(descriptor)
         self._out.clear()
         self.unsent_bytes = 0
-        self._sock.close()
-        self._on_lost(error)
+        try:
+            self._on_lost(error)
+        finally:
+            self._sock.close()
 
     def _readable(self) -> None:
         for _ in range(_READS_PER_TURN):

@@ -18,7 +18,8 @@ import struct
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from kio.index import load_request_schema, load_response_schema
 from kio.serial._introspect import classify_field, get_field_tag, get_schema_field_type, is_optional
@@ -149,7 +150,18 @@ def _field_reader(field: Any, flexible: bool) -> Read:
             element = _nullable_struct_reader(element)
     else:
         element = _primitive_reader(get_schema_field_type(field), flexible)
-    return _array_reader(element, flexible) if kind.is_array else element
+    reader = _array_reader(element, flexible) if kind.is_array else element
+    return reader if NoneType in get_args(field.type) else _not_null(field.name, reader)
+
+
+def _not_null(name: str, reader: Read) -> Read:
+    def read(view: memoryview, position: int) -> tuple[Any, int]:
+        value, end = reader(view, position)
+        if value is None:
+            raise BadFrame(f"null where the schema has none: field={name}.")
+        return value, end
+
+    return read
 
 
 def _nullable_struct_reader(element: Read) -> Read:
