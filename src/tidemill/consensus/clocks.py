@@ -17,4 +17,4 @@ class EngineClock:
         self._started_s = clock.monotonic_s()
 
     def now_ms(self) -> int:
-        return self._base_ms + int((self._clock.monotonic_s() - self._started_s) * 1000)
+        return self._base_ms + round((self._clock.monotonic_s() - self._started_s) * 1000)

@@ -34,8 +34,10 @@ def addresses(database: Path, *, create: bool) -> Iterator[list[str]]:
         if len(os.fsencode(direct)) <= SUN_PATH_BYTES:
             candidates.append(direct)
         elif os.path.isdir("/proc/self/fd"):
-            directory_fd = os.open(database.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            candidates.append(f"/proc/self/fd/{directory_fd}/{name}")
+            # The directory is not there until the first sequencer makes it.
+            with contextlib.suppress(OSError):
+                directory_fd = os.open(database.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                candidates.append(f"/proc/self/fd/{directory_fd}/{name}")
         private = f"/tmp/tidemill-{os.getuid()}"
         if create:
             with contextlib.suppress(OSError):

@@ -17,7 +17,7 @@ from typing import Any
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, Corrupt, Invalid, TidemillError, Unavailable, Unknown
 from tidemill.base.tasks import Tasks
-from tidemill.consensus.commands import AnyOp, Wait
+from tidemill.consensus.commands import AnyOp, HeadOfLog, Wait
 from tidemill.consensus.facade import Facade
 from tidemill.consensus.sqlite import address, frames, hosting
 
@@ -27,6 +27,9 @@ UNSENT_AFTER_S = 15.0
 UNANSWERED_AFTER_S = 30.0
 """A sequencer silent for this long is given up: the connection is broken on purpose."""
 
+GREETING_S = 5.0
+"""A socket whose owner is stopped, or that only a leftover copy keeps open, accepts but does not answer."""
+
 SWEEP_S = 1.0
 BACKOFF_FIRST_S = 0.002
 BACKOFF_MOST_S = 0.1
@@ -35,7 +38,7 @@ BACKOFF_MOST_S = 0.1
 class _Pending:
     __slots__ = ("future", "op", "sent", "started_s")
 
-    def __init__(self, op: AnyOp, future: asyncio.Future[Any], started_s: float) -> None:
+    def __init__(self, op: AnyOp | frames.Hello, future: asyncio.Future[Any], started_s: float) -> None:
         self.op = op
         self.future = future
         self.sent = False
@@ -86,6 +89,7 @@ class SqliteConsensus(Facade):
         self._link: _Link | None = None
         self._flushing = False
         self._goodbye = False
+        self._reason = ""
         self._closed = False
         self._broken: TidemillError | None = None
         self._tasks = Tasks(self._task_failed)
@@ -99,7 +103,8 @@ class SqliteConsensus(Facade):
         self._tasks.spawn(self._stay_connected(), name="consensus-sqlite-link")
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
         try:
-            await self._submit(frames.Hello(frames.WIRE_VERSION, self._name))  # type: ignore[arg-type]
+            # Any answer will do: a sequencer serves, here or elsewhere.
+            await self._submit(HeadOfLog(""))
         except BaseException:
             await self.aclose()
             raise
@@ -161,10 +166,11 @@ class SqliteConsensus(Facade):
             link.transport.write(b"".join(batch))
 
     def _answered(self, answer: frames.Answer) -> None:
+        if answer.outcome == frames.BYE:
+            self._goodbye = True
+            return
         pending = self._pending.pop(answer.id, None)
         if pending is None:
-            if answer.outcome == frames.BYE:
-                self._goodbye = True
             return
         if pending.future.done():
             return
@@ -184,16 +190,39 @@ class SqliteConsensus(Facade):
                 await asyncio.sleep(self._rand.uniform(backoff_s / 2, backoff_s))
                 backoff_s = min(backoff_s * 1.6, BACKOFF_MOST_S)
                 continue
-            backoff_s = BACKOFF_FIRST_S
-            self._link = link
-            assert link.transport is not None
-            # Before any request: the sequencer then ends what our earlier connection left behind.
-            hello = frames.Hello(frames.WIRE_VERSION, self._name)
-            link.transport.write(frames.encode_request(0, hello))
-            self._flush()
-            await link.lost
-            self._link = None
-            self._settle_lost()
+            if await self._greeted(link):
+                backoff_s = BACKOFF_FIRST_S
+                self._link = link
+                self._flush()
+                await link.lost
+                self._link = None
+                self._settle_lost()
+            else:
+                link.abort()
+                self._host()
+
+    async def _greeted(self, link: _Link) -> bool:
+        """Say hello and wait for the answer: by then the sequencer has ended what our earlier connection left behind.
+
+        Nothing else is sent before, so a socket that nobody serves any more costs no Unknown.
+        """
+        assert link.transport is not None
+        hello = frames.Hello(frames.WIRE_VERSION, self._name)
+        pending = self._pending[0] = _Pending(hello, self._loop.create_future(), self._loop.time())
+        link.transport.write(frames.encode_request(0, hello))
+        try:
+            async with asyncio.timeout(GREETING_S):
+                await asyncio.wait([pending.future, link.lost], return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            return False
+        finally:
+            self._pending.pop(0, None)
+        if not pending.future.done():
+            return False
+        error = pending.future.exception()
+        if isinstance(error, Invalid):
+            self._fail_all(error)
+        return error is None
 
     async def _connect(self) -> _Link | None:
         with address.addresses(self._database, create=False) as candidates:
@@ -216,6 +245,8 @@ class SqliteConsensus(Facade):
         if isinstance(failure, (Invalid, Corrupt)):
             # Opening again would fail the same way: say so to everybody instead of timing out.
             self._fail_all(failure)
+        elif failure is not None:
+            self._reason = failure.message
 
     def _settle_lost(self) -> None:
         goodbye, self._goodbye = self._goodbye, False
@@ -237,7 +268,7 @@ class SqliteConsensus(Facade):
         now_s = self._loop.time()
         for request_id, pending in list(self._pending.items()):
             age_s = now_s - pending.started_s
-            if isinstance(pending.op, Wait):
+            if isinstance(pending.op, (Wait, frames.Hello)):
                 continue
             if age_s < UNSENT_AFTER_S:
                 break
@@ -246,7 +277,7 @@ class SqliteConsensus(Facade):
                 if not pending.future.done():
                     pending.future.set_exception(
                         Unavailable(
-                            f"No sequencer answers for the database: database={self._database}.",
+                            f"No sequencer answers for the database: database={self._database} last={self._reason!r}.",
                             fix="Look for a stopped process that holds the lock file beside it.",
                         )
                     )

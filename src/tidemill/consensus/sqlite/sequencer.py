@@ -59,6 +59,7 @@ class Sequencer:
         self._connections: dict[int, _Connection] = {}
         self._clients: dict[str, _Connection] = {}
         self._waiters: dict[str, dict[tuple[int, int], tuple[int, _Connection]]] = {}
+        self._listener: socket.socket | None = None
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
@@ -77,8 +78,10 @@ class Sequencer:
 
     def abandon(self) -> None:
         """In a forked child: close the inherited descriptors; the parent goes on. Never touches the database."""
-        for sock in [self._wake_receiver, self._wake_sender, *(c.sock for c in self._connections.values())]:
-            with contextlib.suppress(OSError):
+        sockets = [self._listener, self._wake_receiver, self._wake_sender]
+        for sock in [*sockets, *(connection.sock for connection in self._connections.values())]:
+            if sock is not None:
+                # An open copy of the listener would take clients in and never serve them.
                 sock.close()
 
     # the thread ----------------------------------------------------------------------------------
@@ -103,13 +106,16 @@ class Sequencer:
         engine = Engine(self._database, self._clock)
         try:
             with contextlib.ExitStack() as stack:
-                listener = stack.enter_context(_listen(self._database))
+                listener, bound = _listen(self._database)
+                self._listener = stack.enter_context(listener)
                 selector = self._selector = stack.enter_context(selectors.DefaultSelector())
                 selector.register(listener, selectors.EVENT_READ)
                 selector.register(self._wake_receiver, selectors.EVENT_READ)
                 self.opened.set()
                 while not self._stopping:
                     self._round(engine, listener)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(bound)
                 for connection in list(self._connections.values()):
                     self._part(connection)
         finally:
@@ -296,8 +302,11 @@ class Sequencer:
         connection.sock.close()
 
 
-def _listen(database: Path) -> socket.socket:
-    """Bind the best address that works. The caller holds the lock, so what lies at any of them is stale."""
+def _listen(database: Path) -> tuple[socket.socket, str]:
+    """Bind the best address that works; returns the socket and the path to unlink at the end.
+
+    The caller holds the lock, so whatever lies at any of the addresses is stale.
+    """
     reasons = []
     with address.addresses(database, create=True) as candidates:
         for path in candidates:
@@ -308,7 +317,7 @@ def _listen(database: Path) -> socket.socket:
             try:
                 listener.bind(path)
                 listener.listen(128)
-                return listener
+                return listener, os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
             except OSError as error:
                 listener.close()
                 reasons.append(f"{path}: {error}")

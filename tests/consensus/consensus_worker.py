@@ -1,0 +1,136 @@
+"""One process of the tests across processes: `consensus_worker.py ROLE URL ARGUMENTS…`; speaks JSON lines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import sys
+import time
+from typing import Any, cast
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import Conflict, Fenced, Unavailable, Unknown
+from tidemill.consensus.api import Consensus, LogHead, Versioned, resolve_append, resolve_cas
+from tidemill.consensus.open import open_consensus
+
+rand = Rand()
+
+
+def say(**facts: Any) -> None:
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
+async def race(consensus: Consensus, name: str, count: str) -> None:
+    """Race as equals for positions of one log and versions of one register; report what was won."""
+    positions: list[tuple[int, str]] = []
+    versions: list[tuple[int, str]] = []
+    at = seq = 0
+    while len(positions) < int(count):
+        nonce = rand.nonce()
+        try:
+            head = await consensus.append("race", 0, at, [nonce.encode()], nonce)
+            positions.append((at, nonce))
+            at = head.next
+        except Conflict as lost:
+            at = cast(LogHead, lost.current).next
+        except Unknown:
+            if await resolve_append(consensus, "race", at, nonce):
+                positions.append((at, nonce))
+            at = (await consensus.log_head("race")).next
+    while len(versions) < int(count):
+        nonce = rand.nonce()
+        try:
+            seq = (await consensus.cas("race", seq, nonce.encode(), nonce)).seq
+            versions.append((seq, nonce))
+        except Conflict as lost:
+            seq = cast(Versioned, lost.current).seq
+        except Unknown:
+            written = await resolve_cas(consensus, "race", seq, nonce)
+            if written is not None:
+                versions.append((written.seq, nonce))
+            current = await consensus.head("race")
+            seq = current.seq if current else 0
+    say(name=name, positions=positions, versions=versions)
+
+
+async def lead(consensus: Consensus, name: str, seconds: str) -> None:
+    """Take over again and again, write in one's term until fenced; report fences and acknowledged appends."""
+    fences: list[tuple[int, int]] = []
+    acknowledged: list[tuple[int, int, str]] = []
+    stop_s = time.monotonic() + float(seconds)
+    while time.monotonic() < stop_s:
+        head = await consensus.log_head("led")
+        term = head.term + 1
+        try:
+            head = await consensus.fence("led", term)
+            fences.append((term, head.next))
+            at = head.next
+            for _ in range(rand.below(20)):
+                nonce = rand.nonce()
+                head = await consensus.append("led", term, at, [name.encode()], nonce)
+                acknowledged.append((at, term, nonce))
+                at = head.next
+        except (Fenced, Conflict):
+            continue
+    say(name=name, fences=fences, acknowledged=acknowledged)
+
+
+async def pump(consensus: Consensus, name: str) -> None:
+    """Append to one's own log for ever; every acknowledged position is told before the next attempt."""
+    say(ready=True)
+    at = 0
+    while True:
+        nonce = rand.nonce()
+        try:
+            head = await consensus.append(name, 0, at, [b"%d" % at], nonce)
+        except Unknown:
+            if not await resolve_append(consensus, name, at, nonce):
+                continue
+            head = await consensus.log_head(name)
+        except Unavailable:
+            continue
+        say(position=at, at_s=time.monotonic())
+        at = head.next
+
+
+async def hold(consensus: Consensus, name: str) -> None:
+    """Host the sequencer, fork a child that does nothing, wait to be killed."""
+    await consensus.append(name, 0, 0, [b"x"], "n")
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+    child.start()
+    say(ready=True, child=child.pid)
+    await asyncio.sleep(60)
+
+
+async def busy(consensus: Consensus, name: str, seconds: str) -> None:
+    """Count one's own operations over a time, 8 at once; report the count and the slowest."""
+    stop_s = time.monotonic() + float(seconds)
+    counts = [0] * 8
+    slowest_s = 0.0
+
+    async def one(number: int) -> None:
+        nonlocal slowest_s
+        at = 0
+        while time.monotonic() < stop_s:
+            began_s = time.monotonic()
+            at = (await consensus.append(f"{name}-{number}", 0, at, [b"x" * 100], "n")).next
+            slowest_s = max(slowest_s, time.monotonic() - began_s)
+            counts[number] += 1
+
+    await asyncio.gather(*[one(number) for number in range(8)])
+    say(name=name, count=sum(counts), slowest_s=slowest_s)
+
+
+ROLES = {"race": race, "lead": lead, "pump": pump, "hold": hold, "busy": busy}
+
+
+async def main(role: str, url: str, *arguments: str) -> None:
+    consensus = await open_consensus(url, SystemClock(), rand)
+    await ROLES[role](consensus, *arguments)
+    await consensus.aclose()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

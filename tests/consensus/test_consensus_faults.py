@@ -1,0 +1,184 @@
+"""Lost acknowledgements: Unknown is told, and resolving it by nonce tells the truth, on both durable engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from cutting_proxy import CuttingProxy, How
+
+from contracts.consensus import run
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import Conflict, Unknown
+from tidemill.consensus.api import Consensus, resolve_append, resolve_cas
+from tidemill.consensus.open import open_consensus
+from tidemill.consensus.sqlite import address
+from tidemill.consensus.statelog import StateLog
+
+MARK = CuttingProxy.MARK
+Setup = Callable[[], AbstractAsyncContextManager[tuple[Consensus, Consensus, CuttingProxy]]]
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def setup(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setup:
+    """A client behind a proxy, another beside it, and the proxy."""
+    if request.param == "postgres":
+        dsn: str = request.getfixturevalue("postgres_dsn")
+        parts = urlsplit(dsn)
+
+        @asynccontextmanager
+        async def over_tcp() -> AsyncIterator[tuple[Consensus, Consensus, CuttingProxy]]:
+            proxy = CuttingProxy((str(parts.hostname), int(parts.port or 0)))
+            port = await proxy.serve_tcp()
+            beside = await open_consensus(dsn, SystemClock(), Rand())
+            behind = await open_consensus(dsn.replace(f":{parts.port}", f":{port}"), SystemClock(), Rand())
+            yield behind, beside, proxy
+            await behind.aclose()
+            await beside.aclose()
+            await proxy.aclose()
+
+        return over_tcp
+
+    direct = address.addresses
+    detour: list[str] = []
+
+    @contextlib.contextmanager
+    def detoured(database: Path, *, create: bool) -> Iterator[list[str]]:
+        with direct(database, create=create) as candidates:
+            yield detour if detour and not create else candidates
+
+    monkeypatch.setattr(address, "addresses", detoured)
+
+    @asynccontextmanager
+    async def over_unix() -> AsyncIterator[tuple[Consensus, Consensus, CuttingProxy]]:
+        url = f"sqlite://{tmp_path}/consensus.db"
+        beside = await open_consensus(url, SystemClock(), Rand())
+        proxy = CuttingProxy(f"{tmp_path}/consensus.db.sock")
+        await proxy.serve_unix(f"{tmp_path}/proxy.sock")
+        detour.append(f"{tmp_path}/proxy.sock")
+        behind = await open_consensus(url, SystemClock(), Rand())
+        yield behind, beside, proxy
+        await behind.aclose()
+        await beside.aclose()
+        await proxy.aclose()
+
+    return over_unix
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+def test_a_lost_acknowledgement_of_an_append_is_unknown_and_resolves_to_the_truth(setup: Setup, how: How) -> None:
+    async def body() -> None:
+        async with setup() as (behind, beside, proxy):
+            await behind.append("log", 0, 0, [b"first"], "n0")
+            proxy.how = how
+            with pytest.raises(Unknown):
+                await behind.append("log", 0, 1, [MARK], "n1")
+            assert proxy.cuts == 1
+            landed = await resolve_append(behind, "log", 1, "n1")
+            assert landed == (how == "after")
+            assert (await beside.log_head("log")).next == (2 if landed else 1)
+            # The client works on.
+            await behind.append("log", 0, 2 if landed else 1, [b"next"], "n2")
+
+    run(body())
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+def test_a_lost_acknowledgement_of_a_register_write_is_unknown_and_resolves_to_the_truth(
+    setup: Setup, how: How
+) -> None:
+    async def body() -> None:
+        async with setup() as (behind, beside, proxy):
+            await behind.cas("key", 0, b"first", "n0")
+            proxy.how = how
+            with pytest.raises(Unknown):
+                await behind.cas("key", 1, MARK, "n1")
+            written = await resolve_cas(behind, "key", 1, "n1")
+            assert (written is not None) == (how == "after")
+            current = await beside.head("key")
+            assert current is not None and current.nonce == ("n1" if how == "after" else "n0")
+
+    run(body())
+
+
+def test_an_attempt_that_was_told_unknown_and_resolved_as_lost_never_lands_later(setup: Setup) -> None:
+    async def body() -> None:
+        async with setup() as (behind, beside, proxy):
+            await behind.append("log", 0, 0, [b"first"], "n0")
+            proxy.how = "late"
+            with pytest.raises(Unknown):
+                await behind.append("log", 0, 1, [MARK], "n1")
+            landed = await resolve_append(behind, "log", 1, "n1")
+            await proxy.late_delivered.wait()
+            for _ in range(20):
+                await asyncio.sleep(0.01)
+                assert await resolve_append(beside, "log", 1, "n1") == landed
+            assert not landed
+
+    run(body())
+
+
+def test_reads_are_asked_again_by_themselves(setup: Setup) -> None:
+    async def body() -> None:
+        async with setup() as (behind, beside, proxy):
+            key = MARK.decode()
+            await beside.cas(key, 0, b"x", "n")
+            for how in ("before", "after"):
+                proxy.how = how  # type: ignore[assignment]
+                version = await behind.head(key)
+                assert version is not None and version.data == b"x"
+            assert proxy.cuts == 2
+
+    run(body())
+
+
+def test_a_wait_survives_a_lost_connection(setup: Setup) -> None:
+    async def body() -> None:
+        async with setup() as (behind, beside, proxy):
+            waiting = asyncio.ensure_future(behind.wait("log", 0, 30))
+            await asyncio.sleep(0.05)
+            proxy.how = "before"
+            with pytest.raises(Unknown):
+                await behind.cas("key", 0, MARK, "n")
+            await beside.append("log", 0, 0, [b"x"], "n")
+            assert await waiting
+
+    run(body())
+
+
+def test_a_state_log_counts_every_command_once_through_lost_acknowledgements(setup: Setup) -> None:
+    def apply(state: list[int], command: bytes, position: int) -> list[int]:
+        number = int(command.split(b" ")[0])
+        if number in state:
+            raise Conflict("twice")
+        return [*state, number]
+
+    async def body() -> None:
+        async with setup() as (behind, beside, proxy):
+
+            def log_of(consensus: Consensus) -> StateLog[list[int]]:
+                return StateLog(
+                    consensus,
+                    "numbers",
+                    initial=list,
+                    apply=apply,
+                    encode=lambda s: bytes(s),
+                    decode=lambda b: list(b),
+                    rand=Rand(),
+                )
+
+            log = log_of(behind)
+            for number in range(30):
+                if number % 5 == 0:
+                    proxy.how = "after" if number % 2 else "before"
+                await log.propose(b"%d " % number + MARK)
+            assert proxy.cuts == 6
+            assert await log_of(beside).load() == list(range(30)) == log.state
+            await log.aclose()
+
+    run(body())
