@@ -48,6 +48,14 @@ class TableSnapshot(msgspec.Struct, frozen=True):
     offsets: tuple[int, ...]
 
 
+class CapturedColumn(msgspec.Struct, frozen=True):
+    """`type_name` is format_type's text; `key_index` its place in the primary key, -1 when not part of it."""
+
+    name: str
+    type_name: str
+    key_index: int
+
+
 class CaptureRow(msgspec.Struct, frozen=True):
     """A captured database: its tables and the topic of each. `generation` grows when a snapshot starts over."""
 
@@ -62,6 +70,8 @@ class CaptureRow(msgspec.Struct, frozen=True):
     snapshot_lsn: int = 0
     snapshots: dict[str, TableSnapshot] = {}
     """schema.table → its finished snapshot; a table that is captured but absent here starts over"""
+    columns: dict[str, tuple[CapturedColumn, ...]] = {}
+    """schema.table → its columns as of its snapshot, in table order: what a pipeline makes its shard of"""
 
 
 class PipelineRow(msgspec.Struct, frozen=True):
