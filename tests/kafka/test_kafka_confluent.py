@@ -217,6 +217,23 @@ def test_the_admin_client_creates_describes_and_deletes(broker: RealBroker) -> N
     assert "made" not in admin.list_topics(timeout=10).topics
 
 
+def test_a_topic_made_anew_elsewhere_takes_the_next_record(broker: RealBroker) -> None:
+    """Deleted and re-created behind the endpoint's back: its cached row names an id that is gone."""
+    from tidemill.metastore.catalogue import TopicRow
+
+    broker.create_topic("again", 1)
+    client = producer(broker, **{"topic.metadata.refresh.fast.interval.ms": 50})
+    produce_all(client, "again", [(b"k", b"old")])
+    broker.portal.call(broker.catalogue.delete(TopicRow, "again"))
+    broker.create_topic("again", 1)
+    broker.portal.call(broker.topics.refresh())
+    produce_all(producer(broker), "again", [(b"k", b"new")])
+    reader = consumer(broker)
+    found = read_all(reader, "again", 1, 1)
+    reader.close()
+    assert [(m.offset(), m.value()) for m in found[0]] == [(0, b"new")]
+
+
 def test_subscribe_fails_with_a_clear_error_while_groups_are_not_served(broker: RealBroker) -> None:
     broker.create_topic("groups", 1)
     produce_all(producer(broker), "groups", [(b"k", b"v")])

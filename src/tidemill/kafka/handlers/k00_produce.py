@@ -19,12 +19,13 @@ from typing import Final
 
 import structlog
 
-from tidemill.base.errors import TidemillError, Unavailable
+from tidemill.base.errors import Missing, TidemillError, Unavailable
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
 from tidemill.kafka.request import Api, Reply, Request
 from tidemill.kafka.schema.produce import PartitionAnswer, ProduceRequest, decode, encode
 from tidemill.kafka.schema.wire import I32
+from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.front import ProduceResult
 
 log = structlog.get_logger()
@@ -40,7 +41,7 @@ UNSUPPORTED_COMPRESSION_TYPE: Final = 76
 def begin(context: Context, request: Request) -> asyncio.Future[Reply]:
     produce = decode(request.view, request.position, request.version)
     request.answered = produce.acks != 0
-    gathering = _Gathering(request, produce)
+    gathering = _Gathering(context, request, produce)
     for topic_number, topic in enumerate(produce.topics):
         row = context.cache.resolve(topic.topic, is_id=request.version >= FIRST_WITH_IDS)
         for place, data in enumerate(topic.partitions):
@@ -60,9 +61,9 @@ def begin(context: Context, request: Request) -> asyncio.Future[Reply]:
             try:
                 future = context.topics.produce_nowait(row.topic_id, data.partition, data.records)
             except TidemillError as error:
-                gathering.answer(topic_number, place, _failed(data.partition, error))
+                gathering.answer(topic_number, place, _failed(context, row, data.partition, error))
                 continue
-            gathering.wait_for(topic_number, place, data.partition, future)
+            gathering.wait_for(topic_number, place, data.partition, future, row)
     return gathering.complete()
 
 
@@ -90,7 +91,11 @@ def _refuse(produce: ProduceRequest, records: memoryview | None, version: int) -
     return None
 
 
-def _failed(index: int, error: BaseException) -> PartitionAnswer:
+def _failed(context: Context, row: TopicRow, index: int, error: BaseException) -> PartitionAnswer:
+    if isinstance(error, Missing):
+        # The row was stale: deleted, perhaps made anew under another id. Look again before calling it unknown.
+        context.cache.forget(row.name)
+        return PartitionAnswer(index, errors.NOT_LEADER_OR_FOLLOWER, error_message=str(error))
     if not errors.is_expected(error):
         log.error("kafka.produce_failed", partition=index, error=repr(error), exc_info=error)
     return PartitionAnswer(index, errors.code_of(error), error_message=str(error))
@@ -99,7 +104,8 @@ def _failed(index: int, error: BaseException) -> PartitionAnswer:
 class _Gathering:
     """Ends its future when the last partition has its answer. Callbacks only: a Produce costs no task."""
 
-    def __init__(self, request: Request, produce: ProduceRequest) -> None:
+    def __init__(self, context: Context, request: Request, produce: ProduceRequest) -> None:
+        self._context = context
         self._request = request
         self._names = [topic.topic for topic in produce.topics]
         self._answers: list[list[PartitionAnswer | None]] = [[None] * len(t.partitions) for t in produce.topics]
@@ -113,11 +119,13 @@ class _Gathering:
         if self._begun and not self._missing:
             self._finish()
 
-    def wait_for(self, topic: int, place: int, index: int, future: asyncio.Future[ProduceResult]) -> None:
+    def wait_for(
+        self, topic: int, place: int, index: int, future: asyncio.Future[ProduceResult], row: TopicRow
+    ) -> None:
         def ended(done: asyncio.Future[ProduceResult]) -> None:
             error = asyncio.CancelledError() if done.cancelled() else done.exception()
             if error is not None:
-                self.answer(topic, place, _failed(index, error))
+                self.answer(topic, place, _failed(self._context, row, index, error))
             else:
                 result = done.result()
                 self.answer(topic, place, PartitionAnswer(index, 0, result.base_offset, result.log_start_offset))

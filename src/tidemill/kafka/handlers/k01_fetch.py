@@ -16,7 +16,7 @@ from typing import Final
 
 import structlog
 
-from tidemill.base.errors import TidemillError
+from tidemill.base.errors import Missing, TidemillError
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
 from tidemill.kafka.request import Api, Reply, Request
@@ -59,7 +59,7 @@ async def _fetch(context: Context, version: int, fetch: FetchRequest) -> Reply:
         max_wait_s = 0.0 if refused else max(fetch.max_wait_ms, 0) / 1000
         found = await _read(context, fetch, reads, max_wait_s)
         for (topic_number, place), read, got in zip(places, reads, found, strict=True):
-            answers[topic_number][1][place] = _answer(read, got)
+            answers[topic_number][1][place] = _answer(context, read, got)
     return encode(answers, version)
 
 
@@ -75,9 +75,15 @@ async def _read(context: Context, fetch: FetchRequest, reads: list[FetchRead], m
         return [Fetched(-1, -1, [], error)] * len(reads)
 
 
-def _answer(read: FetchRead, got: Fetched) -> PartitionRecords:
+def _answer(context: Context, read: FetchRead, got: Fetched) -> PartitionRecords:
     if got.error is None:
         return PartitionRecords(read.partition, 0, got.high_watermark, got.log_start_offset, got.batches)
+    if isinstance(got.error, Missing):
+        # As in Produce: the row was stale.
+        row = context.cache.by_id(read.topic_id)
+        if row is not None:
+            context.cache.forget(row.name)
+        return PartitionRecords(read.partition, errors.NOT_LEADER_OR_FOLLOWER)
     if not errors.is_expected(got.error):
         log.error("kafka.fetch_failed", topic_id=read.topic_id, partition=read.partition, error=repr(got.error))
     return PartitionRecords(read.partition, errors.code_of(got.error), got.high_watermark, got.log_start_offset)
