@@ -657,3 +657,68 @@ def test_marks_say_what_is_reserved_and_which_upload_holds_it() -> None:
         assert mark.held_by == f"upload:{world.objects.waiting[0][0]}"
 
     in_world(scenario(), world)
+
+
+# batching ------------------------------------------------------------------------------------------
+def test_what_waits_is_cut_into_near_equal_objects_within_the_upload_limit() -> None:
+    world = World(object_bytes=1000, uploads_in_flight=3)
+
+    async def scenario() -> None:
+        row = await world.topic()
+        topics = world.node()
+        await topics.offsets(row.topic_id, 0)
+        world.objects.gated = True
+        sent = [topics.produce_nowait(row.topic_id, 0, batch("x" * 31)) for _ in range(50)]
+        await eventually(lambda: len(world.objects.waiting) == 3)
+        await asyncio.sleep(0.01)
+        assert len(world.objects.waiting) == 3
+        while not all(f.done() for f in sent):
+            if world.objects.waiting:
+                await world.objects.let_go(0)
+            await asyncio.sleep(0)
+        sizes = [meta.size_bytes async for meta in world.objects.list("l0/")]
+        assert len(sizes) in (5, 6)
+        assert min(sizes) > 600 and max(sizes) < 1400
+
+    in_world(scenario(), world)
+
+
+def test_an_idle_writer_uploads_at_once_and_a_busy_one_collects() -> None:
+    world = World(uploads_in_flight=1)
+
+    async def scenario() -> None:
+        row = await world.topic()
+        topics = world.node()
+        await topics.offsets(row.topic_id, 0)
+        world.objects.gated = True
+        sent = [topics.produce_nowait(row.topic_id, 0, batch("first"))]
+        await eventually(lambda: len(world.objects.waiting) == 1)
+        for n in range(20):
+            sent.append(topics.produce_nowait(row.topic_id, n % 2, batch(str(n))))
+            await asyncio.sleep(0)
+        await world.objects.let_go(0)
+        await world.objects.let_go(0)
+        await asyncio.gather(*sent)
+        assert world.objects.puts == 2
+
+    in_world(scenario(), world)
+
+
+def test_uploads_overlap_before_the_first_one_ends() -> None:
+    world = World()
+
+    async def scenario() -> None:
+        row = await world.topic()
+        topics = world.node()
+        await topics.offsets(row.topic_id, 0)
+        world.objects.gated = True
+        sent = []
+        for n in range(4):
+            sent.append(topics.produce_nowait(row.topic_id, 0, batch(str(n), pid=9, seq=n)))
+            await eventually(lambda n=n: len(world.objects.waiting) == n + 1)  # type: ignore[misc]
+        for _ in range(4):
+            await world.objects.let_go(-1)
+            await asyncio.sleep(0)
+        assert [r.base_offset for r in await asyncio.gather(*sent)] == [0, 1, 2, 3]
+
+    in_world(scenario(), world)

@@ -63,7 +63,7 @@ class GatedObjects(MemoryObjects):
         return await super().get_ranges(key, ranges)
 
     async def let_go(self, index: int = 0, error: TidemillError | None = None) -> None:
-        await eventually(lambda: len(self.waiting) > index)
+        await eventually(lambda: len(self.waiting) > max(index, 0))
         _, gate = self.waiting.pop(index)
         if error is None:
             gate.set_result(None)

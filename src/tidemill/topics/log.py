@@ -267,21 +267,16 @@ class LocalTopics:
         total = 0
         failed = False
         for read, each in zip(reads, led, strict=True):
-            if not isinstance(each, LedPartition):
-                plans.append(each)
-                failed = True
-                continue
-            state = each.state
             try:
-                first = state.first_batch(read.offset)
+                if not isinstance(each, LedPartition):
+                    raise each
+                refs, size = _choose_refs(each, read, max_bytes - total, at_least_one=total == 0)
             except TidemillError as error:
                 plans.append(error)
                 failed = True
-                continue
-            limit = min(read.max_bytes, max_bytes - total)
-            end, size = choose(state.sizes, first, limit, at_least_one=total == 0)
-            plans.append([state.ref(index) for index in range(first, end)])
-            total += size
+            else:
+                plans.append(refs)
+                total += size
         return plans, total, failed
 
     async def _materialise(
@@ -309,3 +304,15 @@ class LocalTopics:
             for name in self._marked - marked:
                 self._tracker.remove(name)
             self._marked = marked
+
+
+def _choose_refs(
+    led: LedPartition, read: FetchRead, max_bytes: int, *, at_least_one: bool
+) -> tuple[list[BatchRef], int]:
+    """Raises OffsetOutOfRange, or what the partition closed with: a closed one wakes nobody any more."""
+    if led.closed_error is not None:
+        raise led.closed_error
+    state = led.state
+    first = state.first_batch(read.offset)
+    end, size = choose(state.sizes, first, min(read.max_bytes, max_bytes), at_least_one=at_least_one)
+    return [state.ref(index) for index in range(first, end)], size
