@@ -2,30 +2,534 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
+import time
+from typing import Any
+
 import pytest
-from shape_world import ShapeWorld, run
+from shape_world import ShapeWorld, eventually, run
+
+from tidemill.base.clock import Rand
+from tidemill.shapes import LogLimits, ShapeSettings
+from tidemill.shapes.http.respond import CURSOR_EPOCH_MS, next_cursor
+from tidemill.shapes.postgres_source import SESSION_SETTINGS
 
 pytestmark = pytest.mark.postgres
 
 DDL = """
 CREATE TABLE item (id int PRIMARY KEY, name text, price numeric(10,2), done boolean NOT NULL DEFAULT false);
 INSERT INTO item SELECT n, 'n' || n, n * 1.5, n % 2 = 0 FROM generate_series(1, 20) n;
+CREATE TABLE "Odd.Name" ("K/1" text, k2 uuid, "naïve" varchar(20), list int[][], PRIMARY KEY (k2, "K/1"));
+INSERT INTO "Odd.Name" VALUES ('a/b', '00000000-0000-0000-0000-000000000001', 'é', '{{1,2},{3,4}}');
 """
+
+
+async def start(world: ShapeWorld, **params: str) -> dict[str, str]:
+    """Follow a shape to its tail; returns the parameters of the next request."""
+    client = await world.sync(table="item", **params)
+    return {"table": "item", **params, "offset": client.offset, "handle": client.handle}
 
 
 def test_h1_initial_then_tail_then_live_gives_each_item_once_in_order(postgres_dsn: str) -> None:
     async def main() -> None:
-        async with ShapeWorld(postgres_dsn, DDL) as world:
-            first = await world.get(table="item", offset="-1")
-            assert first.status == 200
-            print(first.headers, first.body[:300])
+        async with ShapeWorld(postgres_dsn, DDL, fragment_changes=2) as world:
             client = await world.sync(table="item")
             assert len(client.rows) == 20
-            await world.db.execute("UPDATE item SET name = 'x' WHERE id = 3")
-            await world.db.execute("DELETE FROM item WHERE id = 4")
-            await world.db.execute("INSERT INTO item VALUES (100, NULL, 1, true)")
+            async with world.db.transaction():
+                await world.db.execute("UPDATE item SET name = 'x' WHERE id <= 3")
+                await world.db.execute("DELETE FROM item WHERE id = 4")
+                await world.db.execute("INSERT INTO item VALUES (100, NULL, 1, true)")
             await client.follow_until(lambda: '"public"."item"/"100"' in client.rows)
-            assert len(client.rows) == 20
-            print(client.seen[20:])
+            fresh = await world.sync(table="item")
+            assert client.rows == fresh.rows
+            streamed = client.seen[20:]
+            positions = [(int(i["headers"]["lsn"]), i["headers"]["op_position"]) for i in streamed]
+            assert positions == sorted(set(positions))
+            assert [i["headers"]["operation"] for i in streamed] == ["update"] * 3 + ["delete", "insert"]
+            assert len({i["headers"]["txids"][0] for i in streamed}) == 1
 
     run(main())
+
+
+def test_the_first_answer_has_the_schema_the_rows_and_cache_headers(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL) as world:
+            first = await world.get(table="item", offset="-1")
+            assert json.loads(first.headers["electric-schema"]) == {
+                "id": {"type": "int4", "dims": 0, "pk_index": 0, "not_null": True},
+                "name": {"type": "text", "dims": 0},
+                "price": {"type": "numeric", "dims": 0, "precision": 10, "scale": 2},
+                "done": {"type": "bool", "dims": 0, "not_null": True},
+            }
+            assert first.items[0] == {
+                "key": '"public"."item"/"1"',
+                "value": {"id": "1", "name": "n1", "price": "1.50", "done": "false"},
+                "headers": {"operation": "insert", "relation": ["public", "item"]},
+            }
+            assert first.controls == ["snapshot-end"]
+            assert first.offset == "0_inf"
+            assert "electric-up-to-date" not in first.headers
+            assert first.headers["cache-control"].startswith("public, max-age=604800")
+            assert "electric-handle" in first.headers["access-control-expose-headers"]
+            second = await world.get(table="item", offset=first.offset, handle=first.handle)
+            assert second.headers["electric-up-to-date"] == ""
+            assert second.controls == ["up-to-date"]
+            assert second.headers["cache-control"] == "public, max-age=60, stale-while-revalidate=300"
+            assert int(second.json[-1]["headers"]["global_last_seen_lsn"]) >= 0
+            assert (await world.get(table="item", offset="-1")).handle == first.handle
+
+    run(main())
+
+
+def test_odd_names_types_and_composite_keys_are_shown_as_the_protocol_says(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL) as world:
+            answer = await world.get(table='public."Odd.Name"', offset="-1")
+            assert json.loads(answer.headers["electric-schema"]) == {
+                "K/1": {"type": "text", "dims": 0, "pk_index": 1, "not_null": True},
+                "k2": {"type": "uuid", "dims": 0, "pk_index": 0, "not_null": True},
+                "naïve": {"type": "varchar", "dims": 0, "max_length": 20},
+                "list": {"type": "int4", "dims": 2},
+            }
+            assert answer.items[0]["key"] == '"public"."Odd..Name"/"00000000-0000-0000-0000-000000000001"/"a//b"'
+            assert answer.items[0]["value"]["list"] == "{{1,2},{3,4}}"
+
+    run(main())
+
+
+def test_h2_and_h3_over_the_wire(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL) as world:
+            client = await world.sync(table="item", where="done = true AND id < $1", **{"params[1]": "15"})
+            assert len(client.rows) == 7
+            await world.db.execute("UPDATE item SET done = NOT done WHERE id IN (1, 2)")
+            await world.db.execute("UPDATE item SET id = 12 + 1000 WHERE id = 12")
+            await world.db.execute("UPDATE item SET id = 3, done = true WHERE id = 3")
+            await client.follow_until(lambda: '"public"."item"/"3"' in client.rows)
+            shown = {row["id"] for row in client.rows.values()}
+            assert shown == {"1", "3", "4", "6", "8", "10", "14"}
+
+    run(main())
+
+
+def test_h4_a_wrong_or_ended_handle_gets_409_with_the_new_one(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL) as world:
+            params = await start(world)
+            wrong = await world.get(table="item", offset="0_inf", handle="123-456")
+            assert wrong.status == 409
+            assert wrong.json == [{"headers": {"control": "must-refetch"}}]
+            assert wrong.handle == params["handle"]
+            assert wrong.headers["cache-control"] == "public, max-age=60, must-revalidate"
+            poll = asyncio.ensure_future(world.get(**params, live="true"))
+            await eventually(lambda: any(s["waiting"] for s in world.service.shapes()))
+            await world.db.execute("TRUNCATE item")
+            gone = await poll
+            assert gone.status == 409
+            assert gone.handle != params["handle"]
+            assert (await world.get(**params)).handle == gone.handle
+            assert (await world.get(table="item", offset="-1", handle=gone.handle)).items == []
+
+    run(main())
+
+
+def test_h5_a_live_request_without_news_is_200_and_up_to_date(postgres_dsn: str) -> None:
+    async def main() -> None:
+        assert ShapeSettings().long_poll_s == 20.0
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.3)) as world:
+            params = await start(world)
+            began = time.monotonic()
+            one = await world.get(**params, live="true")
+            assert 0.3 <= time.monotonic() - began < 5
+            assert (one.status, one.controls, one.items) == (200, ["up-to-date"], [])
+            assert one.offset == params["offset"]
+            assert one.headers["cache-control"] == "public, max-age=5, stale-while-revalidate=5"
+            two = await world.get(**params, live="true", cursor=one.headers["electric-cursor"])
+            assert int(two.headers["electric-cursor"]) > int(one.headers["electric-cursor"])
+            assert one.headers["etag"] != two.headers["etag"]
+
+    run(main())
+
+
+def test_h6_a_write_between_read_and_subscribe_is_delivered_at_once(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=20)) as world:
+            params = await start(world)
+            await world.db.execute("DELETE FROM item WHERE id = 1")
+            await eventually(lambda: world.service.shapes()[0]["log_bytes"])
+            began = time.monotonic()
+            answer = await world.get(**params, live="true")
+            assert time.monotonic() - began < 5
+            assert [i["headers"]["operation"] for i in answer.items] == ["delete"]
+            assert answer.controls == ["up-to-date"]
+            assert answer.json[-1]["headers"]["global_last_seen_lsn"] == answer.items[0]["headers"]["lsn"]
+
+    run(main())
+
+
+BAD: list[tuple[dict[str, str], str]] = [
+    ({"table": "item", "offset": "-1", "live": "true"}, "live"),
+    ({"table": "item", "offset": "now", "live": "true"}, "live"),
+    ({"offset": "-1"}, "table"),
+    ({"table": "item"}, "offset"),
+    ({"table": "item", "offset": "xyz"}, "offset"),
+    ({"table": "item", "offset": "1_0"}, "handle"),
+    ({"table": "nope", "offset": "-1"}, "table"),
+    ({"table": "a.b.c", "offset": "-1"}, "table"),
+    ({"table": 'public."x', "offset": "-1"}, "table"),
+    ({"table": "shard.nope", "offset": "-1"}, "table"),
+    ({"table": "item", "offset": "-1", "where": "1 x 1"}, "where"),
+    ({"table": "item", "offset": "-1", "where": "id = 1; DROP TABLE item"}, "where"),
+    ({"table": "item", "offset": "-1", "where": "1 / (id - 1) > 0"}, "where"),
+    ({"table": "item", "offset": "-1", "where": "id = $1"}, "where"),
+    ({"table": "item", "offset": "-1", "where": "id = $2", "params[2]": "1"}, "params"),
+    ({"table": "item", "offset": "-1", "columns": "name"}, "columns"),
+    ({"table": "item", "offset": "-1", "columns": "id,nope"}, "columns"),
+    ({"table": "item", "offset": "-1", "columns": 'id,"x'}, "columns"),
+    ({"table": "item", "offset": "-1", "replica": "some"}, "replica"),
+    ({"table": "item", "offset": "-1", "log": "none"}, "log"),
+    ({"table": "item", "offset": "-1", "live_sse": "true"}, "live_sse"),
+]
+
+
+def test_h7_and_other_bad_requests_are_400_and_name_the_parameter(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL) as world:
+            for params, field in BAD:
+                answer = await world.get(**params)
+                assert (answer.status, list(answer.json["errors"])) == (400, [field]), (params, answer.body)
+                assert answer.json["message"] == "Invalid request"
+                assert answer.headers["cache-control"] == "no-store"
+            syntax = await world.get(table="item", offset="-1", where="1 x 1")
+            assert syntax.json["errors"] == {"where": ['At location 17: syntax error at or near "x"']}
+            assert await world.select("item")
+
+    run(main())
+
+
+def test_h8_if_none_match_is_304(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL) as world:
+            first = await world.get(table="item", offset="-1")
+            again = await world.request(
+                "/v1/shape", {"table": "item", "offset": "-1"}, {"if-none-match": f'"x", W/{first.headers["etag"]}'}
+            )
+            assert (again.status, again.body) == (304, b"")
+            other = await world.request("/v1/shape", {"table": "item", "offset": "-1"}, {"if-none-match": '"x"'})
+            assert other.status == 200
+
+    run(main())
+
+
+def test_h9_beyond_the_admission_limit_is_503_with_retry_after(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=5, max_existing=1)) as world:
+            params = await start(world)
+            held = asyncio.ensure_future(world.get(**params, live="true"))
+            await eventually(lambda: any(s["waiting"] for s in world.service.shapes()))
+            refused = await world.get(**params, live="true")
+            assert refused.status == 503
+            assert 6 <= int(refused.headers["retry-after"]) <= 10
+            await world.db.execute("DELETE FROM item WHERE id = 1")
+            assert (await held).status == 200
+
+    run(main())
+
+
+def test_h10_a_wrong_secret_is_401_on_every_spelling_of_the_path(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(secret="s3cret")) as world:
+            for secret in ({}, {"secret": "wrong"}, {"secret": ""}):
+                assert (await world.get(table="item", offset="-1", **secret)).status == 401
+            for path in ("/v1/shape/", "//v1/shape", "/v1//shape", "/V1/shape", "/v1/shape;x", "/v1/%73hape"):
+                assert (await world.request(path, {"table": "item", "offset": "-1"})).status in (401, 404)
+            assert (await world.get(table="item", offset="-1", secret="s3cret")).status == 200
+            assert (await world.request("/v1/shape", {}, method="OPTIONS")).status == 204
+
+    run(main())
+
+
+def test_h11_a_table_made_anew_is_409_and_then_the_new_rows(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL) as world:
+            params = await start(world)
+            await world.db.execute("DROP TABLE item; CREATE TABLE item (id int PRIMARY KEY, other text)")
+            await world.db.execute("INSERT INTO item VALUES (1, 'new')")
+            await eventually(lambda: any(len(r.columns) == 2 for r in world.relations.values()))
+            answer = await world.get(**params)
+            assert answer.status == 409
+            client = await world.sync(table="item")
+            assert [row for row in client.rows.values()] == [{"id": "1", "other": "new"}]
+
+    run(main())
+
+
+def test_a_column_added_is_409_and_then_shown(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL) as world:
+            params = await start(world)
+            await world.db.execute("ALTER TABLE item ADD COLUMN more int DEFAULT 7")
+            await world.db.execute("UPDATE item SET name = 'y' WHERE id = 1")
+            await eventually(lambda: any(len(r.columns) == 5 for r in world.relations.values()))
+            assert (await world.get(**params, live="true")).status == 409
+            client = await world.sync(table="item")
+            assert client.rows['"public"."item"/"1"']["more"] == "7"
+
+    run(main())
+
+
+def test_offset_now_answers_the_tail_without_rows(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL) as world:
+            now = await world.get(table="item", offset="now")
+            assert (now.items, now.controls) == ([], ["up-to-date"])
+            assert now.headers["electric-up-to-date"] == ""
+            await world.db.execute("DELETE FROM item WHERE id = 1")
+            live = await world.get(table="item", offset=now.offset, handle=now.handle, live="true")
+            assert [i["headers"]["operation"] for i in live.items] == ["delete"]
+
+    run(main())
+
+
+def test_changes_only_leaves_the_initial_rows_out(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL) as world:
+            client = await world.sync(table="item", log="changes_only")
+            assert client.rows == {}
+            await world.db.execute("INSERT INTO item VALUES (77, 'x', 1, true)")
+            await client.follow_until(lambda: len(client.rows) == 1)
+
+    run(main())
+
+
+def test_columns_are_cut_in_base_and_stream_and_unseen_changes_are_silent(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL) as world:
+            client = await world.sync(table="item", columns="id,name", where="price > 15")
+            assert client.rows['"public"."item"/"11"'] == {"id": "11", "name": "n11"}
+            await world.db.execute("UPDATE item SET price = price + 100 WHERE id > 5")
+            await world.db.execute("UPDATE item SET name = 'z' WHERE id = 11")
+            await client.follow_until(lambda: client.rows['"public"."item"/"11"']["name"] == "z")
+            operations = [i["headers"]["operation"] for i in client.seen[10:]]
+            assert operations == ["insert"] * 5 + ["update"]
+
+    run(main())
+
+
+def test_an_offset_beyond_the_log_waits_and_is_then_refused(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.4)) as world:
+            params = await start(world)
+            answer = await world.get(**{**params, "offset": "99999999999999_0"})
+            assert (answer.status, list(answer.json["errors"])) == (400, ["offset"])
+
+    run(main())
+
+
+def test_delete_is_405_unless_enabled(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL) as world:
+            params = await start(world)
+            assert (await world.request("/v1/shape", {"table": "item"}, method="DELETE")).status == 405
+            assert (await world.get(**params)).status == 200
+
+    run(main())
+
+
+def test_delete_when_enabled_is_202_and_of_an_unknown_shape_404(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(allow_delete=True)) as world:
+            params = await start(world)
+            deleted = await world.request("/v1/shape", {"handle": params["handle"]}, method="DELETE")
+            assert deleted.status == 202
+            again = await world.request("/v1/shape", {"handle": params["handle"]}, method="DELETE")
+            assert again.status == 404
+            assert (await world.get(**params)).status == 409
+
+    run(main())
+
+
+def test_health_and_preflight(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL) as world:
+            health = await world.request("/v1/health", {})
+            assert (health.status, health.json) == (200, {"status": "active"})
+            preflight = await world.request("/v1/shape", {}, method="OPTIONS")
+            assert preflight.status == 204
+            assert "GET" in preflight.headers["access-control-allow-methods"]
+
+    run(main())
+
+
+def test_a_write_during_the_snapshot_is_seen_once(postgres_dsn: str) -> None:
+    """The stream is held back, so that the same rows are in the snapshot and in the buffered stream."""
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL) as world:
+            world.hold()
+            await asyncio.sleep(0.05)
+            await world.db.execute("INSERT INTO item VALUES (50, 'before', 1, true)")
+            first = asyncio.ensure_future(world.sync(table="item"))
+            client = await first
+            assert client.rows['"public"."item"/"50"']["name"] == "before"
+            await world.db.execute("UPDATE item SET name = 'after' WHERE id = 50")
+            world.release()
+            await client.follow_until(lambda: client.rows['"public"."item"/"50"']["name"] == "after")
+            assert [i["headers"]["operation"] for i in client.seen[21:]] == ["update"]
+
+    run(main())
+
+
+def test_a_transaction_open_during_the_snapshot_arrives_through_the_stream(postgres_dsn: str) -> None:
+    async def main() -> None:
+        import psycopg
+
+        async with ShapeWorld(postgres_dsn, DDL) as world:
+            async with await psycopg.AsyncConnection.connect(world.dsn) as writer:
+                await writer.execute("INSERT INTO item VALUES (60, 'open', 1, true)")
+                await world.db.execute("INSERT INTO item VALUES (61, 'done', 1, true)")
+                client = await world.sync(table="item")
+                assert '"public"."item"/"60"' not in client.rows
+                assert '"public"."item"/"61"' in client.rows
+                await writer.commit()
+            await client.follow_until(lambda: '"public"."item"/"60"' in client.rows)
+
+    run(main())
+
+
+def test_the_least_recently_used_shape_goes_when_there_are_too_many(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(max_shapes=3)) as world:
+            handles = [(await world.get(table="item", offset="-1", where=f"id = {n}")).handle for n in range(3)]
+            await world.get(table="item", offset="-1", where="id = 0")
+            await world.get(table="item", offset="-1", where="id = 3")
+            left = {str(s["handle"]) for s in world.service.shapes()}
+            assert len(left) == 3
+            assert handles[0] in left
+            assert handles[1] not in left
+            marks = {mark.name for mark in world.tracker.report("p", 0).marks}
+            assert marks == {f"shape:{handle}" for handle in left}
+
+    run(main())
+
+
+def test_a_log_over_its_limit_starts_over_under_a_new_handle(postgres_dsn: str) -> None:
+    settings = ShapeSettings(long_poll_s=2, limits=LogLimits(log_bytes=3000))
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, settings) as world:
+            client = await world.sync(table="item")
+            first = client.handle
+            for n in range(40):
+                await world.db.execute(f"INSERT INTO item VALUES ({1000 + n}, 'x', 1, true)")  # type: ignore[arg-type]
+            await client.follow_until(lambda: '"public"."item"/"1039"' in client.rows and len(client.rows) == 60)
+            assert client.refetches >= 1
+            assert client.handle != first
+
+    run(main())
+
+
+def test_shapes_of_a_capture_that_starts_anew_refetch_and_an_empty_one_is_503(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL) as world:
+            params = await start(world)
+            poll = asyncio.ensure_future(world.get(**params, live="true"))
+            await eventually(lambda: any(s["waiting"] for s in world.service.shapes()))
+            world.sink = world.service.add_database("main", world.dsn, lambda: world.relations.values())
+            assert (await poll).status == 409
+            world.service.add_database("main", world.dsn, lambda: [])
+            starting = await world.get(table="item", offset="-1")
+            assert (starting.status, starting.headers["retry-after"]) == (503, "1")
+            world.service.remove_database("main")
+            assert (await world.get(table="item", offset="-1")).status == 400
+
+    run(main())
+
+
+async def read_events(world: ShapeWorld, params: dict[str, str], until: Any, timeout_s: float = 10) -> tuple[str, bool]:
+    """Raw text of an event stream until `until(text)`; the second value says whether the server closed it."""
+    import urllib.parse
+
+    reader, writer = await asyncio.open_connection("127.0.0.1", world.server.port)
+    query = urllib.parse.urlencode({**params, "live": "true", "live_sse": "true"})
+    writer.write(f"GET /v1/shape?{query} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+    text = ""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not until(text):
+                data = await reader.read(65536)
+                text += data.decode()
+                if not data or text.endswith("0\r\n\r\n"):
+                    return text, True
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+    return text, False
+
+
+def test_sse_sends_items_up_to_date_and_keep_alives(postgres_dsn: str) -> None:
+    settings = ShapeSettings(keep_alive_s=0.2, sse_s=1.5)
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, settings) as world:
+            params = await start(world)
+            quiet, closed = await read_events(world, params, lambda text: ": keep-alive" in text)
+            assert not closed
+            assert "text/event-stream" in quiet
+            assert "max-age=0" in quiet or "max-age=1" in quiet
+            await world.db.execute("DELETE FROM item WHERE id = 1")
+            news, _ = await read_events(world, params, lambda text: '"operation":"delete"' in text)
+            assert news.index('"operation":"delete"') < news.rindex("up-to-date")
+            _, closed = await read_events(world, params, lambda text: False)
+            assert closed
+            await eventually(lambda: all(not s["waiting"] for s in world.service.shapes()))
+
+    run(main())
+
+
+def test_h13_sse_far_behind_the_head_sends_everything_and_closes(postgres_dsn: str) -> None:
+    settings = ShapeSettings(limits=LogLimits(chunk_bytes=500))
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, settings) as world:
+            params = await start(world)
+            await world.db.execute("UPDATE item SET name = 'z'")
+            await eventually(lambda: world.service.shapes()[0]["log_bytes"])
+            text, closed = await read_events(world, params, lambda text: False)
+            assert closed
+            assert text.count('"operation":"update"') == 20
+            assert "up-to-date" in text
+
+    run(main())
+
+
+def test_a_client_that_goes_away_leaves_no_waiter(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=30)) as world:
+            params = await start(world)
+            reader, writer = await asyncio.open_connection("127.0.0.1", world.server.port)
+            query = "&".join(f"{k}={v}" for k, v in params.items())
+            writer.write(f"GET /v1/shape?{query}&live=true HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+            await eventually(lambda: any(s["waiting"] for s in world.service.shapes()))
+            writer.close()
+            await eventually(lambda: not any(s["waiting"] for s in world.service.shapes()))
+            del reader
+
+    run(main())
+
+
+def test_cursors_join_clients_within_an_interval_and_never_repeat() -> None:
+    rand = Rand(1)
+    base = CURSOR_EPOCH_MS + 1_000_000_000
+    assert next_cursor(base, None, 20, rand) == next_cursor(base + 19_000, None, 20, rand) == 1_000_020
+    assert next_cursor(base, 999_999, 20, rand) == 1_000_020
+    assert 1_000_020 < next_cursor(base, 1_000_020, 20, rand) <= 1_003_620
+
+
+def test_snapshot_sessions_print_values_as_capture_does() -> None:
+    from tidemill.capture.wire.connection import DISPLAY_SETTINGS
+
+    assert DISPLAY_SETTINGS.items() <= SESSION_SETTINGS.items()

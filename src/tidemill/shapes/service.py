@@ -55,9 +55,17 @@ class ShapeService:
     def add_database(self, name: str, dsn: str, relations: Relations) -> ShapeSink:
         """Serve the tables of a captured database; returns the Sink to register with its collector.
 
-        `relations()` gives the relations captured now: their columns are what the stream carries.
+        `relations()` gives the relations captured now: their columns are what the stream carries. It may name
+        none until the replication slot exists, never before. Adding a name again (a capture that was started
+        anew, perhaps after another node had it) ends the shapes of its earlier life: they may have missed changes.
         """
+        self.restart_database(name, "the capture was started anew")
         return self._tables.add(name, dsn, relations)
+
+    def remove_database(self, name: str) -> None:
+        """This process no longer captures it: its shapes end, requests are refused. Idempotent."""
+        self.restart_database(name, "the capture left this node")
+        self._tables.remove(name)
 
     @property
     def sink(self) -> ShapeSink:
@@ -73,6 +81,7 @@ class ShapeService:
 
     def restart_database(self, name: str, reason: str) -> None:
         """The stream has a gap (slot lost, new slot): every shape of the database refetches."""
+        self._plans.clear()
         for shape in list(self._by_handle.values()):
             if shape.definition.source.kind == "table" and shape.definition.source.database == name:
                 self._forget(shape, reason)

@@ -11,7 +11,9 @@ Years outside 1 … 9999 are beyond Python's datetime, so dates are computed fro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -57,14 +59,38 @@ def _map(values: list[Any], function: Callable[[Any], str]) -> list[str | None]:
 
 def float8_text(value: float) -> str:
     """Shortest text that reads back, in PostgreSQL's layout (exponent form from 1e+15 and below 1e-04)."""
-    return _float_text(value, repr(value), 15)
+    shortest = repr(value)
+    if 2.0**53 <= abs(value) < math.inf:
+        beyond = math.copysign(math.inf, value)
+        shortest = _inside(value, shortest, math.nextafter(value, 0.0), math.nextafter(value, beyond))
+    return _float_text(value, shortest, 15)
 
 
 def float4_text(value: float) -> str:
     """The same for single precision, whose exponent form starts at 1e+06."""
     import numpy as np
 
-    return _float_text(value, str(np.float32(value)), 6)
+    single = np.float32(value)
+    shortest = str(single)
+    if 2.0**24 <= abs(value) < math.inf:
+        with np.errstate(over="ignore"):
+            above = float(np.nextafter(single, np.float32(np.copysign(np.inf, single))))
+        shortest = _inside(value, shortest, float(np.nextafter(single, np.float32(0))), above)
+    return _float_text(value, shortest, 6)
+
+
+def _inside(value: float, shortest: str, below: float, above: float) -> str:
+    """PostgreSQL wants text strictly between the midpoints to both neighbours; a text on one gets more digits.
+
+    Only values whose neighbours are at least 2 apart have midpoints that short.
+    """
+    exact = int(value)
+    midpoints = {exact + int(below), exact + int(above) if math.isfinite(above) else None}
+    digits = len(shortest.lstrip("-").partition("e")[0].replace(".", "").strip("0"))
+    while 2 * Decimal(shortest) in midpoints:
+        shortest = f"{value:.{digits}e}"
+        digits += 1
+    return shortest
 
 
 def _float_text(value: float, shortest: str, exponent_from: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from tidemill.base.errors import Unavailable
 from tidemill.capture.changes import Relation
 from tidemill.shapes.consumer import TableConsumer
 from tidemill.shapes.describe import TableInfo
@@ -45,25 +46,36 @@ class TableShapes:
         self._databases[name] = _Database(PostgresSource(dsn), relations, sink)
         return sink
 
+    def remove(self, name: str) -> None:
+        self._databases.pop(name, None)
+
     def sinks(self) -> list[ShapeSink]:
         return [database.sink for database in self._databases.values()]
 
     def last_seen(self, shape: LiveShape) -> int:
         """Newest transaction of the shape's database, whether or not it touched the shape."""
-        return max(shape.last_seen, self._databases[shape.definition.source.database].sink.last_seen)
+        database = self._databases.get(shape.definition.source.database)
+        return shape.last_seen if database is None else max(shape.last_seen, database.sink.last_seen)
 
     def find(self, table: str) -> tuple[str, Relation]:
-        """The captured relation a table parameter names. Raises FieldError."""
+        """The captured relation a table parameter names. Raises FieldError, or Unavailable while a capture starts."""
         prefix, separator, rest = table.partition(":")
         chosen = bool(separator) and prefix in self._databases
         schema, name = split_table(rest if chosen else table)
+        known = {
+            database: list(self._databases[database].relations())
+            for database in ([prefix] if chosen else list(self._databases))
+        }
         found = [
             (database, relation)
-            for database in ([prefix] if chosen else list(self._databases))
-            for relation in self._databases[database].relations()
+            for database, relations in known.items()
+            for relation in relations
             if relation.table == name and relation.schema == schema
         ]
         if not found:
+            starting = [database for database, relations in known.items() if not relations]
+            if starting:
+                raise Unavailable(f"the capture is starting: database={starting[0]}.")
             raise FieldError(
                 "table",
                 f'Table "{schema}"."{name}" is not captured.',

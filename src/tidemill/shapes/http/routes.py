@@ -75,7 +75,7 @@ class _ShapeEndpoint:
             except Invalid as error:
                 return error_response(400, "Invalid request", {"where": [str(error)]})
             except Unavailable as error:
-                return self._busy(str(error))
+                return error_response(503, str(error), retry_after_s=1)
             except TidemillError as error:
                 _log.error("shape request failed", error=str(error))
                 return error_response(500, "Internal error")
@@ -131,7 +131,7 @@ class _ShapeEndpoint:
         if params.handle and params.handle != shape.handle:
             return must_refetch(shape.handle, True)
         if not await shape.wait_loaded(self._settings.load_timeout_s):
-            return self._busy("The initial rows are not ready yet.")
+            return error_response(503, "The initial rows are not ready yet.", retry_after_s=1)
         if shape.error is not None:
             raise shape.error
         if shape.gone:

@@ -1,0 +1,136 @@
+"""The embedded HTTP server: ports, streaming, clients that go away, and a clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tidemill.base.errors import Invalid
+from tidemill.node.http import HttpServer
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await main
+
+    asyncio.run(bounded())
+
+
+async def hello(request: Request) -> Response:
+    return PlainTextResponse("hello")
+
+
+def app(*routes: Route) -> Starlette:
+    return Starlette(routes=[Route("/", hello), *routes])
+
+
+async def fetch(port: int, path: str = "/") -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+    try:
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+def test_port_zero_gives_a_free_port_that_answers_and_is_free_again_after_the_end() -> None:
+    async def main() -> None:
+        server = HttpServer(app())
+        port = await server.start()
+        assert port == server.port > 0
+        assert (await fetch(port)).endswith(b"hello")
+        await server.aclose()
+        await server.aclose()
+        with pytest.raises(OSError):
+            await fetch(port)
+        again = HttpServer(app(), port=port)
+        assert await again.start() == port
+        assert (await fetch(port)).endswith(b"hello")
+        await again.aclose()
+
+    run(main())
+
+
+def test_a_taken_port_is_invalid_and_names_the_key() -> None:
+    async def main() -> None:
+        first = HttpServer(app())
+        port = await first.start()
+        with pytest.raises(Invalid, match=r"key=node\.http"):
+            await HttpServer(app(), port=port).start()
+        assert (await fetch(port)).endswith(b"hello")
+        await first.aclose()
+        with socket.socket() as foreign:
+            foreign.bind(("127.0.0.1", 0))
+            foreign.listen()
+            with pytest.raises(Invalid, match="Set node"):
+                await HttpServer(app(), port=foreign.getsockname()[1]).start()
+
+    run(main())
+
+
+def test_a_stream_arrives_piece_by_piece_and_is_cancelled_when_the_client_goes() -> None:
+    async def main() -> None:
+        over = asyncio.Event()
+
+        async def stream(request: Request) -> Response:
+            async def pieces() -> AsyncIterator[bytes]:
+                try:
+                    while True:
+                        yield b"piece\n"
+                        await asyncio.sleep(0.01)
+                finally:
+                    over.set()
+
+            return StreamingResponse(pieces())
+
+        server = HttpServer(app(Route("/stream", stream)))
+        port = await server.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
+        await reader.readuntil(b"piece")
+        assert not over.is_set()
+        writer.close()
+        await over.wait()
+        await server.aclose()
+
+    run(main())
+
+
+def test_many_held_requests_are_answered_and_the_end_does_not_wait_for_them() -> None:
+    async def main() -> None:
+        gate = asyncio.Event()
+        held = 0
+
+        async def hold(request: Request) -> Response:
+            nonlocal held
+            held += 1
+            await gate.wait()
+            return PlainTextResponse("released")
+
+        server = HttpServer(app(Route("/hold", hold)))
+        port = await server.start()
+        waiting = [asyncio.ensure_future(fetch(port, "/hold")) for _ in range(200)]
+        while held < 200:
+            await asyncio.sleep(0.01)
+        assert (await fetch(port)).endswith(b"hello")
+        gate.set()
+        assert all(answer.endswith(b"released") for answer in await asyncio.gather(*waiting))
+        gate.clear()
+        last = asyncio.ensure_future(fetch(port, "/hold"))
+        while held < 201:
+            await asyncio.sleep(0.01)
+        await server.aclose()
+        gate.set()
+        last.cancel()
+        await asyncio.gather(last, return_exceptions=True)
+
+    run(main())

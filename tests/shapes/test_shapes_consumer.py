@@ -1,0 +1,279 @@
+"""Sink, router and consumer without a database: what each transaction becomes (rows of notes/electric.md §4)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tidemill.base.frontier import ChangePosition
+from tidemill.capture.changes import Change, Column, Fragment, Op, Relation
+from tidemill.shapes.consumer import TableConsumer
+from tidemill.shapes.live import LiveShape
+from tidemill.shapes.log import LogLimits, MemoryLog
+from tidemill.shapes.offsets import BASE_END
+from tidemill.shapes.router import Router
+from tidemill.shapes.rows import RowWriter
+from tidemill.shapes.shape import Replica, ShapeDefinition, Source
+from tidemill.shapes.sink import ShapeSink
+from tidemill.shapes.stitch import PgSnapshot
+from tidemill.shapes.where import Type, compile_where
+
+COLUMNS = (
+    Column("id", 23, -1, "integer", 0, True),
+    Column("name", 25, -1, "text", -1),
+    Column("open", 16, -1, "boolean", -1),
+)
+TABLE = Relation(7, "public", "t", COLUMNS)
+OTHER = Relation(8, "public", "u", COLUMNS)
+NOTHING_SEEN = PgSnapshot(1, 1, frozenset())
+
+
+def row(key: int, name: str | None = "n", is_open: bool = True) -> dict[str, str | None]:
+    return {"id": str(key), "name": name, "open": "t" if is_open else "f"}
+
+
+class Bench:
+    """One shape behind one sink; `commit` delivers a transaction in fragments of the given sizes."""
+
+    def __init__(self, where: str = "", replica: Replica = "default", open_now: bool = True, log_bytes: int = 1 << 20):
+        self.router = Router()
+        self.sink = ShapeSink("main", self.router)
+        definition = ShapeDefinition(Source("table", "main", "public", "t"), where, replica=replica)
+        self.shape = LiveShape("h", definition, b"{}", MemoryLog(LogLimits(log_bytes=log_bytes)))
+        self.shape.log.seal_base()
+        types = {"id": Type("int4"), "name": Type("text"), "open": Type("bool")}
+        compiled = compile_where(where, (), types) if where else None
+        writer = RowWriter("public", "t", [c.name for c in COLUMNS], ["id"], ["open"], replica)
+        self.consumer = TableConsumer(self.shape, TABLE, compiled, writer)
+        self.router.add("main", self.consumer)
+        if open_now:
+            self.open(NOTHING_SEEN)
+        self._lsn = 1000
+
+    def open(self, snapshot: PgSnapshot) -> None:
+        self.consumer.open(snapshot)
+        self.shape.ready()
+
+    def fragments(self, xid: int, *changes: tuple[Any, ...], size: int = 100, lsn: int = 0) -> list[Fragment]:
+        """Changes are (op, old, new[, relation])."""
+        self._lsn = lsn or self._lsn + 8
+        built = []
+        for number, (op, old, new, *relation) in enumerate(changes):
+            position = ChangePosition(self._lsn, 2 * number)
+            operation: Op = op
+            built.append(Change(relation[0] if relation else TABLE, operation, position, new, old))
+        cuts = [built[i : i + size] for i in range(0, len(built), size)] or [[]]
+        out = []
+        for number, cut in enumerate(cuts):
+            last = cut[-1].position if cut else ChangePosition(self._lsn, 0)
+            begins, commits = number == 0, number == len(cuts) - 1
+            out.append(Fragment(xid, self._lsn, self._lsn + 4, 0, begins, commits, tuple(cut), last))
+        return out
+
+    def commit(self, xid: int, *changes: tuple[Any, ...], size: int = 100) -> None:
+        for fragment in self.fragments(xid, *changes, size=size):
+            self.sink.take(fragment)
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        return [json.loads(item) for item in self.shape.log.read(BASE_END).items]
+
+    @property
+    def operations(self) -> list[str]:
+        return [f"{item['headers']['operation']} {item['value']['id']}" for item in self.items]
+
+
+def test_er1_changes_of_other_relations_do_not_reach_the_shape() -> None:
+    bench = Bench()
+    bench.commit(5, ("insert", None, row(1), OTHER), ("insert", None, row(2)), size=1)
+    assert bench.operations == ["insert 2"]
+    assert bench.items[0]["headers"] == {
+        "operation": "insert",
+        "relation": ["public", "t"],
+        "lsn": "1008",
+        "txids": [5],
+        "op_position": 2,
+        "last": True,
+    }
+    assert bench.items[0]["value"] == {"id": "2", "name": "n", "open": "true"}
+
+
+def test_l2_nothing_is_visible_before_the_commit() -> None:
+    bench = Bench()
+    fragments = bench.fragments(5, ("insert", None, row(1)), ("insert", None, row(2)), size=1)
+    bench.sink.take(fragments[0])
+    assert bench.items == []
+    bench.sink.take(fragments[1])
+    assert bench.operations == ["insert 1", "insert 2"]
+
+
+def test_only_the_last_item_of_a_transaction_is_marked_last() -> None:
+    bench = Bench()
+    bench.commit(5, ("insert", None, row(1)), ("insert", None, row(2)), ("insert", None, row(3), OTHER), size=1)
+    assert ["last" in item["headers"] for item in bench.items] == [False, True]
+
+
+def test_h2_a_key_change_is_a_delete_and_an_insert_that_name_each_other() -> None:
+    bench = Bench()
+    bench.commit(5, ("update", row(1), row(9)))
+    gone, come = bench.items
+    assert (gone["headers"]["operation"], gone["headers"]["op_position"]) == ("delete", 0)
+    assert (come["headers"]["operation"], come["headers"]["op_position"]) == ("insert", 1)
+    assert gone["headers"]["key_change_to"] == come["key"] == '"public"."t"/"9"'
+    assert come["headers"]["key_change_from"] == gone["key"] == '"public"."t"/"1"'
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (row(1, is_open=False), row(1), ["insert 1"]),
+        (row(1), row(1, is_open=False), ["delete 1"]),
+        (row(1), row(1, "x"), ["update 1"]),
+        (row(1, is_open=False), row(1, "x", False), []),
+        (row(1), row(1), []),
+        (row(1), row(2, is_open=False), ["delete 1"]),
+        (row(1, is_open=False), row(2), ["insert 2"]),
+    ],
+)
+def test_h3_rows_enter_and_leave_the_where_clause(old: Any, new: Any, expected: list[str]) -> None:
+    bench = Bench("open")
+    bench.commit(5, ("update", old, new))
+    assert bench.operations == expected
+
+
+def test_replica_default_shows_key_and_changed_columns_and_full_shows_everything() -> None:
+    slim, full = Bench(), Bench(replica="full")
+    for bench in (slim, full):
+        bench.commit(5, ("update", row(1), row(1, "x")), ("delete", row(1, "x"), None))
+    assert [item["value"] for item in slim.items] == [{"id": "1", "name": "x"}, {"id": "1"}]
+    assert full.items[0]["value"] == {"id": "1", "name": "x", "open": "true"}
+    assert full.items[0]["old_value"] == {"name": "n"}
+    assert full.items[1]["value"] == {"id": "1", "name": "x", "open": "true"}
+
+
+def test_c8_and_c9_what_arrives_before_the_snapshot_is_known_is_replayed_through_it() -> None:
+    bench = Bench(open_now=False)
+    bench.commit(10, ("insert", None, row(1)), ("insert", None, row(2)), size=1)
+    bench.commit(12, ("insert", None, row(3)))
+    bench.commit(11, ("update", row(3), row(3, "later")))
+    bench.open(PgSnapshot(11, 13, frozenset({12})))
+    assert bench.operations == ["insert 3"]
+    bench.commit(13, ("delete", row(1), None))
+    assert bench.operations == ["insert 3", "delete 1"]
+
+
+def test_c8_a_transaction_under_way_when_the_snapshot_comes_is_kept_whole() -> None:
+    bench = Bench(open_now=False)
+    first, second = bench.fragments(20, ("insert", None, row(1)), ("insert", None, row(2)), size=1)
+    bench.sink.take(first)
+    bench.open(PgSnapshot(20, 20, frozenset()))
+    bench.sink.take(second)
+    assert bench.operations == ["insert 1", "insert 2"]
+
+
+def test_c9_a_transaction_inside_the_snapshot_is_skipped_in_all_its_fragments() -> None:
+    bench = Bench(open_now=False)
+    first, second, third = bench.fragments(20, *[("insert", None, row(n)) for n in range(3)], size=1)
+    bench.sink.take(first)
+    bench.open(PgSnapshot(21, 21, frozenset()))
+    bench.sink.take(second)
+    bench.sink.take(third)
+    assert bench.items == []
+
+
+def test_c10_a_replayed_transaction_adds_nothing() -> None:
+    bench = Bench()
+    fragments = bench.fragments(5, ("insert", None, row(1)), ("insert", None, row(2)), size=1)
+    for fragment in [*fragments, *fragments]:
+        bench.sink.take(fragment)
+    assert bench.operations == ["insert 1", "insert 2"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_k2_a_delivery_that_broke_off_and_starts_again_is_taken_once(size: int) -> None:
+    """Also when the second attempt is cut differently."""
+    bench = Bench()
+    changes = [("insert", None, row(n)) for n in range(4)]
+    broken = bench.fragments(5, *changes, size=1)[:3]
+    for fragment in broken:
+        bench.sink.take(fragment)
+    for fragment in bench.fragments(5, *changes, size=size, lsn=broken[0].commit_lsn):
+        bench.sink.take(fragment)
+    assert bench.operations == [f"insert {n}" for n in range(4)]
+
+
+def test_c12_a_truncate_ends_the_shape_at_its_commit() -> None:
+    bench = Bench()
+    first, second = bench.fragments(5, ("truncate", None, None), ("insert", None, row(1)), size=1)
+    bench.sink.take(first)
+    assert not bench.shape.gone
+    bench.sink.take(second)
+    assert bench.shape.end_reason == "the table was truncated"
+
+
+def test_a_truncate_that_the_snapshot_has_seen_is_skipped() -> None:
+    bench = Bench(open_now=False)
+    bench.commit(5, ("truncate", None, None))
+    bench.open(PgSnapshot(6, 6, frozenset()))
+    assert not bench.shape.gone
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        Relation(7, "public", "t", COLUMNS[:2]),
+        Relation(7, "public", "t", (*COLUMNS, Column("more", 25, -1, "text", -1))),
+        Relation(7, "public", "t", (COLUMNS[0], Column("name", 1043, -1, "varchar", -1), COLUMNS[2])),
+        Relation(7, "public", "renamed", COLUMNS),
+    ],
+)
+def test_a_changed_definition_ends_the_shape(changed: Relation) -> None:
+    bench = Bench()
+    bench.commit(5, ("insert", None, row(1), changed))
+    assert bench.shape.end_reason == "the table's definition changed"
+
+
+def test_slc12_an_equal_relation_described_again_changes_nothing() -> None:
+    bench = Bench()
+    bench.commit(5, ("insert", None, row(1), Relation(7, "public", "t", tuple(COLUMNS))))
+    assert bench.operations == ["insert 1"]
+
+
+def test_a_filter_that_fails_on_a_row_ends_the_shape() -> None:
+    bench = Bench("10 / id > 1")
+    bench.commit(5, ("insert", None, row(0)))
+    assert "division by zero" in bench.shape.end_reason
+
+
+def test_er4_a_removed_shape_gets_nothing_more() -> None:
+    bench = Bench()
+    first, second = bench.fragments(5, ("insert", None, row(1)), ("insert", None, row(2)), size=1)
+    bench.sink.take(first)
+    bench.router.remove("main", bench.consumer)
+    bench.shape.drop("gone")
+    bench.sink.take(second)
+    assert bench.router.route("main", 7) == ()
+    assert bench.items == []
+
+
+def test_k3_the_sink_names_the_transactions_it_delivered_the_open_one_included() -> None:
+    bench = Bench()
+    bench.commit(5, ("insert", None, row(1)))
+    bench.sink.take(bench.fragments(6, ("insert", None, row(2)), ("insert", None, row(3)), size=1)[0])
+    assert bench.sink.recent == {5, 6}
+
+
+def test_a_log_that_outgrows_its_limit_ends_the_shape() -> None:
+    bench = Bench(log_bytes=500)
+    for n in range(10):
+        bench.commit(5 + n, ("insert", None, row(n)))
+    assert "outgrew" in bench.shape.end_reason
+    assert bench.shape.log.log_bytes == 0
+
+
+def test_the_router_keeps_databases_apart() -> None:
+    bench = Bench()
+    assert bench.router.route("other", 7) == ()
+    assert list(bench.router.route("main", 7)) == [bench.consumer]

@@ -1,0 +1,244 @@
+"""Shapes over shards: base, folding of updates, multisets, where clauses, and values as PostgreSQL prints them."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from decimal import Decimal
+from typing import Any
+
+import psycopg
+import pyarrow as pa
+import pytest
+from fake_shard import FakeShard
+from hypothesis import given
+from hypothesis import strategies as st
+from shape_world import ShapeWorld, eventually, run
+
+from tidemill.base.errors import Missing
+from tidemill.shapes.live import LiveShape
+from tidemill.shapes.log import MemoryLog
+from tidemill.shapes.offsets import BASE_END, BEFORE_ALL
+from tidemill.shapes.plan import ShapeRequest, shard_name
+from tidemill.shapes.shape import ShapeDefinition, Source
+from tidemill.shapes.shard_source import ShardFeed, shard_types
+from tidemill.shapes.shard_text import date_text, float4_text, float8_text, text_columns, timestamp_text
+from tidemill.shapes.where import compile_where
+from tidemill.shards.front import Column, ShardSchema
+
+SCHEMA = ShardSchema((Column("id", "int32"), Column("v", "string")), ("id",))
+BAG = ShardSchema((Column("id", "int32"), Column("v", "string")), ())
+
+
+class Bench:
+    def __init__(self, schema: ShardSchema = SCHEMA, where: str = "") -> None:
+        self.shard = FakeShard("s", schema)
+        self.shape = LiveShape("h", ShapeDefinition(Source("shard", "", "shard", "s"), where), b"{}", MemoryLog())
+        compiled = compile_where(where, (), shard_types(schema)) if where else None
+        self.feed = ShardFeed(self.shard, compiled, (), "default", "full")
+
+    def apply(self, upper: int, *updates: tuple[int, int, int, str]) -> None:
+        rows = [(time, diff, {"id": key, "v": value}) for time, diff, key, value in updates]
+        self.feed.apply(self.shape, self.shard.table(rows), upper)
+
+    @property
+    def base(self) -> list[dict[str, Any]]:
+        return [json.loads(item)["value"] for item in self.shape.log.read(BEFORE_ALL).items]
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        return [json.loads(item) for item in self.shape.log.read(BASE_END).items]
+
+    @property
+    def operations(self) -> list[tuple[str, dict[str, Any], str]]:
+        return [(i["headers"]["operation"], i["value"], i["headers"]["lsn"]) for i in self.items]
+
+
+def loaded(bench: Bench, upper: int = 0, *updates: tuple[int, int, int, str]) -> Bench:
+    async def main() -> None:
+        rows = [(time, diff, {"id": key, "v": value}) for time, diff, key, value in updates]
+        if upper:
+            await bench.shard.append(upper, *rows)
+        await bench.feed.load(bench.shape)
+
+    run(main())
+    return bench
+
+
+def test_the_base_is_the_snapshot_at_the_newest_final_time() -> None:
+    bench = loaded(Bench(), 100, (5, 1, 1, "a"), (6, -1, 1, "a"), (6, 1, 1, "b"), (7, 1, 2, "c"))
+    assert sorted(row["id"] for row in bench.base) == ["1", "2"]
+    assert {"id": "1", "v": "b"} in bench.base
+    assert bench.shape.last_seen == 99
+
+
+def test_an_empty_shard_has_an_empty_base() -> None:
+    assert loaded(Bench()).base == []
+
+
+def test_a_retraction_and_an_insertion_of_one_key_at_one_time_are_one_update() -> None:
+    bench = loaded(Bench(), 100, (5, 1, 1, "a"))
+    bench.apply(200, (150, 1, 1, "b"), (150, -1, 1, "a"), (150, 1, 2, "x"), (160, -1, 2, "x"))
+    assert bench.operations == [
+        ("update", {"id": "1", "v": "b"}, "150"),
+        ("insert", {"id": "2", "v": "x"}, "150"),
+        ("delete", {"id": "2"}, "160"),
+    ]
+    assert bench.items[0]["key"] == '"shard"."s"/"1"'
+
+
+def test_times_are_applied_in_order_even_when_rows_are_not() -> None:
+    bench = loaded(Bench())
+    bench.apply(100, (30, 1, 1, "c"), (10, 1, 1, "a"), (30, -1, 1, "b"), (20, -1, 1, "a"), (20, 1, 1, "b"))
+    assert [(op, lsn) for op, _, lsn in bench.operations] == [("insert", "10"), ("update", "20"), ("update", "30")]
+
+
+def test_progress_alone_moves_last_seen_and_adds_nothing() -> None:
+    bench = loaded(Bench())
+    bench.apply(500)
+    assert bench.items == []
+    assert bench.shape.last_seen == 499
+
+
+def test_rows_enter_and_leave_the_where_clause_of_a_shard() -> None:
+    bench = loaded(Bench(where="v > 'm'"), 100, (5, 1, 1, "a"), (5, 1, 2, "z"))
+    assert bench.base == [{"id": "2", "v": "z"}]
+    bench.apply(200, (150, -1, 1, "a"), (150, 1, 1, "n"), (150, -1, 2, "z"), (150, 1, 2, "b"))
+    assert [(op, value["id"]) for op, value, _ in bench.operations] == [("insert", "1"), ("delete", "2")]
+
+
+def test_a_shard_without_a_key_shows_a_row_with_its_first_copy_and_drops_it_with_its_last() -> None:
+    bench = loaded(Bench(BAG), 100, (5, 1, 1, "a"), (5, 1, 1, "a"), (5, 1, 2, "b"))
+    assert len(bench.base) == 2
+    bench.apply(110, (101, -1, 1, "a"), (101, 1, 2, "b"), (101, 1, 3, "c"))
+    assert [(op, value["id"]) for op, value, _ in bench.operations] == [("insert", "3")]
+    bench.apply(120, (111, -1, 1, "a"), (112, -1, 2, "b"), (113, -1, 2, "b"))
+    assert [(op, value["id"]) for op, value, _ in bench.operations[1:]] == [("delete", "1"), ("delete", "2")]
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 4), st.sampled_from("abc")), max_size=6), max_size=8), st.integers(0, 8)
+)
+def test_base_and_log_together_are_the_shard_wherever_the_base_ends(
+    steps: list[list[tuple[int, str]]], base_steps: int
+) -> None:
+    """Each step sets keys at one time (value c deletes); a client that replays the shape ends with the contents."""
+    state: dict[int, str] = {}
+    updates: list[list[tuple[int, int, int, str]]] = []
+    for number, step in enumerate(steps):
+        time, batch = 10 * number + 10, []
+        for key, value in dict(step).items():
+            if key in state:
+                batch.append((time, -1, key, state.pop(key)))
+            if value != "c":
+                batch.append((time, 1, key, value))
+                state[key] = value
+        updates.append(batch)
+    first, rest = updates[:base_steps], updates[base_steps:]
+    upper = 10 * len(first) + 5
+    bench = loaded(Bench(), upper, *[u for batch in first for u in batch])
+    for number, batch in enumerate(rest):
+        bench.apply(upper + 10 * (number + 1), *batch)
+    rows = {row["id"]: row for row in bench.base}
+    for item in bench.items:
+        key = item["value"]["id"]
+        if item["headers"]["operation"] == "delete":
+            del rows[key]
+        elif item["headers"]["operation"] == "insert":
+            assert key not in rows
+            rows[key] = item["value"]
+        else:
+            rows[key] = {**rows[key], **item["value"]}
+    assert {int(key): row["v"] for key, row in rows.items()} == state
+
+
+def test_table_parameters_that_name_shards() -> None:
+    assert shard_name("shard.orders") == "orders"
+    assert shard_name("shard:shop/orders by day") == "shop/orders by day"
+    assert shard_name('shard."Odd ""Name"""') == 'Odd "Name"'
+    assert shard_name("public.shard") is None
+    assert shard_name("shards") is None
+
+
+@pytest.mark.postgres
+def test_a_shard_is_followed_over_http_and_its_feed_ends_with_the_shape(postgres_dsn: str) -> None:
+    async def main() -> None:
+        shard = FakeShard("s", SCHEMA)
+
+        async def opener(name: str) -> FakeShard:
+            if name != "s":
+                raise Missing(f"no such shard: shard={name}.")
+            return shard
+
+        async with ShapeWorld(postgres_dsn, "SELECT 1", shards=opener) as world:
+            await shard.append(1000, (10, 1, {"id": 1, "v": "a"}))
+            for table in ("shard.s", "shard:s"):
+                client = await world.sync(table=table)
+                assert client.rows == {'"shard"."s"/"1"': {"id": "1", "v": "a"}}
+            first = await world.get(table="shard.s", offset="-1")
+            assert json.loads(first.headers["electric-schema"])["id"] == {"type": "int4", "dims": 0, "pk_index": 0}
+            await shard.append(2000, (1500, -1, {"id": 1, "v": "a"}), (1500, 1, {"id": 1, "v": None}))
+            await client.follow_until(lambda: client.rows['"shard"."s"/"1"']["v"] is None)
+            unknown = await world.get(table="shard.nope", offset="-1")
+            assert (unknown.status, unknown.json["errors"]) == (400, {"table": ["no such shard: shard=nope."]})
+            shape = world.service.by_handle(client.handle)
+            assert shape is not None
+            world.service.delete(shape)
+            await shard.append(3000, (2500, 1, {"id": 2, "v": "b"}))
+            await eventually(lambda: shard.listeners == 0)
+            assert ShapeRequest("x").log_mode == "full"
+
+    run(main())
+
+
+def floats() -> list[float]:
+    rand = random.Random(3)
+    out = [0.0, -0.0, 1.0, -1.5, 0.1, 1e15, 1e14, 999999999999999.0, 1e-4, 1e-5, 123456.0, 1e6, 1e22, 5e-324, 1.7e308]
+    out += [float("nan"), float("inf"), float("-inf"), 0.3333333333333333, 100000.0, 1234567.0, 0.00012]
+    out += [struct.unpack("d", rand.randbytes(8))[0] for _ in range(2000)]
+    out += [float(rand.randrange(2**53, 2**60)) for _ in range(3000)]
+    return out
+
+
+@pytest.mark.postgres
+def test_values_are_printed_as_postgres_prints_them(postgres_dsn: str) -> None:
+    with psycopg.connect(postgres_dsn, options="-c TimeZone=UTC -c DateStyle=ISO") as connection:
+
+        def ask(expression: str, values: list[str]) -> list[str]:
+            query = f"SELECT ({expression})::text FROM unnest($1::text[]) WITH ORDINALITY u(v, n) ORDER BY n"
+            return [row[0] for row in psycopg.RawCursor(connection).execute(query, [values]).fetchall()]
+
+        doubles = floats()
+        assert [float8_text(f) for f in doubles] == ask("v::float8", [repr(f) for f in doubles])
+        rand = random.Random(4)
+        singles = [struct.unpack("f", rand.randbytes(4))[0] for _ in range(2000)]
+        singles += [0.1, 1e6, 999999.0, 1e-4, 1e-5, 16777216.0, 3.4028234663852886e38]
+        singles = [struct.unpack("f", struct.pack("f", f))[0] for f in singles]
+        assert [float4_text(f) for f in singles] == ask("v::float4", [repr(f) for f in singles])
+        days = [rand.randrange(-2_400_000, 100_000_000) for _ in range(200)] + [0, -1, -719_529, -719_528, 2_932_896]
+        assert [date_text(d) for d in days] == ask("'1970-01-01'::date + v::int", [str(d) for d in days])
+        assert [date_text(2**31 - 1), date_text(1 - 2**31)] == ask("v::date", ["infinity", "-infinity"])
+        micros = [rand.randrange(-(10**17), 10**17) for _ in range(200)] + [0, -1, 1, 500_000]
+        moment = (
+            "'1970-01-01 00:00:00+00'::timestamptz + v::bigint / 86400000000 * interval '1 day'"
+            " + v::bigint % 86400000000 * interval '1 microsecond'"
+        )
+        assert [timestamp_text(m) for m in micros] == ask(moment, [str(m) for m in micros])
+
+
+def test_arrow_columns_become_text_and_null_stays_null() -> None:
+    table = pa.table(
+        {
+            "b": pa.array([True, False, None]),
+            "d": pa.array([Decimal("1.50"), Decimal("-0.01"), None], pa.decimal128(5, 2)),
+            "x": pa.array([b"\x00\xff", b"", None]),
+            "i": pa.array([1, -2, None], pa.int64()),
+        }
+    )
+    assert text_columns(table, ["b", "d", "x", "i"]) == [
+        ["true", "false", None],
+        ["1.50", "-0.01", None],
+        ["\\x00ff", "\\x", None],
+        ["1", "-2", None],
+    ]
