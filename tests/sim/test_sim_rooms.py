@@ -20,6 +20,7 @@ CORPUS = {
     # 57: a later batch failed first and was taken for the hole. 188: leadership arrived between two batches.
     "topics": (57, 188, 1677),
     "shards": (),
+    "capture": (),
 }
 """Seeds that once failed for a real fault."""
 
@@ -51,7 +52,7 @@ def test_every_planted_fault_is_found(fault: str, capsys: pytest.CaptureFixture[
 
 
 def test_the_rooms_meet_every_kind_of_fault() -> None:
-    for room in ROOMS:
+    for room in ("consensus", "topics", "shards"):  # capture's scenario has storages of its own
         met: set[str] = set()
         crashed = False
         for seed in range(100, 125):

@@ -13,11 +13,13 @@ FAULTS: dict[str, tuple[str, str]] = {
     "seed000": ("topics", "a producer's place in line is reserved after the upload"),
     "blind-retry": ("consensus", "a client repeats an append whose answer was lost without looking it up"),
     "stranded-rows": ("shards", "a lagging writer appends rows whose times the shard has passed (seed 001)"),
+    "seed002": ("capture", "a flush inside a transaction is reported at once, not aligned at its commit"),
+    "early-keepalive": ("capture", "a commit does not take back that everything seen is confirmed"),
     "stale-read": ("consensus", "a client answers some reads of a register from memory"),
 }
 """Planted faults: name → (room in which it must be found, what is wrong)."""
 
-ROOMS = ("consensus", "topics", "shards")
+ROOMS = ("consensus", "topics", "shards", "capture")
 
 
 def scenario(room: str, fault: str = "") -> Scenario:
@@ -33,6 +35,10 @@ def scenario(room: str, fault: str = "") -> Scenario:
             from tidemill.sim.scenarios import topics
 
             return lambda world: topics.run(world, fault)
+        case "capture":
+            from tidemill.sim.scenarios import capture
+
+            return lambda world: capture.run(world, fault)
         case "shards":
             from tidemill.sim.scenarios import shards
 
