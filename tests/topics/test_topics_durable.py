@@ -7,12 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-from topics_world import values_of
+import pytest
+from topics_world import batch, eventually, values_of
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.open import open_consensus
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.objects.open import open_objects
+from tidemill.topics.front import NotLeader
+from tidemill.topics.leadership import Membership, NodeInfo
+from tidemill.topics.log import LocalTopics
 from tidemill.topics.reader import PartitionReaderImpl
 
 PARTITIONS = 3
@@ -70,3 +74,55 @@ def test_nothing_acknowledged_is_lost_and_nothing_is_doubled_when_the_process_is
             if where == partition:
                 assert log[offset] == (offset, value)
     assert len(acknowledged) >= 450
+
+
+async def two_nodes(dsn: str, directory: Path) -> None:
+    """Two nodes on their own connections share partitions by lease; one leaves, the other has everything."""
+    clock, rand = SystemClock(), Rand()
+    stores, nodes, members = [], [], []
+    for name in ("a", "b"):
+        consensus = await open_consensus(dsn, clock, rand)
+        objects = await open_objects(str(directory / "objects"), clock, rand)
+        membership = Membership(consensus, name, NodeInfo(), clock, rand, poll_s=0.05)
+        await membership.start()
+        catalogue = Catalogue(consensus, clock, rand)
+        stores += [consensus, objects]
+        members.append(membership)
+        nodes.append(LocalTopics(consensus, objects, catalogue, clock=clock, rand=rand, assignment=membership))
+    row = await catalogue.create_topic("t", 16)
+    await eventually(lambda: all(len(m.members()) == 2 for m in members))
+
+    async def produce(partition: int, number: int) -> None:
+        while True:
+            leader = nodes[("a", "b").index(members[1].leader_of(row.topic_id, partition))]
+            data = batch(f"{partition}.{number}", pid=partition + 1, seq=number)
+            try:
+                result = await leader.produce_nowait(row.topic_id, partition, data)
+                assert result.base_offset == number
+                return
+            except NotLeader:
+                await asyncio.sleep(0.01)
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(produce(p, 0) for p in range(16)))
+        assert {members[0].leader_of(row.topic_id, p) for p in range(16)} == {"a", "b"}
+        await nodes[0].aclose()
+        await members[0].aclose()
+        await asyncio.gather(*(produce(p, 1) for p in range(16)))
+        reader = PartitionReaderImpl(stores[2], stores[3])  # type: ignore[arg-type]
+        for partition in range(16):
+            refs = await reader.plan(row.topic_id, partition, 0, 2)
+            assert values_of(await reader.read(refs)) == [(0, f"{partition}.0"), (1, f"{partition}.1")]
+    await nodes[1].aclose()
+    await members[1].aclose()
+    for store in stores:
+        await store.aclose()
+
+
+@pytest.mark.postgres
+def test_two_nodes_on_postgresql_hand_partitions_over(postgres_dsn: str, tmp_path: Path) -> None:
+    asyncio.run(two_nodes(postgres_dsn, tmp_path))
+
+
+def test_two_nodes_on_sqlite_hand_partitions_over(tmp_path: Path) -> None:
+    asyncio.run(two_nodes(f"sqlite:{tmp_path / 'consensus.db'}", tmp_path))
