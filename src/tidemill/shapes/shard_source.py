@@ -7,11 +7,13 @@ a shard without a key is a multiset whose key is the whole row: it appears with 
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from tidemill.base.errors import Invalid, Unavailable
 from tidemill.shapes.items import LogItem
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.offsets import LogOffset
@@ -40,6 +42,8 @@ _PG_NAMES = {
     "timestamp": "timestamptz",
 }
 BASE_ROWS = 2_000
+"""Rows rendered between two turns of the event loop."""
+LOAD_ATTEMPTS = 5
 
 
 def pg_name(type_name: str) -> str:
@@ -88,17 +92,28 @@ class ShardFeed:
         self._next = 0
 
     async def load(self, shape: LiveShape) -> None:
-        """Base = contents at the newest final time; an empty shard has an empty base."""
-        since, upper = await self._shard.frontiers()
-        if upper > since:
-            table = await self._shard.snapshot(upper - 1)
+        """Base = contents at the newest final time; an empty shard has an empty base.
+
+        Raises what the shard raises; Unavailable when its history is forgotten faster than it can be read.
+        """
+        for _ in range(LOAD_ATTEMPTS):
+            since, upper = await self._shard.frontiers()
+            if upper <= since:
+                break
+            try:
+                table = await self._shard.snapshot(upper - 1)
+            except Invalid:
+                continue  # since passed the time in between: read at a newer one
             if self._log_mode == "full" or not self._keyed:
-                self._add_base(shape, table)
+                await self._add_base(shape, table)
+            break
+        else:
+            raise Unavailable(f"the shard's history is forgotten while it is read: shard={self._shard.name}.")
         self._next = upper
         shape.log.seal_base()
         shape.last_seen = max(upper - 1, 0)
 
-    def _add_base(self, shape: LiveShape, table: pa.Table) -> None:
+    async def _add_base(self, shape: LiveShape, table: pa.Table) -> None:
         for start in range(0, table.num_rows, BASE_ROWS):
             rows: list[bytes] = []
             for row in _rows(table.slice(start, BASE_ROWS), self._names):
@@ -110,6 +125,7 @@ class ShardFeed:
             if self._log_mode == "full":
                 shape.log.add_base(rows)
                 shape.rows_loaded += len(rows)
+            await asyncio.sleep(0)
 
     def _count(self, key: str, change: int) -> int:
         self._copies[key] += change

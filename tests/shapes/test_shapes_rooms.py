@@ -1,0 +1,172 @@
+"""Shapes on the real capture and real shards: connections that break, and clients that end equal to SELECT."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any, Self
+
+import psycopg
+import pyarrow as pa
+import pytest
+from shape_world import Client, ShapeWorld, eventually, run
+from starlette.applications import Starlette
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import Missing
+from tidemill.capture.config import CaptureConfig
+from tidemill.capture.machine import Capture
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.metastore.catalogue import Catalogue
+from tidemill.node.http import HttpServer
+from tidemill.objects.memory import MemoryObjects
+from tidemill.shapes import ShapeService, ShapeSettings, shape_routes
+from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.open import open_shard
+from tidemill.shards.remap import LogRemap
+from tidemill.topics.log import LocalTopics
+
+pytestmark = pytest.mark.postgres
+
+DDL = """
+CREATE TABLE stock (w int, i int, qty int NOT NULL, note text, PRIMARY KEY (w, i));
+INSERT INTO stock SELECT w, i, 100, CASE WHEN i % 7 = 0 THEN repeat(md5(i::text), 300) END
+FROM generate_series(1, 3) w, generate_series(1, 50) i;
+"""
+
+
+class RealWorld(ShapeWorld):
+    """ShapeWorld whose stream comes from the capture room, and whose shards from the shards room."""
+
+    async def __aenter__(self) -> Self:
+        clock, rand = SystemClock(), Rand()
+        self.consensus, self.objects = MemoryConsensus(clock), MemoryObjects(clock)
+        catalogue = Catalogue(self.consensus, clock, rand)
+        self.db = await psycopg.AsyncConnection.connect(self.dsn, autocommit=True)
+        await self.db.execute(self._ddl)
+        self.topics = LocalTopics(self.consensus, self.objects, catalogue, clock=clock, rand=rand)
+        name = self.dsn.rpartition("/")[2]
+        config = CaptureConfig(name=name, dsn=self.dsn, binding_interval_ms=20, fragment_changes=5)
+        remap = LogRemap(self.consensus, config.remap, clock, rand)
+        self.capture = Capture(
+            config, topics=self.topics, catalogue=catalogue, remap=remap, clock=clock, rand=rand, tracker=self.tracker
+        )
+        self.slot = config.slot
+        self.service = ShapeService(clock, rand, self.tracker, self.settings)
+        self.capture.add_sink(self.service.add_database(name, self.dsn, self.capture.relations))
+
+        async def opener(shard: str) -> Any:
+            return await open_shard(self.consensus, self.objects, clock, rand, shard)
+
+        self.service.add_shards(opener)
+        self.server = HttpServer(Starlette(routes=list(shape_routes(self.service))))
+        await self.server.start()
+        self._running = asyncio.ensure_future(self.capture.run())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.capture.aclose()
+        await asyncio.gather(self._running, return_exceptions=True)
+        await self.service.aclose()
+        await self.server.aclose()
+        await self.topics.aclose()
+        await eventually(self._drop_slot)
+        await self.db.close()
+
+    async def _drop_slot(self) -> bool:
+        mine = "FROM pg_replication_slots WHERE slot_name = %s"
+        await self.db.execute(f"SELECT pg_drop_replication_slot(slot_name) {mine} AND NOT active", (self.slot,))
+        return not await (await self.db.execute(f"SELECT {mine}", (self.slot,))).fetchall()
+
+    async def break_stream(self) -> None:
+        await self.db.execute(
+            "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE slot_name = %s AND active",
+            (self.slot,),
+        )
+
+
+async def shown(world: ShapeWorld, where: str) -> dict[str, dict[str, Any]]:
+    cursor = await world.db.execute(f"SELECT w::text, i::text, qty::text, note FROM stock WHERE {where}")  # type: ignore[arg-type]
+    return {
+        f'"public"."stock"/"{w}"/"{i}"': {"w": w, "i": i, "qty": qty, "note": note}
+        for w, i, qty, note in await cursor.fetchall()
+    }
+
+
+async def equal_in_the_end(world: ShapeWorld, client: Client, where: str) -> None:
+    """Follow until a marker row has arrived, then compare with SELECT."""
+    expected = await shown(world, where)
+    await client.follow_until(lambda: client.rows == expected, 20)
+
+
+def test_clients_end_equal_to_select_while_the_replication_connection_breaks(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with RealWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.5)) as world:
+            starting = await world.get(table="stock", offset="-1")
+            assert starting.status in (200, 503)
+            await eventually(lambda: world.capture.streaming)
+            where = "qty < 95 AND w <> 2"
+            everything, some = await world.sync(table="stock"), await world.sync(table="stock", where=where)
+            rand = random.Random(11)
+
+            async def load() -> None:
+                for step in range(60):
+                    async with world.db.transaction():
+                        for _ in range(rand.randint(1, 12)):
+                            w, i = rand.randint(1, 3), rand.randint(1, 50)
+                            await world.db.execute(
+                                rand.choice(
+                                    [
+                                        f"UPDATE stock SET qty = qty - {rand.randint(1, 4)} WHERE w = {w} AND i = {i}",
+                                        f"DELETE FROM stock WHERE w = {w} AND i = {i}",
+                                        f"INSERT INTO stock VALUES ({w}, {i}, 90, NULL) ON CONFLICT DO NOTHING",
+                                        f"UPDATE stock SET w = 4 - w WHERE w = {w} AND i = {i} AND NOT EXISTS"
+                                        f" (SELECT 1 FROM stock o WHERE o.w = 4 - {w} AND o.i = {i})",
+                                    ]
+                                )  # type: ignore[arg-type]
+                            )
+                    if step % 20 == 10:
+                        await world.break_stream()
+
+            loading = asyncio.ensure_future(load())
+            late: list[Client] = []
+            while not loading.done():
+                await everything.step(live=True)
+                await some.step(live=True)
+                late.append(await world.sync(table="stock", where=f"qty > {len(late)}"))
+            await loading
+            await equal_in_the_end(world, everything, "true")
+            await equal_in_the_end(world, some, where)
+            for number, client in enumerate(late[:5]):
+                await equal_in_the_end(world, client, f"qty > {number}")
+            assert everything.refetches == 0
+
+    run(main(), 90)
+
+
+def test_a_shape_over_a_real_shard_follows_its_appends(postgres_dsn: str) -> None:
+    schema = ShardSchema((Column("k", "int64"), Column("v", "string")), ("k",))
+
+    def rows(*updates: tuple[int, str, int, int]) -> pa.Table:
+        k, v, time, diff = zip(*updates, strict=True)
+        return pa.table({"k": pa.array(k, pa.int64()), "v": list(v), TIME: list(time), DIFF: list(diff)})
+
+    async def main() -> None:
+        async with RealWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.5)) as world:
+            unknown = await world.get(table="shard.sums", offset="-1")
+            assert unknown.status == 400
+            with pytest.raises(Missing):
+                await open_shard(world.consensus, world.objects, SystemClock(), Rand(), "sums")
+            shard = await open_shard(world.consensus, world.objects, SystemClock(), Rand(), "sums", schema)
+            part = await shard.write_part(rows((1, "a", 10, 1), (2, "b", 10, 1)))
+            await shard.compare_and_append(0, 100, [part], "t1")
+            client = await world.sync(table="shard.sums")
+            assert {row["k"]: row["v"] for row in client.rows.values()} == {"1": "a", "2": "b"}
+            part = await shard.write_part(rows((1, "a", 150, -1), (1, "c", 150, 1), (2, "b", 160, -1)))
+            await shard.compare_and_append(100, 200, [part], "t2")
+            await shard.compare_and_append(200, 300, [], "t3")
+            await client.follow_until(lambda: len(client.rows) == 1)
+            assert [i["headers"]["operation"] for i in client.seen[2:]] == ["update", "delete"]
+            assert {row["k"]: row["v"] for row in client.rows.values()} == {"1": "c"}
+
+    run(main(), 60)
