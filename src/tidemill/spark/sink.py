@@ -10,6 +10,7 @@ the same functions, with the append still here. A lost race is recomputed from t
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -197,7 +198,7 @@ class FeedSink:
         """Decode and resolve on this thread; then all parts and appends of all tables at once."""
 
         async def fetch_all() -> list[list[list[bytes]]]:
-            return [await fetch(self._stores.objects, w.descriptors) for w in work]
+            return list(await asyncio.gather(*(fetch(self._stores.objects, w.descriptors) for w in work)))
 
         pending = []
         for item, batches in zip(work, self._portal.call(fetch_all()), strict=True):
@@ -211,8 +212,6 @@ class FeedSink:
         ready = [(item.table, found) for item, found in zip(work, pending, strict=True) if found.upper > found.lower]
 
         async def append_all() -> list[bool]:
-            import asyncio
-
             async def one(table: TableWriter, found: Any) -> bool:
                 return await table.append(found.lower, found.upper, await table.write(found.updates))
 

@@ -40,7 +40,7 @@ MAX_ROWS = 500_000
 """Records of one micro-batch, unless option max_rows says otherwise; a single time is never split."""
 WAIT_S = 0.25
 """How long `latestOffset` waits for a new binding before it says that there is none."""
-PACE_MS = 40
+PACE_MS = 60
 """Two micro-batches begin at least this far apart: a trigger for every binding would cost more than it brings."""
 AS_OF_TIMEOUT_S = 60.0
 DESCRIPTOR_COLUMNS = (

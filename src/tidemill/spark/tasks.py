@@ -57,7 +57,7 @@ def decode(feed: TopicFeed, descriptors: Sequence[Descriptor], batches: Sequence
             found, letters = decoder.decode(records)
             commands.append(found)
             dead.append(letters)
-    return Decoded(join(feed.schema, commands), pa.concat_tables([no_dead_letters(), *dead]))
+    return Decoded(join(feed.schema, commands), pa.concat_tables(dead) if dead else no_dead_letters())
 
 
 async def fetch(objects: ObjectStore, descriptors: Sequence[Descriptor]) -> list[list[bytes]]:

@@ -178,6 +178,8 @@ def _timestamp_us(value: datetime.datetime | int) -> int:
 
 def dead_letters(records: Records, dead: list[tuple[int, str]]) -> pa.Table:
     """Updates of the dead-letter shard for records at these places, each with its reason."""
+    if not dead:
+        return no_dead_letters()
     at = np.array([place for place, _ in dead], dtype=np.int64)
     raw = [records.values[place] if records.values[place] is not None else records.keys[place] for place, _ in dead]
     times = records.times[at]
@@ -195,5 +197,6 @@ def dead_letters(records: Records, dead: list[tuple[int, str]]) -> pa.Table:
     return pa.Table.from_arrays(arrays, schema=update_schema(DEAD_LETTERS))
 
 
+@lru_cache(maxsize=1)
 def no_dead_letters() -> pa.Table:
     return update_schema(DEAD_LETTERS).empty_table()

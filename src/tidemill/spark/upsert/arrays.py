@@ -43,11 +43,11 @@ def rows_equal(left: pa.Table, at: Index, right: pa.Table, to: Index, columns: S
     out = np.ones(len(at), dtype=bool)
     take_left, take_right = pa.array(at), pa.array(to)
     for name in columns:
-        a = left.column(name).take(take_left)
-        b = right.column(name).take(take_right)
+        a = _whole(left.column(name)).take(take_left)
+        b = _whole(right.column(name)).take(take_right)
         if pa.types.is_floating(a.type):
             bits = {16: pa.int16(), 32: pa.int32(), 64: pa.int64()}[a.type.bit_width]
-            a, b = (_whole(column).view(bits) for column in (a, b))
+            a, b = a.view(bits), b.view(bits)
         equal = to_mask(pc.equal(a, b))
         if a.null_count or b.null_count:
             equal |= to_mask(pc.and_(pc.is_null(a), pc.is_null(b)))

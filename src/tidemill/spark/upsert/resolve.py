@@ -114,19 +114,30 @@ def resolve(
     updates = updates.append_column(TIME, pa.array(np.concatenate([times[retract], times[insert]])))
     diffs = np.concatenate([np.full(len(retract), -1, np.int64), np.ones(len(insert), np.int64)])
     updates = updates.append_column(DIFF, pa.array(diffs)).cast(update_schema(schema))
-    return Resolved(lower, upper, updates, _changes(pool, hashes, live, first, last, found, columns))
+    return Resolved(lower, upper, updates, _changes(pool, hashes, live, changed, first, last, found, columns))
 
 
 def _changes(
-    pool: pa.Table, hashes: U64, live: Mask, first: Mask, last: Mask, found: Index, columns: list[str]
+    pool: pa.Table,
+    hashes: U64,
+    live: Mask,
+    changed: Mask,
+    first: Mask,
+    last: Mask,
+    found: Index,
+    columns: list[str],
 ) -> KeyChanges:
     """Per key, its last state, where that differs from what the mirror holds now."""
     lasts = np.nonzero(last)[0]
-    was_live, is_live = found >= 0, live[lasts]
-    differs = was_live | is_live
-    both = np.nonzero(was_live & is_live)[0]
-    if len(both):
-        differs[both] = ~rows_equal(pool, lasts[both], pool, len(live) + found[both], columns)
+    differs = changed[lasts]
+    # A key of one winner was compared with the mirror already; one of several was compared with its own chain.
+    several = ~first[lasts]
+    if several.any():
+        was_live, is_live = found >= 0, live[lasts]
+        differs[several] = (was_live | is_live)[several]
+        both = np.nonzero(several & was_live & is_live)[0]
+        if len(both):
+            differs[both] = ~rows_equal(pool, lasts[both], pool, len(live) + found[both], columns)
     keep = lasts[differs]
     return KeyChanges(pool.take(pa.array(keep)), hashes[keep], live[keep])
 
