@@ -255,3 +255,19 @@ def test_keys_stay_in_order_over_several_partitions_of_a_topic(postgres_dsn: str
             assert sum(offsets) == 50 * 6 + 10
 
     in_world(postgres_dsn, scenario)
+
+
+def test_the_catalogue_row_tells_topics_and_columns_and_own_tables_are_left_out(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(
+            "CREATE TABLE a (v numeric(6,2), id bigint PRIMARY KEY)",
+            "CREATE SCHEMA tidemill",
+            "CREATE TABLE tidemill.registers (id int PRIMARY KEY)",
+        )
+        async with world.capture(tables=("*.*",)):
+            row = await world.row()
+            assert row.topics == {"public.a": f"{world.name}.public.a"}
+            columns = [(c.name, c.type_name, c.key_index) for c in row.columns["public.a"]]
+            assert columns == [("v", "numeric(6,2)", -1), ("id", "bigint", 0)]
+
+    in_world(postgres_dsn, scenario)

@@ -95,14 +95,14 @@ async def prepare(wire: Wire, config: CaptureConfig, facts: ServerFacts, catalog
         slot = await create_slot(wire, config)
     else:
         slot = check_slot(config, await slot_state(wire, config.slot))
-    row = await _record(config, facts, catalogue, row, tables, fresh)
+    relations = await describe(wire, [table.oid for table in tables])
+    row = await _record(config, facts, catalogue, row, tables, fresh, relations)
     topics = await _topics(config, catalogue, row, fresh)
     captured = []
     for table in tables:
         item = CapturedTable(table.name, topics[table.name], producer_id(config))
         item.snapshot = row.snapshots.get(table.name)
         captured.append(item)
-    relations = await describe(wire, [table.oid for table in tables])
     return Prepared(row, slot, tuple(tables), tuple(captured), fresh, relations)
 
 
@@ -199,22 +199,36 @@ async def _record(
     row: CaptureRow | None,
     tables: Sequence[TableInfo],
     fresh: Sequence[str],
+    relations: dict[int, Relation],
 ) -> CaptureRow:
     """The row before anything fresh is touched. Written only when it differs."""
     topics = {table.name: config.topic_of(table.schema, table.table) for table in tables}
+    known = row.columns if row is not None else {}
+    columns = _columns(relations, [t for t in tables if t.name in fresh or t.name not in known])
     if row is None:
-        wanted = CaptureRow(config.name, facts.system_id, config.slot, config.publication, 1, False, topics)
+        wanted = CaptureRow(
+            config.name, facts.system_id, config.slot, config.publication, 1, False, topics, columns=columns
+        )
     else:
         wanted = replace(
             row,
             generation=row.generation + 1 if fresh else row.generation,
             snapshot_done=not fresh,
             topics={**row.topics, **topics},
+            columns={**row.columns, **columns},
             snapshots={name: s for name, s in row.snapshots.items() if name not in fresh},
         )
     if wanted != row:
         await catalogue.put(wanted)
     return wanted
+
+
+def _columns(relations: dict[int, Relation], tables: Sequence[TableInfo]) -> dict[str, tuple[CapturedColumn, ...]]:
+    return {
+        table.name: tuple(CapturedColumn(c.name, c.type_name, c.key_index) for c in relations[table.oid].columns)
+        for table in tables
+        if table.oid in relations
+    }
 
 
 async def _topics(

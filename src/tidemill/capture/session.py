@@ -113,9 +113,7 @@ class Session:
 
         tasks = Tasks(fail)
         try:
-            prepared, facts = await self._prepare()
-            await self._open_writer(prepared, facts)
-            await self._start_stream(prepared, facts, tasks)
+            tasks.spawn(self._start(tasks), name="capture start")
             await failed
         finally:
             self.streaming = False
@@ -130,6 +128,13 @@ class Session:
                 failed.exception()
 
     # set-up ---------------------------------------------------------------------------------------
+    async def _start(self, tasks: Tasks) -> None:
+        prepared, facts = await self._prepare()
+        # A long copy must not go on after its slot is lost.
+        tasks.spawn(self._watch_slot(), name="capture slot")
+        await self._open_writer(prepared)
+        await self._start_stream(prepared, facts, tasks)
+
     async def _prepare(self) -> tuple[Prepared, ServerFacts]:
         config = self._config
         self._on_phase("connecting to PostgreSQL", "")
@@ -151,7 +156,7 @@ class Session:
             self._converter.learn(relation)
         return prepared, facts
 
-    async def _open_writer(self, prepared: Prepared, facts: ServerFacts) -> None:
+    async def _open_writer(self, prepared: Prepared) -> None:
         """Tails, snapshot of what is fresh, and where the count of offsets starts."""
         config = self._config
         binder = self.binder = Binder(
@@ -205,7 +210,6 @@ class Session:
         tasks.spawn(self.writer.failed(), name="capture topic writer")
         tasks.spawn(self._send_status(stream, status, interval_s), name="capture status")
         tasks.spawn(self._beat(), name="capture heartbeat")
-        tasks.spawn(self._watch_slot(), name="capture slot")
 
     async def _start_when_free(self, stream: ReplicationStream) -> None:
         """A predecessor's walsender may outlive its client for a moment."""

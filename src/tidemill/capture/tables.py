@@ -20,7 +20,7 @@ SELECT c.oid, n.nspname, c.relname, c.relkind, c.relpersistence, c.relreplident,
        EXISTS (SELECT FROM pg_index i WHERE i.indrelid = c.oid AND i.indisprimary)
   FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
  WHERE c.relkind IN ('r', 'p') AND NOT c.relispartition AND c.relpersistence <> 't'
-   AND n.nspname NOT IN ('pg_catalog', 'information_schema') AND n.nspname !~ '^pg_(toast|temp)'
+   AND n.nspname NOT IN ('pg_catalog', 'information_schema', 'tidemill') AND n.nspname !~ '^pg_(toast|temp)'
  ORDER BY n.nspname, c.relname
 """
 
@@ -53,7 +53,8 @@ class TableInfo(msgspec.Struct, frozen=True):
 
 
 async def list_tables(wire: Wire) -> list[TableInfo]:
-    """Every ordinary and partitioned table outside the system schemas, in name order."""
+    """Every ordinary and partitioned table, in name order, outside the system's schemas and our own: consensus may
+    live in the same database, and capturing it would feed on itself."""
     rows = await wire.query(_TABLES)
     return [
         TableInfo(int(r[0] or 0), r[1] or "", r[2] or "", r[3] or "", r[4] or "", r[5] or "", r[6] == "t") for r in rows
