@@ -12,8 +12,27 @@ O3  `put` of an existing key raises Conflict and changes nothing; of N racing cr
 O4  Unavailable means the call had no effect. What may have had one is Unknown.
 """
 
-from tidemill.objects.memory import MemoryObjects
-from tidemill.objects.open import open_objects
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from tidemill.objects.store import Buffer, ObjectMeta, ObjectStore
 
+if TYPE_CHECKING:
+    from tidemill.objects.memory import MemoryObjects
+    from tidemill.objects.open import open_objects
+
 __all__ = ["Buffer", "MemoryObjects", "ObjectMeta", "ObjectStore", "open_objects"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the backends when first asked for: most of the package needs only the contract."""
+    if name == "MemoryObjects":
+        from tidemill.objects.memory import MemoryObjects
+
+        return MemoryObjects
+    if name == "open_objects":
+        from tidemill.objects.open import open_objects
+
+        return open_objects
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
