@@ -1,0 +1,99 @@
+"""One plain Python value per cell, the same for both sides, reached on two different ways.
+
+    shard column            canonical           from PostgreSQL, by SQL                  from the shard, by Arrow
+    bool, ints              bool, int           the column                               the column
+    float32, float64        float or NAN        ::float8 (binary transfer)               widened to float64
+    decimal(p,s)            Decimal             the column                               the column
+    timestamp               int µs              extract(epoch) × 10⁶; ±(2⁶³−1) = ±∞      view as int64
+    date                    int days            minus 1970-01-01; ±(2³¹−1) = ±∞          view as int32
+    binary                  bytes               the column                               the column
+    string, json            str                 the type's output text                   the column
+
+-0.0 becomes 0.0. Order: numbers by value, text and bytes bytewise, null last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+
+from tidemill.capture.wire.connection import identifier
+from tidemill.cli.verify.compare import NAN, Row
+from tidemill.shards.front import Column, ShardSchema
+from tidemill.shards.pgtypes import DATE_INFINITY, TIMESTAMP_INFINITY
+
+
+def ordered_columns(schema: ShardSchema) -> tuple[Column, ...]:
+    """The key's columns in key order, then the others: the order of values in a row."""
+    by_name = {c.name: c for c in schema.columns}
+    return tuple(by_name[k] for k in schema.key) + tuple(c for c in schema.columns if c.name not in schema.key)
+
+
+def select_expression(column: Column) -> str:
+    """SQL that yields the canonical value."""
+    name = identifier(column.name)
+    if column.type == "timestamp":
+        # Without a zone the digits are taken as UTC; the session's TimeZone is UTC, so both kinds cast alike.
+        finite = f"(extract(epoch FROM {name}::timestamptz) * 1000000)::int8"
+        return _with_infinity(name, finite, TIMESTAMP_INFINITY, "int8")
+    if column.type == "date":
+        return _with_infinity(name, f"({name} - DATE '1970-01-01')::int8", DATE_INFINITY, "int8")
+    if column.type in ("float32", "float64"):
+        return f"{name}::float8"
+    if column.type == "int64":
+        return f"{name}::int8"  # an oid, too
+    if column.type in ("string", "json"):
+        return _text(name)
+    return name
+
+
+def order_expression(column: Column) -> str:
+    """SQL that sorts as the canonical value does."""
+    name = identifier(column.name)
+    return f'{_text(name)} COLLATE "C"' if column.type in ("string", "json") else name
+
+
+def _text(name: str) -> str:
+    """The output function's text, as the stream carries it (a cast trims char(n) and decorates inet)."""
+    return f"CASE WHEN {name} IS NULL THEN NULL ELSE format('%s', {name}) END"
+
+
+def _with_infinity(name: str, finite: str, infinity: int, kind: str) -> str:
+    return (
+        f"CASE WHEN {name} IS NULL THEN NULL WHEN isfinite({name}) THEN {finite}"
+        f" WHEN {name} > 'epoch' THEN {infinity}::{kind} ELSE -{infinity}::{kind} END"
+    )
+
+
+def fix_floats(columns: tuple[Column, ...]) -> Callable[[Row], Row] | None:
+    """What must still be done to a row whose floats are plain; None when nothing."""
+    places = [i for i, c in enumerate(columns) if c.type in ("float32", "float64")]
+    if not places:
+        return None
+
+    def fix(row: Row) -> Row:
+        values = list(row)
+        for i in places:
+            values[i] = _float(values[i])
+        return tuple(values)
+
+    return fix
+
+
+def plain_arrow(column: pa.ChunkedArray, kind: Column) -> Any:
+    """A shard column with its canonical integers or float64s, still as Arrow (what the spool stores)."""
+    if kind.type == "timestamp":
+        return column.cast(pa.timestamp("us", "UTC")).cast(pa.int64())
+    if kind.type == "date":
+        return column.cast(pa.int32())
+    if kind.type == "float32":
+        return column.cast(pa.float64())
+    return column
+
+
+def _float(value: float | None) -> Any:
+    if value is None:
+        return None
+    return NAN if value != value else value + 0.0

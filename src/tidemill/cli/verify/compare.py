@@ -1,0 +1,132 @@
+"""Two streams of rows in one key order → what is missing, extra and different. Pure.
+
+A row is a tuple of canonical values (`canonical`), its first `key_length` the key. Both streams must be sorted
+by key in one order; a stream that is not is reported, never compared wrongly. A key that comes twice on
+one side is one row too many there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from tidemill.base.errors import Corrupt
+
+Row = tuple[Any, ...]
+EXAMPLES = 5
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """rows: rows of the source. missing: only in the source; extra: only in the shard; different: same key, other
+    values. The hashes are of the two streams, equal exactly when the streams are. `examples` names a few keys."""
+
+    rows: int
+    shard_rows: int
+    missing: int
+    extra: int
+    different: int
+    source_hash: str
+    shard_hash: str
+    examples: tuple[str, ...] = ()
+
+    @property
+    def clean(self) -> bool:
+        return self.source_hash == self.shard_hash and not (self.missing or self.extra or self.different)
+
+
+class Comparison:
+    """Push chunks of both sides with `step`; whatever it did not consume is offered again, with more behind it."""
+
+    def __init__(self, key_length: int) -> None:
+        self._key_length = key_length
+        self._hashes = (hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16))
+        self._rows = [0, 0]
+        self._last: list[Any] = [None, None]
+        self.missing = self.extra = self.different = 0
+        self._examples: list[str] = []
+
+    @property
+    def rows(self) -> int:
+        """Rows of the source so far, for a progress bar."""
+        return self._rows[0]
+
+    def step(
+        self, source: Sequence[Row], shard: Sequence[Row], source_ended: bool, shard_ended: bool
+    ) -> tuple[int, int]:
+        """Compare as far as both chunks allow; returns how many rows of each were consumed."""
+        n = self._key_length
+        i = j = 0
+        while i < len(source) and j < len(shard):
+            a, b = source[i], shard[j]
+            if a == b:
+                i, j = i + 1, j + 1
+                continue
+            ka, kb = order_of(a[:n]), order_of(b[:n])
+            if ka == kb:
+                self._note("different", a[:n])
+                self.different += 1
+                i, j = i + 1, j + 1
+            elif ka < kb:
+                self._note("missing", a[:n])
+                self.missing += 1
+                i += 1
+            else:
+                self._note("extra", b[:n])
+                self.extra += 1
+                j += 1
+        if shard_ended and j == len(shard):
+            for row in source[i:]:
+                self._note("missing", row[:n])
+            self.missing += len(source) - i
+            i = len(source)
+        if source_ended and i == len(source):
+            for row in shard[j:]:
+                self._note("extra", row[:n])
+            self.extra += len(shard) - j
+            j = len(shard)
+        self._take(0, source[:i])
+        self._take(1, shard[:j])
+        return i, j
+
+    def outcome(self) -> Outcome:
+        source, shard = (h.hexdigest() for h in self._hashes)
+        return Outcome(
+            self._rows[0], self._rows[1], self.missing, self.extra, self.different, source, shard, tuple(self._examples)
+        )
+
+    def _take(self, side: int, rows: Sequence[Row]) -> None:
+        """Count and hash consumed rows, and hold them to the order this merge relies on."""
+        n, last, digest = self._key_length, self._last[side], self._hashes[side]
+        for row in rows:
+            key = order_of(row[:n])
+            if last is not None and key < last:
+                raise Corrupt(
+                    f"{'source' if side == 0 else 'shard'} rows are out of order: key={row[:n]!r}.",
+                    fix="Report it with the key's type: the two sides sort it differently.",
+                )
+            last = key
+            digest.update(repr(row).encode())
+        self._last[side] = last
+        self._rows[side] += len(rows)
+
+    def _note(self, what: str, key: Row) -> None:
+        if len(self._examples) < EXAMPLES:
+            self._examples.append(f"{what} {', '.join(map(str, key))}")
+
+
+def order_of(key: Row) -> Row:
+    """The key as both sides sort it: null after everything, NaN after every number."""
+    return tuple((2, 0) if v is None else (1, 0) if v is NAN else (0, v) for v in key)
+
+
+class _NaN:
+    """Equal to itself, unlike the float, and printed the same everywhere."""
+
+    def __repr__(self) -> str:
+        return "nan"
+
+
+NAN = _NaN()

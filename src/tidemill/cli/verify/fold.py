@@ -1,0 +1,69 @@
+"""What a stream topic says a table should hold: the last record of each key up to a time, folded on disk."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from tidemill.cli.verify.compare import Row
+from tidemill.cli.verify.spool import Spool
+from tidemill.shards.front import TIME, Binding, Remap
+from tidemill.spark.decode.records import cut_records
+from tidemill.spark.decode.slices import cut
+from tidemill.spark.decode.stream import StreamDecoder
+from tidemill.spark.feeds import TopicFeed
+from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION
+from tidemill.topics.front import PartitionReader
+
+BINDINGS_AT_ONCE = 2_000
+REFS_AT_ONCE = 32
+
+
+class TopicFold:
+    """`malformed` counts the records that no table can hold; known once `rows` has yielded."""
+
+    def __init__(self, remap: Remap, reader: PartitionReader, feed: TopicFeed, time_ms: int) -> None:
+        self._remap = remap
+        self._reader = reader
+        self._feed = feed
+        self._time_ms = time_ms
+        self.malformed = 0
+        self.records = 0
+
+    async def rows(self, scratch: Path) -> AsyncIterator[list[Row]]:
+        """Live rows in key order, as `verify_expected` wants them. Raises what reading the topic raises."""
+        spool = Spool(scratch, "topic", self._feed.schema)
+        try:
+            async for base, page in self._pages():
+                await self._add(spool, base, page)
+            async for chunk in spool.last_per_key():
+                yield chunk
+        finally:
+            await spool.aclose()
+
+    async def _pages(self) -> AsyncIterator[tuple[Binding | None, list[Binding]]]:
+        base: Binding | None = None
+        after_ms = -1
+        while True:
+            found = await self._remap.after(after_ms, BINDINGS_AT_ONCE)
+            page = [b for b in found if b.time_ms <= self._time_ms]
+            if page:
+                yield base, page
+                base, after_ms = page[-1], page[-1].time_ms
+            if len(page) < BINDINGS_AT_ONCE:
+                return
+
+    async def _add(self, spool: Spool, base: Binding | None, page: list[Binding]) -> None:
+        decoder = StreamDecoder(self._feed.schema)
+        for piece in cut(base, page, self._feed.topic, self._feed.topic_id):
+            refs = await self._reader.plan(piece.topic_id, piece.partition, piece.start, piece.end)
+            for at in range(0, len(refs), REFS_AT_ONCE):
+                batches = await self._reader.read(refs[at : at + REFS_AT_ONCE])
+                records = cut_records(piece, batches)
+                commands, dead = decoder.decode(records)
+                self.records += len(records)
+                self.malformed += dead.num_rows
+                rows = commands.rows
+                await spool.add_commands(
+                    rows, rows.column(LIVE), rows.column(TIME), rows.column(PARTITION), rows.column(ORDER)
+                )

@@ -1,0 +1,155 @@
+"""One point of a captured database, with rows to read as of it, though the tables are locked for milliseconds only.
+
+    A   LOCK TABLE … IN SHARE MODE       every writer of these tables has committed, and none can start
+        pg_export_snapshot, pg_logical_emit_message(true, 'tidemill', nonce)
+    B   SET TRANSACTION SNAPSHOT         sees exactly what A sees
+    A   COMMIT                           writers go on; capture mints a binding tagged `nonce` at this commit
+
+What B reads is what the tables held at A's commit: between A's snapshot and its commit nobody could write them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from tidemill.base.errors import Invalid, Missing, Unavailable
+from tidemill.base.frontier import Lsn
+from tidemill.capture.wire.connection import DISPLAY_SETTINGS, qualified, where
+from tidemill.cli.verify.canonical import fix_floats, order_expression, ordered_columns, select_expression
+from tidemill.cli.verify.compare import Row
+from tidemill.shards.front import ShardSchema
+
+if TYPE_CHECKING:
+    import psycopg
+
+LOCK_TIMEOUT_S = 5
+LOCK_ATTEMPTS = 6
+LOCK_PAUSE_S = 0.5
+FETCH_ROWS = 20_000
+MARKER_PREFIX = "tidemill"
+
+
+class SourcePoint:
+    """Reads tables as of one commit. One reader at a time: they share transaction B.
+
+    The commit's LSN is within `lsns`, both ends included.
+    """
+
+    def __init__(self, connection: psycopg.AsyncConnection[Any], nonce: str, lsns: tuple[int, int]) -> None:
+        self._connection = connection
+        self.nonce = nonce
+        self.lsns = lsns
+
+    async def count(self, table: str) -> int:
+        """The planner's guess of the number of rows, for a progress bar."""
+        cursor = await self._connection.execute(
+            "SELECT greatest(reltuples, 0)::int8 FROM pg_class WHERE oid = %s::regclass", (_quoted(table),)
+        )
+        found = await cursor.fetchone()
+        return int(found[0]) if found else 0
+
+    async def rows(self, table: str, schema: ShardSchema) -> AsyncIterator[list[Row]]:
+        """Chunks of canonical rows in key order. Raises Invalid when the table lacks a column of the shard."""
+        import psycopg
+
+        columns = ordered_columns(schema)
+        fix = fix_floats(columns)
+        keys = [c for c in columns if c.name in schema.key]
+        query = (
+            f"SELECT {', '.join(select_expression(c) for c in columns)} FROM {_quoted(table)}"
+            f" ORDER BY {', '.join(order_expression(c) for c in keys)}"
+        )
+        async with self._connection.cursor(name="tidemill_verify") as cursor:
+            try:
+                await cursor.execute(query.encode())
+            except psycopg.errors.UndefinedColumn as error:
+                raise Invalid(f"table lacks a column of its shard: table={table} ({_said(error)}).") from error
+            while chunk := await cursor.fetchmany(FETCH_ROWS):
+                yield [fix(r) for r in chunk] if fix else chunk
+
+
+@asynccontextmanager
+async def source_point(dsn: str, tables: Sequence[str], nonce: str) -> AsyncIterator[SourcePoint]:
+    """Fix a point at which all `tables` (schema.table) can be read, marked by `nonce` in the stream.
+
+    Raises Missing for a table that does not exist, Unavailable when the server or the locks cannot be had.
+    """
+    import psycopg
+
+    reader = await _connect(dsn)
+    try:
+        for attempt in range(LOCK_ATTEMPTS):
+            try:
+                lsns = await _mark(dsn, tables, nonce, reader)
+                break
+            except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected) as error:
+                if attempt == LOCK_ATTEMPTS - 1:
+                    raise Unavailable(
+                        f"the tables could not be locked for a moment: tables={','.join(tables)}.",
+                        fix="End the long transactions that write them (pg_stat_activity), and try again.",
+                    ) from error
+                await asyncio.sleep(LOCK_PAUSE_S)
+            except psycopg.errors.UndefinedTable as error:
+                raise Missing(f"no such table: tables={','.join(tables)} ({_said(error)}).") from error
+            except psycopg.Error as error:
+                raise Unavailable(f"the source failed: server={where(dsn)} ({_said(error)}).") from error
+        yield SourcePoint(reader, nonce, lsns)
+    finally:
+        await reader.close()
+
+
+async def _mark(dsn: str, tables: Sequence[str], nonce: str, reader: psycopg.AsyncConnection[Any]) -> tuple[int, int]:
+    import psycopg
+
+    marker = await _connect(dsn)
+    try:
+        await reader.rollback()
+        await marker.execute(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'".encode())
+        # In one order always, so that two verifications never wait for each other.
+        names = ", ".join(_quoted(t) for t in sorted(tables))
+        await marker.execute(f"LOCK TABLE {names} IN SHARE MODE".encode())
+        # The first query: the transaction's snapshot is taken here, after the locks.
+        cursor = await marker.execute(
+            "SELECT pg_export_snapshot(), pg_logical_emit_message(true, %s, %s)::text", (MARKER_PREFIX, nonce)
+        )
+        exported = await cursor.fetchone()
+        assert exported is not None
+        await reader.execute(f"SET TRANSACTION SNAPSHOT '{exported[0]}'".encode())
+        await reader.execute("SELECT 1")
+        await marker.commit()
+        cursor = await marker.execute("SELECT pg_current_wal_insert_lsn()::text")
+        after = await cursor.fetchone()
+        assert after is not None
+        return Lsn.parse(exported[1]).value, Lsn.parse(after[0]).value
+    except psycopg.Error:
+        await reader.rollback()
+        raise
+    finally:
+        await marker.close()
+
+
+async def _connect(dsn: str) -> psycopg.AsyncConnection[Any]:
+    """In REPEATABLE READ, with the display settings of the stream. Raises Unavailable."""
+    import psycopg
+
+    options = " ".join(f"-c {k}={str(v).replace(' ', chr(92) + ' ')}" for k, v in DISPLAY_SETTINGS.items())
+    try:
+        connection = await psycopg.AsyncConnection.connect(dsn, options=options, connect_timeout=10)
+    except psycopg.Error as error:
+        raise Unavailable(
+            f"the source cannot be reached: server={where(dsn)} ({_said(error)}).", fix="Start it, or correct the DSN."
+        ) from error
+    await connection.set_isolation_level(psycopg.IsolationLevel.REPEATABLE_READ)
+    return connection
+
+
+def _quoted(table: str) -> str:
+    schema, dot, name = table.partition(".")
+    return qualified(schema, name) if dot else qualified("public", table)
+
+
+def _said(error: Exception) -> str:
+    return str(error).split("\n")[0].strip()

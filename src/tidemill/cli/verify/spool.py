@@ -1,0 +1,129 @@
+"""A shard's updates, or a topic's commands, on disk in a DuckDB file, to be read back in key order.
+
+DuckDB sums, sorts and spills; what `shards.consolidate` does is deliberately not used here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from tidemill.base.errors import Corrupt
+from tidemill.cli.verify.canonical import fix_floats, ordered_columns, plain_arrow
+from tidemill.cli.verify.compare import Row
+from tidemill.shards.front import DIFF, ShardSchema
+
+MEMORY_LIMIT = "384MB"
+CHUNK_ROWS = 20_000
+
+_DUCK_TYPES = {
+    "bool": "BOOLEAN",
+    "int16": "SMALLINT",
+    "int32": "INTEGER",
+    "int64": "BIGINT",
+    "float32": "DOUBLE",
+    "float64": "DOUBLE",
+    "string": "VARCHAR",
+    "json": "VARCHAR",
+    "binary": "BLOB",
+    "date": "INTEGER",
+    "timestamp": "BIGINT",
+}
+
+
+class Spool:
+    """One file in `directory`. Not for concurrent use; blocking work runs on a thread."""
+
+    def __init__(self, directory: Path, name: str, schema: ShardSchema) -> None:
+        import duckdb
+
+        self._columns = ordered_columns(schema)
+        self._keys = len(schema.key)
+        self._fix = fix_floats(self._columns)
+        settings = {"memory_limit": MEMORY_LIMIT, "temp_directory": str(directory / f"{name}.tmp"), "threads": 2}
+        self._duck: Any = duckdb.connect(str(directory / f"{name}.duckdb"), config=settings)
+        fields = [f"c{i} {_DUCK_TYPES.get(c.type, c.type)}" for i, c in enumerate(self._columns)]
+        self._duck.execute(f"CREATE TABLE updates ({', '.join(fields)}, diff BIGINT)")
+        self._duck.execute(
+            f"CREATE TABLE commands ({', '.join(fields)}, live BOOLEAN, made BIGINT, part INTEGER, ord BIGINT)"
+        )
+        self._names = [f"c{i}" for i in range(len(self._columns))]
+
+    async def add_updates(self, rows: pa.Table) -> None:
+        """Updates of the shard: its columns and `_diff`."""
+        await asyncio.to_thread(self._insert, "updates", rows, [rows.column(DIFF)])
+
+    async def add_commands(self, rows: pa.Table, live: Any, time: Any, partition: Any, order: Any) -> None:
+        """Upserts (live) and deletions of a topic: the newest by (time, order) decides each key."""
+        await asyncio.to_thread(self._insert, "commands", rows, [live, time, partition, order])
+
+    def _insert(self, into: str, rows: pa.Table, extra: Sequence[Any]) -> None:
+        if rows.num_rows == 0:
+            return
+        arrays = [plain_arrow(rows.column(c.name), c) for c in self._columns]
+        names = [f"x{i}" for i in range(len(arrays) + len(extra))]
+        table = pa.table([*arrays, *extra], names=names)
+        self._duck.register("incoming", table)
+        try:
+            self._duck.execute(f"INSERT INTO {into} SELECT * FROM incoming")
+        finally:
+            self._duck.unregister("incoming")
+
+    def contents(self) -> AsyncIterator[list[Row]]:
+        """What the updates sum up to, in key order. Raises Corrupt on a negative multiplicity."""
+        names = ", ".join(self._names)
+        return self._stream(
+            f"SELECT {names}, sum(diff)::BIGINT AS n FROM updates GROUP BY {names} HAVING sum(diff) <> 0"
+            f" ORDER BY {self._order()}",
+            counted=True,
+        )
+
+    def last_per_key(self) -> AsyncIterator[list[Row]]:
+        """The live rows that the commands leave, in key order."""
+        names, keys = ", ".join(self._names), ", ".join(self._names[: self._keys])
+        return self._stream(
+            f"SELECT {names} FROM (SELECT *, row_number() OVER (PARTITION BY {keys} ORDER BY made DESC, ord DESC)"
+            f" AS place FROM commands) WHERE place = 1 AND live ORDER BY {self._order()}",
+            counted=False,
+        )
+
+    async def count(self) -> int:
+        """An upper bound of rows to come, for a progress bar."""
+        found = await asyncio.to_thread(lambda: self._duck.execute("SELECT count(*) FROM updates").fetchone())
+        return int(found[0])
+
+    async def _stream(self, query: str, counted: bool) -> AsyncIterator[list[Row]]:
+        cursor = self._duck.cursor()
+        try:
+            reader = await asyncio.to_thread(lambda: cursor.sql(query).to_arrow_reader(CHUNK_ROWS))
+            while True:
+                batch = await asyncio.to_thread(lambda: next(reader, None))
+                if batch is None:
+                    return
+                yield self._rows(batch, counted)
+        finally:
+            cursor.close()
+
+    def _rows(self, batch: pa.RecordBatch, counted: bool) -> list[Row]:
+        if counted:
+            counts = batch.column(batch.num_columns - 1).to_numpy()
+            if (counts < 0).any():
+                at = int(np.nonzero(counts < 0)[0][0])
+                key = [batch.column(i)[at].as_py() for i in range(max(1, self._keys))]
+                raise Corrupt(f"a row was retracted more often than inserted: key={key} count={int(counts[at])}.")
+            if (counts != 1).any():
+                batch = batch.take(pa.array(np.repeat(np.arange(len(counts)), counts)))
+        rows: list[Row] = list(zip(*(batch.column(i).to_pylist() for i in range(len(self._columns))), strict=True))
+        return rows if self._fix is None else [self._fix(r) for r in rows]
+
+    def _order(self) -> str:
+        """By key, then by the rest, so that equal multisets give equal streams; null last, as PostgreSQL does."""
+        return ", ".join(f"{n} ASC NULLS LAST" for n in self._names)
+
+    async def aclose(self) -> None:
+        await asyncio.to_thread(self._duck.close)

@@ -1,0 +1,255 @@
+"""verify on a real PostgreSQL: every type, a point marked in the stream, writers meanwhile, planted differences."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Coroutine
+from typing import Any
+
+import psycopg
+import pyarrow as pa
+import pytest
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import Invalid, Missing, Unavailable
+from tidemill.capture.wire.connection import DISPLAY_SETTINGS
+from tidemill.cli.verify import postgres as verify_postgres
+from tidemill.cli.verify.table import Verified, verify_captured, verify_expected
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.objects.memory import MemoryObjects
+from tidemill.shards.front import DIFF, TIME, Binding, ShardSchema
+from tidemill.shards.handle import LogShard
+from tidemill.shards.open import open_shard
+from tidemill.shards.pgtypes import column_for, parse_column
+
+pytestmark = pytest.mark.postgres
+
+TYPES = """
+CREATE TABLE kinds (
+  a int, b text, c numeric(12,2), d numeric, e timestamptz, f timestamp(3), g date, h bytea, i bool,
+  j float4, k float8, l jsonb, m char(6), n inet, o uuid, p interval, q int[], r smallint, s bigint,
+  PRIMARY KEY (b, a))
+"""
+ROWS = [
+    "(1, 'ä', 1.50, 1.500, '2026-11-21 03:00+05:30', '2026-01-01 12:00:00.123', '2026-02-03', '\\xdead', true,"
+    " 0.1, 0.1, '{\"a\": 1}', 'ab', '10.0.0.1', 'a0eebc99-9c0b-4ef8-bb6d-6bb9bd380a11', '1 day', '{1,2}', 3, 4)",
+    "(2, 'z', -0.01, 'NaN', 'infinity', '-infinity', 'infinity', '', false, 'NaN', '-Infinity', 'null', '',"
+    " '10.0.0.0/8', NULL, '1 mon -3 sec', '{}', -32768, -9223372036854775808)",
+    "(3, 'Z', NULL, NULL, '0044-03-15 12:00 BC', '9999-12-31', '0044-03-15 BC', NULL, NULL, NULL, '-0', NULL,"
+    " NULL, NULL, NULL, NULL, NULL, NULL, NULL)",
+    "(-7, '', 0, 0, '10000-01-01', 'epoch', 'epoch', '\\x00', true, 3e38, 5e-324, '[]', 'abcdef', '::1', NULL,"
+    " '0', NULL, 0, 0)",
+]
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    async def bounded() -> Any:
+        async with asyncio.timeout(90):
+            return await coroutine
+
+    return asyncio.run(bounded())
+
+
+class StreamRemap:
+    """Finds the marker in the real replication stream and binds it at its commit, as capture does."""
+
+    name = "capture/test"
+
+    def __init__(self, dsn: str, time_ms: int = 10) -> None:
+        self._time_ms = time_ms
+        # The slot is temporary: it goes with its session, which the garbage collector ends.
+        self._connection = psycopg.connect(dsn, autocommit=True)
+        self._connection.execute("CREATE PUBLICATION p FOR ALL TABLES")
+        self._slot = f"v_{self._connection.info.dbname}_{self._connection.info.backend_pid}"
+        self._connection.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput', true)", (self._slot,))
+
+    async def latest(self) -> Binding | None:
+        return None
+
+    async def after(self, time_ms: int, limit: int = 10_000) -> list[Binding]:
+        if time_ms >= self._time_ms:
+            return []
+        rows = self._connection.execute(
+            "SELECT data FROM pg_logical_slot_get_binary_changes(%s, NULL, NULL, 'proto_version', '1',"
+            " 'publication_names', 'p', 'messages', 'true')",
+            (self._slot,),
+        ).fetchall()
+        tag = ""
+        for (data,) in rows:
+            if data[:1] == b"M":
+                tag = data[data.index(b"\0", 10) + 5 :].decode()
+            elif data[:1] == b"C" and tag:
+                return [Binding(self._time_ms, {}, struct.unpack(">Q", data[2:10])[0], 0, tag)]
+        return []
+
+    async def wait(self, beyond_ms: int, timeout_s: float) -> bool:
+        await asyncio.sleep(0.01)
+        return False
+
+    async def at(self, time_ms: int) -> Binding | None:
+        return None
+
+    async def mint(self, binding: Binding) -> Binding:
+        raise NotImplementedError
+
+
+def created(dsn: str) -> None:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute(TYPES.encode())
+        for row in ROWS:
+            connection.execute(f"INSERT INTO kinds VALUES {row}".encode())
+
+
+async def captured(dsn: str, table: str = "kinds", drop: int = 0, change: dict[str, Any] | None = None) -> LogShard:
+    """The shard that capture and the pipeline would make of the table: parsed from the output text."""
+    options = " ".join(f"-c {k}={v.replace(' ', chr(92) + ' ')}" for k, v in DISPLAY_SETTINGS.items())
+    with psycopg.connect(dsn, options=options) as connection:
+        described = connection.execute(
+            "SELECT attname, format_type(atttypid, atttypmod) FROM pg_attribute WHERE attrelid = %s::regclass"
+            " AND attnum > 0 ORDER BY attnum",
+            (table,),
+        ).fetchall()
+        cursor = connection.cursor()
+        copied: list[list[str | None]] = []
+        with cursor.copy(f"COPY {table} TO STDOUT".encode()) as copy:
+            for row in copy.rows():
+                copied.append([None if v is None else str(v) for v in row])
+    columns = tuple(column_for(n, t) for n, t in described)
+    keys = ("b", "a") if table == "kinds" else ("id",)
+    schema = ShardSchema(columns, keys)
+    clock, rand = SystemClock(), Rand()
+    shard = await open_shard(MemoryConsensus(clock), MemoryObjects(clock), clock, rand, table, schema)
+    copied = copied[drop:]
+    arrays = {c.name: parse_column([r[i] for r in copied], c) for i, c in enumerate(columns)}
+    arrays |= change or {}
+    times = pa.array([5] * len(copied), pa.int64())
+    rows = pa.table({**arrays, TIME: times, DIFF: pa.array([1] * len(copied), pa.int64())})
+    await shard.compare_and_append(0, 11, [await shard.write_part(rows)], "")
+    return shard
+
+
+def verified(dsn: str, shard: LogShard, table: str = "public.kinds", remap: StreamRemap | None = None) -> Verified:
+    async def scenario() -> Verified:
+        return (await verify_captured(dsn, remap or StreamRemap(dsn), [(table, shard)], Rand()))[0]
+
+    return run(scenario())  # type: ignore[no-any-return]
+
+
+def test_every_type_equals_at_the_marked_commit(postgres_dsn: str) -> None:
+    created(postgres_dsn)
+    found = verified(postgres_dsn, run(captured(postgres_dsn)))
+    assert (found.rows, found.missing, found.extra, found.different, found.examples) == (4, 0, 0, 0, ())
+    assert found.clean and found.source_hash == found.shard_hash and found.time_ms == 10 and found.lsn > 0
+
+
+def test_a_missing_an_extra_and_a_different_row_are_each_counted(postgres_dsn: str) -> None:
+    created(postgres_dsn)
+    shard = run(captured(postgres_dsn, drop=1))
+    with psycopg.connect(postgres_dsn, autocommit=True) as connection:
+        connection.execute("DELETE FROM kinds WHERE a = 2")
+        connection.execute("UPDATE kinds SET e = e + interval '1 microsecond' WHERE a = 3")
+    found = verified(postgres_dsn, shard)
+    assert (found.rows, found.missing, found.extra, found.different) == (3, 1, 1, 1)
+    assert not found.clean
+    assert found.examples == ("different Z, 3", "extra z, 2", "missing ä, 1")
+
+
+def test_writers_that_go_on_meanwhile_do_not_show(postgres_dsn: str) -> None:
+    with psycopg.connect(postgres_dsn, autocommit=True) as connection:
+        connection.execute("CREATE TABLE t (id bigint PRIMARY KEY, v text)")
+        connection.execute("INSERT INTO t SELECT i, md5(i::text) FROM generate_series(1, 50000) i")
+    shard = run(captured(postgres_dsn, "t"))
+
+    async def scenario() -> Verified:
+        stop = asyncio.Event()
+
+        async def write() -> int:
+            """Holds the locks that verify waits for; every write after the point must not be seen."""
+            done = 0
+            async with await psycopg.AsyncConnection.connect(postgres_dsn, autocommit=True) as connection:
+                while not stop.is_set():
+                    await connection.execute("UPDATE t SET v = 'later' WHERE id = %s", (done % 50_000 + 1,))
+                    done += 1
+            return done
+
+        class Late(StreamRemap):
+            async def after(self, time_ms: int, limit: int = 10_000) -> list[Binding]:
+                if not writers:
+                    writers.append(asyncio.ensure_future(write()))
+                    await asyncio.sleep(0.1)
+                return await super().after(time_ms, limit)
+
+        writers: list[asyncio.Future[int]] = []
+        progress: list[int] = []
+        found = await verify_captured(
+            postgres_dsn, Late(postgres_dsn), [("t", shard)], Rand(), progress=lambda _, rows, __: progress.append(rows)
+        )
+        stop.set()
+        assert await writers[0] > 0
+        assert progress == sorted(progress) and progress[-1] == 50_000
+        return found[0]
+
+    found = run(scenario())
+    assert found.clean and found.rows == 50_000
+
+
+def test_a_long_writer_makes_verify_give_up_with_a_fix(postgres_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_postgres, "LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(verify_postgres, "LOCK_ATTEMPTS", 2)
+    monkeypatch.setattr(verify_postgres, "LOCK_PAUSE_S", 0.01)
+    created(postgres_dsn)
+    shard = run(captured(postgres_dsn))
+    remap = StreamRemap(postgres_dsn)
+    with psycopg.connect(postgres_dsn) as writer:
+        writer.execute("UPDATE kinds SET c = 9 WHERE a = 1")
+        with pytest.raises(Unavailable, match="could not be locked"):
+            verified(postgres_dsn, shard, remap=remap)
+        writer.rollback()
+
+
+def test_bad_input_is_named(postgres_dsn: str) -> None:
+    created(postgres_dsn)
+    shard = run(captured(postgres_dsn))
+    remap = StreamRemap(postgres_dsn)
+    with pytest.raises(Missing, match="nowhere"):
+        verified(postgres_dsn, shard, "public.nowhere", remap)
+    with pytest.raises(Unavailable, match="cannot be reached"):
+        verified("postgresql://localhost:1/x", shard, remap=remap)
+
+
+def test_a_shard_that_does_not_reach_the_time_is_named(postgres_dsn: str) -> None:
+    created(postgres_dsn)
+    shard = run(captured(postgres_dsn))
+
+    async def scenario() -> None:
+        remap = StreamRemap(postgres_dsn, time_ms=99)
+        with pytest.raises(Unavailable, match="shard=kinds time_ms=99"):
+            await verify_captured(postgres_dsn, remap, [("kinds", shard)], Rand(), timeout_s=0.05)
+
+    run(scenario())
+
+
+def test_expected_rows_from_anywhere_can_be_compared() -> None:
+    async def scenario() -> None:
+        clock, rand = SystemClock(), Rand()
+        schema = ShardSchema((column_for("k", "text"), column_for("n", "bigint")), ("k",))
+        shard = await open_shard(MemoryConsensus(clock), MemoryObjects(clock), clock, rand, "derived", schema)
+        rows = pa.table({"k": ["b", "a"], "n": [2, 1], TIME: [1, 2], DIFF: [1, 1]})
+        await shard.compare_and_append(0, 3, [await shard.write_part(rows)], "")
+
+        async def expected(_: Any) -> Any:
+            yield [("a", 1)]
+            yield [("b", 2)]
+
+        assert (await verify_expected(shard, 2, expected)).clean
+        early = await verify_expected(shard, 1, expected)
+        assert (early.rows, early.missing, early.extra, early.different) == (2, 1, 0, 0)
+        with pytest.raises(Unavailable):
+            await verify_expected(shard, 3, expected, timeout_s=0.01)
+        keyless = ShardSchema(schema.columns, ())
+        other = await open_shard(MemoryConsensus(clock), MemoryObjects(clock), clock, rand, "bag", keyless)
+        with pytest.raises(Invalid, match="no key"):
+            await verify_expected(other, 0, expected)
+
+    run(scenario())
