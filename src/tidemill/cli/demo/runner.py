@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from datetime import datetime
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -241,6 +242,7 @@ class Runner:
         self.report.malformed = self.click_counts.get("malformed", 0)
         self.report.transactions = self.load_counts.get("transactions", 0)
         await self._drain()
+        self.report.spark = version("pyspark")
         self.phase = "verifying"
         self.report.commit_to_shard_ms = self._to_shard.summary()
         self.report.commit_to_client_ms = self._to_client.summary()

@@ -1,0 +1,144 @@
+"""Commit to client: from the return of a Postgres COMMIT to the row in a live shape client, beside LISTEN/NOTIFY.
+
+    python benchmarks/commit_to_client.py [--seconds S] [--rate TPS] [--json]
+
+Method: one connection places orders at the given rate, each transaction also sends NOTIFY with the order's
+id. One thread long-polls the shape of all orders, another listens. Both note when they see an order; the
+latency is that moment minus the moment COMMIT returned (monotonic clock, one process). NOTIFY is the limit:
+the server's own push, without a log, a snapshot or a reconnect. Rows are verified after the run: the
+client's rows must equal SELECT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import threading
+import time
+
+import psycopg
+
+from harbour import harbour, machine, percentile
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.cli.demo import shop
+from tidemill.cli.demo.follower import Follower
+
+DEADLINE_S = 60.0
+
+
+class Seen:
+    """Order id → when it was first seen, in seconds of the monotonic clock."""
+
+    def __init__(self) -> None:
+        self.at: dict[int, float] = {}
+
+    def note(self, order: int) -> None:
+        self.at.setdefault(order, time.monotonic())
+
+
+def listen(dsn: str, seen: Seen, ready: threading.Event, stop: threading.Event) -> None:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("LISTEN bench")
+        ready.set()
+        while not stop.is_set():
+            for notification in connection.notifies(timeout=0.2):
+                seen.note(int(notification.payload))
+
+
+def place_orders(dsn: str, seconds: float, rate: float) -> dict[int, float]:
+    """Order id → when its COMMIT returned."""
+    rand = Rand(3)
+    committed: dict[int, float] = {}
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        started = time.monotonic()
+        while (elapsed := time.monotonic() - started) < seconds:
+            if len(committed) > elapsed * rate:
+                time.sleep(0.0005)
+                continue
+            products = sorted({1 + rand.below(shop.PRODUCTS) for _ in range(3)})
+            row = connection.execute(
+                "WITH o AS (SELECT shop_new_order(%s, %s, %s, %s::bigint[]) AS id)"
+                " SELECT id, pg_notify('bench', id::text) FROM o",
+                (1 + rand.below(2), 1 + rand.below(10), 1 + rand.below(shop.CUSTOMERS), products),
+            ).fetchone()
+            committed[row[0]] = time.monotonic()
+    return committed
+
+
+def wait_for(condition, what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"not in time: {what}")
+        time.sleep(0.02)
+
+
+def measure(dsn: str, http: str, seconds: float, rate: float) -> dict[str, object]:
+    by_client, by_notify = Seen(), Seen()
+    client = Follower(
+        http, {"table": "public.orders"}, SystemClock(), lambda op, row, _: by_client.note(int(row["o_id"] or 0))
+    )
+    client.start()
+    ready, stop = threading.Event(), threading.Event()
+    listener = threading.Thread(target=listen, args=(dsn, by_notify, ready, stop))
+    listener.start()
+    ready.wait()
+    warm = place_orders(dsn, 3, rate)
+    wait_for(lambda: warm.keys() <= by_client.at.keys() or len(client.rows) >= len(warm), "the shape is live")
+    committed = place_orders(dsn, seconds, rate)
+    wait_for(lambda: committed.keys() <= by_client.at.keys(), "every order at the client")
+    wait_for(lambda: committed.keys() <= by_notify.at.keys(), "every notification")
+    stop.set()
+    listener.join()
+    with psycopg.connect(dsn) as connection:
+        expected = {str(i): str(t) for i, t in connection.execute("SELECT o_id, total FROM orders").fetchall()}
+    got = {row["o_id"]: row["total"] for row in client.rows.values()}
+    client.stop()
+    if got != expected:
+        raise SystemExit(f"the client's rows differ from SELECT: client={len(got)} select={len(expected)}")
+    result: dict[str, object] = {"orders": len(committed), "rows_verified": len(expected)}
+    for name, seen in (("client", by_client), ("notify", by_notify)):
+        latencies = [(seen.at[order] - at) * 1000 for order, at in committed.items()]
+        result[name] = {"p50_ms": round(percentile(latencies, 0.5), 2), "p99_ms": round(percentile(latencies, 0.99), 2)}
+    result["added_p50_ms"] = round(result["client"]["p50_ms"] - result["notify"]["p50_ms"], 2)
+    return result
+
+
+async def run(args: argparse.Namespace) -> dict[str, object]:
+    async with harbour(pipeline=False) as environment:
+        host, _, port = environment.config.node.http.rpartition(":")
+        await asyncio.to_thread(wait_for, lambda: answers(host, int(port)), "the node answers")
+        return await asyncio.to_thread(measure, environment.dsn, environment.config.node.http, args.seconds, args.rate)
+
+
+def answers(host: str, port: int) -> bool:
+    import socket
+
+    try:
+        socket.create_connection((host, port), 1).close()
+    except OSError:
+        return False
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--rate", type=float, default=100)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    result = asyncio.run(run(args))
+    if args.json:
+        print(json.dumps(result))
+        return
+    print(f"commit_to_client   {machine()}")
+    print(f"{result['orders']} orders at {args.rate:g}/s; rows verified: {result['rows_verified']}")
+    for name in ("client", "notify"):
+        print(f"  {name:8} p50 {result[name]['p50_ms']:8} ms   p99 {result[name]['p99_ms']:8} ms")
+    print(f"  ratio to NOTIFY at p50: {result['client']['p50_ms'] / result['notify']['p50_ms']:.1f}x"
+          f" (added {result['added_p50_ms']} ms)")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

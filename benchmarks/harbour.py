@@ -1,0 +1,44 @@
+"""What the end-to-end benchmarks share: Harbour Shop on a temporary directory, its processes, and percentiles."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from tidemill.base.clock import SystemClock
+from tidemill.cli.demo.environment import Environment, prepare
+from tidemill.node.postgres import free_port
+from tidemill.node.processes import start_all
+
+
+def machine() -> str:
+    return f"{os.cpu_count()} cores, Python {platform.python_version()}, {platform.system()} {platform.release()}"
+
+
+def percentile(samples: Sequence[float], fraction: float) -> float:
+    """Nearest rank; samples must not be empty."""
+    ordered = sorted(samples)
+    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
+
+
+@asynccontextmanager
+async def harbour(*, pipeline: bool) -> AsyncIterator[Environment]:
+    """The shop with its node, and with the Spark driver when asked; everything ends with the context."""
+    with tempfile.TemporaryDirectory(prefix="harbour-") as directory:
+        http, kafka = (f"127.0.0.1:{free_port()}" for _ in range(2))
+        environment = prepare(Path(directory) / "demo", http=http, kafka=kafka, fresh=True)
+        failed: list[BaseException] = []
+        config = environment.config if pipeline else environment.config.model_copy(update={"pipeline": {}})
+        supervisor = start_all(config, SystemClock(), failed.append)
+        try:
+            yield environment
+            if failed:
+                raise failed[0]
+        finally:
+            await supervisor.stop()
+            await asyncio.to_thread(environment.postgres.stop)

@@ -1,0 +1,29 @@
+"""`./dev bench [NAME [ARGS]]`: run one benchmark, or all of them one after another; `list` names them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+NAMES = ("consensus", "objects", "produce", "consume", "commit_to_client", "commit_to_shard")
+
+
+def main() -> int:
+    name, *arguments = sys.argv[1:] or ["all"]
+    if name == "list":
+        print("\n".join(NAMES))
+        return 0
+    if name != "all" and name not in NAMES:
+        print(f"bench: no such benchmark: {name}. Choose one of: {', '.join(NAMES)}", file=sys.stderr)
+        return 2
+    codes = []
+    for chosen in NAMES if name == "all" else (name,):
+        print(f"--- {chosen}", flush=True)
+        codes.append(subprocess.run([sys.executable, str(HERE / f"{chosen}.py"), *arguments]).returncode)
+    return max(codes)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
