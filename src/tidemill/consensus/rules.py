@@ -6,6 +6,9 @@ operation has no effect. PostgreSQL states the same rules in SQL; the contract s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import msgspec
 
 from tidemill.base.errors import Conflict, Fenced, Invalid, Missing
@@ -133,48 +136,72 @@ def release(row: LeaseRow | None, op: Release) -> LeaseRow | None:
 
 def validate(op: AnyOp) -> None:
     """Refuse what is wrong whatever the state, before it costs a round trip. Raises Invalid."""
-    match op:
-        case Append(log=log, term=term, expected_next=expected, records=records, nonce=nonce):
-            _name("log", log)
-            _name("nonce", nonce)
-            _not_negative("term", term)
-            _not_negative("expected_next", expected)
-            if not records:
-                raise Invalid(f"An append carries at least one record: log={log!r}.", fix="Use fence to raise a term.")
-            total = 0
-            for record in records:
-                if len(record) > LOG_RECORD_BYTES:
-                    raise _too_large("record", log, len(record), LOG_RECORD_BYTES)
-                total += len(record)
-            if total > APPEND_BYTES:
-                raise _too_large("append", log, total, APPEND_BYTES)
-        case Cas(key=key, expected_seq=expected, data=data, nonce=nonce):
-            _name("key", key)
-            _name("nonce", nonce)
-            _not_negative("expected_seq", expected)
-            if len(data) > REGISTER_BYTES:
-                raise _too_large("register", key, len(data), REGISTER_BYTES)
-        case Acquire(name=name, holder=holder, ttl_ms=ttl_ms, info=info):
-            _name("lease name", name)
-            _name("holder", holder)
-            if ttl_ms <= 0:
-                raise Invalid(f"A lease lasts at least 1 ms: name={name!r} ttl_ms={ttl_ms}.", fix="Ask for more time.")
-            if len(info) > REGISTER_BYTES:
-                raise _too_large("lease info", name, len(info), REGISTER_BYTES)
-        case Fence(log=log, term=term):
-            _name("log", log)
-            _not_negative("term", term)
-        case Truncate(log=log, before=before):
-            _name("log", log)
-            _not_negative("before", before)
-        case Read(log=log, start=start):
-            _name("log", log)
-            _not_negative("start", start)
-        case _:
-            return
+    check = _VALIDATIONS.get(type(op))
+    if check is not None:
+        check(op)
+
+
+def _validate_append(op: Append) -> None:
+    _name("log", op.log)
+    _name("nonce", op.nonce)
+    _not_negative("term", op.term)
+    _not_negative("expected_next", op.expected_next)
+    if not op.records:
+        raise Invalid(f"An append carries at least one record: log={op.log!r}.", fix="Use fence to raise a term.")
+    total = 0
+    for record in op.records:
+        if len(record) > LOG_RECORD_BYTES:
+            raise _too_large("record", op.log, len(record), LOG_RECORD_BYTES)
+        total += len(record)
+    if total > APPEND_BYTES:
+        raise _too_large("append", op.log, total, APPEND_BYTES)
+
+
+def _validate_cas(op: Cas) -> None:
+    _name("key", op.key)
+    _name("nonce", op.nonce)
+    _not_negative("expected_seq", op.expected_seq)
+    if len(op.data) > REGISTER_BYTES:
+        raise _too_large("register", op.key, len(op.data), REGISTER_BYTES)
+
+
+def _validate_acquire(op: Acquire) -> None:
+    _name("lease name", op.name)
+    _name("holder", op.holder)
+    if op.ttl_ms <= 0:
+        raise Invalid(f"A lease lasts at least 1 ms: name={op.name!r} ttl_ms={op.ttl_ms}.", fix="Ask for more time.")
+    if len(op.info) > REGISTER_BYTES:
+        raise _too_large("lease info", op.name, len(op.info), REGISTER_BYTES)
+
+
+def _validate_fence(op: Fence) -> None:
+    _name("log", op.log)
+    _not_negative("term", op.term)
+
+
+def _validate_truncate(op: Truncate) -> None:
+    _name("log", op.log)
+    _not_negative("before", op.before)
+
+
+def _validate_read(op: Read) -> None:
+    _name("log", op.log)
+    _not_negative("start", op.start)
+
+
+_VALIDATIONS: dict[type, Callable[[Any], None]] = {
+    Append: _validate_append,
+    Cas: _validate_cas,
+    Acquire: _validate_acquire,
+    Fence: _validate_fence,
+    Truncate: _validate_truncate,
+    Read: _validate_read,
+}
 
 
 def _name(what: str, value: str) -> None:
+    if value.isascii() and 0 < len(value) <= NAME_BYTES and "\0" not in value:
+        return
     if not value or "\0" in value or len(value.encode(errors="replace")) > NAME_BYTES or not _is_text(value):
         raise Invalid(
             f"A {what} has 1 to {NAME_BYTES} bytes and no NUL: {what.replace(' ', '_')}={value[:80]!r}.",
@@ -184,7 +211,7 @@ def _name(what: str, value: str) -> None:
 
 def _is_text(value: str) -> bool:
     """False for lone surrogates, which no engine stores."""
-    return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
+    return not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _not_negative(what: str, value: int) -> None:

@@ -61,7 +61,8 @@ class _Link(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             for body in self._splitter.feed(data):
-                self._client._answered(frames.decode_answer(body))
+                for answer in frames.decode_answers(body):
+                    self._client._answered(answer)
         except Corrupt:
             self.abort()
 
@@ -139,7 +140,7 @@ class SqliteConsensus(Facade):
         finally:
             pending = self._pending.pop(request_id, None)
             if pending is not None and pending.sent and self._link is not None and self._link.transport is not None:
-                self._link.transport.write(frames.encode_request(0, frames.Forget(request_id)))
+                self._link.transport.write(frames.encode([(0, frames.Forget(request_id))]))
 
     def _flush_soon(self) -> None:
         if not self._flushing and self._link is not None:
@@ -151,7 +152,7 @@ class SqliteConsensus(Facade):
         link = self._link
         if link is None or link.transport is None or link.transport.is_closing():
             return
-        batch: list[bytes] = []
+        batch: list[tuple[int, object]] = []
         for request_id in self._unsent:
             pending = self._pending.get(request_id)
             if pending is None:
@@ -160,10 +161,10 @@ class SqliteConsensus(Facade):
                 del self._pending[request_id]
                 continue
             pending.sent = True
-            batch.append(frames.encode_request(request_id, pending.op))
+            batch.append((request_id, pending.op))
         self._unsent.clear()
         if batch:
-            link.transport.write(b"".join(batch))
+            link.transport.write(frames.encode(batch))
 
     def _answered(self, answer: frames.Answer) -> None:
         if answer.outcome == frames.BYE:
@@ -209,7 +210,7 @@ class SqliteConsensus(Facade):
         assert link.transport is not None
         hello = frames.Hello(frames.WIRE_VERSION, self._name)
         pending = self._pending[0] = _Pending(hello, self._loop.create_future(), self._loop.time())
-        link.transport.write(frames.encode_request(0, hello))
+        link.transport.write(frames.encode([(0, hello)]))
         try:
             async with asyncio.timeout(GREETING_S):
                 await asyncio.wait([pending.future, link.lost], return_when=asyncio.FIRST_COMPLETED)

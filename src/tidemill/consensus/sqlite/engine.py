@@ -37,13 +37,13 @@ from tidemill.consensus.commands import (
 )
 from tidemill.consensus.rules import UNWRITTEN, LeaseRow
 from tidemill.consensus.sqlite import tables
+from tidemill.consensus.sqlite.records import LOG_IDS, Records
 
 Outcome = Any
 """A result, or the TidemillError that is the operation's outcome."""
 
 CACHED_ENTRIES = 50_000
 CACHED_VALUE_BYTES = 4_096
-SWEEP_ROWS = 500
 
 
 class Doubtful(Exception):
@@ -57,7 +57,7 @@ class _Staged:
         self.registers: dict[str, Versioned] = {}
         self.heads: dict[str, LogHead] = {}
         self.leases: dict[str, LeaseRow] = {}
-        self.records: list[tuple[str, int, int, str, bytes]] = []
+        self.records: list[tuple[str, LogRecord]] = []
 
     def __bool__(self) -> bool:
         return bool(self.registers or self.heads or self.leases)
@@ -75,7 +75,7 @@ class Engine:
         self._ids: dict[str, int] = {}
         self._versions: dict[str, Versioned] = {}
         self._data_version = self._rows("PRAGMA data_version")[0][0]
-        self._unswept: set[int] = {row[0] for row in self._rows("SELECT id FROM logs WHERE swept < start")}
+        self._records = Records(self._db)
 
     # writes --------------------------------------------------------------------------------------
 
@@ -93,8 +93,8 @@ class Engine:
                     outcomes.append(refused)
             if staged:
                 self._write(staged)
-            if self._unswept:
-                self._sweep()
+            self._records.settle()
+            self._records.sweep()
         except apsw.Error as error:
             self._roll_back()
             raise tables.translate(error, self._path) from error
@@ -116,7 +116,7 @@ class Engine:
                 staged.heads[log] = grown
                 position = head.next
                 for data in op.records:
-                    staged.records.append((log, position, op.term, op.nonce, data))
+                    staged.records.append((log, LogRecord(position, op.term, op.nonce, data)))
                     position += 1
                 return grown
             case Cas(key=key):
@@ -155,6 +155,8 @@ class Engine:
                     (name, head.term, head.start, head.next),
                 )
                 self._ids[name] = self._db.last_insert_rowid()
+                if self._ids[name] >= LOG_IDS:
+                    raise Unavailable(f"The database holds as many logs as it can: logs={LOG_IDS}.")
         ids = self._ids
         if staged.heads:
             execute(
@@ -162,10 +164,7 @@ class Engine:
                 [(head.term, head.start, head.next, ids[name]) for name, head in staged.heads.items()],
             )
         if staged.records:
-            execute(
-                "INSERT INTO log_records (log, position, term, nonce, data) VALUES (?, ?, ?, ?, ?)",
-                [(ids[log], position, term, nonce, data) for log, position, term, nonce, data in staged.records],
-            )
+            self._records.insert([(ids[log], record) for log, record in staged.records])
         if staged.registers:
             execute(
                 "INSERT INTO registers (key, seq, nonce, data) VALUES (?, ?, ?, ?)"
@@ -181,13 +180,14 @@ class Engine:
 
     def _remember(self, staged: _Staged) -> None:
         """Only what is durable enters the caches."""
+        self._records.committed()
         if len(self._versions) + len(self._heads) > CACHED_ENTRIES:
             self._versions.clear()
             self._heads.clear()
         for name, head in staged.heads.items():
             old = self._heads.get(name, UNWRITTEN)
             if head.start > old.start:
-                self._unswept.add(self._ids[name])
+                self._records.unswept.add(self._ids[name])
             self._heads[name] = head
         for key, version in staged.registers.items():
             if len(version.data) <= CACHED_VALUE_BYTES:
@@ -195,24 +195,17 @@ class Engine:
             else:
                 self._versions.pop(key, None)
 
-    def _sweep(self) -> None:
-        """Delete rows that were truncated away, a bounded number per commit."""
-        log = self._unswept.pop()
-        start, swept = self._rows("SELECT start, swept FROM logs WHERE id = ?", (log,))[0]
-        upto = min(start, swept + SWEEP_ROWS)
-        self._db.execute("DELETE FROM log_records WHERE log = ? AND position < ?", (log, upto))
-        self._db.execute("UPDATE logs SET swept = ? WHERE id = ?", (upto, log))
-        if upto < start:
-            self._unswept.add(log)
-
     def _roll_back(self) -> None:
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+        self._forget()
+
+    def _forget(self) -> None:
+        """Start over from the file."""
         self._heads.clear()
         self._ids.clear()
         self._versions.clear()
-        self._unswept = set()
-        if self._db.in_transaction:
-            self._db.execute("ROLLBACK")
-        self._unswept = {row[0] for row in self._rows("SELECT id FROM logs WHERE swept < start")}
+        self._records.reload()
 
     # reads ---------------------------------------------------------------------------------------
 
@@ -247,18 +240,7 @@ class Engine:
         rules.check_read(head, op)
         if op.start >= head.next:
             return LogSlice((), head)
-        records: list[LogRecord] = []
-        total = 0
-        rows = self._db.execute(
-            "SELECT position, term, nonce, data FROM log_records WHERE log = ? AND position >= ?"
-            " ORDER BY position LIMIT ?",
-            (self._ids[op.log], op.start, op.limit_records),
-        )
-        for position, term, nonce, data in rows:
-            total += len(data)
-            if records and total > op.limit_bytes:
-                break
-            records.append(LogRecord(position, term, nonce, data))
+        records = self._records.read(self._ids[op.log], head, op.start, op.limit_records, op.limit_bytes)
         return LogSlice(tuple(records), head)
 
     def _prefixed(self, sql: str, column: str, prefix: str) -> list[tuple[Any, ...]]:
@@ -272,8 +254,7 @@ class Engine:
         data_version = self._rows("PRAGMA data_version")[0][0]
         if data_version != self._data_version:
             self._data_version = data_version
-            self._heads.clear()
-            self._versions.clear()
+            self._forget()
 
     def _head(self, log: str) -> LogHead:
         head = self._heads.get(log)

@@ -1,9 +1,11 @@
 """The wire between clients and the sequencer: requests may be pipelined, answers come back in any order.
 
-frame     length uint32 little-endian | body (msgpack)
-request   [id, [tag, field, …]]                id counts from 1 per client; tags: `commands`, 20 Hello, 21 Forget
-answer    [id, outcome, body]                  outcome 0: body is the result; else body is [message, fix, current]
-bye       [0, 99, nil]                         orderly end: nothing unanswered was executed
+    frame     length uint32 little-endian | body (msgpack): a list of requests, or a list of answers
+    request   [id, [tag, field, …]]          id counts from 1 per client; tags: `commands`, 20 Hello, 21 Forget
+    answer    [id, outcome, body]            outcome 0: body is the result; else body is [message, fix, current]
+    bye       [0, 99, nil]                   orderly end: nothing unanswered was executed
+
+What a side has to say in one turn goes into one frame, so that coding is one call for many.
 """
 
 from __future__ import annotations
@@ -109,42 +111,44 @@ _RESULTS: dict[type, Any] = {
 _CURRENTS: dict[type, Any] = {Cas: Versioned | None, Append: LogHead, Fence: LogHead, Acquire: Lease | None}
 
 _encoder = msgspec.msgpack.Encoder()
-_request_decoder = msgspec.msgpack.Decoder(Request)
-_answer_decoder = msgspec.msgpack.Decoder(Answer)
+_requests_decoder = msgspec.msgpack.Decoder(list[Request])
+_answers_decoder = msgspec.msgpack.Decoder(list[Answer])
 _refusal_decoder = msgspec.msgpack.Decoder(Refusal)
 _result_decoders = {op: msgspec.msgpack.Decoder(kind) for op, kind in _RESULTS.items()}
 _current_decoders = {op: msgspec.msgpack.Decoder(kind) for op, kind in _CURRENTS.items()}
 
 
-def _frame(body: bytes) -> bytes:
+Said = tuple[int, Any] | tuple[int, int, Any]
+"""A request or an answer before coding."""
+
+
+def encode(said: list[Any]) -> bytes:
+    """One frame, or one per request or answer where together they would be too long."""
+    body = _encoder.encode(said)
+    if len(body) > FRAME_BYTES and len(said) > 1:
+        return b"".join(encode([one]) for one in said)
     return len(body).to_bytes(4, "little") + body
 
 
-def encode_request(request_id: int, op: AnyOp | Hello | Forget) -> bytes:
-    return _frame(_encoder.encode((request_id, op)))
+def result(request_id: int, value: object) -> Said:
+    return (request_id, OK, value)
 
 
-def decode_request(body: bytes | bytearray | memoryview) -> Request:
-    """Raises msgspec.DecodeError on anything but a request."""
-    return _request_decoder.decode(body)
-
-
-def encode_result(request_id: int, result: object) -> bytes:
-    return _frame(_encoder.encode((request_id, OK, result)))
-
-
-def encode_error(request_id: int, error: TidemillError) -> bytes:
+def refusal(request_id: int, error: TidemillError) -> Said:
     kind = next(_OUTCOMES[base] for base in type(error).__mro__ if base in _OUTCOMES)
-    current = getattr(error, "current", None)
-    return _frame(_encoder.encode((request_id, kind, (error.message, error.fix, current))))
+    return (request_id, kind, (error.message, error.fix, getattr(error, "current", None)))
 
 
-def encode_bye() -> bytes:
-    return _frame(_encoder.encode((0, BYE, None)))
+GOODBYE: Said = (0, BYE, None)
 
 
-def decode_answer(body: bytes | bytearray | memoryview) -> Answer:
-    return _answer_decoder.decode(body)
+def decode_requests(body: bytes) -> list[Request]:
+    """Raises msgspec.MsgspecError on anything else."""
+    return _requests_decoder.decode(body)
+
+
+def decode_answers(body: bytes) -> list[Answer]:
+    return _answers_decoder.decode(body)
 
 
 def decode_result(op: Op, answer: Answer) -> Any:

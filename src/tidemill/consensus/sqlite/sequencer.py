@@ -40,6 +40,7 @@ class _Connection:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.splitter = frames.Splitter()
+        self.answers: list[frames.Said] = []
         self.out = bytearray()
         self.client = ""
         self.closed = False
@@ -134,26 +135,23 @@ class Sequencer:
                 connection: _Connection = key.data
                 if events & selectors.EVENT_READ and not connection.closed:
                     self._receive(connection, writes, reads)
-        touched: dict[int, _Connection] = {}
         if writes:
             self._commit(engine, writes, reads)
         for connection, request_id, op in reads:
             try:
                 answer = engine.answer(op)
             except TidemillError as error:
-                connection.out += frames.encode_error(request_id, error)
+                connection.answers.append(frames.refusal(request_id, error))
                 if isinstance(error, Corrupt):
                     log.error("database damaged", database=str(self._database), error=str(error))
             else:
                 if isinstance(op, Wait) and not answer:
                     self._park(connection, request_id, op)
                 else:
-                    connection.out += frames.encode_result(request_id, answer)
+                    connection.answers.append(frames.result(request_id, answer))
         for connection in [*self._connections.values()]:
-            if connection.out:
-                touched[connection.sock.fileno()] = connection
-        for connection in touched.values():
-            self._flush(connection)
+            if connection.answers or connection.out:
+                self._flush(connection)
 
     def _commit(self, engine: Engine, writes: list[tuple[_Connection, int, Any]], reads: list[Any]) -> None:
         try:
@@ -173,9 +171,9 @@ class Sequencer:
         advanced: dict[str, int] = {}
         for (connection, request_id, op), outcome in zip(writes, outcomes, strict=True):
             if isinstance(outcome, TidemillError):
-                connection.out += frames.encode_error(request_id, outcome)
+                connection.answers.append(frames.refusal(request_id, outcome))
             else:
-                connection.out += frames.encode_result(request_id, outcome)
+                connection.answers.append(frames.result(request_id, outcome))
                 if type(op) is Append:
                     advanced[op.log] = outcome.next
         if self._waiters:
@@ -184,7 +182,7 @@ class Sequencer:
 
     def _refuse_all(self, requests: list[tuple[_Connection, int, Any]], error: TidemillError) -> None:
         for connection, request_id, _ in requests:
-            connection.out += frames.encode_error(request_id, error)
+            connection.answers.append(frames.refusal(request_id, error))
         for connection in {id(c): c for c, _, _ in requests}.values():
             self._flush(connection)
 
@@ -199,7 +197,7 @@ class Sequencer:
         for (_, request_id), (beyond, connection) in list(self._waiters.get(log_name, {}).items()):
             if next_position > beyond:
                 self._forget(connection, request_id)
-                connection.out += frames.encode_result(request_id, True)
+                connection.answers.append(frames.result(request_id, True))
 
     def _forget(self, connection: _Connection, request_id: int) -> None:
         log_name = connection.waits.pop(request_id, None)
@@ -232,16 +230,16 @@ class Sequencer:
             return
         try:
             for body in connection.splitter.feed(data):
-                request = frames.decode_request(body)
-                op = request.op
-                if isinstance(op, frames.Hello):
-                    self._greet(connection, request.id, op)
-                elif isinstance(op, frames.Forget):
-                    self._forget(connection, op.request)
-                elif op.writes:
-                    writes.append((connection, request.id, op))
-                else:
-                    reads.append((connection, request.id, op))
+                for request in frames.decode_requests(body):
+                    op = request.op
+                    if op.writes:
+                        writes.append((connection, request.id, op))
+                    elif isinstance(op, frames.Hello):
+                        self._greet(connection, request.id, op)
+                    elif isinstance(op, frames.Forget):
+                        self._forget(connection, op.request)
+                    else:
+                        reads.append((connection, request.id, op))
         except (Corrupt, msgspec.MsgspecError) as error:
             log.warning("peer does not speak the protocol", reason=str(error))
             self._drop(connection)
@@ -253,7 +251,7 @@ class Sequencer:
                 f" theirs={hello.version} ours={frames.WIRE_VERSION}.",
                 fix="Run the same version in every process.",
             )
-            connection.out += frames.encode_error(request_id, mismatch)
+            connection.answers.append(frames.refusal(request_id, mismatch))
             return
         earlier = self._clients.get(hello.client)
         if earlier is not None and earlier is not connection:
@@ -261,11 +259,14 @@ class Sequencer:
             self._drop(earlier)
         connection.client = hello.client
         self._clients[hello.client] = connection
-        connection.out += frames.encode_result(request_id, None)
+        connection.answers.append(frames.result(request_id, None))
 
     def _flush(self, connection: _Connection) -> None:
         if connection.closed:
             return
+        if connection.answers:
+            connection.out += frames.encode(connection.answers)
+            connection.answers.clear()
         try:
             while connection.out:
                 sent = connection.sock.send(memoryview(connection.out)[: 1 << 20])
@@ -283,7 +284,7 @@ class Sequencer:
 
     def _part(self, connection: _Connection) -> None:
         """An orderly goodbye: nothing this client has not been answered was executed."""
-        connection.out += frames.encode_bye()
+        connection.out += frames.encode([*connection.answers, frames.GOODBYE])
         with contextlib.suppress(OSError):
             connection.sock.settimeout(1.0)
             connection.sock.sendall(connection.out)

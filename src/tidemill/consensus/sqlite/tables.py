@@ -16,7 +16,7 @@ import apsw
 
 from tidemill.base.errors import Corrupt, Invalid, TidemillError, Unavailable
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 OLDEST_SQLITE = (3, 51, 3)
 """3.7.0 to 3.51.2 can corrupt a database whose connections write and checkpoint a WAL at once (WAL-reset bug)."""
 
@@ -25,15 +25,17 @@ CHECKPOINT_PAGES = 4000
 LAYOUT = """
 CREATE TABLE IF NOT EXISTS meta (
     id INTEGER PRIMARY KEY CHECK (id = 1), layout INTEGER NOT NULL, clock_ms INTEGER NOT NULL);
-INSERT OR IGNORE INTO meta (id, layout, clock_ms) VALUES (1, 1, 0);
+INSERT OR IGNORE INTO meta (id, layout, clock_ms) VALUES (1, 2, 0);
 CREATE TABLE IF NOT EXISTS registers (
     key TEXT PRIMARY KEY, seq INTEGER NOT NULL, nonce TEXT NOT NULL, data BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS logs (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, term INTEGER NOT NULL,
     start INTEGER NOT NULL, next INTEGER NOT NULL, swept INTEGER NOT NULL DEFAULT 0);
-CREATE TABLE IF NOT EXISTS log_records (
-    log INTEGER NOT NULL, position INTEGER NOT NULL, term INTEGER NOT NULL, nonce TEXT NOT NULL, data BLOB NOT NULL);
-CREATE UNIQUE INDEX IF NOT EXISTS log_records_place ON log_records (log, position);
+CREATE TABLE IF NOT EXISTS recent_records (
+    id INTEGER PRIMARY KEY, log INTEGER NOT NULL, position INTEGER NOT NULL,
+    term INTEGER NOT NULL, nonce TEXT NOT NULL, data BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS settled_records (
+    id INTEGER PRIMARY KEY, term INTEGER NOT NULL, nonce TEXT NOT NULL, data BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS leases (
     name TEXT PRIMARY KEY, holder TEXT NOT NULL, term INTEGER NOT NULL,
     ttl_ms INTEGER NOT NULL, expires_ms INTEGER NOT NULL, info BLOB NOT NULL) WITHOUT ROWID;
@@ -74,14 +76,15 @@ def connect(path: Path) -> apsw.Connection:
         connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
         connection.execute("PRAGMA journal_size_limit = 67108864")
         connection.execute("BEGIN IMMEDIATE")
-        connection.execute(LAYOUT)
-        layout = connection.execute("SELECT layout FROM meta").fetchall()[0][0]
-        connection.execute("COMMIT")
+        made = connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'meta'").fetchall()
+        layout = connection.execute("SELECT layout FROM meta").fetchall()[0][0] if made else LAYOUT_VERSION
         if layout != LAYOUT_VERSION:
             raise Invalid(
                 f"The database has another layout: path={path} layout={layout} known={LAYOUT_VERSION}.",
                 fix="Run the tidemill version that wrote it, or point consensus.url at a new file.",
             )
+        connection.execute(LAYOUT)
+        connection.execute("COMMIT")
     except apsw.Error as error:
         connection.close(True)
         raise translate(error, path) from error
