@@ -130,6 +130,43 @@ def test_captures_cut_off_at_random_moments_resume_exactly_once(postgres_dsn: st
     in_world(postgres_dsn, scenario)
 
 
+def test_appends_of_an_abandoned_session_that_land_late_are_counted_or_refused(postgres_dsn: str) -> None:
+    """Every append to a topic's log takes up to 0.3 s, so each abandoned session leaves work under way, and its
+    successor opens, counts and writes while that work lands."""
+
+    async def scenario(world: World) -> None:
+        rng = random.Random(13)
+        append = world.consensus.append
+
+        async def slow(log: str, *args: Any, **kwargs: Any) -> Any:
+            if log.startswith("topic/"):
+                await asyncio.sleep(rng.random() * 0.3)
+            return await append(log, *args, **kwargs)
+
+        await world.sql(*TABLES)
+        async with world.capture():
+            await world.caught_up()
+        world.consensus.append = slow
+        writer = Writer(world.dsn, 4)
+        running = asyncio.ensure_future(writer.run())
+        for _ in range(8):
+            capture = world.new_capture(fragment_changes=2)
+            task = asyncio.ensure_future(capture.run())
+            await until(lambda c=capture: c.streaming, "the capture streams")  # type: ignore[misc]
+            await asyncio.sleep(0.1 + rng.random() * 0.3)
+            await capture.aclose()
+            await asyncio.gather(task, return_exceptions=True)
+        writer.stop()
+        await running
+        async with world.capture():
+            await world.caught_up()
+            for table in "ab":
+                assert await world.folded(table) == await table_as_folded(world, table)
+                assert_no_position_twice(await world.records(table))
+
+    in_world(postgres_dsn, scenario)
+
+
 def test_restart_without_news_writes_nothing_again(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
         await world.sql(*TABLES, "INSERT INTO a VALUES (1, 1)")

@@ -25,12 +25,13 @@ import structlog
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Conflict, Unavailable, Unknown
 from tidemill.base.frontier import ChangePosition
-from tidemill.capture.boundaries import Boundary
+from tidemill.capture.boundaries import Boundary, merged
 from tidemill.shards.front import Binding, Remap
 
 log = structlog.get_logger()
 
 RETRY_PAUSE_S = 0.1
+MERGE_ABOVE = 256
 
 
 class Binder:
@@ -79,8 +80,12 @@ class Binder:
         self.gate = gate
 
     def durable(self, boundaries: Sequence[Boundary]) -> None:
-        """Plain call, in commit order."""
-        self._ready.extend(boundaries)
+        """Plain call, in commit order. While minting is slow, boundaries without tags are merged, to bound memory."""
+        for boundary in boundaries:
+            if len(self._ready) >= MERGE_ABOVE and not self._ready[-1].tags:
+                self._ready[-1] = merged(self._ready[-1], boundary)
+            else:
+                self._ready.append(boundary)
         self._wake.set()
 
     async def run(self) -> None:

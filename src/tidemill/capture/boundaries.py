@@ -26,6 +26,20 @@ class Boundary(msgspec.Struct, frozen=True):
     tags: tuple[str, ...] = ()
 
 
+def merged(earlier: Boundary, later: Boundary) -> Boundary:
+    """One boundary for two in a row of which the earlier has no tags: what a binding at the later one needs."""
+    offsets = {(topic_id, partition): offset for topic_id, partition, offset in (*earlier.offsets, *later.offsets)}
+    newest = later if later.commit else earlier
+    return Boundary(
+        lsn=later.lsn,
+        last=newest.last,
+        commit=newest.commit,
+        commit_time_ms=max(earlier.commit_time_ms, later.commit_time_ms),
+        offsets=tuple((topic_id, partition, offset) for (topic_id, partition), offset in offsets.items()),
+        tags=later.tags,
+    )
+
+
 _XID_MODULUS = 1 << 32
 
 

@@ -31,6 +31,9 @@ from tidemill.capture.flush_tracker import FlushTracker
 from tidemill.capture.sinks import Sink
 from tidemill.capture.wire.status import Keepalive, Status
 
+QUEUE_FRAGMENTS = 64
+"""With the converter's FRAGMENT_BYTES this bounds the queue's memory, however wide the rows are."""
+
 
 class _Flushed(msgspec.Struct, frozen=True):
     consumer: str
@@ -76,6 +79,7 @@ class Collector:
         self._arrived = asyncio.Event()
         self._room = asyncio.Event()
         self._queued_changes = 0
+        self._queued_fragments = 0
         self._queue_changes = queue_changes
         self._last_processed = BEFORE_ALL
         self._touched: dict[str, Sink] = {}
@@ -87,10 +91,11 @@ class Collector:
     # from the stream ------------------------------------------------------------------------------
     async def put(self, fragment: Fragment) -> None:
         """Hand over a fragment; waits while the queue is full, so that the socket is not read meanwhile."""
-        while self._queued_changes >= self._queue_changes:
+        while self._queued_changes >= self._queue_changes or self._queued_fragments >= QUEUE_FRAGMENTS:
             self._room.clear()
             await self._room.wait()
         self._queued_changes += 1 + len(fragment.changes)
+        self._queued_fragments += 1
         self._put(fragment)
 
     def keepalive(self, keepalive: Keepalive, *, inside_txn: bool) -> None:
@@ -128,6 +133,7 @@ class Collector:
             case Fragment():
                 await self._fragment(item)
                 self._queued_changes -= 1 + len(item.changes)
+                self._queued_fragments -= 1
                 self._room.set()
             case _Flushed():
                 self._confirm(self.tracker.flushed(item.consumer, item.position, self._clock.now_ms()))

@@ -376,8 +376,9 @@ class TopicWriter:
         lane.repairing = False
         for batch in lane.landed(high_watermark):
             self._landed(batch)
-        if lane.pending and lane.pending[0].start < high_watermark:
-            # A predecessor's batch with other borders landed. The next session counts from the tail again.
+        if high_watermark > lane.expected:
+            # A predecessor's batch with other borders landed late: the same records, further than ours. The next
+            # session counts from the new tail (and finds out by its position if they were not the same).
             self._fail(Unavailable(f"the topic moved on its own: topic={lane.topic} partition={lane.partition}."))
             return
         for batch in lane.pending:

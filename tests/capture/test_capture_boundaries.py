@@ -1,0 +1,225 @@
+"""Boundaries, xid visibility, JSON values, COPY rows and lanes: the small pure parts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from fragments import at
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidemill.base.clock import ManualClock, Rand
+from tidemill.base.errors import Corrupt, Invalid, Missing
+from tidemill.capture.bindings import MERGE_ABOVE, Binder
+from tidemill.capture.boundaries import Boundary, in_snapshot, merged, visible
+from tidemill.capture.changes import Column, Relation
+from tidemill.capture.lane import SEQUENCE_MODULUS, Lane, Round
+from tidemill.capture.snapshot import parse_copy_row, parse_point
+from tidemill.capture.tables import TableInfo, resolve
+from tidemill.capture.values import RowEncoder
+from tidemill.capture.wire.connection import literal
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.metastore.catalogue import TableSnapshot
+from tidemill.shards.remap import LogRemap
+from tidemill.topics.batch import Record, parse_header
+
+
+def snapshot(xmin: int, xmax: int, xip: tuple[int, ...] = (), lsn: int = 1000) -> TableSnapshot:
+    return TableSnapshot(xmin, xmax, xip, lsn, 0, (0,))
+
+
+def test_c6_c7_below_xmin_is_in_running_is_not_and_at_xmax_is_not() -> None:
+    s = snapshot(10, 20, (12, 15))
+    assert [visible(x, s) for x in (9, 10, 11, 12, 15, 19, 20, 21)] == [
+        True, True, True, False, False, True, False, False,
+    ]  # fmt: skip
+
+
+@given(st.integers(0, 2**40), st.integers(1, 1000), st.data())
+def test_32_bit_xids_are_compared_modulo_2_to_the_32(xmin: int, width: int, data: st.DataObject) -> None:
+    """Both range and membership: also where the counter wraps within the snapshot."""
+    xip = data.draw(st.sets(st.integers(xmin, xmin + width - 1)))
+    s = snapshot(xmin, xmin + width, tuple(xip))
+    xid = data.draw(st.integers(max(0, xmin - 2000), xmin + width + 2000))
+    expected = xid < xmin or (xid < xmin + width and xid not in xip)
+    assert visible(xid % 2**32, s) is expected
+
+
+def test_a_commit_at_or_after_the_snapshots_lsn_is_never_skipped() -> None:
+    s = snapshot(10, 20, lsn=1000)
+    assert in_snapshot(5, 999, s)
+    assert not in_snapshot(5, 1000, s)  # the xid counter may have come round
+    assert not in_snapshot(5, 1, None)
+
+
+def test_merged_boundaries_say_what_the_later_one_said_and_keep_all_offsets() -> None:
+    a = Boundary(5, at(5, 2), True, 50, [("t", 0, 3), ("u", 0, 1)])
+    b = Boundary(7, at(7, 0), True, 70, [("t", 0, 4)], ("tag",))
+    both = merged(a, b)
+    assert (both.lsn, both.last, both.commit, both.commit_time_ms, both.tags) == (7, at(7, 0), True, 70, ("tag",))
+    assert set(both.offsets) == {("t", 0, 4), ("u", 0, 1)}
+    idle = merged(a, Boundary(9, at(9), False))
+    assert (idle.lsn, idle.last, idle.commit) == (9, at(5, 2), True)
+
+
+def test_the_binder_stays_exact_at_markers_when_boundaries_pile_up() -> None:
+    async def scenario() -> None:
+        clock = ManualClock()
+        remap = LogRemap(MemoryConsensus(clock), "capture/x", clock, Rand(1))
+        bound: list[Any] = []
+        binder = Binder(remap, clock, bound.append, interval_ms=0, idle_ms=10_000)
+        await binder.open()
+        binder.start_at({"t": [0]}, gate=0)
+        total = 3 * MERGE_ABOVE
+        tags = {n: (f"m{n}",) for n in range(0, total, 100)}
+        for n in range(total):
+            binder.durable([Boundary(n + 1, at(n + 1), True, n, [("t", 0, n + 1)], tags.get(n, ()))])
+        task = asyncio.ensure_future(binder.run())
+        while not bound or bound[-1] != at(total):
+            await asyncio.sleep(0)
+            assert not task.done()
+        task.cancel()
+        bindings = await remap.after(0)
+        assert {b.tag: b.offsets["t"] for b in bindings if b.tag} == {f"m{n}": (n + 1,) for n in tags}
+        assert (bindings[-1].offsets["t"], bindings[-1].lsn) == ((total,), total)
+        assert len(binder._ready) == 0
+
+    asyncio.run(scenario())
+
+
+def test_nothing_is_bound_below_the_gate_and_early_tags_are_carried() -> None:
+    async def scenario() -> None:
+        clock = ManualClock()
+        remap = LogRemap(MemoryConsensus(clock), "capture/x", clock, Rand(1))
+        bound: list[Any] = []
+        binder = Binder(remap, clock, bound.append, interval_ms=0, idle_ms=5)
+        await binder.open()
+        binder.start_at({"t": [10]}, gate=100)
+        task = asyncio.ensure_future(binder.run())
+        binder.durable([Boundary(50, at(50), True, 0, [("t", 0, 11)], ("early",))])
+        await asyncio.sleep(0.03)
+        assert await remap.latest() is None and bound == []
+        binder.durable([Boundary(100, at(100), True, 0, [("t", 0, 12)])])
+        while not bound:
+            await asyncio.sleep(0)
+        found = await remap.after(0)
+        assert [(b.tag, b.lsn, b.offsets) for b in found][:1] == [("early", 100, {"t": (12,)})]
+        task.cancel()
+
+    asyncio.run(scenario())
+
+
+COLUMNS = (
+    Column('we"ird', 25, -1, "text", 1),
+    Column("n", 20, -1, "bigint", 0),
+    Column("f", 701, -1, "double precision", -1),
+    Column("b", 16, -1, "boolean", -1),
+    Column("x", 1700, -1, "numeric", -1),
+)
+
+
+@given(
+    st.text(st.characters(blacklist_categories=["Cs"])), st.integers(-(2**63), 2**63 - 1), st.floats(), st.booleans()
+)
+def test_values_are_valid_json_that_means_the_same(text: str, number: int, real: float, flag: bool) -> None:
+    encoder = RowEncoder(Relation(1, "public", "t", COLUMNS))
+    names = {"inf": "Infinity", "-inf": "-Infinity", "nan": "NaN"}
+    printed = names.get(repr(real), repr(real))
+    row = {'we"ird': text, "n": str(number), "f": printed, "b": "t" if flag else "f", "x": None}
+    found = json.loads(encoder.value(row))
+    assert list(found) == ['we"ird', "n", "f", "b", "x"]
+    assert found['we"ird'] == text and found["n"] == number and found["b"] is flag and found["x"] is None
+    assert found["f"] == (printed if printed in names.values() else real)
+    assert list(json.loads(encoder.key(row))) == ["n", 'we"ird']
+
+
+def test_copy_rows_are_unescaped() -> None:
+    assert parse_copy_row(b"1\t\\N\ta\\tb\\\\n\\n\t\n") == ["1", None, "a\tb\\n\n", ""]
+    assert parse_copy_row("é\tplain\n".encode()) == ["é", "plain"]
+    assert parse_copy_row(b"\\\\N\n") == ["\\N"]
+
+
+def test_snapshot_texts_are_parsed_or_corrupt() -> None:
+    point = parse_point("10:20:12,15", "1/2")
+    assert (point.xmin, point.xmax, point.xip, point.lsn) == (10, 20, (12, 15), (1 << 32) + 2)
+    assert parse_point("10:10:", "0/1").xip == ()
+    with pytest.raises(Corrupt):
+        parse_point("10:20", "0/1")
+
+
+def test_literals_are_quoted() -> None:
+    assert literal("it's") == "'it''s'"
+    assert literal("a\\b").strip() == "E'a\\\\b'"
+
+
+def lane() -> Lane:
+    return Lane("t", "id", 0, 1 << 62)
+
+
+def test_a_lane_counts_what_is_there_and_writes_what_is_not() -> None:
+    x = lane()
+    x.start_at(base=5, high_watermark=7, tail=at(10, 2))
+    assert not x.take(at(10, 0))
+    assert not x.take(at(10, 2))
+    assert x.take(at(10, 4))
+    x.add(Record(b"k", b"v", (), 1))
+    (batch,) = x.close_batches(Round(at(10, 4)))
+    assert (batch.start, batch.end) == (7, 8)
+    assert parse_header(batch.data).base_sequence == 7
+
+
+def test_a_lane_whose_tail_is_another_ones_is_corrupt() -> None:
+    x = lane()
+    x.start_at(base=5, high_watermark=6, tail=at(10, 2))
+    with pytest.raises(Corrupt, match="tail"):
+        x.take(at(10, 0))
+    with pytest.raises(Corrupt, match="shorter"):
+        lane().start_at(base=5, high_watermark=4, tail=None)
+
+
+def test_sequences_follow_offsets_over_the_wrap() -> None:
+    x = lane()
+    x.start_at(SEQUENCE_MODULUS + 3, SEQUENCE_MODULUS + 3, None)
+    x.take(at(1))
+    x.add(Record(b"k", b"v", (), 1))
+    (batch,) = x.close_batches(Round(at(1)))
+    assert parse_header(batch.data).base_sequence == 3
+
+
+def test_large_waiting_work_is_cut_into_several_batches() -> None:
+    x = lane()
+    for n in range(40):
+        x.take(at(1, n))
+        x.add(Record(b"k", b"v" * 50_000, (), 1))
+    round_ = Round(at(1, 39))
+    batches = x.close_batches(round_)
+    assert len(batches) > 2 and round_.left == len(batches)
+    assert [(b.start, b.end) for b in batches][-1][1] == 40
+    assert all(a.end == b.start for a, b in pairwise(batches))
+    assert x.expected == 0
+    assert len(x.landed(batches[0].end)) == 1
+    assert x.expected == batches[1].start
+
+
+def table(name: str, *, key: bool = True, persistence: str = "p") -> TableInfo:
+    schema, _, plain = name.partition(".")
+    return TableInfo(hash(name) & 0xFFFF, schema, plain, "r", persistence, "d", key)
+
+
+def test_patterns_choose_tables_in_name_order() -> None:
+    tables = [table("public.b"), table("public.a"), table("other.c"), table("public.log", persistence="u")]
+    assert [t.name for t in resolve(("public.*",), tables)] == ["public.a", "public.b"]
+    assert [t.name for t in resolve(("b", "other.*"), tables)] == ["other.c", "public.b"]
+    assert [t.name for t in resolve(("*.*", "!public.a"), tables)] == ["other.c", "public.b"]
+    with pytest.raises(Missing, match="table=nope"):
+        resolve(("b", "nope"), tables)
+    with pytest.raises(Missing):
+        resolve(("b", "!b"), tables)
+    with pytest.raises(Invalid, match="unlogged"):
+        resolve(("log",), tables)
+    with pytest.raises(Invalid, match="primary key"):
+        resolve(("x",), [table("public.x", key=False)])
