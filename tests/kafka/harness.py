@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from fake_topics import FakeTopicLog
 
 from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import Unavailable
 from tidemill.base.portal import Portal
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
@@ -202,6 +203,17 @@ class Cluster:
         self.portal.close()
 
 
+class Outages(MemoryConsensus):
+    """While `down`, every call says that it certainly did not happen."""
+
+    down = False
+
+    async def _submit(self, op: Any) -> Any:
+        if self.down:
+            raise Unavailable("consensus is down.")
+        return await super()._submit(op)
+
+
 class FakeBroker:
     """The endpoint over `FakeTopicLog` and in-memory consensus."""
 
@@ -209,7 +221,7 @@ class FakeBroker:
         self.settings = settings or KafkaSettings()
         self.portal = Portal("kafka-test")
         self.topics = self.portal.call(self._make_topics(delay_s))
-        self.consensus = MemoryConsensus(SystemClock())
+        self.consensus = Outages(SystemClock())
         self.catalogue = Catalogue(self.consensus, SystemClock(), Rand())
         self.server: KafkaServer | None = None
         self.port = 0

@@ -121,6 +121,36 @@ def test_metadata_of_no_topics_lists_the_brokers_only(fake_broker: FakeBroker) -
         assert [(b.host, int(b.port)) for b in answer.brokers] == [("127.0.0.1", fake_broker.port)]
 
 
+def test_metadata_of_many_topics_is_one_read_of_the_catalogue(fake_broker: FakeBroker) -> None:
+    names = [f"t{i:02}" for i in range(30)]
+    for name in names[:-1]:
+        fake_broker.create_topic(name, 1)
+    body = struct.pack(">i", len(names)) + b"".join(struct.pack(">h", 3) + name.encode() for name in names)
+    with RawClient(fake_broker.port) as client:
+        answer = client.ask(3, 1, body)
+        assert [(t.name, int(t.error_code), len(t.partitions)) for t in answer.topics] == [
+            (name, 0, 4 if name == "t29" else 1) for name in names
+        ]
+
+
+def test_while_consensus_is_down_known_topics_are_served_and_the_rest_is_retriable(fake_broker: FakeBroker) -> None:
+    fake_broker.create_topic("known", 1)
+    asked = struct.pack(">ih", 1, 5)
+    with RawClient(fake_broker.port) as client:
+        client.ask(3, 1, ALL_TOPICS)
+        fake_broker.consensus.down = True
+        assert code(client.ask(3, 1, asked + b"known")) == 0
+        assert code(client.ask(3, 1, asked + b"other")) == errors.LEADER_NOT_AVAILABLE
+        assert [t.name for t in client.ask(3, 1, ALL_TOPICS).topics] == ["known"]
+        assert ask_produce(client, "known", [(0, batch([b"v"]))]) == [0]
+        body = encode(load_request_schema(22, 1)(transactional_id=None, transaction_timeout=ZERO))
+        assert code(client.ask(22, 1, body)) == errors.COORDINATOR_NOT_AVAILABLE
+        fetch = struct.pack(">h", 1) + b"g" + struct.pack(">ih", 1, 5) + b"known" + struct.pack(">ii", 1, 0)
+        assert code(client.ask(9, 1, fetch)) == errors.COORDINATOR_NOT_AVAILABLE
+        fake_broker.consensus.down = False
+        assert code(client.ask(22, 1, body)) == 0
+
+
 def ask_produce(client: RawClient, topic: str, parts: list[tuple[int, bytes | None]], **more: Any) -> list[int]:
     answer = client.ask(0, 3, produce_body(topic, parts, **more))
     return [int(p.error_code) for p in answer.responses[0].partition_responses]

@@ -35,6 +35,9 @@ class TopicCache:
         self._absent: dict[str, float] = {}
         self._wake = asyncio.Event()
 
+    def rows(self) -> list[TopicRow]:
+        return list(self._by_name.values())
+
     def by_name(self, name: str) -> TopicRow | None:
         return self._by_name.get(name)
 
@@ -68,7 +71,7 @@ class TopicCache:
         if row is not None:
             self._by_id.pop(row.topic_id, None)
 
-    async def refresh(self) -> list[TopicRow]:
+    async def refresh(self) -> None:
         """Read all rows. Raises what the catalogue raises; the cache is then as it was."""
         missed, self._missed = self._missed, set()
         try:
@@ -77,7 +80,6 @@ class TopicCache:
             self._missed |= missed
             raise
         self.replace(rows, missed)
-        return rows
 
     def replace(self, rows: Iterable[TopicRow], missed: Iterable[str] = ()) -> None:
         rows = list(rows)

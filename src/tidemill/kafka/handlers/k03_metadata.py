@@ -1,7 +1,8 @@
 """Metadata (3), versions 0 to 13.
 
-Topics by name, by id (v12), or all (null; in v0 the empty list). Every named topic is read from the catalogue,
-so a topic created through another node is seen at once; the answer also fills the cache Produce resolves from.
+Topics by name, by id (v12), or all (null; in v0 the empty list). The catalogue is read for every answer, so a
+topic created through another node is seen at once; the answer also fills the cache Produce resolves from. While
+the catalogue cannot be read, known topics are answered from that cache, others with LEADER_NOT_AVAILABLE.
 A missing topic is created when the settings and the request (v4; before that always) allow it.
 
 Leader epoch is −1: terms are not shown to clients yet, and −1 switches their epoch checks off. Replicas and
@@ -9,6 +10,10 @@ in-sync replicas are the leader alone: durability is the bucket's. Left out: aut
 """
 
 from __future__ import annotations
+
+from typing import Final
+
+import structlog
 
 from tidemill.base.errors import Conflict, Invalid, TidemillError
 from tidemill.kafka import errors
@@ -18,16 +23,33 @@ from tidemill.kafka.schema.compiled import Body
 from tidemill.kafka.schema.wire import ZERO_UUID
 from tidemill.metastore.catalogue import TopicRow
 
+log = structlog.get_logger()
+
+_ONE_BY_ONE_MAX: Final = 8
+"""More topics than this are read from the catalogue in one scan."""
+
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
     brokers = context.brokers()
     asked = body["topics"]
-    if asked is None or (request.version == 0 and not asked):
-        rows = await context.cache.refresh()
-        topics = [_describe(context, row, brokers) for row in rows]
+    every = asked is None or (request.version == 0 and not asked)
+    if every or len(asked) > _ONE_BY_ONE_MAX:
+        try:
+            await context.cache.refresh()
+        except TidemillError as error:
+            log.warning("kafka.catalogue_not_read", error=str(error))
+    if every:
+        topics = [_describe(context, row, brokers) for row in context.cache.rows()]
     else:
         may_create = context.settings.auto_create_topics and body.get("allow_auto_topic_creation", True)
-        topics = [await _one(context, brokers, topic, may_create) for topic in asked]
+        just_read = len(asked) > _ONE_BY_ONE_MAX
+        topics = []
+        for topic in asked:
+            row = context.cache.by_name(topic.get("name") or "") if just_read else None
+            if row is not None:
+                topics.append(_describe(context, row, brokers))
+            else:
+                topics.append(await _one(context, brokers, topic, may_create))
     return {
         "brokers": [{"node_id": b.node_id, "host": b.host, "port": b.port} for b in brokers],
         "cluster_id": context.settings.cluster_id,
@@ -39,12 +61,15 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
 
 async def _one(context: Context, brokers: list[Broker], asked: Body, may_create: bool) -> Body:
     name, topic_id = asked.get("name"), asked.get("topic_id", ZERO_UUID)
+    row: TopicRow | None
     try:
         row = await _find(context, name, topic_id, may_create)
     except Invalid:
         return _refused(name, topic_id, errors.INVALID_TOPIC_EXCEPTION)
     except TidemillError:
-        return _refused(name, topic_id, errors.LEADER_NOT_AVAILABLE)
+        row = context.cache.by_name(name) if name else context.cache.by_id(topic_id)
+        if row is None:
+            return _refused(name, topic_id, errors.LEADER_NOT_AVAILABLE)
     if row is None:
         unknown = errors.UNKNOWN_TOPIC_OR_PARTITION if name else errors.UNKNOWN_TOPIC_ID
         return _refused(name, topic_id, unknown)

@@ -66,18 +66,30 @@ def decode_request(key: int, version: int, view: memoryview, position: int) -> B
     Bytes after it are ignored, as Kafka does: librdkafka 2.16 leaves three of them when it asks for all topics
     (Metadata 9 and later, an array count of four bytes where one is meant).
     """
-    schema: Any = load_request_schema(key, version)
-    body, _ = _struct_reader(schema)(view, position)
+    body, _ = _request_reader(key, version)(view, position)
     assert isinstance(body, dict)
     return body
 
 
 def encode_response(key: int, version: int, body: Body) -> bytearray:
     out = bytearray()
-    _struct_writer(load_response_schema(key, version))(out, body)
+    _response_writer(key, version)(out, body)
     return out
 
 
+@cache
+def _request_reader(key: int, version: int) -> Read:
+    schema: Any = load_request_schema(key, version)
+    return _struct_reader(schema)
+
+
+@cache
+def _response_writer(key: int, version: int) -> Write:
+    schema: Any = load_response_schema(key, version)
+    return _struct_writer(schema)
+
+
+@cache
 def is_flexible(key: int, version: int) -> bool:
     """True when the request carries header v2 (tagged fields)."""
     return bool(load_request_schema(key, version).__flexible__)
