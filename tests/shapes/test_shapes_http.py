@@ -415,6 +415,20 @@ def test_the_least_recently_used_shape_goes_when_there_are_too_many(postgres_dsn
     run(main())
 
 
+def test_v4_shapes_together_stay_within_the_memory_budget(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(total_bytes=8_000)) as world:
+            one = await world.get(table="item", offset="-1")
+            await world.get(table="item", offset="-1", where="id > 0")
+            three = await world.get(table="item", offset="-1", where="id > 1")
+            await eventually(lambda: len(world.service.shapes()) == 2)
+            left = {s["handle"] for s in world.service.shapes()}
+            assert one.handle not in left
+            assert three.handle in left
+
+    run(main())
+
+
 def test_a_log_over_its_limit_starts_over_under_a_new_handle(postgres_dsn: str) -> None:
     settings = ShapeSettings(long_poll_s=2, limits=LogLimits(log_bytes=3000))
 

@@ -25,7 +25,7 @@ CHUNK_BYTES = 10 << 20
 """A chunk closes when its JSON reaches this size (Electric's default)."""
 
 LOG_BYTES = 64 << 20
-BASE_BYTES = 1 << 30
+BASE_BYTES = 256 << 20
 
 
 class LogLimits(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 V1  One definition has at most one live shape; a dropped one is replaced under a new handle.
 V3  At most `max_shapes` live; the least recently used one without waiting clients goes first.
+V4  Bases and logs together stay near `total_bytes`: once a second shapes beyond it end.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tidemill.shapes.table_shapes import Relations, TableShapes
 
 _log = structlog.get_logger()
 
-MARKS_INTERVAL_S = 1.0
+HOUSEKEEPING_S = 1.0
 LOADING_BUDGET_MS = 60_000
 """A shape that loads for longer shows as stuck."""
 
@@ -47,7 +48,7 @@ class ShapeService:
         self._by_definition: dict[ShapeDefinition, LiveShape] = {}
         self._plans: dict[ShapeRequest, Plan] = {}
         self._runners: dict[str, asyncio.Task[None]] = {}
-        self._marking = False
+        self._keeping = False
         self._closed = False
 
     # -- assembly ----------------------------------------------------------------------------------
@@ -168,9 +169,9 @@ class ShapeService:
 
     def _start(self, plan: Plan) -> LiveShape:
         self._make_room()
-        if not self._marking:
-            self._marking = True
-            self._tasks.spawn(self._keep_marks(), name="shape-marks")
+        if not self._keeping:
+            self._keeping = True
+            self._tasks.spawn(self._keep_house(), name="shapes-housekeeping")
         log: LogStorage = MemoryLog(self.settings.limits)
         shape = LiveShape(self._handles.mint(plan.definition), plan.definition, plan.schema_json, log)
         self._by_handle[shape.handle] = shape
@@ -212,11 +213,23 @@ class ShapeService:
             self._forget(shape, "its task ended")
             _log.info("shape over", handle=shape.handle, source=str(shape.definition.source), why=shape.end_reason)
 
-    async def _keep_marks(self) -> None:
+    async def _keep_house(self) -> None:
+        """Once a second: marks, and the budget of all shapes together (V4)."""
         while True:
-            await asyncio.sleep(MARKS_INTERVAL_S)
+            await asyncio.sleep(HOUSEKEEPING_S)
+            self._trim()
             for shape in self._by_handle.values():
                 self._mark(shape)
+
+    def _trim(self) -> None:
+        """Shapes without waiting clients go first, the least recently used of them before the others."""
+        held = {shape: shape.log.base_bytes + shape.log.log_bytes for shape in self._by_handle.values()}
+        excess = sum(held.values()) - self.settings.total_bytes
+        for shape in sorted(held, key=lambda shape: (shape.waiting > 0, shape.used_s)):
+            if excess <= 0:
+                return
+            excess -= held[shape]
+            self._forget(shape, "evicted: all shapes together outgrew their memory")
 
     def _mark(self, shape: LiveShape) -> None:
         loading = shape.state == "loading"

@@ -10,6 +10,7 @@ from tidemill.shapes.log import LogLimits
 class ShapeSettings(msgspec.Struct, frozen=True):
     """
     max_shapes          live shapes at once
+    total_bytes         JSON bytes of all bases and logs together; beyond it shapes end, least recently used first
     long_poll_s         a live request without news is answered after this long
     sse_s               an event stream is closed after this long
     keep_alive_s        a comment line on a quiet event stream
@@ -21,6 +22,7 @@ class ShapeSettings(msgspec.Struct, frozen=True):
     """
 
     max_shapes: int = 1_000
+    total_bytes: int = 1 << 30
     long_poll_s: float = 20.0
     sse_s: float = 60.0
     keep_alive_s: float = 21.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from tidemill.base.errors import Missing, TidemillError
+from tidemill.base.errors import Invalid, TidemillError
 from tidemill.base.tasks import Tasks
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.plan import SHARD_SCHEMA, FieldError, Plan, ShapeRequest, check_columns, compile_request
@@ -24,12 +24,12 @@ class ShardShapes:
         self._opener = opener
 
     async def plan(self, request: ShapeRequest, name: str) -> Plan:
-        """Raises FieldError, or what opening the shard raises."""
+        """Raises FieldError (also for a name the shards refuse), or what opening the shard raises."""
         if self._opener is None:
             raise FieldError("table", f"this node serves no shards: shard={name}.")
         try:
             shard = await self._opener(name)
-        except Missing as error:
+        except Invalid as error:
             raise FieldError("table", error.message, fix=error.fix) from error
         names = tuple(column.name for column in shard.schema.columns)
         columns = check_columns(request.columns, names, shard.schema.key)

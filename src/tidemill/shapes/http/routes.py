@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tidemill.base.errors import Invalid, TidemillError, Unavailable
+from tidemill.base.errors import Invalid, Missing, TidemillError, Unavailable
 from tidemill.shapes.http import sse
 from tidemill.shapes.http.disconnect import Disconnect, wait_any
 from tidemill.shapes.http.params import BadRequest, ShapeParams, parse
@@ -72,8 +72,12 @@ class _ShapeEndpoint:
                 return error_response(400, "Invalid request", error.errors)
             except FieldError as error:
                 return error_response(400, "Invalid request", {error.field: [str(error)]})
+            except Missing as error:
+                return error_response(400, "Invalid request", {"table": [str(error)]})
             except Invalid as error:
-                return error_response(400, "Invalid request", {"where": [str(error)]})
+                # What the database refuses while it reads the initial rows: the clause compiled, a row breaks it.
+                field = "where" if request.query_params.get("where") else "table"
+                return error_response(400, "Invalid request", {field: [str(error)]})
             except Unavailable as error:
                 return error_response(503, str(error), retry_after_s=1)
             except TidemillError as error:
