@@ -1,0 +1,133 @@
+"""Bad input: one sentence that names the key or object and the fix, exit 2, nothing half-made left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from tidemill.node.postgres import EmbeddedPostgres, free_port
+
+TIMEOUT_S = 60
+
+
+def tidemill(*arguments: str, cwd: Path, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tidemill", *arguments]
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_S, env={**os.environ, **(environ or {})}
+    )
+
+
+def refused(done: subprocess.CompletedProcess[str], *named: str) -> str:
+    """The one sentence on stderr; logs before it are structured lines."""
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    for text in named:
+        assert text in last
+    return last
+
+
+def configuration(tmp_path: Path, more: str = "", **node: str) -> Path:
+    values = {"http": f"127.0.0.1:{free_port()}", "kafka": f"127.0.0.1:{free_port()}", "data": str(tmp_path / "data")}
+    lines = "\n".join(f'{key} = "{value}"' for key, value in {**values, **node}.items())
+    path = tmp_path / "tidemill.toml"
+    path.write_text(f"[node]\n{lines}\n{more}\n")
+    return path
+
+
+def capture(dsn: str, tables: str = "public.*") -> str:
+    return f'[capture.shop]\ndsn = "{dsn}"\ntables = ["{tables}"]'
+
+
+def test_a_malformed_key_is_named(tmp_path: Path) -> None:
+    path = configuration(tmp_path, "[kafka]\nautocreate = true")
+    refused(tidemill("status", "--config", str(path), cwd=tmp_path), "kafka.autocreate", "Remove it")
+    assert not (tmp_path / "data").exists()
+
+
+def test_an_unknown_topic_is_named(tmp_path: Path) -> None:
+    path = configuration(tmp_path)
+    refused(
+        tidemill("topic", "describe", "nothing", "--config", str(path), cwd=tmp_path), "topic=nothing", "topic list"
+    )
+
+
+@pytest.mark.parametrize("key", ["http", "kafka"])
+def test_a_taken_port_names_the_key(tmp_path: Path, key: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        path = configuration(tmp_path, **{key: f"127.0.0.1:{taken.getsockname()[1]}"})
+        refused(tidemill("up", "--config", str(path), cwd=tmp_path), f"node.{key}")
+
+
+def test_a_file_where_the_data_directory_should_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    path = configuration(tmp_path, data=str(tmp_path / "file" / "data"))
+    refused(tidemill("up", "--config", str(path), cwd=tmp_path), "node.data")
+
+
+def test_a_scheme_nobody_knows_is_named(tmp_path: Path) -> None:
+    path = configuration(tmp_path, '[objects]\nurl = "ftp://bucket"')
+    refused(tidemill("up", "--config", str(path), cwd=tmp_path), "objects.url")
+
+
+@pytest.mark.postgres
+def test_a_dsn_that_leads_nowhere_is_named_without_its_password(tmp_path: Path) -> None:
+    path = configuration(tmp_path, capture(f"postgresql://u:secret@127.0.0.1:{free_port()}/shop"))
+    sentence = refused(tidemill("up", "--config", str(path), cwd=tmp_path), "dsn")
+    assert "secret" not in sentence
+
+
+@pytest.mark.postgres
+def test_a_server_without_logical_wal_is_told_the_setting(tmp_path: Path) -> None:
+    with EmbeddedPostgres(tmp_path / "pg", settings={"wal_level": "replica", "fsync": "off"}) as server:
+        path = configuration(tmp_path, capture(server.dsn))
+        refused(tidemill("up", "--config", str(path), cwd=tmp_path), "wal_level", "logical")
+
+
+@pytest.mark.postgres
+def test_a_table_without_a_primary_key_is_named_and_nothing_is_left_in_the_database(
+    tmp_path: Path, new_database: Callable[[], str]
+) -> None:
+    dsn = new_database()
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("CREATE TABLE keyless (a int)")
+        path = configuration(tmp_path, capture(dsn))
+        refused(tidemill("up", "--config", str(path), cwd=tmp_path), "keyless", "primary key")
+        assert connection.execute("SELECT count(*) FROM pg_publication").fetchone() == (0,)
+        slots = "SELECT count(*) FROM pg_replication_slots WHERE database = current_database()"
+        assert connection.execute(slots).fetchone() == (0,)
+
+
+def test_a_bucket_without_rights_is_named(tmp_path: Path) -> None:
+    path = configuration(tmp_path, '[objects]\nurl = "s3://none?endpoint=http://127.0.0.1:1&region=us-east-1"')
+    environ = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}
+    done = tidemill("doctor", "--config", str(path), "--json", cwd=tmp_path, environ=environ)
+    assert done.returncode == 1
+    checks = {check["check"]: check for check in json.loads(done.stdout.splitlines()[-1])}
+    failed = [check for name, check in checks.items() if name.startswith("objects") and not check["ok"]]
+    assert failed and all(check["fix"] for check in failed)
+
+
+def test_doctor_passes_on_a_fresh_configuration_and_says_what_it_saw(tmp_path: Path) -> None:
+    done = tidemill("doctor", "--config", str(configuration(tmp_path)), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    for check in ("python", "java", "disk", "node.http", "node.kafka", "objects", "consensus.url"):
+        assert f"ok   {check}" in done.stdout
+
+
+def test_fresh_never_deletes_what_is_not_a_demo(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    done = tidemill("demo", "--fresh", "--data", str(tmp_path), "--for", "1", "--http", f"127.0.0.1:{free_port()}",
+                    "--kafka", f"127.0.0.1:{free_port()}", cwd=tmp_path)  # fmt: skip
+    refused(done, "--fresh", "--data")
+    assert (tmp_path / "precious").read_text() == "mine"
