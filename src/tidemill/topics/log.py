@@ -16,8 +16,7 @@ from tidemill.consensus.api import Consensus
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.topics.batch.header import parse_header
-from tidemill.topics.fetch import choose, read_batches
-from tidemill.topics.front import BatchRef, CorruptBatch, Fetched, FetchRead, NotLeader, PartitionOffsets, ProduceResult
+from tidemill.topics.front import CorruptBatch, Fetched, FetchRead, NotLeader, PartitionOffsets, ProduceResult
 from tidemill.topics.l0.cache import ObjectCache
 from tidemill.topics.l0.writer import L0Writer
 from tidemill.topics.leadership import Alone, Assignment
@@ -25,6 +24,7 @@ from tidemill.topics.marks import report_marks
 from tidemill.topics.partition.holes import Holes
 from tidemill.topics.partition.machine import LedPartition, Surroundings
 from tidemill.topics.partition.pending import fail_future
+from tidemill.topics.serve import materialise, plan_fetch
 from tidemill.topics.settings import TopicSettings
 
 _log = structlog.get_logger()
@@ -129,10 +129,10 @@ class LocalTopics:
         while True:
             led = await self._open_all(reads, until_s)
             woken: asyncio.Future[None] = loop.create_future()
-            plans, total, failed = self._plan_fetch(reads, led, max_bytes)
+            plans, total, failed = plan_fetch(reads, led, max_bytes)
             remaining_s = until_s - loop.time()
             if failed or total >= min_bytes or remaining_s <= 0:
-                return await self._materialise(led, plans)
+                return await materialise(self._objects, self._cache, led, plans)
             watched = [each for each in led if isinstance(each, LedPartition)]
             for each in watched:
                 each.watch(woken)
@@ -259,38 +259,6 @@ class LocalTopics:
                 found.append(error)
         return found
 
-    def _plan_fetch(
-        self, reads: Sequence[FetchRead], led: list[LedPartition | TidemillError], max_bytes: int
-    ) -> tuple[list[list[BatchRef] | TidemillError], int, bool]:
-        """Which batches to return: no await between looking at the state and choosing."""
-        plans: list[list[BatchRef] | TidemillError] = []
-        total = 0
-        failed = False
-        for read, each in zip(reads, led, strict=True):
-            try:
-                if not isinstance(each, LedPartition):
-                    raise each
-                refs, size = _choose_refs(each, read, max_bytes - total, at_least_one=total == 0)
-            except TidemillError as error:
-                plans.append(error)
-                failed = True
-            else:
-                plans.append(refs)
-                total += size
-        return plans, total, failed
-
-    async def _materialise(
-        self, led: list[LedPartition | TidemillError], plans: list[list[BatchRef] | TidemillError]
-    ) -> list[Fetched]:
-        marks = [(e.state.high_watermark, e.state.log_start) if isinstance(e, LedPartition) else (-1, -1) for e in led]
-        groups = [plan if isinstance(plan, list) else [] for plan in plans]
-        batches = await read_batches(self._objects, groups, self._cache)
-        answers = []
-        for (high_watermark, log_start), plan, found in zip(marks, plans, batches, strict=True):
-            error = plan if not isinstance(plan, list) else found if not isinstance(found, list) else None
-            answers.append(Fetched(high_watermark, log_start, found if isinstance(found, list) else [], error))
-        return answers
-
     async def _publish_marks(self) -> None:
         while True:
             self.update_marks()
@@ -304,15 +272,3 @@ class LocalTopics:
             for name in self._marked - marked:
                 self._tracker.remove(name)
             self._marked = marked
-
-
-def _choose_refs(
-    led: LedPartition, read: FetchRead, max_bytes: int, *, at_least_one: bool
-) -> tuple[list[BatchRef], int]:
-    """Raises OffsetOutOfRange, or what the partition closed with: a closed one wakes nobody any more."""
-    if led.closed_error is not None:
-        raise led.closed_error
-    state = led.state
-    first = state.first_batch(read.offset)
-    end, size = choose(state.sizes, first, min(read.max_bytes, max_bytes), at_least_one=at_least_one)
-    return [state.ref(index) for index in range(first, end)], size

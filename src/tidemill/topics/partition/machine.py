@@ -23,21 +23,21 @@ from tidemill.consensus.api import Consensus
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.topics.batch.header import check_batch, patch
 from tidemill.topics.front import (
-    InvalidProducerEpoch,
     NotLeader,
-    OutOfOrderSequence,
     ProduceResult,
 )
 from tidemill.topics.l0.writer import L0Writer
 from tidemill.topics.partition.appender import Appender, SteppedDown
 from tidemill.topics.partition.apply import apply
-from tidemill.topics.partition.codec import encode_command, encode_state
-from tidemill.topics.partition.commands import Command, Rollup
+from tidemill.topics.partition.codec import encode_command
+from tidemill.topics.partition.commands import Command
 from tidemill.topics.partition.holes import Holes
-from tidemill.topics.partition.idempotence import Refusal, Remembered
+from tidemill.topics.partition.idempotence import Refusal
+from tidemill.topics.partition.outcomes import duplicate, poisoned, refused
 from tidemill.topics.partition.pending import Pending, fail_future
 from tidemill.topics.partition.plan import Plan, plan_group
 from tidemill.topics.partition.replay import catch_up, partition_log
+from tidemill.topics.partition.rollup import forget_before, write_rollup
 from tidemill.topics.partition.state import PartitionState
 from tidemill.topics.queue import ProducerQueue
 from tidemill.topics.settings import TopicSettings
@@ -192,7 +192,7 @@ class LedPartition:
         if pending.abandoned:
             return
         if pending.ticket is not None and pending.ticket.poisoned:
-            self.batch_failed(pending, _poisoned(pending))
+            self.batch_failed(pending, poisoned(pending))
             return
         self._turned.append(pending)
         if pending.ticket is not None:
@@ -276,13 +276,13 @@ class LedPartition:
             last_offset = base_offset + pending.header.record_count - 1
             self._succeed(pending, ProduceResult(base_offset, last_offset, state.log_start))
         for pending, batch, _ in plan.duplicates:
-            self._succeed(pending, _duplicate(batch, state))
+            self._succeed(pending, duplicate(batch, state))
         for pending, refusal in plan.refused:
             self._end(pending)
-            pending.fail(_refusal(pending, refusal))
+            pending.fail(refused(pending, refusal))
             self._release(pending)
         for pending in plan.early + plan.poisoned:
-            self.batch_failed(pending, _poisoned(pending))
+            self.batch_failed(pending, poisoned(pending))
 
     def _succeed(self, pending: Pending, result: ProduceResult) -> None:
         self._end(pending)
@@ -308,7 +308,7 @@ class LedPartition:
             doubtful |= {pending for pending, _, tentative in plan.duplicates if tentative and not stop.certain}
             for pending, batch, tentative in plan.duplicates:
                 if not tentative:
-                    self._succeed(pending, _duplicate(batch, self.state))
+                    self._succeed(pending, duplicate(batch, self.state))
             for pending in plan.members:
                 if pending in self._live:
                     self.batch_failed(pending, unknown if pending in doubtful else error)
@@ -321,23 +321,13 @@ class LedPartition:
         due = state.rollup_position + max(around.settings.rollup_records, len(state) // 4)
         if state.applied < max(due, self._rollup_from):
             return
-        key = f"rollup/topic/{self.topic_id}/{self.partition}/{state.applied:020d}-{around.rand.nonce()}"
-        data = encode_state(state)
-        try:
-            await around.objects.put(key, data)
-        except TidemillError as error:
+        command = await write_rollup(around.objects, state, self.topic_id, self.partition, around.rand.nonce())
+        if command is None:
             self._rollup_from = state.applied + ROLLUP_RETRY_RECORDS
-            _log.warning("rollup not written", log=self._log_name, cause=str(error))
             return
         previous, position = state.rollup_key, state.applied
-        await self._propose(Rollup(key, len(data)))
-        try:
-            await around.consensus.truncate(self._log_name, position)
-            if previous:
-                await around.objects.delete(previous)
-        except TidemillError as error:
-            # The next rollup truncates further; an object left over is named by no live record.
-            _log.warning("log not truncated after rollup", log=self._log_name, cause=str(error))
+        await self._propose(command)
+        await forget_before(around.consensus, around.objects, self._log_name, position, previous)
 
     # fetch ----------------------------------------------------------------------------------------
     def watch(self, future: asyncio.Future[None]) -> None:
@@ -352,26 +342,3 @@ class LedPartition:
         for future in watchers:
             if not future.done():
                 future.set_result(None)
-
-
-def _duplicate(batch: Remembered, state: PartitionState) -> ProduceResult:
-    return ProduceResult(batch.base_offset, batch.base_offset + batch.record_count - 1, state.log_start, duplicate=True)
-
-
-def _poisoned(pending: Pending) -> Unavailable:
-    return Unavailable(
-        f"an earlier batch of this producer did not reach the log: producer_id={pending.header.producer_id} "
-        f"sequence={pending.header.base_sequence}.",
-        fix="Send the batches again in order.",
-    )
-
-
-def _refusal(pending: Pending, refusal: Refusal) -> TidemillError:
-    header = pending.header
-    facts = (
-        f"partition={pending.topic_id}/{pending.partition} producer_id={header.producer_id} "
-        f"epoch={header.producer_epoch} sequence={header.base_sequence}"
-    )
-    if refusal is Refusal.STALE_EPOCH:
-        return InvalidProducerEpoch(f"a newer epoch of this producer has written here: {facts}.")
-    return OutOfOrderSequence(f"the batch does not follow the producer's last one: {facts}.")
