@@ -121,7 +121,7 @@ def test_rc3_the_connection_survives_a_sink_that_blocks_longer_than_wal_sender_t
     async def scenario(world: World) -> None:
         sink = HoldingSink("shape:blocked")
         await world.sql(
-            "CREATE TABLE a (id int PRIMARY KEY)",
+            "CREATE TABLE a (id int PRIMARY KEY, v text)",
             f"ALTER ROLE postgres IN DATABASE \"{world.name}\" SET wal_sender_timeout = '600ms'",
         )
         async with world.capture(sinks=[sink], queue_changes=100):
@@ -129,7 +129,7 @@ def test_rc3_the_connection_survives_a_sink_that_blocks_longer_than_wal_sender_t
             pid = await world.select("SELECT active_pid FROM pg_replication_slots WHERE active_pid IS NOT NULL")
             sink.gate.clear()
             # More than the socket's and the queue's buffers hold, so that reading really stops.
-            await world.sql("INSERT INTO a SELECT generate_series(1, 200000)")
+            await world.sql("INSERT INTO a SELECT g, repeat('x', 1000) FROM generate_series(1, 20000) g")
             await asyncio.sleep(2.5)
             assert pid == await world.select("SELECT active_pid FROM pg_replication_slots WHERE active_pid IS NOT NULL")
             sink.gate.set()
