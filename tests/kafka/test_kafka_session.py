@@ -16,7 +16,7 @@ from fake_topics import FakeTopicLog
 from harness import FakeBroker, eventually, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from raw import RawClient, batch, example, fetch_body, produce_body, request_frame
+from raw import RawClient, batch, decode, example, fetch_body, produce_body, request_frame
 
 from tidemill.base.errors import Invalid
 from tidemill.kafka import KafkaSettings, errors
@@ -86,6 +86,37 @@ def test_pipelined_produces_are_reserved_in_request_order(fake_broker: FakeBroke
         client.sock.sendall(b"".join(frames))
         assert [client.receive()[0] for _ in range(40)] == list(range(40))
     assert fake_broker.topics.calls == [(row.topic_id, 0, i) for i in range(40)]
+
+
+def test_nothing_overtakes_a_produce_whose_topic_must_be_looked_up(fake_broker: FakeBroker) -> None:
+    """Seed 000 by another door: refusing the first for a moment would let the pipelined rest be taken before it."""
+    row = fake_broker.create_topic("t", 1)
+    with RawClient(fake_broker.port) as client:
+        frames = [request_frame(0, 3, i, produce_body("t", [(0, sequence(i))])) for i in range(5)]
+        client.sock.sendall(b"".join(frames))
+        answers = [client.receive() for _ in range(5)]
+    assert [correlation_id for correlation_id, _ in answers] == list(range(5))
+    codes = [int(decode(0, 3, data).responses[0].partition_responses[0].error_code) for _, data in answers]
+    assert codes == [0] * 5
+    assert fake_broker.topics.calls == [(row.topic_id, 0, i) for i in range(5)]
+
+
+def test_a_connection_that_stalls_too_long_is_closed_and_has_reserved_nothing() -> None:
+    broker = FakeBroker(KafkaSettings(stall_timeout_s=0.5, topics_refresh_s=0.1))
+    try:
+        broker.create_topic("t", 1)
+        broker.consensus.down = True
+        with RawClient(broker.port) as client:
+            for i in range(3):
+                client.send(0, 3, i, produce_body("t", [(0, sequence(i))]))
+            assert client.is_closed()
+        assert broker.topics.calls == []
+        broker.consensus.down = False
+        with RawClient(broker.port) as client:
+            client.send(0, 3, 0, produce_body("t", [(0, sequence(0))]))
+            assert client.receive()[0] == 0
+    finally:
+        broker.close()
 
 
 def test_acks_zero_gets_no_response_and_the_next_request_does(fake_broker: FakeBroker) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,18 @@ API_VERSIONS = 18
 Reply = list[Buffer]
 """The response's body as buffers to be sent back to back."""
 Begin = Callable[["Context", "Request"], Awaitable[Reply]]
+
+
+class Stall(Exception):
+    """Raised by `begin` before it has reserved anything: call it again when `until` has ended.
+
+    The session begins nothing else of the connection meanwhile. A refusal instead would let what the client has
+    pipelined behind this request overtake it, which is seed 000's fault by another door.
+    """
+
+    def __init__(self, until: asyncio.Future[None]) -> None:
+        super().__init__()
+        self.until = until
 
 
 class Request(msgspec.Struct):

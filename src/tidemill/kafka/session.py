@@ -9,7 +9,8 @@ S1  `begin` of a request is called before `begin` of any later request of the co
 S2  A slot leaves the queue only from the front; a request without a response (acks=0) has no slot.
 S3  The frame is released after its work has ended, even when the client is gone (K3).
 S4  Reading stops while too much is under way or unsent, and starts again at half of that (K4).
-S5  A read (Fetch) begins only while few others of the connection run and its answers find room.
+S5  While a request stalls (`Stall`), nothing behind it begins and nothing is read.
+S6  A read (Fetch) begins only while few others of the connection run and its answers find room.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tidemill.kafka.context import Context
 from tidemill.kafka.frame import Frame, FrameReader
 from tidemill.kafka.handlers.k18_api_versions import unsupported_version
 from tidemill.kafka.pool import BufferPool
-from tidemill.kafka.request import API_VERSIONS, Reply, Request, peek, read_request, response_head
+from tidemill.kafka.request import API_VERSIONS, Reply, Request, Stall, peek, read_request, response_head
 from tidemill.kafka.schema.wire import BadFrame
 from tidemill.objects.store import Buffer
 
@@ -93,6 +94,9 @@ class Session:
         self._abandonable: set[asyncio.Task[Any]] = set()
         self._bytes = 0
         self._requests = 0
+        self._backlog: deque[Frame] = deque()
+        """Received and not begun: empty but for the moment, or while a request stalls."""
+        self._stalled = False
         self._answered_bytes = 0
         """In slots that wait for an earlier one."""
         self._reads = asyncio.Semaphore(_READS_AT_ONCE)
@@ -132,6 +136,7 @@ class Session:
             held > settings.connection_bytes_max
             or self._requests >= settings.connection_requests_max
             or self._budget.exhausted
+            or self._stalled
         ):
             self._connection.pause()
             if self._budget.exhausted:
@@ -140,19 +145,36 @@ class Session:
             self._connection.resume()
 
     def _frames(self, frames: list[Frame]) -> None:
-        for frame in frames:
-            if self._connection.closed:
-                frame.release()
-                continue
+        self._backlog += frames
+        if not self._stalled:
+            self._work_off()
+
+    def _work_off(self) -> None:
+        """Begin what has been received, in order, up to a request that stalls."""
+        while self._backlog and not self._connection.closed:
             try:
-                self._begin(frame)
+                self._begin(self._backlog[0])
+            except Stall as stall:
+                self._stalled = True
+                self._tasks.spawn(self._wait_out(stall), name="kafka.stall")
+                break
             except BadFrame as error:
-                frame.release()
                 self._connection.close(error)
             except Exception as error:
                 log.error("kafka.request_broke", peer=self._peer, error=repr(error), exc_info=error)
                 self._connection.close(error)
+            else:
+                self._backlog.popleft()
         self.consider_reading()
+
+    async def _wait_out(self, stall: Stall) -> None:
+        try:
+            async with asyncio.timeout(self._context.settings.stall_timeout_s):
+                await stall.until
+        except TimeoutError:
+            self._connection.close(TimeoutError("the catalogue could not be read in time"))
+        self._stalled = False
+        self._work_off()
 
     def _begin(self, frame: Frame) -> None:
         key, version, correlation_id = peek(frame.view)
@@ -186,7 +208,7 @@ class Session:
             task.add_done_callback(ended)
 
     async def _read(self, work: Awaitable[Reply], slot: _Slot) -> Reply:
-        """Wait for a turn and for room (S5), then for the work, and count its answer before the next one's turn."""
+        """Wait for a turn and for room (S6), then for the work, and count its answer before the next one's turn."""
         async with self._reads:
             await self._room.wait()
             reply = await work
@@ -254,6 +276,9 @@ class Session:
         for task in list(self._abandonable):
             task.cancel()
         self._slots.clear()
+        for frame in self._backlog:
+            frame.release()
+        self._backlog.clear()
         self._budget.forget(self)
         self._on_end(self)
 

@@ -25,6 +25,8 @@ class KafkaSettings(msgspec.Struct, frozen=True):
     """A frame that has begun must make progress within this time."""
     idle_timeout_s: float = 600.0
     """A connection without requests is closed after this time (Kafka's connections.max.idle.ms)."""
+    stall_timeout_s: float = 10.0
+    """A connection whose Produce names a topic that cannot be looked up for so long is closed."""
     topics_refresh_s: float = 2.0
     """How often topics created or deleted through other nodes are looked for."""
     cluster_id: str = "tidemill"

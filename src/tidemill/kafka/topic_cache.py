@@ -2,9 +2,8 @@
 
 Filled at start, by every Metadata answer and by a refresh every few seconds; a miss asks for a refresh.
 
-C1  A name is called unknown only after a refresh that began after it was first missed; until then the
-    answer is "not the leader", which clients retry after fetching Metadata (the topic may have been
-    created through another node a moment ago).
+C1  A name is called unknown only after a refresh that began after it was missed: the topic may have been
+    created through another node a moment ago.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from tidemill.metastore.catalogue import Catalogue, TopicRow
 
 _ABSENT_FOR_S = 2.0
 _ABSENT_COUNT_MAX = 10_000
+_RETRY_PAUSE_S = 0.5
 
 log = structlog.get_logger()
 
@@ -33,6 +33,7 @@ class TopicCache:
         self._by_id: dict[str, TopicRow] = {}
         self._missed: set[str] = set()
         self._absent: dict[str, float] = {}
+        self._looking: list[asyncio.Future[None]] = []
         self._wake = asyncio.Event()
 
     def rows(self) -> list[TopicRow]:
@@ -44,8 +45,8 @@ class TopicCache:
     def by_id(self, topic_id: str) -> TopicRow | None:
         return self._by_id.get(topic_id)
 
-    def resolve(self, topic: str, *, is_id: bool) -> TopicRow | int:
-        """The row of a name or id, or the Kafka error code to answer (C1)."""
+    def find(self, topic: str, *, is_id: bool) -> TopicRow | int | None:
+        """The row of a name or id; the Kafka error code if there is none; None if nobody has looked yet (C1)."""
         row = self._by_id.get(topic) if is_id else self._by_name.get(topic)
         if row is not None:
             return row
@@ -55,7 +56,19 @@ class TopicCache:
         if len(self._missed) < _ABSENT_COUNT_MAX:
             self._missed.add(topic)
         self._wake.set()
-        return errors.NOT_LEADER_OR_FOLLOWER
+        return None
+
+    def resolve(self, topic: str, *, is_id: bool) -> TopicRow | int:
+        """As `find`, with NOT_LEADER_OR_FOLLOWER for what nobody has looked for: clients ask Metadata and retry."""
+        row = self.find(topic, is_id=is_id)
+        return errors.NOT_LEADER_OR_FOLLOWER if row is None else row
+
+    def looked(self) -> asyncio.Future[None]:
+        """Ends with the next successful refresh that begins after this call."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._looking.append(future)
+        self._wake.set()
+        return future
 
     def learn(self, row: TopicRow) -> None:
         old = self._by_name.get(row.name)
@@ -74,12 +87,17 @@ class TopicCache:
     async def refresh(self) -> None:
         """Read all rows. Raises what the catalogue raises; the cache is then as it was."""
         missed, self._missed = self._missed, set()
+        looking, self._looking = self._looking, []
         try:
             rows = await self._catalogue.list(TopicRow)
         except BaseException:
             self._missed |= missed
+            self._looking += looking
             raise
         self.replace(rows, missed)
+        for future in looking:
+            if not future.done():
+                future.set_result(None)
 
     def replace(self, rows: Iterable[TopicRow], missed: Iterable[str] = ()) -> None:
         rows = list(rows)
@@ -104,4 +122,6 @@ class TopicCache:
                 await self.refresh()
             except TidemillError as error:
                 log.warning("kafka.topics_refresh_failed", error=str(error))
-                await asyncio.sleep(min(interval_s, 1.0))
+                await asyncio.sleep(min(interval_s, _RETRY_PAUSE_S))
+                if self._looking or self._missed:
+                    self._wake.set()

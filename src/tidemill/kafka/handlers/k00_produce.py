@@ -2,7 +2,9 @@
 
 `begin` is one plain call that reserves every partition batch of the request, in order, through
 `TopicLog.produce_nowait`: the session calls it while it handles the frame, so the order of requests on a
-connection is the order of reservations, whatever the uploads do (K1, seed 000).
+connection is the order of reservations, whatever the uploads do (K1, seed 000). Nor does the endpoint refuse a
+request for a passing reason of its own: a topic that nobody has looked for yet stalls the connection, a row that
+turned out stale closes it, and the client sends what it has under way again, in order.
 
 Advertised from version 0 because older librdkafka silently stops compressing otherwise (KAFKA-18659); a
 request below 3 closes the connection. One record batch v2 per partition, checked here as far as its header
@@ -22,7 +24,7 @@ import structlog
 from tidemill.base.errors import Missing, TidemillError, Unavailable
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
-from tidemill.kafka.request import Api, Reply, Request
+from tidemill.kafka.request import Api, Reply, Request, Stall
 from tidemill.kafka.schema.produce import PartitionAnswer, ProduceRequest, decode, encode
 from tidemill.kafka.schema.wire import I32
 from tidemill.metastore.catalogue import TopicRow
@@ -41,27 +43,29 @@ UNSUPPORTED_COMPRESSION_TYPE: Final = 76
 def begin(context: Context, request: Request) -> asyncio.Future[Reply]:
     produce = decode(request.view, request.position, request.version)
     request.answered = produce.acks != 0
+    rows = [context.cache.find(topic.topic, is_id=request.version >= FIRST_WITH_IDS) for topic in produce.topics]
+    if None in rows:
+        raise Stall(context.cache.looked())
     gathering = _Gathering(context, request, produce)
-    for topic_number, topic in enumerate(produce.topics):
-        row = context.cache.resolve(topic.topic, is_id=request.version >= FIRST_WITH_IDS)
+    for topic_number, (topic, row) in enumerate(zip(produce.topics, rows, strict=True)):
         for place, data in enumerate(topic.partitions):
             refused: tuple[int, str | None] | None
-            if isinstance(row, int):
-                refused = (row, None)
+            if row is None or isinstance(row, int):
+                refused = (row or errors.UNKNOWN_TOPIC_OR_PARTITION, None)
             elif row.kind == "capture":
                 refused = (errors.TOPIC_AUTHORIZATION_FAILED, f"written by capture only: topic={row.name}")
             elif not 0 <= data.partition < row.partitions:
                 refused = (errors.UNKNOWN_TOPIC_OR_PARTITION, None)
             else:
                 refused = _refuse(produce, data.records, request.version)
-            if refused is not None or data.records is None or isinstance(row, int):
+            if refused is not None or data.records is None or row is None or isinstance(row, int):
                 code, message = refused or (errors.INVALID_RECORD, None)
                 gathering.answer(topic_number, place, PartitionAnswer(data.partition, code, error_message=message))
                 continue
             try:
                 future = context.topics.produce_nowait(row.topic_id, data.partition, data.records)
             except TidemillError as error:
-                gathering.answer(topic_number, place, _failed(context, row, data.partition, error))
+                gathering.fail(topic_number, place, data.partition, error, row)
                 continue
             gathering.wait_for(topic_number, place, data.partition, future, row)
     return gathering.complete()
@@ -91,16 +95,6 @@ def _refuse(produce: ProduceRequest, records: memoryview | None, version: int) -
     return None
 
 
-def _failed(context: Context, row: TopicRow, index: int, error: BaseException) -> PartitionAnswer:
-    if isinstance(error, Missing):
-        # The row was stale: deleted, perhaps made anew under another id. Look again before calling it unknown.
-        context.cache.forget(row.name)
-        return PartitionAnswer(index, errors.NOT_LEADER_OR_FOLLOWER, error_message=str(error))
-    if not errors.is_expected(error):
-        log.error("kafka.produce_failed", partition=index, error=repr(error), exc_info=error)
-    return PartitionAnswer(index, errors.code_of(error), error_message=str(error))
-
-
 class _Gathering:
     """Ends its future when the last partition has its answer. Callbacks only: a Produce costs no task."""
 
@@ -112,6 +106,7 @@ class _Gathering:
         self._missing = sum(len(t.partitions) for t in produce.topics)
         self._future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._begun = False
+        self._stale = ""
 
     def answer(self, topic: int, place: int, answer: PartitionAnswer) -> None:
         self._answers[topic][place] = answer
@@ -125,12 +120,20 @@ class _Gathering:
         def ended(done: asyncio.Future[ProduceResult]) -> None:
             error = asyncio.CancelledError() if done.cancelled() else done.exception()
             if error is not None:
-                self.answer(topic, place, _failed(self._context, row, index, error))
+                self.fail(topic, place, index, error, row)
             else:
                 result = done.result()
                 self.answer(topic, place, PartitionAnswer(index, 0, result.base_offset, result.log_start_offset))
 
         future.add_done_callback(ended)
+
+    def fail(self, topic: int, place: int, index: int, error: BaseException, row: TopicRow) -> None:
+        if isinstance(error, Missing):
+            self._context.cache.forget(row.name)
+            self._stale = row.name
+        elif not errors.is_expected(error):
+            log.error("kafka.produce_failed", topic=row.name, partition=index, error=repr(error), exc_info=error)
+        self.answer(topic, place, PartitionAnswer(index, errors.code_of(error), error_message=str(error)))
 
     def complete(self) -> asyncio.Future[Reply]:
         self._begun = True
@@ -144,6 +147,9 @@ class _Gathering:
             for name, answers in zip(self._names, self._answers, strict=True)
         ]
         failed = [answer for _, answers in topics for answer in answers if answer.error_code]
+        if self._stale:
+            self._future.set_exception(Unavailable(f"the topic was deleted, or made anew: topic={self._stale}."))
+            return
         if not self._request.answered and failed:
             self._future.set_exception(
                 Unavailable(f"a Produce without acknowledgement failed: error_code={failed[0].error_code}.")
