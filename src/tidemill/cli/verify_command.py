@@ -1,7 +1,64 @@
-"""`tidemill verify TABLE`: source at a commit against shard at the matching time."""
+"""`tidemill verify [TABLE…]`: the source at a commit against the shard at the matching time."""
 
 from __future__ import annotations
 
+import sys
+from typing import Annotated
 
-def verify() -> None:
-    """placeholder"""
+import msgspec
+import typer
+
+from tidemill.cli.context import ConfigOption, JsonOption, print_json, stores
+
+
+def verify(
+    tables: Annotated[list[str] | None, typer.Argument(help="Tables; none = all that pipelines keep.")] = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare tables with their sources: rows missing, extra, different, and a hash. Exit 1 when any differs."""
+    from tidemill.cli.verify.tables import Verifier
+
+    with stores(config) as opened, _Bar() as bar:
+        verifier = Verifier(
+            opened.config, opened.consensus, opened.objects, opened.clock, opened.rand, progress=bar.show
+        )
+        found = opened.portal.call(verifier.tables(tables or ()))
+    if as_json:
+        print_json({v.table: msgspec.to_builtins(v) for v in found})
+    else:
+        for v in found:
+            verdict = "equal" if v.clean else "DIFFERENT"
+            print(
+                f"{v.table:24} {v.rows:>10,} rows  missing {v.missing}  extra {v.extra}  different {v.different}"
+                f"  {v.shard_hash[:12]}  at {v.time_ms}  {verdict}"
+            )
+            for example in v.examples:
+                print(f"    {example}")
+    raise SystemExit(0 if all(v.clean for v in found) else 1)
+
+
+class _Bar:
+    """One progress bar a table, on stderr; nothing when stderr is not a terminal."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            console=Console(stderr=True), disable=not sys.stderr.isatty(),
+        )  # fmt: skip
+        self._tasks: dict[str, int] = {}
+
+    def show(self, table: str, rows: int, expected: int) -> None:
+        if table not in self._tasks:
+            self._tasks[table] = self._progress.add_task(table)
+        self._progress.update(self._tasks[table], completed=rows, total=expected or None)  # type: ignore[arg-type]
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()

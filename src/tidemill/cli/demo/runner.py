@@ -16,7 +16,6 @@ import sys
 from collections.abc import AsyncIterator
 from datetime import datetime
 from importlib.metadata import version
-from typing import Any
 
 import msgspec
 
@@ -32,10 +31,11 @@ from tidemill.cli.demo.follower import Follower
 from tidemill.cli.demo.money import Money, MoneyCheck
 from tidemill.consensus.board import Board
 from tidemill.consensus.open import open_consensus
-from tidemill.metastore.catalogue import Catalogue, TopicRow
+from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.node.processes import next_port, start_all
 from tidemill.node.supervise import Supervisor
 from tidemill.objects.open import open_objects
+from tidemill.shards.front import Shard
 from tidemill.shards.open import open_remap, open_shard
 
 TABLES = (*shop.TABLES, "clicks", "conversion_by_product")
@@ -83,10 +83,10 @@ class Runner:
         objects = await open_objects(config.objects_url, self._clock, self._rand)
         consensus = await open_consensus(config.consensus_url, self._clock, self._rand)
         supervisor = start_all(config, self._clock, self._failed, nodes=self._nodes)
+        self._consensus, self._objects = consensus, objects
         self._board = Board(consensus, self._rand)
         self._catalogue = Catalogue(consensus, self._clock, self._rand)
-        self._open_shard = lambda name: open_shard(consensus, objects, self._clock, self._rand, name)
-        self._open_remap = lambda name: open_remap(consensus, self._clock, self._rand, name)
+        self._dead_letters_before = await self._dead_letters()
         self._follower.start()
         try:
             async with Tasks(lambda _, error: self._failed(error)) as tasks:
@@ -111,6 +111,9 @@ class Runner:
             await consensus.aclose()
             await objects.aclose()
         return self.report
+
+    async def _open_shard(self, name: str) -> Shard:
+        return await open_shard(self._consensus, self._objects, self._clock, self._rand, name)
 
     # load ------------------------------------------------------------------------------------------
 
@@ -166,7 +169,7 @@ class Runner:
         while True:
             with contextlib.suppress(Unavailable):
                 self.marks = derive_all(await self._board.reports(), self._clock.now_ms())
-                facts = {"money": [msgspec.to_builtins(c) for c in self.checks[-KEPT_CHECKS:]]}
+                facts: dict[str, object] = {"money": [msgspec.to_builtins(c) for c in self.checks[-KEPT_CHECKS:]]}
                 await self._board.publish(MarksReport("demo", self._clock.now_ms(), (), facts))
             await asyncio.sleep(1)
 
@@ -184,7 +187,7 @@ class Runner:
             for paid_at in delta.rows.column("paid_at").to_pylist():
                 self._to_shard.add(seen_ms - paid_at.timestamp() * 1000)
 
-    async def _await_shard(self, name: str) -> Any:
+    async def _await_shard(self, name: str) -> Shard:
         while True:
             try:
                 shard = await self._open_shard(name)
@@ -199,7 +202,8 @@ class Runner:
 
     async def _watch_money(self) -> None:
         warehouse = await self._await_shard("warehouse")
-        money = Money(self.environment.dsn, await self._open_remap("capture/shop"), warehouse, self._rand)
+        remap = await open_remap(self._consensus, self._clock, self._rand, "capture/shop")
+        money = Money(self.environment.dsn, remap, warehouse, self._rand)
         while True:
             check = await money.check()
             if check is not None:
@@ -234,7 +238,7 @@ class Runner:
     # the end ---------------------------------------------------------------------------------------
 
     async def _finish(self) -> None:
-        from tidemill.cli.verify.tables import verify_all
+        from tidemill.cli.verify.tables import Verifier
 
         self.phase = "draining"
         await self._stop_load()
@@ -248,8 +252,24 @@ class Runner:
         self.report.commit_to_client_ms = self._to_client.summary()
         if self._follower.first_row_ms is not None:
             self.report.first_client_row_s = (self._follower.first_row_ms - self._ready_ms) / 1000
-        self.report.verify = await verify_all(self)
+        verifier = Verifier(
+            self.environment.config, self._consensus, self._objects, self._clock, self._rand, progress=_quiet
+        )
+        for verified in await verifier.tables():
+            counts = {"rows": verified.rows, "missing": verified.missing}
+            self.report.verify[verified.table] = counts | {"extra": verified.extra, "different": verified.different}
+        self.report.dead_letters = await self._dead_letters() - self._dead_letters_before
         self.phase = "done"
+
+    async def _dead_letters(self) -> int:
+        row = await self._catalogue.get(PipelineRow, "shop")
+        if row is None or not row.dead_letters:
+            return 0
+        with contextlib.suppress(Missing):
+            shard = await self._open_shard(row.dead_letters)
+            _, upper = await shard.frontiers()
+            return len(await shard.snapshot(upper - 1)) if upper else 0
+        return 0
 
     async def _drain(self) -> None:
         """Wait until every table's upper passed the end of the load; those that do not in time are named as stuck."""
@@ -272,3 +292,7 @@ class Runner:
     def _explain(self, table: str) -> str:
         chain = why(self.marks, f"shard:{table}")
         return f"{table}: " + (" <- ".join(f"{d.mark.name} {d.state} {d.mark.reason}" for d in chain) or "no mark")
+
+
+def _quiet(table: str, rows: int, expected: int) -> None:
+    """The live view shows the phase; rows are reported at the end."""

@@ -1,0 +1,60 @@
+"""What a derived table should hold: its function run anew, in batch, on its inputs at the table's newest time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from tidemill.base.errors import Unavailable
+from tidemill.cli.verify.compare import Row
+from tidemill.cli.verify.spool import Spool
+from tidemill.shards.front import DIFF, Shard
+from tidemill.shards.schema import conform, contents_schema
+from tidemill.spark.pipeline import DerivedTable
+from tidemill.spark.types import spark_schema
+
+ATTEMPTS = 20
+
+
+class Recomputed:
+    """`time_ms` is the time of the comparison: the newest at which the table and all its inputs are final."""
+
+    def __init__(self, spark: Any, table: DerivedTable, output: Shard, inputs: list[Shard]) -> None:
+        self._spark = spark
+        self._table = table
+        self._output = output
+        self._inputs = inputs
+        self.time_ms = 0
+
+    async def choose_time(self) -> int:
+        """The last time the table was brought to. Raises Unavailable while an input is behind it."""
+        _, upper = await self._output.frontiers()
+        self.time_ms = upper - 1
+        for _ in range(ATTEMPTS):
+            behind = [s.name for s in self._inputs if await s.wait_upper(self.time_ms, 1.0) <= self.time_ms]
+            if not behind:
+                return self.time_ms
+        raise Unavailable(f"inputs are behind the derived table: table={self._table.name} inputs={','.join(behind)}.")
+
+    async def rows(self, scratch: Path) -> AsyncIterator[list[Row]]:
+        contents = [await shard.snapshot(self.time_ms) for shard in self._inputs]
+        result = await asyncio.to_thread(self._compute, contents)
+        spool = Spool(scratch, "derived", self._output.schema)
+        try:
+            ones = pa.array([1] * result.num_rows, pa.int64())
+            await spool.add_updates(result.append_column(DIFF, ones))
+            async for chunk in spool.contents():
+                yield chunk
+        finally:
+            await spool.aclose()
+
+    def _compute(self, contents: list[pa.Table]) -> pa.Table:
+        frames = [
+            self._spark.createDataFrame(table, spark_schema(shard.schema.columns))
+            for table, shard in zip(contents, self._inputs, strict=True)
+        ]
+        return conform(self._table.function(self._spark, *frames).toArrow(), contents_schema(self._output.schema))

@@ -1,0 +1,119 @@
+"""Verify tables by what feeds them, as the catalogue says: a captured table, a topic, or a function of other tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Invalid, Missing
+from tidemill.cli.verify.derived import Recomputed
+from tidemill.cli.verify.fold import TopicFold
+from tidemill.cli.verify.table import Progress, Verified, verify_captured, verify_expected
+from tidemill.consensus.api import Consensus
+from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
+from tidemill.node.config import Config
+from tidemill.objects.store import ObjectStore
+from tidemill.shards.front import Shard
+from tidemill.shards.open import open_remap, open_shard
+from tidemill.spark.feeds import TopicFeed
+from tidemill.spark.pipeline import Pipeline, load_pipeline
+from tidemill.topics.reader import PartitionReaderImpl
+
+
+class Plan(msgspec.Struct):
+    """Table names by what feeds them."""
+
+    captured: dict[str, list[tuple[str, str]]] = {}
+    """capture → [(schema.table, shard)]"""
+    topics: dict[str, str] = {}
+    """shard → topic"""
+    derived: list[str] = []
+    pipelines: dict[str, str] = {}
+    """shard → pipeline that keeps it"""
+
+
+class Verifier:
+    def __init__(
+        self, config: Config, consensus: Consensus, objects: ObjectStore, clock: Clock, rand: Rand, progress: Progress
+    ) -> None:
+        self._config = config
+        self._consensus = consensus
+        self._objects = objects
+        self._clock = clock
+        self._rand = rand
+        self._progress = progress
+        self._catalogue = Catalogue(consensus, clock, rand)
+
+    async def tables(self, names: Iterable[str] = ()) -> list[Verified]:
+        """Verify the named tables, all that pipelines keep when none is named. Raises Missing for an unknown one."""
+        plan = await self._plan(tuple(names))
+        found: list[Verified] = []
+        for capture, pairs in plan.captured.items():
+            found += await self._captured(capture, pairs)
+        for shard, topic in plan.topics.items():
+            found.append(await self._stream(shard, topic, self._pipeline(plan.pipelines[shard])))
+        for shard in plan.derived:
+            found.append(await self._derived(shard, self._pipeline(plan.pipelines[shard])))
+        return found
+
+    async def _plan(self, names: tuple[str, ...]) -> Plan:
+        fed_by: dict[str, str] = {}
+        plan = Plan()
+        for row in await self._catalogue.list(PipelineRow):
+            fed_by |= row.tables
+            plan.pipelines |= dict.fromkeys(row.tables, row.name)
+        for name in names or tuple(fed_by):
+            if name not in fed_by:
+                raise Missing(f"no pipeline keeps this table: table={name}.", fix=f"Known: {', '.join(sorted(fed_by))}")
+            kind, _, rest = fed_by[name].partition(":")
+            if kind == "capture":
+                capture, _, source = rest.partition(":")
+                plan.captured.setdefault(capture, []).append((source, name))
+            elif kind == "topic":
+                plan.topics[name] = rest
+            else:
+                plan.derived.append(name)
+        return plan
+
+    async def _captured(self, capture: str, pairs: list[tuple[str, str]]) -> list[Verified]:
+        section = self._config.capture.get(capture)
+        if section is None:
+            raise Invalid(f"this configuration has no such capture: key=capture.{capture}.", fix="Add its DSN.")
+        remap = await open_remap(self._consensus, self._clock, self._rand, f"capture/{capture}")
+        tables = [(source, await self._shard(name)) for source, name in pairs]
+        return await verify_captured(section.dsn, remap, tables, self._rand, progress=self._progress)
+
+    async def _stream(self, name: str, topic: str, pipeline: Pipeline) -> Verified:
+        row = await self._catalogue.get(TopicRow, topic)
+        if row is None:
+            raise Missing(f"the topic of this table is gone: table={name} topic={topic}.")
+        remap = await open_remap(self._consensus, self._clock, self._rand, f"topic/{topic}")
+        latest = await remap.latest()
+        if latest is None:
+            raise Missing(f"nothing was bound for this topic yet: topic={topic}.", fix="Is a node up?")
+        shard = await self._shard(name)
+        feed = TopicFeed(row.name, row.topic_id, row.partitions, False, pipeline.tables[name].schema)
+        fold = TopicFold(remap, PartitionReaderImpl(self._consensus, self._objects), feed, latest.time_ms)
+        return await verify_expected(shard, latest.time_ms, fold.rows, progress=self._progress)
+
+    async def _derived(self, name: str, pipeline: Pipeline) -> Verified:
+        from tidemill.spark.session import build_session
+
+        table = pipeline.derived_tables[name]
+        output = await self._shard(name)
+        spark = build_session("tidemill-verify", "local[2]")
+        recomputed = Recomputed(spark, table, output, [await self._shard(i) for i in table.inputs])
+        time_ms = await recomputed.choose_time()
+        return await verify_expected(output, time_ms, recomputed.rows, progress=self._progress)
+
+    async def _shard(self, name: str) -> Shard:
+        return await open_shard(self._consensus, self._objects, self._clock, self._rand, name)
+
+    def _pipeline(self, name: str) -> Pipeline:
+        section = self._config.pipeline.get(name)
+        if section is None:
+            raise Invalid(f"this configuration has no such pipeline: key=pipeline.{name}.", fix="Add its file.")
+        return load_pipeline(Path(section.file), name)
