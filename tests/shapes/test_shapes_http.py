@@ -504,6 +504,24 @@ def test_sse_sends_items_up_to_date_and_keep_alives(postgres_dsn: str) -> None:
     run(main())
 
 
+def test_sse_resumes_where_its_up_to_date_item_says_also_after_transactions_of_other_tables(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=1)) as world:
+            params = await start(world)
+            await world.db.execute('DELETE FROM "Odd.Name"')
+            await eventually(lambda: len(world.delivered) == 1)
+            text, _ = await read_events(world, params, lambda text: '"up-to-date"' in text)
+            control = json.loads(next(line for line in text.splitlines() if '"up-to-date"' in line)[len("data: ") :])
+            lsn = control["headers"]["global_last_seen_lsn"]
+            assert int(lsn) == world.delivered[0].commit_lsn
+            await world.db.execute("DELETE FROM item WHERE id = 1")
+            resumed = {**params, "offset": f"{lsn}_0"}
+            answer = await world.get(**resumed, live="true")
+            assert (answer.status, [i["headers"]["operation"] for i in answer.items]) == (200, ["delete"])
+
+    run(main())
+
+
 def test_h13_sse_far_behind_the_head_sends_everything_and_closes(postgres_dsn: str) -> None:
     settings = ShapeSettings(limits=LogLimits(chunk_bytes=500))
 

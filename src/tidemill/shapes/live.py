@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from tidemill.base.errors import TidemillError
 from tidemill.shapes.items import LogItem
 from tidemill.shapes.log import LogStorage
-from tidemill.shapes.offsets import LogOffset
 from tidemill.shapes.shape import ShapeDefinition
 
 
@@ -83,10 +82,6 @@ class LiveShape:
             self.drop(f"the log outgrew its limit: log_bytes={self.log.log_bytes}")
         else:
             self._wake()
-
-    def covers(self, offset: LogOffset) -> bool:
-        """Whether `offset` is a place this log has reached: its end, or any later transaction it has seen."""
-        return offset <= self.log.end or offset.tx <= self.last_seen
 
     def subscribe(self) -> asyncio.Future[None]:
         """A future that resolves at the next change of log or state. Register, then look again (H2)."""

@@ -18,6 +18,7 @@ from tidemill.base.marks import Tracker
 from tidemill.base.tasks import Tasks
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.log import LogStorage, MemoryLog
+from tidemill.shapes.offsets import LogOffset
 from tidemill.shapes.plan import Plan, ShapeRequest, shard_name
 from tidemill.shapes.settings import ShapeSettings
 from tidemill.shapes.shape import HandleMint, ShapeDefinition
@@ -123,6 +124,13 @@ class ShapeService:
     def last_seen(self, shape: LiveShape) -> int:
         """Newest transaction seen of this shape's source, whether or not it touched the shape."""
         return shape.last_seen if shape.definition.source.kind == "shard" else self._tables.last_seen(shape)
+
+    def covers(self, shape: LiveShape, offset: LogOffset) -> bool:
+        """Whether `offset` is a place the shape has reached: the end of its log, or a transaction its source has seen.
+
+        Event streams resume at the last transaction seen, which need not be one of the shape's own.
+        """
+        return offset <= shape.log.end or offset.tx <= self.last_seen(shape)
 
     async def plan(self, request: ShapeRequest) -> Plan:
         """Check a request against its table or shard. Raises FieldError, Invalid or Unavailable.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 from typing import Any, Self
 
 from starlette.requests import Request
+
+from tidemill.base.tasks import Tasks
 
 
 class Disconnect:
@@ -14,11 +15,12 @@ class Disconnect:
 
     def __init__(self, request: Request) -> None:
         self._request = request
+        self._tasks = Tasks()
         self.future: asyncio.Future[None]
 
     @property
     def happened(self) -> bool:
-        return self.future.done() and not self.future.cancelled()
+        return self.future.done()
 
     async def _watch(self) -> None:
         while True:
@@ -27,15 +29,13 @@ class Disconnect:
                 return
 
     async def __aenter__(self) -> Self:
-        self.future = asyncio.ensure_future(self._watch())
+        self.future = self._tasks.spawn(self._watch(), name="disconnect")
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self.future.cancel()
-        await asyncio.gather(self.future, return_exceptions=True)
+        await self._tasks.aclose()
 
 
 async def wait_any(futures: set[asyncio.Future[Any]], timeout_s: float) -> None:
     """Return when one is done or the time is over; cancels nothing."""
-    waiting: Awaitable[Any] = asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    await waiting
+    await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

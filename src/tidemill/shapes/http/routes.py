@@ -142,7 +142,7 @@ class _ShapeEndpoint:
             return self._refetch(plan, params)
         if params.offset is None:
             return self._now(shape, params)
-        if not shape.covers(params.offset):
+        if not self._service.covers(shape, params.offset):
             return await self._out_of_bounds(request, shape, plan, params)
         if params.live:
             if params.sse:
@@ -219,7 +219,7 @@ class _ShapeEndpoint:
         assert params.offset is not None
         deadline = self._service.clock.monotonic_s() + self._settings.long_poll_s / 2
         async with Disconnect(request) as disconnect:
-            while not shape.covers(params.offset):
+            while not self._service.covers(shape, params.offset):
                 left_s = deadline - self._service.clock.monotonic_s()
                 if left_s <= 0:
                     raise BadRequest({"offset": ["out of bounds for this shape"]})
