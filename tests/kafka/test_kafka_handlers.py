@@ -181,6 +181,23 @@ def test_produce_answers_each_bad_partition_by_itself(fake_broker: FakeBroker) -
         ]
 
 
+def test_a_fault_of_ours_in_one_partition_leaves_the_others_their_answers(
+    fake_broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_broker.create_topic("t", 3)
+    inner = fake_broker.topics.produce_nowait
+
+    def broken(topic_id: str, partition: int, data: Any) -> Any:
+        if partition == 1:
+            raise RuntimeError("bug")
+        return inner(topic_id, partition, data)
+
+    monkeypatch.setattr(fake_broker.topics, "produce_nowait", broken)
+    with RawClient(fake_broker.port) as client:
+        codes = ask_produce(client, "t", [(p, batch([b"v"])) for p in range(3)])
+        assert codes == [0, errors.REQUEST_TIMED_OUT, 0]
+
+
 def test_produce_refuses_what_it_must(fake_broker: FakeBroker) -> None:
     fake_broker.create_topic("t", 1)
     fake_broker.create_topic("orders", 1, kind="capture")

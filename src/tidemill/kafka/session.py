@@ -161,6 +161,8 @@ class Session:
             except BadFrame as error:
                 self._connection.close(error)
             except Exception as error:
+                # Nobody knows who still reads the frame: it is dropped, its buffer never used again (S3).
+                self._backlog.popleft()
                 log.error("kafka.request_broke", peer=self._peer, error=repr(error), exc_info=error)
                 self._connection.close(error)
             else:

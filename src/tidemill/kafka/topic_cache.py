@@ -18,7 +18,7 @@ from tidemill.base.errors import TidemillError
 from tidemill.kafka import errors
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 
-_ABSENT_FOR_S = 2.0
+_ABSENT_FOR_S = 0.5
 _ABSENT_COUNT_MAX = 10_000
 _RETRY_PAUSE_S = 0.5
 

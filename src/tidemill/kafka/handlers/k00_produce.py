@@ -21,7 +21,7 @@ from typing import Final
 
 import structlog
 
-from tidemill.base.errors import Missing, TidemillError, Unavailable
+from tidemill.base.errors import Missing, Unavailable
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
 from tidemill.kafka.request import Api, Reply, Request, Stall
@@ -64,7 +64,8 @@ def begin(context: Context, request: Request) -> asyncio.Future[Reply]:
                 continue
             try:
                 future = context.topics.produce_nowait(row.topic_id, data.partition, data.records)
-            except TidemillError as error:
+            except Exception as error:
+                # Also a bug of ours: batches before this one are reserved, so the request must be seen to its end.
                 gathering.fail(topic_number, place, data.partition, error, row)
                 continue
             gathering.wait_for(topic_number, place, data.partition, future, row)
