@@ -390,3 +390,52 @@ def test_forget_removes_slot_publication_topics_and_row(postgres_dsn: str) -> No
             assert [header(r, "tm.op") for r in await world.records("a")] == ["insert"]
 
     in_world(postgres_dsn, scenario)
+
+
+def test_h14_a_transaction_open_across_the_set_up_is_not_lost(postgres_dsn: str) -> None:
+    """electric #4773: it wrote before the table was published and commits after everything is set up."""
+
+    async def scenario(world: World) -> None:
+        await world.sql(*TABLES)
+        open_writer = await psycopg.AsyncConnection.connect(world.dsn)
+        async with open_writer:
+            await open_writer.execute("INSERT INTO a VALUES (1, 1)")
+            async with world.capture(wait=False) as capture:
+                await asyncio.sleep(0.5)
+                assert not capture.streaming
+                await world.sql("INSERT INTO b VALUES (7, 7)")
+                await open_writer.commit()
+                await until(lambda: capture.streaming, "the set-up ends after the writer")
+                await world.caught_up()
+                for table in "ab":
+                    assert await world.folded(table) == await table_as_folded(world, table)
+                    assert_no_position_twice(await world.records(table))
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_table_made_anew_and_a_new_table_are_taken_in_while_running(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*TABLES, "INSERT INTO a VALUES (1, 1)")
+        async with world.capture(table_poll_s=0.05):
+            await world.caught_up()
+            old = await world.topic_id("a")
+            await world.sql("DROP TABLE a", TABLES[0], "INSERT INTO a VALUES (2, 2)")
+            await world.sql("CREATE TABLE c (id int PRIMARY KEY, v int)", "INSERT INTO c VALUES (3, 3)")
+            await world.sql("INSERT INTO b VALUES (1, 1)")
+
+            async def taken_in() -> bool:
+                row = await world.row()
+                return row.snapshot_done and "public.c" in row.snapshots and await world.topic_id("a") != old
+
+            await until(taken_in, "both tables are copied")
+            await world.caught_up()
+            for table in "abc":
+                assert await world.folded(table) == await table_as_folded(world, table)
+            # A keyless table must not stop what runs.
+            await world.sql("CREATE TABLE keyless (id int)", "INSERT INTO b VALUES (2, 2)")
+            await asyncio.sleep(0.2)
+            await world.caught_up()
+            assert await world.folded("b") == await table_as_folded(world, "b")
+
+    in_world(postgres_dsn, scenario)

@@ -20,6 +20,7 @@ class CaptureConfig(msgspec.Struct, frozen=True):
     binding_interval_ms  at most one binding per this time while changes arrive (a marker is not delayed)
     idle_binding_ms      at least one binding per this time, so that time moves on
     heartbeat_s          a message is written to the database when no commit was seen for this long
+    table_poll_s         how often the database is asked for tables that are new, made anew or unpublished
     """
 
     name: str
@@ -29,6 +30,7 @@ class CaptureConfig(msgspec.Struct, frozen=True):
     binding_interval_ms: int = 50
     idle_binding_ms: int = 500
     heartbeat_s: float = 10.0
+    table_poll_s: float = 5.0
     fragment_changes: int = 500
     queue_changes: int = 20_000
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.frontier import ChangePosition
 from tidemill.base.tasks import Tasks
 from tidemill.capture.bindings import Binder
@@ -23,10 +23,19 @@ from tidemill.capture.collector import Collector
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.converter import Converter, RelationSeen, merge_relation
 from tidemill.capture.prepare import Prepared, prepare, take_snapshot
-from tidemill.capture.setup import ServerFacts, SlotState, check_server, check_slot, heartbeat, slot_state, try_lock
+from tidemill.capture.setup import (
+    ServerFacts,
+    SlotState,
+    check_server,
+    check_slot,
+    heartbeat,
+    published_tables,
+    slot_state,
+    try_lock,
+)
 from tidemill.capture.sinks import Sink
 from tidemill.capture.snapshot import SnapshotProgress
-from tidemill.capture.tables import describe
+from tidemill.capture.tables import describe, list_tables, resolve
 from tidemill.capture.topic_writer import TopicWriter
 from tidemill.capture.wire.connection import Wire
 from tidemill.capture.wire.errors import LockHeld, SqlError
@@ -210,6 +219,7 @@ class Session:
         tasks.spawn(self.writer.failed(), name="capture topic writer")
         tasks.spawn(self._send_status(stream, status, interval_s), name="capture status")
         tasks.spawn(self._beat(), name="capture heartbeat")
+        tasks.spawn(self._watch_tables(prepared), name="capture tables")
 
     async def _start_when_free(self, stream: ReplicationStream) -> None:
         """A predecessor's walsender may outlive its client for a moment."""
@@ -284,6 +294,29 @@ class Session:
             state = await self._query(lambda wire: slot_state(wire, self._config.slot))
             self.slot = check_slot(self._config, state)
             await asyncio.sleep(SLOT_POLL_S)
+
+    async def _watch_tables(self, prepared: Prepared) -> None:
+        """A table created anew, unpublished, or new under a pattern ends this session; the next one takes it in."""
+        config = self._config
+        warned = ""
+        while True:
+            await asyncio.sleep(self._config.table_poll_s)
+            published = await self._query(lambda wire: published_tables(wire, config.publication)) or set()
+            tables = await self._query(list_tables)
+            oids = {table.name: table.oid for table in tables}
+            for table in prepared.tables:
+                if table.name in oids and (oids[table.name] != table.oid or table.name not in published):
+                    raise Unavailable(f"a captured table was made anew or unpublished: table={table.name}.")
+            try:
+                added = {table.name for table in resolve(config.tables, tables)} - {t.name for t in prepared.tables}
+            except Invalid as error:
+                # What runs goes on; the next start will refuse it.
+                if warned != error.message:
+                    log.warning("a table cannot be captured", capture=config.name, cause=str(error))
+                    warned = error.message
+                continue
+            if added:
+                raise Unavailable(f"new tables match the capture: tables={','.join(sorted(added))}.")
 
     async def _query(self, ask: Callable[[Wire], Awaitable[T]]) -> T:
         """One at a time on the control connection, which also carries the capture's lock."""

@@ -29,8 +29,9 @@ from tidemill.capture.wire.errors import LockHeld, SlotLost, SqlError
 log = structlog.get_logger()
 
 OLDEST_VERSION = 140_000
-LOCK_TIMEOUT_S = 5
-LOCK_ATTEMPTS = 12
+LOCK_TIMEOUT_MS = 1000
+"""Writers queue behind a lock that is waited for: wait briefly, then let them pass for as long."""
+LOCK_ATTEMPTS = 120
 _LOCK_NOT_AVAILABLE, _DEADLOCK, _DUPLICATE = "55P03", "40P01", "42710"
 _ADVISORY_CLASS = 0x7469_6465  # "tide"
 
@@ -216,7 +217,7 @@ async def _transaction(wire: Wire, table: TableInfo, statements: Sequence[str]) 
     for attempt in range(1, LOCK_ATTEMPTS + 1):
         await wire.query("BEGIN")
         try:
-            await wire.query(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'")
+            await wire.query(f"SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}")
             for statement in statements:
                 await wire.query(statement)
             await wire.query("COMMIT")
@@ -226,7 +227,7 @@ async def _transaction(wire: Wire, table: TableInfo, statements: Sequence[str]) 
             if error.sqlstate not in (_LOCK_NOT_AVAILABLE, _DEADLOCK) or attempt == LOCK_ATTEMPTS:
                 raise
             log.warning("waiting for writers of a table", table=table.name, attempt=attempt)
-            await asyncio.sleep(0.2 * attempt)
+            await asyncio.sleep(LOCK_TIMEOUT_MS / 1000)
         except Invalid as error:
             await wire.query("ROLLBACK")
             raise Invalid(
