@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -33,6 +34,7 @@ from tidemill.consensus.commands import (
     Truncate,
 )
 from tidemill.consensus.memory import MemoryConsensus
+from tidemill.consensus.sqlite import records
 from tidemill.consensus.sqlite.engine import Engine
 
 names = st.sampled_from(["a", "b", "c/1", "c/2"])
@@ -241,10 +243,13 @@ def test_the_memory_engine_does_what_a_dictionary_would() -> None:
     )
 
 
-def test_the_sqlite_engine_does_what_a_dictionary_would_across_restarts() -> None:
+def test_the_sqlite_engine_does_what_a_dictionary_would_across_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Settle and sweep all the time, in small pieces.
+    for name, value in {"RECENT_BYTES": 600, "SETTLE_RECORDS": 3, "CHUNK_RECORDS": 2, "SWEEP_CHUNKS": 2}.items():
+        monkeypatch.setattr(records, name, value)
     run_state_machine_as_test(
         cast(Any, SqliteMachine),
         settings=settings(
-            max_examples=15, stateful_step_count=15, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+            max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
         ),
     )

@@ -17,7 +17,7 @@ import apsw
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError, Unavailable
 from tidemill.consensus import rules
-from tidemill.consensus.api import LogHead, LogRecord, LogSlice, Versioned
+from tidemill.consensus.api import LogHead, LogSlice, Versioned
 from tidemill.consensus.clocks import EngineClock
 from tidemill.consensus.commands import (
     Acquire,
@@ -37,7 +37,7 @@ from tidemill.consensus.commands import (
 )
 from tidemill.consensus.rules import UNWRITTEN, LeaseRow
 from tidemill.consensus.sqlite import tables
-from tidemill.consensus.sqlite.records import LOG_IDS, Records
+from tidemill.consensus.sqlite.records import LOG_IDS, Placed, Records
 
 Outcome = Any
 """A result, or the TidemillError that is the operation's outcome."""
@@ -57,7 +57,8 @@ class _Staged:
         self.registers: dict[str, Versioned] = {}
         self.heads: dict[str, LogHead] = {}
         self.leases: dict[str, LeaseRow] = {}
-        self.records: list[tuple[str, LogRecord]] = []
+        self.appends: list[Append] = []
+        self.marked: set[str] = set()
 
     def __bool__(self) -> bool:
         return bool(self.registers or self.heads or self.leases)
@@ -114,10 +115,7 @@ class Engine:
                 head = staged.heads.get(log) or self._head(log)
                 grown = rules.append(head, op)
                 staged.heads[log] = grown
-                position = head.next
-                for data in op.records:
-                    staged.records.append((log, LogRecord(position, op.term, op.nonce, data)))
-                    position += 1
+                staged.appends.append(op)
                 return grown
             case Cas(key=key):
                 version = rules.cas(staged.registers.get(key) or self._version(key), op)
@@ -128,12 +126,14 @@ class Engine:
                 raised = rules.fence(head, op)
                 if raised is not head:
                     staged.heads[log] = raised
+                    staged.marked.add(log)
                 return raised
             case Truncate(log=log):
                 head = staged.heads.get(log) or self._head(log)
                 cut = rules.truncate(head, op)
                 if cut is not head:
                     staged.heads[log] = cut
+                    staged.marked.add(log)
                 return cut
             case Acquire(name=name):
                 now_ms = self._clock.now_ms()
@@ -148,23 +148,28 @@ class Engine:
 
     def _write(self, staged: _Staged) -> None:
         execute = self._db.executemany
-        for name, head in staged.heads.items():
-            if name not in self._ids:
-                self._db.execute(
-                    "INSERT INTO logs (name, term, start, next) VALUES (?, ?, ?, ?)",
-                    (name, head.term, head.start, head.next),
-                )
-                self._ids[name] = self._db.last_insert_rowid()
-                if self._ids[name] >= LOG_IDS:
-                    raise Unavailable(f"The database holds as many logs as it can: logs={LOG_IDS}.")
         ids = self._ids
-        if staged.heads:
+        for name in staged.heads:
+            if name not in ids:
+                self._db.execute("INSERT INTO logs (name, term, start, next) VALUES (?, 0, 0, 0)", (name,))
+                ids[name] = self._db.last_insert_rowid()
+                if ids[name] >= LOG_IDS:
+                    raise Unavailable(f"The database holds as many logs as it can: logs={LOG_IDS}.")
+        if staged.marked:
+            # Appends alone need no write here: their records say it.
+            marked = [(staged.heads[name], ids[name]) for name in sorted(staged.marked)]
             execute(
                 "UPDATE logs SET term = ?, start = ?, next = ? WHERE id = ?",
-                [(head.term, head.start, head.next, ids[name]) for name, head in staged.heads.items()],
+                [(head.term, head.start, head.next, log_id) for head, log_id in marked],
             )
-        if staged.records:
-            self._records.insert([(ids[log], record) for log, record in staged.records])
+        if staged.appends:
+            self._records.insert(
+                [
+                    Placed(ids[op.log], position, op.term, op.nonce, data)
+                    for op in staged.appends
+                    for position, data in enumerate(op.records, op.expected_next)
+                ]
+            )
         if staged.registers:
             execute(
                 "INSERT INTO registers (key, seq, nonce, data) VALUES (?, ?, ?, ?)"
@@ -263,7 +268,7 @@ class Engine:
             if not rows:
                 return UNWRITTEN
             self._ids[log] = rows[0][0]
-            head = self._heads[log] = LogHead(*rows[0][1:])
+            head = self._heads[log] = self._records.overlay(rows[0][0], LogHead(*rows[0][1:]))
         return head
 
     def _version(self, key: str) -> Versioned | None:

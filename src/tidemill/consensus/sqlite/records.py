@@ -1,12 +1,17 @@
-"""Where log records lie: fresh ones in order of arrival, older ones clustered by log.
+"""Where log records lie: fresh ones as whole commit groups, older ones in chunks by log.
 
-    append → recent_records, and in memory      a group commit of many logs fills few pages, not one per log
-    settle → settled_records                    the oldest of the recent, sorted, a page or more per log at once
-    sweep  → gone                               settled rows below a log's start, a bounded number per commit
+    append → recent     one row per group commit, whatever logs it holds; also kept in memory
+    settle → settled    some of the oldest groups, cut into one chunk per log
+    sweep  → gone       chunks that lie below their log's start, a bounded number per commit
 
-Per log, positions below the first recent one are settled (or swept), the rest is recent and served from memory.
-Rows truncated before they settle are never written again. All methods that write run inside the engine's
-transaction; `committed` applies to memory what they did, `reload` starts over from the file.
+    recent.body     msgpack [[log id, position, term, nonce, data], …] in order
+    settled.id      log id × 2^40 + position of the chunk's first record
+    settled.body    msgpack [[term, nonce, data], …], consecutive positions; settled.count = how many
+
+So a commit of many logs writes few pages and one row; a table keyed by log would dirty a page per log. Per log,
+positions below the first recent one are settled or swept, the rest is recent and served from memory. A log's row
+in `logs` may be behind its recent records; `overlay` adds them. What was truncated before it settled is never
+written again. Methods that write run inside the engine's transaction and change no memory; `committed` does.
 """
 
 from __future__ import annotations
@@ -15,34 +20,40 @@ from collections import deque
 from typing import Any, NamedTuple
 
 import apsw
+import msgspec
 
 from tidemill.base.errors import Corrupt
 from tidemill.base.limits import MIB
 from tidemill.consensus.api import LogHead, LogRecord
 
 POSITION_BITS = 40
-"""A settled row's id is log id × 2^40 + position: one integer key, and each log's rows lie together."""
-
 LOG_IDS = 1 << (63 - POSITION_BITS)
 
 RECENT_BYTES = 4 * MIB
-"""Held in memory and read back at every start; above it each commit settles some of the oldest."""
+"""Held in memory and read back at every start; above it commits settle some of the oldest."""
 
-SETTLE_ROWS = 1_024
+SETTLE_RECORDS = 1_024
 SETTLE_BYTES = 1 * MIB
-SWEEP_ROWS = 500
+CHUNK_RECORDS = 256
+SWEEP_CHUNKS = 64
+GROUP_ROW_BYTES = 16 * MIB
+RECORD_OVERHEAD_BYTES = 100
 
-ROW_OVERHEAD_BYTES = 100
 
+class Placed(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A record with its log, as `recent.body` holds it."""
 
-class _Arrival(NamedTuple):
-    id: int
     log_id: int
-    record: LogRecord
+    position: int
+    term: int
+    nonce: str
+    data: bytes
 
-    @property
-    def size_bytes(self) -> int:
-        return len(self.record.data) + ROW_OVERHEAD_BYTES
+
+class _Group(NamedTuple):
+    id: int
+    records: list[Placed]
+    size_bytes: int
 
 
 class _Tail:
@@ -51,7 +62,7 @@ class _Tail:
     __slots__ = ("records", "taken")
 
     def __init__(self) -> None:
-        self.records: list[LogRecord] = []
+        self.records: list[Placed] = []
         self.taken = 0
 
     @property
@@ -59,143 +70,202 @@ class _Tail:
         """Position of the oldest; only when there is any."""
         return self.records[self.taken].position
 
-    def __len__(self) -> int:
-        return len(self.records) - self.taken
-
-    def take(self) -> None:
-        self.taken += 1
+    def take(self, count: int) -> bool:
+        """Drop the oldest; True when nothing is left."""
+        self.taken += count
+        if self.taken == len(self.records):
+            return True
         if self.taken > 256 and self.taken * 2 > len(self.records):
             del self.records[: self.taken]
             self.taken = 0
+        return False
 
-    def slice(self, start: int, limit: int) -> list[LogRecord]:
-        at = self.taken + max(0, start - self.first)
-        return self.records[at : at + limit]
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_group = msgspec.msgpack.Decoder(list[Placed]).decode
+_decode_chunk = msgspec.msgpack.Decoder(list[tuple[int, str, bytes]]).decode
 
 
 class Records:
+    """Raises apsw.Error, and Corrupt when a body cannot be read or a record is missing."""
+
     def __init__(self, db: apsw.Connection) -> None:
         self._db = db
         self.reload()
 
     def reload(self) -> None:
-        """Forget memory and read the recent rows from the file."""
+        """Forget memory and start over from the file."""
         self._tails: dict[int, _Tail] = {}
-        self._arrivals: deque[_Arrival] = deque()
+        self._groups: deque[_Group] = deque()
         self._recent_bytes = 0
-        self._staged: list[_Arrival] = []
-        self._settling = 0
-        rows = self._rows("SELECT id, log, position, term, nonce, data FROM recent_records ORDER BY id")
-        for row_id, log_id, position, term, nonce, data in rows:
-            self._remember(_Arrival(row_id, log_id, LogRecord(position, term, nonce, data)))
-        self._next_id = self._arrivals[-1].id + 1 if self._arrivals else 1
+        self._staged: list[_Group] = []
+        self._settling: list[_Group] = []
+        self._swept = 0
+        self._next_id = 1
+        for group_id, body in self._rows("SELECT id, body FROM recent ORDER BY id"):
+            try:
+                records = _decode_group(body)
+            except msgspec.MsgspecError as error:
+                raise Corrupt(f"A group of records cannot be read: id={group_id} reason={error}.") from error
+            self._remember(_Group(group_id, records, _size(records)))
         self.unswept: set[int] = {row[0] for row in self._rows("SELECT id FROM logs WHERE swept < start")}
+
+    def overlay(self, log_id: int, stored: LogHead) -> LogHead:
+        """A log's head from its row and the recent records, whose terms and positions only grow."""
+        tail = self._tails.get(log_id)
+        if tail is None:
+            return stored
+        last = tail.records[-1]
+        return LogHead(max(stored.term, last.term), stored.start, max(stored.next, last.position + 1))
 
     # inside the transaction ----------------------------------------------------------------------
 
-    def insert(self, rows: list[tuple[int, LogRecord]]) -> None:
-        """Records by log id, each log's consecutive and following what it has."""
-        self._staged = [_Arrival(self._next_id + i, log_id, record) for i, (log_id, record) in enumerate(rows)]
-        self._db.executemany(
-            "INSERT INTO recent_records (id, log, position, term, nonce, data) VALUES (?, ?, ?, ?, ?, ?)",
-            [(a.id, a.log_id, a.record.position, a.record.term, a.record.nonce, a.record.data) for a in self._staged],
-        )
+    def insert(self, records: list[Placed]) -> None:
+        """Each log's records consecutive and following what it has."""
+        group_id = self._next_id
+        for part in _parts(records):
+            self._db.execute("INSERT INTO recent (id, body) VALUES (?, ?)", (group_id, _encode(part)))
+            self._staged.append(_Group(group_id, part, _size(part)))
+            group_id += 1
 
     def settle(self) -> None:
-        """Move some of the oldest recent rows to where they stay, if there are too many."""
+        """Move some of the oldest groups to where they stay, if there is too much."""
         if self._recent_bytes <= RECENT_BYTES:
             return
-        oldest: list[_Arrival] = []
-        size_bytes = 0
-        for arrival in self._arrivals:
-            if len(oldest) >= SETTLE_ROWS or (oldest and size_bytes >= SETTLE_BYTES):
+        count = size_bytes = 0
+        logs: dict[int, list[Placed]] = {}
+        for group in self._groups:
+            if count >= SETTLE_RECORDS or (count and size_bytes >= SETTLE_BYTES):
                 break
-            oldest.append(arrival)
-            size_bytes += arrival.size_bytes
-        starts = self._starts({arrival.log_id for arrival in oldest})
-        rows = [
-            ((a.log_id << POSITION_BITS) | a.record.position, a.record.term, a.record.nonce, a.record.data)
-            for a in oldest
-            if a.record.position >= starts[a.log_id]
-        ]
-        rows.sort(key=lambda row: row[0])
-        self._db.executemany("INSERT INTO settled_records (id, term, nonce, data) VALUES (?, ?, ?, ?)", rows)
-        self._db.execute("DELETE FROM recent_records WHERE id <= ?", (oldest[-1].id,))
-        self._settling = len(oldest)
+            self._settling.append(group)
+            count += len(group.records)
+            size_bytes += group.size_bytes
+            for record in group.records:
+                logs.setdefault(record.log_id, []).append(record)
+        chunks: list[tuple[int, int, bytes]] = []
+        for log_id in sorted(logs):
+            start = self._rows("SELECT start FROM logs WHERE id = ?", (log_id,))[0][0]
+            kept = [record for record in logs[log_id] if record.position >= start]
+            for at in range(0, len(kept), CHUNK_RECORDS):
+                part = kept[at : at + CHUNK_RECORDS]
+                body = _encode([(record.term, record.nonce, record.data) for record in part])
+                chunks.append(((log_id << POSITION_BITS) | part[0].position, len(part), body))
+        self._db.executemany("INSERT INTO settled (id, count, body) VALUES (?, ?, ?)", chunks)
+        self._db.executemany(
+            "UPDATE logs SET term = max(term, ?), next = max(next, ?) WHERE id = ?",
+            [(records[-1].term, records[-1].position + 1, log_id) for log_id, records in logs.items()],
+        )
+        self._db.execute("DELETE FROM recent WHERE id <= ?", (self._settling[-1].id,))
 
     def sweep(self) -> None:
-        """Delete some settled rows that were truncated away."""
+        """Delete some chunks that were truncated away."""
         if not self.unswept:
             return
         log_id = min(self.unswept)
-        start, swept = self._rows("SELECT start, swept FROM logs WHERE id = ?", (log_id,))[0]
-        upto = min(start, swept + SWEEP_ROWS)
         base = log_id << POSITION_BITS
-        self._db.execute("DELETE FROM settled_records WHERE id >= ? AND id < ?", (base | swept, base | upto))
-        self._db.execute("UPDATE logs SET swept = ? WHERE id = ?", (upto, log_id))
-        self._swept_all = log_id if upto == start else 0
-
-    _swept_all = 0
-
-    def _starts(self, log_ids: set[int]) -> dict[int, int]:
-        find = "SELECT start FROM logs WHERE id = ?"
-        return {log_id: self._rows(find, (log_id,))[0][0] for log_id in sorted(log_ids)}
-
-    def _rows(self, sql: str, bindings: tuple[int, ...] = ()) -> list[tuple[Any, ...]]:
-        rows: list[tuple[Any, ...]] = self._db.execute(sql, bindings).fetchall()
-        return rows
+        start = self._rows("SELECT start FROM logs WHERE id = ?", (log_id,))[0][0]
+        doomed = self._rows(
+            "SELECT id FROM settled WHERE id >= ? AND id + count <= ? AND id < ? ORDER BY id LIMIT ?",
+            (base, base | start, base | start, SWEEP_CHUNKS),
+        )
+        if doomed:
+            self._db.execute("DELETE FROM settled WHERE id >= ? AND id <= ?", (base, doomed[-1][0]))
+        if len(doomed) < SWEEP_CHUNKS:
+            self._db.execute("UPDATE logs SET swept = ? WHERE id = ?", (start, log_id))
+            self._swept = log_id
 
     # after it ------------------------------------------------------------------------------------
 
     def committed(self) -> None:
-        for _ in range(self._settling):
-            arrival = self._arrivals.popleft()
-            self._recent_bytes -= arrival.size_bytes
-            tail = self._tails[arrival.log_id]
-            tail.take()
-            if not len(tail):
-                del self._tails[arrival.log_id]
-        self._settling = 0
-        for arrival in self._staged:
-            self._remember(arrival)
-        self._next_id += len(self._staged)
+        if self._settling:
+            taken: dict[int, int] = {}
+            for group in self._settling:
+                self._groups.popleft()
+                self._recent_bytes -= group.size_bytes
+                for record in group.records:
+                    taken[record.log_id] = taken.get(record.log_id, 0) + 1
+            for log_id, count in taken.items():
+                if self._tails[log_id].take(count):
+                    del self._tails[log_id]
+            self._settling = []
+        for group in self._staged:
+            self._remember(group)
         self._staged = []
-        self.unswept.discard(self._swept_all)
-        self._swept_all = 0
+        self.unswept.discard(self._swept)
+        self._swept = 0
 
-    def _remember(self, arrival: _Arrival) -> None:
-        self._arrivals.append(arrival)
-        self._recent_bytes += arrival.size_bytes
-        tail = self._tails.get(arrival.log_id)
-        if tail is None:
-            tail = self._tails[arrival.log_id] = _Tail()
-        tail.records.append(arrival.record)
+    def _remember(self, group: _Group) -> None:
+        self._groups.append(group)
+        self._next_id = group.id + 1
+        self._recent_bytes += group.size_bytes
+        tails = self._tails
+        for record in group.records:
+            tail = tails.get(record.log_id)
+            if tail is None:
+                tail = tails[record.log_id] = _Tail()
+            tail.records.append(record)
 
     # reading -------------------------------------------------------------------------------------
 
     def read(self, log_id: int, head: LogHead, start: int, limit_records: int, limit_bytes: int) -> list[LogRecord]:
-        """Consecutive records from `start` ≥ head.start; at least one if any is there."""
+        """Consecutive records from `start` (head.start ≤ start < head.next), at least one."""
         tail = self._tails.get(log_id)
         first_recent = tail.first if tail is not None else head.next
         records: list[LogRecord] = []
         total = 0
         if start < first_recent:
-            base = log_id << POSITION_BITS
-            rows: Any = self._db.execute(
-                "SELECT id, term, nonce, data FROM settled_records WHERE id >= ? AND id < ? ORDER BY id LIMIT ?",
-                (base | start, base | first_recent, limit_records),
-            )
-            for row_id, term, nonce, data in rows:
-                total += len(data)
-                if records and total > limit_bytes:
-                    return records
-                records.append(LogRecord(row_id - base, term, nonce, data))
-        if tail is not None:
-            for record in tail.slice(start + len(records), limit_records - len(records)):
+            for record in self._settled(log_id, start, first_recent):
                 total += len(record.data)
+                if records and (total > limit_bytes or len(records) == limit_records):
+                    return records
+                records.append(record)
+        if tail is not None:
+            at = tail.taken + max(0, start - tail.first)
+            for placed in tail.records[at : at + limit_records - len(records)]:
+                total += len(placed.data)
                 if records and total > limit_bytes:
                     break
-                records.append(record)
-        if records and records[0].position != start:
-            raise Corrupt(f"A record is missing: log_id={log_id} position={start} found={records[0].position}.")
+                records.append(LogRecord(placed.position, placed.term, placed.nonce, placed.data))
+        if not records or records[0].position != start:
+            raise Corrupt(f"A record is missing from the database: log_id={log_id} position={start}.")
         return records
+
+    def _settled(self, log_id: int, start: int, end: int) -> Any:
+        """Settled records of [start, end), chunk by chunk as they are asked for."""
+        base = log_id << POSITION_BITS
+        chunks: Any = self._db.execute(
+            "SELECT id, body FROM settled WHERE id >= (SELECT max(id) FROM settled WHERE id >= ? AND id <= ?)"
+            " AND id < ? ORDER BY id",
+            (base, base | start, base | end),
+        )
+        for chunk_id, body in chunks:
+            try:
+                rows = _decode_chunk(body)
+            except msgspec.MsgspecError as error:
+                raise Corrupt(f"A chunk of records cannot be read: id={chunk_id} reason={error}.") from error
+            for position, (term, nonce, data) in enumerate(rows, chunk_id - base):
+                if position >= start:
+                    yield LogRecord(position, term, nonce, data)
+
+    def _rows(self, sql: str, bindings: tuple[int, ...] = ()) -> list[tuple[Any, ...]]:
+        rows: list[tuple[Any, ...]] = self._db.execute(sql, bindings).fetchall()
+        return rows
+
+
+def _size(records: list[Placed]) -> int:
+    return sum([len(record.data) for record in records]) + RECORD_OVERHEAD_BYTES * len(records)
+
+
+def _parts(records: list[Placed]) -> list[list[Placed]]:
+    """One part, or several where one row would be too large."""
+    if _size(records) <= GROUP_ROW_BYTES:
+        return [records]
+    parts: list[list[Placed]] = [[]]
+    size_bytes = 0
+    for record in records:
+        if parts[-1] and size_bytes + len(record.data) > GROUP_ROW_BYTES:
+            parts.append([])
+            size_bytes = 0
+        parts[-1].append(record)
+        size_bytes += len(record.data) + RECORD_OVERHEAD_BYTES
+    return parts

@@ -16,7 +16,7 @@ import apsw
 
 from tidemill.base.errors import Corrupt, Invalid, TidemillError, Unavailable
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 OLDEST_SQLITE = (3, 51, 3)
 """3.7.0 to 3.51.2 can corrupt a database whose connections write and checkpoint a WAL at once (WAL-reset bug)."""
 
@@ -25,17 +25,14 @@ CHECKPOINT_PAGES = 4000
 LAYOUT = """
 CREATE TABLE IF NOT EXISTS meta (
     id INTEGER PRIMARY KEY CHECK (id = 1), layout INTEGER NOT NULL, clock_ms INTEGER NOT NULL);
-INSERT OR IGNORE INTO meta (id, layout, clock_ms) VALUES (1, 2, 0);
+INSERT OR IGNORE INTO meta (id, layout, clock_ms) VALUES (1, 3, 0);
 CREATE TABLE IF NOT EXISTS registers (
     key TEXT PRIMARY KEY, seq INTEGER NOT NULL, nonce TEXT NOT NULL, data BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS logs (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, term INTEGER NOT NULL,
     start INTEGER NOT NULL, next INTEGER NOT NULL, swept INTEGER NOT NULL DEFAULT 0);
-CREATE TABLE IF NOT EXISTS recent_records (
-    id INTEGER PRIMARY KEY, log INTEGER NOT NULL, position INTEGER NOT NULL,
-    term INTEGER NOT NULL, nonce TEXT NOT NULL, data BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS settled_records (
-    id INTEGER PRIMARY KEY, term INTEGER NOT NULL, nonce TEXT NOT NULL, data BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS recent (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS settled (id INTEGER PRIMARY KEY, count INTEGER NOT NULL, body BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS leases (
     name TEXT PRIMARY KEY, holder TEXT NOT NULL, term INTEGER NOT NULL,
     ttl_ms INTEGER NOT NULL, expires_ms INTEGER NOT NULL, info BLOB NOT NULL) WITHOUT ROWID;
