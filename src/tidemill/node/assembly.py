@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
 import structlog
 from starlette.applications import Starlette
+from starlette.routing import BaseRoute
 
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.errors import Conflict, Invalid, Unavailable, Unknown
@@ -22,7 +24,6 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.consensus.board import Board
 from tidemill.consensus.open import open_consensus
-from tidemill.console.app import console_routes
 from tidemill.kafka.server import KafkaServer
 from tidemill.kafka.settings import KafkaSettings
 from tidemill.metastore.catalogue import Catalogue, TopicRow
@@ -45,9 +46,16 @@ from tidemill.topics.reader import PartitionReaderImpl
 log = structlog.get_logger()
 
 
+MoreRoutes = Callable[[Board, Callable[[], bool], Clock], Sequence[BaseRoute]]
+"""(board of marks, is the node ready?, clock) → routes to serve beside the shapes."""
+
+
 class Node:
-    def __init__(self, config: Config, clock: Clock | None = None, rand: Rand | None = None) -> None:
+    def __init__(
+        self, config: Config, more_routes: MoreRoutes, clock: Clock | None = None, rand: Rand | None = None
+    ) -> None:
         self._config = config
+        self._more_routes = more_routes
         self._clock = clock or SystemClock()
         self._rand = rand or Rand()
         self._marks = Tracker()
@@ -91,7 +99,7 @@ class Node:
 
         shapes.add_shards(shard)
         board = Board(consensus, rand)
-        app = Starlette(routes=[*shape_routes(shapes), *console_routes(board.reports, lambda: self._ready, clock)])
+        app = Starlette(routes=[*shape_routes(shapes), *self._more_routes(board, lambda: self._ready, clock)])
         routed = ShapeRouting(app, catalogue, consensus, self._instance, clock)
         http = HttpServer(routed, http_host, int(http_port))
         kafka = KafkaServer(
@@ -170,6 +178,7 @@ class Node:
                 await capture.run()
             finally:
                 await capture.aclose()
+                shapes.suspend_database(name)  # another node may capture on: what is served here would stand still
 
         return run
 

@@ -15,6 +15,9 @@ from tidemill.base.errors import Invalid
 from tidemill.node.config import Config, ConsensusSection, ObjectsSection
 from tidemill.node.supervise import ChildSpec, Supervisor
 
+NODE_MODULE = "tidemill.cli.serve"
+"""Started by name: the floor above puts the console into the node's process."""
+
 
 def resolved_path(config: Config) -> Path:
     return Path(config.node.data).absolute() / "resolved.json"
@@ -38,7 +41,7 @@ def start_all(
                 fix="Make it writable, or set node.data to another directory.",
             ) from error
         name = "node" if number == 1 else f"node-{number}"
-        supervisor.add(ChildSpec(name, [sys.executable, "-m", "tidemill.node.serve", str(path)]))
+        supervisor.add(ChildSpec(name, [sys.executable, "-m", NODE_MODULE, str(path)]))
     for name in config.pipeline:
         supervisor.add(ChildSpec(f"pipeline-{name}", driver_command(config, name)))
     return supervisor

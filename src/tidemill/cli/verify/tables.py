@@ -54,7 +54,7 @@ class Verifier:
         for capture, pairs in plan.captured.items():
             found += await self._captured(capture, pairs)
         for shard, topic in plan.topics.items():
-            found.append(await self._stream(shard, topic, self._pipeline(plan.pipelines[shard])))
+            found.append(await self._stream(shard, topic))
         for shard in plan.derived:
             found.append(await self._derived(shard, self._pipeline(plan.pipelines[shard])))
         return found
@@ -86,7 +86,7 @@ class Verifier:
         tables = [(source, await self._shard(name)) for source, name in pairs]
         return await verify_captured(section.dsn, remap, tables, self._rand, progress=self._progress)
 
-    async def _stream(self, name: str, topic: str, pipeline: Pipeline) -> Verified:
+    async def _stream(self, name: str, topic: str) -> Verified:
         row = await self._catalogue.get(TopicRow, topic)
         if row is None:
             raise Missing(f"the topic of this table is gone: table={name} topic={topic}.")
@@ -95,7 +95,7 @@ class Verifier:
         if latest is None:
             raise Missing(f"nothing was bound for this topic yet: topic={topic}.", fix="Is a node up?")
         shard = await self._shard(name)
-        feed = TopicFeed(row.name, row.topic_id, row.partitions, False, pipeline.tables[name].schema)
+        feed = TopicFeed(row.name, row.topic_id, row.partitions, False, shard.schema)
         fold = TopicFold(remap, PartitionReaderImpl(self._consensus, self._objects), feed, latest.time_ms)
         return await verify_expected(shard, latest.time_ms, fold.rows, progress=self._progress)
 
