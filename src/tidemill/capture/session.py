@@ -8,13 +8,11 @@ what is durable (slot, topics' tails, newest binding): there is one way to recov
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.frontier import ChangePosition
 from tidemill.base.tasks import Tasks
 from tidemill.capture.bindings import Binder
@@ -23,20 +21,12 @@ from tidemill.capture.collector import Collector
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.converter import Converter, RelationSeen, merge_relation
 from tidemill.capture.prepare import Prepared, prepare, take_snapshot
-from tidemill.capture.setup import (
-    ServerFacts,
-    SlotState,
-    check_server,
-    check_slot,
-    heartbeat,
-    published_tables,
-    slot_state,
-    try_lock,
-)
+from tidemill.capture.setup import ServerFacts, SlotState, check_server, try_lock
 from tidemill.capture.sinks import Sink
 from tidemill.capture.snapshot import SnapshotProgress
-from tidemill.capture.tables import describe, list_tables, resolve
+from tidemill.capture.tables import describe
 from tidemill.capture.topic_writer import TopicWriter
+from tidemill.capture.watch import Control, keep_beating, watch_slot, watch_tables
 from tidemill.capture.wire.connection import Wire
 from tidemill.capture.wire.errors import LockHeld, SqlError
 from tidemill.capture.wire.status import Keepalive, Status, keepalive_interval_s
@@ -47,12 +37,9 @@ from tidemill.topics.front import TopicLog
 
 log = structlog.get_logger()
 
-T = TypeVar("T")
-
 LOCK_POLL_S = 0.5
 SLOT_BUSY_POLL_S = 0.2
 SLOT_BUSY_ATTEMPTS = 400
-SLOT_POLL_S = 1.0
 STATUS_MIN_INTERVAL_S = 0.02
 _OBJECT_IN_USE = "55006"
 
@@ -80,12 +67,10 @@ class Session:
         self._clock = clock
         self._rand = rand
         self._on_phase = on_phase
-        self._control: Wire | None = None
-        self._control_lock = asyncio.Lock()
+        self._control: Control | None = None
         self._stream: ReplicationStream | None = None
         self._converter = Converter(max_changes=config.fragment_changes)
         self._status_due = asyncio.Event()
-        self._last_activity_s = clock.monotonic_s()
         self.collector: Collector | None = None
         self.writer: TopicWriter | None = None
         self.binder: Binder | None = None
@@ -140,14 +125,16 @@ class Session:
     async def _start(self, tasks: Tasks) -> None:
         prepared, facts = await self._prepare()
         # A long copy must not go on after its slot is lost.
-        tasks.spawn(self._watch_slot(), name="capture slot")
+        assert self._control is not None
+        tasks.spawn(watch_slot(self._control, self._config, self._saw_slot), name="capture slot")
         await self._open_writer(prepared)
         await self._start_stream(prepared, facts, tasks)
 
     async def _prepare(self) -> tuple[Prepared, ServerFacts]:
         config = self._config
         self._on_phase("connecting to PostgreSQL", "")
-        wire = self._control = await Wire.connect(config.dsn, purpose=f"capture {config.name}")
+        wire = await Wire.connect(config.dsn, purpose=f"capture {config.name}")
+        self._control = Control(wire)
         facts = await check_server(wire, config)
         while True:
             try:
@@ -218,8 +205,8 @@ class Session:
         tasks.spawn(self.binder.run(), name="capture binder")
         tasks.spawn(self.writer.failed(), name="capture topic writer")
         tasks.spawn(self._send_status(stream, status, interval_s), name="capture status")
-        tasks.spawn(self._beat(), name="capture heartbeat")
-        tasks.spawn(self._watch_tables(prepared), name="capture tables")
+        tasks.spawn(keep_beating(self._control, config, lambda: collector.last_commit_lsn), name="capture heartbeat")
+        tasks.spawn(watch_tables(self._control, config, prepared.tables), name="capture tables")
 
     async def _start_when_free(self, stream: ReplicationStream) -> None:
         """A predecessor's walsender may outlive its client for a moment."""
@@ -250,20 +237,23 @@ class Session:
                         await self._learn(out)
                     continue
                 await collector.put(out)
-            self._last_activity_s = self._clock.monotonic_s()
 
     async def _learn(self, seen: RelationSeen) -> None:
         """The stream describes a table differently: its columns from the stream, the rest from the catalogue."""
-        found = await self._query(lambda wire: describe(wire, [seen.message.oid]))
+        assert self._control is not None
+        found = await self._control.ask(lambda wire: describe(wire, [seen.message.oid]))
         known = found.get(seen.message.oid) or self._converter.relations.get(seen.message.oid)
         self._converter.learn(merge_relation(seen.message, known))
         log.info("table described anew", capture=self._config.name, table=f"{seen.message.schema}.{seen.message.table}")
+
+    def _saw_slot(self, state: SlotState) -> None:
+        self.slot = state
 
     def _on_bound(self, position: ChangePosition) -> None:
         if self.collector is not None:
             self.collector.flushed(self.topic_consumer, position)
 
-    # status, heartbeat, slot ----------------------------------------------------------------------
+    # status -----------------------------------------------------------------------------------
     def _note_status(self, urgent: bool) -> None:
         self._status_due.set()
 
@@ -278,49 +268,3 @@ class Session:
             except TimeoutError:
                 pass
             self._status_due.clear()
-
-    async def _beat(self) -> None:
-        """One at the start, so that the snapshot's LSN is crossed; then whenever no data came for heartbeat_s."""
-        await self._query(heartbeat)
-        while True:
-            before = self.collector.last_commit_lsn if self.collector is not None else 0
-            await asyncio.sleep(self._config.heartbeat_s)
-            if self.collector is not None and self.collector.last_commit_lsn == before:
-                await self._query(heartbeat)
-
-    async def _watch_slot(self) -> None:
-        """The server's side of the story: retained WAL, WAL end; SlotLost as soon as it is."""
-        while True:
-            state = await self._query(lambda wire: slot_state(wire, self._config.slot))
-            self.slot = check_slot(self._config, state)
-            await asyncio.sleep(SLOT_POLL_S)
-
-    async def _watch_tables(self, prepared: Prepared) -> None:
-        """A table created anew, unpublished, or new under a pattern ends this session; the next one takes it in."""
-        config = self._config
-        warned = ""
-        while True:
-            await asyncio.sleep(self._config.table_poll_s)
-            published = await self._query(lambda wire: published_tables(wire, config.publication)) or set()
-            tables = await self._query(list_tables)
-            oids = {table.name: table.oid for table in tables}
-            for table in prepared.tables:
-                if table.name in oids and (oids[table.name] != table.oid or table.name not in published):
-                    raise Unavailable(f"a captured table was made anew or unpublished: table={table.name}.")
-            try:
-                added = {table.name for table in resolve(config.tables, tables)} - {t.name for t in prepared.tables}
-            except Invalid as error:
-                # What runs goes on; the next start will refuse it.
-                if warned != error.message:
-                    log.warning("a table cannot be captured", capture=config.name, cause=str(error))
-                    warned = error.message
-                continue
-            if added:
-                raise Unavailable(f"new tables match the capture: tables={','.join(sorted(added))}.")
-
-    async def _query(self, ask: Callable[[Wire], Awaitable[T]]) -> T:
-        """One at a time on the control connection, which also carries the capture's lock."""
-        async with self._control_lock:
-            if self._control is None:
-                raise Unavailable("the control connection is gone.")
-            return await ask(self._control)

@@ -11,10 +11,9 @@
     truncate            one record, key and value null, tm.op=truncate, in every partition: all keys are gone
 
 Offsets are decided here, before anything is sent (lane.py, L1), hence the offsets at each commit boundary are
-known at the commit. Records go out in rounds: while few rounds are under way a new one is sent at once, else
-what arrives meanwhile waits and travels together. A round is durable when it and all before it are.
+known at the commit. Records go out in rounds (rounds.py).
 
-    fragment ─► lanes ─► round ─► produce_nowait … ended ─► consumer.flushed(position) ─► boundaries ─► Binder
+    fragment ─► lanes ─► rounds ─► durable position ─► consumer.flushed ─► boundaries ─► Binder
 
 W1  A boundary reaches the binder only when every record up to it is durable.
 W2  The tracker hears of a boundary only after the binding that covers it: confirmed ≤ bound ≤ durable. So the
@@ -28,37 +27,25 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-import structlog
-
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Closed, Corrupt, Missing, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import Corrupt, Missing, Unavailable, Unknown
 from tidemill.base.frontier import ChangePosition
-from tidemill.base.tasks import Tasks
 from tidemill.capture.boundaries import Boundary, in_snapshot
 from tidemill.capture.changes import Change, Fragment, Relation, Row
 from tidemill.capture.consumer import FragmentConsumer
 from tidemill.capture.converter import key_changed
-from tidemill.capture.lane import Lane, LaneBatch, Round
+from tidemill.capture.lane import Lane
+from tidemill.capture.rounds import Rounds
 from tidemill.capture.sinks import FlushNotices
 from tidemill.capture.values import RowEncoder
 from tidemill.metastore.catalogue import TableSnapshot, TopicRow
 from tidemill.topics.batch import Record, decode_batch
-from tidemill.topics.front import FetchRead, OutOfOrderSequence, ProduceResult, TopicLog
+from tidemill.topics.front import FetchRead, TopicLog
 
-log = structlog.get_logger()
-
-ROUNDS_IN_FLIGHT = 3
-"""Fewer than the five batches a partition remembers per producer, so a batch sent again is recognised."""
-BACKLOG_BYTES = 16 << 20
-ROUND_BYTES = 2 << 20
-REPAIR_PAUSE_S = 0.05
-REPAIR_PAUSE_MAX_S = 2.0
 OPEN_ATTEMPTS = 100
 TAIL_FETCH_BYTES = 1 << 20
 
 POSITION_HEADER, OP_HEADER, XID_HEADER = "tm.pos", "tm.op", "tm.xid"
-
-_RETRIABLE = (Unavailable, Unknown, OutOfOrderSequence)
 
 
 class CapturedTable:
@@ -100,20 +87,11 @@ class TopicWriter:
         self.notices: FlushNotices | None = None
         self._tables = {table.name: table for table in tables}
         self._topics = topics
-        self._rand = rand
         self._on_durable = on_durable
         self._consumer = FragmentConsumer()
         self._boundaries: deque[Boundary] = deque()
-        self._rounds: deque[Round] = deque()
-        self._dirty: dict[Lane, None] = {}
+        self._rounds = Rounds(topics, rand, lambda position: self._aligned(self._consumer.flushed(position)))
         self._touched: dict[Lane, None] = {}
-        self._written = ChangePosition(0, 0)
-        self._open_bytes = 0
-        self._flight_bytes = 0
-        self._scheduled = False
-        self._changed = asyncio.Event()
-        self._failure: TidemillError | None = None
-        self._tasks = Tasks(self._task_failed)
 
     # opening --------------------------------------------------------------------------------------
     async def open(self, bound: dict[str, tuple[int, ...]], bound_lsn: int) -> None:
@@ -165,8 +143,7 @@ class TopicWriter:
     # Sink -----------------------------------------------------------------------------------------
     async def deliver(self, fragment: Fragment, notices: FlushNotices) -> list[str]:
         """See sinks.Sink. Waits for room, never for durability. Raises what made the writer fail."""
-        if self._failure is not None:
-            raise self._failure
+        self._rounds.check()
         self.notices = notices
         written: ChangePosition | None = None
         for change in fragment.changes:
@@ -175,14 +152,12 @@ class TopicWriter:
                 continue
             if self._write(table, change, fragment):
                 written = change.position
-        if written is not None:
-            self._written = max(self._written, written)
         if fragment.commits:
             self._boundary(fragment, written)
         else:
             self._consumer.fragment(written, fragment.last, commits=False)
-        self._kick()
-        await self._room()
+        self._rounds.kick(written)
+        await self._rounds.room()
         return [self.name] if fragment.commits else []
 
     def progress(self, lsn: int) -> None:
@@ -195,16 +170,12 @@ class TopicWriter:
 
     async def aclose(self) -> None:
         """Stop sending. What is in flight ends by itself; whoever opens the lanes next finds it or refuses it (L1)."""
-        if self._failure is None:
-            self._failure = Closed(f"the topic writer was closed: consumer={self.name}.")
-        self._changed.set()
-        await self._tasks.aclose()
+        await self._rounds.aclose()
 
     # snapshot -------------------------------------------------------------------------------------
     async def write_rows(self, table: CapturedTable, relation: Relation, rows: Sequence[Row], now_ms: int) -> None:
         """Rows of the initial snapshot, at positions (0, n). Waits for room."""
-        if self._failure is not None:
-            raise self._failure
+        self._rounds.check()
         encoder = table.encoder(relation)
         for row in rows:
             key = encoder.key(row)
@@ -212,13 +183,16 @@ class TopicWriter:
             position = ChangePosition(0, lane.next)
             lane.take(position)
             self._put(lane, key, encoder.value(row), position, b"insert", b"0", now_ms)
-        self._kick()
-        await self._room()
+        self._rounds.kick()
+        await self._rounds.room()
 
     async def drained(self) -> None:
         """Until everything written is durable. Raises what made the writer fail."""
-        while self._dirty or self._rounds:
-            await self._change()
+        await self._rounds.drained()
+
+    async def failed(self) -> None:
+        """Wait for the writer's failure and raise it."""
+        await self._rounds.failed()
 
     # state for marks ------------------------------------------------------------------------------
     @property
@@ -271,8 +245,7 @@ class TopicWriter:
     ) -> None:
         position = b"%d_%d" % (at.commit_lsn, at.ordinal)
         headers = ((POSITION_HEADER, position), (OP_HEADER, op), (XID_HEADER, xid))
-        self._open_bytes += lane.add(Record(key, value, headers, at_ms))
-        self._dirty[lane] = None
+        self._rounds.add(lane, Record(key, value, headers, at_ms))
 
     def _boundary(self, fragment: Fragment, written: ChangePosition | None) -> None:
         offsets = [(lane.topic_id, lane.partition, lane.next) for lane in self._touched]
@@ -292,123 +265,6 @@ class TopicWriter:
             done.append(self._boundaries.popleft())
         if done:
             self._on_durable(done)
-
-    # rounds ---------------------------------------------------------------------------------------
-    def _kick(self) -> None:
-        """Send what waits at the end of this turn of the loop, so that fragments at hand travel together."""
-        if not self._scheduled and self._dirty:
-            self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._send_round)
-
-    def _send_round(self) -> None:
-        self._scheduled = False
-        if not self._dirty or self._failure is not None or len(self._rounds) >= ROUNDS_IN_FLIGHT:
-            return
-        round_ = Round(self._written)
-        self._rounds.append(round_)
-        dirty, self._dirty, self._open_bytes = self._dirty, {}, 0
-        batches = [(lane, batch) for lane in dirty for batch in lane.close_batches(round_)]
-        for lane, batch in batches:
-            self._flight_bytes += len(batch.data)
-            if not lane.repairing:
-                self._send(lane, batch)
-
-    def _send(self, lane: Lane, batch: LaneBatch) -> None:
-        batch.in_flight = True
-        # The log patches offsets in place, so a batch that may be sent again is sent as a copy.
-        future = self._topics.produce_nowait(lane.topic_id, lane.partition, bytearray(batch.data))
-        future.add_done_callback(lambda ended: self._ended(lane, batch, ended))
-
-    def _ended(self, lane: Lane, batch: LaneBatch, future: asyncio.Future[ProduceResult]) -> None:
-        batch.in_flight = False
-        self._changed.set()
-        error = Closed("the produce call was cancelled.") if future.cancelled() else future.exception()
-        if error is None:
-            if future.result().base_offset != batch.start:
-                self._fail(
-                    Corrupt(
-                        f"somebody else wrote to a capture's topic: topic={lane.topic} partition={lane.partition}"
-                        f" expected={batch.start} found={future.result().base_offset}.",
-                        fix="Let only the capture write to it; start the capture over.",
-                    )
-                )
-                return
-            lane.failures = 0
-            batch.done = True
-            while lane.pending and lane.pending[0].done:
-                self._landed(lane.pending.popleft())
-        elif isinstance(error, _RETRIABLE):
-            if not lane.repairing and self._failure is None:
-                lane.repairing = True
-                self._tasks.spawn(self._repair(lane, error), name=f"repair {lane.topic}/{lane.partition}")
-        else:
-            translated = error if isinstance(error, TidemillError) else Unavailable(f"produce failed: {error!r}.")
-            self._fail(translated)
-
-    def _landed(self, batch: LaneBatch) -> None:
-        self._flight_bytes -= len(batch.data)
-        batch.round.left -= 1
-        durable: ChangePosition | None = None
-        while self._rounds and self._rounds[0].left == 0:
-            durable = self._rounds.popleft().position
-        if durable is not None:
-            self._aligned(self._consumer.flushed(durable))
-            self._kick()
-        self._changed.set()
-
-    async def _repair(self, lane: Lane, cause: BaseException) -> None:
-        """A batch failed, and with it what was in line behind it. Wait until nothing of this partition is in flight,
-        look what the log holds after all, and send the rest again, same sequences, same order."""
-        lane.failures += 1
-        log.warning("records not accepted, sending again", topic=lane.topic, failures=lane.failures, cause=str(cause))
-        while True:
-            pause_s = min(REPAIR_PAUSE_MAX_S, REPAIR_PAUSE_S * 2 ** min(lane.failures, 10))
-            await asyncio.sleep(self._rand.uniform(pause_s / 2, pause_s))
-            while any(batch.in_flight for batch in lane.pending):
-                await self._change()
-            try:
-                high_watermark = (await self._topics.offsets(lane.topic_id, lane.partition)).high_watermark
-            except (Unavailable, Unknown):
-                lane.failures += 1
-                continue
-            break
-        # No await from here on: new batches keep joining the line behind.
-        lane.repairing = False
-        for batch in lane.landed(high_watermark):
-            self._landed(batch)
-        if high_watermark > lane.expected:
-            # A predecessor's batch with other borders landed late: the same records, further than ours. The next
-            # session counts from the new tail (and finds out by its position if they were not the same).
-            self._fail(Unavailable(f"the topic moved on its own: topic={lane.topic} partition={lane.partition}."))
-            return
-        for batch in lane.pending:
-            self._send(lane, batch)
-
-    # waiting --------------------------------------------------------------------------------------
-    async def _room(self) -> None:
-        while self._open_bytes > ROUND_BYTES and self._open_bytes + self._flight_bytes > BACKLOG_BYTES:
-            await self._change()
-
-    async def _change(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        self._changed.clear()
-        await self._changed.wait()
-        if self._failure is not None:
-            raise self._failure
-
-    def _task_failed(self, _: str, error: BaseException) -> None:
-        self._fail(error if isinstance(error, TidemillError) else Unavailable(f"the topic writer failed: {error!r}."))
-
-    def _fail(self, error: TidemillError) -> None:
-        if self._failure is None:
-            self._failure = error
-        self._changed.set()
-
-    async def failed(self) -> None:
-        """Wait for the writer's failure and raise it."""
-        while True:
-            await self._change()
 
 
 def position_of(record: Record) -> ChangePosition:
