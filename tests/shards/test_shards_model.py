@@ -57,23 +57,23 @@ class ShardModel(RuleBasedStateMachine):
 
     @rule(
         who=HANDLES,
-        steps=st.lists(st.dictionaries(st.integers(0, 4), st.none() | st.text(max_size=3), max_size=3), max_size=3),
-        gap=st.integers(0, 2),
-        lost=st.sampled_from([None, (True, False), (False, False)]),
+        steps=st.lists(
+            st.dictionaries(st.integers(0, 4), st.none() | st.text(max_size=3), max_size=3), min_size=1, max_size=5
+        ),
+        whole=st.booleans(),
+        lost=st.sampled_from([None, None, (True, False), (False, False)]),
     )
-    def appends(self, who: int, steps: list[dict[int, str | None]], gap: int, lost: Any) -> None:
-        rows: list[Row] = []
-        for offset, keys in enumerate(steps):
-            rows += self.changes(keys, self.upper + offset)
+    def appends(self, who: int, steps: list[dict[int, str | None]], whole: bool, lost: Any) -> None:
+        """One batch of several times, or one batch a time; the answer of the first may be lost."""
         shard = self.shards[who]
-        upper = self.upper + len(steps) + gap
-        if upper == self.upper:
-            return
         if lost:
             shard._machine._log._consensus.script = [lost]  # type: ignore[attr-defined]
-        assert self.run(append(shard, self.upper, upper, rows)) == upper
-        self.upper = upper
-        self.rows += rows
+        for group in [steps] if whole else [[s] for s in steps]:
+            rows = [r for offset, keys in enumerate(group) for r in self.changes(keys, self.upper + offset)]
+            upper = self.upper + len(group)
+            assert self.run(append(shard, self.upper, upper, rows)) == upper
+            self.upper = upper
+            self.rows += rows
 
     @rule(who=HANDLES, behind=st.integers(1, 3))
     def a_laggard_is_refused(self, who: int, behind: int) -> None:
@@ -123,9 +123,9 @@ class ShardModel(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 2), steps=st.integers(1, 4))
     def a_listener_advances(self, which: int, steps: int) -> None:
-        if which >= len(self.listeners):
+        if not self.listeners:
             return
-        listener = self.listeners[which]
+        listener = self.listeners[which % len(self.listeners)]
         for _ in range(steps):
             if listener.frontier >= self.upper:
                 return

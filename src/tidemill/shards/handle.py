@@ -223,10 +223,10 @@ class LogShard:
 
     async def _beyond(self, frontier: int, timeout_s: float) -> ShardState:
         """The state once its upper is > frontier or the shard is closed, or after the timeout."""
-        until_s = self._clock.monotonic_s() + timeout_s
+        until_s = asyncio.get_running_loop().time() + timeout_s
         state = await self._machine.refresh()
         while state.upper <= frontier and not state.closed:
-            left_s = until_s - self._clock.monotonic_s()
+            left_s = until_s - asyncio.get_running_loop().time()
             if left_s <= 0:
                 break
             state = await self._machine.changed(state, left_s)
@@ -234,11 +234,11 @@ class LogShard:
 
     async def _readable(self, as_of: int, timeout_s: float | None) -> ShardState:
         state = await self._machine.refresh()
-        until_s = None if timeout_s is None else self._clock.monotonic_s() + timeout_s
+        until_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         while state.upper <= as_of:
             if state.closed:
                 raise Closed(f"shard was closed before this time: shard={self.name} as_of={as_of} upper={state.upper}.")
-            left_s = WAIT_SLICE_S if until_s is None else until_s - self._clock.monotonic_s()
+            left_s = WAIT_SLICE_S if until_s is None else until_s - asyncio.get_running_loop().time()
             if left_s <= 0:
                 raise Unavailable(
                     f"time is not final yet: shard={self.name} as_of={as_of} upper={state.upper}.",

@@ -55,12 +55,14 @@ def log_name(name: str) -> str:
 
 
 class LogRemap:
-    """One process's handle; any number of them mint and read the same bindings."""
+    """One process's handle; any number of them mint and read the same bindings.
+
+    `clock` is not read: every time is in a binding, and waiting is the event loop's.
+    """
 
     def __init__(self, consensus: Consensus, name: str, clock: Clock, rand: Rand) -> None:
         self.name = name
         self._consensus = consensus
-        self._clock = clock
         self._rand = rand
         self._log = log_name(name)
         self._next = 0  # position after the last binding in the window
@@ -118,12 +120,12 @@ class LogRemap:
         return (await self._read(position - 1, 1))[0] if position else None
 
     async def wait(self, beyond_ms: int, timeout_s: float) -> bool:
-        until_s = self._clock.monotonic_s() + timeout_s
+        until_s = asyncio.get_running_loop().time() + timeout_s
         while True:
             await self._sync()
             if self._window and self._window[-1].time_ms > beyond_ms:
                 return True
-            left_s = until_s - self._clock.monotonic_s()
+            left_s = until_s - asyncio.get_running_loop().time()
             if left_s <= 0:
                 return False
             await self._consensus.wait(self._log, self._next, left_s)

@@ -1,0 +1,97 @@
+"""The fold of a topic: the last record of each key up to a time, malformed ones counted, against a shard."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.cli.verify import fold
+from tidemill.cli.verify.fold import TopicFold
+from tidemill.cli.verify.table import verify_expected
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.objects.memory import MemoryObjects
+from tidemill.shards.front import DIFF, TIME, Binding, Column, ShardSchema
+from tidemill.shards.open import open_remap, open_shard
+from tidemill.spark.feeds import TopicFeed
+from tidemill.topics.batch import Record, encode_batch
+from tidemill.topics.front import BatchRef
+
+SCHEMA = ShardSchema((Column("id", "string"), Column("n", "int64"), Column("x", "float64")), ("id",))
+
+
+class Topic:
+    """Two partitions of one-record batches, read as executors read."""
+
+    def __init__(self) -> None:
+        self.records: list[list[tuple[bytes, bytes | None]]] = [[], []]
+
+    def add(self, partition: int, key: str, value: str | None) -> None:
+        self.records[partition].append((key.encode(), None if value is None else value.encode()))
+
+    @property
+    def ends(self) -> dict[str, tuple[int, ...]]:
+        return {"tid": tuple(len(r) for r in self.records)}
+
+    async def high_watermark(self, topic_id: str, partition: int) -> int:
+        return len(self.records[partition])
+
+    async def plan(self, topic_id: str, partition: int, start: int, end: int) -> list[BatchRef]:
+        return [BatchRef(str(partition), 0, 0, offset, 1, 0) for offset in range(start, end)]
+
+    async def read(self, refs: Sequence[BatchRef]) -> list[bytes]:
+        found = [(self.records[int(r.object_key)][r.base_offset], r.base_offset) for r in refs]
+        return [encode_batch([Record(k, v, (), 0, 0)], base_offset=offset) for (k, v), offset in found]
+
+
+def test_a_topic_folds_to_what_its_shard_should_hold_at_each_time() -> None:
+    fold.BINDINGS_AT_ONCE, kept = 2, fold.BINDINGS_AT_ONCE
+
+    async def scenario() -> None:
+        clock, rand = SystemClock(), Rand()
+        consensus = MemoryConsensus(clock)
+        topic = Topic()
+        remap = await open_remap(consensus, clock, rand, "topic/t")
+        topic.add(0, "a", '{"id": "a", "n": 1}')
+        topic.add(1, "b", '{"id": "b", "n": 2, "x": 0.5}')
+        await remap.mint(Binding(10, topic.ends))
+        topic.add(0, "a", '{"id": "a", "n": 7}')
+        topic.add(0, "a", '{"id": "a", "n": 8}')
+        topic.add(1, "b", None)
+        topic.add(1, "z", '{"id": "z", "n": "malformed"}')
+        await remap.mint(Binding(20, topic.ends))
+        topic.add(1, "b", '{"id": "b", "n": 3}')
+        await remap.mint(Binding(30, topic.ends))
+        feed = TopicFeed("t", "tid", 2, False, SCHEMA)
+
+        shard = await open_shard(consensus, MemoryObjects(clock), clock, rand, "t", SCHEMA)
+        updates = [
+            ("a", 1, None, 10, 1),
+            ("b", 2, 0.5, 10, 1),
+            ("a", 1, None, 20, -1),
+            ("a", 8, None, 20, 1),
+            ("b", 2, 0.5, 20, -1),
+            ("b", 3, None, 30, 1),
+        ]
+        columns = list(zip(*updates, strict=True))
+        rows = pa.table(dict(zip(("id", "n", "x", TIME, DIFF), (pa.array(c) for c in columns), strict=True)))
+        await shard.compare_and_append(0, 31, [await shard.write_part(rows)], "")
+
+        counts = {}
+        for time_ms in (9, 10, 20, 25, 30):
+            folded = TopicFold(remap, topic, feed, time_ms)
+            found = await verify_expected(shard, time_ms, folded.rows)
+            assert found.clean, found
+            counts[time_ms] = (found.rows, folded.records, folded.malformed)
+        assert counts == {9: (0, 0, 0), 10: (2, 2, 0), 20: (1, 6, 1), 25: (1, 6, 1), 30: (2, 7, 1)}
+
+        topic.records[0][2] = (b"a", b'{"id": "a", "n": 9}')
+        wrong = await verify_expected(shard, 30, TopicFold(remap, topic, feed, 30).rows)
+        assert (wrong.rows, wrong.missing, wrong.extra, wrong.different) == (2, 0, 0, 1)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        fold.BINDINGS_AT_ONCE = kept
