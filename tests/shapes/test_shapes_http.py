@@ -351,11 +351,14 @@ def test_delete_when_enabled_is_202_and_of_an_unknown_shape_404(postgres_dsn: st
     run(main())
 
 
-def test_health_and_preflight(postgres_dsn: str) -> None:
+def test_health_list_and_preflight(postgres_dsn: str) -> None:
     async def main() -> None:
         async with ShapeWorld(postgres_dsn, DDL) as world:
             health = await world.request("/v1/health", {})
             assert (health.status, health.json) == (200, {"status": "active"})
+            first = await world.get(table="item", offset="-1", where="id > 3")
+            (listed,) = (await world.request("/api/shapes", {})).json
+            assert (listed["handle"], listed["source"], listed["rows"]) == (first.handle, "public.item", 17)
             preflight = await world.request("/v1/shape", {}, method="OPTIONS")
             assert preflight.status == 204
             assert "GET" in preflight.headers["access-control-allow-methods"]
@@ -456,8 +459,11 @@ def test_shapes_of_a_capture_that_starts_anew_refetch_and_an_empty_one_is_503(po
             world.service.add_database("main", world.dsn, lambda: [])
             starting = await world.get(table="item", offset="-1")
             assert (starting.status, starting.headers["retry-after"]) == (503, "1")
-            world.service.remove_database("main")
-            assert (await world.get(table="item", offset="-1")).status == 400
+            world.service.add_database("main", world.dsn, lambda: world.relations.values())
+            assert (await world.get(table="item", offset="-1")).status == 200
+            world.service.suspend_database("main")
+            assert world.service.shapes() == []
+            assert (await world.get(table="item", offset="-1")).status == 503
 
     run(main())
 
@@ -549,6 +555,19 @@ def test_a_client_that_goes_away_leaves_no_waiter(postgres_dsn: str) -> None:
             writer.close()
             await eventually(lambda: not any(s["waiting"] for s in world.service.shapes()))
             del reader
+
+    run(main())
+
+
+def test_closing_the_service_answers_waiting_clients_at_once(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=30)) as world:
+            params = await start(world)
+            polls = [asyncio.ensure_future(world.get(**params, live="true")) for _ in range(3)]
+            await eventually(lambda: any(s["waiting"] == 3 for s in world.service.shapes()))
+            await world.service.aclose()
+            assert [answer.status for answer in await asyncio.gather(*polls)] == [503] * 3
+            assert (await world.get(table="item", offset="-1")).status == 503
 
     run(main())
 

@@ -16,6 +16,8 @@ from tidemill.base.tasks import Tasks
 
 BACKLOG = 1024
 START_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 2.0
+"""Requests under way may finish for this long; close what holds them (live shapes) before the server."""
 
 
 class HttpServer:
@@ -94,7 +96,7 @@ class HttpServer:
                 self._socket.detach()  # granian closes the descriptor it was given; closing it twice could hit another
                 self._socket = None
             if self._serving is not None:
-                await asyncio.wait({self._serving}, timeout=10)
+                await asyncio.wait({self._serving}, timeout=STOP_TIMEOUT_S)
             self._server = None
         await self._tasks.aclose()
         if self._socket is not None:

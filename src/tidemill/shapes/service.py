@@ -64,10 +64,10 @@ class ShapeService:
         self.restart_database(name, "the capture was started anew")
         return self._tables.add(name, dsn, relations)
 
-    def remove_database(self, name: str) -> None:
-        """This process no longer captures it: its shapes end, requests are refused. Idempotent."""
+    def suspend_database(self, name: str) -> None:
+        """This process does not capture it now: its shapes end, requests are 503 until it is added again."""
         self.restart_database(name, "the capture left this node")
-        self._tables.remove(name)
+        self._tables.suspend(name)
 
     @property
     def sink(self) -> ShapeSink:
@@ -157,8 +157,10 @@ class ShapeService:
     def open(self, plan: Plan) -> LiveShape:
         """The live shape of a plan; starts one when there is none (V1). Plain def: the place is taken at once.
 
-        Raises Unavailable when there is no room.
+        Raises Unavailable when there is no room, or the service is closed.
         """
+        if self._closed:
+            raise Unavailable("the node is stopping.")
         shape = self.current(plan.definition)
         if shape is not None and (
             shape.schema_json != plan.schema_json or not self._tables.follows(shape, plan.relation)

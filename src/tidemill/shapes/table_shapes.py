@@ -46,8 +46,11 @@ class TableShapes:
         self._databases[name] = _Database(PostgresSource(dsn), relations, sink)
         return sink
 
-    def remove(self, name: str) -> None:
-        self._databases.pop(name, None)
+    def suspend(self, name: str) -> None:
+        """Nothing is captured for now, which looks like a capture that starts."""
+        database = self._databases.get(name)
+        if database is not None:
+            database.relations = tuple
 
     def sinks(self) -> list[ShapeSink]:
         return [database.sink for database in self._databases.values()]

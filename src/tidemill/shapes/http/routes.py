@@ -1,4 +1,4 @@
-"""GET, OPTIONS and DELETE /v1/shape; GET /v1/health.
+"""GET, OPTIONS and DELETE /v1/shape; GET /v1/health; GET /api/shapes, the list of live shapes.
 
 One request: check the secret → parse → plan against the table → find the shape the handle names →
 wait for its initial rows → answer a chunk, or wait for news.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Awaitable, Callable, Sequence
 
+import orjson
 import structlog
 from starlette.requests import Request
 from starlette.responses import Response
@@ -48,6 +49,7 @@ def shape_routes(service: ShapeService) -> list[Route]:
         Route("/v1/shape", endpoint.guarded(endpoint.delete), methods=["DELETE"]),
         Route("/v1/shape", endpoint.options, methods=["OPTIONS"]),
         Route("/v1/health", endpoint.health, methods=["GET"]),
+        Route("/api/shapes", endpoint.guarded(endpoint.live_shapes), methods=["GET"]),
     ]
 
 
@@ -96,6 +98,10 @@ class _ShapeEndpoint:
     async def health(self, request: Request) -> Response:
         headers = {**BASE_HEADERS, "cache-control": "no-cache, no-store, must-revalidate"}
         return Response(b'{"status":"active"}', 200, headers, media_type="application/json")
+
+    async def live_shapes(self, request: Request) -> Response:
+        headers = {**BASE_HEADERS, "cache-control": "no-cache"}
+        return Response(orjson.dumps(self._service.shapes()), 200, headers, media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
         if not self._settings.allow_delete:
