@@ -540,3 +540,18 @@ class ConsensusContract:
                 assert await two.append(log, 0, 0, [b"x"], "n") == LogHead(0, 0, 1)
 
         run(body())
+
+    def test_closing_during_writes_leaves_no_caller_hanging_and_claims_nothing(self, open_client: OpenClient) -> None:
+        async def body() -> None:
+            async with clients(open_client, 2) as (one, two):
+                log, root = unique(), unique()
+                attempts = [asyncio.ensure_future(one.append(log, 0, i, [b"x"], f"n{i}")) for i in range(20)]
+                attempts += [asyncio.ensure_future(one.fence(f"{root}{i}", 1)) for i in range(20)]
+                await asyncio.sleep(0.001)
+                await one.aclose()
+                outcomes = await asyncio.gather(*attempts, return_exceptions=True)
+                acknowledged = sum(isinstance(outcome, LogHead) for outcome in outcomes[:20])
+                assert all(isinstance(outcome, (LogHead, Unknown, Closed, Conflict)) for outcome in outcomes)
+                assert acknowledged <= (await two.log_head(log)).next <= 20
+
+        run(body())

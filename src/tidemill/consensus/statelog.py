@@ -295,7 +295,8 @@ class StateLog(Generic[S]):
                     return
                 await self._pause(attempt + 2)
             except TidemillError as error:
-                self._fail(flight.batch, error)
+                hidden = Unknown(f"The outcome of an append cannot be read: reason={error.message!r}.")
+                self._fail(flight.batch, error if landed is False or isinstance(error, Corrupt) else hidden)
                 self._fail_queue(error)
                 return
         else:

@@ -17,7 +17,7 @@ from typing import Any
 import psycopg
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, TidemillError, Unavailable
+from tidemill.base.errors import Closed, TidemillError, Unavailable, Unknown
 from tidemill.base.tasks import Tasks
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.commands import AnyOp, Append, Cas, Truncate, Wait
@@ -48,7 +48,6 @@ class PostgresConsensus(Facade):
         self._singles = _Line(Lane(url, rand, writes=True))
         self._reads = _Line(Lane(url, rand, writes=False))
         self._log_ids: dict[str, int] = {}
-        self._under_way: list[Queued] = []
         self._tasks = Tasks(self._task_failed)
         self._wakeups = Wakeups(url, rand, self._notify, self._heads)
         self._sweeping: set[str] = set()
@@ -117,29 +116,26 @@ class PostgresConsensus(Facade):
 
     async def _serve_group(self, line: _Line) -> None:
         group = groups.take(line.queue)
-        members = group.members
-        if not members:
+        if not group.members:
             return
-        self._under_way.extend(members)
         try:
             again = await line.lane.run(lambda connection: groups.commit(connection, group, self._log_ids))
-        except TidemillError as error:
-            group.fail(error)
-        else:
             line.queue.extendleft(reversed(again))
             for log, chain in group.chains.items():
                 last = chain[-1]
                 if last.future.done() and not last.future.cancelled() and last.future.exception() is None:
                     self._wakeups.grown(log, last.future.result().next)
-        finally:
-            self._under_way = [queued for queued in self._under_way if queued not in members]
+        except TidemillError as error:
+            group.fail(error)
+        except BaseException:
+            group.fail(Unknown("The consensus client ended during a commit."))
+            raise
 
     async def _serve_single(self, line: _Line) -> None:
         queued = line.queue.popleft()
         if queued.future.done():
             return
         op = queued.op
-        self._under_way.append(queued)
         try:
             if callable(op):
                 queued.done(await line.lane.run(op))
@@ -151,13 +147,13 @@ class PostgresConsensus(Facade):
                     self._tasks.spawn(self._sweep(op.log, result.start), name="consensus-postgres-sweep")
         except TidemillError as error:
             queued.fail(error)
-        finally:
-            self._under_way.remove(queued)
+        except BaseException:
+            queued.fail(Unknown("The consensus client ended during a write."))
+            raise
 
     async def _serve_reads(self, line: _Line) -> None:
         batch = [line.queue.popleft() for _ in range(min(len(line.queue), READ_GROUP_OPS))]
         batch = [queued for queued in batch if not queued.future.done()]
-        self._under_way.extend(batch)
         try:
             await self._writers_settled()
             ops = [queued for queued in batch if not callable(queued.op)]
@@ -174,8 +170,10 @@ class PostgresConsensus(Facade):
         except TidemillError as error:
             for queued in batch:
                 queued.fail(error)
-        finally:
-            self._under_way = [queued for queued in self._under_way if queued not in batch]
+        except BaseException:
+            for queued in batch:
+                queued.fail(self._closed or Unavailable("The consensus client ended during a read."))
+            raise
 
     async def _writers_settled(self) -> None:
         """Nobody may read around a write whose backend may still be at it: the answer would not be final."""
@@ -211,8 +209,6 @@ class PostgresConsensus(Facade):
             for queued in line.queue:
                 queued.fail(error)
             line.queue.clear()
-        for queued in self._under_way:
-            queued.fail(error)
         self._wakeups.fail_all(error)
 
     async def aclose(self) -> None:

@@ -55,12 +55,15 @@ class Wakeups:
         try:
             async with asyncio.timeout(timeout_s):
                 head = (await self._heads([name])).get(name)
-                if head is not None and head.next > beyond:
-                    return True
+                if future.done() or (head is not None and head.next > beyond):
+                    return future.result() if future.done() else True
                 return await future
         except TimeoutError:
             return False
         finally:
+            if not future.cancel() and not future.cancelled():
+                # Its error, if it has one, is the one being raised from the look.
+                future.exception()
             waiting = self._waiters.get(name, set())
             waiting.discard(entry)
             if not waiting:

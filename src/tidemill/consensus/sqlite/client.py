@@ -287,9 +287,14 @@ class SqliteConsensus(Facade):
                 return
 
     def _fail_all(self, error: TidemillError) -> None:
+        """Everybody hears `error`, except writes that were sent: of those nobody knows."""
         for pending in self._pending.values():
-            if not pending.future.done():
-                pending.future.set_exception(error)
+            if pending.future.done():
+                continue
+            doubtful = pending.sent and pending.op.writes
+            pending.future.set_exception(
+                Unknown(f"No answer came before the end: {error.message}") if doubtful else error
+            )
         self._pending.clear()
         self._unsent.clear()
 
