@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tidemill.shapes.where import casts, operators
+from tidemill.shapes.where import arithmetic, casts, operators, strings
 from tidemill.shapes.where.expressions import (
     BOOL,
     TEXT,
@@ -253,7 +253,7 @@ class _Compiler:
         right = self.visit(node.rexpr, depth)
         if not node.HasField("lexpr"):
             if kind == _enum("AEXPR_OP") and name in "+-":
-                return operators.negate(right, location) if name == "-" else right
+                return arithmetic.negate(right, location) if name == "-" else right
             raise WhereError(f"{location}operator {name} is not supported in a where clause.")
         left = self.visit(node.lexpr, depth)
         if kind == _enum("AEXPR_DISTINCT"):
@@ -269,12 +269,12 @@ class _Compiler:
     def _binary(self, name: str, left: Expression, right: Expression, location: str) -> Expression:
         if name in operators.COMPARISONS:
             return operators.compare(name, left, right, location)
-        if name in operators.ARITHMETIC_NAMES:
-            return operators.arithmetic(name, left, right, location)
+        if name in arithmetic.ARITHMETIC_NAMES:
+            return arithmetic.arithmetic(name, left, right, location)
         if name in ("~~", "!~~", "~~*", "!~~*"):
-            return operators.like(name, left, right, location)
+            return strings.like(name, left, right, location)
         if name == "||":
-            return operators.concat(left, right, location)
+            return strings.concat(left, right, location)
         raise WhereError(f"{location}operator {name} is not supported in a where clause.")
 
     def _listed(self, node: Any, name: str, location: str, depth: int) -> Expression:

@@ -1,4 +1,4 @@
-"""Operators on typed expressions: comparison, arithmetic, LIKE, ANY/ALL. Each checks types as PostgreSQL does.
+"""Comparison, logic, IN, ANY and ALL on typed expressions. Each checks types as PostgreSQL does.
 
 Ordering text depends on a collation we do not have, so `<` and friends on text need code-point order:
 a column whose collation is C, or an explicit COLLATE "C".
@@ -6,12 +6,9 @@ a column whose collation is C, or an explicit COLLATE "C".
 
 from __future__ import annotations
 
-import math
 import operator
-import re
 from collections.abc import Callable
-from decimal import ROUND_HALF_UP, Decimal
-from functools import lru_cache
+from decimal import Decimal
 
 from tidemill.shapes.where.arrays import flatten
 from tidemill.shapes.where.expressions import (
@@ -29,12 +26,9 @@ from tidemill.shapes.where.types import (
     MOMENTS,
     NUMBERS,
     TEXTS,
-    WIDE,
-    EvaluationError,
     Type,
     Value,
     WhereError,
-    check_integer,
 )
 
 COMPARISONS: dict[str, Callable[[Value, Value], bool]] = {
@@ -46,7 +40,6 @@ COMPARISONS: dict[str, Callable[[Value, Value], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-_MIRROR_NAN = {"=": (True, False), "<>": (False, True), "!=": (False, True)}
 DAY_US = 86_400_000_000
 
 
@@ -165,192 +158,6 @@ def distinct(left: Expression, right: Expression, negated: bool, location: str) 
         return same is negated
 
     return Expression(BOOL, evaluate)
-
-
-# -- arithmetic ------------------------------------------------------------------------------------
-
-
-def arithmetic(name: str, left: Expression, right: Expression, location: str) -> Expression:
-    if left.type == UNKNOWN and right.type == UNKNOWN:
-        raise WhereError(f"{location}operator is not unique: unknown {name} unknown", fix="Cast one side.")
-    left, right = resolve(left, right.type, location), resolve(right, left.type, location)
-    a, b = left.type, right.type
-    if a.array or b.array or a.name not in NUMBERS or b.name not in NUMBERS:
-        raise no_operator(name, a, b, location)
-    wider = max(a.name, b.name, key=lambda kind: NUMBERS[kind])
-    if wider == "float4" and a.name != b.name:
-        wider = "float8"
-    if name == "%" and wider.startswith("float"):
-        raise no_operator(name, a, b, location)
-    if wider not in INTEGERS:
-        left, right = promote(left, right)
-    function = _ARITHMETIC[(name, "int" if wider in INTEGERS else "float" if wider.startswith("float") else "numeric")]
-    if wider in INTEGERS:
-        result: Callable[..., Value] = lambda x, y: check_integer(wider, function(x, y))  # noqa: E731
-    elif wider.startswith("float"):
-        result = _float_checked(function, wider)
-    else:
-        result = function
-    return Expression(Type(wider), strict(result, left, right), constant=left.constant and right.constant)
-
-
-def negate(operand: Expression, location: str) -> Expression:
-    if operand.type.array or operand.type.name not in NUMBERS:
-        raise no_operator("-", None, operand.type, location)
-    name = operand.type.name
-    if name in INTEGERS:
-        return Expression(Type(name), strict(lambda x: check_integer(name, -x), operand), constant=operand.constant)
-    return Expression(Type(name), strict(operator.neg, operand), constant=operand.constant)
-
-
-def _nonzero(divisor: Value) -> None:
-    if divisor == 0:
-        raise EvaluationError("division by zero")
-
-
-def _int_divide(a: int, b: int) -> int:
-    _nonzero(b)
-    quotient = abs(a) // abs(b)
-    return quotient if (a < 0) == (b < 0) else -quotient
-
-
-def _int_modulo(a: int, b: int) -> int:
-    _nonzero(b)
-    return int(math.copysign(1, a)) * (abs(a) % abs(b))
-
-
-def _float_divide(a: float, b: float) -> float:
-    _nonzero(b)
-    return a / b
-
-
-def _float_checked(function: Callable[[float, float], float], name: str) -> Callable[[float, float], float]:
-    from tidemill.shapes.where.types import to_float4
-
-    def call(a: float, b: float) -> float:
-        value = function(a, b)
-        if math.isinf(value) and not math.isinf(a) and not math.isinf(b):
-            raise EvaluationError("value out of range: overflow")
-        return to_float4(value) if name == "float4" else value
-
-    return call
-
-
-def _leading_group(value: Decimal) -> tuple[int, int]:
-    """Weight and value of the first base-10000 digit, as PostgreSQL stores a numeric; (0, 0) for zero."""
-    if value == 0:
-        return 0, 0
-    weight = value.adjusted() // 4
-    return weight, int(abs(value).scaleb(-4 * weight, WIDE))
-
-
-def _numeric_divide(a: Decimal, b: Decimal) -> Decimal:
-    """Quotient rounded to the scale PostgreSQL's select_div_scale picks (at least 16 significant digits)."""
-    if a.is_nan() or b.is_nan():
-        return Decimal("nan")
-    _nonzero(b)
-    if not a.is_finite():
-        return Decimal("nan") if not b.is_finite() else a.copy_sign(a) if b > 0 else -a
-    if not b.is_finite():
-        return Decimal(0)
-    (weight_a, first_a), (weight_b, first_b) = _leading_group(a), _leading_group(b)
-    quotient_weight = weight_a - weight_b - (1 if first_a <= first_b else 0)
-    scale = max(16 - quotient_weight * 4, -int(a.as_tuple().exponent), -int(b.as_tuple().exponent), 0)
-    scale = min(scale, 1000)
-    exact_digits = max(a.adjusted() - b.adjusted(), 0) + scale + 5
-    context = WIDE.copy()
-    context.prec = exact_digits + 30
-    quotient = context.divide(a, b)
-    return quotient.quantize(Decimal(1).scaleb(-scale), rounding=ROUND_HALF_UP, context=WIDE)
-
-
-def _numeric_modulo(a: Decimal, b: Decimal) -> Decimal:
-    if a.is_nan() or b.is_nan() or a.is_infinite():
-        return Decimal("nan")
-    _nonzero(b)
-    return WIDE.remainder(a, b)
-
-
-def _decimal(function: Callable[[Decimal, Decimal], Decimal]) -> Callable[[Decimal, Decimal], Decimal]:
-    def call(a: Decimal, b: Decimal) -> Decimal:
-        if a.is_infinite() or b.is_infinite():
-            value = function(a, b) if not (a.is_nan() or b.is_nan()) else Decimal("nan")
-            return value
-        return function(a, b)
-
-    return call
-
-
-_ARITHMETIC: dict[tuple[str, str], Callable[..., Value]] = {
-    ("+", "int"): operator.add,
-    ("-", "int"): operator.sub,
-    ("*", "int"): operator.mul,
-    ("/", "int"): _int_divide,
-    ("%", "int"): _int_modulo,
-    ("+", "float"): operator.add,
-    ("-", "float"): operator.sub,
-    ("*", "float"): operator.mul,
-    ("/", "float"): _float_divide,
-    ("+", "numeric"): _decimal(WIDE.add),
-    ("-", "numeric"): _decimal(WIDE.subtract),
-    ("*", "numeric"): _decimal(WIDE.multiply),
-    ("/", "numeric"): _numeric_divide,
-    ("%", "numeric"): _numeric_modulo,
-}
-ARITHMETIC_NAMES = frozenset(name for name, _ in _ARITHMETIC)
-
-
-def concat(left: Expression, right: Expression, location: str) -> Expression:
-    left, right = resolve(left, TEXT, location), resolve(right, TEXT, location)
-    if left.type.array or right.type.array or left.type.name != "text" or right.type.name != "text":
-        raise WhereError(f"{location}only text can be joined: {left.type} || {right.type}", fix="Cast both to text.")
-    ordered = left.type.ordered and right.type.ordered
-    return Expression(Type("text", ordered=ordered), strict(operator.add, left, right))
-
-
-# -- LIKE ------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=1024)
-def like_pattern(pattern: str) -> re.Pattern[str]:
-    """A LIKE pattern (escape character backslash) as a regular expression. Raises EvaluationError."""
-    out: list[str] = []
-    at = 0
-    while at < len(pattern):
-        char = pattern[at]
-        if char == "\\":
-            at += 1
-            if at >= len(pattern):
-                raise EvaluationError("LIKE pattern must not end with escape character")
-            out.append(re.escape(pattern[at]))
-        elif char == "%":
-            out.append(".*")
-        elif char == "_":
-            out.append(".")
-        else:
-            out.append(re.escape(char))
-        at += 1
-    return re.compile("".join(out), re.DOTALL)
-
-
-def like(name: str, left: Expression, right: Expression, location: str) -> Expression:
-    """`name` is ~~, !~~, ~~* or !~~*."""
-    left, right = resolve(left, TEXT, location), resolve(right, TEXT, location)
-    for side in (left, right):
-        if side.type.array or side.type.name not in ("text", "bpchar"):
-            raise no_operator(name, left.type, right.type, location)
-    wanted = not name.startswith("!")
-    fold = name.endswith("*")
-
-    def match(text: str, pattern: str) -> bool:
-        if fold:
-            text, pattern = text.lower(), pattern.lower()
-        return (like_pattern(pattern).fullmatch(text) is not None) is wanted
-
-    return Expression(BOOL, strict(match, left, right))
-
-
-# -- ANY, ALL, IN ----------------------------------------------------------------------------------
 
 
 def quantified(name: str, left: Expression, right: Expression, every: bool, location: str) -> Expression:
