@@ -1,0 +1,171 @@
+"""The whole system, end to end: Harbour Shop through the real command, by its own report and in a real browser.
+
+Rates are below the demo's defaults: these tests share two cores with the rest of the suite.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from tidemill.node.postgres import EmbeddedPostgres, free_port
+
+pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(600)]
+
+TABLES = {"warehouse", "district", "customer", "stock", "orders", "order_line", "payment", "clicks",
+          "conversion_by_product"}  # fmt: skip
+LIGHT = ["--rate", "60", "--clicks", "300"]
+
+
+def ports(count: int) -> tuple[str, str]:
+    """Two addresses whose next `count - 1` ports are free too, as far as one can tell."""
+    http = free_port()
+    return f"127.0.0.1:{http}", f"127.0.0.1:{http + count}"
+
+
+@contextmanager
+def demo(directory: Path, *options: str, nodes: int = 1, environ: dict[str, str] | None = None) -> Iterator[Any]:
+    http, kafka = ports(nodes)
+    command = [sys.executable, "-m", "tidemill", "demo", "--json", "--data", str(directory), "--http", http]
+    command += ["--kafka", kafka, "--nodes", str(nodes), *LIGHT, *options]
+    with (directory.parent / "demo.log").open("w") as log:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **(environ or {})}
+        )
+        try:
+            yield process, http
+        finally:
+            if process.poll() is None:
+                process.terminate()
+            process.wait(60)
+
+
+def report_of(process: subprocess.Popen[str], directory: Path) -> dict[str, Any]:
+    output, _ = process.communicate(timeout=540)
+    log = (directory.parent / "demo.log").read_text()[-4000:]
+    assert output.strip(), log
+    report = json.loads(output.strip().splitlines()[-1])
+    assert process.returncode == 0, (report, log)
+    return report
+
+
+def check(report: dict[str, Any]) -> None:
+    assert report["verify"].keys() == TABLES
+    for table, counts in report["verify"].items():
+        assert counts["rows"] > 0, table
+        assert (counts["missing"], counts["extra"], counts["different"]) == (0, 0, 0), table
+    assert report["stuck"] == []
+    assert report["dead_letters"] == report["malformed"]
+    assert report["money_unequal"] == 0
+    assert report["commit_to_client_ms"]["samples"] > 0
+    assert report["commit_to_shard_ms"]["samples"] > 0
+    assert report["spark"].startswith("4.3.")
+
+
+def test_every_table_equals_its_source_and_a_second_run_resumes(tmp_path: Path) -> None:
+    directory = tmp_path / "demo"
+    with demo(directory, "--for", "15") as (process, _):
+        first = report_of(process, directory)
+    check(first)
+    with demo(directory, "--for", "10") as (process, _):
+        second = report_of(process, directory)
+    check(second)
+    assert second["verify"]["clicks"]["rows"] > first["verify"]["clicks"]["rows"]
+    assert second["verify"]["payment"]["rows"] > first["verify"]["payment"]["rows"]
+
+
+def test_killing_node_and_driver_in_turn_changes_nothing_about_the_result(tmp_path: Path) -> None:
+    directory = tmp_path / "demo"
+    with demo(directory, "--for", "75", "--crash") as (process, _):
+        report = report_of(process, directory)
+    check(report)
+    assert report["crashes"] >= 4
+
+
+def test_two_nodes_on_postgres_consensus_and_an_s3_bucket(tmp_path: Path) -> None:
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    environ = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+    directory = tmp_path / "demo"
+    try:
+        create_bucket(f"http://{host}:{port}")
+        with EmbeddedPostgres(tmp_path / "consensus") as consensus:
+            objects = f"s3://harbour/e2e?endpoint=http://{host}:{port}&region=us-east-1"
+            options = ("--for", "20", "--objects", objects, "--consensus", consensus.dsn)
+            with demo(directory, *options, nodes=2, environ=environ) as (process, _):
+                report = report_of(process, directory)
+            with psycopg.connect(consensus.dsn) as connection:
+                tables = "SELECT count(*) FROM pg_tables WHERE schemaname = 'tidemill'"
+                assert connection.execute(tables).fetchone() != (0,)
+    finally:
+        server.stop()
+    check(report)
+    assert not (directory / "consensus.db").exists()
+    assert not (directory / "objects").exists()
+
+
+def create_bucket(endpoint: str) -> None:
+    from urllib.request import Request, urlopen
+
+    with urlopen(Request(f"{endpoint}/harbour", method="PUT")) as answer:
+        assert answer.status == 200
+
+
+@pytest.mark.browser
+def test_the_page_follows_both_shapes_and_the_money_is_equal_in_all_three_places(tmp_path: Path) -> None:
+    chromium = next((p for p in ("/usr/bin/chromium", "/usr/bin/chromium-browser") if Path(p).exists()), None)
+    if chromium is None:
+        pytest.skip("Chromium is not installed: apt-get install chromium")
+    from playwright.sync_api import expect, sync_playwright
+
+    directory = tmp_path / "demo"
+    with demo(directory, "--for", "60") as (process, http):
+        wait_until_ready(http)
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(
+                executable_path=chromium,
+                args=["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"],
+            )
+            page = browser.new_page()
+            errors: list[str] = []
+            page.on("pageerror", lambda error: errors.append(str(error)))
+            page.goto(f"http://{http}/")
+            expect(page.locator("#orders tr").first).to_be_visible(timeout=60_000)
+            expect(page.locator("#conversion tr").first).to_be_visible(timeout=90_000)
+            expect(page.locator("#strip")).to_have_class("strip equal", timeout=60_000)
+            read = "() => ['postgres', 'shard', 'browser'].map(p => document.getElementById('money-' + p).textContent)"
+            money = page.evaluate(read)
+            assert len(set(money)) == 1 and float(money[0]) > 0
+            expect(page.locator("#marks tr", has_text="capture:shop").first).to_be_visible()
+            page.screenshot(path=str(tmp_path / "page.png"))
+            assert errors == []
+            browser.close()
+        check(report_of(process, directory))
+
+
+def wait_until_ready(http: str) -> None:
+    from urllib.error import URLError
+    from urllib.request import urlopen
+
+    ready = threading.Event()
+    for _ in range(600):
+        try:
+            with urlopen(f"http://{http}/readyz", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except (URLError, OSError):
+            ready.wait(0.1)
+    raise AssertionError("the node was not ready in time")
