@@ -13,6 +13,7 @@ import pytest
 
 from tidemill.base.clock import Rand
 from tidemill.consensus.board import Board
+from tidemill.spark import register
 from tidemill.spark.runner import Runner, Settings
 
 pytestmark = pytest.mark.spark
@@ -147,8 +148,8 @@ def test_a_pipeline_keeps_its_tables_through_restarts_and_shows_marks(harbour: A
     shop.check(at)
     assert len(harbour.contents("p.dead_letters", at)) == shop.n
 
-    read = spark.read.format("tidemill").options(objects=harbour.urls.objects, consensus=harbour.urls.consensus)
-    orders = read.option("shard", "orders").option("as_of", at).load()
+    register(spark, harbour.urls.objects, harbour.urls.consensus)
+    orders = spark.read.format("tidemill").option("shard", "orders").option("as_of", at).load()
     assert orders.columns == ["o_id", "status"]
     assert sorted(r.o_id for r in orders.where("status = 'done'").collect()) == list(range(1, shop.n))
 

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tidemill.spark.pipeline import Pipeline as Pipeline
     from tidemill.spark.session import build_session as build_session
+    from tidemill.spark.source import register as register
 
-__all__ = ["Pipeline", "build_session"]
+__all__ = ["Pipeline", "build_session", "register"]
 
 
 def __getattr__(name: str) -> Any:
@@ -34,4 +35,8 @@ def __getattr__(name: str) -> Any:
         from tidemill.spark.session import build_session
 
         return build_session
+    if name == "register":
+        from tidemill.spark.source import register
+
+        return register
     raise AttributeError(name)

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
+from tidemill.spark.home import spark_home
 from tidemill.spark.java import cache_dir, find_java
 
 DUMP_TIMEOUT_S = 600
@@ -34,7 +35,7 @@ def archive_path(environ: Mapping[str, str] | None = None) -> Path:
     """Where the archive for this Java and pyspark is, or would be."""
     env = os.environ if environ is None else environ
     java = find_java(env)
-    identity = f"{java.home} {java.major} {java.build} {version('pyspark')} {sys.prefix}"
+    identity = f"{java.home} {java.major} {java.build} {version('pyspark')} {spark_home(env) or sys.prefix}"
     return cache_dir(env) / f"spark-{version('pyspark')}-java{java.major}-{zlib.crc32(identity.encode()):08x}.jsa"
 
 

@@ -122,24 +122,18 @@ class Derivation:
 
         Raises Missing (an input does not exist yet), Invalid (the result does not fit a shard).
         """
-        from tidemill.shards.open import open_shard
-
         s = self._stores
-
-        async def one(name: str, schema: ShardSchema | None = None) -> LogShard:
-            return await open_shard(s.consensus, s.objects, s.clock, s.rand, name, schema)
-
         self.waits_for = ""
         inputs = []
         for name in self.table.inputs:
             self.waits_for = f"shard:{name}"
-            inputs.append(InputMirror(self._portal, self._portal.call(one(name))))
+            inputs.append(InputMirror(self._portal, self._portal.call(s.shard(name))))
         self.waits_for = ""
         self._inputs = inputs
         frames = [self._spark.createDataFrame([], spark_schema(i.shard.schema.columns)) for i in inputs]
         result = self.table.function(self._spark, *frames)
         schema = checked(ShardSchema(columns_of(result.schema), self.table.key))
-        shard = self._portal.call(one(self.table.name, schema))
+        shard = self._portal.call(s.shard(self.table.name, schema))
         writer = TableWriter(self._portal, s, shard, self._mirror_dir)
         writer.hydrate()
         self.writer = writer

@@ -38,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--scratch", required=True, type=Path, help="directory for mirrors and Spark's files")
     parser.add_argument("--instance", default="", help="tells identical drivers of one pipeline apart in the marks")
     parser.add_argument("--driver-memory", default="1g")
+    parser.add_argument("--conf", action="append", default=[], metavar="KEY=VALUE", help="a Spark setting; repeatable")
     options = parser.parse_args(arguments)
     _log_to_stderr()
     stopping = threading.Event()
@@ -54,6 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         scratch=options.scratch.absolute(),
         instance=options.instance,
         driver_memory=options.driver_memory,
+        conf=_conf(options.conf),
     )
     try:
         Runner(settings, stopping).run()
@@ -61,6 +63,15 @@ def main(arguments: list[str] | None = None) -> int:
         print(str(error), file=sys.stderr, flush=True)
         return EXIT_CONFIGURATION
     return 0
+
+
+def _conf(pairs: list[str]) -> dict[str, str]:
+    """Raises SystemExit 2, as argparse does, on one without `=`."""
+    wrong = [pair for pair in pairs if "=" not in pair]
+    if wrong:
+        print(f"not a Spark setting: conf={wrong[0]!r}. Write KEY=VALUE.", file=sys.stderr)
+        raise SystemExit(EXIT_CONFIGURATION)
+    return dict(pair.split("=", 1) for pair in pairs)
 
 
 def _log_to_stderr() -> None:

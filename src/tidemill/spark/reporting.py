@@ -128,9 +128,9 @@ class Reporter:
         self._compacted_s = clock.monotonic_s()
 
     def _merge(self, table: TableWriter) -> bool:
-        runner = self._runner
+        runner, s = self._runner, self._runner.stores
         try:
-            done = runner.portal.call(compact_once(table.shard, runner.stores.objects, runner.stores.rand))
+            done = runner.portal.call(compact_once(table.shard, s.objects, s.rand, cpu=s.cpu))
         except (Unavailable, Unknown):
             return False
         except TidemillError as error:

@@ -21,7 +21,6 @@ from tidemill.base.errors import Closed, TidemillError, Unavailable, Unknown
 from tidemill.base.portal import Portal
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.front import ShardSchema
-from tidemill.shards.handle import LogShard
 from tidemill.spark.dead_letters import DeadLetters
 from tidemill.spark.decode.stream import DEAD_LETTERS
 from tidemill.spark.derived import Derivation
@@ -40,6 +39,9 @@ FEED_POLL_S = 0.25
 WARM_POLL_S = 0.15
 """Between two rounds while the JVM starts: it needs the processor more."""
 STOP_TIMEOUT_S = 4.0
+STABLE_S = 60.0
+QUERY_ATTEMPTS = 5
+"""A query that ends this often, each time within STABLE_S, ends the pipeline."""
 SESSION_THREAD = "session"
 
 log = structlog.get_logger()
@@ -53,6 +55,7 @@ class Settings(msgspec.Struct, frozen=True):
     scratch: Path
     instance: str = ""
     driver_memory: str = "1g"
+    conf: dict[str, str] = {}
 
 
 class Feed:
@@ -183,9 +186,10 @@ class Runner:
             self.settings.master,
             scratch=self.settings.scratch,
             driver_memory=self.settings.driver_memory,
+            extra=self.settings.conf,
         )
         spark.sparkContext.setLogLevel("WARN")
-        register(spark)
+        register(spark, self.settings.urls.objects, self.settings.urls.consensus)
         self._spark = spark
         self._session_ready.set()
         log.info("session is ready", spark=spark.version, master=spark.sparkContext.master)
@@ -200,20 +204,43 @@ class Runner:
         if sink is None:
             return
         feed.sink = sink
-        while not self._session_ready.is_set():  # rows first: the JVM may take its time
+        short_lives = 0
+        while not self._ending.is_set():
+            self._bring_forward(sink, until=self._session_ready)
             if self._ending.is_set():
                 return
+            began_s = self.stores.clock.monotonic_s()
+            reason = self._watch_query(feed, sink)
+            if sink.failure is not None:
+                raise sink.failure
+            if reason and not self._ending.is_set():
+                # Spark's own trouble, e.g. a worker that a busy machine did not start within Spark's patience.
+                short_lives = short_lives + 1 if self.stores.clock.monotonic_s() - began_s < STABLE_S else 1
+                log.warning("streaming query ended, starting it again", source=feed.source, error=reason)
+                if short_lives >= QUERY_ATTEMPTS:
+                    raise TidemillError(f"streaming query does not stay up: source={feed.source} error={reason}.")
+
+    def _bring_forward(self, sink: FeedSink, until: threading.Event) -> None:
+        """Process from this thread while there is no query: rows first, the JVM may take its time."""
+        while not self._ending.is_set():
             sink.process(self._retried(sink.latest))
-            self._ending.wait(WARM_POLL_S)
+            if until.is_set() or self._ending.wait(WARM_POLL_S):
+                return
+
+    def _watch_query(self, feed: Feed, sink: FeedSink) -> str:
+        """Start the feed's query and wait for its end or the pipeline's; why it ended, or ""."""
         spark = self._spark
         assert spark is not None
         sink.use(spark.sparkContext)
-        feed.query = self._query(spark, feed, sink)
-        log.info("query runs", source=feed.source, tables=len(sink.tables))
-        while not self._ending.wait(0.2):
-            if not feed.query.isActive:
-                error = feed.query.exception()
-                raise TidemillError(f"streaming query ended: source={feed.source} error={str(error)[:2000]}.")
+        try:
+            feed.query = self._query(spark, feed, sink)
+            log.info("query runs", source=feed.source, tables=len(sink.tables))
+            while not self._ending.wait(0.2):
+                if not feed.query.isActive:
+                    return str(feed.query.exception())[:500]
+        except Exception as error:  # py4j and Spark raise what they like; the caller counts and gives up
+            return str(error)[:500]
+        return ""
 
     def _open_feed(self, feed: Feed) -> FeedSink | None:
         """Wait until every input exists, then open and hydrate all shards at once. None = the end came first."""
@@ -251,7 +278,7 @@ class Runner:
         if failures:
             raise failures[0]
         tables.sort(key=lambda t: t.name)
-        remap = self.portal.call(self._remap(feed.source))
+        remap = self._retried(lambda: self.portal.call(self.stores.remap(feed.source)))
         feed.reason = ""
         captured = all(isinstance(t, CapturedTable) for t in feed.tables.values())
         return FeedSink(
@@ -278,21 +305,9 @@ class Runner:
 
         return self.portal.call(run())
 
-    async def _remap(self, name: str) -> Any:
-        from tidemill.shards.open import open_remap
-
-        return await open_remap(self.stores.consensus, self.stores.clock, self.stores.rand, name)
-
     def _writer(self, name: str, schema: ShardSchema, feed: TopicFeed | None = None) -> TableWriter:
-        from tidemill.shards.open import open_shard
-
-        s = self.stores
-
-        async def run() -> LogShard:
-            return await open_shard(s.consensus, s.objects, s.clock, s.rand, name, schema)
-
-        shard = self._retried(lambda: self.portal.call(run()))
-        return TableWriter(self.portal, s, shard, self._mirror_dir(name), feed)
+        shard = self._retried(lambda: self.portal.call(self.stores.shard(name, schema)))
+        return TableWriter(self.portal, self.stores, shard, self._mirror_dir(name), feed)
 
     def _mirror_dir(self, name: str) -> Path:
         return self.settings.scratch / "mirrors" / name

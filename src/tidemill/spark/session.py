@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidemill.spark.archive import archive_options
+from tidemill.spark.home import spark_home
 from tidemill.spark.java import export_java, find_java
 
 if TYPE_CHECKING:
@@ -103,6 +104,9 @@ def build_session(
     already active in the process is returned as it is, with our SQL settings added where they can be.
     """
     export_java(find_java())
+    home = spark_home()
+    if home:
+        os.environ["SPARK_HOME"] = home
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
     # The launcher is a JVM of its own that only prints a command line: keep its start short too.

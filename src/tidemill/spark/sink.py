@@ -83,6 +83,8 @@ class FeedSink:
         self.target = 0
         """One past the newest binding that this sink has seen."""
         self.error = ""
+        self.failure: BaseException | None = None
+        """What no retry can heal, raised by a batch."""
         self._portal = portal
         self._stores = stores
         self._latency = latency
@@ -123,6 +125,9 @@ class FeedSink:
         self.idle.clear()
         try:
             self._until(end)
+        except BaseException as error:
+            self.failure = error
+            raise
         finally:
             self.idle.set()
 

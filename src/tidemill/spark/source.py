@@ -1,4 +1,4 @@
-"""`format("tidemill")`: the Python data source. `register(spark)` makes the name known to a session.
+"""`format("tidemill")`: the Python data source. `register(spark, …)` makes the name known.
 
     batch      option shard=NAME, as_of=MS (default: the newest readable time): the contents at that time
     streaming  option source=topic/NAME (with schema, key) or capture/NAME (with table=schema.table)
@@ -16,8 +16,9 @@ that lives as long as the query, and executors. State lives in `stores.shared` o
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
@@ -49,18 +50,28 @@ DESCRIPTOR_COLUMNS = (
 )  # fmt: skip
 
 
-def register(spark: SparkSession) -> None:
-    """Make `format("tidemill")` known to the session."""
-    spark.dataSource.register(TidemillSource)
+def register(spark: SparkSession, objects: str = "", consensus: str = "") -> None:
+    """Make `format("tidemill")` known to the session; with URLs given here, reads need not repeat them."""
+    given = {"objects": objects, "consensus": consensus}
+
+    class Configured(TidemillSource):  # travels to workers by value, so its defaults do too
+        defaults = {key: value for key, value in given.items() if value}
+
+    spark.dataSource.register(Configured)
 
 
 class TidemillSource(DataSource):  # type: ignore[misc]
+    defaults: dict[str, str] = {}
+
+    def _given(self) -> dict[str, str]:
+        return {**self.defaults, **self.options}
+
     @classmethod
     def name(cls) -> str:
         return "tidemill"
 
     def schema(self) -> StructType:
-        options = _Options(dict(self.options))
+        options = _Options(self._given())
         if options.text("shard"):
             return spark_schema(_shard_schema(options).columns)
         if not options.flag("rows", True):
@@ -69,10 +80,10 @@ class TidemillSource(DataSource):  # type: ignore[misc]
         return spark_schema(columns)
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        return ShardReader(dict(self.options))
+        return ShardReader(self._given())
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        return FeedReader(dict(self.options))
+        return FeedReader(self._given())
 
 
 class _Options:
@@ -128,15 +139,9 @@ class _Options:
 # batch --------------------------------------------------------------------------------------------------
 
 
-async def _open(stores: Stores, name: str) -> Any:
-    from tidemill.shards.open import open_shard
-
-    return await open_shard(stores.consensus, stores.objects, stores.clock, stores.rand, name)
-
-
 def _shard_schema(options: _Options) -> ShardSchema:
     portal, stores = shared(options.urls)
-    schema: ShardSchema = portal.call(_open(stores, options.text("shard"))).schema
+    schema: ShardSchema = portal.call(stores.shard(options.text("shard"))).schema
     return schema
 
 
@@ -156,7 +161,7 @@ class ShardReader(DataSourceReader):  # type: ignore[misc]
 
     def partitions(self) -> Sequence[InputPartition]:
         portal, stores = shared(self._options.urls)
-        shard = portal.call(_open(stores, self._options.text("shard")))
+        shard = portal.call(stores.shard(self._options.text("shard")))
         since, upper = portal.call(shard.frontiers())
         as_of = self._options.number("as_of", upper - 1)
         if as_of >= upper and upper > 0:
@@ -258,17 +263,13 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
 
     async def _open_remap(self, stores: Stores) -> Remap:
         if self._remap is None:
-            from tidemill.shards.open import open_remap
-
-            self._remap = await open_remap(stores.consensus, stores.clock, stores.rand, self._options.source)
+            self._remap = await stores.remap(self._options.source)
         return self._remap
 
     async def _newest(self, stores: Stores) -> Binding | None:
         return await (await self._open_remap(stores)).latest()
 
     async def _latest(self, stores: Stores, start: int, limit: ReadLimit, pace_ms: int) -> int:
-        import asyncio
-
         remap = await self._open_remap(stores)
         early_ms = pace_ms - (stores.clock.now_ms() - self._offered_ms)
         if early_ms > 0 and self._target is None:

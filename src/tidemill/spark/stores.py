@@ -7,6 +7,8 @@ A driver opens its own `Stores`. Spark's workers (planners, executors) share one
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,7 +19,12 @@ from tidemill.consensus.open import open_consensus
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.objects.open import open_objects
 from tidemill.objects.store import ObjectStore
+from tidemill.shards.cpu import Cpu, pooled_cpu
+from tidemill.shards.front import Remap, ShardSchema
 from tidemill.topics.front import PartitionReader
+
+if TYPE_CHECKING:
+    from tidemill.shards.handle import LogShard
 
 
 class Urls(msgspec.Struct, frozen=True):
@@ -37,9 +44,24 @@ class Stores:
         self.clock = clock
         self.rand = rand
         self.catalogue = Catalogue(consensus, clock, rand)
+        self._threads = ThreadPoolExecutor(2, "shards")
+        self.cpu: Cpu = pooled_cpu(self._threads)
+        """For shards: encoding and merging must not keep marks and consensus waiting."""
         self.topics: PartitionReader = PartitionReaderImpl(consensus, objects)
 
+    async def shard(self, name: str, schema: ShardSchema | None = None) -> LogShard:
+        """A shard's handle; with `schema` it is created when absent. Raises as `open_shard` does."""
+        from tidemill.shards.open import open_shard
+
+        return await open_shard(self.consensus, self.objects, self.clock, self.rand, name, schema, cpu=self.cpu)
+
+    async def remap(self, name: str) -> Remap:
+        from tidemill.shards.open import open_remap
+
+        return await open_remap(self.consensus, self.clock, self.rand, name)
+
     async def aclose(self) -> None:
+        self._threads.shutdown(wait=False)
         await self.consensus.aclose()
         await self.objects.aclose()
 

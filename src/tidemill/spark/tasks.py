@@ -145,10 +145,8 @@ def _mirror(task: Task) -> Mirror:
         return found
     if task.lower == 0:
         return Mirror(task.schema)
-    from tidemill.shards.open import open_shard
-
     portal, stores = shared(task.urls)
-    shard = portal.call(open_shard(stores.consensus, stores.objects, stores.clock, stores.rand, task.table))
+    shard = portal.call(stores.shard(task.table))
     return Mirror.hydrate(task.schema, portal.call(shard.snapshot(task.lower - 1)), task.lower)
 
 
