@@ -64,11 +64,11 @@ class World:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await until(self._slot_dropped, "the slot is free and dropped")
+        await until(self.slot_dropped, "the slot is free and dropped")
         await self.connection.close()
         await self.topics.aclose()
 
-    async def _slot_dropped(self) -> bool:
+    async def slot_dropped(self) -> bool:
         """Slots count against the whole server: leave none behind."""
         mine = f"FROM pg_replication_slots WHERE slot_name = 'tidemill_{self.name}'"
         await self.sql(f"SELECT pg_drop_replication_slot(slot_name) {mine} AND active_pid IS NULL")

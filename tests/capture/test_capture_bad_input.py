@@ -123,7 +123,8 @@ def test_a_dropped_slot_is_an_error_not_a_gap(postgres_dsn: str) -> None:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "INSERT INTO a VALUES (1)")
         async with world.capture():
             await world.caught_up()
-        await world.sql(f"SELECT pg_drop_replication_slot('tidemill_{world.name}')", "INSERT INTO a VALUES (2)")
+        await until(world.slot_dropped, "the slot is free and dropped")
+        await world.sql("INSERT INTO a VALUES (2)")
         with pytest.raises(SlotLost, match="is gone"):
             await asyncio.wait_for(world.new_capture().run(), 20)
 
