@@ -146,6 +146,7 @@ class Node:
                 )
                 self._tasks.spawn(leading, name=f"capture-{name}")
             self._tasks.spawn(self._publish(board), name="publish-marks")
+            self._tasks.spawn(self._watch(membership), name="membership")
             self._ready = True
             log.info("node serves", node=config.node.name, http=config.node.http, kafka=config.node.kafka)
             await self._until(stop)
@@ -203,6 +204,13 @@ class Node:
             except (Unavailable, Unknown) as error:
                 log.warning("marks not published", error=str(error))
             await asyncio.sleep(MARK_PUBLISH_INTERVAL_S)
+
+    @staticmethod
+    async def _watch(membership: Membership) -> None:
+        """Two processes under one node name would serve nobody: the older one ends and says why."""
+        while membership.superseded is None:
+            await asyncio.sleep(1)
+        raise membership.superseded
 
     async def _until(self, stop: asyncio.Event) -> None:
         assert self._failed is not None
