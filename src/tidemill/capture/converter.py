@@ -17,6 +17,7 @@ The cut depends on the stream alone, so a replay from the same start yields the 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import msgspec
 
@@ -63,7 +64,10 @@ class Converter:
     ) -> None:
         if max_changes < 2:
             raise Invalid(f"a fragment holds at least two changes: max_changes={max_changes}.")
-        self.relations: dict[int, Relation] = dict(relations or {})
+        self.relations: dict[int, Relation] = {}
+        self._names: dict[int, tuple[str, ...]] = {}
+        for relation in (relations or {}).values():
+            self.learn(relation)
         self._max_changes = max_changes
         self._max_bytes = max_bytes
         self._begin: Begin | None = None
@@ -79,6 +83,7 @@ class Converter:
 
     def learn(self, relation: Relation) -> None:
         self.relations[relation.oid] = relation
+        self._names[relation.oid] = tuple(column.name for column in relation.columns)
 
     def feed(self, message: Message, size_bytes: int = 0) -> Fragment | RelationSeen | None:
         """Take one message, return what it completes.
@@ -88,19 +93,19 @@ class Converter:
         """
         match message:
             case Insert():
-                relation = self._relation(message.oid)
-                change = self._change(relation, "insert", new=_row(relation, message.new, None))
+                relation, names = self._relation(message.oid)
+                change = self._change(relation, "insert", new=_row(names, relation, message.new, None))
             case Update():
-                relation = self._relation(message.oid)
-                old = _row(relation, message.old, None) if message.old_kind == "O" and message.old else None
+                relation, names = self._relation(message.oid)
+                old = _row(names, relation, message.old, None) if message.old_kind == "O" and message.old else None
                 if old is None:
                     raise _no_old_row(relation, "UPDATE")
-                change = self._change(relation, "update", new=_row(relation, message.new, old), old=old)
+                change = self._change(relation, "update", new=_row(names, relation, message.new, old), old=old)
             case Delete():
-                relation = self._relation(message.oid)
+                relation, names = self._relation(message.oid)
                 if message.old_kind != "O":
                     raise _no_old_row(relation, "DELETE")
-                change = self._change(relation, "delete", old=_row(relation, message.old, None))
+                change = self._change(relation, "delete", old=_row(names, relation, message.old, None))
             case Begin():
                 if self._begin is not None:
                     raise Corrupt(f"Begin inside a transaction: open_xid={self._begin.xid} xid={message.xid}.")
@@ -124,7 +129,7 @@ class Converter:
 
     def _truncate(self, message: Truncate) -> Fragment | None:
         for oid in message.oids:
-            self._push(self._change(self._relation(oid), "truncate"), 0)
+            self._push(self._change(self._relation(oid)[0], "truncate"), 0)
         return self._overflow()
 
     def _commit(self, message: Commit) -> Fragment:
@@ -179,11 +184,12 @@ class Converter:
         self._buffer.append(change)
         self._buffer_bytes += size_bytes
 
-    def _relation(self, oid: int) -> Relation:
+    def _relation(self, oid: int) -> tuple[Relation, tuple[str, ...]]:
+        """The relation and its column names."""
         relation = self.relations.get(oid)
         if relation is None:
             raise Corrupt(f"change for a relation the stream has not described: oid={oid}.")
-        return relation
+        return relation, self._names[oid]
 
 
 def key_changed(change: Change) -> bool:
@@ -224,22 +230,16 @@ def _same_shape(known: Relation | None, message: RelationMessage) -> bool:
     return ours == [(c.name, c.type_oid, c.type_mod) for c in message.columns]
 
 
-def _row(relation: Relation, values: Tuple | None, old: Row | None) -> Row:
+def _row(names: tuple[str, ...], relation: Relation, values: Tuple | None, old: Row | None) -> Row:
     """Name the values; an unchanged TOASTed value is taken from the old row."""
-    columns = relation.columns
-    if values is None or len(values) != len(columns):
+    if values is None or len(values) != len(names):
         found = -1 if values is None else len(values)
-        raise Corrupt(f"tuple does not fit: relation={relation.name} columns={len(columns)} values={found}.")
-    row: Row = {}
-    for column, value in zip(columns, values, strict=True):
-        if value is None or isinstance(value, str):
-            row[column.name] = value
-        else:
-            assert value is UNCHANGED
-            if old is None:
-                raise _no_old_row(relation, "unchanged TOASTed value")
-            row[column.name] = old[column.name]
-    return row
+        raise Corrupt(f"tuple does not fit: relation={relation.name} columns={len(names)} values={found}.")
+    if UNCHANGED in values:
+        if old is None:
+            raise _no_old_row(relation, "unchanged TOASTed value")
+        values = [old[name] if value is UNCHANGED else value for name, value in zip(names, values, strict=True)]
+    return cast(Row, dict(zip(names, values, strict=True)))
 
 
 def _no_old_row(relation: Relation, what: str) -> Invalid:
