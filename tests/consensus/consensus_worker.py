@@ -123,7 +123,13 @@ async def busy(consensus: Consensus, name: str, seconds: str) -> None:
     say(name=name, count=sum(counts), slowest_s=slowest_s)
 
 
-ROLES = {"race": race, "lead": lead, "pump": pump, "hold": hold, "busy": busy}
+async def visit(consensus: Consensus) -> None:
+    """Host the sequencer until told to leave, then leave in order."""
+    say(ready=True)
+    await asyncio.to_thread(sys.stdin.readline)
+
+
+ROLES = {"visit": visit, "race": race, "lead": lead, "pump": pump, "hold": hold, "busy": busy}
 
 
 async def main(role: str, url: str, *arguments: str) -> None:

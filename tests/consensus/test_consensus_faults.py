@@ -14,7 +14,7 @@ from cutting_proxy import CuttingProxy, How
 
 from contracts.consensus import run
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Conflict, Unknown
+from tidemill.base.errors import Conflict, Unavailable, Unknown
 from tidemill.consensus.api import Consensus, resolve_append, resolve_cas
 from tidemill.consensus.open import open_consensus
 from tidemill.consensus.sqlite import address
@@ -180,5 +180,70 @@ def test_a_state_log_counts_every_command_once_through_lost_acknowledgements(set
             assert proxy.cuts == 6
             assert await log_of(beside).load() == list(range(30)) == log.state
             await log.aclose()
+
+    run(body())
+
+
+def test_a_commit_that_failed_halfway_is_unknown_and_the_database_is_opened_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tidemill.consensus.sqlite.engine import Doubtful, Engine
+
+    opened: list[Engine] = []
+    commit, init = Engine.commit, Engine.__init__
+
+    def counted(self: Engine, *args: object) -> None:
+        opened.append(self)
+        init(self, *args)  # type: ignore[arg-type]
+
+    def failing(self: Engine, ops: list[object]) -> list[object]:
+        outcomes = commit(self, ops)  # type: ignore[arg-type]
+        if any(getattr(op, "records", ()) == (MARK,) for op in ops) and len(opened) == 1:
+            raise Doubtful("disk I/O error")
+        return outcomes
+
+    monkeypatch.setattr(Engine, "__init__", counted)
+    monkeypatch.setattr(Engine, "commit", failing)
+
+    async def body() -> None:
+        consensus = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())
+        await consensus.append("log", 0, 0, [b"first"], "n0")
+        with pytest.raises(Unknown):
+            await consensus.append("log", 0, 1, [MARK], "n1")
+        assert await resolve_append(consensus, "log", 1, "n1")
+        await consensus.append("log", 0, 2, [b"next"], "n2")
+        assert len(opened) == 2
+        await consensus.aclose()
+
+    run(body())
+
+
+def test_a_commit_that_was_refused_is_unavailable_and_nothing_of_it_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import apsw
+
+    from tidemill.consensus.sqlite.records import Records
+
+    insert = Records.insert
+    full = [True]
+
+    def failing(self: Records, records: list[object]) -> None:
+        insert(self, records)  # type: ignore[arg-type]
+        if full[0] and any(getattr(record, "data", b"") == MARK for record in records):
+            raise apsw.FullError("database or disk is full")
+
+    monkeypatch.setattr(Records, "insert", failing)
+
+    async def body() -> None:
+        consensus = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())
+        await consensus.append("log", 0, 0, [b"first"], "n0")
+        with pytest.raises(Unavailable, match="disk is full"):
+            await consensus.append("log", 0, 1, [MARK], "n1")
+        assert (await consensus.log_head("log")).next == 1
+        full[0] = False
+        await consensus.append("log", 0, 1, [MARK], "n2")
+        assert [r.nonce for r in (await consensus.read("log", 0)).records] == ["n0", "n2"]
+        await consensus.aclose()
 
     run(body())

@@ -29,7 +29,11 @@ TAKEOVER_S = 10.0
 
 def start(role: str, url: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(WORKER), role, url, *arguments], stdout=subprocess.PIPE, text=True, bufsize=1
+        [sys.executable, str(WORKER), role, url, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
     )
 
 
@@ -48,8 +52,10 @@ def killed_at_end(processes: list[subprocess.Popen[str]]) -> Iterator[list[subpr
         for process in processes:
             process.kill()
             process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(BrokenPipeError):
+                        pipe.close()
 
 
 async def opened(url: str) -> Consensus:
@@ -187,6 +193,36 @@ def test_a_client_goes_on_soon_after_the_host_was_killed(tmp_path: Path) -> None
             await consensus.append("other", 0, 0, [b"c"], "n3")
             assert await reading
             assert [r.data for r in await everything(consensus, "mine")] == [b"a", b"b"]
+            await consensus.aclose()
+
+        run(body())
+
+
+def test_an_orderly_change_of_host_costs_nobody_an_unknown(tmp_path: Path) -> None:
+    url = f"sqlite://{tmp_path}/consensus.db"
+    with killed_at_end([start("visit", url)]) as (host,):
+        assert host.stdout is not None and json.loads(host.stdout.readline())["ready"]
+
+        async def body() -> None:
+            consensus = await opened(url)
+            leaving = False
+
+            async def pump(name: str) -> int:
+                at = 0
+                while not leaving or host.poll() is None or at % 10:
+                    at = (await consensus.append(name, 0, at, [b"x"], "n")).next
+                return at
+
+            pumps = [asyncio.ensure_future(pump(f"log-{i}")) for i in range(8)]
+            await asyncio.sleep(0.1)
+            assert host.stdin is not None
+            host.stdin.write("leave\n")
+            host.stdin.flush()
+            leaving = True
+            ends = await asyncio.gather(*pumps)
+            assert host.returncode == 0
+            for number, end in enumerate(ends):
+                assert (await consensus.log_head(f"log-{number}")).next == end
             await consensus.aclose()
 
         run(body())

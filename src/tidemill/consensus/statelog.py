@@ -11,16 +11,15 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Closed, Conflict, Corrupt, Fenced, Missing, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import Closed, Conflict, Corrupt, Fenced, TidemillError, Unavailable, Unknown
 from tidemill.base.limits import MIB
 from tidemill.base.tasks import Tasks
 from tidemill.consensus import staterecords
 from tidemill.consensus.api import Consensus, LogRecord
-
-S = TypeVar("S")
+from tidemill.consensus.replica import Replica, S
 
 BATCH_COMMANDS = 512
 BATCH_BYTES = 4 * MIB
@@ -54,7 +53,7 @@ class _InFlight(NamedTuple, Generic[S]):
     batch: list[_Proposal[S]]
 
 
-class StateLog(Generic[S]):
+class StateLog(Replica[S]):
     """One process's view of, and way to change, the state kept on `log`.
 
     initial   makes the empty state
@@ -81,69 +80,16 @@ class StateLog(Generic[S]):
         rollup_after_records: int = 0,
     ) -> None:
         """`rollup_after_records` > 0: a proposer rolls up once so many commands follow the last rollup."""
-        self._consensus = consensus
-        self.log = log
+        super().__init__(consensus, log, initial, apply, decode)
         self.term = term
-        self._apply = apply
         self._encode = encode
-        self._decode = decode
         self._rand = rand
         self._rollup_after = rollup_after_records
-        self.state: S = initial()
-        self.position = 0
-        self.records_since_rollup = 0
-        self._loaded = False
         self._queue: deque[_Proposal[S]] = deque()
         self._in_flight: _InFlight[S] | None = None
-        self._reading = asyncio.Lock()
         self._appending = asyncio.Lock()
         self._driver: asyncio.Task[None] | None = None
         self._tasks = Tasks(self._driver_failed)
-        self._broken: TidemillError | None = None
-
-    # reading -------------------------------------------------------------------------------------
-
-    async def load(self) -> S:
-        """Replay from the log's start. Same as the first `catch_up`."""
-        await self.catch_up()
-        return self.state
-
-    async def catch_up(self) -> bool:
-        """Apply everything durable as of now (a linearizable read); True if anything was new."""
-        async with self._reading:
-            self._check()
-            before = self.position
-            while True:
-                try:
-                    found = await self._consensus.read(self.log, self.position)
-                except Missing:
-                    await self._restart()
-                    continue
-                for record in found.records:
-                    self._replay(record)
-                if self.position >= found.head.next:
-                    self._loaded = True
-                    return self.position != before
-                if not found.records:
-                    raise self._break(f"The log has a gap: position={self.position} next={found.head.next}")
-
-    async def wait(self, timeout_s: float) -> bool:
-        """Wait until the log has more than was applied, then catch up; False after the timeout."""
-        if not await self._consensus.wait(self.log, self.position, timeout_s):
-            return False
-        return await self.catch_up()
-
-    async def until(self, reached: Callable[[S], bool], timeout_s: float) -> bool:
-        """Follow the log until `reached(state)`; False after the timeout (caught up at least once)."""
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + timeout_s
-        await self.catch_up()
-        while not reached(self.state):
-            left_s = deadline_s - loop.time()
-            if left_s <= 0:
-                return False
-            await self.wait(left_s)
-        return True
 
     # writing -------------------------------------------------------------------------------------
 
@@ -376,40 +322,7 @@ class StateLog(Generic[S]):
         if attempts > 1:
             await asyncio.sleep(self._rand.uniform(0, CONFLICT_PAUSE_S * min(attempts, 10)))
 
-    # replay --------------------------------------------------------------------------------------
-
-    _following = 0
-    """Parts of a rollup still to be passed."""
-
-    _last_rollup = 0
-    """Position of the last part of the newest rollup passed."""
-
-    _rolled_over = 0
-    """Start of the log when we last had to begin again from a rollup."""
-
-    def _replay(self, record: LogRecord) -> None:
-        """Apply one record and, if it is ours, tell its proposer. A plain function: no await splits it."""
-        if record.position != self.position:
-            raise self._break(f"A record is out of place: expected={self.position} got={record.position}")
-        kind = record.data[0] if record.data else -1
-        if kind == staterecords.ROLLUP:
-            # Whoever has applied everything before a rollup already has its state.
-            self._following, _ = staterecords.decode_part(record.data)
-            self.records_since_rollup = 0
-            self._last_rollup = self.position
-            self.position += 1
-            return
-        if kind != staterecords.COMMAND or self._following:
-            raise self._break(f"A record of unknown kind: position={record.position} kind={kind}")
-        refused: TidemillError | None = None
-        try:
-            self.state = self._apply(self.state, record.data[1:], record.position)
-        except TidemillError as error:
-            refused = error
-        except Exception as error:
-            raise self._break(f"apply failed: position={record.position} reason={error!r}") from error
-        self.position += 1
-        self.records_since_rollup += 1
+    def _replayed(self, record: LogRecord, refused: TidemillError | None) -> None:
         flight = self._in_flight
         if flight is None or flight.nonce != record.nonce:
             return
@@ -420,43 +333,3 @@ class StateLog(Generic[S]):
             future.set_result(Applied(record.position, self.state))
         else:
             future.set_exception(refused)
-
-    async def _restart(self) -> None:
-        """We were rolled over: take the state of the rollup at the log's start (SL4), all at once.
-
-        Returns without effect when the log is rolled over again meanwhile; the caller comes back.
-        """
-        start = (await self._consensus.log_head(self.log)).start
-        parts: list[bytes] = []
-        following = -1
-        position = start
-        while following != 0:
-            try:
-                found = await self._consensus.read(self.log, position)
-            except Missing:
-                return
-            for record in found.records:
-                if not record.data or record.data[0] != staterecords.ROLLUP:
-                    raise self._break(f"The log does not start with a rollup: start={start} position={position}")
-                following, part = staterecords.decode_part(record.data)
-                parts.append(part)
-                position += 1
-                if following == 0:
-                    break
-            if not found.records:
-                raise self._break(f"The rollup is not whole: start={start} next={found.head.next}")
-        self.state = self._decode(b"".join(parts))
-        self.position = position
-        self.records_since_rollup = 0
-        self._following = 0
-        self._rolled_over = start
-
-    def _break(self, reason: str) -> Corrupt:
-        """What this process holds can no longer be trusted: refuse everything from here on."""
-        error = Corrupt(f"{reason} log={self.log!r}.", fix="Report it with the log's records; nothing was overwritten.")
-        self._broken = self._broken or error
-        return error
-
-    def _check(self) -> None:
-        if self._broken is not None:
-            raise self._broken

@@ -24,8 +24,9 @@ import structlog
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Corrupt, Invalid, TidemillError, Unavailable, Unknown
 from tidemill.consensus.commands import AnyOp, Append, Wait
-from tidemill.consensus.sqlite import address, frames
+from tidemill.consensus.sqlite import frames
 from tidemill.consensus.sqlite.engine import Doubtful, Engine
+from tidemill.consensus.sqlite.sockets import Connection, listen
 
 RECEIVE_BYTES = 1 << 20
 """Per connection and round: what makes every process progress, whatever the others send."""
@@ -34,17 +35,6 @@ UNREAD_ANSWER_BYTES = 64 << 20
 """A client that does not read its answers is not read from either."""
 
 log = structlog.get_logger()
-
-
-class _Connection:
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.splitter = frames.Splitter()
-        self.answers: list[frames.Said] = []
-        self.out = bytearray()
-        self.client = ""
-        self.closed = False
-        self.waits: dict[int, str] = {}
 
 
 class Sequencer:
@@ -57,9 +47,9 @@ class Sequencer:
         self.opened = threading.Event()
         self.failure: TidemillError | None = None
         self._stopping = False
-        self._connections: dict[int, _Connection] = {}
-        self._clients: dict[str, _Connection] = {}
-        self._waiters: dict[str, dict[tuple[int, int], tuple[int, _Connection]]] = {}
+        self._connections: dict[int, Connection] = {}
+        self._clients: dict[str, Connection] = {}
+        self._waiters: dict[str, dict[tuple[int, int], tuple[int, Connection]]] = {}
         self._listener: socket.socket | None = None
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
@@ -107,7 +97,7 @@ class Sequencer:
         engine = Engine(self._database, self._clock)
         try:
             with contextlib.ExitStack() as stack:
-                listener, bound = _listen(self._database)
+                listener, bound = listen(self._database)
                 self._listener = stack.enter_context(listener)
                 selector = self._selector = stack.enter_context(selectors.DefaultSelector())
                 selector.register(listener, selectors.EVENT_READ)
@@ -123,8 +113,8 @@ class Sequencer:
             engine.close()
 
     def _round(self, engine: Engine, listener: socket.socket) -> None:
-        writes: list[tuple[_Connection, int, Any]] = []
-        reads: list[tuple[_Connection, int, AnyOp]] = []
+        writes: list[tuple[Connection, int, Any]] = []
+        reads: list[tuple[Connection, int, AnyOp]] = []
         for key, events in self._selector.select():
             if key.fileobj is listener:
                 self._accept(listener)
@@ -132,7 +122,7 @@ class Sequencer:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_receiver.recv(4096)
             else:
-                connection: _Connection = key.data
+                connection: Connection = key.data
                 if events & selectors.EVENT_READ and not connection.closed:
                     self._receive(connection, writes, reads)
         if writes:
@@ -153,7 +143,7 @@ class Sequencer:
             if connection.answers or connection.out:
                 self._flush(connection)
 
-    def _commit(self, engine: Engine, writes: list[tuple[_Connection, int, Any]], reads: list[Any]) -> None:
+    def _commit(self, engine: Engine, writes: list[tuple[Connection, int, Any]], reads: list[Any]) -> None:
         try:
             outcomes = engine.commit([op for _, _, op in writes])
         except Doubtful as error:
@@ -180,7 +170,7 @@ class Sequencer:
             for log_name, next_position in advanced.items():
                 self._wake(log_name, next_position)
 
-    def _refuse_all(self, requests: list[tuple[_Connection, int, Any]], error: TidemillError) -> None:
+    def _refuse_all(self, requests: list[tuple[Connection, int, Any]], error: TidemillError) -> None:
         for connection, request_id, _ in requests:
             connection.answers.append(frames.refusal(request_id, error))
         for connection in {id(c): c for c, _, _ in requests}.values():
@@ -188,7 +178,7 @@ class Sequencer:
 
     # waiters -------------------------------------------------------------------------------------
 
-    def _park(self, connection: _Connection, request_id: int, op: Wait) -> None:
+    def _park(self, connection: Connection, request_id: int, op: Wait) -> None:
         connection.waits[request_id] = op.log
         waiting = self._waiters.setdefault(op.log, {})
         waiting[(id(connection), request_id)] = (op.beyond, connection)
@@ -199,7 +189,7 @@ class Sequencer:
                 self._forget(connection, request_id)
                 connection.answers.append(frames.result(request_id, True))
 
-    def _forget(self, connection: _Connection, request_id: int) -> None:
+    def _forget(self, connection: Connection, request_id: int) -> None:
         log_name = connection.waits.pop(request_id, None)
         if log_name is None:
             return
@@ -214,11 +204,11 @@ class Sequencer:
         with contextlib.suppress(BlockingIOError, ConnectionError):
             sock, _ = listener.accept()
             sock.setblocking(False)
-            connection = _Connection(sock)
+            connection = Connection(sock)
             self._connections[sock.fileno()] = connection
             self._selector.register(sock, selectors.EVENT_READ, connection)
 
-    def _receive(self, connection: _Connection, writes: list[Any], reads: list[Any]) -> None:
+    def _receive(self, connection: Connection, writes: list[Any], reads: list[Any]) -> None:
         try:
             data = connection.sock.recv(RECEIVE_BYTES)
         except BlockingIOError:
@@ -244,7 +234,7 @@ class Sequencer:
             log.warning("peer does not speak the protocol", reason=str(error))
             self._drop(connection)
 
-    def _greet(self, connection: _Connection, request_id: int, hello: frames.Hello) -> None:
+    def _greet(self, connection: Connection, request_id: int, hello: frames.Hello) -> None:
         if hello.version != frames.WIRE_VERSION:
             mismatch = Invalid(
                 f"Two versions of tidemill share a database: database={self._database}"
@@ -261,7 +251,7 @@ class Sequencer:
         self._clients[hello.client] = connection
         connection.answers.append(frames.result(request_id, None))
 
-    def _flush(self, connection: _Connection) -> None:
+    def _flush(self, connection: Connection) -> None:
         if connection.closed:
             return
         if connection.answers:
@@ -282,14 +272,14 @@ class Sequencer:
         if self._selector.get_key(connection.sock).events != events:
             self._selector.modify(connection.sock, events, connection)
 
-    def _part(self, connection: _Connection) -> None:
+    def _part(self, connection: Connection) -> None:
         """An orderly goodbye: nothing this client has not been answered was executed."""
         connection.out += frames.encode([*connection.answers, frames.GOODBYE])
         with contextlib.suppress(OSError):
             connection.sock.settimeout(1.0)
             connection.sock.sendall(connection.out)
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: Connection) -> None:
         if connection.closed:
             return
         connection.closed = True
@@ -301,28 +291,3 @@ class Sequencer:
         with contextlib.suppress(KeyError, ValueError, RuntimeError):
             self._selector.unregister(connection.sock)
         connection.sock.close()
-
-
-def _listen(database: Path) -> tuple[socket.socket, str]:
-    """Bind the best address that works; returns the socket and the path to unlink at the end.
-
-    The caller holds the lock, so whatever lies at any of the addresses is stale.
-    """
-    reasons = []
-    with address.addresses(database, create=True) as candidates:
-        for path in candidates:
-            with contextlib.suppress(FileNotFoundError, OSError):
-                os.unlink(path)
-        for path in candidates:
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-            try:
-                listener.bind(path)
-                listener.listen(128)
-                return listener, os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
-            except OSError as error:
-                listener.close()
-                reasons.append(f"{path}: {error}")
-    raise Invalid(
-        f"No Unix socket can be made for the database: database={database} reasons={reasons}.",
-        fix="Put the database in a directory on a local file system, with a shorter path.",
-    )
