@@ -35,7 +35,7 @@ from tidemill.spark.upsert.state import Mirror
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-MOST_BUSY = 0.34
+MOST_BUSY = 0.5
 """Share of one thread's time that recomputing may take: a slow function makes its interval longer."""
 
 log = structlog.get_logger()
@@ -164,6 +164,8 @@ class Derivation:
             self.writer.committed(pending)
             self._dirty = False
             self.recomputed += 1
+            if self.recomputed == 1:
+                log.info("derived table is there", table=self.table.name, rows=len(pending.changes.hashes))
         else:
             self.writer.follow()
         return won

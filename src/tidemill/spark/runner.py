@@ -206,7 +206,7 @@ class Runner:
         feed.sink = sink
         short_lives = 0
         while not self._ending.is_set():
-            self._bring_forward(sink, until=self._session_ready)
+            self._bring_forward(sink, self._session_ready.is_set)
             if self._ending.is_set():
                 return
             began_s = self.stores.clock.monotonic_s()
@@ -220,11 +220,11 @@ class Runner:
                 if short_lives >= QUERY_ATTEMPTS:
                     raise TidemillError(f"streaming query does not stay up: source={feed.source} error={reason}.")
 
-    def _bring_forward(self, sink: FeedSink, until: threading.Event) -> None:
+    def _bring_forward(self, sink: FeedSink, done: Callable[[], bool]) -> None:
         """Process from this thread while there is no query: rows first, the JVM may take its time."""
         while not self._ending.is_set():
             sink.process(self._retried(sink.latest))
-            if until.is_set() or self._ending.wait(WARM_POLL_S):
+            if done() or self._ending.wait(WARM_POLL_S):
                 return
 
     def _watch_query(self, feed: Feed, sink: FeedSink) -> str:
@@ -232,12 +232,16 @@ class Runner:
         spark = self._spark
         assert spark is not None
         sink.use(spark.sparkContext)
+        sink.called.clear()
         try:
             feed.query = self._query(spark, feed, sink)
+            query = feed.query
+            # A query takes seconds to its first batch (planner, first plan): rows do not wait for it.
+            self._bring_forward(sink, lambda: sink.called.is_set() or not query.isActive)
             log.info("query runs", source=feed.source, tables=len(sink.tables))
             while not self._ending.wait(0.2):
-                if not feed.query.isActive:
-                    return str(feed.query.exception())[:500]
+                if not query.isActive:
+                    return str(query.exception())[:500]
         except Exception as error:  # py4j and Spark raise what they like; the caller counts and gives up
             return str(error)[:500]
         return ""

@@ -63,7 +63,7 @@ class _Work(msgspec.Struct):
 
 
 class FeedSink:
-    """`process` is called by one thread at a time; `stop` from any."""
+    """`process` may be called by any thread and lets one in at a time; so may `stop`."""
 
     def __init__(
         self,
@@ -92,6 +92,9 @@ class FeedSink:
         self._inline_rows = inline_rows
         self._context: SparkContext | None = None
         self._stopping = threading.Event()
+        self.called = threading.Event()
+        """Set when Spark has brought a batch."""
+        self._one_at_a_time = threading.Lock()
         self.idle = threading.Event()
         """Set while no batch is under way."""
         self.idle.set()
@@ -108,6 +111,7 @@ class FeedSink:
         """The function for `foreachBatch`. The end of a batch is read from Spark's own log of offsets."""
 
         def run(_: Any, batch_id: int) -> None:
+            self.called.set()
             end = planned_end(checkpoint, batch_id)
             self.process(end if end is not None else self.latest())
 
@@ -122,14 +126,15 @@ class FeedSink:
     def process(self, end: int) -> None:
         """Bring every table to `end`. Storage that is away is waited for, visibly; other errors end the query."""
         self.target = max(self.target, end)
-        self.idle.clear()
-        try:
-            self._until(end)
-        except BaseException as error:
-            self.failure = error
-            raise
-        finally:
-            self.idle.set()
+        with self._one_at_a_time:
+            self.idle.clear()
+            try:
+                self._until(end)
+            except BaseException as error:
+                self.failure = error
+                raise
+            finally:
+                self.idle.set()
 
     def _until(self, end: int) -> None:
         pause_s = RETRY_S
