@@ -61,10 +61,11 @@ class ShardModel(RuleBasedStateMachine):
             st.dictionaries(st.integers(0, 4), st.none() | st.text(max_size=3), max_size=3), min_size=1, max_size=5
         ),
         whole=st.booleans(),
+        compact=HANDLES,
         lost=st.sampled_from([None, None, (True, False), (False, False)]),
     )
-    def appends(self, who: int, steps: list[dict[int, str | None]], whole: bool, lost: Any) -> None:
-        """One batch of several times, or one batch a time; the answer of the first may be lost."""
+    def appends(self, who: int, steps: list[dict[int, str | None]], whole: bool, compact: int, lost: Any) -> None:
+        """One batch of several times, or one batch a time; the answer of the first may be lost. Merges follow."""
         shard = self.shards[who]
         if lost:
             shard._machine._log._consensus.script = [lost]  # type: ignore[attr-defined]
@@ -74,6 +75,8 @@ class ShardModel(RuleBasedStateMachine):
             assert self.run(append(shard, self.upper, upper, rows)) == upper
             self.upper = upper
             self.rows += rows
+        for _ in range(compact):
+            self.compacts(compact)
 
     @rule(who=HANDLES, behind=st.integers(1, 3))
     def a_laggard_is_refused(self, who: int, behind: int) -> None:
@@ -87,19 +90,13 @@ class ShardModel(RuleBasedStateMachine):
         else:
             raise AssertionError("a laggard was let in")
 
-    @rule(who=HANDLES)
     def compacts(self, who: int) -> None:
         self.run(compaction.compact_once(self.shards[who], self.world.objects, self.world.rand))
 
     @rule(who=HANDLES, ahead=st.integers(0, 5))
     def downgrades(self, who: int, ahead: int) -> None:
-        # Listeners hold their frontier, as a leased reader does.
-        held = min([x.frontier for x in self.listeners], default=1 << 60) - 1
-        to = min(self.since + ahead, held)
-        if to < 0:
-            return
-        since = self.run(self.shards[who].downgrade_since("model", 1, to))
-        assert since >= self.since
+        since = self.run(self.shards[who].downgrade_since("model", 1, self.since + ahead))
+        assert self.since <= since <= min([max(0, x.frontier - 1) for x in self.listeners], default=since)
         self.since = since
 
     @rule(who=HANDLES)
@@ -115,24 +112,35 @@ class ShardModel(RuleBasedStateMachine):
                 # A reader of the restarted process goes on from where it was.
                 listener.deltas = self.shards[who].listen(listener.frontier)
 
-    @rule(who=HANDLES)
-    def starts_listening(self, who: int) -> None:
-        if len(self.listeners) < 3:
+    @rule(which=st.integers(0, 2), who=HANDLES)
+    def a_listener_starts_or_goes_on_from_another_handle(self, which: int, who: int) -> None:
+        if which >= len(self.listeners):
             lower = self.since + 1 if self.since else 0
             self.listeners.append(Listener(who, self.shards[who].listen(lower), lower))
+            self.hold(len(self.listeners) - 1)
+            return
+        listener = self.listeners[which]
+        listener.who, listener.deltas = who, self.shards[who].listen(listener.frontier)
 
     @rule(which=st.integers(0, 2), steps=st.integers(1, 4))
     def a_listener_advances(self, which: int, steps: int) -> None:
         if not self.listeners:
             return
-        listener = self.listeners[which % len(self.listeners)]
+        which %= len(self.listeners)
+        listener = self.listeners[which]
         for _ in range(steps):
             if listener.frontier >= self.upper:
-                return
+                break
             delta = self.run(anext(listener.deltas))
             assert delta.lower == listener.frontier < delta.upper
             listener.seen += tuples(delta.rows)
             listener.frontier = delta.upper
+        self.hold(which)
+
+    def hold(self, which: int) -> None:
+        """A listener's lease: one tick behind its frontier, for it must tell frontier - 1 from frontier."""
+        listener = self.listeners[which]
+        self.run(self.shards[listener.who].hold(f"listener-{which}", max(0, listener.frontier - 1), 10**9))
 
     @invariant()
     def listeners_saw_each_update_once(self) -> None:
