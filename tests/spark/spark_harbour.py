@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from msgspec.structs import replace
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.portal import Portal
@@ -102,6 +103,11 @@ class Harbour:
         )
         self.portal.call(self.stores.catalogue.put(row))
         return found
+
+    def finish_snapshot(self, name: str) -> None:
+        row = self.portal.call(self.stores.catalogue.get(CaptureRow, name))
+        assert row is not None
+        self.portal.call(self.stores.catalogue.put(replace(row, snapshot_done=True)))
 
 
 def _bytes(value: Any) -> bytes | None:

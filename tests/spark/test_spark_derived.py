@@ -1,0 +1,178 @@
+"""Derived tables without a JVM: a frame is an Arrow table, a function turns tables into one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from test_spark_sink import clicks_sink
+from upsert_world import SCHEMA
+
+from tidemill.base.errors import Invalid
+from tidemill.spark.derived import Derivation, difference
+from tidemill.spark.pipeline import DerivedTable
+from tidemill.spark.types import spark_schema
+from tidemill.spark.upsert.state import Mirror
+
+
+class Frame:
+    """As much of a DataFrame as a derivation asks for."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table
+
+    @property
+    def schema(self) -> Any:
+        from tidemill.shards.front import Column
+        from tidemill.shards.schema import type_string
+
+        return spark_schema([Column(f.name, type_string(f.type)) for f in self.table.schema])
+
+    def toArrow(self) -> pa.Table:
+        return self.table
+
+
+class FakeSpark:
+    def createDataFrame(self, data: Any, schema: Any) -> Frame:
+        if isinstance(data, pa.Table):
+            return Frame(data)
+        from pyspark.sql.pandas.types import to_arrow_schema
+
+        return Frame(to_arrow_schema(schema).empty_table())
+
+
+def count_by_product(_: Any, clicks: Frame) -> Frame:
+    grouped = clicks.table.group_by("product_id").aggregate([("click_id", "count")])
+    return Frame(pa.table({"product_id": grouped["product_id"], "n": pc.cast(grouped["click_id_count"], pa.int64())}))
+
+
+def derivation(harbour: Any, scratch: Path, function: Callable[..., Any], key: str = "product_id") -> Derivation:
+    table = DerivedTable("counts", (key,), ("clicks",), 0.05, function)
+    return Derivation(harbour.portal, harbour.stores, FakeSpark(), table, scratch / "counts")  # type: ignore[arg-type]
+
+
+class Clicks:
+    def __init__(self, harbour: Any, tmp_path: Path) -> None:
+        self.harbour = harbour
+        self.topic = harbour.create_topic("clicks")
+        self.sink = clicks_sink(harbour, tmp_path / "sink")
+        self.time = 0
+
+    def say(self, *rows: tuple[str, int | None]) -> None:
+        found = [(k.encode(), None if p is None else {"click_id": k, "product_id": p}) for k, p in rows]
+        if found:
+            self.harbour.produce(self.topic, found)
+        self.time += 10
+        self.harbour.mint("topic/clicks", self.time, self.topic)
+        self.sink.process(self.sink.latest())
+
+
+def counts(harbour: Any, at: int | None = None) -> dict[int, int]:
+    return {r["product_id"]: r["n"] for r in harbour.contents("counts", at)}
+
+
+def test_a_derived_table_follows_its_inputs_and_keeps_its_history(harbour: Any, tmp_path: Path) -> None:
+    clicks = Clicks(harbour, tmp_path)
+    derived = derivation(harbour, tmp_path, count_by_product)
+    derived.open()
+    clicks.say(("a", 1), ("b", 1), ("c", 2))
+    assert derived.round()
+    clicks.say(("a", 2), ("b", None))
+    assert derived.round()
+    assert counts(harbour, 10) == {1: 2, 2: 1}
+    assert counts(harbour, 20) == {2: 2}
+    assert harbour.upper("counts") == 21
+
+
+def test_time_moves_on_without_recomputing_what_did_not_change(harbour: Any, tmp_path: Path) -> None:
+    clicks = Clicks(harbour, tmp_path)
+    derived = derivation(harbour, tmp_path, count_by_product)
+    derived.open()
+    clicks.say(("a", 1))
+    derived.round()
+    clicks.say()
+    derived.round()
+    assert (derived.recomputed, harbour.upper("counts")) == (1, 21)
+    assert not derived.round(), "nothing new: nothing to append"
+
+
+def test_two_derivations_race_and_a_restart_goes_on(harbour: Any, tmp_path: Path) -> None:
+    clicks = Clicks(harbour, tmp_path)
+    both = [derivation(harbour, tmp_path / str(n), count_by_product) for n in range(2)]
+    for derived in both:
+        derived.open()
+    for n in range(1, 7):
+        clicks.say((f"k{n}", n % 2), ("same", n))
+        for derived in both if n % 3 else both[::-1]:
+            derived.round()
+    again = derivation(harbour, tmp_path / "again", count_by_product)
+    again.open()
+    clicks.say(("last", 0))
+    assert again.round()
+    expected: dict[int, int] = {}
+    for product in [n % 2 for n in range(1, 7)] + [6, 0]:
+        expected[product] = expected.get(product, 0) + 1
+    assert counts(harbour) == expected
+
+
+def test_a_function_that_fails_is_shown_and_tried_again(harbour: Any, tmp_path: Path) -> None:
+    clicks = Clicks(harbour, tmp_path)
+    broken = threading.Event()
+    broken.set()
+
+    def function(spark: Any, frame: Frame) -> Frame:
+        if broken.is_set() and frame.table.num_rows:
+            raise ZeroDivisionError("division by zero")
+        return count_by_product(spark, frame)
+
+    derived = derivation(harbour, tmp_path, function)
+    clicks.say(("a", 1))
+    stopping = threading.Event()
+    thread = threading.Thread(target=derived.run, args=(stopping,))
+    thread.start()
+    try:
+        _until(lambda: "division by zero" in derived.error)
+        broken.clear()
+        _until(lambda: derived.error == "" and derived.recomputed == 1)
+    finally:
+        stopping.set()
+        thread.join(10)
+    assert counts(harbour) == {1: 1}
+
+
+def test_an_input_that_does_not_exist_yet_is_waited_for_by_name(harbour: Any, tmp_path: Path) -> None:
+    derived = derivation(harbour, tmp_path, count_by_product)
+    stopping = threading.Event()
+    thread = threading.Thread(target=derived.run, args=(stopping,))
+    thread.start()
+    try:
+        _until(lambda: "no such shard" in derived.error)
+        assert derived.waits_for == "shard:clicks"
+        clicks = Clicks(harbour, tmp_path)
+        clicks.say(("a", 1))
+        _until(lambda: derived.recomputed == 1)
+    finally:
+        stopping.set()
+        thread.join(10)
+
+
+def test_a_result_whose_key_repeats_or_is_null_is_refused(tmp_path: Path) -> None:
+    mirror = Mirror(SCHEMA)
+    with pytest.raises(Invalid, match="key of a derived table repeats"):
+        difference(SCHEMA, pa.table({"k": [1, 1], "v": [1, 2]}), mirror, 5)
+    with pytest.raises(Invalid, match="null"):
+        difference(SCHEMA, pa.table({"k": pa.array([None], pa.int64()), "v": [1]}), mirror, 5)
+
+
+def _until(check: Callable[[], bool]) -> None:
+    waiting = threading.Event()
+    for _ in range(600):
+        if check():
+            return
+        waiting.wait(0.05)
+    raise AssertionError("not in time")
