@@ -96,7 +96,7 @@ class ShardModel(RuleBasedStateMachine):
     @rule(who=HANDLES, ahead=st.integers(0, 5))
     def downgrades(self, who: int, ahead: int) -> None:
         since = self.run(self.shards[who].downgrade_since("model", 1, self.since + ahead))
-        assert self.since <= since <= min([max(0, x.frontier - 1) for x in self.listeners], default=since)
+        assert self.since <= since <= self.least_hold(since)
         self.since = since
 
     @rule(who=HANDLES)
@@ -140,7 +140,14 @@ class ShardModel(RuleBasedStateMachine):
     def hold(self, which: int) -> None:
         """A listener's lease: one tick behind its frontier, for it must tell frontier - 1 from frontier."""
         listener = self.listeners[which]
-        self.run(self.shards[listener.who].hold(f"listener-{which}", max(0, listener.frontier - 1), 10**9))
+        shard = self.shards[listener.who]
+        self.run(shard.hold(f"listener-{which}", max(0, listener.frontier - 1), 10**9))
+        # Since follows the least hold, so a lease that moves on may release it.
+        assert self.since <= shard.state.since <= self.least_hold(shard.state.since)
+        self.since = shard.state.since
+
+    def least_hold(self, otherwise: int) -> int:
+        return min([max(0, x.frontier - 1) for x in self.listeners], default=otherwise)
 
     @invariant()
     def listeners_saw_each_update_once(self) -> None:
