@@ -68,6 +68,15 @@ def test_a_wrong_configuration_is_one_sentence_and_exit_2(
     assert said in last
 
 
+def test_a_scratch_directory_in_use_is_refused(harbour: Any, tmp_path: Path) -> None:
+    from tidemill.spark.runner import own_directory
+
+    with own_directory(tmp_path / "scratch"):
+        done = subprocess.run(command(harbour, tmp_path), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "in use by another process" in done.stderr
+
+
 @pytest.mark.spark
 def test_kill_9_at_any_moment_loses_and_doubles_nothing(
     harbour: Any, tmp_path: Path, started: list[subprocess.Popen[bytes]]

@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from pathlib import Path
 
 import structlog
@@ -62,6 +63,9 @@ def main(arguments: list[str] | None = None) -> int:
     except Invalid as error:
         print(str(error), file=sys.stderr, flush=True)
         return EXIT_CONFIGURATION
+    except Exception:
+        traceback.print_exc()
+        return 1
     return 0
 
 

@@ -7,9 +7,11 @@ that error, except what may heal: storage that is away, and feeds that do not ex
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import structlog
 
-from tidemill.base.errors import Closed, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import Closed, Invalid, TidemillError, Unavailable, Unknown
 from tidemill.base.portal import Portal
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.front import ShardSchema
@@ -35,6 +37,7 @@ from tidemill.spark.table import TableWriter
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+LOCK_ATTEMPTS = 50
 FEED_POLL_S = 0.25
 WARM_POLL_S = 0.15
 """Between two rounds while the JVM starts: it needs the processor more."""
@@ -70,6 +73,34 @@ class Feed:
         self.reason = "opening"
 
 
+@contextmanager
+def own_directory(scratch: Path) -> Iterator[None]:
+    """Keep the scratch directory to this process: two that wrote mirrors into one would read each other's files.
+
+    Raises Invalid when it is taken or cannot be written. A predecessor that is just ending is waited for.
+    """
+    try:
+        scratch.mkdir(parents=True, exist_ok=True)
+        lock = (scratch / "lock").open("w")
+    except OSError as error:
+        raise Invalid(
+            f"cannot write the scratch directory: scratch={scratch} error={error.strerror}.", fix="Make it writable."
+        ) from error
+    with lock:
+        for attempt in range(LOCK_ATTEMPTS):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if attempt == LOCK_ATTEMPTS - 1:
+                    raise Invalid(
+                        f"scratch directory is in use by another process: scratch={scratch}.",
+                        fix="Give each driver its own --scratch.",
+                    ) from error
+                threading.Event().wait(0.1)
+        yield
+
+
 class Runner:
     """`run` blocks until `stopping` is set or something fails for good, and raises that."""
 
@@ -91,6 +122,10 @@ class Runner:
         self._threads: list[threading.Thread] = []
 
     def run(self) -> None:
+        with own_directory(self.settings.scratch):
+            self._run()
+
+    def _run(self) -> None:
         self.stores = self.portal.call(open_stores(self.settings.urls))
         try:
             self._start()

@@ -23,6 +23,9 @@ from tidemill.spark.upsert.operator import Fault, Upsert
 from tidemill.spark.upsert.resolve import Resolved
 from tidemill.spark.upsert.state import Mirror
 
+SAVE_EVERY = 500
+"""Appends between two saves of the mirror: what a restart after a crash has to read again is that much at most."""
+
 log = structlog.get_logger()
 
 
@@ -129,6 +132,8 @@ class TableWriter:
     def committed(self, pending: Resolved) -> None:
         self.operator.committed(pending)
         self.rows += pending.updates.num_rows
+        if self.won % SAVE_EVERY == 0:
+            self.save()
 
     def save(self) -> None:
         """Let other processes of this machine open the mirror."""

@@ -10,6 +10,8 @@ memory works and another process can open it. A mirror is a cache: any doubt abo
 
 from __future__ import annotations
 
+import itertools
+import os
 from pathlib import Path
 
 import msgspec
@@ -30,6 +32,7 @@ SPILL_ROWS = 100_000
 MERGE_RATIO = 4
 """A run is merged with all newer ones once it is at most this many times as long as they are together."""
 MANIFEST = "MANIFEST.json"
+_FILES = itertools.count(1)
 
 
 class _Manifest(msgspec.Struct):
@@ -54,7 +57,6 @@ class Mirror:
         self._hasher = hasher
         self._directory = directory
         self._columns: list[str] = contents_schema(schema).names
-        self._files = 0
 
     @classmethod
     def hydrate(
@@ -218,8 +220,8 @@ class Mirror:
     def _to_file(self, run: Run) -> Run:
         assert self._directory is not None
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._files += 1
-        path = self._directory / f"run-{self.upper}-{self._files}.arrow"
+        # Never a name that was used before: another process may have the file of that name mapped.
+        path = self._directory / f"run-{self.upper}-{os.getpid()}-{next(_FILES)}.arrow"
         write_run(run, path)
         return open_run(self.schema, path)
 
