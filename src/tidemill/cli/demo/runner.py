@@ -96,11 +96,13 @@ class Runner:
                 tasks.spawn(self._watch_shard(), name="demo-shard")
                 tasks.spawn(self._watch_money(), name="demo-money")
                 if self._crash:
-                    tasks.spawn(self._crash_in_turn(supervisor), name="demo-crash")
+                    crashing = tasks.spawn(self._crash_in_turn(supervisor), name="demo-crash")
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(seconds):
                         await self._stopping.wait()
                 self._check_failure()
+                if self._crash:
+                    crashing.cancel()
                 if seconds is not None:
                     await self._finish()
                     self._check_failure()
