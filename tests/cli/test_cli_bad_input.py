@@ -83,7 +83,7 @@ def test_a_scheme_nobody_knows_is_named(tmp_path: Path) -> None:
 @pytest.mark.postgres
 def test_a_dsn_that_leads_nowhere_is_named_without_its_password(tmp_path: Path) -> None:
     path = configuration(tmp_path, capture(f"postgresql://u:secret@127.0.0.1:{free_port()}/shop"))
-    sentence = refused(tidemill("up", "--config", str(path), cwd=tmp_path), "dsn")
+    sentence = refused(tidemill("up", "--config", str(path), cwd=tmp_path), "DSN")
     assert "secret" not in sentence
 
 
