@@ -132,7 +132,7 @@ def test_a_pipeline_keeps_its_tables_through_restarts_and_shows_marks(harbour: A
         for _ in range(3):
             shop.trade(2)
             time.sleep(0.1)
-        at = shop.settle("clicks", "orders", "lines", "by_product", "p.dead_letters")
+        at = shop.settle("clicks", "orders", "lines", "by_product")
         shop.check(at)
         board = Board(harbour.stores.consensus, Rand())
         until(lambda: _marks_caught_up(harbour, board, at), "marks show the uppers")
@@ -140,13 +140,13 @@ def test_a_pipeline_keeps_its_tables_through_restarts_and_shows_marks(harbour: A
     by_product = {r["product_id"]: (r["clicks"], str(r["revenue"])) for r in harbour.contents("by_product", at)}
     counts = {k: sum(1 for i in range(1, shop.n + 1) if i % 3 == k) for k in range(3)}
     assert by_product == {k: (c, f"{c * 2.5:.2f}") for k, c in counts.items()}
-    assert len(harbour.contents("p.dead_letters", at)) == shop.n
+    assert len(harbour.contents("p.dead_letters")) == shop.n
 
     shop.trade(3)  # while nobody runs; then a new process with nothing but the shards
     with running(harbour, spark, tmp_path / "b", file):
-        at = shop.settle("clicks", "orders", "lines", "p.dead_letters")
+        at = shop.settle("clicks", "orders", "lines")
     shop.check(at)
-    assert len(harbour.contents("p.dead_letters", at)) == shop.n
+    assert len(harbour.contents("p.dead_letters")) == shop.n
 
     register(spark, harbour.urls.objects, harbour.urls.consensus)
     orders = spark.read.format("tidemill").option("shard", "orders").option("as_of", at).load()
@@ -172,10 +172,10 @@ def test_two_identical_pipelines_on_the_same_shards_give_equal_contents(
         for _ in range(15):
             shop.trade()
             time.sleep(0.05)
-        at = shop.settle("clicks", "orders", "lines", "p.dead_letters")
+        at = shop.settle("clicks", "orders", "lines")
         won = [sum(t.won for t in r.tables()) for r in (one, two)]
     shop.check(at)
-    assert len(harbour.contents("p.dead_letters", at)) == shop.n
+    assert len(harbour.contents("p.dead_letters")) == shop.n
     assert min(won) > 0, f"both take part: {won}"
 
 

@@ -17,8 +17,9 @@ that lives as long as the query, and executors. State lives in `stores.shared` o
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
@@ -213,6 +214,7 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
     def initialOffset(self) -> dict[str, int]:
         """Called twice at start; the same answer both times. Option start=MS begins later than everything."""
         if self._initial is None:
+            _end_quietly_with_the_query()
             self._initial = {"ts": self._options.number("start", 0)}
         return self._initial
 
@@ -313,6 +315,17 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
             names = [] if row is None else [t for s, t in row.topics.items() if table in ("", s)]
         found = [await stores.catalogue.get(TopicRow, n) for n in names]
         return [(row.name, row.topic_id) for row in found if row is not None]
+
+
+def _end_quietly_with_the_query() -> None:
+    """A stopped query closes its planner's socket, often while we wait for a binding: no traceback for that."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if not issubclass(kind, BrokenPipeError):
+            before(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def _records(binding: Binding) -> int:

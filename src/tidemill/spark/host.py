@@ -1,0 +1,105 @@
+"""What the parts of one pipeline's process share: settings, stores, the session, the sign that it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+import structlog
+
+from tidemill.base.errors import Invalid, Unavailable, Unknown
+from tidemill.base.portal import Portal
+from tidemill.shards.front import ShardSchema
+from tidemill.spark.facts import Latency
+from tidemill.spark.feeds import TopicFeed
+from tidemill.spark.stores import Stores, Urls
+from tidemill.spark.table import TableWriter
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+LOCK_ATTEMPTS = 50
+STORAGE_RETRY_S = 1.0
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """`instance` tells identical drivers apart; `conf` are Spark settings that win over ours."""
+
+    name: str
+    file: Path
+    urls: Urls
+    master: str
+    scratch: Path
+    instance: str = ""
+    driver_memory: str = "1g"
+    conf: dict[str, str] = {}
+
+
+class Host:
+    """`stores` is set before any part starts; `spark` once the JVM is up, with `session_ready` after it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.latency = Latency()
+        self.portal = Portal(f"pipeline-{settings.name}")
+        self.stores: Stores
+        self.spark: SparkSession | None = None
+        self.session_ready = threading.Event()
+        self.ending = threading.Event()
+
+    def retried(self, call: Callable[[], T]) -> T:
+        """Call until storage answers or the pipeline ends."""
+        while True:
+            try:
+                return call()
+            except (Unavailable, Unknown) as error:
+                log.warning("storage is away, waiting", error=str(error))
+                if self.ending.wait(STORAGE_RETRY_S):
+                    raise
+
+    def writer(self, name: str, schema: ShardSchema, feed: TopicFeed | None = None) -> TableWriter:
+        """The shard, created when absent, with a hydrated mirror. Raises Invalid when its schema is another."""
+        shard = self.retried(lambda: self.portal.call(self.stores.shard(name, schema)))
+        table = TableWriter(self.portal, self.stores, shard, self.mirror_dir(name), feed)
+        self.retried(table.hydrate)
+        return table
+
+    def mirror_dir(self, name: str) -> Path:
+        return self.settings.scratch / "mirrors" / name
+
+
+@contextmanager
+def own_directory(scratch: Path) -> Iterator[None]:
+    """Keep the scratch directory to this process: two that wrote mirrors into one would read each other's files.
+
+    Raises Invalid when it is taken or cannot be written. A predecessor that is just ending is waited for.
+    """
+    try:
+        scratch.mkdir(parents=True, exist_ok=True)
+        lock = (scratch / "lock").open("w")
+    except OSError as error:
+        raise Invalid(
+            f"cannot write the scratch directory: scratch={scratch} error={error.strerror}.", fix="Make it writable."
+        ) from error
+    with lock:
+        for attempt in range(LOCK_ATTEMPTS):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if attempt == LOCK_ATTEMPTS - 1:
+                    raise Invalid(
+                        f"scratch directory is in use by another process: scratch={scratch}.",
+                        fix="Give each driver its own --scratch.",
+                    ) from error
+                threading.Event().wait(0.1)
+        yield

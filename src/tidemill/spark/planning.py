@@ -1,0 +1,33 @@
+"""From an interval of time to what must be read: bindings, slices, and where their record batches lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tidemill.shards.front import Binding, Remap
+from tidemill.spark.decode.slices import Descriptor, Slice, cut
+from tidemill.topics.front import PartitionReader
+
+
+async def locate(topics: PartitionReader, slices: Sequence[Slice]) -> list[Descriptor]:
+    """Each slice with its record batches. Raises OffsetOutOfRange, Missing, Unavailable."""
+    return [Descriptor(s, tuple(await topics.plan(s.topic_id, s.partition, s.start, s.end))) for s in slices]
+
+
+async def plan(
+    topics: PartitionReader, remap: Remap, names: Sequence[tuple[str, str]], start: int, end: int
+) -> list[Descriptor]:
+    """Where the records of [start, end) lie, by topic and partition; `names` are (topic, topic id)."""
+    bindings = await bindings_between(remap, start, end)
+    base = await remap.at(start - 1)
+    return await locate(topics, [piece for name, topic_id in names for piece in cut(base, bindings, name, topic_id)])
+
+
+async def bindings_between(remap: Remap, start: int, end: int) -> list[Binding]:
+    """Every binding with start ≤ time < end, oldest first."""
+    out: list[Binding] = []
+    while True:
+        page = await remap.after(out[-1].time_ms if out else start - 1)
+        out += [b for b in page if b.time_ms < end]
+        if not page or page[-1].time_ms >= end - 1:
+            return out
