@@ -145,8 +145,7 @@ class Node:
                     own_earlier_life=lambda holder: holder.startswith(f"{config.node.name}/"),
                 )
                 self._tasks.spawn(leading, name=f"capture-{name}")
-            self._tasks.spawn(self._publish(board), name="publish-marks")
-            self._tasks.spawn(self._watch(membership), name="membership")
+            self._tasks.spawn(self._publish(board, membership), name="publish-marks")
             self._ready = True
             log.info("node serves", node=config.node.name, http=config.node.http, kafka=config.node.kafka)
             await self._until(stop)
@@ -196,21 +195,17 @@ class Node:
                         fix=f"Set topics.{name}.partitions = {current.partitions}.",
                     ) from conflict
 
-    async def _publish(self, board: Board) -> None:
+    async def _publish(self, board: Board, membership: Membership) -> None:
         while True:
+            if membership.superseded is not None:
+                # Two processes under one node name would serve nobody: the older one ends and says why.
+                raise membership.superseded
             report = self._marks.report(self._process, self._clock.now_ms())
             try:
                 await board.publish(report)
             except (Unavailable, Unknown) as error:
                 log.warning("marks not published", error=str(error))
             await asyncio.sleep(MARK_PUBLISH_INTERVAL_S)
-
-    @staticmethod
-    async def _watch(membership: Membership) -> None:
-        """Two processes under one node name would serve nobody: the older one ends and says why."""
-        while membership.superseded is None:
-            await asyncio.sleep(1)
-        raise membership.superseded
 
     async def _until(self, stop: asyncio.Event) -> None:
         assert self._failed is not None
