@@ -59,6 +59,8 @@ class Node:
         self._clock = clock or SystemClock()
         self._rand = rand or Rand()
         self._marks = Tracker()
+        self._facts: dict[str, Callable[[], dict[str, object]]] = {}
+        """mark name → what its owner says beside it (retained WAL, snapshot rows), published with the marks"""
         self._tasks = Tasks(self._task_failed)
         self._failed: asyncio.Future[None] | None = None
         self._ready = False
@@ -173,10 +175,12 @@ class Node:
                 settings, topics=topics, catalogue=catalogue, remap=remap, reader=reader,
                 clock=self._clock, rand=self._rand, tracker=self._marks,
             )  # fmt: skip
+            self._facts[f"capture:{name}"] = capture.facts
             capture.add_sink(shapes.add_database(name, section.dsn, capture.relations))
             try:
                 await capture.run()
             finally:
+                del self._facts[f"capture:{name}"]
                 await capture.aclose()
                 shapes.suspend_database(name)  # another node may capture on: what is served here would stand still
 
@@ -200,7 +204,8 @@ class Node:
             if membership.superseded is not None:
                 # Two processes under one node name would serve nobody: the older one ends and says why.
                 raise membership.superseded
-            report = self._marks.report(self._process, self._clock.now_ms())
+            facts = {name: read() for name, read in self._facts.items()}
+            report = self._marks.report(self._process, self._clock.now_ms(), facts)
             try:
                 await board.publish(report)
             except (Unavailable, Unknown) as error:
