@@ -132,7 +132,8 @@ def test_the_page_follows_both_shapes_and_the_money_is_equal_in_all_three_places
     from playwright.sync_api import expect, sync_playwright
 
     directory = tmp_path / "demo"
-    with demo(directory, "--for", "60") as (process, http):
+    # long enough for a JVM that shares two cores with a browser, and for the table that only Spark computes
+    with demo(directory, "--for", "110", "--rate", "30", "--clicks", "100") as (process, http):
         wait_until_ready(http)
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(
@@ -144,7 +145,7 @@ def test_the_page_follows_both_shapes_and_the_money_is_equal_in_all_three_places
             page.on("pageerror", lambda error: errors.append(str(error)))
             page.goto(f"http://{http}/")
             expect(page.locator("#orders tr").first).to_be_visible(timeout=60_000)
-            expect(page.locator("#conversion tr").first).to_be_visible(timeout=90_000)
+            expect(page.locator("#conversion tr").first).to_be_visible(timeout=100_000)
             expect(page.locator("#strip")).to_have_class("strip equal", timeout=60_000)
             read = "() => ['postgres', 'shard', 'browser'].map(p => document.getElementById('money-' + p).textContent)"
             money = page.evaluate(read)

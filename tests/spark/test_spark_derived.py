@@ -17,7 +17,7 @@ from tidemill.base.errors import Invalid
 from tidemill.spark.derived import Derivation, difference
 from tidemill.spark.pipeline import DerivedTable
 from tidemill.spark.types import spark_schema
-from tidemill.spark.upsert.state import Mirror
+from tidemill.spark.upsert.mirror import Mirror
 
 
 class Frame:

@@ -13,7 +13,7 @@ from upsert_world import SCHEMA, ModelShard, Writer, oracle
 from tidemill.base.errors import Corrupt
 from tidemill.shards.hashing import hash_rows
 from tidemill.spark.upsert import state
-from tidemill.spark.upsert.state import RUNS_MAX, Mirror
+from tidemill.spark.upsert.mirror import RUNS_MAX, Mirror
 
 
 def rows(found: pa.Table) -> dict[int, int]:

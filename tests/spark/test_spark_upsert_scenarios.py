@@ -10,7 +10,7 @@ from upsert_world import SCHEMA, ModelShard, Writer, commands, oracle, updates
 from tidemill.shards.front import Column, ShardSchema
 from tidemill.spark.upsert.commands import Commands, Truncate, command_schema
 from tidemill.spark.upsert.operator import Fault, Upsert
-from tidemill.spark.upsert.state import Mirror
+from tidemill.spark.upsert.mirror import Mirror
 
 
 def fed(*rows: tuple[int, int, int, int]) -> pa.Table:
@@ -142,7 +142,7 @@ def test_drain_crosses_probe_window() -> None:
 
 
 def test_drain_reads_spilled_chunks(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr("tidemill.spark.upsert.state.SPILL_ROWS", 1)
+    monkeypatch.setattr("tidemill.spark.upsert.mirror.SPILL_ROWS", 1)
     mirror = Mirror(SCHEMA, directory=tmp_path)
     shard = ModelShard()
     writer = Writer(shard)

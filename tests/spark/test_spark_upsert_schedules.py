@@ -12,7 +12,7 @@ from upsert_world import SCHEMA, ModelShard, Set, Writer, commands, oracle
 
 from tidemill.spark.upsert.commands import Truncate
 from tidemill.spark.upsert.operator import Fault, Upsert
-from tidemill.spark.upsert.state import Mirror
+from tidemill.spark.upsert.mirror import Mirror
 
 TIMES = 12
 

@@ -27,11 +27,13 @@ function follow(params, { changed = () => {}, upToDate = () => {}, reset = () =>
 }
 
 let touched = performance.now();
+const dirty = { orders: true, conversion: true };
 const seen = new Map();
 
 // Open orders, from Postgres --------------------------------------------------------------------------
 const orders = follow({ table: "public.orders", where: "w_id = 1 AND status = 'open'" }, {
   changed: (item, row) => {
+    dirty.orders = true;
     if (item.headers.operation === "insert" && row) {
       const age = Date.now() - Date.parse(row.placed_at.replace(" ", "T").replace(/\+00$/, "Z"));
       seen.set(item.key, { at: performance.now(), age });
@@ -63,7 +65,7 @@ function drawOrders() {
     const mark = seen.get(key);
     const age = mark && mark.age < 60_000 ? `${Math.max(0, Math.round(mark.age))} ms` : "snapshot";
     return { cells: [cell(o.o_id), cell(o.d_id), cell(o.c_id), cell(o.total, true), cell(age, true)],
-      fresh: mark && performance.now() - mark.at < 600 };
+      fresh: mark && performance.now() - mark.at < 800 };
   }));
   for (const key of seen.keys()) if (!orders.has(key)) seen.delete(key);
 }
@@ -71,7 +73,7 @@ function drawOrders() {
 // Conversion by product, from Spark -------------------------------------------------------------------
 const changedAt = new Map();
 const conversion = follow({ table: "shard.conversion_by_product" }, {
-  changed: (item) => changedAt.set(item.key, performance.now()),
+  changed: (item) => { dirty.conversion = true; changedAt.set(item.key, performance.now()); },
 });
 
 function drawConversion() {
@@ -80,7 +82,7 @@ function drawConversion() {
   fill($("conversion"), best.map(([key, c]) => ({
     cells: [cell(c.product_id), cell(c.clicks, true), cell(c.sold, true), cell(c.revenue, true),
       cell(Number(c.clicks) ? (Number(c.sold) / Number(c.clicks)).toFixed(3) : "–", true)],
-    fresh: performance.now() - (changedAt.get(key) ?? -1e9) < 600,
+    fresh: performance.now() - (changedAt.get(key) ?? -1e9) < 800,
   })));
 }
 
@@ -141,10 +143,10 @@ async function drawStatus() {
 }
 
 setInterval(() => {
-  drawOrders();
-  drawConversion();
+  if (dirty.orders) { dirty.orders = false; drawOrders(); }
+  if (dirty.conversion) { dirty.conversion = false; drawConversion(); }
   const age = performance.now() - touched;
   document.body.classList.toggle("stale", age > STALE_AFTER_MS);
   $("freshness").textContent = age > STALE_AFTER_MS ? `no update for ${Math.round(age / 1000)} s` : "live";
-}, 250);
+}, 400);
 setInterval(drawStatus, 1000);
