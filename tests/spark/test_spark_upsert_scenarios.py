@@ -9,8 +9,8 @@ from upsert_world import SCHEMA, ModelShard, Writer, commands, oracle, updates
 
 from tidemill.shards.front import Column, ShardSchema
 from tidemill.spark.upsert.commands import Commands, Truncate, command_schema
-from tidemill.spark.upsert.operator import Fault, Upsert
 from tidemill.spark.upsert.mirror import Mirror
+from tidemill.spark.upsert.operator import Fault, Upsert
 
 
 def fed(*rows: tuple[int, int, int, int]) -> pa.Table:

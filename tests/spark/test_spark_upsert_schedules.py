@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from upsert_world import SCHEMA, ModelShard, Set, Writer, commands, oracle
 
 from tidemill.spark.upsert.commands import Truncate
-from tidemill.spark.upsert.operator import Fault, Upsert
 from tidemill.spark.upsert.mirror import Mirror
+from tidemill.spark.upsert.operator import Fault, Upsert
 
 TIMES = 12
 

@@ -8,9 +8,9 @@ import pyarrow as pa
 
 from tidemill.shards.front import Column, ShardSchema
 from tidemill.spark.upsert.commands import Commands, Truncate, command_schema
+from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.operator import Fault, Upsert
 from tidemill.spark.upsert.resolve import Resolved
-from tidemill.spark.upsert.mirror import Mirror
 
 SCHEMA = ShardSchema((Column("k", "int64"), Column("v", "int64")), ("k",))
 Set = tuple[int, int | None, int, int]

@@ -29,8 +29,8 @@ from tidemill.spark.stores import Stores
 from tidemill.spark.table import TableWriter
 from tidemill.spark.types import columns_of, spark_schema
 from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, Commands, command_schema
-from tidemill.spark.upsert.resolve import resolve
 from tidemill.spark.upsert.mirror import Mirror
+from tidemill.spark.upsert.resolve import resolve
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

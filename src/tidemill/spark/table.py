@@ -19,9 +19,9 @@ from tidemill.shards.handle import LogShard
 from tidemill.spark.feeds import TopicFeed
 from tidemill.spark.stores import Stores
 from tidemill.spark.tasks import boot_id
+from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.operator import Fault, Upsert
 from tidemill.spark.upsert.resolve import Resolved
-from tidemill.spark.upsert.mirror import Mirror
 
 SAVE_EVERY = 500
 """Appends between two saves of the mirror: what a restart after a crash has to read again is that much at most."""

@@ -27,9 +27,9 @@ from tidemill.spark.decode.stream import StreamDecoder, no_dead_letters
 from tidemill.spark.feeds import TopicFeed
 from tidemill.spark.stores import Urls, shared, shared_objects
 from tidemill.spark.upsert.commands import Commands, join
+from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import Resolved, resolve
 from tidemill.spark.upsert.runs import Run, write_run
-from tidemill.spark.upsert.mirror import Mirror
 from tidemill.topics.reader import PartitionReaderImpl
 
 
