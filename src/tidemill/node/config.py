@@ -70,7 +70,6 @@ class PipelineSection(Section):
 
 class SparkSection(Section):
     master: str = "local[*]"
-    conf: dict[str, str] = {}
 
 
 class Config(Section):
