@@ -12,7 +12,7 @@ from upsert_world import SCHEMA, ModelShard, Writer, oracle
 
 from tidemill.base.errors import Corrupt
 from tidemill.shards.hashing import hash_rows
-from tidemill.spark.upsert import state
+from tidemill.spark.upsert import mirror as mirror_file
 from tidemill.spark.upsert.mirror import RUNS_MAX, Mirror
 
 
@@ -48,14 +48,14 @@ def test_many_small_batches_keep_few_runs_and_exact_lookups() -> None:
 
 def test_a_long_history_is_rewritten_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     rewritten = 0
-    merge = state.merge
+    merge = mirror_file.merge
 
     def counting(schema, runs, *, drop_absent):  # type: ignore[no-untyped-def]
         nonlocal rewritten
         rewritten += sum(len(run) for run in runs)
         return merge(schema, runs, drop_absent=drop_absent)
 
-    monkeypatch.setattr(state, "merge", counting)
+    monkeypatch.setattr(mirror_file, "merge", counting)
     mirror = Mirror.hydrate(SCHEMA, pa.table({"k": range(50_000), "v": [0] * 50_000}), 1)
     for time in range(1, 201):
         keys = [(time * 50 + n) % 60_000 for n in range(50)]
