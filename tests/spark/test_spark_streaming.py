@@ -14,8 +14,7 @@ import pytest
 from tidemill.base.clock import Rand
 from tidemill.consensus.board import Board
 from tidemill.spark import register
-from tidemill.spark.host import Settings
-from tidemill.spark.runner import Runner
+from tidemill.spark.runner import Runner, Settings
 
 pytestmark = pytest.mark.spark
 

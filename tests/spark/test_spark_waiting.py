@@ -13,8 +13,7 @@ from tidemill.base.errors import Invalid
 from tidemill.base.marks import Mark
 from tidemill.consensus.board import Board
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.spark.host import Settings
-from tidemill.spark.runner import Runner
+from tidemill.spark.runner import Runner, Settings
 
 PIPELINE = """
 def build(p):

@@ -46,8 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
 
-    from tidemill.spark.host import Settings
-    from tidemill.spark.runner import Runner
+    from tidemill.spark.runner import Runner, Settings
 
     settings = Settings(
         name=options.name,

@@ -94,7 +94,6 @@ class Feed:
             remap,
             tables,
             host.latency,
-            host.bound_latency,
             dead_letters=None if self.captured else dead_letters,
         )
 
