@@ -129,7 +129,7 @@ class Runner:
         self.stores = self.portal.call(open_stores(self.settings.urls))
         try:
             self._start()
-            while not self._stopping.wait(0.2) and not self._ending.is_set():
+            while not self._stopping.wait(0.2) and not self.ending.is_set():
                 pass
         finally:
             self._stop()
@@ -186,7 +186,7 @@ class Runner:
             try:
                 body()
             except BaseException as error:
-                if not self._ending.is_set():
+                if not self.ending.is_set():
                     log.error("pipeline failed", part=name, error=str(error))
                     self._failure = self._failure or error
                 self._ending.set()
@@ -240,7 +240,7 @@ class Runner:
             return
         feed.sink = sink
         short_lives = 0
-        while not self._ending.is_set():
+        while not self.ending.is_set():
             self._bring_forward(sink, self._session_ready.is_set)
             if self._ending.is_set():
                 return
@@ -248,7 +248,7 @@ class Runner:
             reason = self._watch_query(feed, sink)
             if sink.failure is not None:
                 raise sink.failure
-            if reason and not self._ending.is_set():
+            if reason and not self.ending.is_set():
                 # Spark's own trouble, e.g. a worker that a busy machine did not start within Spark's patience.
                 short_lives = short_lives + 1 if self.stores.clock.monotonic_s() - began_s < STABLE_S else 1
                 log.warning("streaming query ended, starting it again", source=feed.source, error=reason)
@@ -257,7 +257,7 @@ class Runner:
 
     def _bring_forward(self, sink: FeedSink, done: Callable[[], bool]) -> None:
         """Process from this thread while there is no query: rows first, the JVM may take its time."""
-        while not self._ending.is_set():
+        while not self.ending.is_set():
             sink.process(self._retried(sink.latest))
             if done() or self._ending.wait(WARM_POLL_S):
                 return
