@@ -11,6 +11,7 @@ import pyarrow as pa
 from msgspec.structs import replace
 
 from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import Missing
 from tidemill.base.portal import Portal
 from tidemill.metastore.catalogue import CapturedColumn, CaptureRow, TopicRow
 from tidemill.shards.front import Binding
@@ -77,7 +78,11 @@ class Harbour:
         return self.portal.call(open_shard(s.consensus, s.objects, s.clock, s.rand, name))
 
     def upper(self, name: str) -> int:
-        return int(self.portal.call(self.shard(name).frontiers())[1])
+        """The shard's upper; 0 while it does not exist."""
+        try:
+            return int(self.portal.call(self.shard(name).frontiers())[1])
+        except Missing:
+            return 0
 
     def contents(self, name: str, as_of: int | None = None) -> list[dict[str, Any]]:
         shard = self.shard(name)

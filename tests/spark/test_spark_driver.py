@@ -69,7 +69,7 @@ def test_a_wrong_configuration_is_one_sentence_and_exit_2(
 
 
 def test_a_scratch_directory_in_use_is_refused(harbour: Any, tmp_path: Path) -> None:
-    from tidemill.spark.runner import own_directory
+    from tidemill.spark.host import own_directory
 
     with own_directory(tmp_path / "scratch"):
         done = subprocess.run(command(harbour, tmp_path), capture_output=True, text=True, timeout=60, check=False)
@@ -88,7 +88,7 @@ def test_kill_9_at_any_moment_loses_and_doubles_nothing(
     for life in range(3):
         process = subprocess.Popen(command(harbour, tmp_path))
         started.append(process)
-        upper = _upper(harbour)
+        upper = harbour.upper("clicks")
         until_s = time.monotonic() + 60
         extra = draw.uniform(0.0, 0.6)
         while True:
@@ -102,7 +102,7 @@ def test_kill_9_at_any_moment_loses_and_doubles_nothing(
             harbour.mint("topic/clicks", n * 10, topic)
             assert time.monotonic() < until_s, f"life {life} never appended"
             assert process.poll() is None
-            if _upper(harbour) > upper:  # it works: kill it somewhere in its next rounds
+            if harbour.upper("clicks") > upper:  # it works: kill it somewhere in its next rounds
                 time.sleep(extra)
                 break
             time.sleep(0.02)
@@ -111,7 +111,7 @@ def test_kill_9_at_any_moment_loses_and_doubles_nothing(
             process.wait()
     at = n * 10
     until_s = time.monotonic() + 60
-    while _upper(harbour) <= at or harbour.upper("p.dead_letters") <= at - 1000:
+    while harbour.upper("clicks") <= at or harbour.upper("p.dead_letters") <= at - 1000:
         harbour.mint("topic/clicks", at + int(time.monotonic() * 1000), topic)
         assert time.monotonic() < until_s
         time.sleep(0.1)
@@ -119,12 +119,3 @@ def test_kill_9_at_any_moment_loses_and_doubles_nothing(
     assert process.wait(30) == 0
     assert {r["click_id"]: r["product_id"] for r in harbour.contents("clicks", at)} == expected
     assert len(harbour.contents("p.dead_letters")) == bad
-
-
-def _upper(harbour: Any) -> int:
-    from tidemill.base.errors import Missing
-
-    try:
-        return harbour.upper("clicks")  # type: ignore[no-any-return]
-    except Missing:
-        return 0

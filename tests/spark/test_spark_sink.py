@@ -32,7 +32,7 @@ def clicks_sink(harbour: Any, scratch: Path, **more: Any) -> FeedSink:
     table = writer(harbour, "clicks", CLICKS, scratch, feed)
     dead = DeadLetters(writer(harbour, "p.dead_letters", DEAD_LETTERS, scratch), ["topic/clicks"])
     remap = harbour.portal.call(open_remap(s.consensus, s.clock, s.rand, "topic/clicks"))
-    return FeedSink(harbour.portal, s, "topic/clicks", remap, [table], Latency(), dead_letters=dead, **more)
+    return FeedSink(harbour.portal, s, "topic/clicks", remap, [table], Latency(), Latency(), dead_letters=dead, **more)
 
 
 def shop_sink(harbour: Any, scratch: Path, tables: list[str]) -> FeedSink:
@@ -42,7 +42,7 @@ def shop_sink(harbour: Any, scratch: Path, tables: list[str]) -> FeedSink:
         feed = harbour.portal.call(captured_feed(s.catalogue, "shop", f"public.{name}"))
         writers.append(writer(harbour, name, feed.schema, scratch, feed))
     remap = harbour.portal.call(open_remap(s.consensus, s.clock, s.rand, "capture/shop"))
-    return FeedSink(harbour.portal, s, "capture/shop", remap, writers, Latency())
+    return FeedSink(harbour.portal, s, "capture/shop", remap, writers, Latency(), Latency())
 
 
 def test_all_tables_of_a_capture_agree_at_every_time(harbour: Any, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ import pytest
 from tidemill.base.clock import Rand
 from tidemill.consensus.board import Board
 from tidemill.spark import register
-from tidemill.spark.runner import Runner, Settings
+from tidemill.spark.host import Settings
+from tidemill.spark.runner import Runner
 
 pytestmark = pytest.mark.spark
 

@@ -13,7 +13,8 @@ from tidemill.base.errors import Invalid
 from tidemill.base.marks import Mark
 from tidemill.consensus.board import Board
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.spark.runner import Runner, Settings
+from tidemill.spark.host import Settings
+from tidemill.spark.runner import Runner
 
 PIPELINE = """
 def build(p):

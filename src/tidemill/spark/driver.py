@@ -46,7 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
 
-    from tidemill.spark.runner import Runner, Settings
+    from tidemill.spark.host import Settings
+    from tidemill.spark.runner import Runner
 
     settings = Settings(
         name=options.name,

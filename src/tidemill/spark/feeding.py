@@ -94,6 +94,7 @@ class Feed:
             remap,
             tables,
             host.latency,
+            host.bound_latency,
             dead_letters=None if self.captured else dead_letters,
         )
 

@@ -50,6 +50,9 @@ class Host:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.latency = Latency()
+        """Commit at the source → visible in the shard."""
+        self.bound_latency = Latency()
+        """Binding → visible in the shard."""
         self.portal = Portal(f"pipeline-{settings.name}")
         self.stores: Stores
         self.spark: SparkSession | None = None

@@ -79,7 +79,7 @@ class Reporter:
             self._set(f"pipeline:{runner.settings.name}", upper, targets[slowest], f"shard:{slowest}", self._phase())
 
     def _phase(self) -> str:
-        return "" if self._runner.spark() is not None else "Spark is starting"
+        return "" if self._runner.session_ready.is_set() else "Spark is starting"
 
     def _shard(self, name: str, upper: int, target: int, held_by: str, reason: str) -> None:
         self._set(f"shard:{name}", upper, target, held_by, reason)
@@ -92,7 +92,8 @@ class Reporter:
 
     # facts ------------------------------------------------------------------------------------------
     def facts(self) -> dict[str, object]:
-        """commit_to_shard_ms: {count, p50, p99, max}; tables: {name: {won, lost, rows, dropped, recomputed?}}."""
+        """commit_to_shard_ms, bound_to_shard_ms: {count, p50, p99, max};
+        tables: {name: {won, lost, rows, dropped, merges, recomputed?}}."""
         runner = self._runner
         tables: dict[str, dict[str, int]] = {}
         for table in runner.tables():
@@ -106,9 +107,10 @@ class Reporter:
         for derivation in runner.derivations:
             if derivation.writer is not None:
                 tables[derivation.table.name]["recomputed"] = derivation.recomputed
-        spark = runner.spark()
+        spark = runner.spark if runner.session_ready.is_set() else None
         return {
             "commit_to_shard_ms": runner.latency.summary(),
+            "bound_to_shard_ms": runner.bound_latency.summary(),
             "tables": tables,
             "dead_letters": runner.dead_letters.total if runner.dead_letters is not None else 0,
             "spark": spark.version if spark is not None else "",

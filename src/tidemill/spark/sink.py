@@ -28,7 +28,7 @@ from tidemill.spark.decode.slices import Descriptor, Slice, cut, record_count
 from tidemill.spark.decode.stream import no_dead_letters
 from tidemill.spark.facts import Latency
 from tidemill.spark.feeds import TopicFeed
-from tidemill.spark.source import bindings_between
+from tidemill.spark.planning import bindings_between, locate
 from tidemill.spark.stores import Stores
 from tidemill.spark.table import TableWriter
 from tidemill.spark.tasks import Task, TaskResult, boot_id, concat_changes, decode, fetch, from_ipc, run_task
@@ -73,6 +73,7 @@ class FeedSink:
         remap: Remap,
         tables: Sequence[TableWriter],
         latency: Latency,
+        bound: Latency,
         *,
         dead_letters: DeadLetters | None = None,
         inline_rows: int = INLINE_ROWS,
@@ -88,6 +89,7 @@ class FeedSink:
         self._portal = portal
         self._stores = stores
         self._latency = latency
+        self._bound = bound
         self._dead = dead_letters
         self._inline_rows = inline_rows
         self._context: SparkContext | None = None
@@ -186,10 +188,7 @@ class FeedSink:
 
     async def _locate(self, work: Sequence[_Work]) -> None:
         for item in work:
-            item.descriptors = [
-                Descriptor(s, tuple(await self._stores.topics.plan(s.topic_id, s.partition, s.start, s.end)))
-                for s in item.slices
-            ]
+            item.descriptors = await locate(self._stores.topics, item.slices)
 
     def _fill_gap(self, lower: int, feed: TopicFeed) -> None:
         """Decode again what the dead-letter shard still lacks below this batch, for its dead letters only."""
@@ -289,12 +288,17 @@ class FeedSink:
 
     # watching ---------------------------------------------------------------------------------------
     def _observe(self, work: Sequence[_Work], bindings: Sequence[Binding]) -> None:
-        """Commit at the source → visible in the shard, once for every binding that brought a table something."""
+        """Commit at the source → visible in the shard, and binding → visible: our own share of it.
+
+        Once for every binding that brought a table something.
+        """
         now_ms = self._stores.clock.now_ms()
         times = {t for item in work for s in item.slices for t in s.times}
         for binding in bindings:
-            if binding.time_ms in times and binding.source_time_ms:
-                self._latency.add(now_ms - binding.source_time_ms)
+            if binding.time_ms in times:
+                self._bound.add(now_ms - binding.time_ms)
+                if binding.source_time_ms:
+                    self._latency.add(now_ms - binding.source_time_ms)
 
 
 def _joined(table: TableWriter, runs: Sequence[Run]) -> KeyChanges:

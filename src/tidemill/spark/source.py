@@ -28,8 +28,9 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.shards.front import Batch, Binding, Column, Remap, ShardSchema
 from tidemill.spark.decode.ddl import stream_schema
-from tidemill.spark.decode.slices import Descriptor, cut
+from tidemill.spark.decode.slices import Descriptor
 from tidemill.spark.feeds import NotReady, TopicFeed, captured_feed, stream_feed
+from tidemill.spark.planning import plan
 from tidemill.spark.stores import Stores, Urls, shared
 from tidemill.spark.types import META, spark_schema
 
@@ -301,7 +302,7 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
     async def _plan(self, stores: Stores, start: int, end: int) -> list[Descriptor]:
         remap = await self._open_remap(stores)
         feeds = await self._topics(stores, remap)
-        return await plan(stores, remap, feeds, start, end)
+        return await plan(stores.topics, remap, feeds, start, end)
 
     async def _topics(self, stores: Stores, remap: Remap) -> list[tuple[str, str]]:
         """(name, id) of every topic that this stream reads."""
@@ -330,27 +331,3 @@ def _end_quietly_with_the_query() -> None:
 
 def _records(binding: Binding) -> int:
     return sum(sum(offsets) for offsets in binding.offsets.values())
-
-
-async def plan(
-    stores: Stores, remap: Remap, topics: Sequence[tuple[str, str]], start: int, end: int
-) -> list[Descriptor]:
-    """Where the records of [start, end) lie, by topic and partition. Raises as remap and topics do."""
-    bindings = await bindings_between(remap, start, end)
-    base = await remap.at(start - 1)
-    out = []
-    for name, topic_id in topics:
-        for piece in cut(base, bindings, name, topic_id):
-            refs = await stores.topics.plan(topic_id, piece.partition, piece.start, piece.end)
-            out.append(Descriptor(piece, tuple(refs)))
-    return out
-
-
-async def bindings_between(remap: Remap, start: int, end: int) -> list[Binding]:
-    """Every binding with start ≤ time < end, oldest first."""
-    out: list[Binding] = []
-    while True:
-        page = await remap.after(out[-1].time_ms if out else start - 1)
-        out += [b for b in page if b.time_ms < end]
-        if not page or page[-1].time_ms >= end - 1:
-            return out
