@@ -59,7 +59,7 @@ class Runner(Host):
         self.stores = self.portal.call(open_stores(self.settings.urls))
         try:
             self._start()
-            while not self._stopping.wait(0.2) and not self._ending.is_set():
+            while not self._stopping.wait(0.2) and not self.ending.is_set():
                 pass
         finally:
             self._stop()
