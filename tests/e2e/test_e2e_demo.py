@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,20 @@ LIGHT = ["--rate", "60", "--clicks", "300"]
 
 
 def ports(count: int) -> tuple[str, str]:
-    """Two addresses whose next `count - 1` ports are free too, as far as one can tell."""
-    http = free_port()
-    return f"127.0.0.1:{http}", f"127.0.0.1:{http + count}"
+    """Two addresses, each the first of `count` free ports. Below the ports that systems give to outgoing
+    connections: one of those would take a port between this look and the listener's."""
+    first = 20_000 + os.getpid() % 100 * 100
+    for base in range(first, 32_000, 2 * count):
+        with ExitStack() as held:
+            try:
+                for port in range(base, base + 2 * count):
+                    probe = held.enter_context(socket.socket())
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return f"127.0.0.1:{base}", f"127.0.0.1:{base + count}"
+    raise AssertionError("no free ports between 20000 and 32000")
 
 
 @contextmanager
