@@ -19,7 +19,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from tidemill.node.postgres import EmbeddedPostgres, free_port
+from tidemill.node.postgres import EmbeddedPostgres
 
 pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(600)]
 
