@@ -1,0 +1,73 @@
+"""Sizes and triggers of one database. The defaults fit a node of 64 MiB for its metastore."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tidemill.base.errors import Invalid
+from tidemill.base.limits import MIB
+
+KIB = 1 << 10
+
+
+class Options(msgspec.Struct, frozen=True):
+    """Raises Invalid when a size is not positive or the three triggers of level 0 are out of order."""
+
+    write_buffer_bytes: int = 16 * MIB
+    """A stack of layers larger than this is flushed; counts keys, values and their overhead."""
+
+    block_bytes: int = 8 * KIB
+    """Size of a block before compression. A block may hold up to twice this, or one larger row."""
+
+    file_bytes: int = 16 * MIB
+    """Target size of a file made by a merge."""
+
+    cache_bytes: int = 32 * MIB
+    """Decoded blocks, indexes and filters together, counted as the memory they take when decoded."""
+
+    bloom_bits_per_key: int = 12
+    """About 1 % false positives; 0 = no filter."""
+
+    l0_compact: int = 4
+    l0_slow: int = 8
+    l0_stop: int = 12
+    """Files in level 0 at which a merge starts, writers are slowed, writers wait."""
+
+    level_base_bytes: int = 64 * MIB
+    level_factor: int = 10
+    levels: int = 7
+    """Level 1 holds `level_base_bytes`, each deeper level `level_factor` times its elder; `levels` counts level 0."""
+
+    inline_merge_rows: int = 100_000
+    """A merge of more rows goes to a worker process."""
+
+    slice_rows: int = 2_000
+    """Rows between two yields to the event loop."""
+
+    compaction_bytes_per_s: int = 0
+    """0 = as fast as it goes."""
+
+    gc_delay_ms: int = 600_000
+    """An unreferenced file lives at least this long after it was written."""
+
+    manifests_kept: int = 3
+    """The newest manifests in the bucket, whose files are never collected."""
+
+    def __post_init__(self) -> None:
+        positive = (
+            "write_buffer_bytes block_bytes file_bytes l0_compact level_base_bytes level_factor slice_rows"
+            " manifests_kept"
+        )
+        for name in positive.split():
+            if getattr(self, name) <= 0:
+                raise Invalid(f"The option must be positive: option={name} value={getattr(self, name)}.")
+        for name in ("cache_bytes", "bloom_bits_per_key", "inline_merge_rows", "compaction_bytes_per_s", "gc_delay_ms"):
+            if getattr(self, name) < 0:
+                raise Invalid(f"The option must not be negative: option={name} value={getattr(self, name)}.")
+        if self.levels < 2:
+            raise Invalid(f"A database needs level 0 and one below it: option=levels value={self.levels}.")
+        if not self.l0_compact <= self.l0_slow <= self.l0_stop:
+            raise Invalid(
+                "The triggers of level 0 must rise from merging over slowing to stopping: "
+                f"l0_compact={self.l0_compact} l0_slow={self.l0_slow} l0_stop={self.l0_stop}."
+            )
