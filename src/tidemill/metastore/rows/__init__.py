@@ -1,0 +1,55 @@
+"""rows: one module per row family; each draws the layout of its keys and values.
+
+    01 topic      02 topic id   03 capture    04 pipeline   05 node          entity "": the catalogue itself
+    10 partition  11 extent                                                  entity: topic id
+    20 object                                                                entity: object key
+    30 group offset                                                          entity: group
+    40 shard      41 batch                                                   entity: shard name
+    42 binding                                                               entity: source
+    50 shape                                                                 entity: shape id
+
+A tag is never given to another family.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tidemill.base.errors import Corrupt
+from tidemill.metastore.rows.bindings import BINDINGS
+from tidemill.metastore.rows.captures import CAPTURES
+from tidemill.metastore.rows.extents import EXTENTS
+from tidemill.metastore.rows.family import Family
+from tidemill.metastore.rows.groups import GROUP_OFFSETS
+from tidemill.metastore.rows.nodes import NODES
+from tidemill.metastore.rows.objects import OBJECTS
+from tidemill.metastore.rows.partitions import PARTITIONS
+from tidemill.metastore.rows.pipelines import PIPELINES
+from tidemill.metastore.rows.shapes import SHAPES
+from tidemill.metastore.rows.shards import SHARD_BATCHES, SHARDS
+from tidemill.metastore.rows.topics import TOPIC_IDS, TOPICS
+
+ALL: tuple[Family[Any], ...] = (
+    TOPICS,
+    TOPIC_IDS,
+    CAPTURES,
+    PIPELINES,
+    NODES,
+    PARTITIONS,
+    EXTENTS,
+    OBJECTS,
+    GROUP_OFFSETS,
+    SHARDS,
+    SHARD_BATCHES,
+    BINDINGS,
+    SHAPES,
+)
+BY_TAG: dict[int, Family[Any]] = {family.tag: family for family in ALL}
+
+
+def family_of(key: bytes) -> Family[Any]:
+    """The family a key belongs to. Raises Corrupt for an unknown tag."""
+    family = BY_TAG.get(key[0]) if key else None
+    if family is None:
+        raise Corrupt(f"A key belongs to no known family: key={key.hex()}.", fix="Upgrade tidemill.")
+    return family

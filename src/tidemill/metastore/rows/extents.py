@@ -1,0 +1,44 @@
+"""Extents: which bytes of which object hold a range of a partition's offsets.
+
+    extent     11 | topic_id text | partition u32 | base_offset u64
+               last_offset, max_timestamp_ms, object_key, first_byte, size_bytes, record_count, batches bytes
+
+An extent is one batch, or several that lie back to back in one object. `batches` belongs to `topics`, which
+alone reads it, and says where each begins, so that every placeholder can be written again as it was:
+
+    batches    empty (the extent is one batch), or
+               msgpack array of [base_offset, first_byte, size_bytes, max_timestamp_ms], by base offset;
+               a batch's record count is the distance to the next base, the last one's to last_offset + 1
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tidemill.metastore.rows.family import Family
+from tidemill.metastore.rows.keys import Column, Kind
+
+
+class ExtentRow(msgspec.Struct, frozen=True):
+    """Offsets base_offset to last_offset, both inclusive; `first_byte` and `size_bytes` within the object."""
+
+    topic_id: str
+    partition: int
+    base_offset: int
+    last_offset: int
+    max_timestamp_ms: int
+    object_key: str
+    first_byte: int
+    size_bytes: int
+    record_count: int
+    batches: bytes = b""
+
+
+EXTENTS = Family(
+    0x11,
+    "extent",
+    ExtentRow,
+    Column("topic_id", Kind.TEXT),
+    Column("partition", Kind.U32),
+    Column("base_offset", Kind.U64),
+)

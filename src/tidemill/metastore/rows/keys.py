@@ -1,0 +1,88 @@
+"""Bytes of keys: byte order is the order of the columns, and no key's prefix runs into another entity.
+
+    key     family tag uint8 | entity | column…
+    entity  text; what the row belongs to, and what routes it to a domain (`cluster.domain_of`). Rows of the
+            catalogue itself (topics, captures, pipelines, nodes) belong to the empty entity, so that one
+            batch may change several of them.
+    text    UTF-8 with every 00 written as 00 FF, then 00 01. So "a" < "a\\0" < "ab", as the strings are.
+    u32     4 bytes, big-endian
+    u64     8 bytes, big-endian
+
+Tag 00 belongs to the domains themselves (requests, marks of imports); families have tags from 01 on.
+
+K1  Keys are ordered as (tag, entity, columns…) are.
+K2  `00 01` ends a text and occurs nowhere inside one: the prefix of an entity is the prefix of no other.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from tidemill.base.errors import Corrupt, Invalid
+
+END = b"\x00\x01"
+ESCAPED = b"\x00\xff"
+Part = str | int
+
+
+class Kind(Enum):
+    """What one column of a key holds."""
+
+    TEXT = "text"
+    U32 = "u32"
+    U64 = "u64"
+
+
+WIDTHS = {Kind.U32: 4, Kind.U64: 8}
+
+
+class Column(NamedTuple):
+    name: str
+    kind: Kind
+
+
+def put(column: Column, value: Part) -> bytes:
+    """One column. Raises Invalid for a value of another kind or out of its range."""
+    try:
+        if column.kind is Kind.TEXT:
+            return put_text(value)  # type: ignore[arg-type]
+        return value.to_bytes(WIDTHS[column.kind], "big")  # type: ignore[union-attr]
+    except (OverflowError, AttributeError, UnicodeEncodeError) as error:
+        raise Invalid(
+            f"A key cannot hold this value: column={column.name} kind={column.kind.value} value={value!r}.",
+            fix="Use a non-negative number in range, or text that UTF-8 can hold.",
+        ) from error
+
+
+def put_text(value: str) -> bytes:
+    return value.encode().replace(b"\x00", ESCAPED) + END
+
+
+def take(column: Column, key: bytes, at: int) -> tuple[Part, int]:
+    """(value, where the next column begins). Raises Corrupt when the key ends too early."""
+    if column.kind is Kind.TEXT:
+        end = key.find(END, at)
+        if end < 0:
+            raise Corrupt(f"A key ends inside a text: column={column.name} key={key.hex()}.")
+        return key[at:end].replace(ESCAPED, b"\x00").decode(), end + len(END)
+    end = at + WIDTHS[column.kind]
+    if end > len(key):
+        raise Corrupt(f"A key ends inside a number: column={column.name} key={key.hex()}.")
+    return int.from_bytes(key[at:end], "big"), end
+
+
+def entity_of(key: bytes) -> bytes:
+    """The bytes of a key's entity, as they stand in it and without their end: what routing hashes.
+
+    Raises Corrupt for bytes that are no row's key.
+    """
+    end = key.find(END, 1)
+    if end < 0:
+        raise Corrupt(f"A key has no entity: key={key.hex()}.")
+    return key[1:end]
+
+
+def names_entity(prefix: bytes) -> bool:
+    """Does every key with this prefix belong to one entity?"""
+    return prefix.find(END, 1) >= 0

@@ -1,0 +1,26 @@
+"""Nodes that ever ran under a name. Who is alive is told by leases, never by these rows.
+
+node       05 | "" | name text
+           host, kafka_port, http_url, node_id, started_ms
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tidemill.metastore.rows.family import Family
+from tidemill.metastore.rows.keys import Column, Kind
+
+
+class NodeRow(msgspec.Struct, frozen=True):
+    """`node_id` is Kafka's broker id: the same for a name for ever. `started_ms`: the newest start."""
+
+    name: str
+    host: str = ""
+    kafka_port: int = 0
+    http_url: str = ""
+    node_id: int = -1
+    started_ms: int = 0
+
+
+NODES = Family(0x05, "node", NodeRow, Column("name", Kind.TEXT), own_entity=False)

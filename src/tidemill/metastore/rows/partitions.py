@@ -1,0 +1,43 @@
+"""Topic partitions: the counters and producers of a partition, without its batches (those are extents).
+
+    partition  10 | topic_id text | partition u32
+               log_start, next_offset, leader_term, log_position, last_at_ms, size_bytes, compaction_epoch,
+               terms array of [term, first offset], producers bytes
+
+`terms` are Kafka's leader epochs, ascending. `producers` belongs to `topics`, which alone reads it:
+
+    producers  msgpack array of [producer id, [epoch, [[first sequence, last sequence, base offset, record
+               count]…], updated_ms]], the longest idle first
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tidemill.metastore.rows.family import Family
+from tidemill.metastore.rows.keys import Column, Kind
+
+
+class PartitionRow(msgspec.Struct, frozen=True):
+    """
+    log_start       first Kafka offset that may be read
+    next_offset     the high watermark as of this row
+    leader_term     the newest term that placed a batch
+    log_position    next position of the partition's fenced log as of this row
+    last_at_ms      the newest proposer's time seen
+    """
+
+    topic_id: str
+    partition: int
+    log_start: int
+    next_offset: int
+    leader_term: int = 0
+    log_position: int = 0
+    last_at_ms: int = 0
+    size_bytes: int = 0
+    compaction_epoch: int = 0
+    terms: tuple[tuple[int, int], ...] = ()
+    producers: bytes = b""
+
+
+PARTITIONS = Family(0x10, "partition", PartitionRow, Column("topic_id", Kind.TEXT), Column("partition", Kind.U32))

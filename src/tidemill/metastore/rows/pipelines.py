@@ -1,0 +1,24 @@
+"""Pipelines.
+
+pipeline   04 | "" | name text
+           tables map, dead_letters
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tidemill.metastore.rows.family import Family
+from tidemill.metastore.rows.keys import Column, Kind
+
+
+class PipelineRow(msgspec.Struct, frozen=True):
+    """tables: shard name → what feeds it, for `status` and `verify`. Sources: `capture:<name>:<schema.table>`,
+    `topic:<name>`, `derived`."""
+
+    name: str
+    tables: dict[str, str] = {}
+    dead_letters: str = ""
+
+
+PIPELINES = Family(0x04, "pipeline", PipelineRow, Column("name", Kind.TEXT), own_entity=False)

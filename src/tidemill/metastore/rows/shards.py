@@ -1,0 +1,48 @@
+"""Shards: the state of each without its batches, and one row a batch.
+
+    shard      40 | name text
+               shard_id, since, upper, version, log_position, closed, header bytes
+    batch      41 | name text | lower u64
+               upper, batch bytes, objects array of keys
+
+`header` and `batch` belong to `shards`, which alone reads them (layouts: shards/codec):
+
+    header     a rollup with an empty list of batches: schema, holds, writers
+    batch      one batch with its parts, the inline ones included
+
+`objects` repeats the keys of the batch's parts, so that a checker needs no codec of another room.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tidemill.metastore.rows.family import Family
+from tidemill.metastore.rows.keys import Column, Kind
+
+
+class ShardRow(msgspec.Struct, frozen=True):
+    """`log_position`: next position of the shard's fenced log as of this row."""
+
+    name: str
+    shard_id: str
+    since: int
+    upper: int
+    version: int = 0
+    log_position: int = 0
+    closed: bool = False
+    header: bytes = b""
+
+
+class ShardBatchRow(msgspec.Struct, frozen=True):
+    """The updates with lower ≤ time < upper. Batches of a shard are contiguous, so `lower` names one."""
+
+    name: str
+    lower: int
+    upper: int
+    batch: bytes
+    objects: tuple[str, ...] = ()
+
+
+SHARDS = Family(0x40, "shard", ShardRow, Column("name", Kind.TEXT))
+SHARD_BATCHES = Family(0x41, "shard batch", ShardBatchRow, Column("name", Kind.TEXT), Column("lower", Kind.U64))
