@@ -1,0 +1,139 @@
+"""A version: which files are live, by level. Immutable; every change makes a new one.
+
+    level 0     files as flushed, newest first; their keys may overlap
+    level 1…    files by key, disjoint: one sorted run each
+
+Where a key is in several places the first of them wins: level 0 from newest to oldest, then the levels
+downwards. A look-up never leaves a file out because of its seqnos, and a tombstone ends it as a value does.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+
+import msgspec
+
+from tidemill.base.errors import Conflict, Invalid
+from tidemill.metastore.lsm.manifest import FileMeta
+
+Level = tuple[FileMeta, ...]
+
+
+class Edit(msgspec.Struct, frozen=True):
+    """What one flush or one merge changes: files removed first, then files added, each to its level.
+
+    A file in both moves. `last_seqno` is that of the frozen memtable for a flush (L4), 0 for a merge.
+    """
+
+    added: tuple[tuple[int, FileMeta], ...] = ()
+    removed: tuple[FileMeta, ...] = ()
+    last_seqno: int = 0
+
+
+class Version:
+    """`levels[0]` newest first, the others by key. Compared and hashed by identity: pins count on it."""
+
+    __slots__ = ("_files", "deep", "last_seqno", "levels")
+
+    def __init__(self, levels: tuple[Level, ...], last_seqno: int = 0) -> None:
+        self.levels = levels
+        self.last_seqno = last_seqno
+        self.deep = tuple((level, [file.largest for file in level]) for level in levels[1:] if level)
+        """The levels from 1 that hold files, each with the largest keys of its files, for bisect."""
+        self._files: frozenset[FileMeta] | None = None
+
+    @property
+    def files(self) -> frozenset[FileMeta]:
+        if self._files is None:
+            self._files = frozenset(file for level in self.levels for file in level)
+        return self._files
+
+    @property
+    def rows(self) -> int:
+        return sum(file.rows for level in self.levels for file in level)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for level in self.levels for file in level)
+
+    def level_bytes(self, level: int) -> int:
+        return sum(file.size_bytes for file in self.levels[level]) if level < len(self.levels) else 0
+
+    def candidates(self, key: bytes) -> Iterator[FileMeta]:
+        """The files that may hold `key`, in the order in which the first row found is the right one."""
+        for file in self.levels[0] if self.levels else ():
+            if file.smallest <= key <= file.largest:
+                yield file
+        for files, largest in self.deep:
+            at = bisect_left(largest, key)
+            if at < len(files) and files[at].smallest <= key:
+                yield files[at]
+
+    def overlapping(self, level: int, smallest: bytes, largest: bytes) -> Level:
+        """The files of `level` that share a key range with [smallest, largest], both inclusive, in the level's order."""
+        if level >= len(self.levels):
+            return ()
+        files = self.levels[level]
+        if level == 0:
+            return tuple(file for file in files if file.smallest <= largest and smallest <= file.largest)
+        start = bisect_left(files, smallest, key=_largest)
+        return files[start : max(start, bisect_right(files, largest, key=_smallest))]
+
+    def runs(self, lower: bytes, upper: bytes | None) -> Iterator[Level]:
+        """The sorted runs that touch [lower, upper), newest first: each file of level 0, then each level."""
+        for file in self.levels[0] if self.levels else ():
+            if lower <= file.largest and (upper is None or file.smallest < upper):
+                yield (file,)
+        for files, largest in self.deep:
+            start = bisect_left(largest, lower)
+            if upper is None:
+                end = len(files)
+            else:
+                end = bisect_left(largest, upper, start)
+                end += end < len(files) and files[end].smallest < upper
+            if start < end:
+                yield files[start:end]
+
+    def edited(self, edit: Edit) -> Version:
+        """The next version. Raises Conflict when a removed file is not here, Invalid when a level would overlap."""
+        removed = set(edit.removed)
+        if not removed <= self.files:
+            gone = sorted(f"{file.epoch}-{file.number}" for file in removed - self.files)
+            raise Conflict(f"An edit removes files that are not live: files={','.join(gone)}.", current=self)
+        levels = [[file for file in level if file not in removed] for level in self.levels]
+        for level, file in edit.added:
+            while len(levels) <= level:
+                levels.append([])
+            if level == 0:
+                levels[0].insert(0, file)
+            else:
+                levels[level].append(file)
+        for number, files in enumerate(levels[1:], start=1):
+            files.sort(key=_smallest)
+            for left, right in zip(files, files[1:], strict=False):
+                if left.largest >= right.smallest:
+                    raise Invalid(
+                        f"Two files of one level overlap: level={number} "
+                        f"left={left.epoch}-{left.number} right={right.epoch}-{right.number}."
+                    )
+        while len(levels) > 1 and not levels[-1]:
+            levels.pop()
+        return Version(tuple(map(tuple, levels)), max(self.last_seqno, edit.last_seqno))
+
+
+EMPTY = Version(((),))
+
+
+def _smallest(file: FileMeta) -> bytes:
+    return file.smallest
+
+
+def _largest(file: FileMeta) -> bytes:
+    return file.largest
+
+
+def prefix_end(prefix: bytes) -> bytes | None:
+    """The smallest key above every key that starts with `prefix`; None when there is none (empty, or all 0xff)."""
+    head = prefix.rstrip(b"\xff")
+    return head[:-1] + bytes((head[-1] + 1,)) if head else None
