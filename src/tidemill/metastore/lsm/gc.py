@@ -1,0 +1,225 @@
+"""Collection of what nothing needs: old manifests first, then files (rule L7).
+
+A file is needed while it is in the current version, pinned by a snapshot or a scan, or named by a
+retained manifest of the bucket. Retained are the newest `manifests_kept` of the bucket and always the
+replicated one, from which this database was opened or which it wrote last. What else may look dead
+but is not:
+
+    of a newer epoch                   another leader's, whose manifest this process does not know
+    of this epoch, number ≥ the lowest  being written now: its manifest comes after it
+      one in flight
+    of an older epoch, before this      the dead leader's last manifest may be newer than the replicated
+      epoch has a manifest in the       one, and a restore would start from it; its upload may even be
+      bucket                            on its way still
+    dead for less than gc_delay_ms,     readers without a pin here: followers, and whoever loaded a
+      or written less than that ago     manifest a moment ago
+
+Why a round is safe though time passes in it: the roots are taken in one synchronous step at its start.
+A file that is no root then, with a number below every one in flight, can enter no later version: versions
+gain only files made after that step. So nothing that happens during the round can make it live again.
+
+A dead file that cannot be deleted is met again in the next round. Deletion is idempotent, and names are
+never used again, so a round may be cut off anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
+
+import msgspec
+
+from tidemill.base.clock import Clock
+from tidemill.base.errors import Closed, Missing, Unavailable, Unknown
+from tidemill.metastore.lsm.files import FileName, Files
+from tidemill.metastore.lsm.manifest import FileMeta
+from tidemill.metastore.lsm.manifests import BucketManifests, ManifestName
+from tidemill.metastore.lsm.options import Options
+
+DELETES_AT_ONCE = 8
+
+FAULT_NEWER_EPOCH = "gc-newer-epoch"
+"""Planted: files of a newer epoch are treated as if they were of an older one. Only simulations pass it."""
+
+_Name = TypeVar("_Name", ManifestName, FileName)
+Identity = tuple[int, int, str]
+"""Epoch, number and nonce of a file."""
+
+
+class Roots(msgspec.Struct, frozen=True):
+    """What the database needs, read in one synchronous step.
+
+    lowest_in_flight   the lowest file number of this epoch that is being written, else the next one to be given
+    files              of the current version and of every pinned one
+    manifest           epoch and number of the replicated manifest, None when there is none yet
+    """
+
+    epoch: int
+    lowest_in_flight: int
+    files: frozenset[FileMeta]
+    manifest: tuple[int, int] | None
+
+
+class Collected(msgspec.Struct, frozen=True):
+    """What one round did and why it left the rest.
+
+    waiting    dead, but not for long enough, or until this epoch has a manifest in the bucket
+    failed     deletes that failed; the next round meets them again
+    missing    keys of files that a retained manifest or the current version names and the bucket lacks
+    """
+
+    deleted_files: int = 0
+    deleted_manifests: int = 0
+    kept: int = 0
+    skipped_newer_epoch: int = 0
+    skipped_in_flight: int = 0
+    waiting: int = 0
+    failed: int = 0
+    missing: tuple[str, ...] = ()
+
+
+class Collector:
+    """Collects for one writable database, one round at a time. Remembers between rounds since when a file is dead."""
+
+    def __init__(
+        self,
+        files: Files,
+        manifests: BucketManifests,
+        options: Options,
+        clock: Clock,
+        *,
+        faults: frozenset[str] = frozenset(),
+    ) -> None:
+        self._files = files
+        self._manifests = manifests
+        self._options = options
+        self._clock = clock
+        self._faults = faults
+        self._dead_since_s: dict[Identity, float] = {}
+        self._named: dict[str, frozenset[FileMeta]] = {}
+        self._lock = asyncio.Lock()
+
+    async def collect(self, roots: Callable[[], Roots], may_go_on: Callable[[], bool] = lambda: True) -> Collected:
+        """One round. `may_go_on` is asked before every delete: a broken database deletes nothing more (L6).
+
+        Raises Corrupt or Invalid when a retained manifest cannot be read: then what it needs is unknown and
+        nothing at all is deleted. Unavailable when the bucket cannot be listed; Closed when `may_go_on` ended it.
+        """
+        async with self._lock:
+            return await self._round(roots(), may_go_on)
+
+    async def _round(self, roots: Roots, may_go_on: Callable[[], bool]) -> Collected:
+        names = [name async for name in self._manifests.list()]
+        retained = retained_manifests(names, roots.manifest, self._options.manifests_kept)
+        self._named = {key: files for key, files in self._named.items() if key in {name.key for name in names}}
+        named = await self._named_by(retained)
+        old = [name for name in names if name not in retained and name.epoch <= roots.epoch]
+        deleted_manifests, lasting = await self._delete(old, lambda name: self._manifests.delete(name.key), may_go_on)
+        # A manifest that would not go is still there to be chosen: what it names stays too.
+        named |= await self._named_by(lasting)
+
+        # Listed only now: a file named by a manifest read above was durable before that manifest was.
+        listed = [name async for name in self._files.list()]
+        live = {_identity(file) for file in roots.files | named}
+        own_manifest = any(name.epoch == roots.epoch for name in names)
+        kept = skipped_newer_epoch = skipped_in_flight = 0
+        dead: list[FileName] = []
+        for name in listed:
+            if _identity(name) in live:
+                kept += 1
+            elif name.epoch > roots.epoch and FAULT_NEWER_EPOCH not in self._faults:
+                skipped_newer_epoch += 1
+            elif name.epoch == roots.epoch and name.number >= roots.lowest_in_flight:
+                skipped_in_flight += 1
+            else:
+                dead.append(name)
+        due = self._due(dead, roots.epoch, own_manifest)
+        deleted, failed = await self._delete(due, self._files.delete, may_go_on)
+        for name in due:
+            if name not in failed:
+                del self._dead_since_s[_identity(name)]
+        return Collected(
+            deleted_files=deleted,
+            deleted_manifests=deleted_manifests,
+            kept=kept,
+            skipped_newer_epoch=skipped_newer_epoch,
+            skipped_in_flight=skipped_in_flight,
+            waiting=len(dead) - len(due),
+            failed=len(failed) + len(lasting),
+            missing=self._missing(roots.files | named, listed),
+        )
+
+    def _due(self, dead: list[FileName], epoch: int, own_manifest: bool) -> list[FileName]:
+        """Those dead for long enough. First seen dead counts, and the age of the object as the store tells it."""
+        now_s, delay_s = self._clock.monotonic_s(), self._options.gc_delay_ms / 1000
+        written_before_ms = self._clock.now_ms() - self._options.gc_delay_ms
+        before = self._dead_since_s
+        self._dead_since_s = {_identity(name): before.get(_identity(name), now_s) for name in dead}
+        return [
+            name
+            for name in dead
+            if now_s - self._dead_since_s[_identity(name)] >= delay_s
+            and name.modified_ms <= written_before_ms
+            and (name.epoch == epoch or own_manifest)
+        ]
+
+    async def _named_by(self, names: Iterable[ManifestName]) -> frozenset[FileMeta]:
+        """Files that these manifests name. Each is read once: a manifest never changes."""
+        named: set[FileMeta] = set()
+        for name in names:
+            if name.key not in self._named:
+                try:
+                    manifest = await self._manifests.load(name.key)
+                except Missing:
+                    # A newer leader pruned it since the listing: nobody starts from it any more.
+                    continue
+                self._named[name.key] = frozenset(file for files in manifest.levels for file in files)
+            named |= self._named[name.key]
+        return frozenset(named)
+
+    async def _delete(
+        self,
+        names: list[_Name],
+        delete: Callable[[_Name], Awaitable[None]],
+        may_go_on: Callable[[], bool],
+    ) -> tuple[int, list[_Name]]:
+        """(how many are gone, those that failed). A lost acknowledgement counts as failed and is met again."""
+        failed: list[_Name] = []
+
+        async def one(name: _Name) -> None:
+            if not may_go_on():
+                raise Closed("The database may not collect any more: it was closed or it broke.")
+            try:
+                await delete(name)
+            except (Unavailable, Unknown):
+                failed.append(name)
+
+        for first in range(0, len(names), DELETES_AT_ONCE):
+            # All of them end before an error goes up: nothing is deleted after the round is over.
+            ended = await asyncio.gather(*map(one, names[first : first + DELETES_AT_ONCE]), return_exceptions=True)
+            for error in ended:
+                if error is not None:
+                    raise error
+        return len(names) - len(failed), failed
+
+    def _missing(self, needed: Iterable[FileMeta], listed: Iterable[FileName]) -> tuple[str, ...]:
+        there = {_identity(name) for name in listed}
+        return tuple(sorted(self._files.key(file) for file in needed if _identity(file) not in there))
+
+
+def retained_manifests(
+    names: Iterable[ManifestName], replicated: tuple[int, int] | None, kept: int
+) -> list[ManifestName]:
+    """The newest `kept` of the bucket and the replicated one, whatever its age.
+
+    Uploads of one manifest under several nonces count once, so a series of failed attempts at one
+    number cannot push what came before it out of the bucket.
+    """
+    names = list(names)
+    numbers = sorted({(name.epoch, name.number) for name in names})[-kept:]
+    return [name for name in names if (name.epoch, name.number) in numbers or (name.epoch, name.number) == replicated]
+
+
+def _identity(file: FileMeta | FileName) -> Identity:
+    return file.epoch, file.number, file.nonce
