@@ -17,7 +17,7 @@ from tidemill.consensus.statelog import StateLog
 State = dict[str, int]
 
 
-def apply(state: State, command: bytes, position: int) -> State:
+def apply(state: State, command: bytes, position: int, term: int) -> State:
     change = json.loads(command)
     if change["delta"] < 0 and state.get(change["key"], 0) + change["delta"] < 0:
         raise Conflict("The balance would be negative.", current=state.get(change["key"], 0))
@@ -302,6 +302,23 @@ def test_a_new_leader_fences_the_old_one_and_has_everything_it_wrote() -> None:
     run(body())
 
 
+def test_apply_is_told_position_and_term_of_the_record_on_both_sides() -> None:
+    def note(state: State, command: bytes, position: int, term: int) -> State:
+        return {**state, str(position): term}
+
+    async def body() -> None:
+        state = MemoryState()
+        old, new = (make(MemoryConsensus(SystemClock(), state), seed, apply=note) for seed in (1, 2))
+        await old.lead(3)
+        await old.propose(b"")
+        await new.lead(7)
+        await new.propose(b"")
+        await old.catch_up()
+        assert old.state == new.state == {"0": 3, "1": 7}
+
+    run(body())
+
+
 def test_a_follower_waits_for_a_state() -> None:
     async def body() -> None:
         state = MemoryState()
@@ -318,7 +335,7 @@ def test_a_follower_waits_for_a_state() -> None:
 
 
 def test_an_apply_that_breaks_stops_the_state_log_and_everybody_hears_it() -> None:
-    def broken(state: State, command: bytes, position: int) -> State:
+    def broken(state: State, command: bytes, position: int, term: int) -> State:
         raise KeyError("bug")
 
     async def body() -> None:

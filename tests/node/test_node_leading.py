@@ -14,7 +14,7 @@ from tidemill.consensus.api import Lease
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import CaptureRow, Catalogue, TopicRow
 from tidemill.node.assignment import CaptureFirst
-from tidemill.node.lead import lead
+from tidemill.consensus.leading import lead
 from tidemill.node.shape_routing import ShapeRouting
 from tidemill.topics.leadership import Membership, NodeInfo
 

@@ -21,7 +21,7 @@ class Replica(Generic[S]):
         consensus: Consensus,
         log: str,
         initial: Callable[[], S],
-        apply: Callable[[S, bytes, int], S],
+        apply: Callable[[S, bytes, int, int], S],
         decode: Callable[[bytes], S],
     ) -> None:
         self._consensus = consensus
@@ -97,7 +97,7 @@ class Replica(Generic[S]):
             raise self._break(f"A record of unknown kind: position={record.position} kind={kind}")
         refused: TidemillError | None = None
         try:
-            self.state = self._apply(self.state, record.data[1:], record.position)
+            self.state = self._apply(self.state, record.data[1:], record.position, record.term)
         except TidemillError as error:
             refused = error
         except Exception as error:

@@ -57,9 +57,10 @@ class StateLog(Replica[S]):
     """One process's view of, and way to change, the state kept on `log`.
 
     initial   makes the empty state
-    apply     (state, command, position) → state. Pure: no clock, randomness or I/O. Checks everything, then
-              writes; may change and return the same object. A TidemillError refuses the command and must
-              leave the state as it was (SL3). Any other exception is a bug and breaks the StateLog.
+    apply     (state, command, position, term) → state; the last two are those of the command's record.
+              Pure: no clock, randomness or I/O. Checks everything, then writes; may change and return the
+              same object. A TidemillError refuses the command and must leave the state as it was (SL3).
+              Any other exception is a bug and breaks the StateLog.
     encode    state → bytes, for rollups;  decode  bytes → state
     term      0 for writers that race as equals; a leader calls `lead(term)`
 
@@ -72,7 +73,7 @@ class StateLog(Replica[S]):
         log: str,
         *,
         initial: Callable[[], S],
-        apply: Callable[[S, bytes, int], S],
+        apply: Callable[[S, bytes, int, int], S],
         encode: Callable[[S], bytes],
         decode: Callable[[bytes], S],
         rand: Rand,

@@ -31,7 +31,7 @@ from tidemill.node.assignment import CaptureFirst
 from tidemill.node.binder import Binder
 from tidemill.node.config import CaptureSection, Config
 from tidemill.node.http import HttpServer
-from tidemill.node.lead import Body, lead
+from tidemill.consensus.leading import Body, lead
 from tidemill.node.shape_routing import ShapeRouting
 from tidemill.objects.open import open_objects
 from tidemill.objects.store import ObjectStore

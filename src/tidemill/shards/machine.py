@@ -96,7 +96,7 @@ async def open_machine(consensus: Consensus, rand: Rand, created: Create) -> Sha
     return machine
 
 
-def _apply_record(state: ShardState | None, data: bytes, position: int) -> ShardState | None:
+def _apply_record(state: ShardState | None, data: bytes, position: int, term: int) -> ShardState | None:
     result = apply(state, decode_command(data))
     if isinstance(result, Rejected):
         # A proposer checks on exactly this state, so only another version of the rules gets here: a no-op.
