@@ -1,0 +1,168 @@
+"""Blocks of rows, and the seal that every section of a file wears.
+
+section  codec uint8 (0 = raw, 1 = LZ4 block with its size before it) | payload | crc32c uint32 of all before it
+block    a section whose payload is the msgpack array
+         [prefix, [suffix ...], [value ...], seqno_base, seqno_width, seqno_deltas]
+
+A key is prefix + suffix, ascending and unique (L3). The empty value is a tombstone (L8). The seqno of
+row i is seqno_base + delta i; deltas take seqno_width bytes each (0, 1, 2, 4 or 8), little end first,
+and width 0 means that all rows have the base.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import crc32c
+import lz4.block
+import msgspec
+
+from tidemill.base.errors import Corrupt
+
+_RAW, _LZ4 = b"\x00", b"\x01"
+_CRC_BYTES = 4
+SEAL_BYTES = 1 + _CRC_BYTES
+
+_TYPECODES = {1: "B", 2: "H", 4: "I", 8: "Q"}
+
+_ROW_COST_BYTES = 2 * (33 + 8) + 12
+"""Of one row in memory besides its bytes: two bytes objects, two list slots, rounding by the allocator."""
+_BLOCK_COST_BYTES = 600
+"""Of one block besides its rows: the object, its lists, its place in the cache."""
+
+_crc32c = crc32c.crc32c
+_compress = lz4.block.compress
+_decompress = lz4.block.decompress
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(tuple[bytes, list[bytes], list[bytes], int, int, bytes]).decode
+_CRC_RAW, _CRC_LZ4 = _crc32c(_RAW), _crc32c(_LZ4)
+
+
+class Block:
+    """One decoded block. The lists are shared with the cache: read them, never change them."""
+
+    __slots__ = ("_base", "_deltas", "_width", "cost_bytes", "hot", "keys", "values")
+
+    keys: list[bytes]
+    values: list[bytes]
+    cost_bytes: int
+    hot: bool
+    """Set by every use; the cache clears it when it looks for something to drop."""
+
+    def __init__(self, keys: list[bytes], values: list[bytes], base: int, width: int, deltas: bytes, cost: int) -> None:
+        self.keys = keys
+        self.values = values
+        self._base = base
+        self._width = width
+        self._deltas = deltas
+        self.cost_bytes = cost
+        self.hot = False
+
+    def find(self, key: bytes) -> int:
+        """The row of `key`, or -1."""
+        keys = self.keys
+        at = bisect_left(keys, key)
+        return at if at < len(keys) and keys[at] == key else -1
+
+    def seqno(self, row: int) -> int:
+        width = self._width
+        return self._base + int.from_bytes(self._deltas[row * width : row * width + width], "little")
+
+    def seqnos(self) -> list[int]:
+        """One per row. Decoded anew by each call: reads need no seqnos, merges need them once."""
+        base = self._base
+        if not self._width:
+            return [base] * len(self.keys)
+        deltas = array(_TYPECODES[self._width], self._deltas)
+        if sys.byteorder == "big":
+            deltas.byteswap()
+        return [base + delta for delta in deltas] if base else list(deltas)
+
+
+def encode_block(keys: Sequence[bytes], values: Sequence[bytes], seqnos: Sequence[int]) -> tuple[bytes, int]:
+    """The sealed block and the size of its payload. At least one row; keys ascending."""
+    payload = block_payload(keys, values, seqnos)
+    return seal(payload), len(payload)
+
+
+def block_payload(keys: Sequence[bytes], values: Sequence[bytes], seqnos: Sequence[int]) -> bytes:
+    # Sorted keys: what the first and the last share, all share.
+    shared = shared_bytes(keys[0], keys[-1]) if len(keys) > 1 else 0
+    return _encode((keys[0][:shared], [key[shared:] for key in keys], values, *_pack_seqnos(seqnos)))
+
+
+def decode_block(data: bytes, file: str, offset: int, rows: int) -> Block:
+    """Raises Corrupt naming the file, when any byte is not what was written or the block has not `rows` rows."""
+    payload = unseal(data, file, "block", offset)
+    try:
+        prefix, suffixes, values, base, width, deltas = _decode(payload)
+    except msgspec.MsgspecError as error:
+        raise corrupt(file, "block", offset, f"its body does not decode, {error}") from error
+    if not rows == len(suffixes) == len(values) or len(deltas) != rows * width:
+        raise corrupt(file, "block", offset, f"it holds {len(suffixes)} rows, not the {rows} of the index")
+    keys = [prefix + suffix for suffix in suffixes] if prefix else suffixes
+    return Block(
+        keys, values, base, width, deltas, len(payload) + rows * (len(prefix) + _ROW_COST_BYTES) + _BLOCK_COST_BYTES
+    )
+
+
+def seal(payload: bytes, *, compress: bool = True) -> bytes:
+    """A section. It is stored raw when LZ4 does not shrink it."""
+    if compress:
+        packed = _compress(payload)
+        if len(packed) < len(payload):
+            return b"".join((_LZ4, packed, _crc32c(packed, _CRC_LZ4).to_bytes(_CRC_BYTES, "little")))
+    return b"".join((_RAW, payload, _crc32c(payload, _CRC_RAW).to_bytes(_CRC_BYTES, "little")))
+
+
+def unseal(data: bytes, file: str, section: str, offset: int) -> bytes:
+    """The payload of a section that begins at `offset` of `file`. Raises Corrupt."""
+    if len(data) < SEAL_BYTES:
+        raise corrupt(file, section, offset, f"it is cut off after {len(data)} bytes")
+    view = memoryview(data)
+    stored = int.from_bytes(data[-_CRC_BYTES:], "little")
+    computed = _crc32c(view[:-_CRC_BYTES])
+    if stored != computed:
+        raise corrupt(file, section, offset, f"its checksum is {computed:08x}, not the stored {stored:08x}")
+    codec = data[0]
+    if codec == 1:
+        try:
+            return bytes(_decompress(view[1:-_CRC_BYTES]))
+        except lz4.block.LZ4BlockError as error:
+            raise corrupt(file, section, offset, f"it does not decompress, {error}") from error
+    if codec == 0:
+        return data[1:-_CRC_BYTES]
+    raise corrupt(file, section, offset, f"its codec {codec} is unknown")
+
+
+def corrupt(file: str, section: str, offset: int, reason: str) -> Corrupt:
+    return Corrupt(
+        f"A {section} of a file is damaged, {reason}: file={file} section={section} offset={offset}.",
+        fix="Restore the object from a copy of the bucket, or restore the domain from an older manifest.",
+    )
+
+
+def shared_bytes(a: bytes, b: bytes) -> int:
+    """How many leading bytes the two share."""
+    length = min(len(a), len(b))
+    if a[:length] == b[:length]:
+        return length
+    # The highest differing bit of the two as numbers is in the first differing byte.
+    differing = int.from_bytes(a[:length], "big") ^ int.from_bytes(b[:length], "big")
+    return length - (differing.bit_length() + 7) // 8
+
+
+def _pack_seqnos(seqnos: Sequence[int]) -> tuple[int, int, bytes]:
+    base = seqnos[0]
+    if seqnos.count(base) == len(seqnos):
+        return base, 0, b""
+    base = min(seqnos)
+    span = max(seqnos) - base
+    width = 1 if span < 1 << 8 else 2 if span < 1 << 16 else 4 if span < 1 << 32 else 8
+    deltas = array(_TYPECODES[width], [seqno - base for seqno in seqnos])
+    if sys.byteorder == "big":
+        deltas.byteswap()
+    return base, width, deltas.tobytes()

@@ -1,0 +1,190 @@
+"""All open files of a database: filters, indexes and blocks, read once and kept while the budget lasts.
+
+Readers of the same missing thing at the same moment share one read. Whoever comes first reads; its
+failure reaches all who wait and is not kept. When it is cancelled, one of the waiting reads instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, cast
+
+from tidemill.metastore.lsm.block import Block, decode_block
+from tidemill.metastore.lsm.cache import BlockCache
+from tidemill.metastore.lsm.files import Files
+from tidemill.metastore.lsm.manifest import FileMeta
+from tidemill.metastore.lsm.sst import TableMeta, decode_meta
+
+DECODE_SLICE = 64
+"""Blocks decoded between two yields to the event loop: about a millisecond."""
+
+_Flight = asyncio.Future["Block | TableMeta | Exception | None"]
+"""A read under way. Its result is what was read, the failure, or None when its reader was cancelled."""
+
+
+class Tables:
+    """The `cached_` calls are plain and fast; the others wait for the bucket when they must."""
+
+    def __init__(self, files: Files, cache: BlockCache) -> None:
+        self.files = files
+        self.cache = cache
+        self.reads = 0
+        self.read_bytes = 0
+        # One dictionary in three types: metas are kept by file, blocks by (file, index).
+        self._entries = cast("dict[Any, Any]", cache.entries)
+        self._flights: dict[Hashable, _Flight] = {}
+        self._block_counts: dict[FileMeta, int] = {}
+
+    def cached_meta(self, file: FileMeta) -> TableMeta | None:
+        found: TableMeta | None = self._entries.get(file)
+        if found is not None:
+            found.hot = True
+        return found
+
+    def cached_block(self, file: FileMeta, index: int) -> Block | None:
+        found: Block | None = self._entries.get((file, index))
+        if found is not None:
+            found.hot = True
+        return found
+
+    async def meta(self, file: FileMeta) -> TableMeta:
+        """Filter and index, by one ranged read. Raises Missing, Corrupt, Unavailable, Invalid (newer format)."""
+        while True:
+            found = self.cached_meta(file)
+            if found is not None:
+                return found
+            flight = self._flights.get(file)
+            if flight is None:
+                return await self._read_meta(file)
+            landed = await _landing(flight)
+            if landed is not None:
+                return cast(TableMeta, landed)
+
+    async def block(self, file: FileMeta, index: int) -> Block:
+        """As `blocks`, one of them."""
+        found = self.cached_block(file, index)
+        return found if found is not None else (await self.blocks(file, index, 1))[0]
+
+    async def blocks(self, file: FileMeta, first: int, count: int, *, fill_cache: bool = True) -> list[Block]:
+        """`count` blocks from `first` on; those not cached by one ranged read where they are neighbours.
+
+        `fill_cache=False` leaves the cache as it is: for merges and long scans. What others read meanwhile is
+        shared either way. Raises as `meta`.
+        """
+        meta = await self.meta(file)
+        found: dict[int, Block] = {}
+        wanted = range(first, first + count)
+        while len(found) < count:
+            # Looked up and claimed without an await between: two readers never claim the same block.
+            mine: list[int] = []
+            others: list[tuple[int, _Flight]] = []
+            for index in wanted:
+                if index in found:
+                    continue
+                block = self.cached_block(file, index)
+                if block is not None:
+                    found[index] = block
+                    continue
+                flight = self._flights.get((file, index))
+                if flight is None:
+                    mine.append(index)
+                else:
+                    others.append((index, flight))
+            if mine:
+                found.update(zip(mine, await self._read_blocks(file, meta, mine, fill_cache), strict=True))
+            for index, flight in others:
+                landed = await _landing(flight)
+                if landed is not None:
+                    found[index] = cast(Block, landed)
+        return [found[index] for index in wanted]
+
+    def forget(self, file: FileMeta) -> None:
+        """Drop what is kept of a file that no version needs any more. A read under way may still put some back."""
+        self.cache.remove(file)
+        for index in range(self._block_counts.pop(file, 0)):
+            self.cache.remove((file, index))
+
+    async def _read_meta(self, file: FileMeta) -> TableMeta:
+        flights = self._take_off([file])
+        try:
+            data = await self.files.read(file, file.meta_start, file.size_bytes)
+            self.reads += 1
+            self.read_bytes += len(data)
+            meta = decode_meta(data, file, self.files.key(file))
+        except BaseException as error:
+            self._land(flights, [error])
+            raise
+        self._block_counts[file] = len(meta.rows)
+        self.cache.put(file, meta)
+        self._land(flights, [meta])
+        return meta
+
+    async def _read_blocks(self, file: FileMeta, meta: TableMeta, indexes: list[int], fill_cache: bool) -> list[Block]:
+        flights = self._take_off([(file, index) for index in indexes])
+        try:
+            blocks = await self._read_and_decode(file, meta, indexes)
+        except BaseException as error:
+            self._land(flights, [error] * len(flights))
+            raise
+        if fill_cache:
+            for index, block in zip(indexes, blocks, strict=True):
+                self.cache.put((file, index), block)
+        self._land(flights, blocks)
+        return blocks
+
+    async def _read_and_decode(self, file: FileMeta, meta: TableMeta, indexes: list[int]) -> list[Block]:
+        starts, rows, name = meta.starts, meta.rows, meta.name
+        runs = list(_runs(indexes))
+        ranges = [(starts[first], starts[end]) for first, end in runs]
+        if len(ranges) == 1:
+            pieces = [await self.files.read(file, *ranges[0])]
+        else:
+            pieces = await self.files.read_ranges(file, ranges)
+        self.reads += len(ranges)
+        self.read_bytes += sum(map(len, pieces))
+        blocks: list[Block] = []
+        for (first, end), piece in zip(runs, pieces, strict=True):
+            base = starts[first]
+            for index in range(first, end):
+                data = piece if end - first == 1 else piece[starts[index] - base : starts[index + 1] - base]
+                blocks.append(decode_block(data, name, starts[index], rows[index]))
+                if len(blocks) % DECODE_SLICE == 0:
+                    await asyncio.sleep(0)
+        return blocks
+
+    def _take_off(self, keys: Sequence[Hashable]) -> list[tuple[Hashable, _Flight]]:
+        loop = asyncio.get_running_loop()
+        flights: list[tuple[Hashable, _Flight]] = [(key, loop.create_future()) for key in keys]
+        self._flights.update(flights)
+        return flights
+
+    def _land(
+        self, flights: list[tuple[Hashable, _Flight]], outcomes: Sequence[Block | TableMeta | BaseException]
+    ) -> None:
+        for (key, flight), outcome in zip(flights, outcomes, strict=True):
+            del self._flights[key]
+            # A cancelled reader says nothing about the file: whoever waits tries again.
+            lost = isinstance(outcome, BaseException) and not isinstance(outcome, Exception)
+            flight.set_result(None if lost else cast("Block | TableMeta | Exception", outcome))
+
+
+async def _landing(flight: _Flight) -> Block | TableMeta | None:
+    # Shielded: cancelling one who waits must not cancel the future that the others wait for.
+    outcome = await asyncio.shield(flight)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def _runs(indexes: Iterable[int]) -> Iterable[tuple[int, int]]:
+    """Half-open runs of neighbours in ascending indexes."""
+    first = end = -1
+    for index in indexes:
+        if index != end:
+            if first >= 0:
+                yield first, end
+            first = index
+        end = index + 1
+    if first >= 0:
+        yield first, end
