@@ -1,0 +1,84 @@
+"""Merges on the event loop, in slices: for small jobs, for memory objects, and in the simulation."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tidemill.base.clock import Clock
+from tidemill.metastore.lsm.compaction.job import Put, Read, merge_steps
+from tidemill.metastore.lsm.compaction.merger import Progress
+from tidemill.metastore.lsm.compaction.pick import Job
+from tidemill.metastore.lsm.files import Files
+from tidemill.metastore.lsm.manifest import FileMeta
+from tidemill.metastore.lsm.options import Options
+
+
+class Throttle:
+    """A token bucket over the bytes that merges read and write. 0 bytes per second = no limit.
+
+    Bytes are taken first and waited for afterwards, so one request may be larger than the bucket;
+    the next one pays for it. A quiet time saves up at most BURST_S.
+    """
+
+    BURST_S = 0.1
+
+    def __init__(self, bytes_per_s: int, clock: Clock) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._paid_until_s = 0.0
+
+    def delay_s(self, size_bytes: int) -> float:
+        """Take the bytes, and tell how long to wait for them."""
+        if not self._bytes_per_s:
+            return 0.0
+        now_s = self._clock.monotonic_s()
+        self._paid_until_s = max(self._paid_until_s, now_s - self.BURST_S) + size_bytes / self._bytes_per_s
+        return max(0.0, self._paid_until_s - now_s)
+
+    async def take(self, size_bytes: int) -> None:
+        delay_s = self.delay_s(size_bytes)
+        if delay_s > 0:
+            await asyncio.sleep(delay_s)
+
+
+async def drive(
+    job: Job, files: Files, options: Options, throttle: Throttle, progress: Progress | None
+) -> list[FileMeta]:
+    """Run the merge's steps with their I/O, and let the loop run others after every slice."""
+    steps = merge_steps(job, options)
+    answer: bytes | None = None
+    while True:
+        try:
+            # The first `send` of a generator must be None; its type cannot say so.
+            step = next(steps) if answer is None else steps.send(answer)
+        except StopIteration as ended:
+            made: list[FileMeta] = ended.value
+            return made
+        answer = b""
+        if isinstance(step, Read):
+            answer = await files.read(step.file, step.start, step.end)
+            await throttle.take(len(answer))
+        elif isinstance(step, Put):
+            await files.put(step.name, step.buffers)
+            await throttle.take(step.size_bytes)
+        else:
+            if progress is not None:
+                progress(step.rows_done)
+            await asyncio.sleep(0)
+
+
+class InlineMerger:
+    """Merges on the loop it is called on."""
+
+    def __init__(self, files: Files, options: Options, clock: Clock) -> None:
+        self._files = files
+        self._options = options
+        self._throttle = Throttle(options.compaction_bytes_per_s, clock)
+        self._turn = asyncio.Lock()
+
+    async def merge(self, job: Job, progress: Progress | None = None) -> list[FileMeta]:
+        async with self._turn:
+            return await drive(job, self._files, self._options, self._throttle, progress)
+
+    async def aclose(self) -> None:
+        """Nothing to close: a merge under way belongs to its caller, who cancels it."""
