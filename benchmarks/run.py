@@ -7,7 +7,17 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-NAMES = ("consensus", "objects", "produce", "consume", "commit_to_client", "commit_to_shard", "capture")
+NAMES = (
+    "consensus",
+    "objects",
+    "metastore",
+    "metastore_commits",
+    "produce",
+    "consume",
+    "commit_to_client",
+    "commit_to_shard",
+    "capture",
+)
 
 
 def main() -> int:

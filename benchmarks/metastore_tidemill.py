@@ -1,0 +1,133 @@
+"""Tidemill's engine as the metastore benchmark calls it: a database alone on a local directory, reads counted."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.metastore.lsm.database import Database
+from tidemill.metastore.lsm.files import Files
+from tidemill.metastore.lsm.manifests import BucketManifests
+from tidemill.metastore.lsm.options import Options
+from tidemill.objects.local import LocalObjects
+from tidemill.objects.store import Buffer, ObjectMeta, ObjectStore
+
+Rows = tuple[Sequence[bytes], Sequence[bytes]]
+UUID = "00000000-0000-4000-8000-000000000003"
+PREFIX = f"metastore/{UUID}/"
+
+
+class Counted:
+    """An object store that counts requests: what a bucket would bill."""
+
+    def __init__(self, inner: ObjectStore) -> None:
+        self._inner = inner
+        self.reads = self.read_bytes = self.writes = self.written_bytes = 0
+
+    async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
+        pieces = [data] if isinstance(data, bytes | bytearray | memoryview) else data
+        self.writes += 1
+        self.written_bytes += sum(len(piece) for piece in pieces)
+        await self._inner.put(key, data)
+
+    async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        self.reads += 1
+        found = await self._inner.get(key, start, end)
+        self.read_bytes += len(found)
+        return found
+
+    async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        self.reads += len(ranges)
+        found = await self._inner.get_ranges(key, ranges)
+        self.read_bytes += sum(map(len, found))
+        return found
+
+    async def head(self, key: str) -> ObjectMeta | None:
+        return await self._inner.head(key)
+
+    def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
+        return self._inner.list(prefix, start_after)
+
+    async def delete(self, key: str) -> None:
+        await self._inner.delete(key)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+class Tidemill:
+    def __init__(self) -> None:
+        self._epoch = 0
+        self._seqno = 0
+
+    async def open(self, folder: Path, buffer_bytes: int, cache_bytes: int) -> None:
+        clock, rand = SystemClock(), Rand()
+        self.objects = Counted(LocalObjects.open(folder, clock, rand))
+        self._epoch += 1
+        self.db = await Database.open(
+            Files(self.objects, PREFIX),
+            BucketManifests(self.objects, PREFIX, rand),
+            domain_uuid=UUID,
+            epoch=self._epoch,
+            options=Options(write_buffer_bytes=buffer_bytes, cache_bytes=cache_bytes),
+            clock=clock,
+            rand=rand,
+        )
+        self._seqno = self.db.max_applied_seqno
+
+    async def put_batch(self, keys: list[bytes], values: list[bytes]) -> None:
+        self._seqno += 1
+        self.db.apply(self._seqno, keys, values)
+        await self.db.room()
+
+    async def put_each(self, keys: list[bytes], values: list[bytes]) -> None:
+        apply, room, seqno = self.db.apply, self.db.room, self._seqno
+        for key, value in zip(keys, values, strict=True):
+            seqno += 1
+            apply(seqno, (key,), (value,))
+            await room()
+        self._seqno = seqno
+
+    async def get_each(self, keys: list[bytes]) -> list[bytes | None]:
+        get = self.db.get
+        return [await get(key) for key in keys]
+
+    def peek_each(self, keys: list[bytes]) -> list[Any]:
+        peek = self.db.peek
+        return [peek(key) for key in keys]
+
+    def scan(self) -> AsyncIterator[Rows]:
+        return self.db.scan()
+
+    async def walk(self) -> int:
+        total = 0
+        async for keys, values in self.db.scan():
+            for _, value in zip(keys, values, strict=True):
+                total += len(value)
+        return total
+
+    async def prefix(self, prefix: bytes) -> Rows:
+        keys: list[bytes] = []
+        values: list[bytes] = []
+        async for chunk_keys, chunk_values in self.db.prefix(prefix):
+            keys += chunk_keys
+            values += chunk_values
+        return keys, values
+
+    async def flush(self) -> None:
+        await self.db.flush()
+
+    async def compact(self) -> None:
+        await self.db.compact()
+
+    async def settle(self) -> None:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        await self.db.aclose()
+        await self.objects.aclose()
+
+    def facts(self) -> dict[str, Any]:
+        return {"writes": self.objects.writes, "written_bytes": self.objects.written_bytes}
