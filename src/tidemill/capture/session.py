@@ -111,15 +111,24 @@ class Session:
             await failed
         finally:
             self.streaming = False
-            await tasks.aclose()
+            try:
+                await tasks.aclose()
+            finally:
+                await self._close()
+            if failed.done() and not failed.cancelled():
+                failed.exception()
+
+    async def _close(self) -> None:
+        """Whatever interrupts it: a session that failed by itself may be cancelled while it ends, and a connection left
+        open then would hold the slot and the capture's lock until it is garbage."""
+        try:
             if self.writer is not None:
                 await self.writer.aclose()
+        finally:
             if self._stream is not None:
                 await self._stream.aclose()
             if self._control is not None:
                 await self._control.aclose()
-            if failed.done() and not failed.cancelled():
-                failed.exception()
 
     # set-up ---------------------------------------------------------------------------------------
     async def _start(self, tasks: Tasks) -> None:

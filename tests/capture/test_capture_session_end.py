@@ -1,0 +1,64 @@
+"""How a session ends: whatever interrupts it, none of its connections is left open."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import Unavailable
+from tidemill.base.tasks import Tasks
+from tidemill.capture.config import CaptureConfig
+from tidemill.capture.session import Session
+
+
+class Closable:
+    closed = False
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+class EndsSlowly(Session):
+    """Opens two connections, then fails by itself while one of its tasks takes its time to end."""
+
+    def __init__(self) -> None:
+        nothing: Any = None
+        super().__init__(
+            CaptureConfig("shop", "postgresql://nowhere/x"), topics=nothing, catalogue=nothing, remap=nothing, sinks=(),
+            clock=SystemClock(), rand=Rand(1), on_phase=lambda reason, held_by: None,
+        )  # fmt: skip
+        self.stream, self.control = Closable(), Closable()
+        self.ending = asyncio.Event()
+        self.may_end = asyncio.Event()
+
+    async def _start(self, tasks: Tasks) -> None:
+        self._stream, self._control = self.stream, self.control  # type: ignore[assignment]
+        tasks.spawn(self._linger(), name="lingers")
+        await asyncio.sleep(0)
+        raise Unavailable("the topic moved on its own.")
+
+    async def _linger(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.ending.set()
+            await self.may_end.wait()
+
+
+def test_a_session_that_is_cancelled_while_it_ends_by_itself_leaves_no_connection_open() -> None:
+    """Such a connection would hold the slot and the capture's lock against the next session."""
+
+    async def main() -> None:
+        session = EndsSlowly()
+        running = asyncio.ensure_future(session.run())
+        await session.ending.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert session.control.closed and session.stream.closed
+        session.may_end.set()
+
+    asyncio.run(main())
