@@ -11,10 +11,10 @@ and width 0 means that all rows have the base.
 
 from __future__ import annotations
 
-import sys
-from array import array
+import struct
 from bisect import bisect_left
 from collections.abc import Sequence
+from operator import itemgetter
 
 import crc32c
 import lz4.block
@@ -76,22 +76,17 @@ class Block:
         base = self._base
         if not self._width:
             return [base] * len(self.keys)
-        deltas = array(_TYPECODES[self._width], self._deltas)
-        if sys.byteorder == "big":
-            deltas.byteswap()
-        return [base + delta for delta in deltas] if base else list(deltas)
+        deltas = struct.unpack(f"<{len(self.keys)}{_TYPECODES[self._width]}", self._deltas)
+        return [base + delta for delta in deltas]
 
 
-def encode_block(keys: Sequence[bytes], values: Sequence[bytes], seqnos: Sequence[int]) -> tuple[bytes, int]:
-    """The sealed block and the size of its payload. At least one row; keys ascending."""
-    payload = block_payload(keys, values, seqnos)
-    return seal(payload), len(payload)
-
-
-def block_payload(keys: Sequence[bytes], values: Sequence[bytes], seqnos: Sequence[int]) -> bytes:
+def encode_block(keys: Sequence[bytes], values: Sequence[bytes], seqnos: Sequence[int]) -> tuple[bytes, int, int]:
+    """The payload of a block, to be sealed, with its lowest and highest seqno. At least one row; keys ascending."""
     # Sorted keys: what the first and the last share, all share.
     shared = shared_bytes(keys[0], keys[-1]) if len(keys) > 1 else 0
-    return _encode((keys[0][:shared], [key[shared:] for key in keys], values, *_pack_seqnos(seqnos)))
+    suffixes = list(map(itemgetter(slice(shared, None)), keys)) if shared else keys
+    low, high, width, deltas = _pack_seqnos(seqnos)
+    return _encode((keys[0][:shared], suffixes, values, low, width, deltas)), low, high
 
 
 def decode_block(data: bytes, file: str, offset: int, rows: int) -> Block:
@@ -155,14 +150,15 @@ def shared_bytes(a: bytes, b: bytes) -> int:
     return length - (differing.bit_length() + 7) // 8
 
 
-def _pack_seqnos(seqnos: Sequence[int]) -> tuple[int, int, bytes]:
-    base = seqnos[0]
-    if seqnos.count(base) == len(seqnos):
-        return base, 0, b""
-    base = min(seqnos)
-    span = max(seqnos) - base
-    width = 1 if span < 1 << 8 else 2 if span < 1 << 16 else 4 if span < 1 << 32 else 8
-    deltas = array(_TYPECODES[width], [seqno - base for seqno in seqnos])
-    if sys.byteorder == "big":
-        deltas.byteswap()
-    return base, width, deltas.tobytes()
+def _pack_seqnos(seqnos: Sequence[int]) -> tuple[int, int, int, bytes]:
+    """Lowest, highest, width, deltas."""
+    low = seqnos[0]
+    if seqnos.count(low) == len(seqnos):
+        return low, low, 0, b""
+    low, high = min(seqnos), max(seqnos)
+    deltas = [seqno - low for seqno in seqnos]
+    span = high - low
+    if span < 1 << 8:
+        return low, high, 1, bytes(deltas)
+    width = 2 if span < 1 << 16 else 4 if span < 1 << 32 else 8
+    return low, high, width, struct.pack(f"<{len(deltas)}{_TYPECODES[width]}", *deltas)

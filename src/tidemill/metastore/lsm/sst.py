@@ -25,7 +25,7 @@ import msgspec
 
 from tidemill.base.errors import Invalid
 from tidemill.base.limits import MIB
-from tidemill.metastore.lsm.block import block_payload, corrupt, seal, shared_bytes, unseal
+from tidemill.metastore.lsm.block import corrupt, encode_block, seal, shared_bytes, unseal
 from tidemill.metastore.lsm.bloom import MASKS, build_filter, hashes_of, words_of
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options
@@ -122,8 +122,6 @@ class SstWriter:
             self._smallest = keys[0]
             self._min_seqno = self._max_seqno = seqnos[0]
         self._largest = keys[-1]
-        self._min_seqno = min(self._min_seqno, min(seqnos))
-        self._max_seqno = max(self._max_seqno, max(seqnos))
         self._hashes += hashes_of(keys)
         self._keys += keys
         self._values += values
@@ -169,7 +167,7 @@ class SstWriter:
 
     def _cut(self, keys: list[bytes], values: list[bytes], seqnos: list[int]) -> None:
         """One block of these rows, or several when they are too many; the next guess follows its size."""
-        payload = block_payload(keys, values, seqnos)
+        payload, low, high = encode_block(keys, values, seqnos)
         rows, target = len(keys), self._target_bytes
         # At most doubled: a block of tombstones says little about the rows after it.
         self._guess_rows = max(1, min(2 * rows, rows * target // len(payload)))
@@ -178,6 +176,8 @@ class SstWriter:
             self._cut(keys[:half], values[:half], seqnos[:half])
             self._cut(keys[half:], values[half:], seqnos[half:])
             return
+        self._min_seqno = min(self._min_seqno, low)
+        self._max_seqno = max(self._max_seqno, high)
         if self._last_keys:
             self._last_keys[-1] = separator(self._last_keys[-1], keys[0])
         block = seal(payload)
