@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from itertools import pairwise
 
 import msgspec
 
@@ -71,7 +72,7 @@ class Version:
                 yield files[at]
 
     def overlapping(self, level: int, smallest: bytes, largest: bytes) -> Level:
-        """The files of `level` that share a key range with [smallest, largest], both inclusive, in the level's order."""
+        """The files of `level` with keys in [smallest, largest], both inclusive, in the level's order."""
         if level >= len(self.levels):
             return ()
         files = self.levels[level]
@@ -111,7 +112,7 @@ class Version:
                 levels[level].append(file)
         for number, files in enumerate(levels[1:], start=1):
             files.sort(key=_smallest)
-            for left, right in zip(files, files[1:], strict=False):
+            for left, right in pairwise(files):
                 if left.largest >= right.smallest:
                     raise Invalid(
                         f"Two files of one level overlap: level={number} "

@@ -1,0 +1,192 @@
+"""Flushes: the rows in memory become one file of level 0.
+
+Order (L5): rows frozen together with their seqno → file durable → manifest written → version swapped and
+rows dropped, in one step. Until that last step the rows stay readable where they are; when anything fails
+before it they go back to being ordinary layers, and the next flush takes them along.
+
+One flush at a time, in a task of its own: a caller that gives up leaves it running. Callers share: each
+waits for the first flush that covers what was applied when it called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import repeat
+from typing import TYPE_CHECKING
+
+from tidemill.base.errors import Closed, Conflict, TidemillError, Unavailable, Unknown
+from tidemill.metastore.lsm.manifest import FileMeta
+from tidemill.metastore.lsm.memtable import Layer
+from tidemill.metastore.lsm.sst import SstWriter
+from tidemill.metastore.lsm.version import Edit
+
+if TYPE_CHECKING:
+    from tidemill.metastore.lsm.database import Database
+
+RETRY_FIRST_S = 0.1
+RETRY_MAX_S = 5.0
+"""Between two flushes of a full buffer that failed; doubled from the first to the last, with jitter."""
+
+
+class Flusher:
+    """Owns the frozen part of the memtable. `error` is how the last flush failed, None after one that did not."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._waiters: list[tuple[int, asyncio.Future[None]]] = []
+        self._ended = False
+        self.error: Exception | None = None
+        self.flushes = 0
+        self.file_bytes = 0
+        self.longest_slice_rows = 0
+
+    # callers ---------------------------------------------------------------------------------------
+
+    async def flush(self, timeout_s: float | None) -> None:
+        """Until everything applied before the call is persisted. Raises what the flush that failed raised;
+        Unavailable after `timeout_s` seconds.
+        """
+        target = self._database.max_applied_seqno
+        if self._database.max_persisted_seqno >= target:
+            return
+        landed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiter = (target, landed)
+        self._waiters.append(waiter)
+        self._database.wake.ring()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await landed
+        except TimeoutError:
+            if self._database.max_persisted_seqno >= target:
+                return
+            raise Unavailable(
+                "The flush did not end in time; it goes on in the background: "
+                f"timeout_s={timeout_s} target_seqno={target} persisted_seqno={self._database.max_persisted_seqno}.",
+                fix="Wait longer, or look at why the object store is slow.",
+            ) from self.error
+        finally:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+
+    @property
+    def wanted(self) -> bool:
+        return bool(self._waiters) or self._database.buffer_is_full
+
+    # the task --------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """For ever: flush when somebody waits or the buffer is full."""
+        database = self._database
+        retry_s = 0.0
+        try:
+            while True:
+                rings = database.wake.rings
+                if not self.wanted:
+                    await database.wake.after(rings)
+                    continue
+                if retry_s and not self._waiters:
+                    await self._pause(retry_s)
+                asked = list(self._waiters)
+                try:
+                    await self._flush_once()
+                except Exception as error:
+                    # Not only foreseen kinds: a flush that dies of a bug must not leave its callers waiting.
+                    self.error = error
+                    retry_s = min(RETRY_MAX_S, max(RETRY_FIRST_S, 2 * retry_s))
+                    self._settle(asked, error)
+                    database.wake.ring()
+                    if database.halted is not None:
+                        return
+                else:
+                    self.error = None
+                    retry_s = 0.0
+                    persisted = database.max_persisted_seqno
+                    self._settle([waiter for waiter in self._waiters if waiter[0] <= persisted], None)
+        finally:
+            self._settle(self._waiters, database.halted or Closed("The database was closed during a flush."))
+
+    async def _pause(self, retry_s: float) -> None:
+        """Back off, unless somebody asks."""
+        async def asked() -> None:
+            rings = self._database.wake.rings
+            while not self._waiters:
+                rings = await self._database.wake.after(rings)
+
+        try:
+            async with asyncio.timeout(retry_s * self._database.rand.uniform(0.5, 1.0)):
+                await asked()
+        except TimeoutError:
+            return
+
+    def _settle(self, waiters: list[tuple[int, asyncio.Future[None]]], error: Exception | None) -> None:
+        for waiter in list(waiters):
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            _, landed = waiter
+            if not landed.done():
+                if error is None:
+                    landed.set_result(None)
+                else:
+                    landed.set_exception(error)
+
+    async def _flush_once(self) -> None:
+        database = self._database
+        # L4: no await between these two lines, so the seqno never exceeds what the file will hold.
+        frozen, last_seqno = database.memtable.freeze(), database.max_applied_seqno
+        if not frozen:
+            return
+        name = None
+        try:
+            writer = SstWriter(database.options)
+            for layer in frozen:
+                while not layer.sort_step():
+                    await asyncio.sleep(0)
+            for keys, values, seqnos in frozen_rows(frozen, database.options.slice_rows):
+                self.longest_slice_rows = max(self.longest_slice_rows, len(keys))
+                writer.add(keys, values, seqnos)
+                await asyncio.sleep(0)
+            buffers, summary = writer.finish()
+            name = database.next_file_name()
+            try:
+                await database.files.put(name, buffers)
+            except (Unknown, Conflict) as error:
+                # No manifest names the file, so whether it is there does not matter: the next try has another name.
+                raise Unavailable(f"A file may not have been stored: file={database.files.key(name)}.") from error
+            file: FileMeta = summary.named(name.epoch, name.number, name.nonce)
+            await database.commit_edit(Edit(((0, file),), (), last_seqno), database.memtable.drop_frozen)
+            self.flushes += 1
+            self.file_bytes += file.size_bytes
+        except BaseException:
+            database.memtable.thaw()
+            raise
+        finally:
+            if name is not None:
+                database.release_file_names([name])
+
+
+def frozen_rows(layers: tuple[Layer, ...], count: int) -> Iterator[tuple[list[bytes], list[bytes], list[int]]]:
+    """All rows of sorted layers (newest first) in key order, the newest of each key; about `count` at a time."""
+    sorted_keys = [layer.sorted_keys or [] for layer in layers]
+    if len(layers) == 1:
+        values, seqnos = layers[0].values, layers[0].seqnos
+        for at in range(0, len(sorted_keys[0]), count):
+            keys = sorted_keys[0][at : at + count]
+            yield keys, list(map(values.__getitem__, keys)), list(map(seqnos.__getitem__, keys))
+        return
+    places = [0] * len(layers)
+    share = max(1, count // len(layers))
+    while True:
+        ends = [keys[at + share - 1] for keys, at in zip(sorted_keys, places, strict=True) if at + share < len(keys)]
+        bound = min(ends, default=None)
+        owner: dict[bytes, Layer] = {}
+        for index in reversed(range(len(layers))):  # oldest first: a newer layer's claim replaces an older one's
+            keys, start = sorted_keys[index], places[index]
+            end = len(keys) if bound is None else bisect_right(keys, bound, start)
+            places[index] = end
+            owner.update(zip(keys[start:end], repeat(layers[index])))
+        keys = sorted(owner)
+        yield keys, [owner[key].values[key] for key in keys], [owner[key].seqnos[key] for key in keys]
+        if bound is None:
+            return

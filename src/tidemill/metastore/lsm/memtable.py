@@ -1,0 +1,163 @@
+"""Rows in memory: a stack of layers, each two dicts and, once somebody scans, a sorted list of keys (RFC 0002 §3).
+
+    newest   layer   pins = 0: the next batch goes in; pins > 0: the next batch opens a new layer
+             layer   never written again
+    frozen   layer   being flushed
+             layer   being flushed
+
+M1  Only the newest layer is ever written, and only while nobody pins it. So whoever holds the stack as
+    it was, and a pin on its newest layer, sees it stand still.
+M2  Folding makes a new layer and leaves the old ones to those who hold them.
+M3  Below the newest one a layer has at least twice the rows of the layer above it, or the two have more
+    than FOLD_ROWS: so a stack is as deep as the logarithm of that plus one layer for every so many
+    rows, a row is folded that often at most, and no fold takes longer than a few milliseconds.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from itertools import islice
+
+SORT_ROWS = 4_096
+"""Keys sorted in one go: a millisecond. A hundred thousand at once are fifty."""
+
+INSERT_SHARE = 256
+"""New keys are inserted one by one when they are fewer than one in so many, else sorted and merged."""
+
+FOLD_ROWS = 40_000
+"""Layers are folded up to this size: five milliseconds."""
+
+ROW_OVERHEAD_BYTES = 320
+"""What a row costs in memory beside the bytes of its key and value: two objects' headers, its entries in
+two dicts and in the lists of its batch, its place in the sorted list, and the dicts' growth. Measured."""
+
+
+class Layer:
+    """Rows with one value per key; all seqnos in (what is below, what is above). Read `values` and `seqnos` freely."""
+
+    __slots__ = ("_fresh", "_runs", "_taken", "last_seqno", "pins", "seqnos", "size_bytes", "values")
+
+    def __init__(self) -> None:
+        self.values: dict[bytes, bytes] = {}
+        self.seqnos: dict[bytes, int] = {}
+        self.last_seqno = 0
+        self.size_bytes = 0
+        self.pins = 0
+        self._runs: list[list[bytes]] = []  # sorted, disjoint; one when the work is done
+        self._fresh: list[bytes] = []  # keys in neither a run nor a chunk yet
+        self._taken = 0  # keys in _runs and _fresh
+
+    def put(self, seqno: int, keys: Sequence[bytes], values: Sequence[bytes], size_bytes: int) -> None:
+        self.values.update(zip(keys, values, strict=True))
+        self.seqnos.update(dict.fromkeys(keys, seqno))
+        self.last_seqno = seqno
+        self.size_bytes += size_bytes
+
+    @staticmethod
+    def fold(elder: Layer, younger: Layer) -> Layer:
+        """Both as one; the younger one's rows win. Neither argument changes (M2)."""
+        one = Layer()
+        one.values = {**elder.values, **younger.values}
+        one.seqnos = {**elder.seqnos, **younger.seqnos}
+        one.last_seqno = younger.last_seqno
+        one.size_bytes = elder.size_bytes + younger.size_bytes
+        return one
+
+    # sorted keys, by and by ------------------------------------------------------------------------
+
+    @property
+    def sorted_keys(self) -> list[bytes] | None:
+        """All keys ascending, or None while `sort_step` has work to do. Stands still while the layer does."""
+        if self._taken != len(self.values) or self._fresh or len(self._runs) > 1:
+            return None
+        return self._runs[0] if self._runs else []
+
+    def sort_step(self) -> bool:
+        """A few milliseconds of sorting at most; True when the keys are sorted.
+
+        Scans of one layer share the work: any of them may take the next step.
+        """
+        if new := len(self.values) - self._taken:
+            # No key ever leaves the dict, so the new ones are its last ones, whatever was overwritten.
+            self._fresh.extend(islice(reversed(self.values), new))
+            self._taken += new
+        runs, fresh = self._runs, self._fresh
+        if len(runs) > 1 and (not fresh or len(runs[-2]) < 2 * len(runs[-1])):
+            younger = runs.pop()
+            one = runs.pop() + younger  # a new list: sort() empties its own while it works
+            one.sort()  # two ascending runs: merged, not sorted anew
+            runs.append(one)
+        elif fresh:
+            chunk = fresh[-SORT_ROWS:]
+            del fresh[-SORT_ROWS:]
+            if len(runs) == 1 and len(chunk) * INSERT_SHARE <= len(runs[0]):
+                for key in chunk:
+                    insort(runs[0], key)
+            else:
+                chunk.sort()
+                runs.append(chunk)
+        return not fresh and len(runs) <= 1
+
+
+class Memtable:
+    """The stack. `layers` is newest first."""
+
+    def __init__(self) -> None:
+        self.layers: tuple[Layer, ...] = ()
+        self.frozen: tuple[Layer, ...] = ()
+        """The layers at the end of `layers` that a flush is writing out."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all layers, the frozen ones too: rows as they were put, so an overwritten row counts twice."""
+        return sum(layer.size_bytes for layer in self.layers)
+
+    @property
+    def live_bytes(self) -> int:
+        """Of the layers that are not frozen."""
+        return self.size_bytes - sum(layer.size_bytes for layer in self.frozen)
+
+    @property
+    def rows(self) -> int:
+        return sum(len(layer.values) for layer in self.layers)
+
+    def writable(self) -> Layer:
+        """The layer for the next batch: the newest one, or a new one above it when it is pinned or frozen (M1)."""
+        live = self.layers[: len(self.layers) - len(self.frozen)]
+        if not live or live[0].pins:
+            self.layers = (Layer(), *_folded(list(live)), *self.frozen)
+        return self.layers[0]
+
+    def freeze(self) -> tuple[Layer, ...]:
+        """Everything there is, left-overs of a failed flush included, is frozen; newest first, () when there is no row.
+
+        Plain, so that the seqno the caller takes beside it covers exactly these rows (L4).
+        """
+        self.layers = self.frozen = tuple(layer for layer in self.layers if layer.values)
+        return self.frozen
+
+    def drop_frozen(self) -> None:
+        """The flush is done: its rows are in files."""
+        self.layers = self.layers[: len(self.layers) - len(self.frozen)]
+        self.frozen = ()
+
+    def thaw(self) -> None:
+        """The flush failed: its rows are ordinary elder layers again. Nobody writes to them: the next flush folds."""
+        self.frozen = ()
+
+    def drop_through(self, seqno: int) -> None:
+        """Leave out the layers whose rows are all at or below `seqno`, and seal the newest (for followers)."""
+        kept = [layer for layer in self.layers if layer.last_seqno > seqno]
+        self.layers = tuple(kept) if not kept else (Layer(), *_folded(kept))
+
+
+def _folded(layers: list[Layer]) -> list[Layer]:
+    """Newest first, as given, with the newest folded into its elders while they have less than twice its rows (M3)."""
+    layers = [layer for layer in layers if layer.values]
+    while len(layers) > 1:
+        younger, elder = len(layers[0].values), len(layers[1].values)
+        if elder >= 2 * younger or elder + younger > FOLD_ROWS:
+            break
+        layers[:2] = [Layer.fold(layers[1], layers[0])]
+    return layers

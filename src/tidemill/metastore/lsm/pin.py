@@ -1,0 +1,43 @@
+"""A pin: a view that stands still until it is released. The newest layer gets no more rows (M1), the version's
+files are not collected (L7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tidemill.metastore.lsm.options import Options
+from tidemill.metastore.lsm.versions import Versions
+from tidemill.metastore.lsm.view import View
+
+
+class Pin:
+    """Made and released in plain steps. `check` raises when the database may not be read any more."""
+
+    __slots__ = ("_released", "_versions", "check", "options", "view")
+
+    def __init__(self, view: View, versions: Versions, options: Options, check: Callable[[], None]) -> None:
+        self.view = view
+        self.options = options
+        self.check = check
+        self._versions = versions
+        self._released = False
+        if view.layers:
+            view.layers[0].pins += 1
+        versions.pin(view.version)
+
+    def again(self) -> Pin:
+        """Another pin of the same view."""
+        return Pin(self.view, self._versions, self.options, self.check)
+
+    def release(self) -> None:
+        """Idempotent."""
+        if not self._released:
+            self._released = True
+            if self.view.layers:
+                self.view.layers[0].pins -= 1
+            self._versions.unpin(self.view.version)
+
+    @property
+    def released(self) -> bool:
+        return self._released
