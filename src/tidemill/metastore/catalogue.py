@@ -16,71 +16,12 @@ import msgspec
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Conflict, Invalid, Missing, Unknown
 from tidemill.consensus.api import Consensus
+from tidemill.metastore.rows.captures import CapturedColumn, CaptureRow, TableSnapshot
+from tidemill.metastore.rows.pipelines import PipelineRow
+from tidemill.metastore.rows.topics import TopicRow
 
 TOPIC_NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
 TOPIC_NAME_LENGTH = 249
-
-
-class TopicRow(msgspec.Struct, frozen=True):
-    """kind: `stream` (Kafka producers) or `capture` (written by capture only)."""
-
-    name: str
-    topic_id: str
-    partitions: int
-    kind: str = "stream"
-    created_ms: int = 0
-    config: dict[str, str] = {}
-
-
-class TableSnapshot(msgspec.Struct, frozen=True):
-    """One captured table's finished initial snapshot: what the stream must skip, and where its topic began.
-
-    xmin, xmax, xip     pg_current_snapshot() of the copying transaction (64-bit xids)
-    lsn                 WAL insert position right after that snapshot: a later commit is never in it
-    offsets             next offset per partition of the topic when the copy ended
-    """
-
-    xmin: int
-    xmax: int
-    xip: tuple[int, ...]
-    lsn: int
-    rows: int
-    offsets: tuple[int, ...]
-
-
-class CapturedColumn(msgspec.Struct, frozen=True):
-    """`type_name` is format_type's text; `key_index` its place in the primary key, -1 when not part of it."""
-
-    name: str
-    type_name: str
-    key_index: int
-
-
-class CaptureRow(msgspec.Struct, frozen=True):
-    """A captured database: its tables and the topic of each. `generation` grows when a snapshot starts over."""
-
-    name: str
-    system_id: str
-    slot: str
-    publication: str
-    generation: int
-    snapshot_done: bool
-    topics: dict[str, str] = {}
-    """schema.table → topic name"""
-    snapshot_lsn: int = 0
-    snapshots: dict[str, TableSnapshot] = {}
-    """schema.table → its finished snapshot; a table that is captured but absent here starts over"""
-    columns: dict[str, tuple[CapturedColumn, ...]] = {}
-    """schema.table → its columns as of its snapshot, in table order: what a pipeline makes its shard of"""
-
-
-class PipelineRow(msgspec.Struct, frozen=True):
-    """tables: shard name → what feeds it, for `status` and `verify`. Sources: `capture:<name>:<schema.table>`,
-    `topic:<name>`, `derived`."""
-
-    name: str
-    tables: dict[str, str] = {}
-    dead_letters: str = ""
 
 
 Row = TypeVar("Row", TopicRow, CaptureRow, PipelineRow)
@@ -158,3 +99,6 @@ class Catalogue:
     @staticmethod
     def _key(kind: type, name: str) -> str:
         return f"catalogue/{_KINDS[kind]}/{name}"
+
+
+__all__ = ["CaptureRow", "CapturedColumn", "Catalogue", "PipelineRow", "TableSnapshot", "TopicRow", "check_topic_name"]

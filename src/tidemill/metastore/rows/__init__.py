@@ -53,3 +53,24 @@ def family_of(key: bytes) -> Family[Any]:
     if family is None:
         raise Corrupt(f"A key belongs to no known family: key={key.hex()}.", fix="Upgrade tidemill.")
     return family
+
+
+__all__ = [
+    "ALL",
+    "BINDINGS",
+    "BY_TAG",
+    "CAPTURES",
+    "EXTENTS",
+    "GROUP_OFFSETS",
+    "NODES",
+    "OBJECTS",
+    "PARTITIONS",
+    "PIPELINES",
+    "SHAPES",
+    "SHARDS",
+    "SHARD_BATCHES",
+    "TOPICS",
+    "TOPIC_IDS",
+    "Family",
+    "family_of",
+]

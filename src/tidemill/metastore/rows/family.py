@@ -77,7 +77,8 @@ class Family(Generic[R]):
         parts = self.decode_key(key)
         if value[:1] != bytes([FORMAT]):
             raise Invalid(
-                f"A row has another format: family={self.name} format={value[:1].hex()} known={FORMAT} key={key.hex()}.",
+                f"A row has another format: family={self.name} key={key.hex()} "
+                f"format={value[:1].hex()} known={FORMAT}.",
                 fix="Upgrade tidemill: a newer version wrote this row.",
             )
         try:

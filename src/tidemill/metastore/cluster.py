@@ -1,0 +1,113 @@
+"""The cluster: its identity, how many domains it has, and which domain holds a key.
+
+    register  metastore/cluster    msgpack map: format 1, uuid, domains, created_ms, label, incarnation, imported
+
+    domain of a key = crc32c(entity) mod domains
+
+`entity` are the bytes between a key's tag and the end of its first text (rows/keys), so all rows of one topic
+id, group, shard or object are in one domain. The rows of the catalogue itself have the empty entity, whose
+crc32c is 0: they are in domain 0, where one batch can change several of them.
+
+CL1  The number of domains is written once, with the register, by compare-and-set. It never changes: a key would
+     be looked for where it is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import crc32c
+import msgspec
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Conflict, Corrupt, Invalid, Unknown
+from tidemill.consensus.api import Consensus, Versioned
+from tidemill.metastore.rows.keys import entity_of
+
+REGISTER = "metastore/cluster"
+FORMAT = 1
+DOMAINS_MAX = 64
+RETRY_PAUSE_S = 0.02
+
+
+class Cluster(msgspec.Struct, frozen=True):
+    """
+    uuid         names this cluster for ever; a restored one has its own
+    domains      how many; fixed when the register was created (CL1)
+    label        whom it was restored from, "" for none
+    incarnation  grows with every restore of the same bucket
+    imported     rows of the time before the metastore have been taken over (`imports`)
+    """
+
+    uuid: str
+    domains: int
+    created_ms: int
+    label: str = ""
+    incarnation: int = 1
+    imported: bool = False
+    format: int = FORMAT
+
+
+def domain_of(key: bytes, domains: int) -> int:
+    """Index of the domain that holds `key`. Raises Corrupt for bytes that are no row's key."""
+    return int(crc32c.crc32c(entity_of(key))) % domains
+
+
+async def read_cluster(consensus: Consensus) -> tuple[Cluster, int] | None:
+    """The cluster and the version of its register; None before anything was created. Raises Corrupt, Invalid."""
+    found = await consensus.head(REGISTER)
+    return None if found is None else (_decode(found), found.seq)
+
+
+async def open_cluster(consensus: Consensus, clock: Clock, rand: Rand, domains: int = 0) -> Cluster:
+    """The cluster; created with `domains` (0: one) by whoever comes first.
+
+    Raises Invalid when `domains` is neither 0 nor what the cluster was created with.
+    """
+    if not 0 <= domains <= DOMAINS_MAX:
+        raise Invalid(f"Bad number of domains: metastore.domains={domains}.", fix=f"Use 1 to {DOMAINS_MAX}.")
+    found = await read_cluster(consensus)
+    if found is None:
+        fresh = Cluster(rand.uuid(), domains or 1, clock.now_ms())
+        cluster = await write_cluster(consensus, rand, fresh, 0)
+    else:
+        cluster = found[0]
+    if domains not in (0, cluster.domains):
+        raise Invalid(
+            f"The cluster was created with another number of domains: metastore.domains={domains} "
+            f"cluster={cluster.domains}.",
+            fix=f"Set metastore.domains = {cluster.domains}, or leave it out; it cannot change.",
+        )
+    return cluster
+
+
+async def write_cluster(consensus: Consensus, rand: Rand, cluster: Cluster, expected_seq: int) -> Cluster:
+    """Write the register's next version; returns what stands there: `cluster`, or what another writer wrote first."""
+    nonce = rand.nonce()
+    while True:
+        try:
+            await consensus.cas(REGISTER, expected_seq, msgspec.msgpack.encode(cluster), nonce)
+            return cluster
+        except Conflict as conflict:
+            if isinstance(conflict.current, Versioned):
+                return _decode(conflict.current)
+            raise
+        except Unknown:
+            # Whoever wrote the next version, it is what everybody uses from now on; if nobody did, try again.
+            found = await consensus.head(REGISTER)
+            if found is not None and found.seq > expected_seq:
+                return _decode(found)
+            await asyncio.sleep(RETRY_PAUSE_S)
+
+
+def _decode(found: Versioned) -> Cluster:
+    try:
+        cluster = msgspec.msgpack.decode(found.data, type=Cluster)
+    except msgspec.DecodeError as error:
+        raise Corrupt(f"The cluster register is unreadable: register={REGISTER} cause={error}.") from error
+    if cluster.format != FORMAT:
+        raise Invalid(
+            f"The cluster register has another format: register={REGISTER} format={cluster.format} known={FORMAT}.",
+            fix="Upgrade tidemill: a newer version wrote it.",
+        )
+    return cluster

@@ -1,0 +1,174 @@
+"""The metastore: typed rows over all domains of a cluster. Opened at first use, closed by who made it.
+
+MS1  A read that is `fresh` holds everything whose write had returned before the read began, anywhere.
+     One that is not is at most STALE_S older, and never older than this process's own writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Closed, Fenced, Invalid, Unavailable, Unknown
+from tidemill.consensus.api import Consensus
+from tidemill.metastore.cluster import Cluster, domain_of, open_cluster
+from tidemill.metastore.front import Rows, VersionedRow
+from tidemill.metastore.imports import import_registers
+from tidemill.metastore.merged import Chunk, merged
+from tidemill.metastore.rows.family import Family
+from tidemill.metastore.rows.keys import Part, names_entity
+
+STALE_S = 1.0
+"""What a caller who asks for less than the newest gets at worst."""
+
+R = TypeVar("R", bound=msgspec.Struct)
+OpenDomain = Callable[[Cluster, int], Awaitable[Rows]]
+
+
+class _Opened:
+    """The domains, and when each was last known to hold everything."""
+
+    def __init__(self, cluster: Cluster, domains: list[Rows]) -> None:
+        self.cluster = cluster
+        self.domains = domains
+        self.synced_s = [float("-inf")] * len(domains)
+
+
+class Metastore:
+    """Reads may raise Unavailable (retry), Closed, Corrupt; the first use also Invalid (the cluster differs)."""
+
+    def __init__(
+        self, consensus: Consensus, open_domain: OpenDomain, clock: Clock, rand: Rand, *, domains: int = 0
+    ) -> None:
+        """`domains` 0 = as the cluster has; a new cluster gets one."""
+        self._consensus = consensus
+        self._open_domain = open_domain
+        self._clock = clock
+        self._rand = rand
+        self._asked = domains
+        self._opened: _Opened | None = None
+        self._opening = asyncio.Lock()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Open now what would be opened at first use."""
+        await self._open()
+
+    async def cluster(self) -> Cluster:
+        return (await self._open()).cluster
+
+    async def domains(self) -> Sequence[Rows]:
+        return tuple((await self._open()).domains)
+
+    # reading --------------------------------------------------------------------------------------
+
+    async def get(self, family: Family[R], *key: Part, fresh: bool = True) -> R | None:
+        row = await self.get_row(family.key(*key), fresh=fresh)
+        return family.decode(family.key(*key), row.value) if row is not None and row.value else None
+
+    async def get_row(self, key: bytes, *, fresh: bool = True) -> VersionedRow | None:
+        """The row of a raw key with its seqno; a deleted one may still be there, without value."""
+        opened = await self._open()
+        index = domain_of(key, len(opened.domains))
+        await self._sync(opened, [index], fresh)
+        return await _read(opened.domains[index].get_row(key))
+
+    async def rows(self, family: Family[R], *leading: Part, fresh: bool = True) -> list[R]:
+        """All rows of a family that begin with these columns, in key order."""
+        found: list[R] = []
+        async for keys, values in self.prefix(family.prefix(*leading), fresh=fresh):
+            found += [family.decode(key, value) for key, value in zip(keys, values, strict=True)]
+        return found
+
+    async def prefix(self, prefix: bytes, *, reverse: bool = False, fresh: bool = True) -> AsyncIterator[Chunk]:
+        """Live rows of all domains whose key begins with `prefix`, in key order; one domain's are of one moment."""
+        opened = await self._open()
+        indexes: Iterable[int] = range(len(opened.domains))
+        if names_entity(prefix):
+            indexes = [domain_of(prefix, len(opened.domains))]
+        await self._sync(opened, indexes, fresh)
+        scans = [opened.domains[index].prefix(prefix, reverse=reverse) for index in indexes]
+        async for chunk in merged(scans, reverse=reverse):
+            yield chunk
+
+    # writing --------------------------------------------------------------------------------------
+
+    async def commit(self, rows: Sequence[tuple[bytes, bytes]], *, expects: Mapping[bytes, int] = {}) -> int:
+        """One domain's `Rows.commit`. Raises Invalid when the keys belong to several domains, and as that does."""
+        opened = await self._open()
+        indexes = {domain_of(key, len(opened.domains)) for key in (*(key for key, _ in rows), *expects)}
+        if len(indexes) != 1:
+            raise Invalid(
+                f"A batch must stay within one domain: rows={len(rows)} domains={sorted(indexes)}.",
+                fix="Write rows of one entity at a time.",
+            )
+        [index] = indexes
+        opened.synced_s[index] = float("-inf")
+        try:
+            return await opened.domains[index].commit(rows, expects=expects)
+        finally:
+            # A read that began during the commit may have missed it: what it learned must not count as new.
+            opened.synced_s[index] = float("-inf")
+
+    async def flush(self, timeout_s: float | None = None) -> list[int]:
+        """Every domain's rows into the bucket; the highest seqno there of each."""
+        opened = await self._open()
+        return [await domain.flush(timeout_s) for domain in opened.domains]
+
+    async def aclose(self) -> None:
+        """Give up what is led and close. Consensus and objects stay open."""
+        self._closed = True
+        async with self._opening:
+            opened, self._opened = self._opened, None
+        for domain in opened.domains if opened is not None else ():
+            await domain.aclose()
+
+    # ----------------------------------------------------------------------------------------------
+
+    async def _open(self) -> _Opened:
+        if self._opened is not None:
+            return self._opened
+        async with self._opening:
+            if self._closed:
+                raise Closed("The metastore was closed.")
+            if self._opened is not None:
+                return self._opened
+            cluster = await open_cluster(self._consensus, self._clock, self._rand, self._asked)
+            domains: list[Rows] = []
+            try:
+                for index in range(cluster.domains):
+                    domains.append(await self._open_domain(cluster, index))
+                if not cluster.imported:
+                    cluster = await import_registers(self._consensus, self._rand, domains[0])
+            except BaseException:
+                for domain in domains:
+                    await domain.aclose()
+                raise
+            self._opened = _Opened(cluster, domains)
+            return self._opened
+
+    async def _sync(self, opened: _Opened, indexes: Iterable[int], fresh: bool) -> None:
+        for index in indexes:
+            now_s = self._clock.monotonic_s()
+            if not fresh and now_s - opened.synced_s[index] < STALE_S:
+                continue
+            await _read(opened.domains[index].sync())
+            # As of when the question was asked, not of when the answer came.
+            opened.synced_s[index] = max(opened.synced_s[index], now_s)
+
+
+T = TypeVar("T")
+
+
+async def _read(reading: Awaitable[T]) -> T:
+    """A read that met a change of leadership did nothing: its caller may simply ask again."""
+    try:
+        return await reading
+    except (Fenced, Unknown) as error:
+        raise Unavailable(
+            f"The metastore changed hands during a read: cause={error.message!r}.", fix="Retry."
+        ) from error

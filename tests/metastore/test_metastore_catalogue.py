@@ -1,0 +1,388 @@
+"""The catalogue over domains: one winner, nothing lost or doubled when outcomes are unknown, the import."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+from memory_rows import Shared, opener
+
+from tidemill.base.clock import ManualClock, Rand
+from tidemill.base.errors import Conflict, Corrupt, Fenced, Invalid, Missing, Unavailable, Unknown
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.metastore.catalogue_next import (
+    CapturedColumn,
+    CaptureRow,
+    Catalogue,
+    PipelineRow,
+    TableSnapshot,
+    TopicRow,
+)
+from tidemill.metastore.cluster import read_cluster
+from tidemill.metastore.imports import MARK_KEY
+from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.rows import TOPIC_IDS, TOPICS
+
+CAPTURE = CaptureRow(
+    "shop",
+    "7",
+    "slot",
+    "publication",
+    2,
+    True,
+    {"public.orders": "shop.public.orders"},
+    99,
+    {"public.orders": TableSnapshot(1, 2, (3,), 4, 5, (6, 7))},
+    {"public.orders": (CapturedColumn("id", "bigint", 0), CapturedColumn("note", "text", -1))},
+)
+
+
+@dataclass
+class World:
+    """`process()` is the catalogue of one more process over the same three domains."""
+
+    consensus: MemoryConsensus
+    clock: ManualClock
+    shared: list[Shared]
+    processes: int = 0
+
+    def metastore(self) -> Metastore:
+        self.processes += 1
+        return Metastore(self.consensus, opener(self.shared), self.clock, Rand(self.processes), domains=3)
+
+    def process(self) -> Catalogue:
+        return Catalogue(self.metastore(), self.clock, Rand(100 + self.processes))
+
+
+def run(body: Callable[[World], Awaitable[None]]) -> None:
+    async def main() -> None:
+        clock = ManualClock()
+        await body(World(MemoryConsensus(clock), clock, [Shared(), Shared(), Shared()]))
+
+    asyncio.run(main())
+
+
+async def both_rows(world: World) -> tuple[list[str], list[str]]:
+    """Names in the rows by name, and in the rows by id: they must always be the same."""
+    metastore = world.metastore()
+    by_name = [row.name for row in await metastore.rows(TOPICS)]
+    by_id = sorted(row.name for row in await metastore.rows(TOPIC_IDS))
+    return by_name, by_id
+
+
+# rows ---------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_row_is_put_got_listed_by_name_and_deleted() -> None:
+    async def body(world: World) -> None:
+        one, other = world.process(), world.process()
+        pipeline = PipelineRow("p", {"orders": "capture:shop:public.orders"}, "p.dead")
+        for row in (CAPTURE, pipeline):
+            await one.put(row)
+            assert await other.get(type(row), row.name) == row
+            assert await other.list(type(row)) == [row]
+            await other.delete(type(row), row.name)
+            assert await one.get(type(row), row.name) is None
+            assert await one.list(type(row)) == []
+            with pytest.raises(Missing, match=f"name={row.name}"):
+                await one.delete(type(row), row.name)
+
+    run(body)
+
+
+def test_a_put_replaces_and_an_equal_one_writes_nothing() -> None:
+    async def body(world: World) -> None:
+        catalogue = world.process()
+        await catalogue.put(PipelineRow("p", {"a": "derived"}))
+        commits = world.shared[0].commits
+        await catalogue.put(PipelineRow("p", {"a": "derived"}))
+        assert world.shared[0].commits == commits
+        await catalogue.put(PipelineRow("p"))
+        assert await catalogue.get(PipelineRow, "p") == PipelineRow("p")
+
+    run(body)
+
+
+def test_topics_are_found_by_name_and_by_id_and_listed_by_name() -> None:
+    async def body(world: World) -> None:
+        catalogue = world.process()
+        rows = {name: await catalogue.create_topic(name, 2, kind="capture", config={"k": "v"}) for name in ("b", "a")}
+        assert await catalogue.list(TopicRow) == [rows["a"], rows["b"]]
+        assert await catalogue.topic_by_id(rows["b"].topic_id) == rows["b"]
+        assert await catalogue.topic_by_id("none") is None
+        assert rows["a"].kind == "capture"
+        assert rows["a"].created_ms == world.clock.now_ms()
+
+    run(body)
+
+
+def test_a_topics_rows_by_name_and_by_id_come_and_go_together() -> None:
+    async def body(world: World) -> None:
+        catalogue = world.process()
+        first = await catalogue.create_topic("t", 1)
+        assert await both_rows(world) == (["t"], ["t"])
+        await catalogue.delete(TopicRow, "t")
+        assert await both_rows(world) == ([], [])
+        second = await catalogue.create_topic("t", 1)
+        assert second.topic_id != first.topic_id
+        assert await catalogue.topic_by_id(first.topic_id) is None
+        await catalogue.put(msgspec.structs.replace(second, topic_id="by-hand"))
+        assert await both_rows(world) == (["t"], ["t"])
+        found = await catalogue.topic_by_id("by-hand")
+        assert found is not None
+        assert found.name == "t"
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("name", "partitions"), [("", 1), ("a/b", 1), (".", 1), ("x" * 250, 1), ("t", 0), ("t", 10_001)]
+)
+def test_a_bad_name_or_count_is_invalid(name: str, partitions: int) -> None:
+    async def body(world: World) -> None:
+        with pytest.raises(Invalid):
+            await world.process().create_topic(name, partitions)
+        assert await world.process().list(TopicRow) == []
+
+    run(body)
+
+
+# races and unknown outcomes -----------------------------------------------------------------------
+
+
+def test_of_processes_that_create_one_topic_exactly_one_wins_and_the_others_get_its_row() -> None:
+    async def body(world: World) -> None:
+        catalogues = [world.process() for _ in range(6)]
+        found = await asyncio.gather(*(c.create_topic("t", 3) for c in catalogues), return_exceptions=True)
+        won = [row for row in found if isinstance(row, TopicRow)]
+        lost = [error for error in found if isinstance(error, Conflict)]
+        assert (len(won), len(lost)) == (1, 5)
+        assert [error.current for error in lost] == won * 5
+        assert await both_rows(world) == (["t"], ["t"])
+
+    run(body)
+
+
+def test_racing_puts_all_return_and_the_last_one_stands() -> None:
+    async def body(world: World) -> None:
+        rows = [PipelineRow("p", {"n": str(n)}) for n in range(6)]
+        await asyncio.gather(*(world.process().put(row) for row in rows))
+        assert await world.process().get(PipelineRow, "p") in rows
+
+    run(body)
+
+
+def unknown(landed: bool, error: type[Unknown] | type[Fenced] = Unknown) -> Callable[[Callable[[], int]], int]:
+    def fault(write: Callable[[], int]) -> int:
+        if landed:
+            write()
+        raise error("the leader went away")
+
+    return fault
+
+
+@pytest.mark.parametrize("landed", [True, False])
+@pytest.mark.parametrize("error", [Unknown, Fenced])
+def test_a_creation_whose_outcome_is_unknown_returns_the_topic_that_stands(
+    landed: bool, error: type[Unknown] | type[Fenced]
+) -> None:
+    async def body(world: World) -> None:
+        catalogue = world.process()
+        await catalogue.list(TopicRow)
+        world.shared[0].fault = unknown(landed, error)
+        row = await catalogue.create_topic("t", 1)
+        assert await world.process().list(TopicRow) == [row]
+        assert await both_rows(world) == (["t"], ["t"])
+
+    run(body)
+
+
+def test_a_creation_that_lands_after_its_retry_began_is_still_ours() -> None:
+    """The first attempt waits in a queue, and lands while the second is on its way."""
+
+    async def body(world: World) -> None:
+        catalogue = world.process()
+        await catalogue.list(TopicRow)
+        late: list[Callable[[], int]] = []
+
+        def first(write: Callable[[], int]) -> int:
+            late.append(write)
+            world.shared[0].fault = second
+            raise Unknown("lost")
+
+        def second(write: Callable[[], int]) -> int:
+            late[0]()
+            return write()
+
+        world.shared[0].fault = first
+        row = await catalogue.create_topic("t", 1)
+        assert await world.process().list(TopicRow) == [row]
+
+    run(body)
+
+
+def test_a_put_that_lands_late_does_not_undo_what_was_put_after_it() -> None:
+    async def body(world: World) -> None:
+        catalogue = world.process()
+        await catalogue.put(PipelineRow("p", {"n": "0"}))
+        late: list[Callable[[], int]] = []
+
+        def lost(write: Callable[[], int]) -> int:
+            late.append(write)
+            raise Unknown("lost")
+
+        world.shared[0].fault = lost
+        await catalogue.put(PipelineRow("p", {"n": "1"}))
+        await catalogue.put(PipelineRow("p", {"n": "2"}))
+        with pytest.raises(Conflict):
+            late[0]()
+        assert await world.process().get(PipelineRow, "p") == PipelineRow("p", {"n": "2"})
+
+    run(body)
+
+
+@pytest.mark.parametrize("landed", [True, False])
+def test_a_deletion_whose_outcome_is_unknown_ends_with_the_row_gone(landed: bool) -> None:
+    async def body(world: World) -> None:
+        catalogue = world.process()
+        await catalogue.create_topic("t", 1)
+        world.shared[0].fault = unknown(landed)
+        await catalogue.delete(TopicRow, "t")
+        assert await both_rows(world) == ([], [])
+
+    run(body)
+
+
+def test_a_write_nobody_can_tell_the_outcome_of_is_unknown_after_its_budget() -> None:
+    async def body(world: World) -> None:
+        catalogue = world.process()
+        await catalogue.list(TopicRow)
+
+        def lost(write: Callable[[], int]) -> int:
+            world.clock.advance(7_000)
+            world.shared[0].fault = lost
+            raise Unknown("lost")
+
+        world.shared[0].fault = lost
+        with pytest.raises(Unknown, match="Look at it again"):
+            await catalogue.create_topic("t", 1)
+
+    run(body)
+
+
+def test_what_certainly_did_not_happen_is_told_at_once() -> None:
+    async def body(world: World) -> None:
+        catalogue = world.process()
+        await catalogue.list(TopicRow)
+
+        def down(write: Callable[[], int]) -> int:
+            raise Unavailable("no engine")
+
+        world.shared[0].fault = down
+        with pytest.raises(Unavailable):
+            await catalogue.create_topic("t", 1)
+        assert (await catalogue.create_topic("t", 1)).partitions == 1
+
+    run(body)
+
+
+# the import ---------------------------------------------------------------------------------------
+
+
+async def old_cluster(world: World) -> list[TopicRow]:
+    """The registers of a cluster from before the metastore, one topic of it deleted."""
+    topics = [TopicRow(name, f"id-{name}", 2, "stream", 5, {"k": "v"}) for name in ("a", "b")]
+    registers = {f"catalogue/topic/{row.name}": msgspec.msgpack.encode(row) for row in topics}
+    registers["catalogue/topic/gone"] = b""
+    registers["catalogue/capture/shop"] = msgspec.msgpack.encode(CAPTURE)
+    registers["catalogue/pipeline/p"] = msgspec.msgpack.encode(PipelineRow("p"))
+    for key, data in registers.items():
+        await world.consensus.cas(key, 0, data, "n")
+    return topics
+
+
+def test_the_registers_of_an_older_cluster_are_imported_once_and_stay() -> None:
+    async def body(world: World) -> None:
+        topics = await old_cluster(world)
+        before = await world.consensus.scan("catalogue/")
+        catalogue = world.process()
+        assert await catalogue.list(TopicRow) == topics
+        assert await catalogue.topic_by_id("id-b") == topics[1]
+        assert await catalogue.list(CaptureRow) == [CAPTURE]
+        assert await catalogue.list(PipelineRow) == [PipelineRow("p")]
+        await catalogue.delete(TopicRow, "a")
+        assert await world.process().list(TopicRow) == topics[1:]
+        assert await world.consensus.scan("catalogue/") == before
+        found = await read_cluster(world.consensus)
+        assert found is not None
+        assert found[0].imported
+
+    run(body)
+
+
+def test_processes_that_open_an_older_cluster_at_once_import_it_once() -> None:
+    async def body(world: World) -> None:
+        topics = await old_cluster(world)
+        found = await asyncio.gather(*(world.process().list(TopicRow) for _ in range(5)))
+        assert found == [topics] * 5
+        assert world.shared[0].seqno == 1
+
+    run(body)
+
+
+def test_a_late_importer_does_not_bring_back_what_was_deleted_since() -> None:
+    """It had read the registers, then stood still while another process imported, and a topic was deleted."""
+
+    async def body(world: World) -> None:
+        topics = await old_cluster(world)
+        late: list[Callable[[], int]] = []
+
+        def stalled(write: Callable[[], int]) -> int:
+            late.append(write)
+            raise Unavailable("stalled")
+
+        world.shared[0].fault = stalled
+        with pytest.raises(Unavailable):
+            await world.process().list(TopicRow)
+        catalogue = world.process()
+        await catalogue.delete(TopicRow, "a")
+        with pytest.raises(Conflict):
+            late[0]()
+        assert await catalogue.list(TopicRow) == topics[1:]
+
+    run(body)
+
+
+@pytest.mark.parametrize("landed", [True, False])
+def test_an_import_whose_outcome_is_unknown_is_decided(landed: bool) -> None:
+    async def body(world: World) -> None:
+        topics = await old_cluster(world)
+        world.shared[0].fault = unknown(landed)
+        assert await world.process().list(TopicRow) == topics
+        assert world.shared[0].seqno == 1
+
+    run(body)
+
+
+def test_a_new_cluster_imports_nothing_and_asks_once() -> None:
+    async def body(world: World) -> None:
+        assert await world.process().list(TopicRow) == []
+        assert MARK_KEY not in world.shared[0].rows
+        await world.consensus.cas("catalogue/topic/late", 0, msgspec.msgpack.encode(TopicRow("late", "1", 1)), "n")
+        assert await world.process().list(TopicRow) == []
+
+    run(body)
+
+
+def test_an_unreadable_register_is_named_and_nothing_is_imported() -> None:
+    async def body(world: World) -> None:
+        await old_cluster(world)
+        await world.consensus.cas("catalogue/topic/bad", 0, b"\xc1", "n")
+        with pytest.raises(Corrupt, match="register=catalogue/topic/bad"):
+            await world.process().list(TopicRow)
+        assert world.shared[0].seqno == 0
+
+    run(body)
