@@ -108,6 +108,8 @@ class RowsContract:
             await rows.commit([(A, b"back")], expects={A: found.seqno if found is not None else 0})
             await rows.sync()
             assert await rows.get(A) == b"back"
+            await rows.commit([(A, b"")])
+            await rows.commit([(A, b"again")], expects={A: 0})  # 0 expects no live row
 
         on_domain(open_domain, body)
 

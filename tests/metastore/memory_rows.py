@@ -36,7 +36,7 @@ class Shared:
 
     def write(self, rows: Sequence[tuple[bytes, bytes]], expects: Mapping[bytes, int]) -> int:
         current = {key: self.rows.get(key) for key in expects}
-        if any((row.seqno if row is not None else 0) != expects[key] for key, row in current.items()):
+        if not all(_as_expected(current[key], seqno) for key, seqno in expects.items()):
             raise Conflict("a row is not as expected.", current=current)
         self.seqno += 1
         for key, value in rows:
@@ -44,6 +44,10 @@ class Shared:
                 insort(self.keys, key)
             self.rows[key] = StoredRow(self.seqno, value)
         return self.seqno
+
+
+def _as_expected(row: StoredRow | None, seqno: int) -> bool:
+    return (row is None or not row.value) if seqno == 0 else row is not None and row.seqno == seqno
 
 
 class MemoryRows:

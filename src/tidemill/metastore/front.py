@@ -4,8 +4,8 @@ One contract suite (`tests/contracts/rows.py`) runs on both.
 
 D1  After `sync`, reads hold everything whose commit had returned, anywhere, before `sync` was called.
 D2  A commit is atomic: all its rows or none, and only when every expected row is as expected.
-D3  The seqno of a row grows with every change of it, its deletion included; 0 = the row was never written, or
-    was deleted so long ago that nothing is left of it.
+D3  The seqno of a row grows with every change of it, its deletion included. To expect 0 is to expect no live row:
+    never written, or deleted.
 """
 
 from __future__ import annotations
