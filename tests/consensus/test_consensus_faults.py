@@ -151,8 +151,66 @@ def test_a_wait_survives_a_lost_connection(setup: Setup) -> None:
     run(body())
 
 
+@pytest.mark.postgres
+def test_a_write_that_landed_is_told_so_when_its_neighbours_refusal_cannot_be_explained(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the commit the client asks why some of it was refused; what befalls the question is not their outcome."""
+    from tidemill.consensus.postgres import statements
+
+    async def body() -> None:
+        consensus = await open_consensus(postgres_dsn, SystemClock(), Rand())
+        await consensus.append("taken", 0, 0, [b"x"], "n0")
+        await consensus.cas("held", 0, b"x", "n0")
+        monkeypatch.setattr(statements, "HEADS_BY_ID", "SELECT 1 / 0 WHERE %b::int8[] IS NOT NULL")
+        landed, written, refused, lost = await asyncio.gather(
+            consensus.append("free", 0, 0, [b"y"], "n1"),
+            consensus.cas("new", 0, b"y", "n1"),
+            consensus.append("taken", 0, 0, [b"y"], "n2"),
+            consensus.cas("held", 0, b"y", "n2"),
+            return_exceptions=True,
+        )
+        assert (await consensus.log_head("free")).next == 1
+        assert getattr(landed, "next", landed) == 1 and getattr(written, "seq", written) == 1
+        assert isinstance(refused, Unavailable) and isinstance(lost, Unavailable)
+        assert (await consensus.log_head("taken")).next == 1
+        await consensus.aclose()
+
+    run(body())
+
+
+def test_a_client_that_is_not_greeted_does_not_knock_without_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sequencer of another version, or one that is going away, closes the connection at once."""
+    knocks = 0
+
+    async def closes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal knocks
+        knocks += 1
+        writer.close()
+
+    @contextlib.contextmanager
+    def elsewhere(database: Path, *, create: bool) -> Iterator[list[str]]:
+        yield [f"{tmp_path}/closes.sock"]
+
+    async def body() -> None:
+        url = f"sqlite://{tmp_path}/consensus.db"
+        beside = await open_consensus(url, SystemClock(), Rand())
+        server = await asyncio.start_unix_server(closes, f"{tmp_path}/closes.sock")
+        monkeypatch.setattr(address, "addresses", elsewhere)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await open_consensus(url, SystemClock(), Rand())
+        server.close()
+        await beside.aclose()
+        assert 0 < knocks < 60
+
+    run(body())
+
+
 def test_a_state_log_counts_every_command_once_through_lost_acknowledgements(setup: Setup) -> None:
-    def apply(state: list[int], command: bytes, position: int) -> list[int]:
+    def apply(state: list[int], command: bytes, position: int, term: int) -> list[int]:
         number = int(command.split(b" ")[0])
         if number in state:
             raise Conflict("twice")

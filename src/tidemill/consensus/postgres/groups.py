@@ -93,7 +93,8 @@ def _joins(group: Group, queued: Queued) -> bool:
 async def commit(connection: Connection, group: Group, log_ids: dict[str, int]) -> list[Queued]:
     """Run the group in one transaction and settle its members; returns those to be judged again, in order.
 
-    Raises psycopg.Error or TimeoutError with no member settled.
+    Raises psycopg.Error or TimeoutError with none of those settled whose outcome it leaves open: what landed is
+    told before anybody asks why the rest did not, since a failure to answer that must not be taken for its own.
     """
     await _learn_ids(connection, [log for log in group.chains if log not in log_ids], log_ids)
     chains = {log_ids[log]: chain for log, chain in group.chains.items()}
@@ -119,27 +120,27 @@ async def commit(connection: Connection, group: Group, log_ids: dict[str, int]) 
     results = await _run_as_one(connection, runs)
     starts: dict[int, int] = dict(results.pop(0)) if chains else {}
     written = {row[0] for rows in results for row in rows}
+    for log_id, start in starts.items():
+        for queued in chains[log_id]:
+            op: Append = queued.op
+            queued.done(LogHead(op.term, start, op.expected_next + len(op.records)))
+    for key in written:
+        queued = group.registers[key]
+        queued.done(Versioned(queued.op.expected_seq + 1, queued.op.data, queued.op.nonce))
     lost_chains = [log_id for log_id in chains if log_id not in starts]
     lost_keys = [key for key in group.registers if key not in written]
     heads = await _heads(connection, lost_chains) if lost_chains else {}
     currents = await registers(connection, lost_keys) if lost_keys else {}
     again: list[Queued] = []
-    for log_id, chain in chains.items():
-        if log_id in starts:
-            for queued in chain:
-                op: Append = queued.op
-                queued.done(LogHead(op.term, starts[log_id], op.expected_next + len(op.records)))
-        else:
-            first = chain[0].op
-            head = heads[log_id]
-            stale = head.term > first.term
-            chain[0].fail(rules.fenced(head, first.log, first.term) if stale else rules.append_conflict(head, first))
-            again.extend(chain[1:])
-    for key, queued in group.registers.items():
-        if key in written:
-            queued.done(Versioned(queued.op.expected_seq + 1, queued.op.data, queued.op.nonce))
-        else:
-            queued.fail(rules.cas_conflict(currents.get(key), queued.op))
+    for log_id in lost_chains:
+        first, *rest = chains[log_id]
+        head, op = heads[log_id], first.op
+        stale = head.term > op.term
+        first.fail(rules.fenced(head, op.log, op.term) if stale else rules.append_conflict(head, op))
+        again.extend(rest)
+    for key in lost_keys:
+        queued = group.registers[key]
+        queued.fail(rules.cas_conflict(currents.get(key), queued.op))
     return again
 
 

@@ -186,21 +186,19 @@ class SqliteConsensus(Facade):
         backoff_s = BACKOFF_FIRST_S
         while True:
             link = await self._connect()
-            if link is None:
-                self._host()
-                await asyncio.sleep(self._rand.uniform(backoff_s / 2, backoff_s))
-                backoff_s = min(backoff_s * 1.6, BACKOFF_MOST_S)
-                continue
-            if await self._greeted(link):
+            if link is not None and await self._greeted(link):
                 backoff_s = BACKOFF_FIRST_S
                 self._link = link
                 self._flush()
                 await link.lost
                 self._link = None
                 self._settle_lost()
-            else:
+                continue
+            if link is not None:
                 link.abort()
-                self._host()
+            self._host()
+            await asyncio.sleep(self._rand.uniform(backoff_s / 2, backoff_s))
+            backoff_s = min(backoff_s * 1.6, BACKOFF_MOST_S)
 
     async def _greeted(self, link: _Link) -> bool:
         """Say hello and wait for the answer: by then the sequencer has ended what our earlier connection left behind.
