@@ -101,18 +101,22 @@ def merge_steps(job: Job, options: Options) -> Steps:
             keys, values, seqnos = older.without_dead(keys, values, seqnos)
         writer.add(keys, values, seqnos)
         if writer.size_bytes >= options.file_bytes and len(names) > 1:
-            yield from _finish(writer, names.pop(), made)
+            yield from _finish(writer, names.pop(), made, rows_done)
             writer = SstWriter(options)
+            paused_at = rows_done
         if rows_done - paused_at >= options.slice_rows:
             paused_at = rows_done
             yield Pause(rows_done)
     if writer.rows:
-        yield from _finish(writer, names.pop(), made)
+        yield from _finish(writer, names.pop(), made, rows_done)
     return made
 
 
-def _finish(writer: SstWriter, name: FileName, made: list[FileMeta]) -> _Reading:
+def _finish(writer: SstWriter, name: FileName, made: list[FileMeta], rows_done: int) -> _Reading:
+    # Building filter and index is the longest single step: others run before it and after it.
+    yield Pause(rows_done)
     buffers, summary = writer.finish()
+    yield Pause(rows_done)
     yield Put(name, buffers, summary.size_bytes)
     made.append(summary.named(name.epoch, name.number, name.nonce))
 

@@ -1,0 +1,96 @@
+"""Files and levels without a database: for tests of picking, merging and collecting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+
+import msgspec
+
+from tidemill.base.clock import ManualClock
+from tidemill.metastore.lsm.block import decode_block
+from tidemill.metastore.lsm.compaction.inline import InlineMerger
+from tidemill.metastore.lsm.compaction.job import names_needed
+from tidemill.metastore.lsm.compaction.pick import Job
+from tidemill.metastore.lsm.files import FileName, Files
+from tidemill.metastore.lsm.manifest import FileMeta
+from tidemill.metastore.lsm.options import Options
+from tidemill.metastore.lsm.sst import SstWriter, decode_meta
+from tidemill.metastore.lsm.version import EMPTY, Edit, Version
+from tidemill.objects.memory import MemoryObjects
+from tidemill.objects.store import ObjectStore
+
+PREFIX = "metastore/test/"
+
+Row = tuple[bytes, bytes, int]
+
+
+def meta(number: int, smallest: bytes, largest: bytes, *, size_bytes: int = 100, rows: int = 10) -> FileMeta:
+    """A file that exists on paper only."""
+    return FileMeta(1, number, "n", size_bytes, rows, smallest, largest, number, number, 0)
+
+
+class Shelf:
+    """A version whose files really exist, in memory objects unless told otherwise."""
+
+    def __init__(self, options: Options, objects: ObjectStore | None = None, epoch: int = 1) -> None:
+        self.options = options
+        self.clock = ManualClock()
+        self.objects = objects or MemoryObjects(self.clock)
+        self.files = Files(self.objects, PREFIX)
+        self.version: Version = EMPTY
+        self.merger = InlineMerger(self.files, options, self.clock)
+        self.epoch = epoch
+        self._numbers = count(1)
+
+    def name(self) -> FileName:
+        number = next(self._numbers)
+        return FileName(self.epoch, number, f"n{number}")
+
+    async def put(self, rows: Sequence[Row]) -> FileMeta:
+        writer = SstWriter(self.options)
+        keys, values, seqnos = (list(column) for column in zip(*rows, strict=True))
+        writer.add(keys, values, seqnos)
+        buffers, summary = writer.finish()
+        name = self.name()
+        await self.files.put(name, buffers)
+        return summary.named(name.epoch, name.number, name.nonce)
+
+    async def flush(self, rows: Mapping[bytes, bytes], seqno: int) -> FileMeta:
+        """A new file of level 0."""
+        file = await self.put([(key, rows[key], seqno) for key in sorted(rows)])
+        self.version = self.version.edited(Edit(added=((0, file),), last_seqno=seqno))
+        return file
+
+    def prepared(self, job: Job) -> Job:
+        names = tuple(self.name() for _ in range(names_needed(job, self.options)))
+        return msgspec.structs.replace(job, names=names, prefix=PREFIX)
+
+    async def do(self, job: Job) -> list[FileMeta]:
+        """Merge or move, and make the result the version."""
+        made = list(job.inputs) if job.move else await self.merger.merge(self.prepared(job))
+        self.version = self.version.edited(Edit(tuple((job.target, file) for file in made), job.inputs))
+        return made
+
+    async def rows_of(self, file: FileMeta) -> list[Row]:
+        data = await self.files.read(file, 0, file.size_bytes)
+        index = decode_meta(data[file.meta_start :], file, "f")
+        rows: list[Row] = []
+        for at, count_of in enumerate(index.rows):
+            block = decode_block(data[index.starts[at] : index.starts[at + 1]], "f", index.starts[at], count_of)
+            rows += zip(block.keys, block.values, block.seqnos(), strict=True)
+        return rows
+
+    async def seen(self) -> dict[bytes, tuple[bytes, int]]:
+        """What a reader sees: of each key its newest row, as (value, seqno), without tombstones."""
+        rows: dict[bytes, tuple[bytes, int]] = {}
+        for level in reversed(self.version.levels[1:]):
+            for file in level:
+                rows.update({key: (value, seqno) for key, value, seqno in await self.rows_of(file)})
+        for file in reversed(self.version.levels[0]):
+            rows.update({key: (value, seqno) for key, value, seqno in await self.rows_of(file)})
+        return {key: row for key, row in sorted(rows.items()) if row[0]}
+
+    async def tombstones(self) -> int:
+        found = [await self.rows_of(file) for file in self.version.files]
+        return sum(not value for rows in found for _, value, _ in rows)
