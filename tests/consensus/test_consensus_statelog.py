@@ -174,6 +174,58 @@ def test_propose_from_makes_the_command_from_the_newest_state() -> None:
     run(body())
 
 
+def test_a_late_proposal_is_made_when_its_append_is_put_together_and_shares_it() -> None:
+    async def body() -> None:
+        consensus = MemoryConsensus(SystemClock())
+        log = make(consensus)
+        first = log.propose_nowait(add("a", 1))
+        collected = [1]
+        late = log.propose_late_nowait(lambda _: add("late", sum(collected)))
+        last = log.propose_nowait(add("b", 1))
+        collected.append(2)
+        await asyncio.gather(first, late, last)
+        assert log.state == {"a": 1, "late": 3, "b": 1}
+        found = await consensus.read("state", 0)
+        assert len({record.nonce for record in found.records}) == 1
+        await log.aclose()
+
+    run(body())
+
+
+def test_a_late_proposal_that_withdraws_holds_up_nobody() -> None:
+    def withdraw(state: State) -> bytes:
+        raise Invalid("thought better of it")
+
+    async def body() -> None:
+        log = make(MemoryConsensus(SystemClock()))
+        first, late, last = (
+            log.propose_nowait(add("a", 1)),
+            log.propose_late_nowait(withdraw),
+            log.propose_nowait(add("b", 1)),
+        )
+        await asyncio.gather(first, last)
+        with pytest.raises(Invalid):
+            await late
+        assert log.state == {"a": 1, "b": 1} and log.position == 2
+        await log.aclose()
+
+    run(body())
+
+
+def test_a_late_proposal_is_made_anew_after_an_append_that_did_not_land() -> None:
+    async def body() -> None:
+        consensus = Faulty()
+        log = make(consensus)
+        await log.load()
+        consensus.lose = ["before"]
+        values = iter([1, 2])
+        await log.propose_late_nowait(lambda _: add("a", next(values)))
+        assert log.state == {"a": 2}
+        await log.aclose()
+
+    run(body())
+
+
 @pytest.mark.parametrize("how", ["before", "after"])
 def test_an_unknown_append_is_resolved_and_its_command_counts_once(how: str) -> None:
     async def body() -> None:

@@ -39,10 +39,20 @@ class Applied(NamedTuple, Generic[S]):
 
 
 class _Proposal(Generic[S]):
-    __slots__ = ("command", "decide", "future")
+    """`alone`: its `decide` must see the state just before its own command, so it shares its append with nobody."""
 
-    def __init__(self, decide: Callable[[S], bytes] | None, command: bytes, future: asyncio.Future[Applied[S]]) -> None:
+    __slots__ = ("alone", "command", "decide", "future")
+
+    def __init__(
+        self,
+        decide: Callable[[S], bytes] | None,
+        command: bytes,
+        future: asyncio.Future[Applied[S]],
+        *,
+        alone: bool = True,
+    ) -> None:
         self.decide = decide
+        self.alone = alone and decide is not None
         self.command = command
         self.future = future
 
@@ -110,6 +120,17 @@ class StateLog(Replica[S]):
         """
         return self._enqueue(None, command)
 
+    def propose_late_nowait(self, make: Callable[[S], bytes]) -> asyncio.Future[Applied[S]]:
+        """Like `propose_nowait`, with the command made when its append is put together: what comes in until
+        then can still go along. Neighbours share the append, so `make` sees a state that may lack theirs.
+
+        `make` is asked again after an append that did not land; it may raise to withdraw, as in `propose`.
+        """
+        self._check()
+        future: asyncio.Future[Applied[S]] = asyncio.get_running_loop().create_future()
+        self._line_up(_Proposal(make, b"", future, alone=False))
+        return future
+
     async def propose(self, command: bytes, *, check: Callable[[S], None] | None = None) -> int:
         """Append `command`; returns its position once it is applied.
 
@@ -163,10 +184,13 @@ class StateLog(Replica[S]):
     def _enqueue(self, decide: Callable[[S], bytes] | None, command: bytes) -> asyncio.Future[Applied[S]]:
         self._check()
         future: asyncio.Future[Applied[S]] = asyncio.get_running_loop().create_future()
-        self._queue.append(_Proposal(decide, command, future))
+        self._line_up(_Proposal(decide, command, future))
+        return future
+
+    def _line_up(self, proposal: _Proposal[S]) -> None:
+        self._queue.append(proposal)
         if self._driver is None:
             self._driver = self._tasks.spawn(self._drive(), name=f"statelog {self.log}")
-        return future
 
     async def _drive(self) -> None:
         losses = 0
@@ -257,7 +281,7 @@ class StateLog(Replica[S]):
             self._requeue(flight)
 
     def _take_batch(self) -> list[_Proposal[S]]:
-        """Proposals without `decide` share an append; one with it goes alone, so that it sees the exact state.
+        """Proposals share an append, but for those that must see the exact state: they go alone.
 
         Empty when the first proposal's `decide` refused (it stays first) or nobody waits.
         """
@@ -268,16 +292,17 @@ class StateLog(Replica[S]):
             if proposal.future.done():
                 self._queue.popleft()
                 continue
+            if proposal.alone and batch:
+                break
             if proposal.decide is not None:
-                if batch:
-                    break
                 try:
                     proposal.command = proposal.decide(self.state)
                 except Exception:
-                    return []
+                    # First in line, it is refused next; behind others, they go first.
+                    break
             batch.append(self._queue.popleft())
             size_bytes += len(proposal.command)
-            if proposal.decide is not None:
+            if proposal.alone:
                 break
         return batch
 
