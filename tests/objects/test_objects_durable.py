@@ -21,6 +21,7 @@ from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import Conflict, Invalid, Unavailable, Unknown
 from tidemill.objects.durable import RealSyscalls
 from tidemill.objects.local import TEMPORARY_AGE_MS, LocalObjects
+from tidemill.objects.resilient import ResilientObjects
 
 KEYS = [f"{first}/{second}/{leaf}" for first in "ab" for second in ("x", "y/z") for leaf in range(4)] + ["top", "a/1"]
 
@@ -246,6 +247,42 @@ def test_each_failure_of_the_disk_has_its_kind(
         assert os.listdir(tmp_path / ".tmp") == []
         assert (await store.head("sub/key") is None) == (kind is not Unknown)
         await store.aclose()
+
+    asyncio.run(main())
+
+
+class DirectorySyncFails(RealSyscalls):
+    """The first `times` syncs of the directory `sub` fail; `synced` counts those that did not."""
+
+    def __init__(self, times: int) -> None:
+        self._times = times
+        self.synced = 0
+
+    def fsync_directory(self, path: str) -> None:
+        if path.endswith("sub"):
+            self._times -= 1
+            if self._times >= 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            self.synced += 1
+        super().fsync_directory(path)
+
+
+def test_an_object_that_can_be_seen_but_was_never_made_safe_is_not_acknowledged(tmp_path: Path) -> None:
+    """Reading it back proves nothing: the page cache shows what a power cut takes away."""
+
+    async def main() -> None:
+        for times in (2, 1_000):
+            calls = DirectorySyncFails(times)
+            local = LocalObjects.open(tmp_path / str(times), SystemClock(), Rand(), calls)
+            store = ResilientObjects(local, SystemClock(), Rand(1), store="local", budget_s=0.5)
+            if times == 2:
+                await store.put("sub/key", b"data")
+                assert calls.synced == 1
+            else:
+                with pytest.raises(Unknown):
+                    await store.put("sub/key", b"data")
+            assert await store.get("sub/key") == b"data"
+            await store.aclose()
 
     asyncio.run(main())
 

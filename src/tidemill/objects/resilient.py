@@ -2,10 +2,12 @@
 
 R1  At most `concurrency` requests of the inner store run at once.
 R2  Unavailable is retried with jittered backoff until the time budget of the call is spent.
-R3  A put whose outcome is Unknown is settled by reading back: our object is success, another's is
-    Conflict, none means the same attempt is made again. That is safe however late the lost request
-    arrives, because it carries the same bytes under the same nonce to the same write-once key.
-R4  Conflict after an attempt of ours that may have landed is settled the same way, so our own
+R3  A put whose outcome is Unknown is made again. That is safe however late the lost request arrives,
+    because it carries the same bytes under the same nonce to the same write-once key. Where the store
+    keeps nonces, reading back comes first: our object is success, another's is Conflict. Elsewhere it
+    proves too little: in a directory an object can be seen that power loss would still take away, and
+    only another attempt, which loses but makes the entry safe first, says otherwise.
+R4  Conflict after an attempt of ours that may have landed is settled by reading back, so our own
     success is never reported as Conflict.
 
 Ours is decided by nonce where the store keeps one (`NoncedObjects`), else by comparing bytes; two
@@ -59,6 +61,7 @@ class ResilientObjects:
         coalesce: bool = False,
     ) -> None:
         self._inner = inner
+        self._nonced = inner if isinstance(inner, NoncedObjects) else None
         self._clock = clock
         self._rand = rand
         self._label = store
@@ -132,7 +135,7 @@ class ResilientObjects:
                 failure: TidemillError = error
             except Unavailable as error:
                 failure = error
-            if unsettled is not None:
+            if unsettled is not None and self._nonced is not None:
                 ours = await self._is_ours(key, data, nonce, retry)
                 if ours is not None:
                     if ours:
@@ -143,8 +146,8 @@ class ResilientObjects:
             self._meters["put"].retries.inc()
 
     async def _attempt(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> None:
-        if isinstance(self._inner, NoncedObjects):
-            await self._inner.put_nonced(key, data, nonce)
+        if self._nonced is not None:
+            await self._nonced.put_nonced(key, data, nonce)
         else:
             await self._inner.put(key, data)
 
@@ -169,8 +172,8 @@ class ResilientObjects:
 
     async def _compare(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> bool | None:
         async with self._slots:
-            if isinstance(self._inner, NoncedObjects):
-                theirs = await self._inner.nonce_of(key)
+            if self._nonced is not None:
+                theirs = await self._nonced.nonce_of(key)
                 if theirs is None:
                     return None
                 if theirs:
