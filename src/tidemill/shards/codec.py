@@ -140,6 +140,19 @@ def decode_state(data: bytes) -> ShardState:
         raise Corrupt(f"shard rollup is unreadable: bytes={len(data)} ({error}).") from error
 
 
+def encode_batch(batch: Batch) -> bytes:
+    """One batch by itself, parts and inline bytes included (layout `batch`)."""
+    return _encode(_batch_out(batch))
+
+
+def decode_batch(data: bytes) -> Batch:
+    """Raises Corrupt."""
+    try:
+        return _batch_in(_decode(data))
+    except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:
+        raise Corrupt(f"shard batch is unreadable: bytes={len(data)} ({error}).") from error
+
+
 def _schema_out(schema: ShardSchema) -> list[Any]:
     return [[[c.name, c.type] for c in schema.columns], list(schema.key), schema.buckets]
 

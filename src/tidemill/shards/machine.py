@@ -10,6 +10,7 @@ from __future__ import annotations
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Conflict, Corrupt, Invalid
 from tidemill.consensus.api import Consensus
+from tidemill.consensus.replica import Replica
 from tidemill.consensus.statelog import StateLog
 from tidemill.shards.apply import Reason, Rejected, apply
 from tidemill.shards.codec import decode_command, decode_state, encode_command, encode_state
@@ -73,11 +74,20 @@ class ShardMachine:
         await self._log.aclose()
 
 
+def shard_log(shard_id: str) -> str:
+    return f"shard/{shard_id}"
+
+
+def shard_replica(consensus: Consensus, shard_id: str) -> Replica[ShardState | None]:
+    """Follows a shard's log without ever writing it; None until the log holds its creation."""
+    return Replica(consensus, shard_log(shard_id), lambda: None, _apply_record, decode_state)
+
+
 async def open_machine(consensus: Consensus, rand: Rand, created: Create) -> ShardMachine:
     """Load the shard that `created` names; whoever finds its log empty writes that very command first."""
     log: StateLog[ShardState | None] = StateLog(
         consensus,
-        f"shard/{created.shard_id}",
+        shard_log(created.shard_id),
         initial=lambda: None,
         apply=_apply_record,
         encode=_encode_rollup,

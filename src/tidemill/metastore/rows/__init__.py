@@ -7,6 +7,7 @@
     40 shard      41 batch                                                   entity: shard name
     42 binding                                                               entity: source
     50 shape                                                                 entity: shape id
+    60 checkpoint                                                            entity: slot
 
 A tag is never given to another family.
 """
@@ -18,6 +19,7 @@ from typing import Any
 from tidemill.base.errors import Corrupt
 from tidemill.metastore.rows.bindings import BINDINGS
 from tidemill.metastore.rows.captures import CAPTURES
+from tidemill.metastore.rows.checkpoints import CHECKPOINTS
 from tidemill.metastore.rows.extents import EXTENTS
 from tidemill.metastore.rows.family import Family
 from tidemill.metastore.rows.groups import GROUP_OFFSETS
@@ -43,6 +45,7 @@ ALL: tuple[Family[Any], ...] = (
     SHARD_BATCHES,
     BINDINGS,
     SHAPES,
+    CHECKPOINTS,
 )
 BY_TAG: dict[int, Family[Any]] = {family.tag: family for family in ALL}
 
@@ -60,6 +63,7 @@ __all__ = [
     "BINDINGS",
     "BY_TAG",
     "CAPTURES",
+    "CHECKPOINTS",
     "EXTENTS",
     "GROUP_OFFSETS",
     "NODES",

@@ -1,0 +1,148 @@
+"""A partition's state as rows of the metastore, and back. Pure.
+
+One partition row (counters, leader epochs, producers), and one extent row for every run of batches that lie back
+to back in one object.
+
+K1  A partition row never counts an offset that no extent row holds.
+K2  Extents are cut the same way whenever they begin at the same offset: writing them again replaces them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+
+import msgspec
+
+from tidemill.base.errors import Corrupt
+from tidemill.metastore.rows.extents import ExtentRow
+from tidemill.metastore.rows.partitions import PartitionRow
+from tidemill.topics.partition.idempotence import PRODUCER_EXPIRY_MS, Producer
+from tidemill.topics.partition.state import PartitionState
+
+EXTENT_BATCHES = 256
+"""Batches of one extent row at most: about 8 kB of its `batches`."""
+
+_encoder = msgspec.msgpack.Encoder()
+_batches = msgspec.msgpack.Decoder(list[tuple[int, int, int, int]])
+_producers = msgspec.msgpack.Decoder(list[tuple[int, Producer]])
+
+
+def partition_row(state: PartitionState, topic_id: str, partition: int) -> PartitionRow:
+    """Everything of the state but its batches; producers that have expired stay out."""
+    live = [
+        (producer_id, producer)
+        for producer_id, producer in state.producers.items()
+        if state.last_at_ms - producer.updated_ms < PRODUCER_EXPIRY_MS
+    ]
+    return PartitionRow(
+        topic_id,
+        partition,
+        log_start=state.log_start,
+        next_offset=state.high_watermark,
+        leader_term=state.terms[-1][0] if state.terms else 0,
+        log_position=state.applied,
+        last_at_ms=state.last_at_ms,
+        terms=tuple(state.terms),
+        producers=_encoder.encode(live) if live else b"",
+    )
+
+
+def extents(state: PartitionState, topic_id: str, partition: int, start: int) -> list[ExtentRow]:
+    """The batches from base offset `start` on, in runs that lie back to back in one object (K2)."""
+    found: list[ExtentRow] = []
+    first, count = bisect_left(state.bases, start), len(state)
+    while first < count:
+        end = first + 1
+        while end < count and end - first < EXTENT_BATCHES and _back_to_back(state, end):
+            end += 1
+        found.append(_extent(state, topic_id, partition, first, end))
+        first = end
+    return found
+
+
+def _back_to_back(state: PartitionState, index: int) -> bool:
+    same_object = state.objects[index] == state.objects[index - 1]
+    return same_object and state.first_bytes[index] == state.first_bytes[index - 1] + state.sizes[index - 1]
+
+
+def _extent(state: PartitionState, topic_id: str, partition: int, first: int, end: int) -> ExtentRow:
+    last_offset = state.next_base(end - 1) - 1
+    members = [
+        (state.bases[i], state.first_bytes[i], state.sizes[i], state.max_timestamps[i]) for i in range(first, end)
+    ]
+    return ExtentRow(
+        topic_id,
+        partition,
+        state.bases[first],
+        last_offset,
+        max(state.max_timestamps[first:end]),
+        state.object_keys[state.objects[first]],
+        state.first_bytes[first],
+        sum(state.sizes[first:end]),
+        last_offset - state.bases[first] + 1,
+        _encoder.encode(members) if end - first > 1 else b"",
+    )
+
+
+def partition_state(row: PartitionRow, rows: Iterable[ExtentRow]) -> PartitionState:
+    """The state again, with `applied` as of the row. Extents the row does not reach are left out.
+
+    Raises Corrupt when the extents are not contiguous from the log's start to the row's next offset.
+    """
+    state = PartitionState()
+    state.applied = row.log_position
+    state.log_start = row.log_start
+    state.last_at_ms = row.last_at_ms
+    state.terms = [(term, offset) for term, offset in row.terms]
+    state.producers = dict(_producers.decode(row.producers)) if row.producers else {}
+    at: int | None = None
+    highest = -(2**63)
+    for extent in rows:
+        if extent.last_offset < row.log_start:
+            continue
+        if extent.base_offset >= row.next_offset:
+            break
+        wanted = extent.base_offset <= row.log_start if at is None else extent.base_offset == at
+        if not wanted or extent.last_offset >= row.next_offset:
+            raise Corrupt(
+                f"the extents of a partition are not contiguous: partition={row.topic_id}/{row.partition}"
+                f" expected={row.log_start if at is None else at} found={extent.base_offset}"
+                f" last_offset={extent.last_offset} next_offset={row.next_offset}.",
+                fix="Restore from an older manifest.",
+            )
+        at = extent.last_offset + 1
+        key = state.intern(extent.object_key)
+        batches = batches_of(extent)
+        ends = [batch[0] for batch in batches[1:]] + [at]
+        for (base, first_byte, size, timestamp), end in zip(batches, ends, strict=True):
+            if end <= row.log_start:
+                continue
+            state.bases.append(base)
+            state.objects.append(key)
+            state.first_bytes.append(first_byte)
+            state.sizes.append(size)
+            state.max_timestamps.append(timestamp)
+            highest = max(highest, timestamp)
+            state.highest_timestamps.append(highest)
+    if (row.log_start if at is None else at) != row.next_offset:
+        raise Corrupt(
+            f"a partition's newest extents are missing: partition={row.topic_id}/{row.partition}"
+            f" found_to={at if at is not None else row.log_start} next_offset={row.next_offset}.",
+            fix="Restore from an older manifest.",
+        )
+    state.high_watermark = row.next_offset
+    return state
+
+
+def batches_of(extent: ExtentRow) -> list[tuple[int, int, int, int]]:
+    """[base offset, first byte, size, max timestamp] of each batch. Raises Corrupt."""
+    if not extent.batches:
+        return [(extent.base_offset, extent.first_byte, extent.size_bytes, extent.max_timestamp_ms)]
+    try:
+        return _batches.decode(extent.batches)
+    except msgspec.DecodeError as error:
+        raise Corrupt(
+            f"the batches of an extent are unreadable: partition={extent.topic_id}/{extent.partition}"
+            f" base_offset={extent.base_offset} cause={error}."
+        ) from error
