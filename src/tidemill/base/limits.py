@@ -27,6 +27,14 @@ L0_UPLOADS_IN_FLIGHT = 4
 INLINE_PART_BYTES = 16 << 10
 """A shard part at most this large travels inside the shard's log record instead of an object."""
 
+METASTORE_KEY_BYTES = 1024
+METASTORE_VALUE_BYTES = 256 << 10
+"""Larger values belong in an object of their own."""
+
+METASTORE_BATCH_BYTES = 4 * MIB
+METASTORE_BATCH_ROWS = 20_000
+"""One batch is one record of the domain's log, applied in one go: some milliseconds of the event loop."""
+
 KAFKA_REQUEST_BYTES = 100 * MIB
 
 MARK_PUBLISH_INTERVAL_S = 1.0

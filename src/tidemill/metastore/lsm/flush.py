@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from itertools import repeat
 from typing import TYPE_CHECKING
 
-from tidemill.base.errors import Closed, Conflict, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import Closed, Conflict, Unavailable, Unknown
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.memtable import Layer
+from tidemill.metastore.lsm.merge import sort
 from tidemill.metastore.lsm.sst import SstWriter
 from tidemill.metastore.lsm.version import Edit
 
@@ -81,7 +82,7 @@ class Flusher:
         database = self._database
         retry_s = 0.0
         try:
-            while True:
+            while database.ended is None:
                 rings = database.wake.rings
                 if not self.wanted:
                     await database.wake.after(rings)
@@ -97,26 +98,24 @@ class Flusher:
                     retry_s = min(RETRY_MAX_S, max(RETRY_FIRST_S, 2 * retry_s))
                     self._settle(asked, error)
                     database.wake.ring()
-                    if database.halted is not None:
-                        return
                 else:
                     self.error = None
                     retry_s = 0.0
                     persisted = database.max_persisted_seqno
                     self._settle([waiter for waiter in self._waiters if waiter[0] <= persisted], None)
+                    # A batch without rows does not exist, so whoever asked before is served by now.
+                    assert not set(asked) & set(self._waiters)
         finally:
-            self._settle(self._waiters, database.halted or Closed("The database was closed during a flush."))
+            self._settle(self._waiters, database.ended or Closed("The flush was cut off: the database is closing."))
 
     async def _pause(self, retry_s: float) -> None:
-        """Back off, unless somebody asks."""
-        async def asked() -> None:
-            rings = self._database.wake.rings
-            while not self._waiters:
-                rings = await self._database.wake.after(rings)
-
+        """Back off, unless somebody asks meanwhile."""
+        wake = self._database.wake
         try:
             async with asyncio.timeout(retry_s * self._database.rand.uniform(0.5, 1.0)):
-                await asked()
+                rings = wake.rings
+                while not self._waiters and self._database.ended is None:
+                    rings = await wake.after(rings)
         except TimeoutError:
             return
 
@@ -141,8 +140,7 @@ class Flusher:
         try:
             writer = SstWriter(database.options)
             for layer in frozen:
-                while not layer.sort_step():
-                    await asyncio.sleep(0)
+                await sort(layer)
             for keys, values, seqnos in frozen_rows(frozen, database.options.slice_rows):
                 self.longest_slice_rows = max(self.longest_slice_rows, len(keys))
                 writer.add(keys, values, seqnos)

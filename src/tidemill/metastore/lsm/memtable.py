@@ -34,7 +34,7 @@ two dicts and in the lists of its batch, its place in the sorted list, and the d
 
 
 class Layer:
-    """Rows with one value per key; all seqnos in (what is below, what is above). Read `values` and `seqnos` freely."""
+    """Rows with one value per key; all newer than those of the layers below. Read `values` and `seqnos` freely."""
 
     __slots__ = ("_fresh", "_runs", "_taken", "last_seqno", "pins", "seqnos", "size_bytes", "values")
 
@@ -107,54 +107,67 @@ class Memtable:
         self.layers: tuple[Layer, ...] = ()
         self.frozen: tuple[Layer, ...] = ()
         """The layers at the end of `layers` that a flush is writing out."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Of all layers, the frozen ones too: rows as they were put, so an overwritten row counts twice."""
-        return sum(layer.size_bytes for layer in self.layers)
-
-    @property
-    def live_bytes(self) -> int:
-        """Of the layers that are not frozen."""
-        return self.size_bytes - sum(layer.size_bytes for layer in self.frozen)
+        self.size_bytes = 0
+        """Of all layers, with ROW_OVERHEAD_BYTES a row: rows as they were put, so an overwritten one counts twice.
+        The log behind the database holds it twice as well."""
+        self.live_bytes = 0
+        """Of those that are not frozen."""
+        self._open: Layer | None = None  # the newest layer, if it may be written but for its pins
 
     @property
     def rows(self) -> int:
+        """As stored: a key in two layers counts twice."""
         return sum(len(layer.values) for layer in self.layers)
 
-    def writable(self) -> Layer:
-        """The layer for the next batch: the newest one, or a new one above it when it is pinned or frozen (M1)."""
-        live = self.layers[: len(self.layers) - len(self.frozen)]
-        if not live or live[0].pins:
-            self.layers = (Layer(), *_folded(list(live)), *self.frozen)
-        return self.layers[0]
+    def put(self, seqno: int, keys: Sequence[bytes], values: Sequence[bytes], data_bytes: int) -> bool:
+        """Put one batch, into a new layer when the newest is pinned or frozen (M1). True when `layers` changed."""
+        layer = self._open
+        new = layer is None or layer.pins > 0
+        if layer is None or new:
+            live = self.layers[: len(self.layers) - len(self.frozen)]
+            self._open = layer = Layer()
+            self.layers = (layer, *_folded(live), *self.frozen)
+        size_bytes = data_bytes + ROW_OVERHEAD_BYTES * len(keys)
+        layer.put(seqno, keys, values, size_bytes)
+        self.size_bytes += size_bytes
+        self.live_bytes += size_bytes
+        return new
 
     def freeze(self) -> tuple[Layer, ...]:
-        """Everything there is, left-overs of a failed flush included, is frozen; newest first, () when there is no row.
+        """Everything there is, left-overs of a failed flush too, newest first; () when there is no row.
 
         Plain, so that the seqno the caller takes beside it covers exactly these rows (L4).
         """
-        self.layers = self.frozen = tuple(layer for layer in self.layers if layer.values)
+        self.frozen = self.layers
+        self.live_bytes = 0
+        self._open = None
         return self.frozen
 
     def drop_frozen(self) -> None:
         """The flush is done: its rows are in files."""
         self.layers = self.layers[: len(self.layers) - len(self.frozen)]
         self.frozen = ()
+        self.size_bytes = self.live_bytes
 
     def thaw(self) -> None:
-        """The flush failed: its rows are ordinary elder layers again. Nobody writes to them: the next flush folds."""
+        """The flush failed: its rows are ordinary elder layers again."""
         self.frozen = ()
+        self.live_bytes = self.size_bytes
 
     def drop_through(self, seqno: int) -> None:
-        """Leave out the layers whose rows are all at or below `seqno`, and seal the newest (for followers)."""
-        kept = [layer for layer in self.layers if layer.last_seqno > seqno]
-        self.layers = tuple(kept) if not kept else (Layer(), *_folded(kept))
+        """For followers: leave out the layers whose rows are all at or below `seqno`, and seal the newest.
+
+        A layer with newer rows too stays as it is. Its other rows say the same as the files: a batch
+        newer than those rows and at or below `seqno` would be in this layer or in one above it.
+        """
+        self.layers = tuple(layer for layer in self.layers if layer.last_seqno > seqno)
+        self.size_bytes = self.live_bytes = sum(layer.size_bytes for layer in self.layers)
+        self._open = None
 
 
-def _folded(layers: list[Layer]) -> list[Layer]:
-    """Newest first, as given, with the newest folded into its elders while they have less than twice its rows (M3)."""
-    layers = [layer for layer in layers if layer.values]
+def _folded(newest_first: Sequence[Layer]) -> list[Layer]:
+    """The newest folded into its elders while they have less than twice its rows (M3)."""
+    layers = list(newest_first)
     while len(layers) > 1:
         younger, elder = len(layers[0].values), len(layers[1].values)
         if elder >= 2 * younger or elder + younger > FOLD_ROWS:

@@ -93,8 +93,15 @@ class LayerRun(Run):
         return True
 
     async def read(self) -> None:
-        while not self._layer.sort_step():
-            await asyncio.sleep(0)
+        await sort(self._layer)
+
+
+async def sort(layer: Layer) -> None:
+    """Sort the keys of a layer that stands still, a step at a time."""
+    sorted_now = layer.sort_step()
+    while not sorted_now:
+        await asyncio.sleep(0)
+        sorted_now = layer.sort_step()
 
 
 class FilesRun(Run):

@@ -23,7 +23,7 @@ YIELD_SLICES = 4
 
 
 class Scan:
-    """`async for keys, values in scan`: two lists of equal length, never empty, the caller's own; live rows in order."""
+    """`async for keys, values in scan`: live rows in order, in two lists of equal length, never empty, the caller's."""
 
     def __init__(self, pin: Pin, lower: bytes, upper: bytes | None, reverse: bool) -> None:
         self._pin = pin

@@ -18,7 +18,6 @@ from tidemill.metastore.lsm.block import Block
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.memtable import Layer
 from tidemill.metastore.lsm.table import Tables
-from tidemill.metastore.lsm.version import Version
 from tidemill.metastore.lsm.versions import Versions
 
 

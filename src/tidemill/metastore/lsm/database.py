@@ -1,0 +1,406 @@
+"""The database: the thin shell over memory, files and the tasks that move rows from one to the other.
+
+    apply ──▶ memtable ──flush──▶ level 0 ──compaction──▶ deeper levels
+    get, scan, snapshot read a view: the memtable's layers, then the version's files
+
+It keeps no log: whoever applies batches keeps them until `max_persisted_seqno` has passed them.
+
+Three ways to open one:
+
+    writable     the one writer of its epoch
+    read_only    files only; `refresh` goes over to a newer manifest
+    follower     read-only files, and batches from the replicated log on top of them; never flushes
+
+After Unknown or Fenced from a manifest write (L6), and after `aclose`, every call raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Closed, Invalid, TidemillError
+from tidemill.base.tasks import Tasks
+from tidemill.metastore.lsm.batch import batch_bytes
+from tidemill.metastore.lsm.cache import BlockCache
+from tidemill.metastore.lsm.compaction.compactor import Compactor
+from tidemill.metastore.lsm.compaction.inline import InlineMerger
+from tidemill.metastore.lsm.compaction.merger import Merger
+from tidemill.metastore.lsm.files import FileName, Files
+from tidemill.metastore.lsm.flush import Flusher
+from tidemill.metastore.lsm.gc import Collected, Collector, Roots
+from tidemill.metastore.lsm.manifest import FileMeta, Manifest
+from tidemill.metastore.lsm.manifests import BucketManifests, Manifests
+from tidemill.metastore.lsm.memtable import Memtable
+from tidemill.metastore.lsm.options import Options
+from tidemill.metastore.lsm.pin import Pin
+from tidemill.metastore.lsm.room import Room
+from tidemill.metastore.lsm.scan import Scan
+from tidemill.metastore.lsm.snapshot import Snapshot
+from tidemill.metastore.lsm.stats import Stats
+from tidemill.metastore.lsm.table import Tables
+from tidemill.metastore.lsm.version import Edit, Version, prefix_end
+from tidemill.metastore.lsm.versions import Versions
+from tidemill.metastore.lsm.view import PENDING, ClosedView, Pending, Row, View
+from tidemill.metastore.lsm.wake import Wake
+
+GC_PAUSE_MIN_S = 1.0
+
+
+class Database:
+    """Belongs to one event loop. Made by `open`.
+
+    The reads raise Missing, Corrupt, Invalid (a file of a newer format) and Unavailable, besides what an ended
+    database raises: Closed, Unknown or Fenced.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        manifests: Manifests,
+        manifest: Manifest | None,
+        *,
+        domain_uuid: str,
+        epoch: int,
+        options: Options,
+        clock: Clock,
+        rand: Rand,
+        merger: Merger | None,
+        read_only: bool,
+        follower: bool,
+    ) -> None:
+        self.files = files
+        self.manifests = manifests
+        self.domain_uuid = domain_uuid
+        self.epoch = epoch
+        self.options = options
+        self.clock = clock
+        self.rand = rand
+        self.read_only = read_only or follower
+        self.follower = follower
+        self.wake = Wake()
+        """Rings when a version was installed, a flush is wanted, a background task failed, or the database ended."""
+        self.tables = Tables(files, BlockCache(options.cache_bytes))
+        self.memtable = Memtable()
+        self.versions = Versions(
+            manifests, self.tables, manifest, domain_uuid=domain_uuid, epoch=epoch, clock=clock, rand=rand
+        )
+        self.max_applied_seqno = self.versions.current.last_seqno
+        self._view = View((), self.versions, self.tables)
+        self._ended: TidemillError | None = None
+        self._tasks = Tasks(self._task_failed)
+        self._refreshing = asyncio.Lock()
+        self._owns_merger = merger is None
+        self._merger = merger or InlineMerger(files, options, clock)
+        self.flusher = Flusher(self)
+        self.compactor = Compactor(
+            self.versions,
+            self.commit_edit,
+            self.wake,
+            self._merger,
+            options,
+            clock,
+            files.prefix,
+        )
+        self.room_keeper = Room(self)
+        self._collector = Collector(files, BucketManifests(files.objects, files.prefix, rand), options, clock)
+        self.collection_error: TidemillError | None = None
+        """How the last round of collection failed; None after one that did not."""
+        self.failure: BaseException | None = None
+        """What ended a background task for good."""
+
+    @classmethod
+    async def open(
+        cls,
+        files: Files,
+        manifests: Manifests,
+        *,
+        domain_uuid: str,
+        epoch: int,
+        options: Options,
+        clock: Clock,
+        rand: Rand,
+        merger: Merger | None = None,
+        read_only: bool = False,
+        follower: bool = False,
+        background: bool = True,
+    ) -> Database:
+        """Open what the newest manifest with an epoch of at most `epoch` names; reads no file.
+
+        `background=False` starts neither compaction nor collection: a test drives them by `compact` and
+        `collect_garbage`. Raises Invalid when the manifest is another domain's, and what `manifests.read` raises.
+        """
+        manifest = await manifests.read(epoch)
+        if manifest is not None and manifest.domain_uuid != domain_uuid:
+            raise Invalid(
+                "The manifest belongs to another domain: "
+                f"domain_uuid={domain_uuid} manifest_domain_uuid={manifest.domain_uuid}."
+            )
+        database = cls(
+            files,
+            manifests,
+            manifest,
+            domain_uuid=domain_uuid,
+            epoch=epoch,
+            options=options,
+            clock=clock,
+            rand=rand,
+            merger=merger,
+            read_only=read_only,
+            follower=follower,
+        )
+        if not database.read_only:
+            database._start(background)
+        return database
+
+    def _start(self, background: bool) -> None:
+        self._tasks.spawn(self.flusher.run(), name="metastore flush")
+        if background:
+            self._tasks.spawn(self.compactor.run(), name="metastore compaction")
+            self._tasks.spawn(self._collect_for_ever(), name="metastore collection")
+
+    # writing -----------------------------------------------------------------------------------------
+
+    @property
+    def max_persisted_seqno(self) -> int:
+        """Every row at or below it is in files that a manifest names."""
+        return self.versions.current.last_seqno
+
+    def apply(self, seqno: int, keys: Sequence[bytes], values: Sequence[bytes]) -> None:
+        """Make one batch visible, whole (L2). An empty value deletes its key (L8). No I/O.
+
+        Raises Invalid, and then nothing changed: for a seqno not above the last one, for what `batch_bytes` refuses,
+        and when the database is read-only. A follower skips what its manifest holds already.
+        """
+        if self._ended is not None:
+            raise again(self._ended)
+        if self.read_only and not self.follower:
+            raise Invalid(f"The database is open for reading only: domain_uuid={self.domain_uuid}.")
+        if seqno <= self.max_applied_seqno:
+            if self.follower and seqno <= self.max_persisted_seqno:
+                return
+            raise Invalid(
+                f"Seqnos must increase from batch to batch: seqno={seqno} last_seqno={self.max_applied_seqno}."
+            )
+        data_bytes = batch_bytes(keys, values)
+        was_full = self.buffer_is_full
+        if self.memtable.put(seqno, keys, values, data_bytes):
+            self._renew_view()
+        self.max_applied_seqno = seqno
+        if not was_full and self.buffer_is_full:
+            self.wake.ring()
+
+    @property
+    def buffer_is_full(self) -> bool:
+        return self.memtable.live_bytes >= self.options.write_buffer_bytes and not self.read_only
+
+    async def room(self) -> None:
+        """Wait until writing may go on: call it before each batch, outside of any lock that reads need.
+
+        Returns at once while level 0 and the memtable are small, later and later as level 0 grows, and only
+        after a flush or a merge once they are too large. May be cancelled. Raises what keeps the background work from
+        making room.
+        """
+        self.check()
+        await self.room_keeper.wait()
+
+    async def flush(self, timeout_s: float | None = None) -> int:
+        """Until all that was applied before the call is in files that a manifest names; the seqno it reaches.
+
+        Raises what stopped it, and then the rows stay as they are and the next flush takes them along;
+        Unavailable after `timeout_s` seconds, and then it goes on in the background.
+        """
+        self._check_writable()
+        await self.flusher.flush(timeout_s)
+        return self.max_persisted_seqno
+
+    async def compact(self) -> None:
+        """Flush, then merge all there is into the deepest level, without tombstones."""
+        await self.flush()
+        await self.compactor.settle()
+
+    # reading -----------------------------------------------------------------------------------------
+
+    def peek(self, key: bytes) -> bytes | Pending | None:
+        """The live value or None when memory knows; PENDING when something must be read to know."""
+        return self._view.peek(key)
+
+    async def get(self, key: bytes) -> bytes | None:
+        """The live value, None when there is none. Reads at most filter, index and one block of each file asked."""
+        value = self._view.peek(key)
+        return await self._view.get(key) if value is PENDING else value
+
+    async def get_row(self, key: bytes) -> Row | None:
+        """The live row with the seqno of its batch; None when it is absent or deleted."""
+        self.check()
+        return await self._view.get_row(key)
+
+    async def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """One value, or None, for each key, in order, all of one moment; neighbours in a file share reads."""
+        self.check()
+        return await self._view.get_many(keys)
+
+    def scan(self, lower: bytes = b"", upper: bytes | None = None, *, reverse: bool = False) -> Scan:
+        """Chunks of the live rows in [lower, upper), as they are at this call."""
+        self.check()
+        return Scan(self._pin(), lower, upper, reverse)
+
+    def prefix(self, prefix: bytes, *, reverse: bool = False) -> Scan:
+        """As `scan`, of the keys that start with `prefix`."""
+        return self.scan(prefix, prefix_end(prefix), reverse=reverse)
+
+    def snapshot(self) -> Snapshot:
+        """The database as it is now, until it is closed."""
+        self.check()
+        return Snapshot(self._pin(), self.max_applied_seqno)
+
+    def _pin(self) -> Pin:
+        return Pin(self._view, self.versions, self.options, self.check)
+
+    # following ---------------------------------------------------------------------------------------
+
+    async def refresh(self) -> bool:
+        """Go over to the newest manifest; False when it is the one in use. Snapshots keep what they saw.
+
+        Raises Invalid when the database is writable or the manifest goes back.
+        """
+        self._check_following()
+        async with self._refreshing:
+            manifest = await self.manifests.read(self.epoch)
+            self._check_following()
+            if manifest is None and self.versions.manifest is None:
+                return False
+            if manifest is None:
+                raise Invalid(f"The manifest in use is gone: domain_uuid={self.domain_uuid} epoch={self.epoch}.")
+            return self.refresh_to(manifest)
+
+    def refresh_to(self, manifest: Manifest) -> bool:
+        """As `refresh`, to a manifest that came by another way, such as the replicated state."""
+        self._check_following()
+        if not self.versions.adopt(manifest):
+            return False
+        self.memtable.drop_through(manifest.last_seqno)
+        self.max_applied_seqno = max(self.max_applied_seqno, manifest.last_seqno)
+        self._renew_view()
+        self.wake.ring()
+        return True
+
+    # for background work -------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> Version:
+        return self.versions.current
+
+    async def commit_edit(self, edit: Edit, installed: Callable[[], None] | None = None) -> None:
+        """Write a manifest with this edit, swap the version, call `installed`, in one step; after those before it.
+
+        A cancelled caller leaves it running. Raises Conflict when the edit no longer fits; Unavailable and
+        what else `Manifests.write` raises; after Unknown and Fenced the database has ended.
+        """
+        self._check_writable()
+        await asyncio.shield(self._tasks.spawn(self._commit(edit, installed), name="metastore manifest"))
+
+    async def _commit(self, edit: Edit, installed: Callable[[], None] | None) -> None:
+        def then() -> None:
+            if installed is not None:
+                installed()
+            self._renew_view()
+            self.wake.ring()
+
+        try:
+            await self.versions.commit(edit, then)
+        finally:
+            if self.versions.halted is not None:
+                self._end(self.versions.halted)
+
+    def next_file_name(self) -> FileName:
+        return self.versions.next_file_name()
+
+    def release_file_names(self, names: Iterable[FileName]) -> None:
+        self.versions.release_file_names(names)
+
+    def pinned_files(self) -> set[FileMeta]:
+        return self.versions.pinned_files()
+
+    async def collect_garbage(self) -> Collected:
+        """One round of collection (L7). Raises Invalid when read-only, and what `Collector.collect` raises."""
+        self._check_writable()
+        return await self._collector.collect(self._roots, lambda: self._ended is None)
+
+    def _roots(self) -> Roots:
+        versions = self.versions
+        manifest = versions.manifest
+        return Roots(
+            epoch=self.epoch,
+            lowest_in_flight=versions.lowest_in_flight,
+            files=versions.current.files | versions.pinned_files(),
+            manifest=None if manifest is None else (manifest.epoch, manifest.number),
+        )
+
+    async def _collect_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(max(GC_PAUSE_MIN_S, self.options.gc_delay_ms / 2000))
+            try:
+                await self.collect_garbage()
+            except TidemillError as error:
+                if self._ended is not None:
+                    return
+                self.collection_error = error
+            else:
+                self.collection_error = None
+
+    # the end -------------------------------------------------------------------------------------------
+
+    @property
+    def ended(self) -> TidemillError | None:
+        """Why every call raises: Closed, Unknown or Fenced; None while all is well."""
+        return self._ended
+
+    def check(self) -> None:
+        """Raises when the database has ended."""
+        if self._ended is not None:
+            raise again(self._ended)
+
+    def _check_writable(self) -> None:
+        self.check()
+        if self.read_only:
+            raise Invalid(f"The database is open for reading only: domain_uuid={self.domain_uuid}.")
+
+    def _check_following(self) -> None:
+        self.check()
+        if not self.read_only:
+            raise Invalid(f"A writable database has no other manifest to go over to: domain_uuid={self.domain_uuid}.")
+
+    def _end(self, error: TidemillError) -> None:
+        if self._ended is None:
+            self._ended = error
+            self._view = ClosedView(self._view, self.check)
+            self.wake.ring()
+
+    def _renew_view(self) -> None:
+        if self._ended is None:
+            self._view = View(self.memtable.layers, self.versions, self.tables)
+
+    def _task_failed(self, name: str, error: BaseException) -> None:
+        if name != "metastore manifest":  # that one's error has reached whoever committed
+            self.failure = error
+            self.wake.ring()
+
+    def stats(self) -> Stats:
+        """Sizes now and totals since the database was opened."""
+        return Stats.of(self)
+
+    async def aclose(self) -> None:
+        """Stop the background work; flushes nothing. Idempotent."""
+        self._end(Closed(f"The database was closed: domain_uuid={self.domain_uuid}."))
+        await self._tasks.aclose()
+        if self._owns_merger:
+            await self._merger.aclose()
+
+
+def again(error: TidemillError) -> TidemillError:
+    """A fresh instance: one that is raised many times would carry every traceback."""
+    copy = type(error)(error.message, fix=error.fix)
+    copy.__cause__ = error.__cause__
+    return copy
