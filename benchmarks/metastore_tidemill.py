@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tidemill.base.clock import Rand, SystemClock
+from tidemill.metastore.lsm.compaction.inline import InlineMerger
+from tidemill.metastore.lsm.compaction.merger import ChoosingMerger
+from tidemill.metastore.lsm.compaction.pick import pick
+from tidemill.metastore.lsm.compaction.worker import WorkerMerger
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.files import Files
 from tidemill.metastore.lsm.manifests import BucketManifests
@@ -58,22 +63,30 @@ class Counted:
 
 
 class Tidemill:
+    epochs = 0
+    """Each open is a new epoch of this process, as a new leader's would be."""
+
     def __init__(self) -> None:
-        self._epoch = 0
         self._seqno = 0
 
     async def open(self, folder: Path, buffer_bytes: int, cache_bytes: int) -> None:
         clock, rand = SystemClock(), Rand()
         self.objects = Counted(LocalObjects.open(folder, clock, rand))
-        self._epoch += 1
+        Tidemill.epochs += 1
+        files = Files(self.objects, PREFIX)
+        self._options = options = Options(write_buffer_bytes=buffer_bytes, cache_bytes=cache_bytes)
+        self._merger = ChoosingMerger(
+            InlineMerger(files, options, clock), WorkerMerger(f"file://{folder}", options), options
+        )
         self.db = await Database.open(
-            Files(self.objects, PREFIX),
+            files,
             BucketManifests(self.objects, PREFIX, rand),
             domain_uuid=UUID,
-            epoch=self._epoch,
-            options=Options(write_buffer_bytes=buffer_bytes, cache_bytes=cache_bytes),
+            epoch=Tidemill.epochs,
+            options=options,
             clock=clock,
             rand=rand,
+            merger=self._merger,
         )
         self._seqno = self.db.max_applied_seqno
 
@@ -123,11 +136,21 @@ class Tidemill:
         await self.db.compact()
 
     async def settle(self) -> None:
-        raise NotImplementedError
+        compactor = self.db.compactor
+        while compactor.merging is not None or pick(self.db.version.levels, self._options, {}) is not None:
+            await asyncio.sleep(0.01)
 
     async def close(self) -> None:
         await self.db.aclose()
+        await self._merger.aclose()
         await self.objects.aclose()
 
     def facts(self) -> dict[str, Any]:
-        return {"writes": self.objects.writes, "written_bytes": self.objects.written_bytes}
+        merged = self.db.compactor.stats
+        flushed = self.db.flusher
+        return {
+            "levels": [len(level) for level in self.db.version.levels],
+            "flushes": flushed.flushes,
+            "merges": merged.merges,
+            "written_bytes": flushed.file_bytes + merged.bytes_written,
+        }
