@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import count
+from typing import Any, ParamSpec
 
 import msgspec
 
@@ -23,6 +26,22 @@ from tidemill.objects.store import ObjectStore
 PREFIX = "metastore/test/"
 
 Row = tuple[bytes, bytes, int]
+
+P = ParamSpec("P")
+
+
+def in_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """An async test in a loop of its own, for at most two minutes."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(120):
+                await test(*args, **kwargs)
+
+        asyncio.run(bounded())
+
+    return run
 
 
 def meta(number: int, smallest: bytes, largest: bytes, *, size_bytes: int = 100, rows: int = 10) -> FileMeta:
