@@ -1,0 +1,225 @@
+"""One file: written from chunks, opened from its last bytes, every damaged byte found."""
+
+from __future__ import annotations
+
+import random
+import struct
+from bisect import bisect_left
+
+import crc32c
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sst_world import Rows, numbered_rows, read_sst, row_sets, write_sst
+
+from tidemill.base.errors import Corrupt, Invalid
+from tidemill.metastore.lsm import bloom
+from tidemill.metastore.lsm.block import decode_block
+from tidemill.metastore.lsm.options import Options
+from tidemill.metastore.lsm.sst import FORMAT, SstWriter, decode_meta, separator
+
+TINY = Options(block_bytes=64)
+
+
+@given(row_sets(), st.integers(1, 20), st.sampled_from([1, 64, 8192]))
+def test_rows_come_back_as_they_were(rows: Rows, chunk: int, block_bytes: int) -> None:
+    data, summary = write_sst(rows, chunk=chunk, options=Options(block_bytes=block_bytes))
+    assert read_sst(data, summary.named(1, 2, "n")) == rows
+
+
+@given(row_sets(), st.integers(1, 20))
+def test_a_file_depends_on_its_rows_and_not_on_the_chunks_they_came_in(rows: Rows, chunk: int) -> None:
+    assert write_sst(rows, chunk=chunk, options=TINY) == write_sst(rows, chunk=1000, options=TINY)
+
+
+@given(row_sets())
+def test_the_summary_says_what_the_manifest_needs(rows: Rows) -> None:
+    data, summary = write_sst(rows, options=TINY)
+    keys, _, seqnos = rows
+    assert (summary.smallest, summary.largest, summary.rows) == (keys[0], keys[-1], len(keys))
+    assert (summary.min_seqno, summary.max_seqno) == (min(seqnos), max(seqnos))
+    assert summary.size_bytes == len(data)
+    file = summary.named(7, 8, "nonce")
+    assert (file.epoch, file.number, file.nonce, file.meta_start) == (7, 8, "nonce", summary.meta_start)
+    assert decode_meta(data[file.meta_start :], file, "f").starts[-1] == file.meta_start
+
+
+@given(row_sets(), st.binary(max_size=12))
+def test_the_index_leads_to_the_only_block_that_can_hold_a_key(rows: Rows, stranger: bytes) -> None:
+    data, summary = write_sst(rows, options=TINY)
+    meta = decode_meta(data[summary.meta_start :], summary.named(1, 2, "n"), "f")
+    blocks = [
+        decode_block(data[meta.starts[index] : meta.starts[index + 1]], "f", meta.starts[index], count)
+        for index, count in enumerate(meta.rows)
+    ]
+    for index, block in enumerate(blocks):
+        assert block.keys[-1] <= meta.last_keys[index]
+        if index + 1 < len(blocks):
+            assert meta.last_keys[index] < blocks[index + 1].keys[0]
+        assert all(meta.find(key) == index and meta.may_hold(key) for key in block.keys)
+    assert meta.last_keys[-1] == rows[0][-1]
+    holders = [index for index, block in enumerate(blocks) if block.keys[0] <= stranger <= block.keys[-1]]
+    assert holders in ([], [meta.find(stranger)])
+    if stranger > rows[0][-1]:
+        assert meta.find(stranger) == len(blocks)
+
+
+@given(st.binary(max_size=8), st.binary(max_size=8))
+def test_a_separator_lies_between_and_is_never_longer(a: bytes, b: bytes) -> None:
+    if a != b:
+        last, following = sorted((a, b))
+        found = separator(last, following)
+        assert last <= found < following and len(found) <= len(last)
+
+
+@pytest.mark.parametrize(
+    ("last", "following", "expected"),
+    [
+        (b"abcdef", b"abzzzz", b"abd"),
+        (b"row/00163999", b"row/00164000", b"row/00163:"),
+        (b"a", b"ab", b"a"),
+        (b"a\xff\xff", b"b", b"a\xff\xff"),
+        (b"a\xff\x01z", b"b", b"a\xff\x02"),
+    ],
+)
+def test_separators_are_short(last: bytes, following: bytes, expected: bytes) -> None:
+    assert separator(last, following) == expected
+
+
+def test_blocks_keep_to_their_size_whatever_the_rows_weigh() -> None:
+    seeded = random.Random(5)
+    sizes = [10] * 3000 + [5000] * 200 + [0] * 3000 + [seeded.choice((5, 50, 3000, 40_000)) for _ in range(500)]
+    keys = [b"row/%08d" % number for number in range(len(sizes))]
+    rows = keys, [seeded.randbytes(size) for size in sizes], [9] * len(sizes)
+    data, summary = write_sst(rows)
+    meta = decode_meta(data[summary.meta_start :], summary.named(1, 2, "n"), "f")
+    at = 0
+    for count, start, end in zip(meta.rows, meta.starts, meta.starts[1:], strict=False):
+        raw = sum(sizes[at : at + count])
+        assert count == 1 or raw <= 2 * 8192
+        assert end - start <= raw + count * 20 + 200
+        at += count
+    assert len(meta.rows) < 3 * (summary.size_bytes / 8192 + 500)
+
+
+def test_the_size_so_far_is_about_the_size_of_the_file() -> None:
+    rows = numbered_rows(20_000, value_bytes=100)
+    writer = SstWriter(Options())
+    for at in range(0, 20_000, 2_000):
+        writer.add(*(column[at : at + 2_000] for column in rows))
+    told = writer.size_bytes
+    assert told == pytest.approx(writer.finish()[1].size_bytes, rel=0.1)
+
+
+def test_buffers_are_few() -> None:
+    seeded = random.Random(3)
+    writer = SstWriter(Options())
+    for at in range(0, 40_000, 2_000):
+        keys = [b"row/%08d" % number for number in range(at, at + 2_000)]
+        writer.add(keys, [seeded.randbytes(100) for _ in keys], [1] * 2_000)
+    buffers, summary = writer.finish()
+    assert len(buffers) <= summary.size_bytes // 2**20 + 2
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [([b"b", b"a"], [b"1", b"2"], [1, 1])],
+        [([b"a", b"a"], [b"1", b"2"], [1, 1])],
+        [([b"a"], [b"1"], [1]), ([b"a"], [b"2"], [1])],
+        [([b"b"], [b"1"], [1]), ([b"a"], [b"2"], [1])],
+        [([b"a", b"b"], [b"1"], [1, 1])],
+        [([b"a"], [b"1"], [])],
+    ],
+    ids=["descending", "twice", "twice over chunks", "descending over chunks", "a value short", "no seqno"],
+)
+def test_disordered_and_ragged_rows_are_refused(chunks: list[Rows]) -> None:
+    writer = SstWriter(Options())
+    for chunk in chunks[:-1]:
+        writer.add(*chunk)
+    with pytest.raises(Invalid):
+        writer.add(*chunks[-1])
+
+
+def test_a_file_without_rows_is_refused() -> None:
+    writer = SstWriter(Options())
+    writer.add([], [], [])
+    with pytest.raises(Invalid, match="at least one row"):
+        writer.finish()
+
+
+def test_the_empty_key_is_a_key_like_any_other() -> None:
+    rows: Rows = ([b"", b"a"], [b"zero", b""], [3, 4])
+    data, summary = write_sst(rows)
+    assert read_sst(data, summary.named(1, 2, "n")) == rows and summary.smallest == b""
+    writer = SstWriter(Options())
+    writer.add([b""], [b"zero"], [3])
+    with pytest.raises(Invalid):
+        writer.add([b""], [b"again"], [4])
+
+
+@settings(max_examples=20)
+@given(row_sets(max_size=12), st.integers(1, 255))
+def test_every_flipped_byte_of_filter_index_and_footer_is_found(rows: Rows, flip: int) -> None:
+    data, summary = write_sst(rows, options=TINY)
+    file = summary.named(1, 2, "n")
+    tail = data[file.meta_start :]
+    for at in range(len(tail)):
+        with pytest.raises(Corrupt, match=r"file=f section=(filter|index|footer) offset=\d+"):
+            decode_meta(tail[:at] + bytes((tail[at] ^ flip,)) + tail[at + 1 :], file, "f")
+
+
+@settings(max_examples=20)
+@given(row_sets(max_size=12))
+def test_every_truncation_of_filter_index_and_footer_is_found(rows: Rows) -> None:
+    data, summary = write_sst(rows, options=TINY)
+    file = summary.named(1, 2, "n")
+    tail = data[file.meta_start :]
+    for bad in [tail[:end] for end in range(len(tail))] + [tail[start:] for start in range(1, len(tail) + 1)]:
+        with pytest.raises(Corrupt):
+            decode_meta(bad, file, "f")
+
+
+def test_damage_is_told_with_its_section_and_offset() -> None:
+    data, summary = write_sst(numbered_rows(500))
+    file = summary.named(1, 2, "n")
+    tail = bytearray(data[file.meta_start :])
+    tail[3] ^= 1
+    with pytest.raises(Corrupt, match=f"file=some.sst section=filter offset={file.meta_start}"):
+        decode_meta(bytes(tail), file, "some.sst")
+
+
+def test_another_file_under_this_name_is_found() -> None:
+    mine = write_sst(numbered_rows(100, seqno=1))[1].named(1, 2, "n")
+    others, summary = write_sst(numbered_rows(100, seqno=2))
+    assert summary.size_bytes == mine.size_bytes
+    with pytest.raises(Corrupt, match="not the one that the manifest describes"):
+        decode_meta(others[mine.meta_start :], mine, "f")
+
+
+def test_a_file_of_a_newer_format_is_refused_with_both_numbers() -> None:
+    data, summary = write_sst(numbered_rows(10))
+    footer_bytes = struct.unpack_from("<H", data, len(data) - 16)[0]
+    newer = bytearray(data)
+    struct.pack_into("<H", newer, len(data) - 14, FORMAT + 1)
+    struct.pack_into("<I", newer, len(data) - 4, crc32c.crc32c(bytes(newer[-footer_bytes:-4])))
+    file = summary.named(1, 2, "n")
+    with pytest.raises(Invalid, match=f"newer version of tidemill: file=f format={FORMAT + 1} supported={FORMAT}") as e:
+        decode_meta(bytes(newer[file.meta_start :]), file, "f")
+    assert e.value.fix
+
+
+def test_may_hold_is_the_filter_of_the_format() -> None:
+    rows = numbered_rows(3_000)
+    data, summary = write_sst(rows)
+    meta = decode_meta(data[summary.meta_start :], summary.named(1, 2, "n"), "f")
+    words = bloom.words_of(bloom.build_filter(bloom.hashes_of(rows[0]), 12))
+    asked = rows[0] + [b"other/%d" % number for number in range(3_000)]
+    assert [meta.may_hold(key) for key in asked] == [bloom.may_hold(words, key) for key in asked]
+    assert sum(map(meta.may_hold, asked[3_000:])) < 60
+
+
+def test_without_a_filter_every_key_may_be_there() -> None:
+    data, summary = write_sst(numbered_rows(100), options=Options(bloom_bits_per_key=0))
+    meta = decode_meta(data[summary.meta_start :], summary.named(1, 2, "n"), "f")
+    assert meta.may_hold(b"anything") and meta.find(b"row/00000050") == bisect_left(meta.last_keys, b"row/00000050")
