@@ -79,10 +79,13 @@ async def open_shard(
 async def list_shards(consensus: Consensus, rand: Rand | None = None) -> list[ShardInfo]:
     """All shards in name order, as of now."""
     rand = rand or Rand()
-    found = await consensus.scan(PREFIX)
-    created = [_created(key[len(PREFIX) :], version) for key, version in found]
-    machines = await asyncio.gather(*(open_machine(consensus, rand, c) for c in created))
+    machines = await asyncio.gather(*(open_machine(consensus, rand, c) for c in await created_shards(consensus)))
     return [describe(m) for m in machines]
+
+
+async def created_shards(consensus: Consensus) -> list[Create]:
+    """What every shard's register says, in name order."""
+    return [_created(key[len(PREFIX) :], version) for key, version in await consensus.scan(PREFIX)]
 
 
 def describe(machine: ShardMachine) -> ShardInfo:

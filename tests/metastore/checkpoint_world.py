@@ -1,0 +1,183 @@
+"""A small cluster on memory stores whose topics, bindings and shards keep moving, and what its rows restore to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+from memory_rows import Shared, opener
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.marks import Tracker
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.metastore.catalogue_next import Catalogue, PipelineRow, TopicRow
+from tidemill.metastore.checkpoint import Checkpointer
+from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.rows import BINDINGS, EXTENTS, PARTITIONS, SHARD_BATCHES, SHARDS, TOPICS
+from tidemill.node.checkpoint import checkpointer
+from tidemill.objects.memory import MemoryObjects
+from tidemill.shards.checkpoint import assemble, decode_header
+from tidemill.shards.codec import decode_batch
+from tidemill.shards.compaction import compact_once
+from tidemill.shards.front import DIFF, TIME, Binding, Column, ShardSchema
+from tidemill.shards.handle import LogShard
+from tidemill.shards.open import open_remap, open_shard
+from tidemill.shards.remap import LogRemap, decode_binding
+from tidemill.shards.state import ShardState, check_whole
+from tidemill.topics.batch import Record, encode_batch
+from tidemill.topics.log import LocalTopics
+from tidemill.topics.partition.rowform import partition_state
+from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.settings import TopicSettings
+
+SCHEMA = ShardSchema((Column("k", "int64"), Column("v", "int64")), ("k",))
+Rows = dict[bytes, bytes]
+
+
+class World:
+    """`clicks` (two partitions) feeds the shard `table`, from which `derived` is made."""
+
+    def __init__(self, domains: int = 1, **settings: Any) -> None:
+        self.clock = SystemClock()
+        self.rand = Rand(11)
+        self.consensus = MemoryConsensus(self.clock)
+        self.objects = MemoryObjects(self.clock)
+        self.shared = [Shared() for _ in range(domains)]
+        self.metastore = self.open()
+        self.catalogue: Any = Catalogue(self.metastore, self.clock, self.rand)
+        self.tracker = Tracker()
+        self.topics = LocalTopics(
+            self.consensus,
+            self.objects,
+            self.catalogue,
+            clock=self.clock,
+            rand=self.rand,
+            settings=TopicSettings(**({"retry_pause_s": 0.002} | settings)),
+        )
+        self.remap: LogRemap
+        self.table: LogShard
+        self.derived: LogShard
+        self.topic: TopicRow
+        self._seq = 0
+        self._sequences = {0: 0, 1: 0}
+
+    def open(self) -> Metastore:
+        return Metastore(self.consensus, opener(self.shared), self.clock, self.rand, domains=len(self.shared))  # type: ignore[arg-type]
+
+    async def __aenter__(self) -> World:
+        self.topic = await self.catalogue.create_topic("clicks", 2)
+        await self.catalogue.put(PipelineRow("p", {"table": "topic:clicks", "derived": "derived"}))
+        self.remap = await open_remap(self.consensus, self.clock, self.rand, "topic/clicks")
+        self.table = await open_shard(self.consensus, self.objects, self.clock, self.rand, "table", SCHEMA)
+        self.derived = await open_shard(self.consensus, self.objects, self.clock, self.rand, "derived", SCHEMA)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.table.aclose()
+        await self.derived.aclose()
+        await self.topics.aclose()
+        await self.metastore.aclose()
+
+    def keeper(self, holder: str = "n1", metastore: Metastore | None = None) -> Checkpointer:
+        return checkpointer(
+            self.consensus, self.objects, metastore or self.metastore, self.clock,
+            holder=holder, interval_s=0.01, tracker=self.tracker,
+        )  # fmt: skip
+
+    # the world moves ------------------------------------------------------------------------------
+    async def produce(self, count: int = 3, partition: int = 0) -> None:
+        batch = encode_batch(
+            [Record(None, b"v", (), 1000 + self._seq)] * count,
+            producer_id=5 + partition,
+            producer_epoch=0,
+            base_sequence=self._sequence(partition, count),
+        )
+        await self.topics.produce_nowait(self.topic.topic_id, partition, batch)
+
+    def _sequence(self, partition: int, count: int) -> int:
+        first = self._sequences[partition]
+        self._sequences[partition] += count
+        return first
+
+    async def bind(self) -> Binding:
+        offsets = []
+        for partition in range(2):
+            offsets.append((await self.topics.offsets(self.topic.topic_id, partition)).high_watermark)
+        latest = await self.remap.latest()
+        time_ms = max(self.clock.now_ms(), latest.time_ms + 1 if latest else 0)
+        return await self.remap.mint(Binding(time_ms, {self.topic.topic_id: tuple(offsets)}))
+
+    async def follow(self, shard: LogShard, end: int, *, rows: int = 1) -> None:
+        """Append [upper, end) with some rows, or none."""
+        _, upper = await shard.frontiers()
+        if end <= upper:
+            return
+        parts = []
+        if rows:
+            self._seq += 1
+            found = {"k": [self._seq] * rows, "v": list(range(rows)), TIME: [end - 1] * rows, DIFF: [1] * rows}
+            parts.append(await shard.write_part(pa.table(found)))
+        await shard.compare_and_append(upper, end, parts, "")
+
+    async def step(self, *, rows: int = 1) -> None:
+        """A record, its binding, the table up to it, the derived table up to the table."""
+        await self.produce(partition=int(self._sequences[0] > self._sequences[1]))
+        binding = await self.bind()
+        await self.follow(self.table, binding.time_ms + 1, rows=rows)
+        await self.follow(self.derived, (await self.table.frontiers())[1], rows=rows)
+
+    async def compact(self, shard: LogShard) -> bool:
+        since, upper = await shard.frontiers()
+        await shard.downgrade_since("test", 1, max(since, upper - 2))
+        return await compact_once(shard, self.objects, self.rand) is not None
+
+    async def move_on(self) -> None:
+        """For ever: everything at once, each stage running ahead of what follows it."""
+        while True:
+            await self.step()
+            await asyncio.sleep(0)
+
+
+def rows_of(shared: Shared) -> Rows:
+    return {key: row.value for key, row in shared.rows.items() if row.value}
+
+
+def family_rows(family: Any, rows: Mapping[bytes, bytes]) -> list[Any]:
+    prefix = family.prefix()
+    return [family.decode(key, rows[key]) for key in sorted(rows) if key.startswith(prefix)]
+
+
+class Restored:
+    """What these rows come back as. Raises Corrupt when something in them is torn."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.topics = {row.topic_id: row for row in family_rows(TOPICS, rows)}
+        self.partitions: dict[tuple[str, int], PartitionState] = {}
+        for row in family_rows(PARTITIONS, rows):
+            mine = {k: v for k, v in rows.items() if k.startswith(EXTENTS.prefix(row.topic_id, row.partition))}
+            self.partitions[row.topic_id, row.partition] = partition_state(row, family_rows(EXTENTS, mine))
+        self.bindings: dict[str, list[Binding]] = {}
+        for row in family_rows(BINDINGS, rows):
+            self.bindings.setdefault(row.source, []).append(decode_binding(row.binding))
+        self.shards: dict[str, ShardState] = {}
+        for row in family_rows(SHARDS, rows):
+            mine = {k: v for k, v in rows.items() if k.startswith(SHARD_BATCHES.prefix(row.name))}
+            batches = [decode_batch(batch.batch) for batch in family_rows(SHARD_BATCHES, mine)]
+            self.shards[row.name] = assemble(decode_header(row.header), batches)
+
+    def check(self) -> None:
+        """CP1: inputs at or beyond outputs."""
+        for state in self.shards.values():
+            check_whole(state)
+        latest = self.bindings.get("topic/clicks", [])
+        bound = latest[-1].time_ms + 1 if latest else 0
+        table, derived = self.shards.get("table"), self.shards.get("derived")
+        assert (table.upper if table else 0) <= bound, "a shard is ahead of its bindings"
+        assert (derived.upper if derived else 0) <= (table.upper if table else 0), "a derived table leads its input"
+        for binding in latest:
+            for topic_id, offsets in binding.offsets.items():
+                for partition, offset in enumerate(offsets):
+                    state = self.partitions.get((topic_id, partition))
+                    assert (state.high_watermark if state else 0) >= offset, "a binding is ahead of its topic"

@@ -1,0 +1,399 @@
+"""The checkpoint: whatever moment the bucket keeps, inputs are at or beyond outputs; only what changed is written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from checkpoint_world import Restored, Rows, World, rows_of
+
+from tidemill.base.errors import Corrupt, Fenced, Unavailable
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.metastore import checkpoint
+from tidemill.metastore.checkpoint import Checkpointer, Group, packed, slot_of
+from tidemill.metastore.cluster import domain_of
+from tidemill.metastore.rows import CHECKPOINTS, EXTENTS, PARTITIONS, SHARD_BATCHES
+from tidemill.topics.partition.replay import catch_up, partition_log
+from tidemill.topics.partition.state import PartitionState
+
+
+def run(body: Callable[[World], Awaitable[None]], domains: int = 1, **settings: int) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(60):
+            async with World(domains, **settings) as world:
+                await body(world)
+
+    asyncio.run(main())
+
+
+class Recorder:
+    """Keeps the rows after every commit of one domain: each is what a manifest might hold."""
+
+    def __init__(self, world: World) -> None:
+        self.moments: list[Rows] = []
+        for shared in world.shared:
+            self._watch(world, shared)
+
+    def _watch(self, world: World, shared: object) -> None:
+        write = shared.write  # type: ignore[attr-defined]
+
+        def recorded(rows: Group, expects: dict[bytes, int]) -> int:
+            seqno = write(rows, expects)
+            self.moments.append(rows_of(shared))  # type: ignore[arg-type]
+            return int(seqno)
+
+        shared.write = recorded  # type: ignore[attr-defined]
+
+
+def check_all(recorder: Recorder) -> None:
+    for rows in recorder.moments:
+        Restored(rows).check()
+
+
+def same_partition(a: PartitionState, b: PartitionState) -> None:
+    for name in ("log_start", "high_watermark", "terms", "producers", "last_at_ms"):
+        assert getattr(a, name) == getattr(b, name), name
+    assert [a.ref(i) for i in range(len(a))] == [b.ref(i) for i in range(len(b))]
+    assert list(a.highest_timestamps) == list(b.highest_timestamps)
+
+
+async def check_restored_equals_live(world: World) -> None:
+    rows: Rows = {}
+    for shared in world.shared:
+        rows |= rows_of(shared)
+    restored = Restored(rows)
+    restored.check()
+    for (topic_id, partition), state in restored.partitions.items():
+        log = partition_log(topic_id, partition)
+        live, _ = await catch_up(world.consensus, world.objects, log, PartitionState())
+        same_partition(state, live)
+    assert restored.bindings["topic/clicks"] == await world.remap.after(0)
+    for shard in (world.table, world.derived):
+        await shard.frontiers()
+        state = restored.shards[shard.name]
+        for name in ("shard_id", "schema", "since", "upper", "batches", "holds", "writers", "rows", "size_bytes"):
+            assert getattr(state, name) == getattr(shard.state, name), name
+
+
+def test_rows_hold_what_the_logs_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(world: World) -> None:
+        keeper = world.keeper()
+        for _ in range(5):
+            for _ in range(4):
+                await world.step()
+            await keeper.round()
+            await check_restored_equals_live(world)
+
+    run(body)
+
+
+def test_an_idle_round_writes_nothing() -> None:
+    async def body(world: World) -> None:
+        await world.step()
+        keeper = world.keeper()
+        assert await keeper.round() > 0
+        commits = world.shared[0].commits
+        assert await keeper.round() == 0
+        assert world.shared[0].commits == commits
+
+    run(body)
+
+
+def test_a_round_writes_only_what_changed_and_reads_only_what_is_new() -> None:
+    async def body(world: World) -> None:
+        keeper = world.keeper()
+        for _ in range(20):
+            await world.step()
+        await keeper.round()
+        seqno = world.shared[0].seqno
+        reads: list[tuple[str, int]] = []
+        read = world.consensus.read
+
+        async def counted(log: str, start: int, *args: int, **kwargs: int) -> object:
+            reads.append((log, start))
+            return await read(log, start, *args, **kwargs)
+
+        world.consensus.read = counted  # type: ignore[method-assign,assignment]
+        await world.produce(partition=1)
+        await keeper.round()
+        changed = [key for key, row in world.shared[0].rows.items() if row.seqno > seqno]
+        topic_id = world.topic.topic_id
+        assert [key for key in changed if key.startswith(PARTITIONS.prefix())] == [PARTITIONS.key(topic_id, 1)]
+        assert len([key for key in changed if key.startswith(EXTENTS.prefix())]) == 1
+        assert not [key for key in changed if key.startswith(SHARD_BATCHES.prefix())]
+        assert reads and all(start > 0 for _, start in reads), "a log was read from its start again"
+
+    run(body)
+
+
+def test_crash_between_any_two_writes_keeps_inputs_at_or_beyond_outputs() -> None:
+    """The world runs on while each round gathers and writes; every commit is a moment that may be restored."""
+
+    async def body(world: World) -> None:
+        recorder = Recorder(world)
+        moving = asyncio.ensure_future(world.move_on())
+        keeper = world.keeper()
+        for number in range(12):
+            await keeper.round()
+            await asyncio.sleep(0.002)
+            if number % 4 == 3:
+                await world.compact(world.table)
+        moving.cancel()
+        await asyncio.gather(moving, return_exceptions=True)
+        restored = [Restored(rows) for rows in recorder.moments]
+        for each in restored:
+            each.check()
+        assert len({r.shards["table"].upper for r in restored if "table" in r.shards}) > 8
+
+    run(body)
+
+
+def test_a_round_in_many_small_commits_is_restorable_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "COMMIT_BYTES", 500)
+
+    async def body(world: World) -> None:
+        recorder = Recorder(world)
+        keeper = world.keeper()
+        for _ in range(4):
+            for _ in range(10):
+                await world.step(rows=2)
+            await keeper.round()
+        check_all(recorder)
+        assert len(recorder.moments) > 40
+        await check_restored_equals_live(world)
+
+    run(body)
+
+
+def test_the_wrong_order_of_writing_is_found() -> None:
+    """The check itself can fail: outputs written first are seen by it."""
+
+    async def body(world: World) -> None:
+        recorder = Recorder(world)
+        keeper = world.keeper()
+        keeper._stages.reverse()
+        await world.step()
+        await keeper.round()
+        with pytest.raises(AssertionError, match="ahead of its bindings"):
+            check_all(recorder)
+
+    run(body)
+
+
+def test_the_wrong_order_of_gathering_is_found() -> None:
+    async def body(world: World) -> None:
+        recorder = Recorder(world)
+        keeper = world.keeper()
+        partitions, _, shards = keeper._stages
+        gather = shards.gather
+
+        async def late() -> object:
+            units = await partitions.gather()
+            partitions.gather = _returning(units)  # type: ignore[method-assign]
+            await world.step()
+            return await gather()
+
+        shards.gather = late  # type: ignore[method-assign,assignment]
+        await world.step()
+        await keeper.round()
+        with pytest.raises(AssertionError, match="ahead of its topic"):
+            check_all(recorder)
+
+    run(body)
+
+
+def _returning(units: object) -> Callable[[], Awaitable[object]]:
+    async def gather() -> object:
+        return units
+
+    return gather
+
+
+def test_compacted_batches_replace_what_they_cover() -> None:
+    async def body(world: World) -> None:
+        keeper = world.keeper()
+        for _ in range(12):
+            await world.step()
+        await keeper.round()
+        assert await world.compact(world.table)
+        await world.step()
+        await keeper.round()
+        await check_restored_equals_live(world)
+        assert world.table.state.since > 0
+
+    run(body)
+
+
+def test_partitions_that_were_rolled_up_under_the_keeper_are_followed_on() -> None:
+    async def body(world: World) -> None:
+        keeper = world.keeper()
+        await world.step()
+        await keeper.round()
+        for _ in range(40):
+            await world.produce()
+        assert (await world.consensus.log_head(partition_log(world.topic.topic_id, 0))).start > 0
+        await world.step()
+        await keeper.round()
+        await check_restored_equals_live(world)
+
+    run(body, rollup_records=8)
+
+
+def test_a_new_keeper_goes_on_from_the_rows() -> None:
+    async def body(world: World) -> None:
+        for _ in range(5):
+            await world.step()
+        await world.keeper("n1").round()
+        for _ in range(5):
+            await world.step()
+        seqno = world.shared[0].seqno
+        await world.keeper("n2").round()
+        await check_restored_equals_live(world)
+        old = [k for k, row in world.shared[0].rows.items() if row.seqno <= seqno and k.startswith(EXTENTS.prefix())]
+        assert len(old) == 5, "extents that were there are not written again"
+
+    run(body)
+
+
+def test_a_replaced_keeper_writes_nothing_any_more() -> None:
+    async def body(world: World) -> None:
+        await world.step()
+        old, new = world.keeper("old"), world.keeper("new", world.open())
+        await old.round()
+        await new.round()
+        await world.step()
+        seqno = world.shared[0].seqno
+        with pytest.raises(Fenced):
+            await old.round()
+        assert world.shared[0].seqno == seqno
+        await new.round()
+        await check_restored_equals_live(world)
+
+    run(body)
+
+
+def test_a_failed_commit_is_made_good_by_the_next_round() -> None:
+    async def body(world: World) -> None:
+        keeper = world.keeper()
+        await world.step()
+        await keeper.round()
+        await world.step()
+
+        def refuse(_: Callable[[], int]) -> int:
+            raise Unavailable("the domain is away.")
+
+        world.shared[0].fault = refuse
+        with pytest.raises(Unavailable):
+            await keeper.round()
+        await keeper.round()
+        await check_restored_equals_live(world)
+
+    run(body)
+
+
+def test_a_deleted_topic_leaves_no_rows() -> None:
+    async def body(world: World) -> None:
+        keeper = world.keeper()
+        await world.step()
+        await keeper.round()
+        await world.catalogue.delete(type(world.topic), "clicks")
+        await keeper.round()
+        left = Restored(rows_of(world.shared[0]))
+        assert not left.partitions and not left.bindings
+        assert not [key for key in rows_of(world.shared[0]) if key.startswith(EXTENTS.prefix())]
+        await world.keeper("n2").round()
+
+    run(body)
+
+
+def test_rows_are_never_overwritten_by_an_empty_consensus() -> None:
+    """A new consensus beside an old bucket, without a restore: the rows may be all that is left."""
+
+    async def body(world: World) -> None:
+        await world.step()
+        await world.keeper().round()
+        world.consensus = MemoryConsensus(world.clock)
+        before = rows_of(world.shared[0])
+        with pytest.raises(Corrupt, match="Consensus was replaced"):
+            await world.keeper().round()
+        after = rows_of(world.shared[0])
+        key = CHECKPOINTS.key(slot_of(0, 1))
+        assert {k: v for k, v in after.items() if k != key} == {k: v for k, v in before.items() if k != key}
+
+    run(body)
+
+
+def test_over_several_domains_a_stage_is_durable_before_the_next_one_writes() -> None:
+    """Each domain persists only when flushed; the flushed rows of all domains together keep the order."""
+
+    async def body(world: World) -> None:
+        flushed: list[Rows] = [{} for _ in world.shared]
+        moments: list[Rows] = []
+        for index, domain in enumerate(await world.metastore.domains()):
+
+            async def flush(timeout_s: float | None = None, index: int = index) -> int:
+                flushed[index] = rows_of(world.shared[index])
+                moments.append({k: v for rows in flushed for k, v in rows.items()})
+                return world.shared[index].seqno
+
+            domain.flush = flush  # type: ignore[method-assign]
+        moving = asyncio.ensure_future(world.move_on())
+        keeper = world.keeper()
+        for _ in range(6):
+            await keeper.round()
+            await asyncio.sleep(0.002)
+        moving.cancel()
+        await asyncio.gather(moving, return_exceptions=True)
+        for each in moments:
+            Restored(each).check()
+        assert len(moments) > 20
+
+    run(body, domains=3)
+
+
+def test_every_domain_has_a_slot_of_its_own() -> None:
+    for domains in (1, 2, 3, 7):
+        for domain in range(domains):
+            assert domain_of(CHECKPOINTS.key(slot_of(domain, domains)), domains) == domain
+
+
+def test_units_are_written_whole_while_they_fit() -> None:
+    def group(name: bytes, size: int) -> Group:
+        return [(name, b"x" * size)]
+
+    units = [[group(b"a", 100), group(b"b", 100)], [group(b"c", 300), group(b"d", 300)], [group(b"e", 10)]]
+    assert [[key for key, _ in rows] for rows in packed(units, 600)] == [[b"a", b"b"], [b"c"], [b"d", b"e"]]
+    twice = [[[(b"k", b"1")], [(b"k", b"2")]]]
+    assert list(packed(twice, 600)) == [[(b"k", b"2")]]
+
+
+def test_the_mark_says_how_old_the_checkpoint_is_and_who_holds_it_back() -> None:
+    async def body(world: World) -> None:
+        keeper: Checkpointer = world.keeper()
+        await world.step()
+        await keeper.round()
+        [mark] = [m for m in world.tracker.report("p", 0).marks if m.name == checkpoint.MARK]
+        assert mark.position == mark.target > 0
+        age_ms = keeper.facts()["checkpoint_age_ms"]
+        assert isinstance(age_ms, int) and age_ms < 10_000
+
+        def refuse(_: Callable[[], int]) -> int:
+            raise Unavailable("the domain is away.")
+
+        await world.step()
+        world.shared[0].fault = refuse
+        running = asyncio.ensure_future(keeper.run())
+        while True:
+            await asyncio.sleep(0.001)
+            [mark] = [m for m in world.tracker.report("p", 0).marks if m.name == checkpoint.MARK]
+            if "away" in mark.reason:
+                break
+        assert mark.position < mark.target and mark.held_by == "metastore"
+        while mark.position < mark.target or mark.reason:
+            await asyncio.sleep(0.001)
+            [mark] = [m for m in world.tracker.report("p", 0).marks if m.name == checkpoint.MARK]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    run(body)
