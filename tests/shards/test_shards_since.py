@@ -8,7 +8,7 @@ from shard_world import SCHEMA, World, append, run
 from tidemill.base.errors import Fenced, Invalid
 from tidemill.shards.apply import Rejected, apply
 from tidemill.shards.commands import Append, Command, Create, DowngradeSince, ReleaseHold, SetHold
-from tidemill.shards.front import Batch
+from tidemill.shards.front import Batch, HistoryLost
 from tidemill.shards.state import ShardState
 
 
@@ -85,5 +85,24 @@ def test_reads_below_since_are_refused_and_a_hold_keeps_them() -> None:
                 pass
         listener = shard.listen(81)
         assert (await anext(listener)).lower == 81
+
+    run(scenario())
+
+
+def test_batches_are_chosen_only_from_history_that_is_still_told_apart() -> None:
+    """Since at 80 means that updates below 80 may carry the time 80: a delta from 80 on would hold all of them."""
+
+    async def scenario() -> None:
+        shard = await World().open()
+        await append(shard, 0, 100, [(1, "a", 5, 1), (1, "a", 50, -1), (2, "b", 90, 1)])
+        assert len(await shard.batches(0)) == len(await shard.batches(80)) == 1
+        assert await shard.downgrade_since("pipeline", 1, 80) == 80
+        for lower in (-1, 0, 79, 80):
+            with pytest.raises(HistoryLost):
+                await shard.batches(lower)
+        assert len(await shard.batches(81)) == 1
+        with pytest.raises(HistoryLost):
+            await shard.batches_until(79)
+        assert len(await shard.batches_until(80)) == 1
 
     run(scenario())

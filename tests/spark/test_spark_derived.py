@@ -13,7 +13,7 @@ import pytest
 from test_spark_sink import clicks_sink
 from upsert_world import SCHEMA
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import Invalid, Unavailable
 from tidemill.spark.derived import Derivation, difference
 from tidemill.spark.pipeline import DerivedTable
 from tidemill.spark.types import spark_schema
@@ -99,6 +99,32 @@ def test_time_moves_on_without_recomputing_what_did_not_change(harbour: Any, tmp
     derived.round()
     assert (derived.recomputed, harbour.upper("counts")) == (1, 21)
     assert not derived.round(), "nothing new: nothing to append"
+
+
+def test_a_change_read_before_storage_went_away_is_not_forgotten(harbour: Any, tmp_path: Path) -> None:
+    """The input moves by one batch, the next one cannot be read: what the first one brought still counts."""
+    clicks = Clicks(harbour, tmp_path)
+    derived = derivation(harbour, tmp_path, count_by_product)
+    derived.open()
+    clicks.say(("a", 1))
+    derived.round()
+    clicks.say(("b", 2))
+    clicks.say()
+    shard = derived._inputs[0].shard
+    read, calls = shard.read_batch, 0
+
+    async def second_is_away(*given: Any) -> pa.Table:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise Unavailable("storage is away.")
+        return await read(*given)
+
+    shard.read_batch = second_is_away  # type: ignore[method-assign]
+    with pytest.raises(Unavailable):
+        derived.round()
+    assert derived.round()
+    assert counts(harbour) == {1: 1, 2: 1}
 
 
 def test_two_derivations_race_and_a_restart_goes_on(harbour: Any, tmp_path: Path) -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
+from tidemill.shards.compaction import compact_once
+from tidemill.shards.front import DIFF, TIME
 from tidemill.shards.open import open_remap, open_shard
+from tidemill.shards.schema import update_schema
 from tidemill.spark.dead_letters import DeadLetters
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.decode.stream import DEAD_LETTERS
@@ -146,6 +153,82 @@ def test_two_sinks_race_on_one_shard_and_the_loser_recomputes(harbour: Any, tmp_
     for sink in (one, two):
         assert sorted(map(str, sink.tables[0].operator.mirror.live_rows().to_pylist())) == sorted(map(str, rows))
     assert len(harbour.contents("p.dead_letters")) == 12
+
+
+def test_a_follower_whose_history_is_compacted_between_two_looks_starts_over(harbour: Any, tmp_path: Path) -> None:
+    """Read from where it stands, the merged batch holds every live row as news and no deletion at all."""
+    topic = harbour.create_topic("clicks")
+    one, two = clicks_sink(harbour, tmp_path / "1"), clicks_sink(harbour, tmp_path / "2")
+    for n in range(1, 11):
+        rows = [(b"k", {"click_id": f"k{n}", "product_id": n}), (b"k", {"click_id": f"m{n}", "product_id": n})]
+        gone = [(f"k{n - 1}".encode(), None)] if n > 1 else []
+        harbour.produce(topic, [*rows, *gone])
+        harbour.mint("topic/clicks", n * 10, topic)
+        two.process(two.latest())
+        if n == 3:
+            one.process(one.latest())
+    follower = one.tables[0]
+    assert any(row["click_id"] == "k3" for row in follower.operator.mirror.live_rows().to_pylist())
+    look = follower.shard.frontiers
+
+    async def look_then_compact(*, fresh: bool = True) -> tuple[int, int]:
+        found = await look(fresh=fresh)
+        s = harbour.stores
+        other = await open_shard(s.consensus, s.objects, s.clock, s.rand, "clicks")
+        await other.downgrade_since("compactor", 1, 95)
+        await compact_once(other, s.objects, s.rand)
+        return found
+
+    follower.shard.frontiers = look_then_compact  # type: ignore[method-assign]
+    follower.follow()
+    rows = sorted(map(str, harbour.contents("clicks")))
+    assert len(rows) == 11 and not any("k3" in row for row in rows)
+    assert sorted(map(str, follower.operator.mirror.live_rows().to_pylist())) == rows
+
+
+def test_the_threads_of_two_feeds_share_the_dead_letters(harbour: Any, tmp_path: Path) -> None:
+    """Feeds call from threads of their own: two flushes at once would append the same letters against each other."""
+    table = writer(harbour, "p.dead_letters", DEAD_LETTERS, tmp_path)
+    dead = DeadLetters(table, ["topic/a", "topic/b"])
+    plain, inside, most = table.append, 0, 0
+
+    async def slow(*given: Any) -> bool:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        await asyncio.sleep(0.02)
+        inside -= 1
+        return await plain(*given)
+
+    table.append = slow  # type: ignore[method-assign,assignment]
+    failures: list[BaseException] = []
+    both = threading.Barrier(2)
+
+    def feed(source: str) -> None:
+        try:
+            for n in range(1, 11):
+                letter = {"topic": source, "partition": 0, "offset": n, "bytes": b"bad", TIME: n * 10, DIFF: 1}
+                target = update_schema(DEAD_LETTERS)
+                row = {f.name: [letter.get(f.name)] for f in target} | {"reason": ["broken"]}
+                dead.take(source, n * 10 + 1, pa.table(row, schema=target))
+                both.wait(30)
+                dead.flush()
+                both.wait(30)
+        except BaseException as error:
+            failures.append(error)
+            both.abort()
+
+    threads = [threading.Thread(target=feed, args=(source,)) for source in ("topic/a", "topic/b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    assert most == 1
+    letters = harbour.contents("p.dead_letters")
+    assert sorted((r["topic"], r["offset"]) for r in letters) == [
+        (source, n) for source in ("topic/a", "topic/b") for n in range(1, 11)
+    ]
 
 
 def test_a_restart_with_or_without_its_mirror_goes_on_where_the_shard_is(harbour: Any, tmp_path: Path) -> None:

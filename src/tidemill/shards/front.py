@@ -15,9 +15,15 @@ from typing import Any, Protocol
 import msgspec
 import pyarrow as pa
 
+from tidemill.base.errors import Invalid
+
 TIME = "_time"
 DIFF = "_diff"
 HASH = "_hash"
+
+
+class HistoryLost(Invalid):
+    """The time asked for lies below since, or did when the batches were chosen: start again from newer contents."""
 
 
 class Column(msgspec.Struct, frozen=True):
@@ -92,7 +98,14 @@ class Shard(Protocol):
         ...
 
     async def batches(self, lower: int) -> list[Batch]:
-        """Batches whose upper > `lower`, in order, contiguous, up to the current upper."""
+        """Batches whose upper > `lower`, in order, contiguous, up to the current upper: every update from `lower` on.
+
+        Raises HistoryLost when since has reached `lower`: updates below it may then carry later times.
+        """
+        ...
+
+    async def batches_until(self, as_of: int, timeout_s: float | None = None) -> list[Batch]:
+        """Batches whose updates with time ≤ `as_of` sum up to the contents at it. Waits and raises as `snapshot`."""
         ...
 
     async def read_batch(self, batch: Batch, lower: int, upper: int) -> pa.Table:

@@ -20,7 +20,7 @@ from tidemill.shards.apply import Reason, Rejected, bounds_error
 from tidemill.shards.commands import Append, Close, Command, DowngradeSince, ReleaseHold, Replace, SetHold
 from tidemill.shards.consolidate import contents
 from tidemill.shards.cpu import Cpu, inline_cpu
-from tidemill.shards.front import HASH, Batch, Delta, Part
+from tidemill.shards.front import HASH, Batch, Delta, HistoryLost, Part
 from tidemill.shards.machine import ShardMachine
 from tidemill.shards.parts import store_part
 from tidemill.shards.reading import PartReader
@@ -174,12 +174,17 @@ class LogShard:
 
     async def updates_until(self, as_of: int, timeout_s: float | None = None) -> pa.Table:
         """Every update with time ≤ as_of, as stored (columns, `_time`, `_diff`, `_hash`): what `snapshot` sums."""
+        return await self.reader.read_batches(await self.batches_until(as_of, timeout_s), 0, as_of + 1)
+
+    async def batches_until(self, as_of: int, timeout_s: float | None = None) -> list[Batch]:
         state = await self._readable(as_of, timeout_s)
-        chosen = [b for b in state.batches if b.lower <= as_of]
-        return await self.reader.read_batches(chosen, 0, as_of + 1)
+        return [b for b in state.batches if b.lower <= as_of]
 
     async def batches(self, lower: int) -> list[Batch]:
-        return self._from(await self._machine.refresh(), lower)
+        # Choice and check rest on one state: since may move, and compaction with it, before the caller's next call.
+        state = await self._machine.refresh()
+        self._check_history(state, lower)
+        return self._from(state, lower)
 
     async def read_batch(self, batch: Batch, lower: int, upper: int) -> pa.Table:
         """See the front. The rows carry `_hash` too, and each part's rows are sorted by it."""
@@ -196,8 +201,7 @@ class LogShard:
         frontier = lower
         state = await self._machine.refresh()
         while True:
-            if state.since > 0 and state.since >= frontier:
-                raise self._history_lost(state, frontier)
+            self._check_history(state, frontier)
             ready = self._from(state, frontier)
             for group in _groups(ready):
                 tables = await asyncio.gather(*(self.reader.read_batch(b, frontier, b.upper) for b in group))
@@ -254,8 +258,13 @@ class LogShard:
         at = bisect_right(state.batches, lower, key=lambda b: b.upper)
         return list(state.batches[at:])
 
-    def _history_lost(self, state: ShardState, wanted: int) -> Invalid:
-        return Invalid(
+    def _check_history(self, state: ShardState, frontier: int) -> None:
+        """Are the updates from `frontier` on still told apart from those before it? Raises HistoryLost."""
+        if state.since > 0 and state.since >= frontier:
+            raise self._history_lost(state, frontier)
+
+    def _history_lost(self, state: ShardState, wanted: int) -> HistoryLost:
+        return HistoryLost(
             f"history is lost: shard={self.name} wanted={wanted} since={state.since}.",
             fix="Read at a time from since to upper - 1, then listen from there.",
         )
@@ -270,7 +279,7 @@ class LogShard:
             case Reason.FENCED:
                 return Fenced(f"a newer epoch owns this hold: {said}.", current=state.holds)
             case Reason.HISTORY:
-                return Invalid(f"history is lost: {said}.", fix="Hold a time from since on.")
+                return HistoryLost(f"history is lost: {said}.", fix="Hold a time from since on.")
             case Reason.MOVED:
                 return Conflict(f"batches moved meanwhile: {said}.", current=state.upper)
             case Reason.ABSENT:

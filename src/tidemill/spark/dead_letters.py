@@ -4,10 +4,14 @@ Several topics feed one shard, each at its own pace, so its upper follows the sl
 topic delivered ahead of that is kept here, classified by the same three-way rule as everything else.
 A process that starts finds the tables further than this shard: it decodes the gap again, for its dead
 letters only. Writers race as equals: what is malformed is a function of the records alone.
+
+The feeds of a process call from threads of their own, so each method lets one in at a time: two flushes at once
+would append the same letters against each other, and a `take` between them be forgotten.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 
 import numpy as np
@@ -29,6 +33,7 @@ class DeadLetters:
         self.writer = writer
         self._through = dict.fromkeys(sources, writer.upper)
         self._kept = no_dead_letters()
+        self._one_at_a_time = threading.Lock()
         self.total = 0
 
     @property
@@ -37,18 +42,24 @@ class DeadLetters:
 
     def missing_from(self, source: str, lower: int) -> int | None:
         """Where the source must be decoded again from, when its next batch begins at `lower`; None = no gap."""
-        return self._through[source] if self._through[source] < lower else None
+        with self._one_at_a_time:
+            return self._through[source] if self._through[source] < lower else None
 
     def take(self, source: str, upper: int, letters: pa.Table) -> None:
         """All dead letters of the source from where it stood up to `upper`; those already taken are dropped."""
-        times = int64s(letters, TIME)
-        new = classify(times, max(self._through[source], self.upper), upper) != BELOW
-        if letters.num_rows:
-            self._kept = pa.concat_tables([self._kept, letters.filter(pa.array(new))])
-        self._through[source] = max(self._through[source], upper)
+        with self._one_at_a_time:
+            times = int64s(letters, TIME)
+            new = classify(times, max(self._through[source], self.upper), upper) != BELOW
+            if letters.num_rows:
+                self._kept = pa.concat_tables([self._kept, letters.filter(pa.array(new))])
+            self._through[source] = max(self._through[source], upper)
 
     def flush(self) -> None:
         """Append what all sources have passed. Losing to a peer drops what the peer wrote."""
+        with self._one_at_a_time:
+            self._flush()
+
+    def _flush(self) -> None:
         while True:
             end = min(self._through.values())
             times = int64s(self._kept, TIME)

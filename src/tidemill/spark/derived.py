@@ -20,7 +20,7 @@ import structlog
 
 from tidemill.base.errors import Corrupt, Invalid, Missing
 from tidemill.base.portal import Portal
-from tidemill.shards.front import TIME, ShardSchema
+from tidemill.shards.front import TIME, HistoryLost, ShardSchema
 from tidemill.shards.handle import LogShard
 from tidemill.shards.hashing import hash_rows
 from tidemill.shards.schema import checked, conform, contents_schema, update_schema
@@ -42,32 +42,39 @@ log = structlog.get_logger()
 
 
 class InputMirror:
-    """The contents of an input at exactly one time, moved forward by its deltas."""
+    """The contents of an input at exactly one time, moved forward by its deltas.
+
+    `changed`: they may differ from those that the output was last made of. Set as soon as the mirror moves, for a
+    move may fail half way; the derivation clears it.
+    """
 
     def __init__(self, portal: Portal, shard: LogShard) -> None:
         self.shard = shard
+        self.changed = True
         self._portal = portal
         self._mirror = Mirror(shard.schema)
 
-    def move_to(self, time_ms: int) -> bool:
-        """Contents as of `time_ms`, which must be final; True when anything changed on the way."""
+    def move_to(self, time_ms: int) -> None:
+        """Contents as of `time_ms`, which must be final."""
         end = time_ms + 1
         if end <= self._mirror.upper:
-            return False
-        since, _ = self._portal.call(self.shard.frontiers())
-        if since >= self._mirror.upper:
+            return
+        try:
+            batches = self._portal.call(self.shard.batches(self._mirror.upper)) if self._mirror.upper else None
+        except HistoryLost:
+            batches = None
+        if batches is None:
             contents = self._portal.call(self.shard.snapshot(time_ms))
             self._mirror = Mirror.hydrate(self.shard.schema, contents, end)
-            return True
-        changed = False
-        for batch in self._portal.call(self.shard.batches(self._mirror.upper)):
+            self.changed = True
+            return
+        for batch in batches:
             lower, upper = self._mirror.upper, min(batch.upper, end)
             if upper <= lower:
                 continue
             rows = self._portal.call(self.shard.read_batch(batch, lower, upper))
-            changed |= rows.num_rows > 0
+            self.changed |= rows.num_rows > 0
             self._mirror.apply(rows, lower, upper)
-        return changed
 
     def contents(self) -> pa.Table:
         return self._mirror.live_rows()
@@ -90,7 +97,6 @@ class Derivation:
         self._spark = spark
         self._mirror_dir = mirror_dir
         self._inputs: list[InputMirror] = []
-        self._dirty = True
 
     @property
     def upper(self) -> int:
@@ -151,8 +157,8 @@ class Derivation:
         if end <= lower:
             return False
         for one in self._inputs:
-            self._dirty |= one.move_to(end - 1)
-        if not self._dirty:
+            one.move_to(end - 1)
+        if not any(one.changed for one in self._inputs):
             won = self._portal.call(self.writer.append(lower, end, ()))
             if won:
                 self.writer.operator.feedback(update_schema(self.writer.schema).empty_table(), lower, end)
@@ -162,7 +168,8 @@ class Derivation:
         won = self._portal.call(self._append(lower, end, pending.updates))
         if won:
             self.writer.committed(pending)
-            self._dirty = False
+            for one in self._inputs:
+                one.changed = False
             self.recomputed += 1
             if self.recomputed == 1:
                 log.info("derived table is there", table=self.table.name, rows=len(pending.changes.hashes))

@@ -175,7 +175,7 @@ class ShardReader(DataSourceReader):  # type: ignore[misc]
                 f"time is not readable: shard={shard.name} as_of={as_of} since={since} upper={upper}.",
                 fix="Read at a time from since to upper - 1.",
             )
-        batches = [b for b in portal.call(shard.batches(-1)) if b.lower <= as_of and b.parts]
+        batches = [b for b in portal.call(shard.batches_until(as_of)) if b.parts]
         return [ShardPartition(self._options.urls.objects, shard.schema, batches, as_of)] if batches else []
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:

@@ -14,7 +14,7 @@ import structlog
 
 from tidemill.base.errors import Conflict, Corrupt, Unavailable, Unknown
 from tidemill.base.portal import Portal
-from tidemill.shards.front import Part, ShardSchema
+from tidemill.shards.front import HistoryLost, Part, ShardSchema
 from tidemill.shards.handle import LogShard
 from tidemill.spark.feeds import TopicFeed
 from tidemill.spark.stores import Stores
@@ -25,6 +25,8 @@ from tidemill.spark.upsert.resolve import Resolved
 
 SAVE_EVERY = 500
 """Appends between two saves of the mirror: what a restart after a crash has to read again is that much at most."""
+
+START_ATTEMPTS = 5
 
 log = structlog.get_logger()
 
@@ -77,7 +79,7 @@ class TableWriter:
 
     def follow(self) -> None:
         """Apply what the shard accepted since the mirror's upper, whoever wrote it."""
-        since, upper = self.portal.call(self.shard.frontiers())
+        _, upper = self.portal.call(self.shard.frontiers())
         at = self.operator.upper
         if upper == at:
             return
@@ -86,20 +88,37 @@ class TableWriter:
                 f"the shard's upper went back: shard={self.name} mirror={at} upper={upper}.",
                 fix="The shard was recreated or restored: restart the pipeline with a fresh scratch directory.",
             )
-        if since >= at:  # the difference between at - 1 and now can no longer be told: start from contents
-            contents = self.portal.call(self.shard.snapshot(upper - 1))
-            mirror = Mirror.hydrate(self.schema, contents, upper, directory=self.mirror_dir)
-            kept = self.operator
-            self.operator = Upsert(self.schema, mirror, fault=self._fault)
-            self.operator.adopt(kept)
+        try:
+            # An empty mirror is made from contents: its history is as long as the shard's.
+            batches = self.portal.call(self.shard.batches(at)) if at else None
+        except HistoryLost:
+            batches = None
+        if batches is None:
+            self._start_over()
             return
-        for batch in self.portal.call(self.shard.batches(at)):
+        for batch in batches:
             if batch.upper <= self.operator.upper:
                 continue
             lower = self.operator.upper
             self.operator.feedback(
                 self.portal.call(self.shard.read_batch(batch, lower, batch.upper)), lower, batch.upper
             )
+
+    def _start_over(self) -> None:
+        """A new mirror from the shard's contents: what changed since the old one can no longer be told."""
+        for _ in range(START_ATTEMPTS):
+            _, upper = self.portal.call(self.shard.frontiers())
+            try:
+                contents = self.portal.call(self.shard.snapshot(upper - 1))
+                break
+            except HistoryLost:
+                continue  # since passed the time in between: read at a newer one
+        else:
+            raise Unavailable(f"the shard's history is forgotten while it is read: shard={self.name}.")
+        mirror = Mirror.hydrate(self.schema, contents, upper, directory=self.mirror_dir)
+        kept = self.operator
+        self.operator = Upsert(self.schema, mirror, fault=self._fault)
+        self.operator.adopt(kept)
 
     # writing ----------------------------------------------------------------------------------------
     def token(self) -> str:

@@ -15,7 +15,7 @@ from tidemill.base.frontier import Lsn
 from tidemill.cli.verify.compare import Comparison, Outcome, Row
 from tidemill.cli.verify.postgres import SourcePoint, source_point
 from tidemill.cli.verify.spool import Spool
-from tidemill.shards.front import Batch, Binding, Remap, Shard
+from tidemill.shards.front import Binding, Remap, Shard
 
 Progress = Callable[[str, int, int], None]
 """(table, rows of the source compared, rows expected; 0 = not known)"""
@@ -143,17 +143,13 @@ async def compare_shard(
 async def spool_shard(shard: Shard, time_ms: int, spool: Spool, timeout_s: float) -> None:
     """Every update of the shard up to `time_ms`, some batches at a time. Raises Unavailable, Invalid below since."""
     upper = await shard.wait_upper(time_ms, timeout_s)
-    since, _ = await shard.frontiers()
     if upper <= time_ms:
         raise Unavailable(
             f"shard did not reach the time: shard={shard.name} time_ms={time_ms} upper={upper}.",
             fix=f"See `tidemill why shard:{shard.name}`.",
         )
-    if time_ms < since:
-        raise Invalid(f"history is lost: shard={shard.name} time_ms={time_ms} since={since}.")
     held: list[pa.Table] = []
-    batches: list[Batch] = [b for b in await shard.batches(0) if b.lower <= time_ms]
-    for batch in batches:
+    for batch in await shard.batches_until(time_ms):
         held.append(await shard.read_batch(batch, 0, time_ms + 1))
         if sum(t.num_rows for t in held) >= GROUP_ROWS:
             await spool.add_updates(pa.concat_tables(held))
