@@ -31,6 +31,8 @@ from tidemill.metastore.lsm.options import Options
 
 NICE = 10
 IDLE_S = 60.0
+DYING_S = 2.0
+"""A process whose pipe has closed is given this long to be gone."""
 _MAIN = "tidemill.metastore.lsm.compaction.worker_main"
 
 
@@ -66,7 +68,7 @@ class WorkerMerger:
             try:
                 return await self._exchange(job, progress)
             except (asyncio.IncompleteReadError, ConnectionError) as error:
-                returncode = await self._end()
+                returncode = await self._end(grace_s=DYING_S)
                 if self._closed:
                     raise Closed("The merge worker was closed during a merge.") from error
                 self._deaths += 1
@@ -128,13 +130,18 @@ class WorkerMerger:
         process.stdin.write(frame(self._setup))
         return process
 
-    async def _end(self) -> int | None:
+    async def _end(self, grace_s: float = 0.0) -> int | None:
+        """Make sure that the process is gone, and tell how it ended. It may end by itself within `grace_s`."""
         process, self._process = self._process, None
         if process is None:
             return None
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        returncode = await process.wait()
         if process.stdin is not None:
             process.stdin.close()
-        return returncode
+        if grace_s:
+            # Popen.kill would reap a process that has just died, and its return code would be lost.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    return await process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        return await process.wait()

@@ -1,0 +1,306 @@
+"""The merge worker: a real process that reads and writes the bucket itself, may die at any time, and is not missed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from lsm_files import Shelf, in_loop
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import Closed, Invalid, Missing, Unavailable
+from tidemill.metastore.lsm.compaction.merger import DEATHS_TOLERATED, ChoosingMerger, Progress
+from tidemill.metastore.lsm.compaction.pick import Job, settle
+from tidemill.metastore.lsm.compaction.worker import WorkerMerger
+from tidemill.metastore.lsm.manifest import FileMeta
+from tidemill.metastore.lsm.options import Options
+from tidemill.objects.local import LocalObjects
+
+OPTIONS = Options(slice_rows=500, file_bytes=256 << 10)
+LIMIT_S = 30.0
+
+
+def shelf_at(path: Path, options: Options = OPTIONS) -> Shelf:
+    return Shelf(options, LocalObjects.open(path, SystemClock(), Rand()))
+
+
+async def fill(shelf: Shelf, *, files: int = 3, rows: int = 3000) -> dict[bytes, bytes]:
+    everything: dict[bytes, bytes] = {}
+    for seqno in range(1, files + 1):
+        source = random.Random(seqno)
+        batch = {b"%06d" % source.randrange(10 * rows): source.randbytes(60) for _ in range(rows)}
+        everything.update(batch)
+        await shelf.flush(batch, seqno)
+    return everything
+
+
+def job_of(shelf: Shelf) -> Job:
+    job = settle(shelf.version.levels, shelf.options)
+    assert job is not None
+    return shelf.prepared(job)
+
+
+def alive(pid: int) -> bool:
+    """A process that has ended but was not waited for yet counts as ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def until_dead(pid: int) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while alive(pid):
+            await asyncio.sleep(0.02)
+
+
+@in_loop
+async def test_the_worker_makes_what_the_loop_makes(tmp_path: Path) -> None:
+    shelf = shelf_at(tmp_path)
+    everything = await fill(shelf)
+    worker = WorkerMerger(str(tmp_path), OPTIONS)
+    told: list[int] = []
+    try:
+        assert worker.pid is None, "nothing is started before the first job"
+        by_worker = await worker.merge(job_of(shelf), told.append)
+        inline = await shelf.merger.merge(job_of(shelf))
+    finally:
+        await worker.aclose()
+    assert len(inline) > 1 and told[-1] == job_of(shelf).rows
+    for mine, theirs in zip(inline, by_worker, strict=True):
+        assert await shelf.rows_of(mine) == await shelf.rows_of(theirs)
+        assert msgspec.structs.replace(mine, number=0, nonce="") == msgspec.structs.replace(theirs, number=0, nonce="")
+    found = [row for file in by_worker for row in await shelf.rows_of(file)]
+    assert {key: value for key, value, _ in found} == everything
+
+
+@in_loop
+async def test_one_process_does_many_jobs_and_ends_with_the_merger(tmp_path: Path) -> None:
+    shelf = shelf_at(tmp_path)
+    await fill(shelf)
+    worker = WorkerMerger(str(tmp_path), OPTIONS)
+    await worker.merge(job_of(shelf))
+    pid = worker.pid
+    assert pid is not None and alive(pid) and os.getpriority(os.PRIO_PROCESS, pid) >= 10
+    await asyncio.gather(*(worker.merge(job_of(shelf)) for _ in range(3)))
+    assert worker.pid == pid
+    await worker.aclose()
+    assert not alive(pid)
+    with pytest.raises(Closed):
+        await worker.merge(job_of(shelf))
+
+
+@in_loop
+async def test_a_killed_worker_is_unavailable_once_and_the_next_job_has_a_new_one(tmp_path: Path) -> None:
+    slow = msgspec.structs.replace(OPTIONS, compaction_bytes_per_s=100_000)
+    shelf = shelf_at(tmp_path)
+    await fill(shelf)
+    worker = WorkerMerger(str(tmp_path), slow)
+    try:
+        merging = asyncio.ensure_future(worker.merge(job_of(shelf)))
+        async with asyncio.timeout(LIMIT_S):
+            while worker.pid is None:
+                await asyncio.sleep(0.01)
+        pid = worker.pid
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(Unavailable, match="returncode=-9 deaths_in_a_row=1"):
+            await merging
+        assert worker.deaths == 1 and worker.pid is None
+    finally:
+        await worker.aclose()
+    again = WorkerMerger(str(tmp_path), OPTIONS)
+    try:
+        assert await again.merge(job_of(shelf))
+        old = again.pid
+        assert old is not None
+        os.kill(old, signal.SIGKILL)
+        await until_dead(old)
+        with contextlib.suppress(Unavailable):
+            await again.merge(job_of(shelf))
+        assert await again.merge(job_of(shelf)) and again.pid != old and again.deaths == 0
+    finally:
+        await again.aclose()
+
+
+@in_loop
+async def test_a_cancelled_merge_kills_the_worker(tmp_path: Path) -> None:
+    slow = msgspec.structs.replace(OPTIONS, compaction_bytes_per_s=10_000)
+    shelf = shelf_at(tmp_path)
+    await fill(shelf)
+    worker = WorkerMerger(str(tmp_path), slow)
+    started = asyncio.Event()
+    merging = asyncio.ensure_future(worker.merge(job_of(shelf)))
+    async with asyncio.timeout(LIMIT_S):
+        while worker.pid is None:
+            await asyncio.sleep(0.01)
+    started.set()
+    pid = worker.pid
+    merging.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await merging
+    assert not alive(pid) and worker.pid is None
+    await worker.aclose()
+
+
+@in_loop
+async def test_closing_during_a_merge_ends_it_with_closed(tmp_path: Path) -> None:
+    slow = msgspec.structs.replace(OPTIONS, compaction_bytes_per_s=10_000)
+    shelf = shelf_at(tmp_path)
+    await fill(shelf)
+    worker = WorkerMerger(str(tmp_path), slow)
+    merging = asyncio.ensure_future(worker.merge(job_of(shelf)))
+    async with asyncio.timeout(LIMIT_S):
+        while worker.pid is None:
+            await asyncio.sleep(0.01)
+    pid = worker.pid
+    await worker.aclose()
+    with pytest.raises(Closed):
+        await merging
+    assert not alive(pid)
+
+
+@in_loop
+async def test_errors_of_the_store_come_back_as_they_are(tmp_path: Path) -> None:
+    shelf = shelf_at(tmp_path)
+    await fill(shelf)
+    gone = shelf.version.levels[0][0]
+    await shelf.files.delete(gone)
+    worker = WorkerMerger(str(tmp_path), OPTIONS)
+    try:
+        with pytest.raises(Missing, match=gone.nonce) as caught:
+            await worker.merge(job_of(shelf))
+        assert caught.value.fix and worker.deaths == 0 and worker.pid is not None
+    finally:
+        await worker.aclose()
+
+
+@in_loop
+async def test_an_idle_worker_ends_by_itself(tmp_path: Path) -> None:
+    shelf = shelf_at(tmp_path)
+    await fill(shelf, rows=100)
+    worker = WorkerMerger(str(tmp_path), OPTIONS, idle_s=0.05)
+    try:
+        await worker.merge(job_of(shelf))
+        async with asyncio.timeout(LIMIT_S):
+            while worker.pid is not None:
+                await asyncio.sleep(0.02)
+    finally:
+        await worker.aclose()
+
+
+@in_loop
+async def test_the_worker_does_not_outlive_a_killed_database(tmp_path: Path) -> None:
+    """kill -9 of the process that owns the database: its worker sees the end of stdin in the middle of a merge."""
+    shelf = shelf_at(tmp_path)
+    await fill(shelf)
+    job = tmp_path / "job"
+    job.write_bytes(msgspec.msgpack.encode(job_of(shelf)))
+    code = (
+        "import asyncio, sys, msgspec\n"
+        "from tidemill.metastore.lsm.compaction.worker import WorkerMerger\n"
+        "from tidemill.metastore.lsm.compaction.pick import Job\n"
+        "from tidemill.metastore.lsm.options import Options\n"
+        "async def main():\n"
+        "    job = msgspec.msgpack.decode(open(sys.argv[2], 'rb').read(), type=Job)\n"
+        "    worker = WorkerMerger(sys.argv[1], Options(slice_rows=500, compaction_bytes_per_s=300_000))\n"
+        "    await worker.merge(job, lambda rows: print(worker.pid, flush=True))\n"
+        "asyncio.run(main())\n"
+    )
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, str(tmp_path), str(job), stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    pid = int(await asyncio.wait_for(parent.stdout.readline(), LIMIT_S))
+    assert alive(pid)
+    parent.kill()
+    await parent.wait()
+    await until_dead(pid)
+
+
+def test_memory_objects_have_no_worker() -> None:
+    with pytest.raises(Invalid, match="another process's memory"):
+        WorkerMerger("memory:", OPTIONS)
+
+
+@in_loop
+async def test_starting_up_imports_little(tmp_path: Path) -> None:
+    """The worker starts in a fraction of a second because it takes only what a merge needs."""
+    code = (
+        "import sys, tidemill.metastore.lsm.compaction.worker_main\n"
+        "heavy = {'pyarrow', 'duckdb', 'pydantic', 'starlette', 'psycopg', 'obstore', 'apsw', 'pyspark', 'typer'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+    )
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
+    out, _ = await child.communicate()
+    assert out.decode().strip() == "[]"
+
+
+# the choice ------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    def __init__(self, deaths: int = 0) -> None:
+        self.deaths = deaths
+        self.jobs: list[Job] = []
+        self.closed = False
+
+    async def merge(self, job: Job, progress: Progress | None = None) -> list[FileMeta]:
+        self.jobs.append(job)
+        return []
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+def job_with(rows: int) -> Job:
+    file = FileMeta(1, 1, "n", 1, rows, b"a", b"b", 1, 1, 0)
+    return Job(0, 1, ((file,),), ())
+
+
+@in_loop
+async def test_large_jobs_go_to_the_worker_and_small_ones_stay_on_the_loop() -> None:
+    inline, worker = Recorder(), Recorder()
+    choosing = ChoosingMerger(inline, worker, Options(inline_merge_rows=1000))
+    for rows in (1, 1000, 1001, 10**9):
+        await choosing.merge(job_with(rows))
+    assert [job.rows for job in inline.jobs] == [1, 1000]
+    assert [job.rows for job in worker.jobs] == [1001, 10**9]
+    await choosing.aclose()
+    assert inline.closed and worker.closed
+
+
+@in_loop
+async def test_a_worker_that_dies_again_and_again_is_not_asked_any_more() -> None:
+    inline, worker = Recorder(), Recorder(deaths=DEATHS_TOLERATED)
+    await ChoosingMerger(inline, worker, Options(inline_merge_rows=10)).merge(job_with(11))
+    assert inline.jobs and not worker.jobs
+
+
+@in_loop
+async def test_memory_stays_bounded_whatever_the_size_of_the_job(tmp_path: Path) -> None:
+    """Twice the rows, and about the same peak; it holds windows of its inputs and one output."""
+    peaks = []
+    for rows in (60_000, 240_000):
+        path = tmp_path / str(rows)
+        shelf = shelf_at(path, msgspec.structs.replace(OPTIONS, file_bytes=2 << 20))
+        for seqno in (1, 2):
+            source = random.Random(seqno)
+            await shelf.flush({b"%012d" % (2 * n + seqno): source.randbytes(100) for n in range(rows)}, seqno)
+        worker = WorkerMerger(str(path), shelf.options)
+        try:
+            made = await worker.merge(job_of(shelf))
+            assert sum(file.rows for file in made) == 2 * rows
+            status = Path(f"/proc/{worker.pid}/status").read_text()
+            peaks.append(int(status.split("VmHWM:")[1].split()[0]) / 1024)
+        finally:
+            await worker.aclose()
+    print(f"peaks: {peaks} MiB")
+    assert peaks[1] < peaks[0] + 24, peaks
+    assert peaks[1] < 160, peaks
