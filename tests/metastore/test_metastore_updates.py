@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Conflict, Corrupt, Invalid, TidemillError
+from tidemill.base.limits import METASTORE_BATCH_BYTES, METASTORE_KEY_BYTES, METASTORE_VALUE_BYTES
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.statelog import StateLog
 from tidemill.metastore.apply import UnreadableRecord, apply
 from tidemill.metastore.codec import decode_command, decode_state, encode_command, encode_state
 from tidemill.metastore.commands import (
-    BATCH_BYTES,
     Command,
     PersistManifest,
     ResetManifest,
     SetDomainUuid,
     WriteBatch,
-    check_batch_size,
 )
 from tidemill.metastore.state import DomainState, PersistedManifest, VolatileBatch, batch_bytes, check_state
+from tidemill.metastore.writing import measured
 
 UUID = "6a4b"
 
@@ -124,11 +124,18 @@ def test_a_seqno_that_does_not_exceed_the_persisted_one_is_refused() -> None:
     do(state, write((b"a", b"1")), 12)
 
 
-def test_a_batch_too_large_is_refused_before_it_is_proposed() -> None:
-    values = [b"x" * (BATCH_BYTES // 2)] * 2
-    with pytest.raises(Invalid, match="too large: rows=2"):
-        check_batch_size([b"a", b"b"], values)
-    check_batch_size([b"a"], values[:1])
+def test_a_batch_that_the_database_would_refuse_is_refused_before_it_is_proposed() -> None:
+    with pytest.raises(Invalid, match="at least one row"):
+        measured([])
+    with pytest.raises(Invalid, match="key is not empty"):
+        measured([(b"", b"x")])
+    with pytest.raises(Invalid, match="key is too long"):
+        measured([(b"k" * (METASTORE_KEY_BYTES + 1), b"x")])
+    with pytest.raises(Invalid, match="value is too large"):
+        measured([(b"k", b"x" * (METASTORE_VALUE_BYTES + 1))])
+    value = b"x" * METASTORE_VALUE_BYTES
+    with pytest.raises(Invalid, match="batch is too large"):
+        measured([(b"%d" % i, value) for i in range(METASTORE_BATCH_BYTES // METASTORE_VALUE_BYTES + 1)])
 
 
 # persist manifest -----------------------------------------------------------------------------------------------

@@ -29,14 +29,15 @@ async def lead(
     body: Body,
     *,
     own_earlier_life: Callable[[str], bool] = lambda _: False,
+    wanted: Callable[[], bool] = lambda: True,
     ttl_ms: int = LEASE_TTL_MS,
 ) -> None:
     """For ever: acquire `name`, run `body`, renew. An error of the body is raised; its return ends this too.
 
     `own_earlier_life(holder)` recognises a lease that a killed process of this very node left behind: it
-    is released instead of waited out.
+    is released instead of waited out. `wanted` is asked before each attempt to acquire: False ends this.
     """
-    while True:
+    while wanted():
         try:
             lease = await consensus.acquire(name, holder, ttl_ms, info)
         except Conflict as conflict:

@@ -9,11 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from tidemill.base.errors import Conflict, Invalid
-from tidemill.metastore.state import DomainState, PersistedManifest, batch_bytes
-
-BATCH_BYTES = 4 << 20
-"""All rows of one write batch, counted by `batch_bytes`; half of what one record of a log may hold."""
-
+from tidemill.metastore.state import DomainState, PersistedManifest
 
 class SetDomainUuid(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Name a domain that has no name yet. The first of racing leaders wins."""
@@ -82,16 +78,6 @@ class ResetManifest(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 Command = SetDomainUuid | WriteBatch | PersistManifest | ResetManifest
-
-
-def check_batch_size(keys: list[bytes], values: list[bytes]) -> None:
-    """Raises Invalid for what no record could hold. Asked of callers only: a limit may be lowered later."""
-    size_bytes = batch_bytes(keys, values)
-    if size_bytes > BATCH_BYTES:
-        raise Invalid(
-            f"The batch is too large: rows={len(keys)} size_bytes={size_bytes} limit_bytes={BATCH_BYTES}.",
-            fix="Split it, or keep large values in objects.",
-        )
 
 
 def check_uuid(state: DomainState, domain_uuid: str) -> None:

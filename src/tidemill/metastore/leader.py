@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine
+from typing import Any
 
 import structlog
 
@@ -24,7 +25,7 @@ from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.persistence import ReplicatedManifests
 from tidemill.metastore.settings import Grounds
 from tidemill.metastore.state import DomainState, PersistedManifest
-from tidemill.metastore.writing import NOTHING, Writing
+from tidemill.metastore.writing import Writing
 
 _log = structlog.get_logger()
 
@@ -57,7 +58,7 @@ class Leader:
 
     @classmethod
     async def open(cls, grounds: Grounds, log: StateLog[DomainState], term: int) -> Leader:
-        """LD1. Raises Fenced (a newer term exists), Unavailable, Unknown, Corrupt, Invalid (a newer format), Missing."""
+        """LD1. Raises Fenced (a newer term exists), Unavailable, Unknown, Corrupt, Invalid (a newer format)."""
         state = await log.lead(term)
         if not state.domain_uuid:
             await _name(grounds, log)
@@ -104,13 +105,13 @@ class Leader:
             self.feed()
             self._check()
         except BaseException:
-            await self.database.aclose()
+            await self.aclose()
             raise
 
     # the database -------------------------------------------------------------------------------
 
     def feed(self) -> None:
-        """Bring what is applied and not yet in the database into it, whole batches in seqno order. Plain; idempotent."""
+        """Bring what is applied into the database, whole batches in seqno order. Plain; idempotent."""
         state = self._log.state
         if self._closed or self._ended.done():
             return
@@ -131,7 +132,7 @@ class Leader:
         self._note_age(batches[0].seqno)
 
     async def stands(self) -> None:
-        """Raises Fenced unless this term stood after the call; then the database holds all that was durable at the call."""
+        """Raises Fenced unless this term stood after the call; the database holds all that was durable at the call."""
         self._check()
         head = await self._grounds.consensus.log_head(self._log.log)
         if head.term != self.term:
@@ -141,9 +142,6 @@ class Leader:
         self.feed()
         self._check()
 
-    async def commit(self, rows: Sequence[tuple[bytes, bytes]], expects: Mapping[bytes, int] = NOTHING) -> int:
-        return await self.writing.commit(rows, expects)
-
     async def flush(self, timeout_s: float | None = None) -> int:
         """The highest seqno in the bucket once everything applied now is there. Fenced as soon as the term ends."""
         self._check()
@@ -152,7 +150,7 @@ class Leader:
         if not flushing.done():
             flushing.cancel()
             self._check()
-        outcome = flushing.result()
+        outcome: int | TidemillError = flushing.result()
         if isinstance(outcome, TidemillError):
             if isinstance(outcome, Closed):
                 self._check()
@@ -179,13 +177,16 @@ class Leader:
         """Lead until it is over; returns why."""
         self._tasks.spawn(self._persist(), name=f"persist {self._grounds.log}")
         self._tasks.spawn(self._tidy(), name=f"tidy {self._grounds.log}")
-        self._tasks.spawn(self._collect(), name=f"collect {self._grounds.log}")
         self._tasks.spawn(self._mark(), name=f"mark {self._grounds.log}")
         return await asyncio.shield(self._ended)
 
     @property
     def ended(self) -> bool:
         return self._ended.done()
+
+    def serve(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Run `work` while this term lasts; an error of it ends the term."""
+        self._tasks.spawn(work, name=name)
 
     def step_down(self, error: TidemillError) -> None:
         """Plain and idempotent (LD2)."""
@@ -289,14 +290,6 @@ class Leader:
                 self.step_down(error)
                 return
 
-    async def _collect(self) -> None:
-        while True:
-            await asyncio.sleep(self._settings.collect_interval_s)
-            try:
-                await self.database.collect_garbage()
-            except (Unavailable, Unknown) as error:
-                _log.warning("files not collected", domain=self._grounds.name, cause=error.message)
-
     # marks ---------------------------------------------------------------------------------------
 
     @property
@@ -338,9 +331,9 @@ async def _name(grounds: Grounds, log: StateLog[DomainState]) -> None:
             raise
 
 
-async def _quiet(flushing: asyncio.Future[int] | object) -> int | TidemillError:
+async def _quiet(flushing: Coroutine[Any, Any, int]) -> int | TidemillError:
     """The outcome as a value: nobody may be left to take an exception."""
     try:
-        return await flushing  # type: ignore[misc, no-any-return]
+        return await flushing
     except TidemillError as error:
         return error

@@ -15,6 +15,8 @@ from tidemill.metastore.lsm.manifest import Manifest, decode_manifest, encode_ma
 from tidemill.metastore.lsm.manifests import BucketManifests
 from tidemill.metastore.state import DomainState, PersistedManifest
 
+ANY_EPOCH = 10**20 - 1
+
 
 def read_manifest(state: DomainState, domain_uuid: str, max_epoch: int) -> Manifest | None:
     """The replicated manifest. Raises Fenced when the domain was renamed or has a newer epoch; Corrupt; Invalid."""
@@ -121,7 +123,8 @@ class FollowedManifests:
         self._domain_uuid = domain_uuid
 
     async def read(self, max_epoch: int) -> Manifest | None:
-        return read_manifest(self._log.state, self._domain_uuid, max_epoch)
+        """Whatever the epoch: a follower has none."""
+        return read_manifest(self._log.state, self._domain_uuid, ANY_EPOCH)
 
     async def write(self, manifest: Manifest) -> None:
         raise Invalid(f"A follower writes no manifest: uuid={self._domain_uuid}.", fix="Write at the leader.")

@@ -50,9 +50,6 @@ class DomainSettings(msgspec.Struct, frozen=True):
     follow_pause_s: float = 0.05
     """A follower reads the log at most this often; `sync` does not wait for it."""
 
-    collect_interval_s: float = 300.0
-    """Between two rounds of file collection at the leader."""
-
     volatile_bytes: int = VOLATILE_BYTES
     rollup_after_records: int = 64
     """The log is rolled up after a manifest once it has so many records."""

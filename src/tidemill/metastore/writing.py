@@ -20,11 +20,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from typing import Protocol
 
 from tidemill.base.errors import Conflict, Fenced, Invalid, TidemillError, Unavailable
-from tidemill.base.limits import MIB
+from tidemill.base.limits import METASTORE_KEY_BYTES, METASTORE_VALUE_BYTES, MIB
 from tidemill.consensus.statelog import Applied, StateLog
 from tidemill.metastore.codec import encode_command
-from tidemill.metastore.commands import BATCH_BYTES, WriteBatch
+from tidemill.metastore.commands import WriteBatch
 from tidemill.metastore.line import Claim, Line
+from tidemill.metastore.lsm.batch import batch_bytes
 from tidemill.metastore.state import ROW_OVERHEAD_BYTES, DomainState
 
 GROUP_BYTES = 1 * MIB
@@ -124,7 +125,7 @@ class Writing:
 
         `beside` are rows of the domain's own that nobody expects: in a group the last writer's stay.
         """
-        size_bytes = measured(rows or beside)
+        size_bytes = measured([*rows, *beside])
         if self._full():
             await self._room()
         await self._database.room()
@@ -275,18 +276,13 @@ NO_ROWS: Sequence[tuple[bytes, bytes]] = ()
 
 
 def measured(rows: Sequence[tuple[bytes, bytes]]) -> int:
-    """What the rows count for in limits (`batch_bytes`). Raises Invalid for none or too much."""
-    size_bytes = ROW_OVERHEAD_BYTES * len(rows)
-    for key, value in rows:
-        size_bytes += len(key) + len(value)
-    if not rows:
-        raise Invalid("A commit needs rows: rows=0.", fix="Give at least one row; an empty value deletes.")
-    if size_bytes > BATCH_BYTES:
-        raise Invalid(
-            f"The batch is too large: rows={len(rows)} size_bytes={size_bytes} limit_bytes={BATCH_BYTES}.",
-            fix="Split it, or keep large values in objects.",
-        )
-    return size_bytes
+    """What the rows count for in limits. Raises Invalid for what the database would refuse: no record holds it then."""
+    if len(rows) == 1:
+        key, value = rows[0]
+        size_bytes = len(key) + len(value)
+        if key and len(key) <= METASTORE_KEY_BYTES and len(value) <= METASTORE_VALUE_BYTES:
+            return size_bytes + ROW_OVERHEAD_BYTES
+    return batch_bytes([key for key, _ in rows], [value for _, value in rows]) + ROW_OVERHEAD_BYTES * len(rows)
 
 
 def as_expected(row: Seen | None, seqno: int) -> bool:

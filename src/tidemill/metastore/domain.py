@@ -1,0 +1,440 @@
+"""One process's handle on one domain: it follows the domain's log, and leads while it holds the domain's lease.
+
+    log and lease   metastore/<domain>       requests.py has the two logs beside it
+
+DO1  Reads after `sync` hold everything whose commit had returned, anywhere, before `sync` was called. A leader that
+     was deposed finds out by the log's term, not by its lease, and serves as a follower from then on.
+DO2  A commit is answered once it is durable and the answering process's database has it.
+DO3  No call waits for a leader for ever: `request_timeout_s` ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
+
+import structlog
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Closed, Fenced, Invalid, Missing, TidemillError, Unavailable, Unknown
+from tidemill.base.marks import Tracker
+from tidemill.base.tasks import Tasks
+from tidemill.consensus.api import Consensus, Lease
+from tidemill.consensus.leading import lead
+from tidemill.consensus.statelog import StateLog
+from tidemill.metastore.apply import NO_FAULTS, apply
+from tidemill.metastore.barrier import Barrier
+from tidemill.metastore.codec import decode_state, encode_state
+from tidemill.metastore.follower import Follower
+from tidemill.metastore.leader import Leader
+from tidemill.metastore.lsm.compaction.merger import Merger
+from tidemill.metastore.lsm.database import Database
+from tidemill.metastore.lsm.manifest import Manifest, encode_manifest
+from tidemill.metastore.lsm.snapshot import Snapshot
+from tidemill.metastore.lsm.version import prefix_end
+from tidemill.metastore.lsm.view import PENDING, Row
+from tidemill.metastore.requests import Requester
+from tidemill.metastore.serving import Serving
+from tidemill.metastore.settings import DomainSettings, Grounds
+from tidemill.metastore.state import DomainState, PersistedManifest
+from tidemill.metastore.writing import NOTHING
+from tidemill.objects.store import ObjectStore
+
+_log = structlog.get_logger()
+
+T = TypeVar("T")
+Chunk = tuple[list[bytes], list[bytes]]
+
+READ_ATTEMPTS = 5
+"""A read that met a change of leadership or a collected file begins again, so often at most."""
+
+FOLLOW_WAIT_S = 1.0
+RETRY_FIRST_S = 0.1
+RETRY_MOST_S = 5.0
+RELEASE_TIMEOUT_S = 2.0
+
+
+class Domain:
+    """Made by `open`. Every method may raise Unavailable, Closed, Corrupt."""
+
+    def __init__(self, grounds: Grounds, own_earlier_life: Callable[[str], bool]) -> None:
+        self.name = grounds.name
+        self.marks = grounds.tracker
+        self._grounds = grounds
+        self._settings = grounds.settings
+        self._own_earlier_life = own_earlier_life
+        self._log: StateLog[DomainState] = StateLog(
+            grounds.consensus,
+            grounds.log,
+            initial=DomainState,
+            apply=partial(apply, faults=grounds.faults) if grounds.faults else apply,
+            encode=encode_state,
+            decode=decode_state,
+            rand=grounds.rand,
+        )
+        self._follower = Follower(grounds, self._log)
+        self._leader: Leader | None = None
+        self._requester = Requester(grounds.consensus, grounds.rand, grounds.name, grounds.settings.request_timeout_s)
+        self._barrier = Barrier(self._pass, f"sync {grounds.log}")
+        self._competing = False
+        self._busy_s = 0.0
+        self._turned = asyncio.Event()
+        self._closed: TidemillError | None = None
+        self.trouble: TidemillError | None = None
+        """Why the last attempt at leading or following failed; None after one that did not."""
+        self._tasks = Tasks(self._task_failed)
+
+    @classmethod
+    async def open(
+        cls,
+        consensus: Consensus,
+        objects: ObjectStore,
+        name: str,
+        *,
+        holder: str,
+        clock: Clock,
+        rand: Rand,
+        settings: DomainSettings | None = None,
+        tracker: Tracker | None = None,
+        merger: Merger | None = None,
+        own_earlier_life: Callable[[str], bool] = lambda _: False,
+        faults: frozenset[str] = NO_FAULTS,
+    ) -> Domain:
+        """Follow the log up to now. Leadership comes by itself (`settings.lead`); `until_leading` waits for it.
+
+        `holder` names this process in the lease; it is made unique. `own_earlier_life(holder)`: see
+        `consensus.leading.lead`. Consensus, objects and merger stay the caller's.
+        """
+        grounds = Grounds(
+            name,
+            consensus,
+            objects,
+            f"{holder}-{rand.nonce()}",
+            clock,
+            rand,
+            settings or DomainSettings(),
+            tracker or Tracker(),
+            merger,
+            faults,
+        )
+        domain = cls(grounds, own_earlier_life)
+        await domain._log.catch_up()
+        domain._tasks.spawn(domain._follow(), name=f"follow {grounds.log}")
+        if domain._settings.lead:
+            domain._compete_soon()
+        return domain
+
+    # what it is ---------------------------------------------------------------------------------
+
+    @property
+    def leading(self) -> bool:
+        return self._leader is not None and not self._leader.ended
+
+    @property
+    def term(self) -> int:
+        """The term this process leads in, 0 while it does not."""
+        return self._leader.term if self._leader is not None and not self._leader.ended else 0
+
+    @property
+    def domain_uuid(self) -> str:
+        """As of the newest record seen; "" while nobody has led the domain."""
+        return self._log.state.domain_uuid
+
+    @property
+    def state(self) -> DomainState:
+        """The replicated state as of the newest record seen. Only to be read."""
+        return self._log.state
+
+    async def until_leading(self, timeout_s: float) -> None:
+        """Raises Unavailable when this process does not lead after so long, with the reason as far as known."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self.leading:
+                    self._check()
+                    self._turned.clear()
+                    await self._turned.wait()
+        except TimeoutError as error:
+            cause = self.trouble.message if self.trouble is not None else "another process holds the lease"
+            raise Unavailable(
+                f"This process does not lead the domain: domain={self.name} timeout_s={timeout_s} cause={cause!r}."
+            ) from error
+
+    # reads --------------------------------------------------------------------------------------
+
+    async def sync(self) -> None:
+        """DO1. Those who wait at once share one read of consensus, begun after all of them had called."""
+        self._check()
+        await self._barrier.passed()
+
+    async def get(self, key: bytes) -> bytes | None:
+        leader = self._leader
+        if leader is not None and not leader.ended:
+            value = leader.database.peek(key)
+            if value is not PENDING:
+                return value
+        return await self._read(lambda database: database.get(key), None)
+
+    async def get_row(self, key: bytes) -> Row | None:
+        return await self._read(lambda database: database.get_row(key), None)
+
+    async def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """One value, or None, for each key, all of one moment."""
+        return await self._read(lambda database: database.get_many(keys), [None] * len(keys))
+
+    async def scan(
+        self, lower: bytes = b"", upper: bytes | None = None, *, reverse: bool = False
+    ) -> AsyncIterator[Chunk]:
+        """Chunks of live rows in [lower, upper), all of one moment.
+
+        Unavailable when leadership changed, or a file was collected, after the first chunk was given.
+        """
+        given = False
+        for _ in range(READ_ATTEMPTS):
+            database = await self._serving()
+            if database is None:
+                return
+            try:
+                async for chunk in database.scan(lower, upper, reverse=reverse):
+                    given = True
+                    yield chunk
+                return
+            except (Closed, Fenced, Unknown, Missing) as error:
+                await self._begin_again(database, error)
+                if given:
+                    raise Unavailable(f"The scan was cut off: reason={error.message!r}.", fix="Scan again.") from error
+        raise self._restless()
+
+    def prefix(self, prefix: bytes, *, reverse: bool = False) -> AsyncIterator[Chunk]:
+        return self.scan(prefix, prefix_end(prefix), reverse=reverse)
+
+    async def snapshot(self) -> Snapshot:
+        """The database as it is now; ends with leadership. Raises Unavailable while nobody has led yet."""
+        database = await self._serving()
+        if database is None:
+            raise Unavailable(f"The domain has no rows yet: domain={self.name}.", fix="Write to it first.")
+        return database.snapshot()
+
+    async def _read(self, read: Callable[[Database], Awaitable[T]], nothing: T) -> T:
+        for _ in range(READ_ATTEMPTS):
+            database = await self._serving()
+            if database is None:
+                return nothing
+            try:
+                return await read(database)
+            except (Closed, Fenced, Unknown, Missing) as error:
+                await self._begin_again(database, error)
+        raise self._restless()
+
+    async def _serving(self) -> Database | None:
+        """The database that answers now; None while the domain has no uuid."""
+        self._check()
+        leader = self._leader
+        if leader is not None and not leader.ended:
+            return leader.database
+        if self._follower.database is not None:
+            return self._follower.database
+        return await self._follower.advance()
+
+    async def _begin_again(self, database: Database, error: TidemillError) -> None:
+        """Raises `error` when it is no consequence of a change."""
+        self._check()
+        leader = self._leader
+        if leader is not None and leader.database is database and not leader.ended:
+            raise error
+        if isinstance(error, Missing) and database is self._follower.database:
+            await self._follower.refresh()
+
+    def _restless(self) -> Unavailable:
+        return Unavailable(f"Leadership keeps changing: domain={self.name} attempts={READ_ATTEMPTS}.", fix="Retry.")
+
+    # writes -------------------------------------------------------------------------------------
+
+    async def commit(self, rows: Sequence[tuple[bytes, bytes]], *, expects: Mapping[bytes, int] = NOTHING) -> int:
+        """Write all rows (an empty value deletes), if every expected key has the given seqno (0 = no live row).
+
+        Returns the batch's seqno. Commits that touch different keys at once may share one; of a key that is there
+        twice the last row counts. Raises Conflict(current={expected key: Row | None}); Fenced (it did not happen: ask
+        again) or Unknown (it may have) when leadership ended meanwhile; Unavailable; Invalid.
+        """
+        leader = self._leader
+        if leader is not None and not leader.ended:
+            self._busy_s = self._grounds.clock.monotonic_s()
+            return await leader.writing.commit(rows, expects)
+        return await self._ask(self._requester.commit(rows, expects))
+
+    async def flush(self, timeout_s: float | None = None) -> int:
+        """Everything committed so far into the bucket, wherever the leader is; the highest seqno that is there."""
+        leader = self._leader
+        if leader is not None and not leader.ended:
+            return await leader.flush(timeout_s)
+        return await self._ask(self._requester.flush(timeout_s))
+
+    async def reset(self, domain_uuid: str, manifest: Manifest | None, *, timeout_s: float = 30.0) -> None:
+        """Make this empty domain go on from a manifest of its bucket, or begin anew; returns when it is reopened.
+
+        Raises Conflict when the domain holds rows; Unavailable when this process does not come to lead.
+        """
+        if manifest is not None and manifest.domain_uuid != domain_uuid:
+            raise Invalid(
+                f"The manifest is of another domain: uuid={domain_uuid} manifest_uuid={manifest.domain_uuid}.",
+                fix="Restore each domain from its own manifest.",
+            )
+        persisted = None
+        if manifest is not None:
+            persisted = PersistedManifest(encode_manifest(manifest), manifest.last_seqno, manifest.epoch)
+        await self.until_leading(timeout_s)
+        leader = self._leader
+        assert leader is not None
+        await leader.reset(domain_uuid, persisted)
+        await self.until_leading(timeout_s)
+
+    async def _ask(self, asking: Awaitable[int]) -> int:
+        self._check()
+        if self._settings.may_lead:
+            self._compete_soon()
+        seqno = await asking
+        # DO2: the leader has it; a read here must see it too.
+        await self.sync()
+        return seqno
+
+    # following ----------------------------------------------------------------------------------
+
+    async def _pass(self) -> None:
+        """One round of the barrier."""
+        leader = self._leader
+        if leader is not None and not leader.ended:
+            with contextlib.suppress(Fenced):
+                await leader.stands()
+                return
+        await self._log.catch_up()
+        if self.leading:
+            assert self._leader is not None
+            self._leader.feed()
+        else:
+            await self._follower.advance()
+
+    async def _follow(self) -> None:
+        """Keep the follower near the end of the log while somebody else leads."""
+        pause_s = RETRY_FIRST_S
+        while True:
+            if self.leading:
+                await asyncio.sleep(FOLLOW_WAIT_S)
+                continue
+            try:
+                await self._log.wait(FOLLOW_WAIT_S)
+                if not self.leading:
+                    await self._follower.advance()
+            except (Unavailable, Unknown, Missing) as error:
+                self.trouble = error
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, RETRY_MOST_S)
+                continue
+            pause_s = RETRY_FIRST_S
+            await asyncio.sleep(self._settings.follow_pause_s)
+
+    # leading ------------------------------------------------------------------------------------
+
+    def _compete_soon(self) -> None:
+        if not self._competing:
+            self._competing = True
+            self._tasks.spawn(self._compete(), name=f"lead {self._grounds.log}")
+
+    def _wanted(self) -> bool:
+        return self._settings.lead or self._requester.waiting
+
+    async def _compete(self) -> None:
+        """Try for the lease again and again; each time it is held, `_lead` runs once."""
+        grounds, pause_s = self._grounds, RETRY_FIRST_S
+        try:
+            await asyncio.sleep(0)  # the request that wants it is about to wait
+            while self._wanted():
+                try:
+                    await lead(
+                        grounds.consensus,
+                        grounds.log,
+                        grounds.holder,
+                        b"",
+                        self._lead,
+                        own_earlier_life=self._own_earlier_life,
+                        wanted=self._wanted,
+                        ttl_ms=self._settings.lease_ttl_ms,
+                    )
+                    if self.trouble is None:
+                        pause_s = RETRY_FIRST_S
+                except TidemillError as error:
+                    self.trouble = error
+                    _log.warning("could not lead", domain=self.name, cause=error.message)
+                await asyncio.sleep(grounds.rand.uniform(pause_s / 2, pause_s))
+                pause_s = min(2 * pause_s, RETRY_MOST_S)
+        finally:
+            self._competing = False
+
+    async def _lead(self, lease: Lease) -> None:
+        """The lease's body: one term from opening to stepping down."""
+        grounds = self._grounds
+        leader = await Leader.open(grounds, self._log, lease.term)
+        try:
+            serving = Serving(grounds.consensus, grounds.rand, self.name, self._log, leader)
+            leader.serve(serving.run(), name=f"serve {grounds.log}")
+            if not self._settings.lead:
+                leader.serve(self._linger(leader), name=f"linger {grounds.log}")
+            self._leader, self.trouble = leader, None
+            self._turned.set()
+            await self._follower.release()
+            cause = await leader.run()
+            if not isinstance(cause, Closed | Fenced):
+                self.trouble = cause
+        finally:
+            self._leader = None
+            self._turned.set()
+            await leader.aclose()
+
+    async def _linger(self, leader: Leader) -> None:
+        """Whoever led for want of another gives up once nothing of its own is left to do."""
+        self._busy_s = self._grounds.clock.monotonic_s()
+        while True:
+            await asyncio.sleep(self._settings.linger_s / 4)
+            idle_s = self._grounds.clock.monotonic_s() - self._busy_s
+            if not self._requester.waiting and idle_s >= self._settings.linger_s:
+                leader.step_down(Closed(f"Nothing is left to do here: domain={self.name}."))
+                return
+
+    # the end ------------------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """Stop, and give the lease up so that others lead now. Nothing is flushed: the log has everything."""
+        if self._closed is not None:
+            return
+        self._closed = Closed(f"The domain was closed: domain={self.name}.")
+        self._turned.set()
+        await self._tasks.aclose()
+        await self._requester.aclose()
+        await self._barrier.aclose()
+        await self._follower.release()
+        await self._log.aclose()
+        try:
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                await self._release()
+        except (TidemillError, TimeoutError) as error:
+            _log.info("lease not released; it expires by itself", domain=self.name, cause=str(error))
+
+    async def _release(self) -> None:
+        """Also a lease whose acquisition was cut off."""
+        grounds = self._grounds
+        for lease in await grounds.consensus.leases(grounds.log):
+            if lease.name == grounds.log and lease.holder == grounds.holder and lease.live:
+                await grounds.consensus.release(lease.name, lease.holder, lease.term)
+
+    def _check(self) -> None:
+        if self._closed is not None:
+            raise self._closed
+
+    def _task_failed(self, name: str, error: BaseException) -> None:
+        _log.error("a task of the domain failed", domain=self.name, task=name, cause=str(error))
+        broken = error if isinstance(error, TidemillError) else Closed(f"A task broke: task={name!r} reason={error!r}.")
+        self.trouble = broken
+        self._closed = self._closed or broken
+        self._turned.set()

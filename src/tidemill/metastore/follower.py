@@ -1,0 +1,88 @@
+"""A process that does not lead serves reads from the same files and its own replica of the log.
+
+FO1  The database holds a prefix of the log, whole batches, and only grows: reads are stale by a bound, never torn.
+FO2  A batch that a manifest trimmed before it was fed is in that manifest's files: the database goes over to the
+     manifest first and is fed after, in one step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from tidemill.base.errors import Missing
+from tidemill.consensus.statelog import StateLog
+from tidemill.metastore.lsm.database import Database
+from tidemill.metastore.persistence import ANY_EPOCH, FollowedManifests, read_manifest
+from tidemill.metastore.settings import Grounds
+from tidemill.metastore.state import DomainState, PersistedManifest
+
+
+class Follower:
+    """Opened by the first `advance`, again after `release` or when the domain was renamed."""
+
+    def __init__(self, grounds: Grounds, log: StateLog[DomainState]) -> None:
+        self._grounds = grounds
+        self._log = log
+        self._lock = asyncio.Lock()
+        self._domain_uuid = ""
+        self._manifest: PersistedManifest | None = None
+        self.database: Database | None = None
+        """None while it is released, or while the domain has no uuid: then it has no rows either."""
+
+    async def advance(self) -> Database | None:
+        """Bring the database to what the replica holds. Raises Unavailable, Corrupt, Missing, Invalid."""
+        async with self._lock:
+            state = self._log.state
+            if self.database is not None and state.domain_uuid != self._domain_uuid:
+                await self._close()
+            if not state.domain_uuid:
+                return None
+            if self.database is None:
+                self.database = await self._open(state.domain_uuid)
+            self._feed(self.database)
+            return self.database
+
+    async def refresh(self) -> None:
+        """A file was missing: the leader may have collected it. Raises Missing when it has not."""
+        before = self._log.state.manifest
+        await self._log.catch_up()
+        if self._log.state.manifest == before:
+            raise Missing("A file of the newest manifest is missing.", fix="Run tidemill doctor --deep.")
+        await self.advance()
+
+    async def release(self) -> None:
+        async with self._lock:
+            await self._close()
+
+    async def _close(self) -> None:
+        database, self.database = self.database, None
+        if database is not None:
+            await database.aclose()
+
+    async def _open(self, domain_uuid: str) -> Database:
+        grounds = self._grounds
+        database = await Database.open(
+            grounds.files(domain_uuid),
+            FollowedManifests(self._log, domain_uuid),
+            domain_uuid=domain_uuid,
+            epoch=0,
+            options=grounds.settings.options,
+            clock=grounds.clock,
+            rand=grounds.rand,
+            follower=True,
+        )
+        self._domain_uuid, self._manifest = domain_uuid, None
+        return database
+
+    def _feed(self, database: Database) -> None:
+        """Plain: the log may go on under an await."""
+        state = self._log.state
+        if state.domain_uuid != self._domain_uuid:
+            return
+        if state.manifest is not self._manifest:
+            manifest = read_manifest(state, self._domain_uuid, ANY_EPOCH)
+            if manifest is not None:
+                database.refresh_to(manifest)
+            self._manifest = state.manifest
+        for batch in state.batches_after(database.max_applied_seqno):
+            database.apply(batch.seqno, batch.keys, batch.values)

@@ -1,0 +1,188 @@
+"""The leader's side of `requests`: execute each once, in the order of the log, and answer."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import structlog
+
+from tidemill.base.clock import Rand
+from tidemill.base.errors import Fenced, Missing, TidemillError, Unavailable, Unknown
+from tidemill.base.tasks import Tasks
+from tidemill.consensus.api import Consensus, LogRecord
+from tidemill.consensus.statelog import StateLog
+from tidemill.metastore.leader import Leader
+from tidemill.metastore.requests import (
+    DONE,
+    POSITION_KEY,
+    REPLIES_KEPT,
+    RETRY_PAUSE_S,
+    Reply,
+    Request,
+    append_as_equal,
+    decode_place,
+    decode_request,
+    encode_place,
+    refusal,
+    replies_log,
+    requests_log,
+)
+from tidemill.metastore.state import DomainState
+
+_log = structlog.get_logger()
+
+READ_REQUESTS = 256
+WAIT_S = 30.0
+TRUNCATE_AFTER = 64
+"""Executed requests are forgotten so many at a time, and all of them once nobody asks."""
+
+FLUSH_TIMEOUT_S = 60.0
+ANSWER_ATTEMPTS = 5
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Serving:
+    """Runs while the leader leads; whatever ends it ends the leader."""
+
+    def __init__(
+        self, consensus: Consensus, rand: Rand, domain: str, log: StateLog[DomainState], leader: Leader
+    ) -> None:
+        self._consensus = consensus
+        self._rand = rand
+        self._requests = requests_log(domain)
+        self._replies = replies_log(domain)
+        self._log = log
+        self._leader = leader
+        self._position = 0
+        self._truncated = 0
+        self._replies_from = self._replies_at = 0
+        self._flushes = Tasks()
+
+    async def run(self) -> None:
+        """Raises Fenced when the term is over."""
+        async with self._flushes:
+            await self._begin()
+            while True:
+                try:
+                    patience_s = RETRY_PAUSE_S if self._truncated < self._position else WAIT_S
+                    if await self._consensus.wait(self._requests, self._position, patience_s):
+                        await self._execute()
+                    elif self._truncated < self._position:
+                        await self._truncate()
+                except (Unavailable, Unknown) as error:
+                    _log.warning("requests wait", log=self._requests, cause=error.message)
+                    await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def _begin(self) -> None:
+        row = await self._leader.database.get_row(POSITION_KEY)
+        self._position = decode_place(self._log.state, row.value if row is not None else None)
+        while True:
+            try:
+                head = await self._consensus.log_head(self._requests)
+                replies = await self._consensus.log_head(self._replies)
+                self._replies_from, self._replies_at = replies.start, replies.next
+                break
+            except (Unavailable, Unknown):
+                await asyncio.sleep(RETRY_PAUSE_S)
+        self._position = max(self._position, head.start)
+        self._truncated = head.start
+
+    async def _execute(self) -> None:
+        """One read's worth of requests: all admitted in order, then awaited, then answered in one append."""
+        try:
+            found = await self._consensus.read(self._requests, self._position, READ_REQUESTS)
+        except Missing:
+            # Another leader executed and truncated them: it has fenced this one, or will show that it has.
+            await self._leader.stands()
+            raise
+        started: list[tuple[Request | None, Reply | None, asyncio.Future[int]]] = []
+        for record in found.records:
+            started.append(await self._admit(record))
+            self._position = record.position + 1
+        replies, settled = [], True
+        for request, refused, executed in started:
+            reply = refused
+            try:
+                seqno = await executed
+            except Unavailable as error:
+                settled = False
+                reply = refusal(request.nonce, error) if request is not None else None
+            else:
+                if reply is None and request is not None and request.rows:
+                    reply = Reply(request.nonce, DONE, seqno)
+            if reply is not None:
+                replies.append(_encode(reply))
+        if not settled:
+            # "It did not happen" must stay true: the next leader may not execute it either (RQ1, RQ2).
+            await self._pass_over()
+        if replies:
+            await self._answer(replies)
+        if self._position - self._truncated >= TRUNCATE_AFTER:
+            await self._truncate()
+
+    async def _admit(self, record: LogRecord) -> tuple[Request | None, Reply | None, asyncio.Future[int]]:
+        """(request, its refusal, the future of the batch that moves the position past it)."""
+        beside = self._beside(record.position + 1)
+        request = decode_request(record.data)
+        writing = self._leader.writing
+        while True:
+            try:
+                if request is None or not request.rows:
+                    if request is not None:
+                        self._flushes.spawn(self._flush(request), name="metastore requested flush")
+                    return request, None, await writing.admit((), {}, beside)
+                try:
+                    return request, None, await writing.admit(request.rows, request.expects, beside)
+                except (Fenced, Unavailable, Unknown):
+                    raise
+                except TidemillError as error:
+                    return request, refusal(request.nonce, error), await writing.admit((), {}, beside)
+            except Unavailable as error:
+                # No room: it was not executed, so it is tried again rather than refused.
+                _log.warning("requests wait", log=self._requests, cause=error.message)
+                await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def _pass_over(self) -> None:
+        """Make the position durable, whatever became of the requests below it."""
+        while True:
+            try:
+                await (await self._leader.writing.admit((), {}, self._beside(self._position)))
+                return
+            except Unavailable:
+                await asyncio.sleep(RETRY_PAUSE_S)
+
+    def _beside(self, position: int) -> list[tuple[bytes, bytes]]:
+        return [(POSITION_KEY, encode_place(self._log.state, position))]
+
+    async def _flush(self, request: Request) -> None:
+        try:
+            reply = Reply(request.nonce, DONE, await self._leader.flush(FLUSH_TIMEOUT_S))
+        except TidemillError as error:
+            reply = refusal(request.nonce, error)
+        try:
+            await self._answer([_encode(reply)])
+        except TidemillError as error:
+            _log.warning("a flush is not answered", log=self._replies, cause=error.message)
+
+    async def _answer(self, replies: list[bytes]) -> None:
+        """Term 0, as everybody: an outcome that is durable stays true after this leader's term."""
+        for attempt in range(ANSWER_ATTEMPTS):
+            try:
+                head = await append_as_equal(self._consensus, self._rand, self._replies, replies, self._replies_at)
+                break
+            except (Unavailable, Unknown) as error:
+                # Said twice does no harm; not said at all, the requester hears Unknown in the end.
+                _log.warning("requests are not answered", log=self._replies, count=len(replies), cause=error.message)
+                await asyncio.sleep(RETRY_PAUSE_S * attempt)
+        else:
+            return
+        self._replies_at = head.next
+        if self._replies_at - self._replies_from > 2 * REPLIES_KEPT:
+            self._replies_from = self._replies_at - REPLIES_KEPT
+            await self._consensus.truncate(self._replies, self._replies_from)
+
+    async def _truncate(self) -> None:
+        await self._consensus.truncate(self._requests, self._position)
+        self._truncated = self._position
