@@ -1,7 +1,9 @@
 """The checkpoint: rows of what lives in consensus elsewhere, so that the bucket alone can bring it back (RFC 0002 §6).
 
     gather     downstream first:  shards → bindings → partitions
-    write      upstream first:    partitions → bindings → shards          then flush
+    write      upstream first:    partitions → bindings → shards
+
+The leader persists them like all rows, within its persist interval.
 
 CP1  After every commit of a round, and so in every manifest, each stage's inputs are at or beyond its outputs: what
      an output of this round was made from had been there when its inputs were gathered, later, and is written
@@ -115,7 +117,7 @@ class Checkpointer:
                 self._tracker.remove(MARK)
 
     async def round(self) -> int:
-        """Gather, write, flush; returns how many rows were written.
+        """Gather and write; returns how many rows were written.
 
         Raises Fenced when another keeper has taken over meanwhile, Unavailable, Unknown, Corrupt. After any of
         them the next round begins from the rows.
@@ -147,7 +149,6 @@ class Checkpointer:
         if count or self._position_ms == 0:
             for index in self._owned:
                 await self._commit(index, [], gathered_ms, complete=True)
-            await self._metastore.flush(FLUSH_TIMEOUT_S)
         self._round += 1
         self._rows += count
         self._position_ms = gathered_ms

@@ -1,0 +1,186 @@
+"""What a cluster leaves in its bucket about itself: the manifest a restore begins with, and signs of life.
+
+    metastore/cluster/<number, 20 digits>-<nonce>           cluster manifest; the greatest number counts
+    metastore/alive/<milliseconds, 20 digits>-<nonce>       written every ALIVE_INTERVAL_S while the cluster is led
+
+    both    'TMCL' 4 bytes | format uint16 = 1 | msgpack map | crc32c uint32 of everything before it, little end first
+
+P1  A bucket belongs to its newest incarnation. Whoever leads an older one stops: it has been restored elsewhere.
+P2  A consensus that knows no cluster takes no bucket that has one: that is what a restore is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import NamedTuple, TypeVar
+
+import crc32c
+import msgspec
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Corrupt, Fenced, Invalid, Missing
+from tidemill.objects.store import ObjectStore
+
+CLUSTER_PREFIX = "metastore/cluster/"
+ALIVE_PREFIX = "metastore/alive/"
+MAGIC = b"TMCL"
+FORMAT = 1
+
+ALIVE_INTERVAL_S = 30.0
+ALIVE_YOUNG_S = 90.0
+"""A sign of life younger than this may be of a living cluster: two may have been missed."""
+MANIFESTS_KEPT = 3
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class ClusterManifest(msgspec.Struct, frozen=True):
+    """
+    cluster_uuid   of the cluster that wrote it
+    label          the cluster it was restored from, "" for none
+    incarnation    1, and one more with every restore of this bucket (P1)
+    domains        uuid of each domain, by index: where its manifests and files are
+    """
+
+    cluster_uuid: str
+    label: str
+    incarnation: int
+    domains: tuple[str, ...]
+    created_ms: int
+
+
+class Alive(msgspec.Struct, frozen=True):
+    cluster_uuid: str
+    incarnation: int
+    node: str
+    at_ms: int
+
+
+class Found(NamedTuple):
+    """The newest cluster manifest and where it stands."""
+
+    manifest: ClusterManifest
+    key: str
+    number: int
+
+
+async def newest_manifest(objects: ObjectStore) -> Found | None:
+    """Raises Corrupt (naming the object), Invalid (a newer format), Unavailable."""
+    newest = ""
+    async for found in objects.list(CLUSTER_PREFIX):
+        newest = found.key
+    if not newest:
+        return None
+    return await load_manifest(objects, newest)
+
+
+async def load_manifest(objects: ObjectStore, key: str) -> Found:
+    """Raises Missing as well."""
+    number = key.removeprefix(CLUSTER_PREFIX).partition("-")[0]
+    if not key.startswith(CLUSTER_PREFIX) or not number.isdigit():
+        raise Corrupt(f"Not a cluster manifest's name: object={key}.", fix="Remove it from the bucket.")
+    return Found(_decode(await objects.get(key), key, ClusterManifest), key, int(number))
+
+
+async def upload_manifest(objects: ObjectStore, rand: Rand, manifest: ClusterManifest, number: int) -> str:
+    """Its key. Older ones are removed but for MANIFESTS_KEPT. Raises Unavailable, Unknown."""
+    key = f"{CLUSTER_PREFIX}{number:020d}-{rand.nonce()}"
+    await objects.put(key, _encode(manifest))
+    names = [found.key async for found in objects.list(CLUSTER_PREFIX)]
+    for old in names[:-MANIFESTS_KEPT]:
+        await objects.delete(old)
+    return key
+
+
+async def write_alive(objects: ObjectStore, rand: Rand, alive: Alive) -> None:
+    """Say that the cluster lives; earlier signs of the same incarnation or older are removed."""
+    key = f"{ALIVE_PREFIX}{alive.at_ms:020d}-{rand.nonce()}"
+    await objects.put(key, _encode(alive))
+    async for old, name in signs_of_life(objects):
+        if name != key and old.incarnation <= alive.incarnation:
+            await objects.delete(name)
+
+
+async def signs_of_life(objects: ObjectStore) -> AsyncIterator[tuple[Alive, str]]:
+    """(sign, key), oldest first. One that is removed meanwhile is left out. Raises Corrupt, Unavailable."""
+    names = [found.key async for found in objects.list(ALIVE_PREFIX)]
+    for name in names:
+        try:
+            yield _decode(await objects.get(name), name, Alive), name
+        except Missing:
+            continue
+
+
+class Presence:
+    """One process's duty while it leads domain 0. `round` every ALIVE_INTERVAL_S, and once before it serves."""
+
+    def __init__(self, objects: ObjectStore, clock: Clock, rand: Rand, node: str) -> None:
+        self._objects = objects
+        self._clock = clock
+        self._rand = rand
+        self._node = node
+
+    async def round(self, manifest: ClusterManifest) -> None:
+        """Show the manifest if the bucket has another one, then that the cluster lives.
+
+        Raises Fenced when the bucket has been restored into another consensus (P1), Corrupt, Unavailable, Unknown.
+        """
+        found = await newest_manifest(self._objects)
+        check_not_replaced(found, manifest.cluster_uuid, manifest.incarnation)
+        if found is None or msgspec.structs.replace(found.manifest, created_ms=manifest.created_ms) != manifest:
+            number = found.number + 1 if found is not None else 1
+            await upload_manifest(self._objects, self._rand, manifest, number)
+            # Of two that looked at once, the newer incarnation must win whatever the nonces are.
+            check_not_replaced(await newest_manifest(self._objects), manifest.cluster_uuid, manifest.incarnation)
+        sign = Alive(manifest.cluster_uuid, manifest.incarnation, self._node, self._clock.now_ms())
+        await write_alive(self._objects, self._rand, sign)
+
+
+def check_not_replaced(found: Found | None, cluster_uuid: str, incarnation: int) -> None:
+    """P1. Raises Fenced."""
+    if found is None:
+        return
+    other = found.manifest
+    if (other.incarnation, other.cluster_uuid) == (incarnation, cluster_uuid) or other.incarnation < incarnation:
+        return
+    raise Fenced(
+        f"This cluster has been replaced: the bucket was restored into another consensus: cluster={cluster_uuid}"
+        f" incarnation={incarnation} bucket_cluster={other.cluster_uuid} bucket_incarnation={other.incarnation}.",
+        current=other,
+        fix="Stop this cluster, or give it a bucket of its own.",
+    )
+
+
+async def check_unclaimed(objects: ObjectStore) -> None:
+    """P2: before a new cluster is created in empty consensus. Raises Invalid when the bucket has a cluster."""
+    found = await newest_manifest(objects)
+    if found is not None:
+        raise Invalid(
+            "Consensus knows no cluster, but the bucket holds one:"
+            f" cluster={found.manifest.cluster_uuid} incarnation={found.manifest.incarnation} object={found.key}.",
+            fix="Run `tidemill restore` to bring it back, or choose another objects.url.",
+        )
+
+
+def _encode(struct: msgspec.Struct) -> bytes:
+    data = MAGIC + FORMAT.to_bytes(2, "little") + msgspec.msgpack.encode(struct)
+    return data + int(crc32c.crc32c(data)).to_bytes(4, "little")
+
+
+def _decode(data: bytes, key: str, kind: type[S]) -> S:
+    head = len(MAGIC) + 2
+    if not data.startswith(MAGIC) or int(crc32c.crc32c(data[:-4])).to_bytes(4, "little") != data[-4:]:
+        raise Corrupt(f"The object is damaged: object={key} size_bytes={len(data)}.", fix=_FIX)
+    found = int.from_bytes(data[len(MAGIC) : head], "little")
+    if found > FORMAT:
+        raise Invalid(
+            f"The object was written by a newer version of tidemill: object={key} format={found} known={FORMAT}.",
+            fix="Use that version, or a newer one.",
+        )
+    try:
+        return msgspec.msgpack.decode(data[head:-4], type=kind)
+    except msgspec.MsgspecError as error:
+        raise Corrupt(f"The object's checksum holds but it is unreadable: object={key} cause={error}.") from error
+
+
+_FIX = "Remove it if older ones of its kind are still there, or bring it back from a copy of the bucket."
