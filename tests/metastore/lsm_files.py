@@ -58,7 +58,7 @@ class Shelf:
         self.objects = objects or MemoryObjects(self.clock)
         self.files = Files(self.objects, PREFIX)
         self.version: Version = EMPTY
-        self.merger = InlineMerger(self.files, options, self.clock)
+        self.merger = InlineMerger(self.objects, options, self.clock)
         self.epoch = epoch
         self._numbers = count(1)
 

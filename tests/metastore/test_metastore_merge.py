@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from lsm_files import PREFIX, Shelf, in_loop, meta
+from lsm_files import Shelf, in_loop, meta
 
 from tidemill.base.clock import ManualClock
 from tidemill.base.errors import Corrupt, Invalid, Missing
@@ -16,7 +16,6 @@ from tidemill.metastore.lsm.compaction import job as job_module
 from tidemill.metastore.lsm.compaction.inline import InlineMerger, Throttle
 from tidemill.metastore.lsm.compaction.job import Pause, Read, merge_steps, names_needed
 from tidemill.metastore.lsm.compaction.pick import Job, settle
-from tidemill.metastore.lsm.files import Files
 from tidemill.metastore.lsm.options import Options
 from tidemill.objects.memory import MemoryObjects
 
@@ -224,7 +223,7 @@ async def test_a_merge_keeps_to_its_rate() -> None:
             return asyncio.get_running_loop().time()
 
     rate = 5 * job.size_bytes
-    merger = InlineMerger(shelf.files, msgspec.structs.replace(SMALL, compaction_bytes_per_s=rate), LoopClock())
+    merger = InlineMerger(shelf.objects, msgspec.structs.replace(SMALL, compaction_bytes_per_s=rate), LoopClock())
     start_s = asyncio.get_running_loop().time()
     made = await merger.merge(job)
     took_s = asyncio.get_running_loop().time() - start_s
@@ -264,6 +263,6 @@ async def test_the_block_cache_of_the_prefix_is_not_needed() -> None:
     await shelf.flush({b"a": b"1"}, 1)
     await shelf.flush({b"a": b"2"}, 2)
     assert isinstance(shelf.objects, MemoryObjects)
-    elsewhere = InlineMerger(Files(shelf.objects.reopen(), PREFIX), SMALL, ManualClock())
+    elsewhere = InlineMerger(shelf.objects.reopen(), SMALL, ManualClock())
     (made,) = await elsewhere.merge(shelf.prepared(job_of(shelf)))
     assert await shelf.rows_of(made) == [(b"a", b"2", 2)]

@@ -69,6 +69,7 @@ class Database:
         merger: Merger | None,
         read_only: bool,
         follower: bool,
+        faults: frozenset[str],
     ) -> None:
         self.files = files
         self.manifests = manifests
@@ -92,7 +93,7 @@ class Database:
         self._tasks = Tasks(self._task_failed)
         self._refreshing = asyncio.Lock()
         self._owns_merger = merger is None
-        self._merger = merger or InlineMerger(files, options, clock)
+        self._merger = merger or InlineMerger(files.objects, options, clock)
         self.flusher = Flusher(self)
         self.compactor = Compactor(
             self.versions,
@@ -104,7 +105,9 @@ class Database:
             files.prefix,
         )
         self.room_keeper = Room(self)
-        self._collector = Collector(files, BucketManifests(files.objects, files.prefix, rand), options, clock)
+        self._collector = Collector(
+            files, BucketManifests(files.objects, files.prefix, rand), options, clock, faults=faults
+        )
         self.collection_error: TidemillError | None = None
         """How the last round of collection failed; None after one that did not."""
         self.failure: BaseException | None = None
@@ -125,11 +128,13 @@ class Database:
         read_only: bool = False,
         follower: bool = False,
         background: bool = True,
+        faults: frozenset[str] = frozenset(),
     ) -> Database:
         """Open what the newest manifest with an epoch of at most `epoch` names; reads no file.
 
         `background=False` starts neither compaction nor collection: a test drives them by `compact` and
-        `collect_garbage`. Raises Invalid when the manifest is another domain's, and what `manifests.read` raises.
+        `collect_garbage`. `faults` are planted ones, for the simulation (gc.py). A `merger` stays the caller's.
+        Raises Invalid when the manifest is another domain's, and what `manifests.read` raises.
         """
         manifest = await manifests.read(epoch)
         if manifest is not None and manifest.domain_uuid != domain_uuid:
@@ -149,6 +154,7 @@ class Database:
             merger=merger,
             read_only=read_only,
             follower=follower,
+            faults=faults,
         )
         if not database.read_only:
             database._start(background)

@@ -11,6 +11,7 @@ from tidemill.metastore.lsm.compaction.pick import Job
 from tidemill.metastore.lsm.files import Files
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options
+from tidemill.objects.store import ObjectStore
 
 
 class Throttle:
@@ -42,9 +43,10 @@ class Throttle:
 
 
 async def drive(
-    job: Job, files: Files, options: Options, throttle: Throttle, progress: Progress | None
+    job: Job, objects: ObjectStore, options: Options, throttle: Throttle, progress: Progress | None
 ) -> list[FileMeta]:
     """Run the merge's steps with their I/O, and let the loop run others after every slice."""
+    files = Files(objects, job.prefix)
     steps = merge_steps(job, options)
     answer: bytes | None = None
     while True:
@@ -68,17 +70,17 @@ async def drive(
 
 
 class InlineMerger:
-    """Merges on the loop it is called on."""
+    """Merges on the loop it is called on, for any domain in this store."""
 
-    def __init__(self, files: Files, options: Options, clock: Clock) -> None:
-        self._files = files
+    def __init__(self, objects: ObjectStore, options: Options, clock: Clock) -> None:
+        self._objects = objects
         self._options = options
         self._throttle = Throttle(options.compaction_bytes_per_s, clock)
         self._turn = asyncio.Lock()
 
     async def merge(self, job: Job, progress: Progress | None = None) -> list[FileMeta]:
         async with self._turn:
-            return await drive(job, self._files, self._options, self._throttle, progress)
+            return await drive(job, self._objects, self._options, self._throttle, progress)
 
     async def aclose(self) -> None:
         """Nothing to close: a merge under way belongs to its caller, who cancels it."""

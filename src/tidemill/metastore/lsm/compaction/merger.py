@@ -17,7 +17,7 @@ Progress = Callable[[int], None]
 
 
 class Merger(Protocol):
-    """Does one job at a time; further calls wait for their turn."""
+    """Does one job at a time; further calls wait for their turn. Several domains may share one."""
 
     async def merge(self, job: Job, progress: Progress | None = None) -> list[FileMeta]:
         """The outputs by key, durable. `job` carries names for them and the files' prefix.

@@ -26,7 +26,6 @@ from tidemill.metastore.lsm.compaction.worker_frames import (
     read_frame,
     to_worker,
 )
-from tidemill.metastore.lsm.files import Files
 from tidemill.metastore.lsm.options import Options
 from tidemill.objects.open import open_objects
 from tidemill.objects.store import ObjectStore
@@ -72,7 +71,7 @@ async def _work(job: Job, objects: ObjectStore, options: Options, throttle: Thro
         _answer(answers, Progressed(rows_done))
 
     try:
-        return Done(await drive(job, Files(objects, job.prefix), options, throttle, progress))
+        return Done(await drive(job, objects, options, throttle, progress))
     except TidemillError as error:
         return Failed.of(error)
 
