@@ -66,9 +66,10 @@ def test_damage_is_told_with_file_section_and_offset() -> None:
     ("body", "reason"),
     [
         (msgspec.msgpack.encode({"not": "a block"}), "does not decode"),
-        (msgspec.msgpack.encode((b"", [b"a", b"b"], [b"1"], 0, 0, b"")), "holds 2 rows, not the 2"),
+        (msgspec.msgpack.encode((b"", [b"a", b"b"], [b"1"], 0, 0, b"")), "holds 2 keys, 1 values, not 2 rows"),
         (msgspec.msgpack.encode((b"", [b"a", b"b"], [b"1", b"2"], 0, 1, b"x")), "rows"),
-        (msgspec.msgpack.encode((b"", [b"a"], [b"1"], 0, 0, b"")), "holds 1 rows, not the 2"),
+        (msgspec.msgpack.encode((b"p", b"", [b"1", b"2"], 0, 0, b"")), "holds 0 keys"),
+        (msgspec.msgpack.encode((b"", [b"a"], [b"1"], 0, 0, b"")), "holds 1 keys, 1 values, not 2 rows"),
     ],
 )
 def test_a_whole_section_that_is_not_the_expected_block_is_found(body: bytes, reason: str) -> None:
@@ -93,6 +94,28 @@ def test_the_common_prefix_is_stored_once() -> None:
     keys = [b"metastore/extent/%04d" % number for number in range(50)]
     payload, _, _ = encode_block(keys, [b"v"] * 50, [7] * 50)
     assert payload.count(b"metastore/extent/00") == 1
+
+
+@given(st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=300, unique=True), st.binary(max_size=3))
+def test_keys_of_any_bytes_come_back(suffixes: list[bytes], prefix: bytes) -> None:
+    keys = sorted(prefix + suffix for suffix in suffixes)
+    rows = keys, [b"v"] * len(keys), [1] * len(keys)
+    assert opened(sealed(rows), len(keys)).keys == keys
+
+
+@pytest.mark.parametrize("prefix", [b"", b"\xff", b"text/", bytes(range(256))])
+@pytest.mark.parametrize("taken", [0, 1, 200, 256])
+def test_a_separator_is_a_byte_of_no_key(prefix: bytes, taken: int) -> None:
+    """`taken`: how many bytes, from 255 down, occur in keys; with all of them there is no separator."""
+    keys = sorted(
+        {prefix + bytes((code, code)) for code in range(255, 255 - taken, -1)} | {prefix + b"", prefix + b"a"}
+    )
+    payload, _, _ = encode_block(keys, [b"v"] * len(keys), [1] * len(keys))
+    suffixes = msgspec.msgpack.decode(payload)[1]
+    if isinstance(suffixes, bytes):
+        assert not any(suffixes[:1] in key for key in keys)
+    assert isinstance(suffixes, list) == (taken == 256 or len(prefix) == 256)
+    assert opened(seal(payload), len(keys)).keys == keys
 
 
 @pytest.mark.parametrize(
