@@ -8,11 +8,12 @@ the others sync. While records arrive a binding is minted every `busy_s`; withou
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Conflict, Missing, Unavailable, Unknown
+from tidemill.base.errors import Conflict, TidemillError, Unavailable, Unknown
 from tidemill.base.tasks import Tasks
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.shards.front import Binding, Remap
@@ -28,13 +29,23 @@ log = structlog.get_logger()
 class Binder:
     """Keeps one task per stream topic in the catalogue."""
 
-    def __init__(self, catalogue: Catalogue, reader: PartitionReader, open_remap, clock: Clock) -> None:  # type: ignore[no-untyped-def]
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        reader: PartitionReader,
+        open_remap: Callable[[str], Awaitable[Remap]],
+        clock: Clock,
+        *,
+        discover_s: float = DISCOVER_S,
+    ) -> None:
         self._catalogue = catalogue
         self._reader = reader
         self._open_remap = open_remap
         self._clock = clock
-        self._tasks = Tasks()
-        self._bound: set[str] = set()
+        self._discover_s = discover_s
+        self._tasks = Tasks(self._task_failed)
+        self._bound: dict[str, asyncio.Task[None]] = {}
+        """topic id → the task that binds it"""
 
     def start(self) -> None:
         self._tasks.spawn(self._discover(), name="binder-discover")
@@ -44,24 +55,37 @@ class Binder:
 
     async def _discover(self) -> None:
         while True:
-            for row in await self._catalogue.list(TopicRow):
-                if row.kind == "stream" and row.topic_id not in self._bound:
-                    self._bound.add(row.topic_id)
-                    self._tasks.spawn(self._bind(row), name=f"binder-{row.name}")
-            await asyncio.sleep(DISCOVER_S)
+            try:
+                rows = await self._catalogue.list(TopicRow)
+            except TidemillError as error:
+                # Without this task no new topic would ever get a time.
+                log.warning("topics not read, looking again", error=str(error))
+            else:
+                self._follow(rows)
+            await asyncio.sleep(self._discover_s)
+
+    def _follow(self, rows: Iterable[TopicRow]) -> None:
+        """One running task for every stream topic there is, none for one that is gone; a failed one starts anew."""
+        streams = {row.topic_id: row for row in rows if row.kind == "stream"}
+        for topic_id in self._bound.keys() - streams.keys():
+            log.info("topic is gone, its binder ends", topic_id=topic_id)
+            self._bound.pop(topic_id).cancel()
+        for topic_id, row in streams.items():
+            running = self._bound.get(topic_id)
+            if running is None or running.done():
+                self._bound[topic_id] = self._tasks.spawn(self._bind(row), name=f"binder-{row.name}")
 
     async def _bind(self, row: TopicRow) -> None:
-        remap: Remap = await self._open_remap(f"topic/{row.name}")
+        remap = await self._open_remap(f"topic/{row.name}")
         while True:
             try:
                 await asyncio.sleep(await self._tick(row, remap))
-            except Missing:
-                log.info("topic is gone, its binder ends", topic=row.name)
-                self._bound.discard(row.topic_id)
-                return
             except (Unavailable, Unknown) as error:
                 log.warning("binding not minted, retrying", topic=row.name, error=str(error))
                 await asyncio.sleep(IDLE_S)
+
+    def _task_failed(self, name: str, error: BaseException) -> None:
+        log.error("a binder failed", task=name, error=repr(error))
 
     async def _tick(self, row: TopicRow, remap: Remap) -> float:
         """Mint if due; returns how long to wait until the next look."""

@@ -6,19 +6,25 @@ Any other node answers 307 with that node's address; browsers and the published 
 
 from __future__ import annotations
 
+import asyncio
 from urllib.parse import parse_qs
 
+import structlog
 from starlette.responses import JSONResponse, RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tidemill.base.clock import Clock
+from tidemill.base.errors import Invalid, TidemillError
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.catalogue import CaptureRow, Catalogue
+from tidemill.shapes.plan import split_table
 
 CACHE_S = 1.0
 RETRY_AFTER_S = 1
 SHARD_PREFIXES = ("shard.", "shard:")
 CORS = {"access-control-allow-origin": "*", "cache-control": "no-store"}
+
+log = structlog.get_logger()
 
 
 class ShapeRouting:
@@ -30,9 +36,11 @@ class ShapeRouting:
         self._consensus = consensus
         self._holder = holder
         self._clock = clock
-        self._owners: dict[str, str] = {}
-        """schema.table → URL of the node that captures it; "" = this one"""
-        self._known_since_s = -CACHE_S
+        self._owners: dict[tuple[str, str], str] = {}
+        """(capture, schema.table) → URL of the node that captures it; "" = this one, "?" = nobody just now"""
+        self._looked_s = -CACHE_S
+        self._known = False
+        self._looking = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != "/v1/shape" or scope["method"] not in ("GET", "HEAD"):
@@ -52,22 +60,46 @@ class ShapeRouting:
 
     async def _owner(self, table: str) -> str | None:
         """ "" = serve here (unknown tables too: the shape room words that error), None = nobody leads it now."""
-        now_s = self._clock.monotonic_s()
-        if now_s - self._known_since_s > CACHE_S:
-            self._owners = await self._read_owners()
-            self._known_since_s = now_s
-        name = table.replace('"', "")
-        owner = self._owners.get(name if "." in name else f"public.{name}", "")
+        await self._look()
+        if not self._known:
+            return None
+        captures = {capture for capture, _ in self._owners}
+        prefix, _, rest = table.partition(":")
+        named = prefix in captures
+        try:
+            name = ".".join(split_table(rest if named else table))
+        except Invalid:
+            return ""
+        found = {
+            owner
+            for (capture, captured), owner in self._owners.items()
+            if captured == name and (not named or capture == prefix)
+        }
+        owner = found.pop() if len(found) == 1 else ""
         return None if owner == "?" else owner
 
-    async def _read_owners(self) -> dict[str, str]:
+    async def _look(self) -> None:
+        """One look a second, whoever asks meanwhile; one that fails leaves what was known."""
+        if self._known and self._looking.locked():
+            return
+        async with self._looking:
+            if self._clock.monotonic_s() - self._looked_s <= CACHE_S:
+                return
+            try:
+                self._owners = await self._read_owners()
+                self._known = True
+            except TidemillError as error:
+                log.warning("captures not read", error=str(error))
+            self._looked_s = self._clock.monotonic_s()
+
+    async def _read_owners(self) -> dict[tuple[str, str], str]:
         leases = {lease.name.removeprefix("capture/"): lease for lease in await self._consensus.leases("capture/")}
-        owners: dict[str, str] = {}
+        owners: dict[tuple[str, str], str] = {}
         for row in await self._catalogue.list(CaptureRow):
             lease = leases.get(row.name)
             if lease is not None and lease.live:
                 owner = "" if lease.holder == self._holder else lease.info.decode()
             else:
                 owner = "?"
-            owners.update(dict.fromkeys(row.topics, owner))
+            owners.update({(row.name, table): owner for table in row.topics})
         return owners
