@@ -6,8 +6,9 @@ N2  Equal views give equal leaders; views converge within a poll. Two nodes that
 N3  A node name belongs to the process that started last under it: it releases its predecessor's lease.
 
     lease     node/<name>      info = msgpack NodeInfo
-    register  cluster/nodes    msgpack {name: node id}; written at every start, so its sequence is the cluster
-                               epoch: it grows with every start and names L0 objects
+    register  cluster/nodes    msgpack {name: node id}; written at every start, so its sequence grows with every start
+    register  cluster/epoch-base    decimal text, written by a restore: the cluster epoch, which names L0 objects, is
+                               this (0 if absent) plus the sequence of cluster/nodes
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _log = structlog.get_logger()
 
 LEASE_PREFIX = "node/"
 NODES_REGISTER = "cluster/nodes"
+EPOCH_BASE_REGISTER = "cluster/epoch-base"
 POLL_S = 1.0
 EAGER_POLL_GAP_S = 0.05
 
@@ -176,6 +178,7 @@ class Membership:
     # keeping it -----------------------------------------------------------------------------------
     async def _register(self) -> None:
         """A node id for this name, and a new cluster epoch."""
+        base = await self._consensus.head(EPOCH_BASE_REGISTER)
         while True:
             found = await self._consensus.head(NODES_REGISTER)
             ids: dict[str, int] = msgspec.msgpack.decode(found.data, type=dict[str, int]) if found else {}
@@ -188,7 +191,7 @@ class Membership:
             except (Conflict, Unknown):
                 # A lost answer costs an epoch, nothing else: epochs only need to grow.
                 continue
-            self._ids, self._epoch = ids, version.seq
+            self._ids, self._epoch = ids, version.seq + (int(base.data) if base is not None else 0)
             return
 
     async def _acquire(self) -> None:

@@ -1,0 +1,230 @@
+"""From rows back into empty consensus: partitions, bindings and shards, and the counters around them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from checkpoint_world import Restored, World, rows_of
+
+from tidemill.base.clock import Rand
+from tidemill.base.errors import Invalid, Unknown
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.shards.open import open_remap, open_shard
+from tidemill.shards.remap import encode_binding
+from tidemill.shards.restore import restore_bindings, restore_shard, restored_id
+from tidemill.topics.front import FetchRead
+from tidemill.topics.log import LocalTopics
+from tidemill.topics.partition.replay import catch_up, partition_log
+from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.producer_ids import ProducerIds
+from tidemill.topics.reader import PartitionReaderImpl
+from tidemill.topics.restore import newest_epoch, restore_partition, restore_registers
+
+
+def run(body: Callable[[World], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(60):
+            async with World() as world:
+                await body(world)
+
+    asyncio.run(main())
+
+
+async def write_back(world: World, consensus: MemoryConsensus, attempt: str = "a1") -> Restored:
+    restored = Restored(rows_of(world.shared[0]))
+    for (topic_id, partition), state in restored.partitions.items():
+        await restore_partition(consensus, world.objects, world.rand, topic_id, partition, state, attempt)
+    for source, bindings in restored.bindings.items():
+        await restore_bindings(consensus, source, [encode_binding(b) for b in bindings], attempt)
+    for shard in restored.shards.values():
+        await restore_shard(consensus, world.rand, shard, attempt)
+    return restored
+
+
+async def filled(world: World, steps: int = 12) -> None:
+    for _ in range(steps):
+        await world.step()
+    await world.keeper().round()
+
+
+def test_a_restored_partition_serves_every_record_and_goes_on() -> None:
+    async def body(world: World) -> None:
+        await filled(world)
+        fresh = MemoryConsensus(world.clock)
+        await write_back(world, fresh)
+        topic_id = world.topic.topic_id
+        topics = LocalTopics(fresh, world.objects, world.catalogue, clock=world.clock, rand=Rand(9))
+        before = (await world.topics.offsets(topic_id, 0)).high_watermark
+        assert (await topics.offsets(topic_id, 0)).high_watermark == before > 0
+        [fetched] = await topics.fetch(
+            [FetchRead(topic_id, 0, 0, 1 << 20)], max_wait_s=1, min_bytes=1, max_bytes=1 << 20
+        )
+        [original] = await world.topics.fetch(
+            [FetchRead(topic_id, 0, 0, 1 << 20)], max_wait_s=1, min_bytes=1, max_bytes=1 << 20
+        )
+        assert fetched.error is None
+        assert [bytes(b) for b in fetched.batches] == [bytes(b) for b in original.batches]
+        # the producer that wrote the last batch goes on where it stopped, and a repeat of it is recognised
+        world.topics, old = topics, world.topics
+        await world.produce()
+        assert (await topics.offsets(topic_id, 0)).high_watermark == before + 3
+        terms = (await catch_up(fresh, world.objects, partition_log(topic_id, 0), PartitionState()))[0].terms
+        assert terms == sorted(terms) and terms[-1][0] > terms[0][0] + 1000
+        world.topics = old
+        await topics.aclose()
+
+    run(body)
+
+
+def test_a_restored_shard_has_a_new_id_and_the_same_contents_and_takes_appends() -> None:
+    async def body(world: World) -> None:
+        await filled(world)
+        await world.compact(world.table)
+        await world.keeper("n2").round()
+        fresh = MemoryConsensus(world.clock)
+        await write_back(world, fresh)
+        shard = await open_shard(fresh, world.objects, world.clock, Rand(4), "table")
+        assert shard.shard_id == restored_id(world.table.shard_id, "a1") != world.table.shard_id
+        since, upper = await world.table.frontiers()
+        assert await shard.frontiers() == (since, upper)
+        assert (await shard.snapshot(upper - 1)).equals(await world.table.snapshot(upper - 1))
+        await shard.compare_and_append(upper, upper + 10, (), "")
+        other = await open_shard(fresh, world.objects, world.clock, Rand(5), "table")
+        assert await other.frontiers() == (since, upper + 10)
+        await shard.aclose()
+        await other.aclose()
+
+    run(body)
+
+
+def test_restored_bindings_are_the_same_and_minting_goes_on() -> None:
+    async def body(world: World) -> None:
+        await filled(world)
+        fresh = MemoryConsensus(world.clock)
+        await write_back(world, fresh)
+        remap = await open_remap(fresh, world.clock, Rand(4), "topic/clicks")
+        assert await remap.after(0) == await world.remap.after(0)
+        latest = await remap.latest()
+        assert latest is not None
+        await remap.mint(type(latest)(latest.time_ms + 5, latest.offsets))
+
+    run(body)
+
+
+class CutOff(MemoryConsensus):
+    """Dies at the n-th write; with `landed` the write took effect all the same."""
+
+    def __init__(self, world: World, state: Any, at: int, landed: bool) -> None:
+        super().__init__(world.clock, state)
+        self.left = at
+        self.landed = landed
+
+    async def _submit(self, op: Any) -> Any:
+        if type(op).__name__ in ("Append", "Cas", "Truncate"):
+            self.left -= 1
+            if self.left == 0:
+                if self.landed:
+                    await super()._submit(op)
+                raise RuntimeError("killed")
+        return await super()._submit(op)
+
+
+@pytest.mark.parametrize("landed", [False, True])
+def test_write_back_is_cut_off_at_every_write_and_run_again(landed: bool) -> None:
+    async def body(world: World) -> None:
+        await filled(world, 3)
+        whole = MemoryConsensus(world.clock)
+        await write_back(world, whole)
+        for at in range(1, 100):
+            state = type(whole.state)()
+            try:
+                await write_back(world, CutOff(world, state, at, landed))
+                break
+            except RuntimeError:
+                pass
+            fresh = MemoryConsensus(world.clock, state)
+            await write_back(world, fresh)
+            reader = PartitionReaderImpl(fresh, world.objects)
+            for partition in range(2):
+                want = (await world.topics.offsets(world.topic.topic_id, partition)).high_watermark
+                assert await reader.high_watermark(world.topic.topic_id, partition) == want
+            shard = await open_shard(fresh, world.objects, world.clock, Rand(4), "table")
+            assert await shard.frontiers() == await world.table.frontiers()
+            remap = await open_remap(fresh, world.clock, Rand(4), "topic/clicks")
+            assert await remap.after(0) == await world.remap.after(0)
+            await shard.aclose()
+        assert at > 8
+
+    run(body)
+
+
+def test_lost_answers_are_resolved_by_what_stands_there() -> None:
+    async def body(world: World) -> None:
+        await filled(world, 3)
+        fresh = MemoryConsensus(world.clock)
+        append = fresh.append
+        lost = 0
+
+        async def unheard(*args: Any) -> Any:
+            nonlocal lost
+            await append(*args)
+            lost += 1
+            raise Unknown("the answer was lost.")
+
+        fresh.append = unheard  # type: ignore[method-assign]
+        await write_back(world, fresh)
+        assert lost >= 5
+
+    run(body)
+
+
+def test_what_another_attempt_or_a_live_cluster_wrote_is_not_overwritten() -> None:
+    async def body(world: World) -> None:
+        await filled(world, 3)
+        fresh = MemoryConsensus(world.clock)
+        await write_back(world, fresh)
+        before = {log: head for log, head in fresh.state.heads.items()}
+        with pytest.raises(Invalid, match="log already"):
+            await write_back(world, fresh, "a2")
+        assert fresh.state.heads == before
+
+    run(body)
+
+
+def test_no_producer_id_or_object_epoch_is_ever_given_twice() -> None:
+    async def body(world: World) -> None:
+        ids = ProducerIds(world.consensus, Rand(1))
+        old = await ids.allocate()
+        for epoch in (1, 2, 3, 700, 701, 5000):
+            await world.objects.put(f"l0/{epoch:020d}/n1-{epoch}", b"x")
+        assert await newest_epoch(world.objects) == 5000
+        fresh = MemoryConsensus(world.clock)
+        for _ in range(2):
+            await restore_registers(fresh, world.objects, Rand(2), incarnation=3, node_ids={"n1": 4})
+        assert await ProducerIds(fresh, Rand(1)).allocate() == 3 << 40 > old
+        from tidemill.topics.leadership import Membership, NodeInfo
+
+        membership = Membership(fresh, "n1", NodeInfo(), world.clock, Rand(3))
+        await membership.start()
+        assert membership.epoch() > 5000
+        assert [member.node_id for member in membership.members()] == [4]
+        await membership.aclose()
+
+    run(body)
+
+
+def test_the_newest_epoch_is_found_whatever_the_gaps() -> None:
+    async def body(world: World) -> None:
+        rand = Rand(3)
+        known = 0
+        assert await newest_epoch(world.objects) == 0
+        for _ in range(40):
+            epoch = rand.below(1 << (1 + rand.below(40)))
+            known = max(known, epoch)
+            await world.objects.put(f"l0/{epoch:020d}/n-{rand.nonce()}", b"x")
+            assert await newest_epoch(world.objects) == known
+
+    run(body)
