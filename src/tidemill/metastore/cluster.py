@@ -1,6 +1,7 @@
 """The cluster: its identity, how many domains it has, and which domain holds a key.
 
-    register  metastore/cluster    msgpack map: format 1, uuid, domains, created_ms, label, incarnation, imported
+    register  metastore/cluster    msgpack map: format 1, uuid, domains, created_ms, label, incarnation, imported,
+                                   restoring
 
     domain of a key = crc32c(entity) mod domains
 
@@ -37,6 +38,7 @@ class Cluster(msgspec.Struct, frozen=True):
     label        whom it was restored from, "" for none
     incarnation  grows with every restore of the same bucket
     imported     rows of the time before the metastore have been taken over (`imports`)
+    restoring    the restore attempt that has not finished yet, "" for none: nobody else may open the cluster
     """
 
     uuid: str
@@ -46,6 +48,7 @@ class Cluster(msgspec.Struct, frozen=True):
     incarnation: int = 1
     imported: bool = False
     format: int = FORMAT
+    restoring: str = ""
 
 
 def domain_of(key: bytes, domains: int) -> int:
@@ -62,7 +65,7 @@ async def read_cluster(consensus: Consensus) -> tuple[Cluster, int] | None:
 async def open_cluster(consensus: Consensus, clock: Clock, rand: Rand, domains: int = 0) -> Cluster:
     """The cluster; created with `domains` (0: one) by whoever comes first.
 
-    Raises Invalid when `domains` is neither 0 nor what the cluster was created with.
+    Raises Invalid when `domains` is neither 0 nor what the cluster was created with, and while it is being restored.
     """
     if not 0 <= domains <= DOMAINS_MAX:
         raise Invalid(f"Bad number of domains: metastore.domains={domains}.", fix=f"Use 1 to {DOMAINS_MAX}.")
@@ -72,6 +75,11 @@ async def open_cluster(consensus: Consensus, clock: Clock, rand: Rand, domains: 
         cluster = await write_cluster(consensus, rand, fresh, 0)
     else:
         cluster = found[0]
+    if cluster.restoring:
+        raise Invalid(
+            f"A restore into this consensus has not finished: attempt={cluster.restoring} from={cluster.label}.",
+            fix="Run the same `tidemill restore` again: it goes on where it stopped.",
+        )
     if domains not in (0, cluster.domains):
         raise Invalid(
             f"The cluster was created with another number of domains: metastore.domains={domains} "
