@@ -80,7 +80,7 @@ class Domain:
         self._requester = Requester(grounds.consensus, grounds.rand, grounds.name, grounds.settings.request_timeout_s)
         self._barrier = Barrier(self._pass, f"sync {grounds.log}")
         self._competing = False
-        self._busy_s = 0.0
+        self._busy = False
         self._turned = asyncio.Event()
         self._closed: TidemillError | None = None
         self.trouble: TidemillError | None = None
@@ -261,7 +261,11 @@ class Domain:
         """
         leader = self._leader
         if leader is not None and not leader.ended:
-            self._busy_s = self._grounds.clock.monotonic_s()
+            self._busy = True
+            if not expects:
+                on_its_way = leader.writing.take(rows)
+                if on_its_way is not None:
+                    return await on_its_way
             return await leader.writing.commit(rows, expects)
         return await self._ask(self._requester.commit(rows, expects))
 
@@ -394,11 +398,10 @@ class Domain:
 
     async def _linger(self, leader: Leader) -> None:
         """Whoever led for want of another gives up once nothing of its own is left to do."""
-        self._busy_s = self._grounds.clock.monotonic_s()
         while True:
-            await asyncio.sleep(self._settings.linger_s / 4)
-            idle_s = self._grounds.clock.monotonic_s() - self._busy_s
-            if not self._requester.waiting and idle_s >= self._settings.linger_s:
+            self._busy = False
+            await asyncio.sleep(self._settings.linger_s)
+            if not self._requester.waiting and not self._busy:
                 leader.step_down(Closed(f"Nothing is left to do here: domain={self.name}."))
                 return
 
