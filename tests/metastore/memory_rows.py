@@ -51,7 +51,7 @@ def _as_expected(row: StoredRow | None, seqno: int) -> bool:
 
 
 class MemoryRows:
-    """One process's handle. Without `sync` it reads what it saw at its last sync or commit of its own."""
+    """One process's handle. It reads what it saw at its last sync; not even its own commits are newer (D1)."""
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
@@ -106,9 +106,7 @@ class MemoryRows:
         def write() -> int:
             return self._shared.write(rows, expects)
 
-        seqno = write() if fault is None else fault(write)
-        self._seen = dict(self._shared.rows)
-        return seqno
+        return write() if fault is None else fault(write)
 
     async def flush(self, timeout_s: float | None = None) -> int:
         self._check()

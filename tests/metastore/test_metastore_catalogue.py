@@ -25,6 +25,7 @@ from tidemill.metastore.cluster import read_cluster
 from tidemill.metastore.imports import MARK_KEY
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import TOPIC_IDS, TOPICS
+from tidemill.metastore.rows.topics import TopicIdRow
 
 CAPTURE = CaptureRow(
     "shop",
@@ -134,6 +135,18 @@ def test_a_topics_rows_by_name_and_by_id_come_and_go_together() -> None:
         found = await catalogue.topic_by_id("by-hand")
         assert found is not None
         assert found.name == "t"
+
+    run(body)
+
+
+def test_an_id_whose_name_has_gone_to_another_topic_finds_nothing() -> None:
+    """As seen between two reads, while the topic is deleted and its name taken anew."""
+
+    async def body(world: World) -> None:
+        newer = await world.process().create_topic("t", 1)
+        await world.metastore().commit([TOPIC_IDS.encode(TopicIdRow("older", "t"))])
+        assert await world.process().topic_by_id("older") is None
+        assert await world.process().topic_by_id(newer.topic_id) == newer
 
     run(body)
 

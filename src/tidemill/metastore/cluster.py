@@ -101,10 +101,7 @@ async def write_cluster(consensus: Consensus, rand: Rand, cluster: Cluster, expe
                 return _decode(conflict.current)
             raise
         except Unknown:
-            # Whoever wrote the next version, it is what everybody uses from now on; if nobody did, try again.
-            found = await consensus.head(REGISTER)
-            if found is not None and found.seq > expected_seq:
-                return _decode(found)
+            # The next attempt decides: it lands, or is told what stands there, which may be ours.
             await asyncio.sleep(RETRY_PAUSE_S)
 
 
