@@ -115,22 +115,14 @@ class Writing:
         if group is None or self._line:
             return None
         written = group.rows
-        if len(rows) == 1:
-            key, value = rows[0]
-            size_bytes = len(key) + len(value) + ROW_OVERHEAD_BYTES
-            if (
-                key in written
-                or not 0 < len(key) <= METASTORE_KEY_BYTES
-                or len(value) > METASTORE_VALUE_BYTES
-                or group.size_bytes + size_bytes > GROUP_BYTES
-            ):
+        size_bytes = ROW_OVERHEAD_BYTES * len(rows)
+        for key, value in rows:
+            if key in written or not 0 < len(key) <= METASTORE_KEY_BYTES or len(value) > METASTORE_VALUE_BYTES:
                 return None
-            written[key] = value
-        else:
-            size_bytes = measured(rows)
-            if group.size_bytes + size_bytes > GROUP_BYTES or _touches(group, rows):
-                return None
-            written.update(rows)
+            size_bytes += len(key) + len(value)
+        if not rows or group.size_bytes + size_bytes > GROUP_BYTES:
+            return None
+        written.update(rows)
         group.size_bytes += size_bytes
         self._group_bytes += size_bytes
         waiter = self._loop.create_future()
