@@ -100,7 +100,7 @@ class RowsContract:
             deleted = await rows.commit([(A, b"")], expects={A: written})
             await rows.sync()
             assert await rows.get(A) is None
-            assert await read(rows.scan()) == [(B, b"2")]
+            assert await read(rows.scan(b"\x01")) == [(B, b"2")]
             with pytest.raises(Conflict):
                 await rows.commit([(A, b"back")], expects={A: written})
             found = await rows.get_row(A)
@@ -119,8 +119,8 @@ class RowsContract:
             some = [(b"\x01%03d\x00\x01" % number, b"v%d" % number) for number in range(50)]
             await rows.commit([*some[10:], *some[:10], (C, b"c")])
             await rows.sync()
-            assert await read(rows.scan()) == [*some, (C, b"c")]
-            assert await read(rows.scan(reverse=True)) == [(C, b"c"), *reversed(some)]
+            assert await read(rows.scan(b"\x01")) == [*some, (C, b"c")]
+            assert await read(rows.scan(b"\x01", reverse=True)) == [(C, b"c"), *reversed(some)]
             assert await read(rows.scan(some[3][0], some[7][0])) == some[3:7]
             assert await read(rows.scan(some[3][0], some[7][0], reverse=True)) == some[6:2:-1]
             assert await read(rows.prefix(b"\x0101")) == some[10:20]

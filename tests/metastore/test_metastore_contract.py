@@ -1,15 +1,24 @@
-"""The contract of a domain as the catalogue uses it, on the stand-in of unit tests."""
+"""The contract of a domain as the catalogue uses it: on real domains, and on the stand-in of unit tests."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
 
 import pytest
 from memory_rows import MemoryRows, Shared
 from tests.contracts.rows import OpenDomain, OpenProcess, RowsContract
 
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.consensus.memory import MemoryConsensus, MemoryState
+from tidemill.consensus.open import open_consensus
+from tidemill.metastore.domain import Domain
 from tidemill.metastore.front import Rows
+from tidemill.metastore.open import NODE, TOOL
+from tidemill.objects.memory import MemoryObjects
+from tidemill.objects.open import open_objects
 
 
 @asynccontextmanager
@@ -26,3 +35,47 @@ class TestStandIn(RowsContract):
     @pytest.fixture
     def open_domain(self) -> OpenDomain:
         return memory_domain
+
+
+@asynccontextmanager
+async def real_domain(directory: Path | None, nodes: int) -> AsyncIterator[OpenProcess]:
+    """The first `nodes` processes try to lead, all others are tools. In memory without a directory."""
+    clock, rand = SystemClock(), Rand()
+    state = MemoryState()
+    objects = MemoryObjects(clock) if directory is None else await open_objects(str(directory / "objects"), clock, rand)
+    opened: list[Domain] = []
+    stores = []
+
+    async def process() -> Rows:
+        if directory is None:
+            consensus = MemoryConsensus(clock, state)
+        else:
+            consensus = await open_consensus(f"sqlite:{directory / 'consensus.db'}", clock, rand)
+        stores.append(consensus)
+        settings = NODE if len(opened) < nodes else TOOL
+        domain = await Domain.open(
+            consensus, objects, "0", holder=f"p{len(opened)}/1", clock=clock, rand=rand, settings=settings
+        )
+        opened.append(domain)
+        return domain
+
+    try:
+        yield process
+    finally:
+        for domain in opened:
+            await domain.aclose()
+        for store in stores:
+            await store.aclose()
+        await objects.aclose()
+
+
+class TestDomainInMemory(RowsContract):
+    @pytest.fixture(params=[0, 1, 2], ids=["tools", "node", "nodes"])
+    def open_domain(self, request: pytest.FixtureRequest) -> OpenDomain:
+        return partial(real_domain, None, request.param)
+
+
+class TestDomainOnSqlite(RowsContract):
+    @pytest.fixture(params=[0, 1], ids=["tools", "node"])
+    def open_domain(self, request: pytest.FixtureRequest, tmp_path: Path) -> OpenDomain:
+        return partial(real_domain, tmp_path, request.param)

@@ -40,7 +40,7 @@ from tidemill.metastore.requests import Requester
 from tidemill.metastore.serving import Serving
 from tidemill.metastore.settings import DomainSettings, Grounds
 from tidemill.metastore.state import DomainState, PersistedManifest
-from tidemill.metastore.writing import NOTHING
+from tidemill.metastore.writing import NOTHING, measured
 from tidemill.objects.store import ObjectStore
 
 _log = structlog.get_logger()
@@ -267,6 +267,7 @@ class Domain:
                 if on_its_way is not None:
                     return await on_its_way
             return await leader.writing.commit(rows, expects)
+        measured(rows)  # refused here: a request without rows is a request to flush
         return await self._ask(self._requester.commit(rows, expects))
 
     async def flush(self, timeout_s: float | None = None) -> int:

@@ -1,0 +1,75 @@
+"""From stores to a metastore over real domains.
+
+A node leads (`NODE`): it tries for every domain's lease as long as it runs. A tool follows (`TOOL`) and sends its
+commits to whoever leads; where nobody does, it leads for a moment itself.
+"""
+
+from __future__ import annotations
+
+import os
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.marks import Tracker
+from tidemill.consensus.api import Consensus
+from tidemill.metastore.cluster import Cluster
+from tidemill.metastore.domain import Domain
+from tidemill.metastore.front import Rows
+from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.settings import DomainSettings
+from tidemill.objects.store import ObjectStore
+
+NODE = DomainSettings(lead=True)
+TOOL = DomainSettings(lead=False)
+
+
+def metastore_on(
+    consensus: Consensus,
+    objects: ObjectStore,
+    clock: Clock,
+    rand: Rand,
+    *,
+    domains: int = 0,
+    settings: DomainSettings = TOOL,
+    holder: str = "",
+    tracker: Tracker | None = None,
+) -> Metastore:
+    """A metastore that opens at its first use. Close it before consensus and objects.
+
+    `holder` is `<node name>/<what tells its lives apart>`: a node's own earlier life need not be waited out.
+    """
+    holder = holder or f"tool/{os.getpid()}"
+    name, _, _ = holder.partition("/")
+
+    async def open_domain(cluster: Cluster, index: int) -> Rows:
+        return await Domain.open(
+            consensus,
+            objects,
+            str(index),
+            holder=holder,
+            clock=clock,
+            rand=rand,
+            settings=settings,
+            tracker=tracker,
+            own_earlier_life=lambda other: settings.lead and other.startswith(f"{name}/"),
+        )
+
+    return Metastore(consensus, open_domain, clock, rand, domains=domains)
+
+
+async def open_metastore(
+    consensus: Consensus,
+    objects: ObjectStore,
+    clock: Clock,
+    rand: Rand,
+    *,
+    domains: int = 0,
+    settings: DomainSettings = TOOL,
+    holder: str = "",
+    tracker: Tracker | None = None,
+) -> Metastore:
+    """As `metastore_on`, opened now. Raises Invalid (another number of domains), Unavailable, Corrupt."""
+    metastore = metastore_on(
+        consensus, objects, clock, rand, domains=domains, settings=settings, holder=holder, tracker=tracker
+    )
+    await metastore.start()
+    return metastore
