@@ -56,6 +56,11 @@ def domain_of(key: bytes, domains: int) -> int:
     return int(crc32c.crc32c(entity_of(key))) % domains
 
 
+def domain_name(index: int) -> str:
+    """Names a domain's log and lease (`metastore/<name>`) in consensus; its place in the bucket is its uuid's."""
+    return str(index)
+
+
 async def read_cluster(consensus: Consensus) -> tuple[Cluster, int] | None:
     """The cluster and the version of its register; None before anything was created. Raises Corrupt, Invalid."""
     found = await consensus.head(REGISTER)

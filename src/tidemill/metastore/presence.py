@@ -1,7 +1,7 @@
 """What a cluster leaves in its bucket about itself: the manifest a restore begins with, and signs of life.
 
     metastore/cluster/<number, 20 digits>-<nonce>           cluster manifest; the greatest number counts
-    metastore/alive/<milliseconds, 20 digits>-<nonce>       written every ALIVE_INTERVAL_S while the cluster is led
+    metastore/alive/<milliseconds, 20 digits>-<nonce>       written at intervals while the cluster is led
 
     both    'TMCL' 4 bytes | format uint16 = 1 | msgpack map | crc32c uint32 of everything before it, little end first
 
@@ -27,8 +27,6 @@ MAGIC = b"TMCL"
 FORMAT = 1
 
 ALIVE_INTERVAL_S = 30.0
-ALIVE_YOUNG_S = 90.0
-"""A sign of life younger than this may be of a living cluster: two may have been missed."""
 MANIFESTS_KEPT = 3
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -50,10 +48,13 @@ class ClusterManifest(msgspec.Struct, frozen=True):
 
 
 class Alive(msgspec.Struct, frozen=True):
+    """`young_s`: until this age the cluster may be alive; the next sign should come after a third of it."""
+
     cluster_uuid: str
     incarnation: int
     node: str
     at_ms: int
+    young_s: float = 3 * ALIVE_INTERVAL_S
 
 
 class Found(NamedTuple):
@@ -112,13 +113,17 @@ async def signs_of_life(objects: ObjectStore) -> AsyncIterator[tuple[Alive, str]
 
 
 class Presence:
-    """One process's duty while it leads domain 0. `round` every ALIVE_INTERVAL_S, and once before it serves."""
+    """One process's duty while it leads domain 0. `round` at intervals, and once before it serves."""
 
-    def __init__(self, objects: ObjectStore, clock: Clock, rand: Rand, node: str) -> None:
+    def __init__(
+        self, objects: ObjectStore, clock: Clock, rand: Rand, node: str, *, interval_s: float = ALIVE_INTERVAL_S
+    ) -> None:
         self._objects = objects
         self._clock = clock
         self._rand = rand
         self._node = node
+        self._interval_s = interval_s
+        self._last: Alive | None = None
 
     async def round(self, manifest: ClusterManifest) -> None:
         """Show the manifest if the bucket has another one, then that the cluster lives.
@@ -132,8 +137,19 @@ class Presence:
             await upload_manifest(self._objects, self._rand, manifest, number)
             # Of two that looked at once, the newer incarnation must win whatever the nonces are.
             check_not_replaced(await newest_manifest(self._objects), manifest.cluster_uuid, manifest.incarnation)
-        sign = Alive(manifest.cluster_uuid, manifest.incarnation, self._node, self._clock.now_ms())
+        sign = Alive(
+            manifest.cluster_uuid, manifest.incarnation, self._node, self._clock.now_ms(), 3 * self._interval_s
+        )
         await write_alive(self._objects, self._rand, sign)
+        self._last = sign
+
+    async def leave(self) -> None:
+        """At an orderly end: take the last sign back, so that a restore need not wait. Raises Unavailable, Unknown."""
+        sign, self._last = self._last, None
+        if sign is not None:
+            async for other, key in signs_of_life(self._objects):
+                if other == sign:
+                    await self._objects.delete(key)
 
 
 def check_not_replaced(found: Found | None, cluster_uuid: str, incarnation: int) -> None:
