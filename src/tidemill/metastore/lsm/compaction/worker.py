@@ -37,7 +37,7 @@ _MAIN = "tidemill.metastore.lsm.compaction.worker_main"
 
 
 class WorkerMerger:
-    """One process, for any domain in the store of this URL. Raises Invalid for `memory:`: no other process sees that."""
+    """One process, for any domain in the store of this URL. Raises Invalid for `memory:`: no other can see that."""
 
     def __init__(self, objects_url: str, options: Options, *, nice: int = NICE, idle_s: float = IDLE_S) -> None:
         if objects_url.startswith("memory:"):
