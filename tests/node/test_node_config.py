@@ -35,6 +35,19 @@ def test_a_bad_file_is_one_sentence_that_names_the_key(tmp_path: Path, text: str
     assert caught.value.fix
 
 
+def test_what_is_no_readable_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(Invalid, match=r"binary\.toml reason=it is not UTF-8"):
+        load(tmp_path / "binary.toml", environ={})
+    with pytest.raises(Invalid, match="Is a directory"):
+        load(tmp_path, environ={})
+
+
+def test_a_variable_below_a_plain_value_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match="TIDEMILL_NODE__NAME"):
+        load(write(tmp_path, "node = 3\n"), environ={"TIDEMILL_NODE__NAME": "x"})
+
+
 def test_a_named_file_that_is_absent_is_refused_and_an_unnamed_one_means_defaults(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match=r"absent\.toml"):
         load(tmp_path / "absent.toml", environ={})

@@ -11,7 +11,7 @@ from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import Invalid
 from tidemill.shapes.items import KeyWriter, LogItem, mark_last, render, up_to_date
 from tidemill.shapes.log import LogLimits, MemoryLog
-from tidemill.shapes.offsets import BASE_END, BEFORE_ALL, LogOffset
+from tidemill.shapes.offsets import BASE_END, BEFORE_ALL, LogOffset, number
 from tidemill.shapes.shape import HandleMint, ShapeDefinition, Source
 
 
@@ -39,6 +39,13 @@ def test_offsets_are_written_as_they_are_read(text: str) -> None:
 def test_malformed_offsets_are_refused(text: str) -> None:
     with pytest.raises(Invalid):
         LogOffset.parse(text)
+
+
+def test_numbers_that_python_refuses_to_read_are_refused_as_any_other() -> None:
+    for text in ("9" * 5_000 + "_0", "0_" + "1" * 5_000):
+        with pytest.raises(Invalid):
+            LogOffset.parse(text)
+    assert number("1" * 5_000) is None and number("17") == 17
 
 
 def test_the_base_sorts_before_every_transaction() -> None:

@@ -12,6 +12,7 @@ import pytest
 from tidemill.capture.wire.connection import DISPLAY_SETTINGS
 from tidemill.node.postgres import EmbeddedPostgres
 from tidemill.shapes.where import EvaluationError, Type, WhereError, compile_where
+from tidemill.shapes.where.strings import like_pattern
 
 pytestmark = pytest.mark.postgres
 
@@ -193,6 +194,47 @@ def test_what_is_not_allowed_is_refused_with_the_reason(expression: str, reason:
     with pytest.raises(WhereError) as caught:
         compile_where(expression, (), TYPES, table="w", schema="public")
     assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("expression", "reason"),
+    [
+        ("NOT " * 5_000 + "b", "nested too deeply"),
+        ("id" + "+1" * 5_000 + " = 1", "nested too deeply"),
+        ("(" * 500 + "id = 1" + ")" * 500 + " AND " + "NOT " * 300 + "b", "nested too deeply"),
+        ("id = '" + "1" * 5_000 + "'", "out of range"),
+    ],
+)
+def test_what_is_far_too_long_or_deep_is_refused_like_anything_else(expression: str, reason: str) -> None:
+    with pytest.raises(WhereError, match=reason):
+        compile_where(expression, (), TYPES)
+
+
+def test_a_number_of_thousands_of_digits_is_a_numeric() -> None:
+    where = compile_where("id < " + "9" * 5_000, (), TYPES)
+    assert where.matches(dict.fromkeys(TYPES) | {"id": "1"})
+
+
+def like_by_table(text: str, pattern: str) -> bool:
+    """LIKE by the book: row by row, which prefixes of `text` the pattern so far can end at."""
+    ends = {0}
+    for char in pattern:
+        if char == "%":
+            ends = set(range(min(ends), len(text) + 1)) if ends else ends
+        else:
+            ends = {at + 1 for at in ends if at < len(text) and char in ("_", text[at])}
+    return len(text) in ends
+
+
+def test_like_is_like_and_takes_no_longer_for_many_wildcards() -> None:
+    """Retried from every place, forty wildcards over a hundred letters would outlast the node that evaluates them."""
+    rand = random.Random(7)
+    for _ in range(20_000):
+        pattern = "".join(rand.choice("ab%_%") for _ in range(rand.randint(0, 7)))
+        text = "".join(rand.choice("ab\n") for _ in range(rand.randint(0, 8)))
+        assert (like_pattern(pattern).fullmatch(text) is not None) == like_by_table(text, pattern), (pattern, text)
+    for pattern in ("%a" * 40 + "%b", "%a_" * 40 + "%b", "%" * 200 + "b"):
+        assert like_pattern(pattern).fullmatch("a" * 10_000) is None
 
 
 @pytest.mark.parametrize(

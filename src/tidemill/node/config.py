@@ -111,7 +111,7 @@ def load(path: Path | None = None, *, environ: Mapping[str, str] | None = None) 
             raise Invalid(f"no such configuration file: path={chosen}.", fix="Create it, or leave --config out.")
         text = ""
     else:
-        text = chosen.read_text()
+        text = _text(chosen)
     try:
         values = tomllib.loads(_VARIABLE.sub(lambda m: _variable(m.group(1), environ), text))
     except tomllib.TOMLDecodeError as error:
@@ -137,6 +137,16 @@ def parse(values: Mapping[str, Any], *, origin: str) -> Config:
     return config.model_copy(update={"pipeline": pipelines})
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise Invalid(
+            f"the configuration cannot be read: path={path} reason={reason}.", fix="Name a readable TOML file."
+        ) from error
+
+
 def _variable(name: str, environ: Mapping[str, str]) -> str:
     if name not in environ:
         raise Invalid(f"the configuration names ${{{name}}}, which is not set.", fix=f"Export {name}.")
@@ -151,4 +161,9 @@ def _overlay(values: dict[str, Any], environ: Mapping[str, str]) -> None:
         section = values
         for part in path:
             section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                raise Invalid(
+                    f"the environment goes below a plain value: variable={variable} key={part}.",
+                    fix=f"Unset it, or make {part} a section of the file.",
+                )
         section[last] = value

@@ -15,6 +15,13 @@ import msgspec
 from tidemill.base.errors import Invalid
 
 OP_INFINITY = (1 << 63) - 1
+DIGITS = 20
+"""No number on the wire is longer: LSNs, times and places have 64 bits. (Python refuses to read very long ones.)"""
+
+
+def number(text: str) -> int | None:
+    """A non-negative number as clients write it; None when it is not one."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= DIGITS else None
 
 
 class LogOffset(msgspec.Struct, frozen=True, order=True):
@@ -34,11 +41,10 @@ class LogOffset(msgspec.Struct, frozen=True, order=True):
         if text == "-1":
             return BEFORE_ALL
         tx_text, separator, op_text = text.partition("_")
-        if separator and tx_text.isascii() and tx_text.isdigit():
-            if op_text == "inf":
-                return cls(int(tx_text), OP_INFINITY)
-            if op_text.isascii() and op_text.isdigit():
-                return cls(int(tx_text), int(op_text))
+        tx = number(tx_text)
+        op = OP_INFINITY if op_text == "inf" else number(op_text)
+        if separator and tx is not None and op is not None:
+            return cls(tx, op)
         raise Invalid(f"not an offset: offset={text!r}.", fix="Send -1, now, or the electric-offset of a response.")
 
 

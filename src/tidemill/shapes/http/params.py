@@ -18,7 +18,7 @@ import orjson
 from starlette.datastructures import QueryParams
 
 from tidemill.base.errors import Invalid
-from tidemill.shapes.offsets import BEFORE_ALL, LogOffset
+from tidemill.shapes.offsets import BEFORE_ALL, LogOffset, number
 from tidemill.shapes.plan import ShapeRequest, closing_quote
 
 REQUIRED = "can't be blank"
@@ -79,8 +79,7 @@ def parse(query: QueryParams) -> ShapeParams:
         "full" if replica == "full" else "default",
         "changes_only" if log_mode == "changes_only" else "full",
     )
-    cursor = int(cursor_text) if cursor_text.isascii() and cursor_text.isdigit() else None
-    return ShapeParams(request, offset, handle, live, sse, cursor)
+    return ShapeParams(request, offset, handle, live, sse, number(cursor_text))
 
 
 def _offset(text: str | None, errors: dict[str, list[str]]) -> LogOffset | None:

@@ -24,7 +24,15 @@ from tidemill.shapes.where.expressions import (
     strict,
     unknown,
 )
-from tidemill.shapes.where.types import ALIASES, INTEGERS, NUMBERS, Type, WhereError, read_numeric
+from tidemill.shapes.where.types import (
+    ALIASES,
+    INTEGER_DIGITS,
+    INTEGERS,
+    NUMBERS,
+    Type,
+    WhereError,
+    read_numeric,
+)
 
 PREFIX = "SELECT 1 WHERE "
 MAX_WHERE_BYTES = 64 << 10
@@ -59,6 +67,7 @@ def compile_where(
 ) -> Where:
     """Compile a where clause over `columns` (name → type). Raises WhereError with the exact reason."""
     import postgast
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
     if len(text.encode()) > MAX_WHERE_BYTES:
         raise WhereError(f"where clause is too long: limit_bytes={MAX_WHERE_BYTES}.")
@@ -68,6 +77,8 @@ def compile_where(
         parsed = postgast.parse(PREFIX + text)
     except postgast.PgQueryError as error:
         raise WhereError(f"At location {max(error.cursorpos - 1, 0)}: {error.message}") from error
+    except DecodeError as error:
+        raise WhereError("where clause is nested too deeply.") from error
     if len(parsed.stmts) != 1 or parsed.stmts[0].stmt.WhichOneof("node") != "select_stmt":
         raise WhereError("a where clause must be one expression.")
     select = parsed.stmts[0].stmt.select_stmt
@@ -145,8 +156,10 @@ class _Compiler:
             return unknown(node.sval.sval)
         if kind == "fval":
             text = node.fval.fval
-            if text.lstrip("+-").isdigit() and -INTEGERS["int8"] <= int(text) < INTEGERS["int8"]:
-                return constant(Type("int8"), int(text))
+            if text.lstrip("+-").isdigit() and len(text) <= INTEGER_DIGITS:
+                whole = int(text)
+                if -INTEGERS["int8"] <= whole < INTEGERS["int8"]:
+                    return constant(Type("int8"), whole)
             if not text.lower().startswith(("0x", "0o", "0b")):
                 return constant(Type("numeric"), read_numeric(text.replace("_", "")))
         raise WhereError(f"{_at(node)}this kind of constant is not supported in a where clause: {kind}")

@@ -123,10 +123,16 @@ def check_integer(name: str, value: int) -> int:
     return value
 
 
+INTEGER_DIGITS = 100
+"""With sign, blanks and leading zeros; PostgreSQL has no such limit, and nobody writes such a number."""
+
+
 def _read_integer(name: str) -> Callable[[str], int]:
     def read(text: str) -> int:
         if not _INT.match(text):
             raise _fail(name, text)
+        if len(text) > INTEGER_DIGITS:  # Python refuses to read very long ones
+            raise EvaluationError(f"{_DISPLAY[name]} out of range")
         return check_integer(name, int(text))
 
     return read
