@@ -200,7 +200,7 @@ class SstWriter:
 class TableMeta:
     """Filter and index of one open file."""
 
-    __slots__ = ("_words", "cost_bytes", "hot", "last_keys", "name", "rows", "starts")
+    __slots__ = ("_word_count", "_words", "cost_bytes", "hot", "last_keys", "name", "rows", "starts")
 
     name: str
     last_keys: list[bytes]
@@ -216,6 +216,7 @@ class TableMeta:
     ) -> None:
         self.name = name
         self._words = words
+        self._word_count = len(words)
         self.last_keys = last_keys
         self.starts = starts
         self.rows = rows
@@ -227,8 +228,7 @@ class TableMeta:
         """False: the file certainly has no row for `key`. The body of `bloom.may_hold`, to save a call."""
         h = crc32(key)
         mask = MASKS[h & 16383]
-        words = self._words
-        return words[h * len(words) >> 32] & mask == mask
+        return self._words[h * self._word_count >> 32] & mask == mask
 
     def find(self, key: bytes) -> int:
         """The only block that can hold `key`; the number of blocks when the key is above the largest."""

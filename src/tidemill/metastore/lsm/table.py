@@ -7,7 +7,7 @@ failure reaches all who wait and is not kept. When it is cancelled, one of the w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from typing import Any, cast
 
 from tidemill.metastore.lsm.block import Block, decode_block
@@ -62,9 +62,26 @@ class Tables:
                 return cast(TableMeta, landed)
 
     async def block(self, file: FileMeta, index: int) -> Block:
-        """As `blocks`, one of them."""
+        """As `blocks`, one of them. The path of a cold get: it does no more than it must."""
         found = self.cached_block(file, index)
-        return found if found is not None else (await self.blocks(file, index, 1))[0]
+        if found is not None:
+            return found
+        key, meta = (file, index), self.cached_meta(file)
+        if meta is None or key in self._flights:
+            return (await self.blocks(file, index, 1))[0]
+        self._take_off(key)
+        try:
+            start, end = meta.starts[index], meta.starts[index + 1]
+            data = await self.files.read(file, start, end)
+            self.reads += 1
+            self.read_bytes += end - start
+            block = decode_block(data, meta.name, start, meta.rows[index])
+        except BaseException as error:
+            self._land(key, error)
+            raise
+        self.cache.put(key, block)
+        self._land(key, block)
+        return block
 
     async def blocks(self, file: FileMeta, first: int, count: int, *, fill_cache: bool = True) -> list[Block]:
         """`count` blocks from `first` on; those not cached by one ranged read where they are neighbours.
@@ -106,31 +123,33 @@ class Tables:
             self.cache.remove((file, index))
 
     async def _read_meta(self, file: FileMeta) -> TableMeta:
-        flights = self._take_off([file])
+        self._take_off(file)
         try:
             data = await self.files.read(file, file.meta_start, file.size_bytes)
             self.reads += 1
             self.read_bytes += len(data)
             meta = decode_meta(data, file, self.files.key(file))
         except BaseException as error:
-            self._land(flights, [error])
+            self._land(file, error)
             raise
         self._block_counts[file] = len(meta.rows)
         self.cache.put(file, meta)
-        self._land(flights, [meta])
+        self._land(file, meta)
         return meta
 
     async def _read_blocks(self, file: FileMeta, meta: TableMeta, indexes: list[int], fill_cache: bool) -> list[Block]:
-        flights = self._take_off([(file, index) for index in indexes])
+        for index in indexes:
+            self._take_off((file, index))
         try:
             blocks = await self._read_and_decode(file, meta, indexes)
         except BaseException as error:
-            self._land(flights, [error] * len(flights))
+            for index in indexes:
+                self._land((file, index), error)
             raise
-        if fill_cache:
-            for index, block in zip(indexes, blocks, strict=True):
+        for index, block in zip(indexes, blocks, strict=True):
+            if fill_cache:
                 self.cache.put((file, index), block)
-        self._land(flights, blocks)
+            self._land((file, index), block)
         return blocks
 
     async def _read_and_decode(self, file: FileMeta, meta: TableMeta, indexes: list[int]) -> list[Block]:
@@ -153,20 +172,13 @@ class Tables:
                     await asyncio.sleep(0)
         return blocks
 
-    def _take_off(self, keys: Sequence[Hashable]) -> list[tuple[Hashable, _Flight]]:
-        loop = asyncio.get_running_loop()
-        flights: list[tuple[Hashable, _Flight]] = [(key, loop.create_future()) for key in keys]
-        self._flights.update(flights)
-        return flights
+    def _take_off(self, key: Hashable) -> None:
+        self._flights[key] = asyncio.get_running_loop().create_future()
 
-    def _land(
-        self, flights: list[tuple[Hashable, _Flight]], outcomes: Sequence[Block | TableMeta | BaseException]
-    ) -> None:
-        for (key, flight), outcome in zip(flights, outcomes, strict=True):
-            del self._flights[key]
-            # A cancelled reader says nothing about the file: whoever waits tries again.
-            lost = isinstance(outcome, BaseException) and not isinstance(outcome, Exception)
-            flight.set_result(None if lost else cast("Block | TableMeta | Exception", outcome))
+    def _land(self, key: Hashable, outcome: Block | TableMeta | BaseException) -> None:
+        # A cancelled reader says nothing about the file: whoever waits tries again.
+        lost = isinstance(outcome, BaseException) and not isinstance(outcome, Exception)
+        self._flights.pop(key).set_result(None if lost else cast("Block | TableMeta | Exception", outcome))
 
 
 async def _landing(flight: _Flight) -> Block | TableMeta | None:
