@@ -132,9 +132,7 @@ class Writing:
     async def commit(self, rows: Sequence[tuple[bytes, bytes]], expects: Mapping[bytes, int] = NOTHING) -> int:
         """As `Domain.commit`, at the leader."""
         size_bytes = measured(rows)
-        if self._full():
-            await self._room()
-        await self._database.room()
+        await self._make_room()
         if expects or (self._line and self._line.holds([key for key, _ in rows])):
             return await (await self._in_line(rows, size_bytes, expects, NO_ROWS))
         return await self._join(rows, size_bytes, NO_ROWS)
@@ -150,9 +148,7 @@ class Writing:
         `beside` are rows of the domain's own that nobody expects: in a group the last writer's stay.
         """
         size_bytes = measured([*rows, *beside])
-        if self._full():
-            await self._room()
-        await self._database.room()
+        await self._make_room()
         if expects or (self._line and self._line.holds([key for key, _ in rows])):
             return await self._in_line(rows, size_bytes, expects, beside)
         return self._join(rows, size_bytes, beside)
@@ -258,6 +254,19 @@ class Writing:
 
     def _full(self) -> bool:
         return self._log.state.volatile_bytes + self._group_bytes > self._volatile_bytes
+
+    async def _make_room(self) -> None:
+        """Raises Unavailable when none comes, Fenced when the term is over: nothing of the commit has happened."""
+        if self._stopped is not None:
+            raise self._stopped
+        if self._full():
+            await self._room()
+        try:
+            await self._database.room()
+        except TidemillError:
+            if self._stopped is not None:
+                raise self._stopped from None
+            raise
 
     async def _room(self) -> None:
         """Wait until the volatile buffer is below its limit. Nothing that waits here holds anything."""

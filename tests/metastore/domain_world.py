@@ -1,0 +1,120 @@
+"""One engine and one bucket, any number of `Domain` handles on them, each with clients of its own, as nodes have."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from tidemill.base.clock import Clock, Rand, SystemClock
+from tidemill.consensus.api import Consensus, Lease
+from tidemill.consensus.memory import MemoryConsensus, MemoryState
+from tidemill.consensus.open import open_consensus
+from tidemill.metastore.domain import Domain
+from tidemill.metastore.settings import DomainSettings
+from tidemill.objects.local import LocalObjects
+from tidemill.objects.memory import MemoryObjects
+from tidemill.objects.store import ObjectStore
+
+LEADS = DomainSettings(lease_ttl_ms=60_000)
+"""The lease is renewed every 20 s only, so that a deposed leader does not learn it from its lease."""
+
+FOLLOWS = DomainSettings(lead=False, may_lead=False)
+
+Body = Callable[["DomainWorld"], Coroutine[Any, Any, None]]
+
+
+class DomainWorld:
+    """`consensus_url` "memory:" is one engine for all handles of this world."""
+
+    def __init__(self, consensus_url: str = "memory:", directory: Path | None = None) -> None:
+        self.clock: Clock = SystemClock()
+        self.rand = Rand()
+        self.memory = MemoryState()
+        self._url = consensus_url
+        self._directory = directory
+        self._memory_objects = MemoryObjects(self.clock)
+        self._closing: list[Callable[[], Awaitable[None]]] = []
+
+    async def client(self) -> Consensus:
+        if self._url == "memory:":
+            client: Consensus = MemoryConsensus(self.clock, self.memory)
+        else:
+            client = await open_consensus(self._url, self.clock, self.rand)
+        self._closing.append(client.aclose)
+        return client
+
+    def objects(self) -> ObjectStore:
+        if self._directory is None:
+            return self._memory_objects
+        store = LocalObjects.open(str(self._directory), self.clock, self.rand)
+        self._closing.append(store.aclose)
+        return store
+
+    async def node(
+        self,
+        settings: DomainSettings = LEADS,
+        *,
+        consensus: Consensus | None = None,
+        objects: ObjectStore | None = None,
+        **options: Any,
+    ) -> Domain:
+        """A handle of its own; one that leads is waited for."""
+        domain = await Domain.open(
+            consensus or await self.client(),
+            objects or self.objects(),
+            "main",
+            holder="node",
+            clock=self.clock,
+            rand=self.rand,
+            settings=settings,
+            **options,
+        )
+        self._closing.append(domain.aclose)
+        if settings.lead:
+            await domain.until_leading(20)
+        return domain
+
+    async def lease(self) -> Lease | None:
+        client = await self.client()
+        return next((lease for lease in await client.leases("metastore/main") if lease.live), None)
+
+    async def depose(self, domain: Domain) -> None:
+        """Take the lease away without telling: the next node that asks for it gets it, in a newer term."""
+        lease = await self.lease()
+        assert lease is not None and domain.leading and lease.term == domain.term
+        await (await self.client()).release(lease.name, lease.holder, lease.term)
+
+    async def aclose(self) -> None:
+        for close in reversed(self._closing):
+            await close()
+
+
+async def rows_of(domain: Domain) -> dict[bytes, bytes]:
+    """Everything in the domain but its own rows, after a sync."""
+    await domain.sync()
+    found: dict[bytes, bytes] = {}
+    async for keys, values in domain.scan(b"\x01"):
+        found.update(zip(keys, values, strict=True))
+    return found
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def run(body: Body, world: DomainWorld, timeout_s: float = 60.0) -> None:
+    async def bounded() -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await body(world)
+        finally:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(10):
+                    await world.aclose()
+
+    asyncio.run(bounded())

@@ -1,0 +1,321 @@
+"""One domain between two nodes: the table *Replicated database* of the acceptance list, on real stores.
+
+Names in brackets are rows of that table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run, until
+from tidemill.base.errors import Conflict, Fenced, Unavailable
+from tidemill.metastore.lsm.manifests import BucketManifests
+from tidemill.metastore.settings import prefix_of
+
+BACKENDS = [
+    ("memory", "sqlite"),
+    ("local", "sqlite"),
+    pytest.param(("memory", "postgres"), marks=pytest.mark.postgres),
+    pytest.param(("local", "postgres"), marks=pytest.mark.postgres),
+]
+
+
+@pytest.fixture(params=BACKENDS, ids=lambda backend: "-".join(backend))
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> DomainWorld:
+    objects, consensus = request.param
+    url = request.getfixturevalue("postgres_dsn") if consensus == "postgres" else f"sqlite://{tmp_path}/consensus.db"
+    return DomainWorld(url, tmp_path / "bucket" if objects == "local" else None)
+
+
+def test_every_node_sees_the_same_uuid(world: DomainWorld) -> None:
+    """[same uuid everywhere]"""
+
+    async def body(world: DomainWorld) -> None:
+        leader, follower = await world.node(), await world.node(FOLLOWS)
+        await follower.sync()
+        assert leader.domain_uuid and leader.domain_uuid == follower.domain_uuid
+        uuid = leader.domain_uuid
+        await leader.aclose()
+        again = await world.node()
+        assert again.domain_uuid == uuid and again.term > 1
+
+    run(body, world)
+
+
+def test_a_new_leader_sees_what_the_old_one_wrote(world: DomainWorld) -> None:
+    """[new leader sees old writes]"""
+
+    async def body(world: DomainWorld) -> None:
+        old = await world.node()
+        seqnos = [await old.commit([(b"k%d" % i, b"v%d" % i)]) for i in range(5)]
+        assert seqnos == sorted(set(seqnos))
+        await world.depose(old)
+        new = await world.node()
+        assert new.term > old.term
+        assert await rows_of(new) == {b"k%d" % i: b"v%d" % i for i in range(5)}
+        row = await new.get_row(b"k4")
+        assert row is not None and row.seqno == seqnos[4]
+        assert await new.commit([(b"k5", b"v5")]) > seqnos[-1]
+
+    run(body, world)
+
+
+def test_a_flush_empties_the_buffers_and_its_rows_survive_a_failover(world: DomainWorld) -> None:
+    """[flush empties buffers and survives failover]"""
+
+    async def body(world: DomainWorld) -> None:
+        old, follower = await world.node(), await world.node(FOLLOWS)
+        last = 0
+        for i in range(5):
+            last = await old.commit([(b"k%d" % i, b"v%d" % i)])
+        assert len(old.state.volatile) > 0
+        assert await old.flush(20) == last
+        assert not old.state.volatile and old.state.volatile_bytes == 0
+        await follower.sync()
+        assert not follower.state.volatile and follower.state.persisted_seqno == last
+        assert await rows_of(follower) == {b"k%d" % i: b"v%d" % i for i in range(5)}
+        await old.aclose()
+        new = await world.node()
+        assert await rows_of(new) == {b"k%d" % i: b"v%d" % i for i in range(5)}
+
+    run(body, world)
+
+
+def test_a_flush_of_nothing_writes_nothing(world: DomainWorld) -> None:
+    """[empty flush no-op]"""
+
+    async def body(world: DomainWorld) -> None:
+        leader = await world.node()
+        before = leader.state.manifest
+        assert await leader.flush(20) == 0
+        assert leader.state.manifest is before is None
+        last = await leader.commit([(b"a", b"1")])
+        assert await leader.flush(20) == last
+        manifest = leader.state.manifest
+        assert await leader.flush(20) == last and leader.state.manifest is manifest
+
+    run(body, world)
+
+
+def test_a_reset_domain_reopens_with_the_rows_of_the_manifest(world: DomainWorld) -> None:
+    """[reset then reopen reads restored rows]"""
+
+    async def body(world: DomainWorld) -> None:
+        first = await world.node()
+        last = 0
+        for i in range(10):
+            last = await first.commit([(b"k%d" % i, b"v%d" % i)])
+        await first.flush(20)
+        uuid, epoch = first.domain_uuid, first.state.epoch(first.term)
+        await first.aclose()
+
+        empty = DomainWorld()  # consensus is gone; the bucket is what is left
+        empty.objects = world.objects  # type: ignore[method-assign]
+        restored = await empty.node()
+        bucket = BucketManifests(world.objects(), prefix_of(uuid), world.rand)
+        manifest = await bucket.read(10**19)
+        assert manifest is not None and manifest.last_seqno == last
+        await restored.reset(uuid, manifest)
+        assert restored.domain_uuid == uuid
+        assert await rows_of(restored) == {b"k%d" % i: b"v%d" % i for i in range(10)}
+        assert restored.state.epoch(restored.term) > epoch
+        assert await restored.commit([(b"new", b"row")]) > last
+        await restored.flush(20)
+        await restored.aclose()
+        again = await empty.node()
+        assert (await rows_of(again))[b"new"] == b"row" and len(await rows_of(again)) == 11
+        await empty.aclose()
+
+    run(body, world)
+
+
+def test_after_a_reset_with_nothing_the_old_opening_writes_no_more_and_the_reopened_one_does(
+    world: DomainWorld,
+) -> None:
+    """[reset with nothing: old handle's writes fail, reopened works]"""
+
+    async def body(world: DomainWorld) -> None:
+        domain = await world.node()
+        old = domain._leader
+        assert old is not None
+        await domain.reset("00000000-0000-4000-8000-000000000000", None)
+        with pytest.raises(Fenced):
+            await old.writing.commit([(b"a", b"1")])
+        assert domain.domain_uuid == "00000000-0000-4000-8000-000000000000"
+        assert await domain.commit([(b"a", b"2")]) > 0
+        assert await rows_of(domain) == {b"a": b"2"}
+
+    run(body, world)
+
+
+def test_a_domain_with_rows_is_not_reset_before_or_after_a_flush(world: DomainWorld) -> None:
+    """[reset on non-empty fails before and after flush]"""
+
+    async def body(world: DomainWorld) -> None:
+        domain = await world.node()
+        await domain.commit([(b"a", b"1")])
+        with pytest.raises(Conflict, match="not empty"):
+            await domain.reset("another", None)
+        await domain.flush(20)
+        with pytest.raises(Conflict, match="not empty"):
+            await domain.reset("another", None)
+        assert domain.leading and await rows_of(domain) == {b"a": b"1"}
+
+    run(body, world)
+
+
+def test_a_flush_after_the_term_is_over_fails_and_does_not_hang(world: DomainWorld) -> None:
+    """[flush after step-down fails without hanging]"""
+
+    async def body(world: DomainWorld) -> None:
+        old = await world.node()
+        await old.commit([(b"a", b"1")])
+        leader = old._leader
+        assert leader is not None
+        await world.depose(old)
+        new = await world.node()
+        with pytest.raises(Fenced):  # it does not know yet: the log tells it, when the manifest is replicated
+            await leader.flush(20)
+        with pytest.raises(Fenced):
+            await leader.flush(20)
+        assert new.leading and await rows_of(new) == {b"a": b"1"}
+
+    run(body, world)
+
+
+def test_five_concurrent_commits_all_land(world: DomainWorld) -> None:
+    """[5 concurrent writes]"""
+
+    async def body(world: DomainWorld) -> None:
+        leader, follower = await world.node(), await world.node(FOLLOWS)
+        seqnos = await asyncio.gather(*[leader.commit([(b"k%d" % i, b"v"), (b"same", b"%d" % i)]) for i in range(5)])
+        assert sorted(set(seqnos)) == sorted(seqnos)  # they share a key, so none shares a seqno
+        rows = await rows_of(leader)
+        assert rows == {**{b"k%d" % i: b"v" for i in range(5)}, b"same": b"4"}
+        assert await rows_of(follower) == rows
+
+    run(body, world)
+
+
+def test_tombstones_are_replayed_as_deletions(world: DomainWorld) -> None:
+    """[tombstones replay as deletes]"""
+
+    async def body(world: DomainWorld) -> None:
+        old = await world.node()
+        await old.commit([(b"flushed", b"1"), (b"kept", b"1")])
+        await old.flush(20)
+        await old.commit([(b"volatile", b"1")])
+        await old.commit([(b"flushed", b""), (b"volatile", b"")])
+        await old.aclose()
+        new = await world.node()
+        assert await rows_of(new) == {b"kept": b"1"}
+        assert await new.get(b"flushed") is None and await new.get_row(b"volatile") is None
+
+    run(body, world)
+
+
+def test_flushes_and_commits_interleave(world: DomainWorld) -> None:
+    """[flush and write interleave]"""
+
+    async def body(world: DomainWorld) -> None:
+        old = await world.node()
+        expected = {}
+        for round_ in range(4):
+            flushing = asyncio.ensure_future(old.flush(20))
+            for i in range(20):
+                expected[b"k%d" % (i + round_)] = b"%d" % round_
+                await old.commit([(b"k%d" % (i + round_), b"%d" % round_)])
+            await flushing
+        assert await rows_of(old) == expected
+        await old.aclose()
+        new = await world.node()
+        assert await rows_of(new) == expected
+
+    run(body, world)
+
+
+def test_a_deposed_leader_serves_nothing_old_after_a_sync_and_commits_nothing(world: DomainWorld) -> None:
+    async def body(world: DomainWorld) -> None:
+        old = await world.node()
+        await old.commit([(b"a", b"old")])
+        await world.depose(old)
+        new = await world.node()
+        await new.commit([(b"a", b"new")])
+        assert old.leading  # it has not heard yet
+        await old.sync()
+        assert not old.leading and await old.get(b"a") == b"new"
+
+    run(body, world)
+
+
+def test_a_commit_of_a_deposed_leader_is_fenced_and_nothing_of_it_is_ever_seen(world: DomainWorld) -> None:
+    async def body(world: DomainWorld) -> None:
+        old = await world.node()
+        await world.depose(old)
+        new = await world.node()
+        with pytest.raises(Fenced):
+            await old.commit([(b"a", b"old")])
+        await until(lambda: not old.leading)
+        await new.commit([(b"b", b"new")])
+        assert await rows_of(new) == await rows_of(old) == {b"b": b"new"}
+
+    run(body, world)
+
+
+def test_followers_read_over_flush_compaction_and_trimmed_batches(world: DomainWorld) -> None:
+    async def body(world: DomainWorld) -> None:
+        leader = await world.node()
+        follower = await world.node(FOLLOWS)
+        expected = {}
+        for i in range(6):
+            expected[b"k%d" % i] = b"v%d" % i
+            await leader.commit([(b"k%d" % i, b"v%d" % i)])
+            await leader.flush(20)  # trimmed before the follower looked
+        assert await rows_of(follower) == expected
+        late = await world.node(FOLLOWS)
+        assert await rows_of(late) == expected
+        assert leader._leader is not None
+        await leader._leader.database.compact()
+        await follower.sync()
+        manifest = follower.state.manifest
+        assert manifest is not None and await rows_of(follower) == expected
+
+    run(body, world)
+
+
+def test_a_domain_that_nobody_ever_led_is_empty_and_says_so(world: DomainWorld) -> None:
+    async def body(world: DomainWorld) -> None:
+        follower = await world.node(FOLLOWS)
+        await follower.sync()
+        assert follower.domain_uuid == "" and not follower.leading
+        assert await rows_of(follower) == {} and await follower.get(b"a") is None
+        assert await follower.get_many([b"a", b"b"]) == [None, None]
+        with pytest.raises(Unavailable, match="does not lead"):
+            await follower.until_leading(0.01)
+
+    run(body, world)
+
+
+def test_the_log_is_rolled_up_after_a_manifest_and_new_nodes_start_from_there(world: DomainWorld) -> None:
+    async def body(world: DomainWorld) -> None:
+        from msgspec.structs import replace
+
+        leader = await world.node(replace(LEADS, rollup_after_records=5))
+        client = await world.client()
+        for i in range(20):
+            await leader.commit([(b"k%d" % i, b"v")])
+        await leader.flush(20)
+        await leader.commit([(b"after", b"v")])
+        async with asyncio.timeout(20):
+            while (await client.log_head("metastore/main")).start == 0:
+                await asyncio.sleep(0.01)
+        assert len(await rows_of(await world.node(FOLLOWS))) == 21
+        seqno = await leader.commit([(b"later", b"v")])
+        await leader.aclose()
+        new = await world.node()
+        assert len(await rows_of(new)) == 22 and await new.commit([(b"more", b"v")]) > seqno
+
+    run(body, world)
