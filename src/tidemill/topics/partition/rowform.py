@@ -95,7 +95,7 @@ def partition_state(row: PartitionRow, rows: Iterable[ExtentRow]) -> PartitionSt
     state.log_start = row.log_start
     state.last_at_ms = row.last_at_ms
     state.terms = [(term, offset) for term, offset in row.terms]
-    state.producers = dict(_producers.decode(row.producers)) if row.producers else {}
+    state.producers = producers_of(row)
     at: int | None = None
     highest = -(2**63)
     for extent in rows:
@@ -133,6 +133,16 @@ def partition_state(row: PartitionRow, rows: Iterable[ExtentRow]) -> PartitionSt
         )
     state.high_watermark = row.next_offset
     return state
+
+
+def producers_of(row: PartitionRow) -> dict[int, Producer]:
+    """Raises Corrupt."""
+    try:
+        return dict(_producers.decode(row.producers)) if row.producers else {}
+    except msgspec.DecodeError as error:
+        raise Corrupt(
+            f"the producers of a partition are unreadable: partition={row.topic_id}/{row.partition} cause={error}."
+        ) from error
 
 
 def batches_of(extent: ExtentRow) -> list[tuple[int, int, int, int]]:
