@@ -76,7 +76,7 @@ class Tidemill:
         files = Files(self.objects, PREFIX)
         self._options = options = Options(write_buffer_bytes=buffer_bytes, cache_bytes=cache_bytes)
         self._merger = ChoosingMerger(
-            InlineMerger(files, options, clock), WorkerMerger(f"file://{folder}", options), options
+            InlineMerger(files.objects, options, clock), WorkerMerger(f"file://{folder}", options), options
         )
         self.db = await Database.open(
             files,
@@ -152,5 +152,8 @@ class Tidemill:
             "levels": [len(level) for level in self.db.version.levels],
             "flushes": flushed.flushes,
             "merges": merged.merges,
+            "slowed": self.db.room_keeper.slowed,
+            "stopped": self.db.room_keeper.stopped,
+            "waited_s": round(self.db.room_keeper.waited_s, 2),
             "written_bytes": flushed.file_bytes + merged.bytes_written,
         }

@@ -37,6 +37,7 @@ def test_find_gives_the_row_or_minus_one(rows: Rows, stranger: bytes) -> None:
     assert [block.find(key) for key in rows[0]] == list(range(len(rows[0])))
     if stranger not in rows[0]:
         assert block.find(stranger) == -1
+    assert block.by_key is None and block.index() == dict(zip(rows[0], rows[1], strict=True)) == block.by_key
 
 
 @given(row_sets(max_size=8), st.data())
@@ -140,5 +141,5 @@ def test_shared_bytes_counts_the_common_prefix(prefix: bytes, a: bytes, b: bytes
 def test_the_cost_of_a_block_is_the_memory_it_takes(value_bytes: int) -> None:
     rows = numbered_rows(80, value_bytes=value_bytes)
     block = opened(sealed(rows), 80)
-    taken = sum(map(sys.getsizeof, [block.keys, block.values, *block.keys, *block.values]))
+    taken = sum(map(sys.getsizeof, [block.keys, block.values, block.index(), *block.keys, *block.values]))
     assert taken <= block.cost_bytes <= 1.25 * taken

@@ -36,8 +36,10 @@ _SEPARATORS = [bytes((code,)) for code in (*range(0xFF, 0xF4, -1), 0xC1, 0xC0, *
 
 _ROW_COST_BYTES = 2 * (33 + 8) + 12
 """Of one row in memory besides its bytes: two bytes objects, two list slots, rounding by the allocator."""
-_BLOCK_COST_BYTES = 600
-"""Of one block besides its rows: the object, its lists, its place in the cache."""
+_BLOCK_COST_BYTES = 700
+"""Of one block besides its rows: the object, its lists, its dict, its place in the cache."""
+_DICT_SLOT_COST_BYTES = 18
+"""Of `by_key`, counted before it is made: a dict has room for two rows in three slots, a power of two."""
 
 _crc32c = crc32c.crc32c
 _compress = lz4.block.compress
@@ -50,7 +52,7 @@ _CRC_RAW, _CRC_LZ4 = _crc32c(_RAW), _crc32c(_LZ4)
 class Block:
     """One decoded block. The lists are shared with the cache: read them, never change them."""
 
-    __slots__ = ("_base", "_deltas", "_width", "cost_bytes", "hot", "keys", "values")
+    __slots__ = ("_base", "_deltas", "_width", "by_key", "cost_bytes", "hot", "keys", "values")
 
     keys: list[bytes]
     values: list[bytes]
@@ -66,6 +68,13 @@ class Block:
         self._deltas = deltas
         self.cost_bytes = cost
         self.hot = False
+        self.by_key: dict[bytes, bytes] | None = None
+        """Key to value, tombstones too, once `index` was called: a point read of a cached block is a look-up in it."""
+
+    def index(self) -> dict[bytes, bytes]:
+        """Make `by_key`."""
+        self.by_key = dict(zip(self.keys, self.values, strict=True))
+        return self.by_key
 
     def find(self, key: bytes) -> int:
         """The row of `key`, or -1."""
@@ -111,9 +120,9 @@ def decode_block(data: bytes, file: str, offset: int, rows: int) -> Block:
         keys = [prefix + suffix for suffix in suffixes]
     if not rows == len(keys) == len(values) or len(deltas) != rows * width:
         raise corrupt(file, "block", offset, f"it holds {len(keys)} keys, {len(values)} values, not {rows} rows")
-    return Block(
-        keys, values, base, width, deltas, len(payload) + rows * (len(prefix) + _ROW_COST_BYTES) + _BLOCK_COST_BYTES
-    )
+    cost_bytes = len(payload) + rows * (len(prefix) + _ROW_COST_BYTES) + _BLOCK_COST_BYTES
+    cost_bytes += _DICT_SLOT_COST_BYTES << (3 * rows // 2).bit_length()
+    return Block(keys, values, base, width, deltas, cost_bytes)
 
 
 def seal(payload: bytes, *, compress: bool = True) -> bytes:

@@ -12,11 +12,12 @@ import asyncio
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, cast
 
 from tidemill.metastore.lsm.block import Block
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.memtable import Layer
+from tidemill.metastore.lsm.sst import TableMeta
 from tidemill.metastore.lsm.table import Tables
 from tidemill.metastore.lsm.versions import Versions
 
@@ -44,7 +45,7 @@ class View:
     The waiting reads raise Missing, Corrupt, Invalid (newer format), Unavailable.
     """
 
-    __slots__ = ("_dicts", "_versions", "layers", "tables", "version")
+    __slots__ = ("_dicts", "_entries", "_versions", "layers", "tables", "version")
 
     def __init__(self, layers: tuple[Layer, ...], versions: Versions, tables: Tables) -> None:
         self.layers = layers
@@ -52,6 +53,7 @@ class View:
         self.tables = tables
         self._versions = versions
         self._dicts = tuple(layer.values for layer in layers)
+        self._entries = cast("dict[Any, Any]", tables.cache.entries)  # metas by file, blocks by (file, index)
 
     def peek(self, key: bytes) -> bytes | Pending | None:
         """The live value, None when there is none, PENDING when something must be read to know."""
@@ -77,18 +79,17 @@ class View:
 
     def _peek_file(self, file: FileMeta, key: bytes) -> bytes | Pending | None:
         """The stored value, b"" for a tombstone, None when the file has no row for the key."""
-        tables = self.tables
-        meta = tables.cached_meta(file)
+        entries = self._entries
+        meta: TableMeta | None = entries.get(file)
         if meta is None:
             return PENDING
-        if not meta.may_hold(key):
-            return None
-        block = tables.cached_block(file, bisect_left(meta.last_keys, key))
+        meta.hot = True
+        block: Block | None = entries.get((file, bisect_left(meta.last_keys, key)))
         if block is None:
-            return PENDING
-        keys = block.keys
-        at = bisect_left(keys, key)
-        return block.values[at] if at < len(keys) and keys[at] == key else None
+            return PENDING if meta.may_hold(key) else None
+        # The only block that can hold the key is here: it knows for sure, and sooner than the filter.
+        block.hot = True
+        return (block.by_key or block.index()).get(key)
 
     async def get(self, key: bytes) -> bytes | None:
         """The live value of a key for which `peek` just said PENDING: the layers are not asked again."""
