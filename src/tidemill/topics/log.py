@@ -160,7 +160,13 @@ class LocalTopics:
 
     # catalogue ------------------------------------------------------------------------------------
     async def refresh(self) -> None:
-        """Read the catalogue now; partitions of deleted topics close with Missing. Concurrent calls share one read."""
+        """Read the catalogue: what was made before this call is seen; partitions of deleted topics close with Missing.
+
+        Concurrent calls share a read that begins after them. One under way may have passed by what they look for.
+        """
+        under_way = self._refresh
+        if under_way is not None:
+            await asyncio.wait([under_way])
         if self._closed:
             raise Closed("the topics of this node were closed.")
         if self._refresh is None:

@@ -202,6 +202,10 @@ class L0Writer:
         except TidemillError as failure:
             # A Conflict too: an attempt of ours may stand there, but its durability was never acknowledged.
             error = Unavailable(f"the upload of an L0 object failed: key={upload.key} cause={failure}", fix="Retry.")
+        except Exception as bug:
+            # L1 holds also when we are wrong; the task group reports the bug.
+            self._ended(upload, Unavailable(f"the upload of an L0 object broke: key={upload.key} cause={bug!r}."))
+            raise
         took_s = self._clock.monotonic_s() - begun_s
         self._typical_upload_s += _SMOOTHING * (took_s - self._typical_upload_s)
         self._ended(upload, error)
