@@ -11,7 +11,8 @@ from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import Invalid
 from tidemill.shapes.items import KeyWriter, LogItem, mark_last, render, up_to_date
 from tidemill.shapes.log import LogLimits, MemoryLog
-from tidemill.shapes.offsets import BASE_END, BEFORE_ALL, LogOffset, number
+from tidemill.shapes.offsets import BASE_END, BEFORE_ALL, LogOffset
+from tidemill.shapes.offsets import number as read_number
 from tidemill.shapes.shape import HandleMint, ShapeDefinition, Source
 
 
@@ -45,7 +46,7 @@ def test_numbers_that_python_refuses_to_read_are_refused_as_any_other() -> None:
     for text in ("9" * 5_000 + "_0", "0_" + "1" * 5_000):
         with pytest.raises(Invalid):
             LogOffset.parse(text)
-    assert number("1" * 5_000) is None and number("17") == 17
+    assert read_number("1" * 5_000) is None and read_number("17") == 17
 
 
 def test_the_base_sorts_before_every_transaction() -> None:
