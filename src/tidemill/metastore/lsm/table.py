@@ -33,7 +33,7 @@ class Tables:
         self.read_bytes = 0
         # One dictionary in three types: metas are kept by file, blocks by (file, index).
         self._entries = cast("dict[Any, Any]", cache.entries)
-        self._flights: dict[Hashable, _Flight] = {}
+        self._flights: dict[Hashable, _Flight | None] = {}  # reads under way; a future once somebody waits
         self._block_counts: dict[FileMeta, int] = {}
 
     def cached_meta(self, file: FileMeta) -> TableMeta | None:
@@ -54,10 +54,9 @@ class Tables:
             found = self.cached_meta(file)
             if found is not None:
                 return found
-            flight = self._flights.get(file)
-            if flight is None:
+            if file not in self._flights:
                 return await self._read_meta(file)
-            landed = await _landing(flight)
+            landed = await self._landing(file)
             if landed is not None:
                 return cast(TableMeta, landed)
 
@@ -69,7 +68,7 @@ class Tables:
         key, meta = (file, index), self.cached_meta(file)
         if meta is None or key in self._flights:
             return (await self.blocks(file, index, 1))[0]
-        self._take_off(key)
+        self._flights[key] = None
         try:
             start, end = meta.starts[index], meta.starts[index + 1]
             data = await self.files.read(file, start, end)
@@ -95,23 +94,18 @@ class Tables:
         while len(found) < count:
             # Looked up and claimed without an await between: two readers never claim the same block.
             mine: list[int] = []
-            others: list[tuple[int, _Flight]] = []
+            others: list[int] = []
             for index in wanted:
-                if index in found:
-                    continue
-                block = self.cached_block(file, index)
-                if block is not None:
-                    found[index] = block
-                    continue
-                flight = self._flights.get((file, index))
-                if flight is None:
-                    mine.append(index)
-                else:
-                    others.append((index, flight))
+                if index not in found:
+                    block = self.cached_block(file, index)
+                    if block is not None:
+                        found[index] = block
+                    else:
+                        (others if (file, index) in self._flights else mine).append(index)
             if mine:
                 found.update(zip(mine, await self._read_blocks(file, meta, mine, fill_cache), strict=True))
-            for index, flight in others:
-                landed = await _landing(flight)
+            for index in others:
+                landed = await self._landing((file, index))
                 if landed is not None:
                     found[index] = cast(Block, landed)
         return [found[index] for index in wanted]
@@ -123,7 +117,7 @@ class Tables:
             self.cache.remove((file, index))
 
     async def _read_meta(self, file: FileMeta) -> TableMeta:
-        self._take_off(file)
+        self._flights[file] = None
         try:
             data = await self.files.read(file, file.meta_start, file.size_bytes)
             self.reads += 1
@@ -139,7 +133,7 @@ class Tables:
 
     async def _read_blocks(self, file: FileMeta, meta: TableMeta, indexes: list[int], fill_cache: bool) -> list[Block]:
         for index in indexes:
-            self._take_off((file, index))
+            self._flights[(file, index)] = None
         try:
             blocks = await self._read_and_decode(file, meta, indexes)
         except BaseException as error:
@@ -172,21 +166,25 @@ class Tables:
                     await asyncio.sleep(0)
         return blocks
 
-    def _take_off(self, key: Hashable) -> None:
-        self._flights[key] = asyncio.get_running_loop().create_future()
-
     def _land(self, key: Hashable, outcome: Block | TableMeta | BaseException) -> None:
-        # A cancelled reader says nothing about the file: whoever waits tries again.
-        lost = isinstance(outcome, BaseException) and not isinstance(outcome, Exception)
-        self._flights.pop(key).set_result(None if lost else cast("Block | TableMeta | Exception", outcome))
+        flight = self._flights.pop(key)
+        if flight is not None:
+            # A cancelled reader says nothing about the file: whoever waits tries again.
+            lost = isinstance(outcome, BaseException) and not isinstance(outcome, Exception)
+            flight.set_result(None if lost else cast("Block | TableMeta | Exception", outcome))
 
-
-async def _landing(flight: _Flight) -> Block | TableMeta | None:
-    # Shielded: cancelling one who waits must not cancel the future that the others wait for.
-    outcome = await asyncio.shield(flight)
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
+    async def _landing(self, key: Hashable) -> Block | TableMeta | None:
+        """What a read under way brings; None when it was cancelled, or is over by now. Raises its failure."""
+        if key not in self._flights:
+            return None
+        flight = self._flights[key]
+        if flight is None:
+            flight = self._flights[key] = asyncio.get_running_loop().create_future()
+        # Shielded: cancelling one who waits must not cancel the future that the others wait for.
+        outcome = await asyncio.shield(flight)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
 
 def _runs(indexes: Iterable[int]) -> Iterable[tuple[int, int]]:
