@@ -16,7 +16,7 @@ from tidemill.base.errors import Corrupt, Invalid
 from tidemill.metastore.lsm import bloom
 from tidemill.metastore.lsm.block import decode_block
 from tidemill.metastore.lsm.options import Options
-from tidemill.metastore.lsm.sst import FORMAT, SstWriter, decode_meta, separator
+from tidemill.metastore.lsm.sst import FORMAT, SstWriter, Summary, decode_meta, separator
 
 TINY = Options(block_bytes=64)
 
@@ -178,6 +178,22 @@ def test_every_truncation_of_filter_index_and_footer_is_found(rows: Rows) -> Non
     for bad in [tail[:end] for end in range(len(tail))] + [tail[start:] for start in range(1, len(tail) + 1)]:
         with pytest.raises(Corrupt):
             decode_meta(bad, file, "f")
+
+
+FORMAT_1 = bytes.fromhex(
+    "0135000000f80796c404726f772fc407ff31ff32ff333093c40f6f6e650300f004c400c40574687265650702c40625010000"
+    "02006199d06c000001492140c089c0f2997120009391c406726f772f3330920038910362b4a7743800000000000000450000"
+    "000000000059000000000000000100000000000000030000000000000007000000000000002c010000000000004800010054"
+    "4944454d5353549b28548f"
+)
+"""A file of format 1 as it was first written."""
+
+
+def test_files_of_format_1_are_read_for_ever() -> None:
+    rows: Rows = ([b"row/1", b"row/2", b"row/30"], [b"one" * 5, b"", b"three"], [300, 7, 9])
+    file = Summary(len(FORMAT_1), 3, b"row/1", b"row/30", 7, 300, 56).named(1, 2, "n")
+    assert read_sst(FORMAT_1, file) == rows
+    assert write_sst(rows) == (FORMAT_1, Summary(len(FORMAT_1), 3, b"row/1", b"row/30", 7, 300, 56))
 
 
 def test_damage_is_told_with_its_section_and_offset() -> None:
