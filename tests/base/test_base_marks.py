@@ -37,6 +37,26 @@ def test_the_newest_report_of_a_name_wins_whatever_the_order_they_arrive_in() ->
         assert derive_all(order, 2_000)["m"].process == "b"
 
 
+def test_a_share_that_stands_still_is_not_hidden_by_one_that_moves() -> None:
+    stuck = Mark("topic:t", 3, 5, held_by="upload:x", since_ms=0, share=True)
+    moving = Mark("topic:t", 10, 11, since_ms=9_900, share=True)
+    idle = Mark("topic:t", 4, 4, share=True)
+    reports = [Report("a", 9_000, (stuck,)), Report("b", 9_500, (moving,)), Report("c", 10_000, (idle,))]
+    for order in (reports, reports[::-1]):
+        found = derive_all(order, 10_000)["topic:t"]
+        assert (found.mark.position, found.mark.target) == (17, 20)
+        assert (found.state, found.process, found.mark.held_by) == (State.STUCK, "a", "upload:x")
+
+
+def test_the_share_of_a_process_that_is_gone_counts_no_longer_unless_nobody_else_reports() -> None:
+    now_ms = MARK_BLIND_AFTER_MS + 5_000
+    gone = Report("a", 1_000, (Mark("topic:t", 3, 5, share=True),))
+    there = Report("b", now_ms, (Mark("topic:t", 9, 9, share=True),))
+    found = derive_all([gone, there], now_ms)["topic:t"]
+    assert (found.mark.position, found.state) == (9, State.IDLE)
+    assert derive_all([gone], now_ms)["topic:t"].state is State.BLIND
+
+
 def test_why_walks_to_the_root_and_ends_in_a_cycle() -> None:
     marks = {
         name: derive(Mark(name, 0, 1, held_by=held_by), "p", 0, 0)

@@ -648,6 +648,7 @@ def test_marks_say_what_is_reserved_and_which_upload_holds_it() -> None:
         topics.update_marks()
         (mark,) = world.tracker.report("p", 0).marks
         assert (mark.name, mark.position, mark.target, mark.held_by) == ("topic:t", 2, 2, "")
+        assert mark.share, "another node may lead other partitions of it"
         world.objects.gated = True
         topics.produce_nowait(row.topic_id, 0, batch("3"))
         await eventually(lambda: len(world.objects.waiting) >= 1)

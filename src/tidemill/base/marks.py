@@ -4,6 +4,8 @@ M1  A minimum always names its argmin: `held_by` is the name of another mark, or
     holder (a pid, a lease, a file), and walking it ends at a root cause.
 M2  A stage is *idle* only when a heartbeat crossed it: its position has reached its target.
 M3  A process that does not report is *blind*; no report is never read as health.
+M4  Where several processes each have a share of one stage (a topic's partitions), its mark is their sum, in the
+    state of the worst of them: a share that stands still is not hidden behind one that moves.
 
 Positions are plain integers (an LSN, an offset sum, a time in ms): only compared within one mark.
 """
@@ -35,6 +37,7 @@ class Mark(msgspec.Struct, frozen=True):
     reason      one short sentence, for people
     since_ms    when position last changed, or when the stage became idle
     budget_ms   freshness budget: standing still below target for longer is *stuck*
+    share       the place of this process's share only (M4)
     """
 
     name: str
@@ -45,6 +48,7 @@ class Mark(msgspec.Struct, frozen=True):
     since_ms: int = 0
     budget_ms: int = 5_000
     unit: str = ""
+    share: bool = False
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -82,12 +86,30 @@ def derive(mark: Mark, process: str, at_ms: int, now_ms: int, moved_recently_ms:
 
 
 def derive_all(reports: Iterable[Report], now_ms: int) -> dict[str, Derived]:
-    """Every mark by name. Where two processes report one name, the newer report wins."""
+    """Every mark by name. Where two processes report one name, the newer report wins, or the shares are summed (M4)."""
     newest: dict[str, Derived] = {}
+    shares: dict[str, list[Derived]] = {}
     for report in sorted(reports, key=lambda r: (r.at_ms, r.process)):
         for mark in report.marks:
-            newest[mark.name] = derive(mark, report.process, report.at_ms, now_ms)
-    return newest
+            found = newest[mark.name] = derive(mark, report.process, report.at_ms, now_ms)
+            if mark.share:
+                shares.setdefault(mark.name, []).append(found)
+    return newest | {name: _whole(parts) for name, parts in shares.items()}
+
+
+_TROUBLE = {State.IDLE: 0, State.MOVING: 1, State.WAITING: 2, State.STUCK: 3}
+
+
+def _whole(parts: list[Derived]) -> Derived:
+    """One mark of several shares, oldest report first. The share of a blind process is somebody else's by now; only
+    when nobody reports is the whole blind."""
+    live = [part for part in parts if part.state is not State.BLIND]
+    if not live:
+        return parts[-1]
+    worst = max(live, key=lambda part: (_TROUBLE[part.state], part.standing_ms))
+    position, target = sum(part.mark.position for part in live), sum(part.mark.target for part in live)
+    mark = msgspec.structs.replace(worst.mark, position=position, target=target)
+    return Derived(mark, worst.process, worst.state, worst.standing_ms, worst.report_age_ms)
 
 
 def as_row(derived: Derived) -> dict[str, object]:
@@ -141,12 +163,13 @@ class Tracker:
         reason: str = "",
         budget_ms: int = 5_000,
         unit: str = "",
+        share: bool = False,
     ) -> None:
         old = self._marks.get(name)
         was_idle = old is not None and old.position >= old.target
         moved = old is None or old.position != position or (was_idle and position < target)
         since_ms = now_ms if moved or old is None else old.since_ms
-        self._marks[name] = Mark(name, position, target, held_by, reason, since_ms, budget_ms, unit)
+        self._marks[name] = Mark(name, position, target, held_by, reason, since_ms, budget_ms, unit, share)
 
     def remove(self, name: str) -> None:
         self._marks.pop(name, None)

@@ -1,4 +1,4 @@
-"""Marks of topics: one per topic, over the partitions led by this process."""
+"""Marks of topics: one per topic, each process's share being the partitions that it leads."""
 
 from __future__ import annotations
 
@@ -39,5 +39,6 @@ def report_marks(
             held_by=held_by,
             reason=reason,
             unit="records",
+            share=True,
         )
     return names
