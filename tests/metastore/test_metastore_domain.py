@@ -9,8 +9,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-
 from domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run, until
+
 from tidemill.base.errors import Conflict, Fenced, Unavailable
 from tidemill.metastore.lsm.manifests import BucketManifests
 from tidemill.metastore.settings import prefix_of

@@ -268,14 +268,14 @@ class Domain:
                     return await on_its_way
             return await leader.writing.commit(rows, expects)
         measured(rows)  # refused here: a request without rows is a request to flush
-        return await self._ask(self._requester.commit(rows, expects))
+        return await self._ask(lambda: self._requester.commit(rows, expects))
 
     async def flush(self, timeout_s: float | None = None) -> int:
         """Everything committed so far into the bucket, wherever the leader is; the highest seqno that is there."""
         leader = self._leader
         if leader is not None and not leader.ended:
             return await leader.flush(timeout_s)
-        return await self._ask(self._requester.flush(timeout_s))
+        return await self._ask(lambda: self._requester.flush(timeout_s))
 
     async def reset(self, domain_uuid: str, manifest: Manifest | None, *, timeout_s: float = 30.0) -> None:
         """Make this empty domain go on from a manifest of its bucket, or begin anew; returns when it is reopened.
@@ -296,11 +296,11 @@ class Domain:
         await leader.reset(domain_uuid, persisted)
         await self.until_leading(timeout_s)
 
-    async def _ask(self, asking: Awaitable[int]) -> int:
+    async def _ask(self, ask: Callable[[], Awaitable[int]]) -> int:
         self._check()
         if self._settings.may_lead:
             self._compete_soon()
-        seqno = await asking
+        seqno = await ask()
         # DO2: the leader has it; a read here must see it too.
         await self.sync()
         return seqno

@@ -57,9 +57,10 @@ class Rows(Protocol):
 
 
 class _Group:
-    __slots__ = ("rows", "size_bytes", "waiters")
+    __slots__ = ("limit_bytes", "rows", "size_bytes", "waiters")
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
         self.rows: dict[bytes, bytes] = {}
         self.size_bytes = 0
         self.waiters: list[asyncio.Future[int]] = []
@@ -109,7 +110,7 @@ class Writing:
     def take(self, rows: Sequence[tuple[bytes, bytes]]) -> asyncio.Future[int] | None:
         """The way of most commits: into the open group, without waiting; None when it takes `commit`.
 
-        Whoever opened the group has waited for room, so those who join it need not ask.
+        Whoever opened the group has waited for room, and the group ends where that room does.
         """
         group = self._open
         if group is None or self._line:
@@ -120,7 +121,7 @@ class Writing:
             if key in written or not 0 < len(key) <= METASTORE_KEY_BYTES or len(value) > METASTORE_VALUE_BYTES:
                 return None
             size_bytes += len(key) + len(value)
-        if not rows or group.size_bytes + size_bytes > GROUP_BYTES:
+        if not rows or group.size_bytes + size_bytes > group.limit_bytes:
             return None
         written.update(rows)
         group.size_bytes += size_bytes
@@ -190,7 +191,7 @@ class Writing:
         if self._stopped is not None:
             raise self._stopped
         group = self._open
-        if group is None or group.size_bytes + size_bytes > GROUP_BYTES or _touches(group, rows):
+        if group is None or group.size_bytes + size_bytes > group.limit_bytes or _touches(group, rows):
             group = self._open_group()
         group.rows.update(rows)
         if beside:
@@ -202,7 +203,8 @@ class Writing:
         return waiter
 
     def _open_group(self) -> _Group:
-        group = _Group()
+        left_bytes = self._volatile_bytes - self._log.state.volatile_bytes - self._group_bytes
+        group = _Group(min(GROUP_BYTES, left_bytes))
         future = self._log.propose_late_nowait(lambda state: self._made(group, state))
         self._open = group
         self._groups.append(group)
