@@ -104,6 +104,8 @@ class Database:
             clock,
             files.prefix,
         )
+        self.compacts = False
+        """Whether the compaction loop was started."""
         self.room_keeper = Room(self)
         self._collector = Collector(
             files, BucketManifests(files.objects, files.prefix, rand), options, clock, faults=faults
@@ -163,6 +165,7 @@ class Database:
     def _start(self, background: bool) -> None:
         self._tasks.spawn(self.flusher.run(), name="metastore flush")
         if background:
+            self.compacts = True
             self._tasks.spawn(self.compactor.run(), name="metastore compaction")
             self._tasks.spawn(self._collect_for_ever(), name="metastore collection")
 

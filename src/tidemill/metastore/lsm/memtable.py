@@ -166,11 +166,14 @@ class Memtable:
 
 
 def _folded(newest_first: Sequence[Layer]) -> list[Layer]:
-    """The newest folded into its elders while they have less than twice its rows (M3)."""
-    layers = list(newest_first)
-    while len(layers) > 1:
-        younger, elder = len(layers[0].values), len(layers[1].values)
-        if elder >= 2 * younger or elder + younger > FOLD_ROWS:
-            break
-        layers[:2] = [Layer.fold(layers[1], layers[0])]
+    """The same rows in layers that keep M3."""
+    layers: list[Layer] = []  # oldest first
+    for layer in reversed(newest_first):
+        layers.append(layer)
+        while len(layers) > 1:
+            younger, elder = len(layers[-1].values), len(layers[-2].values)
+            if elder >= 2 * younger or elder + younger > FOLD_ROWS:
+                break
+            layers[-2:] = [Layer.fold(layers[-2], layers[-1])]
+    layers.reverse()
     return layers

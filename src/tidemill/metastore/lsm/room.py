@@ -40,10 +40,10 @@ class Room:
     @property
     def stop(self) -> bool:
         database = self._database
-        return (
-            database.memtable.size_bytes > BUFFERS_MAX * database.options.write_buffer_bytes
-            or len(database.version.levels[0]) >= database.options.l0_stop
-        )
+        if database.memtable.size_bytes > BUFFERS_MAX * database.options.write_buffer_bytes:
+            return True
+        # Without the loop that merges level 0 nothing would end the stop.
+        return len(database.version.levels[0]) >= database.options.l0_stop and database.compacts
 
     async def wait(self) -> None:
         """Raises Unavailable when the stop lasts because flush or compaction fail, or what ended one of them."""
