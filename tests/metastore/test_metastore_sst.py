@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 import struct
+import zlib
 from bisect import bisect_left
 
 import crc32c
+import lz4.block
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -189,11 +192,60 @@ FORMAT_1 = bytes.fromhex(
 """A file of format 1 as it was first written."""
 
 
+FORMAT_1_ROWS: Rows = ([b"row/1", b"row/2", b"row/30"], [b"one" * 5, b"", b"three"], [300, 7, 9])
+FORMAT_1_SUMMARY = Summary(len(FORMAT_1), 3, b"row/1", b"row/30", 7, 300, 56)
+
+
 def test_files_of_format_1_are_read_for_ever() -> None:
-    rows: Rows = ([b"row/1", b"row/2", b"row/30"], [b"one" * 5, b"", b"three"], [300, 7, 9])
-    file = Summary(len(FORMAT_1), 3, b"row/1", b"row/30", 7, 300, 56).named(1, 2, "n")
-    assert read_sst(FORMAT_1, file) == rows
-    assert write_sst(rows) == (FORMAT_1, Summary(len(FORMAT_1), 3, b"row/1", b"row/30", 7, 300, 56))
+    assert read_sst(FORMAT_1, FORMAT_1_SUMMARY.named(1, 2, "n")) == FORMAT_1_ROWS
+
+
+def read_by_the_page(data: bytes) -> Rows:
+    """A reader written from docs/metastore-format.md alone: nothing of the package helps it."""
+
+    def section(start: int, end: int) -> bytes:
+        assert crc32c.crc32c(data[start : end - 4]) == int.from_bytes(data[end - 4 : end], "little")
+        stored = data[start + 1 : end - 4]
+        return bytes(lz4.block.decompress(stored)) if data[start] else stored
+
+    footer_bytes, number, magic, crc = struct.unpack("<HH8sI", data[-16:])
+    assert (number, magic, crc) == (1, b"TIDEMSST", crc32c.crc32c(data[-footer_bytes:-4]))
+    fields = struct.unpack("<5Q2q", data[-footer_bytes:-16])
+    filter_start, index_start, footer_start, block_count, row_count, min_seqno, max_seqno = fields
+    lasts, starts, counts = msgspec.msgpack.decode(section(index_start, footer_start))
+    words = struct.unpack(f"<{(index_start - filter_start - 5) // 8}Q", section(filter_start, index_start))
+    rows: Rows = ([], [], [])
+    for block in range(block_count):
+        prefix, suffixes, values, base, width, deltas = msgspec.msgpack.decode(section(*starts[block : block + 2]))
+        if isinstance(suffixes, bytes):
+            suffixes = suffixes.split(suffixes[:1])[1:]
+        assert prefix + suffixes[-1] <= lasts[block] and len(suffixes) == counts[block]
+        rows[0].extend(prefix + suffix for suffix in suffixes)
+        rows[1].extend(values)
+        rows[2].extend(
+            base + int.from_bytes(deltas[width * i : width * i + width], "little") for i in range(len(values))
+        )
+    for key in rows[0]:
+        h = zlib.crc32(key)
+        z = ((h & 16383) + 1) * 0x9E3779B97F4A7C15 % 2**64
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        z ^= z >> 31
+        bits = list(dict.fromkeys(z >> shift & 63 for shift in range(0, 60, 6)))[:5]
+        assert all(words[h * len(words) >> 32] >> bit & 1 for bit in bits)
+    assert (len(rows[0]), min(rows[2]), max(rows[2])) == (row_count, min_seqno, max_seqno)
+    return rows
+
+
+def test_a_reader_written_from_the_page_reads_what_is_written() -> None:
+    assert read_by_the_page(FORMAT_1) == FORMAT_1_ROWS
+    seeded = random.Random(2)
+    wide = sorted(seeded.randbytes(12) for _ in range(3_000))
+    for rows in (
+        numbered_rows(5_000, value_bytes=60),
+        (wide, [seeded.randbytes(seeded.randrange(200)) for _ in wide], [seeded.getrandbits(62) for _ in wide]),
+    ):
+        assert read_by_the_page(write_sst(rows)[0]) == rows
 
 
 def test_damage_is_told_with_its_section_and_offset() -> None:
