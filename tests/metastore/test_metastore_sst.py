@@ -18,8 +18,9 @@ from sst_world import Rows, numbered_rows, read_sst, row_sets, write_sst
 from tidemill.base.errors import Corrupt, Invalid
 from tidemill.metastore.lsm import bloom
 from tidemill.metastore.lsm.block import decode_block
+from tidemill.metastore.lsm.footer import FORMAT
 from tidemill.metastore.lsm.options import Options
-from tidemill.metastore.lsm.sst import FORMAT, SstWriter, Summary, decode_meta, separator
+from tidemill.metastore.lsm.sst import SstWriter, Summary, decode_meta, separator
 
 TINY = Options(block_bytes=64)
 

@@ -13,8 +13,8 @@ from tidemill.base.clock import ManualClock
 from tidemill.base.errors import Corrupt, Invalid, Missing, Unavailable
 from tidemill.metastore.lsm.cache import BlockCache
 from tidemill.metastore.lsm.files import FileName, Files
+from tidemill.metastore.lsm.footer import FORMAT
 from tidemill.metastore.lsm.manifest import FileMeta
-from tidemill.metastore.lsm.sst import FORMAT
 from tidemill.metastore.lsm.table import Tables
 from tidemill.objects.memory import MemoryObjects
 

@@ -5,37 +5,29 @@ filter  a raw section: the words of bloom.py, or nothing
 index   a section whose payload is the msgpack array [[last ...], [start ...], [rows ...]], one entry per block
         and one more start: the end of the last block. `last` is at least the block's last key and less
         than the next block's first; of the last block it is the file's largest key itself.
-footer  filter_start, index_start, footer_start, blocks, rows  uint64 | min_seqno, max_seqno  int64
-        | footer_bytes uint16 | format uint16 = 1 | 'TIDEMSST' | crc32c uint32 of the footer before it
+footer  as in footer.py; carries the format's number
 
-Integers are little end first. The footer's last 16 bytes keep their meaning in every later format.
+The whole format is drawn in docs/metastore-format.md.
 """
 
 from __future__ import annotations
 
-import struct
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from operator import lt
 from zlib import crc32
 
-import crc32c
 import msgspec
 
 from tidemill.base.errors import Invalid
 from tidemill.base.limits import MIB
 from tidemill.metastore.lsm.block import corrupt, encode_block, seal, shared_bytes, unseal
 from tidemill.metastore.lsm.bloom import MASKS, build_filter, hashes_of, words_of
+from tidemill.metastore.lsm.footer import FOOTER_BYTES, Footer, decode_footer, encode_footer
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options
 
-MAGIC = b"TIDEMSST"
-FORMAT = 1
-_FIELDS = struct.Struct("<QQQQQqq")
-_TAIL = struct.Struct("<HH8sI")
-_FOOTER_BYTES = _FIELDS.size + _TAIL.size
-_CRC_BYTES = 4
 _JOIN_BYTES = MIB
 """Blocks are handed to the store in buffers of about this size, not one by one."""
 
@@ -141,8 +133,16 @@ class SstWriter:
         index_section = seal(_encode((self._last_keys, self._starts, self._rows)))
         index_start = filter_start + len(filter_section)
         footer_start = index_start + len(index_section)
-        footer = _encode_footer(
-            filter_start, index_start, footer_start, len(self._rows), self.rows, self._min_seqno, self._max_seqno
+        footer = encode_footer(
+            Footer(
+                filter_start,
+                index_start,
+                footer_start,
+                len(self._rows),
+                self.rows,
+                self._min_seqno,
+                self._max_seqno,
+            )
         )
         summary = Summary(
             size_bytes=footer_start + len(footer),
@@ -240,11 +240,10 @@ def decode_meta(data: bytes, file: FileMeta, name: str) -> TableMeta:
 
     Raises Corrupt, naming section and offset; Invalid when the file's format is newer than this program's.
     """
-    end = file.meta_start + len(data)
-    footer_bytes = _check_footer(data, end, name)
-    at = len(data) - footer_bytes
-    filter_start, index_start, footer_start, blocks, rows, min_seqno, max_seqno = _FIELDS.unpack_from(data, at)
-    if (filter_start, footer_start + footer_bytes, rows, min_seqno, max_seqno) != (
+    footer = decode_footer(data, file.meta_start + len(data), name)
+    filter_start, index_start, footer_start, blocks, rows, min_seqno, max_seqno = footer
+    at = len(data) - FOOTER_BYTES
+    if (filter_start, footer_start + FOOTER_BYTES, rows, min_seqno, max_seqno) != (
         file.meta_start,
         file.size_bytes,
         file.rows,
@@ -260,7 +259,10 @@ def decode_meta(data: bytes, file: FileMeta, name: str) -> TableMeta:
         last_keys, starts, counts = _decode_index(index)
     except msgspec.MsgspecError as error:
         raise corrupt(name, "index", index_start, f"its body does not decode, {error}") from error
-    if not blocks == len(last_keys) == len(counts) == len(starts) - 1 or starts[-1] != filter_start:
+    if not blocks == len(last_keys) == len(counts) == len(starts) - 1 or (starts[-1], last_keys[-1]) != (
+        filter_start,
+        file.largest,
+    ):
         raise corrupt(name, "index", index_start, f"it does not describe the {blocks} blocks of the footer")
     return TableMeta(name, words_of(words), last_keys, starts, counts)
 
@@ -277,30 +279,3 @@ def separator(last: bytes, following: bytes) -> bytes:
         if last[at] < 0xFF:
             return last[:at] + bytes((last[at] + 1,))
     return last
-
-
-def _encode_footer(*fields: int) -> bytes:
-    body = _FIELDS.pack(*fields) + _TAIL.pack(_FOOTER_BYTES, FORMAT, MAGIC, 0)[:-_CRC_BYTES]
-    return body + int(crc32c.crc32c(body)).to_bytes(_CRC_BYTES, "little")
-
-
-def _check_footer(data: bytes, end: int, name: str) -> int:
-    """The footer's length, once its tail, its checksum and its format are found good. `end`: where data ends."""
-    if len(data) < _TAIL.size:
-        raise corrupt(name, "footer", end - len(data), f"it is cut off after {len(data)} bytes")
-    size, found, magic, stored = _TAIL.unpack_from(data, len(data) - _TAIL.size)
-    offset = end - min(size, len(data))
-    if magic != MAGIC or not _TAIL.size <= size <= len(data):
-        raise corrupt(name, "footer", offset, "the file does not end as an SST")
-    # The checksum before the format: a flipped bit must not look like a newer program's work.
-    computed = int(crc32c.crc32c(memoryview(data)[-size:-_CRC_BYTES]))
-    if stored != computed:
-        raise corrupt(name, "footer", offset, f"its checksum is {computed:08x}, not the stored {stored:08x}")
-    if found > FORMAT:
-        raise Invalid(
-            f"The file was written by a newer version of tidemill: file={name} format={found} supported={FORMAT}.",
-            fix="Run the version of tidemill that wrote it, or a newer one.",
-        )
-    if size != _FOOTER_BYTES:
-        raise corrupt(name, "footer", offset, f"its length is {size} bytes, not {_FOOTER_BYTES}")
-    return int(size)

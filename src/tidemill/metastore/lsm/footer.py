@@ -1,0 +1,62 @@
+"""The end of an SST: where its sections are, and what must agree with the manifest.
+
+footer  filter_start, index_start, footer_start, blocks, rows  uint64 | min_seqno, max_seqno  int64
+        | footer_bytes uint16 | format uint16 = 1 | 'TIDEMSST' | crc32c uint32 of the footer before it
+
+Integers are little end first. The last 16 bytes keep their place and meaning in every later format: so an
+old program can tell "newer than I am" from "damaged".
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import crc32c
+
+from tidemill.base.errors import Invalid
+from tidemill.metastore.lsm.block import corrupt
+
+MAGIC = b"TIDEMSST"
+FORMAT = 1
+_FIELDS = struct.Struct("<QQQQQqq")
+_TAIL = struct.Struct("<HH8sI")
+FOOTER_BYTES = _FIELDS.size + _TAIL.size
+_CRC_BYTES = 4
+
+
+class Footer(NamedTuple):
+    filter_start: int
+    index_start: int
+    footer_start: int
+    blocks: int
+    rows: int
+    min_seqno: int
+    max_seqno: int
+
+
+def encode_footer(footer: Footer) -> bytes:
+    body = _FIELDS.pack(*footer) + _TAIL.pack(FOOTER_BYTES, FORMAT, MAGIC, 0)[:-_CRC_BYTES]
+    return body + int(crc32c.crc32c(body)).to_bytes(_CRC_BYTES, "little")
+
+
+def decode_footer(data: bytes, end: int, name: str) -> Footer:
+    """From the last bytes of a file, whose size is `end`. Raises Corrupt; Invalid for a newer format."""
+    if len(data) < _TAIL.size:
+        raise corrupt(name, "footer", end - len(data), f"it is cut off after {len(data)} bytes")
+    size, found, magic, stored = _TAIL.unpack_from(data, len(data) - _TAIL.size)
+    offset = end - min(size, len(data))
+    if magic != MAGIC or not _TAIL.size <= size <= len(data):
+        raise corrupt(name, "footer", offset, "the file does not end as an SST")
+    # The checksum before the format: a flipped bit must not look like a newer program's work.
+    computed = int(crc32c.crc32c(memoryview(data)[-size:-_CRC_BYTES]))
+    if stored != computed:
+        raise corrupt(name, "footer", offset, f"its checksum is {computed:08x}, not the stored {stored:08x}")
+    if found > FORMAT:
+        raise Invalid(
+            f"The file was written by a newer version of tidemill: file={name} format={found} supported={FORMAT}.",
+            fix="Run the version of tidemill that wrote it, or a newer one.",
+        )
+    if size != FOOTER_BYTES:
+        raise corrupt(name, "footer", offset, f"its length is {size} bytes, not {FOOTER_BYTES}")
+    return Footer._make(_FIELDS.unpack_from(data, len(data) - size))
