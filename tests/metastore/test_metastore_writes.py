@@ -35,6 +35,14 @@ class Trouble(MemoryConsensus):
         self.hold: asyncio.Event | None = None
         self.appends = 0
         self.heads = 0
+        self.deaf = False
+        """Nobody is woken: a follower stands where its last sync left it."""
+
+    async def wait(self, log: str, beyond: int, timeout_s: float) -> bool:
+        if self.deaf:
+            await asyncio.sleep(timeout_s)
+            return False
+        return await super().wait(log, beyond, timeout_s)
 
     async def log_head(self, log: str) -> LogHead:
         self.heads += log == "metastore/main"
@@ -392,7 +400,8 @@ def test_a_sync_does_not_join_a_read_that_began_before_it() -> None:
     async def body(world: DomainWorld) -> None:
         leader = await world.node()
         consensus = Trouble(world)
-        follower = await world.node(replace(FOLLOWS, follow_pause_s=60.0), consensus=consensus)
+        consensus.deaf = True
+        follower = await world.node(FOLLOWS, consensus=consensus)
         read, going, began = consensus.read, asyncio.Event(), asyncio.Event()
 
         async def slow(*args: Any, **kwargs: Any) -> Any:
@@ -421,7 +430,9 @@ def test_a_follower_whose_file_was_collected_refreshes_and_reads_on() -> None:
         for i in range(4):
             await leader.commit([(b"k", b"%d" % i), (b"k%d" % i, b"v")])
             await leader.flush(10)
-        follower = await world.node(replace(FOLLOWS, follow_pause_s=60.0, options=options))
+        consensus = Trouble(world)
+        consensus.deaf = True
+        follower = await world.node(replace(FOLLOWS, options=options), consensus=consensus)
         await follower.sync()
         old = follower.state.manifest
         assert leader._leader is not None

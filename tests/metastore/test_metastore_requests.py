@@ -1,0 +1,327 @@
+"""Commits of processes that do not lead: through the request log, once, and answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run, until
+from msgspec.structs import replace
+
+from tidemill.base.errors import Conflict, Invalid, Unavailable, Unknown
+from tidemill.consensus.api import LogHead
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.metastore import requests as requests_module
+from tidemill.metastore.domain import Domain
+from tidemill.metastore.requests import (
+    POSITION_KEY,
+    Place,
+    Reply,
+    Request,
+    decode_place,
+    encode_place,
+    outcome,
+    refusal,
+    replies_log,
+    requests_log,
+)
+from tidemill.metastore.state import DomainState
+
+TOOL = replace(FOLLOWS, may_lead=True, linger_s=0.2)
+REQUESTS, REPLIES = requests_log("main"), replies_log("main")
+
+
+@pytest.fixture(params=["memory", "sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> DomainWorld:
+    if request.param == "memory":
+        return DomainWorld()
+    if request.param == "postgres":
+        return DomainWorld(request.getfixturevalue("postgres_dsn"))
+    return DomainWorld(f"sqlite://{tmp_path}/consensus.db")
+
+
+class Lossy(MemoryConsensus):
+    """Loses answers of appends to the request log, after or before their effect."""
+
+    def __init__(self, world: DomainWorld, *lose: str, log: str = REQUESTS) -> None:
+        super().__init__(world.clock, world.memory)
+        self.lose = list(lose)
+        self.log = log
+
+    async def append(self, log: str, term: int, expected_next: int, records: Sequence[bytes], nonce: str) -> LogHead:
+        how = self.lose.pop(0) if log == self.log and self.lose else ""
+        if how == "before":
+            raise Unknown("lost before")
+        if how == "unavailable":
+            raise Unavailable("not sent")
+        head = await super().append(log, term, expected_next, records, nonce)
+        if how == "after":
+            raise Unknown("lost after")
+        return head
+
+
+def test_a_process_that_does_not_lead_commits_flushes_and_reads_its_own_writes(world: DomainWorld) -> None:
+    async def body(world: DomainWorld) -> None:
+        leader, follower = await world.node(), await world.node(FOLLOWS)
+        seqno = await follower.commit([(b"a", b"1"), (b"b", b"2")])
+        row = await follower.get_row(b"a")
+        assert row is not None and (row.seqno, row.value) == (seqno, b"1")
+        assert await leader.get(b"b") == b"2"
+        assert await follower.flush(20) >= seqno
+        assert leader.state.persisted_seqno >= seqno
+
+    run(body, world)
+
+
+def test_a_refusal_comes_back_with_the_current_rows(world: DomainWorld) -> None:
+    async def body(world: DomainWorld) -> None:
+        leader, follower = await world.node(), await world.node(FOLLOWS)
+        seqno = await leader.commit([(b"a", b"1")])
+        with pytest.raises(Conflict) as caught:
+            await follower.commit([(b"a", b"2")], expects={b"a": 0, b"none": 3})
+        current = caught.value.current
+        assert isinstance(current, dict) and current[b"none"] is None
+        assert (current[b"a"].seqno, current[b"a"].value) == (seqno, b"1")
+        await follower.commit([(b"a", b"2")], expects={b"a": seqno, b"none": 0})
+        with pytest.raises(Invalid, match="key is not empty"):
+            await follower.commit([(b"", b"x")])
+        assert await rows_of(leader) == {b"a": b"2"}
+
+    run(body, world)
+
+
+def test_many_at_once_from_several_processes_are_executed_once_each(world: DomainWorld) -> None:
+    async def body(world: DomainWorld) -> None:
+        leader = await world.node()
+        tools = [await world.node(FOLLOWS) for _ in range(3)]
+        await leader.commit([(b"n", b"0")])
+
+        async def increment(tool: Domain) -> None:
+            while True:
+                await tool.sync()
+                row = await tool.get_row(b"n")
+                assert row is not None
+                try:
+                    await tool.commit([(b"n", b"%d" % (int(row.value) + 1))], expects={b"n": row.seqno})
+                    return
+                except Conflict:
+                    continue
+
+        blind = [tool.commit([(b"%d-%d" % (i, k), b"v")]) for i, tool in enumerate(tools) for k in range(50)]
+        await asyncio.gather(*blind, *[increment(tool) for tool in tools for _ in range(4)])
+        rows = await rows_of(leader)
+        assert rows.pop(b"n") == b"12" and len(rows) == 150
+
+    run(body, world)
+
+
+def test_the_request_log_and_the_reply_log_do_not_grow(world: DomainWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tidemill.metastore.serving.REPLIES_KEPT", 20)
+
+    async def body(world: DomainWorld) -> None:
+        await world.node()
+        follower, client = await world.node(FOLLOWS), await world.client()
+        for i in range(150):
+            await follower.commit([(b"k", b"%d" % i)])
+        async with asyncio.timeout(10):
+            while True:
+                requests, replies = await client.log_head(REQUESTS), await client.log_head(REPLIES)
+                if requests.start == requests.next == 150 and replies.next - replies.start <= 2 * 20 + 256:
+                    break
+                await asyncio.sleep(0.02)
+        assert replies.start > 0
+
+    run(body, world)
+
+
+def test_a_request_outlives_the_leader_that_did_not_execute_it(world: DomainWorld) -> None:
+    async def body(world: DomainWorld) -> None:
+        follower = await world.node(FOLLOWS)
+        waiting = asyncio.ensure_future(follower.commit([(b"a", b"1")]))
+        client = await world.client()
+        async with asyncio.timeout(10):
+            while (await client.log_head(REQUESTS)).next == 0:
+                await asyncio.sleep(0.01)
+        leader = await world.node()  # nobody led until now
+        await waiting
+        assert await leader.get(b"a") == b"1"
+
+    run(body, world)
+
+
+def test_a_new_leader_executes_nothing_twice(world: DomainWorld) -> None:
+    async def body(world: DomainWorld) -> None:
+        old, follower = await world.node(), await world.node(FOLLOWS)
+        await follower.commit([(b"a", b"1")])
+        await old.commit([(b"a", b"later")])
+        client = await world.client()
+        # The request is there again for whoever forgot how far it had come.
+        assert (await client.log_head(REQUESTS)).next == 1
+        await world.depose(old)
+        new = await world.node()
+        await follower.commit([(b"b", b"2")])
+        assert await rows_of(new) == {b"a": b"later", b"b": b"2"}
+
+    run(body, world)
+
+
+def test_a_tool_leads_for_a_while_when_nobody_does_and_then_lets_go(world: DomainWorld) -> None:
+    async def body(world: DomainWorld) -> None:
+        tool = await world.node(TOOL)
+        assert not tool.leading
+        await tool.commit([(b"a", b"1")])
+        assert await tool.get(b"a") == b"1"
+        await until(lambda: not tool.leading, 10)
+        async with asyncio.timeout(10):
+            while await world.lease() is not None:
+                await asyncio.sleep(0.02)
+        await tool.commit([(b"b", b"2")])  # and once more
+        node = await world.node(replace(LEADS, lease_ttl_ms=600))
+        assert await rows_of(node) == {b"a": b"1", b"b": b"2"}
+
+    run(body, world)
+
+
+def test_a_tool_leaves_the_lead_to_a_node_that_has_it(world: DomainWorld) -> None:
+    async def body(world: DomainWorld) -> None:
+        node, tool = await world.node(), await world.node(TOOL)
+        for i in range(5):
+            await tool.commit([(b"k%d" % i, b"v")])
+        assert node.leading and not tool.leading
+
+    run(body, world)
+
+
+def test_what_is_no_request_is_passed_over(world: DomainWorld) -> None:
+    async def body(world: DomainWorld) -> None:
+        leader, follower, client = await world.node(), await world.node(FOLLOWS), await world.client()
+        garbage = [b"", b"\xc1", msgspec.msgpack.encode({"a": 1}), msgspec.msgpack.encode(["n", [[1, 2]]])]
+        await client.append(REQUESTS, 0, 0, garbage, "x")
+        await client.append(REPLIES, 0, 0, [b"\xc1"], "y")
+        await follower.commit([(b"a", b"1")])
+        assert leader.leading and await rows_of(leader) == {b"a": b"1"}
+
+    run(body, world)
+
+
+# on memory alone ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+def test_a_request_whose_append_has_no_answer_is_executed_once(how: str) -> None:
+    async def body(world: DomainWorld) -> None:
+        leader = await world.node()
+        follower = await world.node(FOLLOWS, consensus=Lossy(world, how))
+        await leader.commit([(b"n", b"0")])
+        row = await leader.get_row(b"n")
+        assert row is not None
+        await follower.commit([(b"n", b"1")], expects={b"n": row.seqno})
+        assert world.memory.heads[REQUESTS].next == 1
+        assert await leader.get(b"n") == b"1"
+
+    run(body, DomainWorld())
+
+
+def test_a_reply_whose_append_has_no_answer_is_given_all_the_same() -> None:
+    async def body(world: DomainWorld) -> None:
+        await world.node(consensus=Lossy(world, "before", "unavailable", "after", log=REPLIES))
+        follower = await world.node(FOLLOWS)
+        for i in range(3):
+            await follower.commit([(b"k%d" % i, b"v")])
+
+    run(body, DomainWorld())
+
+
+def test_what_was_answered_with_unavailable_is_not_executed_by_anybody_later() -> None:
+    async def body(world: DomainWorld) -> None:
+        consensus = Lossy(world, log="metastore/main")
+        old, follower = await world.node(consensus=consensus), await world.node(FOLLOWS)
+        await old.commit([(b"first", b"1")])
+        consensus.lose = ["unavailable"]
+        with pytest.raises(Unavailable):
+            await follower.commit([(b"a", b"1")])
+        await world.depose(old)
+        new = await world.node()
+        await follower.commit([(b"b", b"1")])
+        assert await rows_of(new) == {b"first": b"1", b"b": b"1"}
+
+    run(body, DomainWorld())
+
+
+def test_a_refused_request_stays_refused_under_the_next_leader() -> None:
+    """A refusal moves the position as durably as a success."""
+
+    async def body(world: DomainWorld) -> None:
+        old, follower = await world.node(), await world.node(FOLLOWS)
+        with pytest.raises(Conflict):
+            await follower.commit([(b"a", b"1")], expects={b"a": 7})
+        assert old.state.volatile[-1].keys == [POSITION_KEY]
+        await world.depose(old)
+        new = await world.node()
+        await follower.commit([(b"b", b"1")])
+        assert await rows_of(new) == {b"b": b"1"}
+
+    run(body, DomainWorld())
+
+
+def test_without_a_leader_the_answer_is_unknown_in_time_and_never_a_guess() -> None:
+    async def body(world: DomainWorld) -> None:
+        follower = await world.node(replace(FOLLOWS, request_timeout_s=0.2))
+        with pytest.raises(Unknown, match="No leader answered"):
+            await follower.commit([(b"a", b"1")])
+        node = await world.node()
+        await until(lambda: world.memory.heads[REQUESTS].start == 1, 10)
+        assert await rows_of(node) == {b"a": b"1"}  # it was executed after all
+
+    run(body, DomainWorld())
+
+
+def test_nobody_adds_to_a_backlog_that_nobody_works_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests_module, "BACKLOG_MAX", 5)
+
+    async def body(world: DomainWorld) -> None:
+        client = await world.client()
+        await client.append(REQUESTS, 0, 0, [b"x"] * 6, "n")
+        follower = await world.node(replace(FOLLOWS, request_timeout_s=5))
+        with pytest.raises(Unavailable, match="Too many requests"):
+            await follower.commit([(b"a", b"1")])
+        assert world.memory.heads[REQUESTS].next == 6
+
+    run(body, DomainWorld())
+
+
+def test_closing_leaves_nobody_waiting() -> None:
+    async def body(world: DomainWorld) -> None:
+        follower = await world.node(FOLLOWS)
+        waiting = asyncio.ensure_future(follower.commit([(b"a", b"1")]))
+        await until(lambda: REQUESTS in world.memory.heads, 5)
+        await follower.aclose()
+        with pytest.raises(Unknown, match="closed"):
+            await waiting
+
+    run(body, DomainWorld())
+
+
+def test_the_position_of_another_life_of_the_domain_is_not_taken_for_this_log() -> None:
+    state = DomainState()
+    assert decode_place(state, None) == 0
+    assert decode_place(state, encode_place(state, 17)) == 17
+    state.seqno_delta, state.epoch_delta = 950, 2
+    assert decode_place(state, msgspec.msgpack.encode(Place(17, 0, 0))) == 0
+    assert decode_place(state, encode_place(state, 3)) == 3
+
+
+def test_layouts_are_the_ones_drawn() -> None:
+    request = Request("n", [(b"k", b"v")], {b"k": 3})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), strict=False) == ["n", [[b"k", b"v"]], {b"k": 3}]
+    conflict = Conflict("stale", current={b"k": None})
+    reply = refusal("n", conflict)
+    assert msgspec.to_builtins(reply, builtin_types=(bytes,)) == ["n", 1, 0, [(b"k", -1, b"")], "stale"]
+    again = outcome(reply)
+    assert isinstance(again, Conflict) and again.current == {b"k": None}
+    assert outcome(Reply("n", 0, 12)) == 12
+    assert isinstance(outcome(refusal("n", Unavailable("no room"))), Unavailable)
+    assert isinstance(outcome(refusal("n", Invalid("empty"))), Invalid)
