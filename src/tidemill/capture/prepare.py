@@ -7,6 +7,10 @@ Every step is idempotent, and the catalogue row is written before what it no lon
 
 so a process that dies anywhere in between starts those tables over cleanly (generation + 1), and no binding was
 minted for their new topics.
+
+A row that a restore wrote is compared with the slot first: changes that the old cluster had confirmed, and the
+restored bindings do not cover, are gone from the slot, and every table starts over. A table that starts over after
+it was bound begins its new topic with a truncation, so that rows deleted meanwhile are gone from what is made of it.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ from tidemill.metastore.catalogue import (
     TopicRow,
     check_topic_name,
 )
+from tidemill.shards.front import Binding
 
 log = structlog.get_logger()
 
@@ -52,7 +57,7 @@ PRODUCER_ID_BASE = 1 << 62
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """`fresh`: tables whose snapshot has still to be taken."""
+    """`fresh`: tables whose snapshot has still to be taken; `replaced`: those of them that were bound before."""
 
     row: CaptureRow
     slot: SlotState
@@ -60,14 +65,20 @@ class Prepared(msgspec.Struct, frozen=True):
     captured: tuple[CapturedTable, ...]
     fresh: tuple[str, ...]
     relations: dict[int, Relation]
+    replaced: frozenset[str] = frozenset()
 
 
 def producer_id(config: CaptureConfig) -> int:
     return PRODUCER_ID_BASE | zlib.crc32(config.name.encode())
 
 
-async def prepare(wire: Wire, config: CaptureConfig, facts: ServerFacts, catalogue: Catalogue) -> Prepared:
-    """The caller holds the capture's lock. Raises Invalid (tables, rights), SlotLost, SqlError, Unavailable."""
+async def prepare(
+    wire: Wire, config: CaptureConfig, facts: ServerFacts, catalogue: Catalogue, latest: Binding | None
+) -> Prepared:
+    """The caller holds the capture's lock. `latest`: the newest binding.
+
+    Raises Invalid (tables, rights), SlotLost, SqlError, Unavailable.
+    """
     tables = resolve(config.tables, await list_tables(wire))
     for table in tables:
         await _check_topic(config, table, catalogue)
@@ -78,6 +89,8 @@ async def prepare(wire: Wire, config: CaptureConfig, facts: ServerFacts, catalog
             f" recorded={row.system_id} found={facts.system_id}.",
             fix="Correct the DSN, or start the capture over.",
         )
+    if row is not None and row.restored:
+        row = await _compared(wire, config, row, latest)
     names = {table.name for table in tables}
     if row is not None and not set(row.snapshots) <= names:
         # Before the publication drops them: a table that comes back must start over.
@@ -96,6 +109,7 @@ async def prepare(wire: Wire, config: CaptureConfig, facts: ServerFacts, catalog
     else:
         slot = check_slot(config, await slot_state(wire, config.slot))
     relations = await describe(wire, [table.oid for table in tables])
+    replaced = frozenset(row.topics).intersection(fresh) if row is not None and latest is not None else frozenset()
     row = await _record(config, facts, catalogue, row, tables, fresh, relations)
     topics = await _topics(config, catalogue, row, fresh)
     captured = []
@@ -103,7 +117,7 @@ async def prepare(wire: Wire, config: CaptureConfig, facts: ServerFacts, catalog
         item = CapturedTable(table.name, topics[table.name], producer_id(config))
         item.snapshot = row.snapshots.get(table.name)
         captured.append(item)
-    return Prepared(row, slot, tuple(tables), tuple(captured), fresh, relations)
+    return Prepared(row, slot, tuple(tables), tuple(captured), fresh, relations, replaced)
 
 
 async def take_snapshot(
@@ -127,6 +141,8 @@ async def take_snapshot(
             progress.table = table.name
             target = captured[table.name]
             before = progress.rows
+            if table.name in prepared.replaced:
+                await writer.write_truncation(target, clock.now_ms())
             async for rows in snapshot.rows(table):
                 await writer.write_rows(target, snapshot.relations[table.oid], rows, clock.now_ms())
                 progress.rows += len(rows)
@@ -172,6 +188,25 @@ async def forget(config: CaptureConfig, catalogue: Catalogue) -> None:
     for topic in row.topics.values():
         await _delete_topic(catalogue, topic)
     await catalogue.delete(CaptureRow, config.name)
+
+
+async def _compared(wire: Wire, config: CaptureConfig, row: CaptureRow, latest: Binding | None) -> CaptureRow:
+    """The row of a restored capture, as it may go on. Not stored here: what follows writes it before it acts on it.
+
+    A slot is confirmed up to what some binding covered (topic_writer W2), so one that is further than the newest
+    restored binding has let go of changes that were in the lost part of the topics.
+    """
+    slot = await slot_state(wire, config.slot)
+    bound = latest.lsn if latest is not None else -1
+    if slot is not None and slot.confirmed_lsn - 1 <= bound:
+        return replace(row, restored=False)
+    log.warning(
+        "the slot is ahead of what was restored, all tables start over",
+        capture=config.name,
+        slot=slot.confirmed_lsn if slot is not None else None,
+        bound=bound,
+    )
+    return replace(row, restored=False, snapshots={})
 
 
 async def _check_topic(config: CaptureConfig, table: TableInfo, catalogue: Catalogue) -> None:

@@ -154,7 +154,7 @@ class Session:
                 log.debug("waiting for the capture's lock", capture=config.name, cause=str(held))
                 await asyncio.sleep(LOCK_POLL_S)
         self._on_phase("setting up publication, slot and topics", "")
-        prepared = await prepare(wire, config, facts, self._catalogue)
+        prepared = await prepare(wire, config, facts, self._catalogue, await self._remap.latest())
         self.slot = prepared.slot
         self.generation = prepared.row.generation
         for relation in prepared.relations.values():

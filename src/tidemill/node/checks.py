@@ -63,8 +63,8 @@ async def check_rows(rows: RowSource, findings: Findings, references: References
                 shard = checker.shards.get(table)
                 upper = newest[source].time_ms + 1 if source in newest else 0
                 if kind != "derived" and shard is not None and shard.upper > upper:
-                    findings.add(f"shard {table}", f"bindings of {source}",
-                                 f"its upper {shard.upper} is beyond the newest binding {upper - 1}", ORDER_FIX)  # fmt: skip
+                    problem = f"its upper {shard.upper} is beyond the newest binding {upper - 1}"
+                    findings.add(f"shard {table}", f"bindings of {source}", problem, ORDER_FIX)
     return checker
 
 

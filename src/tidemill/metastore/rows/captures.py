@@ -2,7 +2,7 @@
 
 capture    03 | "" | name text
            system_id, slot, publication, generation, snapshot_done, topics map, snapshot_lsn,
-           snapshots map of maps, columns map of arrays of maps
+           snapshots map of maps, columns map of arrays of maps, restored
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class CaptureRow(msgspec.Struct, frozen=True):
     """schema.table → its finished snapshot; a table that is captured but absent here starts over"""
     columns: dict[str, tuple[CapturedColumn, ...]] = {}
     """schema.table → its columns as of its snapshot, in table order: what a pipeline makes its shard of"""
+    restored: bool = False
+    """Written by a restore: the slot may be ahead of what came back. The next session compares, and clears it."""
 
 
 CAPTURES = Family(0x03, "capture", CaptureRow, Column("name", Kind.TEXT), own_entity=False)

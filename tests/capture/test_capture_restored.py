@@ -1,0 +1,165 @@
+"""A capture that comes back from a restore: it goes on when its slot is not ahead, and starts over when it is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from copy import copy, deepcopy
+from typing import Any
+
+import pytest
+from capture_world import World, header, until
+from msgspec.structs import replace
+
+from tidemill.consensus.memory import MemoryConsensus, MemoryState
+from tidemill.metastore.catalogue import Catalogue
+
+pytestmark = pytest.mark.postgres
+
+
+def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with World(dsn) as world:
+            await world.sql("CREATE TABLE a (id int PRIMARY KEY, v int)")
+            await scenario(world)
+
+    asyncio.run(run())
+
+
+def saved(world: World) -> MemoryState:
+    """What a checkpoint at this moment would restore."""
+    state = copy(world.consensus.state)
+    state.waiters = {}
+    return deepcopy(state)
+
+
+async def restore(world: World, state: MemoryState, **row: Any) -> None:
+    """The world on earlier consensus, its capture marked as a restore marks it."""
+    await world.topics.aclose()
+    state.leases = {}
+    world.consensus = MemoryConsensus(world.clock, state)
+    world.catalogue = Catalogue(world.consensus, world.clock, world.rand)
+    world.topics = world.new_topics()
+    marked = replace(await world.row(), restored=True, snapshot_done=False, **row)
+    await world.catalogue.put(marked)
+
+
+async def contents(world: World) -> dict[str, dict[str, Any]]:
+    return {f'{{"id":{i}}}': {"id": i, "v": v} for i, v in await world.select("SELECT id, v FROM a")}
+
+
+async def idle(world: World) -> None:
+    """Until a binding covers all that the slot has let go of."""
+
+    async def covered() -> bool:
+        latest = await world.remap().latest()
+        return latest is not None and latest.lsn >= await world.confirmed() - 1
+
+    await until(covered, "an idle binding is minted")
+
+
+def test_a_slot_that_is_not_ahead_goes_on_without_a_new_snapshot(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql("INSERT INTO a SELECT g, g FROM generate_series(1, 50) g")
+        async with world.capture():
+            await world.sql("INSERT INTO a VALUES (100, 100)")
+            await world.caught_up()
+            await idle(world)
+        await restore(world, saved(world))
+        await world.sql("INSERT INTO a VALUES (101, 101)", "DELETE FROM a WHERE id = 7")
+        async with world.capture():
+            await world.caught_up()
+            row = await world.row()
+            assert (row.generation, row.restored, row.snapshot_done) == (1, False, True)
+            assert await world.folded("a") == await contents(world)
+            assert len(await world.records("a")) == 50 + 1 + 2
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_slot_ahead_of_what_was_restored_starts_over(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql("INSERT INTO a SELECT g, g FROM generate_series(1, 50) g")
+        async with world.capture():
+            await world.sql("INSERT INTO a VALUES (100, 100)")
+            await world.caught_up()
+            state = saved(world)
+            old_topic = await world.topic_id("a")
+            await world.sql("INSERT INTO a VALUES (200, 200)", "DELETE FROM a WHERE id = 7", "UPDATE a SET v = 0")
+            binding = await world.caught_up()
+            await until(lambda: _confirmed(world, binding.lsn), "the slot is confirmed beyond what was saved")
+        await restore(world, state)
+        bound = await world.remap().latest()
+        assert bound is not None
+        async with world.capture():
+            after = await world.caught_up()
+            row = await world.row()
+            assert (row.generation, row.restored, row.snapshot_done) == (2, False, True)
+            assert await world.topic_id("a") != old_topic
+            assert await world.folded("a") == await contents(world)
+            records = await world.records("a")
+            assert [header(r, "tm.op") for r in records[:2]] == ["truncate", "insert"]
+            assert (records[0].key, records[0].value) == (None, None)
+            assert after.lsn > bound.lsn and after.time_ms > bound.time_ms
+
+    in_world(postgres_dsn, scenario)
+
+
+async def _confirmed(world: World, lsn: int) -> bool:
+    return await world.confirmed() > lsn
+
+
+def test_a_capture_whose_slot_is_gone_after_a_restore_starts_over(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql("INSERT INTO a VALUES (1, 1)")
+        async with world.capture():
+            await world.caught_up()
+        state = saved(world)
+        await until(world.slot_dropped, "the slot is dropped")
+        await restore(world, state)
+        async with world.capture():
+            await world.caught_up()
+            assert (await world.row()).generation == 2
+            assert await world.folded("a") == await contents(world)
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_table_whose_snapshot_did_not_come_back_whole_is_copied_again_alone(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE b (id int PRIMARY KEY, v int)", "INSERT INTO a VALUES (1, 1)")
+        await world.sql("INSERT INTO b VALUES (1, 1)")
+        async with world.capture():
+            await world.caught_up()
+            await idle(world)
+        b = await world.topic_id("b")
+        whole = {n: s for n, s in (await world.row()).snapshots.items() if n == "public.b"}
+        await restore(world, saved(world), snapshots=whole)
+        async with world.capture():
+            await world.caught_up()
+            assert await world.topic_id("b") == b
+            assert await world.folded("a") == await contents(world)
+            assert header((await world.records("a"))[0], "tm.op") == "truncate"
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_restore_that_dies_between_comparing_and_copying_starts_over_all_the_same(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql("INSERT INTO a SELECT g, g FROM generate_series(1, 20000) g")
+        async with world.capture():
+            await world.caught_up()
+        state = saved(world)
+        await until(world.slot_dropped, "the slot is dropped")
+        await restore(world, state)
+        capture = world.new_capture()
+        task = asyncio.ensure_future(capture.run())
+        await until(lambda: int(capture.facts().get("snapshot_rows", 0)) > 0, "rows are copied")  # type: ignore[call-overload]
+        await capture.aclose()
+        await asyncio.gather(task, return_exceptions=True)
+        async with world.capture():
+            await world.caught_up()
+            assert await world.folded("a") == await contents(world)
+            assert header((await world.records("a"))[0], "tm.op") == "truncate"
+
+    in_world(postgres_dsn, scenario)
