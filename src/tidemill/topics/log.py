@@ -250,19 +250,24 @@ class LocalTopics:
 
     # fetch ----------------------------------------------------------------------------------------
     async def _open_all(self, reads: Sequence[FetchRead], until_s: float) -> list[LedPartition | TidemillError]:
+        """The led partitions, opened side by side. A takeover outlasts a short poll; an error would make the client
+        look for a leader in vain."""
         found: list[LedPartition | TidemillError] = []
         for read in reads:
             try:
-                led = self._leading(read.topic_id, read.partition)
-                if not led.is_open:
-                    # A takeover outlasts a short poll; an error would make the client look for a leader in vain.
-                    async with asyncio.timeout_at(max(until_s, asyncio.get_running_loop().time() + 1.0)):
-                        await led.opened()
-                found.append(led)
-            except TimeoutError:
-                found.append(Unavailable(f"the partition is being opened: {read.topic_id}/{read.partition}."))
+                found.append(self._leading(read.topic_id, read.partition))
             except TidemillError as error:
                 found.append(error)
+        limit_s = max(until_s, asyncio.get_running_loop().time() + 1.0)
+        for index, led in enumerate(found):
+            if isinstance(led, LedPartition) and not led.is_open:
+                try:
+                    async with asyncio.timeout_at(limit_s):
+                        await led.opened()
+                except TimeoutError:
+                    found[index] = Unavailable(f"the partition is being opened: {led.topic_id}/{led.partition}.")
+                except TidemillError as error:
+                    found[index] = error
         return found
 
     async def _publish_marks(self) -> None:
