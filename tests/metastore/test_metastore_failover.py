@@ -1,0 +1,202 @@
+"""Two processes, kill -9 of the one that leads: what was acknowledged survives, and somebody leads in time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from domain_world import DomainWorld, rows_of, run
+
+from tidemill.metastore.apply import apply
+from tidemill.metastore.codec import decode_state, encode_state
+from tidemill.metastore.settings import DomainSettings
+from tidemill.metastore.state import DomainState, check_state
+
+CHILD = Path(__file__).with_name("domain_child.py")
+TTL_MS = 1_500
+MARGIN_S = 12.0
+"""The sequencer's own takeover, opening, and a machine that runs other tests beside."""
+
+
+class Child:
+    """One node; a thread reads what it says, so that it never waits for us."""
+
+    def __init__(self, url: str, bucket: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(CHILD), url, str(bucket), str(TTL_MS)], stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        self.said: list[dict[str, Any]] = []
+        self.at_s: list[float] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if not line.startswith("{") or not line.endswith("}\n"):
+                continue  # a log line, or the last words of a killed process
+            self.said.append(json.loads(line))
+            self.at_s.append(time.monotonic())
+
+    @property
+    def acknowledged(self) -> dict[str, int]:
+        return {fact["key"]: fact["seqno"] for fact in list(self.said) if "key" in fact}
+
+    def wait(self, count: int, timeout_s: float = 60.0) -> None:
+        """Until it has acknowledged so many commits."""
+        deadline_s = time.monotonic() + timeout_s
+        while len(self.acknowledged) < count:
+            assert time.monotonic() < deadline_s, f"only {len(self.acknowledged)} of {count} commits"
+            assert self.process.poll() is None, "the node ended by itself"
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@contextlib.contextmanager
+def children(url: str, bucket: Path) -> Iterator[list[Child]]:
+    started: list[Child] = []
+    try:
+        yield started
+    finally:
+        for child in started:
+            with contextlib.suppress(ValueError):
+                child.kill()
+
+
+@contextlib.contextmanager
+def hosted(url: str) -> Iterator[None]:
+    """SQLite's sequencer lives in whichever process came first: let that be one that is not stopped."""
+    if not url.startswith("sqlite"):
+        yield
+        return
+    host = subprocess.Popen(
+        [sys.executable, str(CHILD.parents[1] / "consensus" / "consensus_worker.py"), "visit", url],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert host.stdin is not None and host.stdout is not None
+    try:
+        assert json.loads(host.stdout.readline())["ready"]
+        yield
+    finally:
+        host.kill()
+        host.wait()
+        host.stdin.close()
+        host.stdout.close()
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "postgres":
+        dsn: str = request.getfixturevalue("postgres_dsn")
+        return dsn
+    return f"sqlite://{tmp_path}/consensus.db"
+
+
+def everything(url: str, bucket: Path) -> dict[bytes, tuple[int, bytes]]:
+    """All rows with their seqnos, as a process that only follows sees them; the replicated state is sound."""
+    found: dict[bytes, tuple[int, bytes]] = {}
+
+    async def body(world: DomainWorld) -> None:
+        follower = await world.node(DomainSettings(lead=False, may_lead=False))
+        for key in await rows_of(follower):
+            row = await follower.get_row(key)
+            assert row is not None
+            found[key] = (row.seqno, row.value)
+        check_state(follower.state)
+        await follower.aclose()
+
+    run(body, DomainWorld(url, bucket))
+    return found
+
+
+@pytest.mark.timeout(180)
+def test_acknowledged_commits_survive_kill_after_kill_and_the_next_node_leads_in_time(url: str, tmp_path: Path) -> None:
+    bucket = tmp_path / "bucket"
+    source = random.Random(7)
+    acknowledged: dict[str, int] = {}
+    with children(url, bucket) as nodes:
+        nodes.append(Child(url, bucket))
+        nodes[0].wait(100)
+        for _ in range(3):
+            old = nodes[-1]
+            standby = Child(url, bucket)
+            nodes.append(standby)
+            time.sleep(source.uniform(0.3, 1.2))  # where in its flushes the old one is
+            old.kill()
+            killed_s = time.monotonic()
+            acknowledged |= old.acknowledged
+            standby.wait(100)
+            leading_s = next(at_s for fact, at_s in zip(standby.said, standby.at_s, strict=False) if "key" in fact)
+            assert leading_s - killed_s < TTL_MS / 1000 + MARGIN_S
+        nodes[-1].kill()
+        acknowledged |= nodes[-1].acknowledged
+    found = everything(url, bucket)
+    missing = [key for key, seqno in acknowledged.items() if found.get(key.encode(), (0, b""))[0] != seqno]
+    assert len(acknowledged) >= 400 and not missing
+    terms = [fact["leading"] for node in nodes for fact in node.said if "leading" in fact]
+    assert terms == sorted(set(terms)) and len(terms) == 4
+    by_term = [max(node.acknowledged.values()) for node in nodes]
+    assert by_term == sorted(by_term)
+
+
+def test_a_stopped_leader_that_wakes_up_again_finds_itself_deposed(url: str, tmp_path: Path) -> None:
+    """Paused for longer than its lease, it may believe that it leads; the log does not."""
+    bucket = tmp_path / "bucket"
+    with hosted(url), children(url, bucket) as nodes:
+        paused = Child(url, bucket)
+        nodes.append(paused)
+        paused.wait(50)
+        other = Child(url, bucket)
+        nodes.append(other)
+        paused.process.send_signal(signal.SIGSTOP)
+        other.wait(50)
+        paused.process.send_signal(signal.SIGCONT)
+        before = len(paused.acknowledged)
+        paused.wait(before + 20)  # through the request log now, or as leader again later
+        for node in (paused, other):
+            node.kill()
+    found = everything(url, bucket)
+    for node in nodes:
+        assert all(found[key.encode()][0] == seqno for key, seqno in node.acknowledged.items())
+
+
+def test_the_state_of_a_killed_node_is_what_replay_and_rollup_say() -> None:
+    """A rollup in the middle of any history gives the state that the whole history gives."""
+
+    async def body(world: DomainWorld) -> None:
+        leader = await world.node()
+        for i in range(30):
+            await leader.commit([(b"k%d" % (i % 7), b"%d" % i)])
+            if i % 10 == 9:
+                await leader.flush(10)
+        records = [r for r in world.memory.records["metastore/main"] if r.data[:1] == b"\x00"]
+        for cut in range(0, len(records), 3):
+            state = DomainState()
+            for index, record in enumerate(records):
+                state = apply(state, record.data[1:], record.position, record.term)
+                if index == cut:
+                    state = decode_state(encode_state(state))
+                check_state(state)
+            assert encode_state(state) == encode_state(leader.state)
+        await asyncio.sleep(0)
+
+    run(body, DomainWorld())
