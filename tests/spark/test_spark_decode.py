@@ -103,6 +103,12 @@ def test_captured_tombstones_truncations_and_odd_numbers() -> None:
     assert rows[1]["price"] is None
 
 
+def test_a_captured_value_that_the_table_cannot_hold_is_corrupt_and_names_its_place() -> None:
+    """numeric(8,2) may be NaN. Invalid would mean the configuration, and end every process beside the pipeline."""
+    with pytest.raises(Corrupt, match=r"topic=t partition=1 offsets=10\.\.11 .*column=price value='NaN'"):
+        CapturedDecoder(SHOP).decode(records((b'{"id":7}', FULL), (b'{"id":8}', b'{"id":8,"price":"NaN"}')))
+
+
 def test_an_unreadable_captured_record_is_corrupt_and_named() -> None:
     with pytest.raises(Corrupt, match="topic=t partition=1 offset=10"):
         CapturedDecoder(SHOP).decode(records((b'{"id":7}', b"{broken")))

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import Corrupt, Invalid
 from tidemill.shards.front import Column, ShardSchema
 from tidemill.shards.pgtypes import parse_column
 from tidemill.shards.schema import arrow_type
@@ -63,9 +63,9 @@ class CapturedDecoder:
                 raise Corrupt(f"record has neither key nor value: {_place(records, at)}.")
         table = command_table(
             self.schema,
-            _arrays(self.schema.columns, rows),
+            _held(self.schema.columns, rows, records),
             np.array(live_at, dtype=np.int64),
-            _arrays(self._key_columns, keys),
+            _held(self._key_columns, keys, records),
             np.array(absent_at, dtype=np.int64),
             records.offsets,
             records.times,
@@ -90,6 +90,20 @@ def _decoder(name: str, columns: list[Column] | tuple[Column, ...]) -> msgspec.j
     fields = [(f"c{i}", _NATIVE.get(c.type, str | None), None) for i, c in enumerate(columns)]
     names = {f"c{i}": c.name for i, c in enumerate(columns)}
     return msgspec.json.Decoder(msgspec.defstruct(name, fields, rename=names, gc=False))
+
+
+def _held(columns: list[Column] | tuple[Column, ...], rows: list[Any], records: Records) -> dict[str, pa.Array]:
+    """As columns of the table. What PostgreSQL has and the table cannot hold is the data's fault, not the pipeline's:
+    Corrupt, for Invalid would say that its configuration is wrong, and end everything beside it."""
+    try:
+        return _arrays(columns, rows)
+    except Invalid as error:
+        first, last = int(records.offsets[0]), int(records.offsets[-1])
+        raise Corrupt(
+            f"the table cannot hold a captured value: topic={records.topic} partition={records.partition}"
+            f" offsets={first}..{last} {error.message}",
+            fix="Correct the value and start the capture over; numeric without precision holds any.",
+        ) from error
 
 
 def _arrays(columns: list[Column] | tuple[Column, ...], rows: list[Any]) -> dict[str, pa.Array]:
