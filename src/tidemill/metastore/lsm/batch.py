@@ -24,7 +24,10 @@ def batch_bytes(keys: Sequence[bytes], values: Sequence[bytes]) -> int:
         raise Invalid(f"A batch has one value for each key: keys={rows} values={len(values)}.")
     if not all(keys):
         raise Invalid(f"A key is not empty: row={list(map(len, keys)).index(0)}.")
-    keys_bytes, values_bytes = len(b"".join(keys)), len(b"".join(values))
+    if rows == 1:
+        keys_bytes, values_bytes = len(keys[0]), len(values[0])
+    else:
+        keys_bytes, values_bytes = len(b"".join(keys)), len(b"".join(values))
     # A sum within the limit of one needs no look at each.
     if keys_bytes > METASTORE_KEY_BYTES and (longest := max(map(len, keys))) > METASTORE_KEY_BYTES:
         raise Invalid(

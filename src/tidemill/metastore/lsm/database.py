@@ -80,6 +80,8 @@ class Database:
         self.rand = rand
         self.read_only = read_only or follower
         self.follower = follower
+        self._takes_batches = follower or not read_only
+        self._full_bytes = options.write_buffer_bytes
         self.wake = Wake()
         """Rings when a version was installed, a flush is wanted, a background task failed, or the database ended."""
         self.tables = Tables(files, BlockCache(options.cache_bytes))
@@ -182,27 +184,29 @@ class Database:
         Raises Invalid, and then nothing changed: for a seqno not above the last one, for what `batch_bytes` refuses,
         and when the database is read-only. A follower skips what its manifest holds already.
         """
-        if self._ended is not None:
-            raise again(self._ended)
-        if self.read_only and not self.follower:
-            raise Invalid(f"The database is open for reading only: domain_uuid={self.domain_uuid}.")
-        if seqno <= self.max_applied_seqno:
-            if self.follower and seqno <= self.max_persisted_seqno:
-                return
-            raise Invalid(
-                f"Seqnos must increase from batch to batch: seqno={seqno} last_seqno={self.max_applied_seqno}."
-            )
-        data_bytes = batch_bytes(keys, values)
-        was_full = self.buffer_is_full
-        if self.memtable.put(seqno, keys, values, data_bytes):
+        if (seqno <= self.max_applied_seqno or not self._takes_batches) and self._skips(seqno):
+            return
+        size_bytes = batch_bytes(keys, values)
+        memtable = self.memtable
+        was_full = memtable.live_bytes >= self._full_bytes
+        if memtable.put(seqno, keys, values, size_bytes):
             self._renew_view()
         self.max_applied_seqno = seqno
-        if not was_full and self.buffer_is_full:
+        if not was_full and memtable.live_bytes >= self._full_bytes and not self.read_only:
             self.wake.ring()
+
+    def _skips(self, seqno: int) -> bool:
+        """True for what a follower has in its files. Raises for every other batch that may not be applied."""
+        self.check()
+        if not self._takes_batches:
+            raise Invalid(f"The database is open for reading only: domain_uuid={self.domain_uuid}.")
+        if self.follower and seqno <= self.max_persisted_seqno:
+            return True
+        raise Invalid(f"Seqnos must increase from batch to batch: seqno={seqno} last_seqno={self.max_applied_seqno}.")
 
     @property
     def buffer_is_full(self) -> bool:
-        return self.memtable.live_bytes >= self.options.write_buffer_bytes and not self.read_only
+        return self.memtable.live_bytes >= self._full_bytes and not self.read_only
 
     async def room(self) -> None:
         """Wait until writing may go on: call it before each batch, outside of any lock that reads need.
@@ -384,6 +388,7 @@ class Database:
     def _end(self, error: TidemillError) -> None:
         if self._ended is None:
             self._ended = error
+            self._takes_batches = False
             self._view = ClosedView(self._view, self.check)
             self.wake.ring()
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, repeat
 
 SORT_ROWS = 4_096
 """Keys sorted in one go: a millisecond. A hundred thousand at once are fifty."""
@@ -49,8 +49,12 @@ class Layer:
         self._taken = 0  # keys in _runs and _fresh
 
     def put(self, seqno: int, keys: Sequence[bytes], values: Sequence[bytes], size_bytes: int) -> None:
-        self.values.update(zip(keys, values, strict=True))
-        self.seqnos.update(dict.fromkeys(keys, seqno))
+        if len(keys) == 1:
+            self.values[keys[0]] = values[0]
+            self.seqnos[keys[0]] = seqno
+        else:
+            self.values.update(zip(keys, values, strict=True))
+            self.seqnos.update(zip(keys, repeat(seqno)))
         self.last_seqno = seqno
         self.size_bytes += size_bytes
 

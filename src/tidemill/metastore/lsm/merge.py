@@ -32,6 +32,10 @@ FEW_BLOCKS = 4
 """A range of at most so many blocks is read whole; a longer one begins with one block and doubles."""
 
 
+FREE_SHARE = 0.75
+"""A cache filled less than this takes whatever is read."""
+
+
 class Run:
     """One sorted run within [lower, upper). The window is `keys[start:end]`, ascending, and `values` beside it."""
 
@@ -172,7 +176,13 @@ class FilesRun(Run):
                 return
         count = self._count()
         first = self._right - count if self._reverse else self._left
-        self._got = await self._tables.blocks(file, first, count, fill_cache=self._fill_blocks > 0)
+        if count == 1 and self._fill_blocks > 0:
+            self._got = [await self._tables.block(file, first)]
+        else:
+            cache = self._tables.cache
+        # Into room that nobody uses a scan may put all it reads.
+        fill = self._fill_blocks > 0 or cache.used_bytes < cache.budget_bytes * FREE_SHARE
+        self._got = await self._tables.blocks(file, first, count, fill_cache=fill)
         self._fill_blocks -= count
 
     def _enter(self, meta: TableMeta) -> None:

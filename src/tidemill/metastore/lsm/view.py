@@ -45,7 +45,7 @@ class View:
     The waiting reads raise Missing, Corrupt, Invalid (newer format), Unavailable.
     """
 
-    __slots__ = ("_dicts", "_entries", "_versions", "layers", "tables", "version")
+    __slots__ = ("_deep", "_dicts", "_entries", "_level0", "_versions", "layers", "tables", "version")
 
     def __init__(self, layers: tuple[Layer, ...], versions: Versions, tables: Tables) -> None:
         self.layers = layers
@@ -53,6 +53,10 @@ class View:
         self.tables = tables
         self._versions = versions
         self._dicts = tuple(layer.values for layer in layers)
+        self._level0 = self.version.levels[0]
+        self._deep = self.version.deep
+        # One dictionary in two types: metas by file, blocks by (file, index).
+        self._entries = cast("dict[Any, Any]", tables.cache.entries)
         self._entries = cast("dict[Any, Any]", tables.cache.entries)  # metas by file, blocks by (file, index)
 
     def peek(self, key: bytes) -> bytes | Pending | None:
@@ -61,13 +65,12 @@ class View:
             value = values.get(key)
             if value is not None:
                 return value or None
-        version = self.version
-        for file in version.levels[0]:
+        for file in self._level0:
             if file.smallest <= key <= file.largest:
                 found = self._peek_file(file, key)
                 if found is not None:
                     return found or (PENDING if found is PENDING else None)
-        for files, largest in version.deep:
+        for files, largest in self._deep:
             at = bisect_left(largest, key)
             if at < len(files):
                 file = files[at]
