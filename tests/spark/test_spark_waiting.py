@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import Invalid, TidemillError
 from tidemill.base.marks import Mark
 from tidemill.consensus.board import Board
 from tidemill.metastore.catalogue import PipelineRow
@@ -85,3 +85,19 @@ def test_a_table_that_the_capture_does_not_have_ends_the_pipeline_with_a_sentenc
     runner._open_session = lambda: None  # type: ignore[method-assign]
     with pytest.raises(Invalid, match=r"no such table: capture=shop table=public.nope"):
         runner.run()
+
+
+def test_what_the_data_does_to_a_running_pipeline_is_no_fault_of_its_configuration(
+    harbour: Any, tmp_path: Path
+) -> None:
+    """Its exit code would end every process beside it; any other is tried again. Here a binding passes its topic."""
+    orders = harbour.capture("shop", TABLES)["public.orders"]
+    harbour.heads[orders.topic_id][0] = 5
+    harbour.mint("capture/shop", 1000, orders)
+    file = tmp_path / "pipeline.py"
+    file.write_text('def build(p):\n    p.table("orders", p.capture("shop").table("orders"))\n')
+    runner = Runner(Settings("p", file, harbour.urls, "local[1]", tmp_path / "s"), threading.Event())
+    runner._open_session = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(TidemillError, match="passes the log") as caught:
+        runner.run()
+    assert not isinstance(caught.value, Invalid)

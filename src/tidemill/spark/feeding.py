@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from tidemill.base.errors import TidemillError
+from tidemill.base.errors import Invalid, TidemillError
 from tidemill.spark.dead_letters import DeadLetters
 from tidemill.spark.feeds import NotReady, TopicFeed, captured_feed, stream_feed
 from tidemill.spark.host import Host
@@ -49,12 +49,20 @@ class Feed:
         return all(isinstance(table, CapturedTable) for table in self.tables.values())
 
     def run(self, dead_letters: DeadLetters | None) -> None:
-        """Until the pipeline ends. Raises what no waiting heals."""
-        host = self._host
+        """Until the pipeline ends. Raises what no waiting heals; Invalid only for what is wrong with the pipeline."""
         sink = self._open(dead_letters)
         if sink is None:
             return
         self.sink = sink
+        try:
+            self._run(sink)
+        except Invalid as error:
+            # It ran, so this is about data (records gone, a value nothing holds): as a fault of the configuration it
+            # would not be tried again, and would end every process beside this one.
+            raise TidemillError(error.message, fix=error.fix) from error
+
+    def _run(self, sink: FeedSink) -> None:
+        host = self._host
         short_lives = 0
         while not host.ending.is_set():
             self._bring_forward(sink, host.session_ready.is_set)

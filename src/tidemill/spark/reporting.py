@@ -51,7 +51,8 @@ class Reporter:
                 runner.portal.call(self._board.publish(report), 5)
                 if not ended:
                     self._compact()
-            except (Unavailable, Unknown, TimeoutError) as error:
+            except (TidemillError, TimeoutError) as error:
+                # Whoever is not heard of shows as blind; that is no reason to stop the work.
                 log.warning("marks not published", error=str(error))
             if ended:
                 return
