@@ -14,6 +14,8 @@ from tidemill.base.marks import Tracker
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue_next import Catalogue, PipelineRow, TopicRow
 from tidemill.metastore.checkpoint import Checkpointer
+from tidemill.metastore.cluster import Cluster, domain_name
+from tidemill.metastore.domain import Domain
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import BINDINGS, EXTENTS, PARTITIONS, SHARD_BATCHES, SHARDS, TOPICS
 from tidemill.node.checkpoint import checkpointer
@@ -39,11 +41,15 @@ Rows = dict[bytes, bytes]
 class World:
     """`clicks` (two partitions) feeds the shard `table`, from which `derived` is made."""
 
-    def __init__(self, domains: int = 1, **settings: Any) -> None:
+    def __init__(
+        self, domains: int = 1, *, real: bool = False, consensus: Any = None, objects: Any = None, **settings: Any
+    ) -> None:
+        """`real`: replicated domains over `consensus` and `objects` instead of rows in memory."""
         self.clock = SystemClock()
-        self.rand = Rand(11)
-        self.consensus = MemoryConsensus(self.clock)
-        self.objects = MemoryObjects(self.clock)
+        self.rand = Rand()
+        self.consensus: Any = consensus or MemoryConsensus(self.clock)
+        self.objects: Any = objects or MemoryObjects(self.clock)
+        self.real = real
         self.shared = [Shared() for _ in range(domains)]
         self.metastore = self.open()
         self.catalogue: Any = Catalogue(self.metastore, self.clock, self.rand)
@@ -64,7 +70,14 @@ class World:
         self._sequences = {0: 0, 1: 0}
 
     def open(self) -> Metastore:
+        if self.real:
+            return Metastore(self.consensus, self.open_domain, self.clock, self.rand, domains=len(self.shared))
         return Metastore(self.consensus, opener(self.shared), self.clock, self.rand, domains=len(self.shared))  # type: ignore[arg-type]
+
+    async def open_domain(self, cluster: Cluster, index: int) -> Domain:
+        return await Domain.open(
+            self.consensus, self.objects, domain_name(index), holder="test", clock=self.clock, rand=self.rand
+        )
 
     async def __aenter__(self) -> World:
         self.topic = await self.catalogue.create_topic("clicks", 2)

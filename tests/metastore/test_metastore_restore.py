@@ -1,0 +1,412 @@
+"""A cluster brought back from its bucket alone: memory and directory objects, memory and SQLite consensus."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_world import World
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import Corrupt, Fenced, Invalid, Missing
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.consensus.open import open_consensus
+from tidemill.metastore import domain
+from tidemill.metastore.catalogue_next import CaptureRow, Catalogue, TableSnapshot, TopicRow
+from tidemill.metastore.cluster import read_cluster
+from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.presence import ALIVE_PREFIX, CLUSTER_PREFIX, ClusterManifest, Presence, newest_manifest
+from tidemill.metastore.rows import GROUP_OFFSETS
+from tidemill.metastore.rows.groups import GroupOffsetRow
+from tidemill.node.restore import Restorer
+from tidemill.objects.memory import MemoryObjects
+from tidemill.objects.open import open_objects
+from tidemill.shards.open import open_remap, open_shard
+from tidemill.topics.front import FetchRead
+from tidemill.topics.log import LocalTopics
+
+Body = Callable[[World], Awaitable[None]]
+
+
+def run(body: Body, **world: Any) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(90):
+            async with World(real=True, **world) as opened:
+                await body(opened)
+
+    asyncio.run(main())
+
+
+async def manifest_of(world: World) -> ClusterManifest:
+    cluster = await world.metastore.cluster()
+    uuids = tuple(domain.domain_uuid for domain in await world.metastore.domains())  # type: ignore[attr-defined]
+    return ClusterManifest(cluster.uuid, cluster.label, cluster.incarnation, uuids, cluster.created_ms)
+
+
+async def persisted(world: World, steps: int = 8) -> None:
+    """Some steps, checkpointed and in the bucket, and the cluster manifest with them; no sign of life."""
+    for _ in range(steps):
+        await world.step()
+    await world.keeper().round()
+    await world.metastore.flush(30)
+    presence = Presence(world.objects, world.clock, world.rand, "n1")
+    await presence.round(await manifest_of(world))
+    await presence.leave()
+
+
+@asynccontextmanager
+async def restored_world(world: World, consensus: Any) -> AsyncIterator[tuple[Metastore, Any, LocalTopics]]:
+    """A process of the restored cluster: metastore, catalogue, topics."""
+    world.consensus = consensus
+    metastore = Metastore(consensus, world.open_domain, world.clock, world.rand)
+    catalogue: Any = Catalogue(metastore, world.clock, world.rand)
+    topics = LocalTopics(consensus, world.objects, catalogue, clock=world.clock, rand=world.rand)
+    try:
+        yield metastore, catalogue, topics
+    finally:
+        await topics.aclose()
+        await metastore.aclose()
+
+
+async def check_everything_is_back(world: World, consensus: Any) -> None:
+    old_topics, table, derived, remap = world.topics, world.table, world.derived, world.remap
+    async with restored_world(world, consensus) as (_, catalogue, topics):
+        [topic] = await catalogue.list(TopicRow)
+        assert topic == world.topic
+        for partition in range(2):
+            high = (await old_topics.offsets(topic.topic_id, partition)).high_watermark
+            assert (await topics.offsets(topic.topic_id, partition)).high_watermark == high
+            read = [FetchRead(topic.topic_id, partition, 0, 1 << 20)]
+            [old] = await old_topics.fetch(read, max_wait_s=1, min_bytes=1, max_bytes=1 << 20)
+            [new] = await topics.fetch(read, max_wait_s=1, min_bytes=1, max_bytes=1 << 20)
+            assert [bytes(b) for b in new.batches] == [bytes(b) for b in old.batches]
+        for shard in (table, derived):
+            again = await open_shard(consensus, world.objects, world.clock, world.rand, shard.name)
+            since, upper = await shard.frontiers()
+            assert await again.frontiers() == (since, upper)
+            assert (await again.snapshot(upper - 1)).equals(await shard.snapshot(upper - 1))
+            await again.aclose()
+        bindings = await open_remap(consensus, world.clock, world.rand, "topic/clicks")
+        assert await bindings.after(0) == await remap.after(0)
+
+
+@pytest.mark.parametrize("consensus", ["memory", "sqlite"])
+@pytest.mark.parametrize("objects", ["memory", "directory"])
+@pytest.mark.parametrize("domains", [1, 3])
+def test_everything_persisted_is_there_again(tmp_path: Path, consensus: str, objects: str, domains: int) -> None:
+    async def main() -> None:
+        clock, rand = SystemClock(), Rand()
+
+        async def engine(name: str) -> Any:
+            url = "memory:" if consensus == "memory" else f"sqlite://{tmp_path}/{name}.db"
+            return await open_consensus(url, clock, rand)
+
+        store = await open_objects("memory:" if objects == "memory" else f"file://{tmp_path}/objects", clock, rand)
+        old, new = await engine("old"), await engine("new")
+        async with World(domains, real=True, consensus=old, objects=store) as world:
+            await persisted(world)
+            before = await world.metastore.cluster()
+            done = await Restorer(new, store, clock, rand).run()
+            assert done.findings.clean, done.findings.broken
+            assert (done.partitions, done.shards) == (2, 2)
+            assert done.cluster.label == before.uuid != done.cluster.uuid
+            assert (done.cluster.incarnation, done.cluster.domains, done.cluster.restoring) == (2, domains, "")
+            await check_everything_is_back(world, new)
+            found = await newest_manifest(store)
+            assert found is not None and found.manifest.cluster_uuid == done.cluster.uuid
+            world.consensus = old
+        for each in (old, new, store):
+            await each.aclose()
+
+    asyncio.run(main())
+
+
+def test_the_restored_cluster_goes_on_and_can_be_restored_again() -> None:
+    async def body(world: World) -> None:
+        await persisted(world)
+        second, third = MemoryConsensus(world.clock), MemoryConsensus(world.clock)
+        await Restorer(second, world.objects, world.clock, world.rand).run()
+        original = world.topics, world.consensus, world.metastore, world.catalogue
+        async with restored_world(world, second) as (metastore, catalogue, topics):
+            await catalogue.create_topic("more", 1)
+            world.metastore, world.topics, world.catalogue = metastore, topics, catalogue
+            world.table = await open_shard(second, world.objects, world.clock, world.rand, "table")
+            world.derived = await open_shard(second, world.objects, world.clock, world.rand, "derived")
+            world.remap = await open_remap(second, world.clock, world.rand, "topic/clicks")
+            await persisted(world, 5)
+            done = await Restorer(third, world.objects, world.clock, world.rand).run()
+            assert done.findings.clean and done.cluster.incarnation == 3
+            frontiers = await world.table.frontiers()
+            shard = await open_shard(third, world.objects, world.clock, world.rand, "table")
+            assert await shard.frontiers() == frontiers
+            await shard.aclose()
+        world.topics, world.consensus, world.metastore, world.catalogue = original
+
+    run(body)
+
+
+def test_what_was_not_persisted_is_lost_and_nothing_else() -> None:
+    async def body(world: World) -> None:
+        await persisted(world)
+        upper = (await world.table.frontiers())[1]
+        ends = [(await world.topics.offsets(world.topic.topic_id, p)).high_watermark for p in range(2)]
+        for _ in range(6):
+            await world.step()
+        await world.keeper("n2").round()  # in the log, but in no manifest
+        fresh = MemoryConsensus(world.clock)
+        await Restorer(fresh, world.objects, world.clock, world.rand).run()
+        shard = await open_shard(fresh, world.objects, world.clock, world.rand, "table")
+        assert (await shard.frontiers())[1] == upper < (await world.table.frontiers())[1]
+        async with restored_world(world, fresh) as (_, _, topics):
+            assert [(await topics.offsets(world.topic.topic_id, p)).high_watermark for p in range(2)] == ends
+        await shard.aclose()
+
+    run(body)
+
+
+class Killed(Exception):
+    pass
+
+
+class CutOff(MemoryConsensus):
+    """The process dies at its n-th write: nothing is answered any more. `landed`: that write took effect."""
+
+    def __init__(self, clock: Any, state: Any, at: int, landed: bool) -> None:
+        super().__init__(clock, state)
+        self.left = at
+        self.landed = landed
+        self.dead = asyncio.Event()
+
+    async def _submit(self, op: Any) -> Any:
+        if type(op).__name__ in ("Append", "Cas", "Truncate", "Fence", "Acquire"):
+            self.left -= 1
+            if self.left == 0 and self.landed:
+                await super()._submit(op)
+        if self.left <= 0:
+            self.dead.set()
+            await asyncio.Event().wait()
+        return await super()._submit(op)
+
+
+@pytest.mark.parametrize("landed", [False, True])
+def test_a_restore_cut_off_at_every_write_is_finished_by_running_it_again(
+    landed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(domain, "RELEASE_TIMEOUT_S", 0.01)  # the dead are not waited for
+
+    async def body(world: World) -> None:
+        await persisted(world, 2)
+        original = world.consensus
+        at, finished = 0, False
+        while not finished:
+            at += 1
+            dying = CutOff(world.clock, type(original.state)(), at, landed)
+            running = asyncio.ensure_future(Restorer(dying, world.objects, world.clock, world.rand).run())
+            dead = asyncio.ensure_future(dying.dead.wait())
+            await asyncio.wait([running, dead], return_when=asyncio.FIRST_COMPLETED)
+            finished = not dying.dead.is_set()
+            running.cancel()
+            dead.cancel()
+            await asyncio.gather(running, dead, return_exceptions=True)
+            dying.state.waiters.clear()
+            fresh = MemoryConsensus(world.clock, dying.state)
+            if not finished and (await read_restored(fresh)) != "":
+                done = await Restorer(fresh, world.objects, world.clock, world.rand).run()
+                assert done.findings.clean
+            await check_everything_is_back(world, fresh)
+            world.consensus = original
+        assert at > 12
+
+    run(body)
+
+
+async def read_restored(consensus: MemoryConsensus) -> str:
+    """ "" once the restore has finished."""
+    found = await read_cluster(consensus)
+    return found[0].restoring if found is not None else "not begun"
+
+
+def test_nodes_cannot_open_a_cluster_whose_restore_has_not_finished() -> None:
+    async def body(world: World) -> None:
+        await persisted(world, 3)
+        fresh = MemoryConsensus(world.clock)
+        restorer = Restorer(fresh, world.objects, world.clock, world.rand)
+
+        async def die(*_: object) -> None:
+            raise Killed
+
+        restorer._shards = die  # type: ignore[method-assign,assignment]
+        with pytest.raises(Killed):
+            await restorer.run()
+        metastore = Metastore(fresh, world.open_domain, world.clock, world.rand)
+        with pytest.raises(Invalid, match="has not finished"):
+            await metastore.start()
+        await metastore.aclose()
+        done = await Restorer(fresh, world.objects, world.clock, world.rand).run()
+        assert done.findings.clean
+        await check_everything_is_back(world, fresh)
+
+    run(body)
+
+
+def test_consensus_that_is_not_empty_is_refused_and_named() -> None:
+    async def body(world: World) -> None:
+        await persisted(world, 3)
+        with pytest.raises(Invalid, match=r"not empty.*metastore/cluster"):
+            await Restorer(world.consensus, world.objects, world.clock, world.rand).run()
+        other = MemoryConsensus(world.clock)
+        await other.cas("something/else", 0, b"x", "n")
+        with pytest.raises(Invalid, match="something/else"):
+            await Restorer(other, world.objects, world.clock, world.rand).run()
+
+    run(body)
+
+
+def test_a_restore_beside_a_live_cluster_is_refused_with_what_to_do() -> None:
+    async def body(world: World) -> None:
+        await persisted(world, 3)
+        presence = Presence(world.objects, world.clock, world.rand, "n1", interval_s=0.1)
+        await presence.round(await manifest_of(world))
+        fresh = MemoryConsensus(world.clock)
+        with pytest.raises(Invalid, match=r"signs of life.*node=n1.*limit_s=0\.3.*Stop every node") as refused:
+            await Restorer(fresh, world.objects, world.clock, world.rand).run()
+        assert "wait 0 s" in str(refused.value)
+        assert await fresh.scan("") == []
+        await asyncio.sleep(0.35)
+        await Restorer(fresh, world.objects, world.clock, world.rand).run()
+
+    run(body)
+
+
+def test_the_old_cluster_finds_that_it_was_replaced() -> None:
+    async def body(world: World) -> None:
+        await persisted(world, 3)
+        mine = await manifest_of(world)
+        await Restorer(MemoryConsensus(world.clock), world.objects, world.clock, world.rand).run()
+        with pytest.raises(Fenced, match=r"has been replaced.*incarnation=1.*bucket_incarnation=2"):
+            await Presence(world.objects, world.clock, world.rand, "n1").round(mine)
+
+    run(body)
+
+
+def test_an_empty_bucket_has_nothing_to_restore() -> None:
+    async def main() -> None:
+        clock = SystemClock()
+        with pytest.raises(Missing, match="holds no cluster"):
+            await Restorer(MemoryConsensus(clock), MemoryObjects(clock), clock, Rand()).run()
+
+    asyncio.run(main())
+
+
+async def keys(world: World, prefix: str) -> list[str]:
+    return [found.key async for found in world.objects.list(prefix)]
+
+
+async def damage(world: World, key: str) -> None:
+    data = bytearray(await world.objects.get(key))
+    data[len(data) // 2] ^= 1
+    await world.objects.delete(key)
+    await world.objects.put(key, bytes(data))
+
+
+def test_a_damaged_newest_manifest_is_named_and_an_older_one_can_be_chosen() -> None:
+    async def body(world: World) -> None:
+        await persisted(world, 3)
+        uuid = (await manifest_of(world)).domains[0]
+        [older, *_] = await keys(world, f"metastore/{uuid}/manifest/")
+        upper = (await world.table.frontiers())[1]
+        await persisted(world, 3)
+        newest = (await keys(world, f"metastore/{uuid}/manifest/"))[-1]
+        assert newest != older
+        await damage(world, newest)
+        fresh = MemoryConsensus(world.clock)
+        with pytest.raises(Corrupt, match=newest):
+            await Restorer(fresh, world.objects, world.clock, world.rand).run()
+        assert await fresh.scan("") == []
+        for wrong in ("metastore/nobody/manifest/1", "l0/1/x"):
+            with pytest.raises(Invalid, match="Not a manifest of this cluster"):
+                await Restorer(fresh, world.objects, world.clock, world.rand).run([wrong])
+        await Restorer(fresh, world.objects, world.clock, world.rand).run([older])
+        shard = await open_shard(fresh, world.objects, world.clock, world.rand, "table")
+        assert (await shard.frontiers())[1] == upper
+        await shard.aclose()
+        # and what was passed over is passed over by the next restore as well
+        third = MemoryConsensus(world.clock)
+        await Restorer(third, world.objects, world.clock, world.rand).run()
+        shard = await open_shard(third, world.objects, world.clock, world.rand, "table")
+        assert (await shard.frontiers())[1] == upper
+        await shard.aclose()
+
+    run(body)
+
+
+@pytest.mark.parametrize("prefix", [CLUSTER_PREFIX, ALIVE_PREFIX])
+def test_a_damaged_cluster_object_is_named(prefix: str) -> None:
+    async def body(world: World) -> None:
+        await persisted(world, 2)
+        await Presence(world.objects, world.clock, world.rand, "n1").round(await manifest_of(world))
+        key = (await keys(world, prefix))[-1]
+        await damage(world, key)
+        with pytest.raises(Corrupt, match=key):
+            await Restorer(MemoryConsensus(world.clock), world.objects, world.clock, world.rand).run()
+
+    run(body)
+
+
+def test_captures_wait_to_be_compared_and_tables_that_came_back_short_start_over() -> None:
+    async def body(world: World) -> None:
+        for name in ("shop.public.whole", "shop.public.short"):
+            await world.catalogue.create_topic(name, 1, kind="capture")
+        snapshot = TableSnapshot(1, 2, (), 3, 0, (0,))
+        tables = {"public.whole": "shop.public.whole", "public.short": "shop.public.short"}
+        row = CaptureRow(
+            "shop", "1", "s", "p", 1, True, tables, 3, {"public.whole": snapshot, "public.short": snapshot}
+        )
+        short = TableSnapshot(1, 2, (), 3, 5, (5,))
+        from msgspec.structs import replace
+
+        await world.catalogue.put(replace(row, snapshots={**row.snapshots, "public.short": short}))
+        await persisted(world, 2)
+        fresh = MemoryConsensus(world.clock)
+        done = await Restorer(fresh, world.objects, world.clock, world.rand).run()
+        assert done.captures_marked == 1
+        async with restored_world(world, fresh) as (_, catalogue, _):
+            [back] = await catalogue.list(CaptureRow)
+            assert (back.restored, back.snapshot_done, set(back.snapshots)) == (True, False, {"public.whole"})
+
+    run(body)
+
+
+def test_committed_offsets_beyond_what_came_back_are_cut() -> None:
+    async def body(world: World) -> None:
+        await persisted(world, 4)
+        topic_id = world.topic.topic_id
+        end = (await world.topics.offsets(topic_id, 0)).high_watermark
+        rows = [GroupOffsetRow("g", topic_id, 0, end + 7), GroupOffsetRow("h", topic_id, 0, end - 1)]
+        for row in rows:
+            await world.metastore.commit([GROUP_OFFSETS.encode(row)])
+        await world.metastore.flush(30)
+        fresh = MemoryConsensus(world.clock)
+        done = await Restorer(fresh, world.objects, world.clock, world.rand).run()
+        assert done.group_offsets_cut == 1
+        async with restored_world(world, fresh) as (metastore, _, _):
+            assert [row.offset for row in await metastore.rows(GROUP_OFFSETS)] == [end, end - 1]
+
+    run(body)
+
+
+def test_the_register_of_an_unfinished_restore_says_where_from() -> None:
+    async def body(world: World) -> None:
+        await persisted(world, 2)
+        fresh = MemoryConsensus(world.clock)
+        await Restorer(fresh, world.objects, world.clock, world.rand).run()
+        found = await read_cluster(fresh)
+        assert found is not None and found[0].label == (await world.metastore.cluster()).uuid
+        with pytest.raises(Invalid, match="not empty"):
+            await Restorer(fresh, world.objects, world.clock, world.rand).run()
+
+    run(body)
