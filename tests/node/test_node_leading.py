@@ -11,10 +11,10 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Invalid
 from tidemill.base.tasks import Tasks
 from tidemill.consensus.api import Lease
+from tidemill.consensus.leading import lead
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import CaptureRow, Catalogue, TopicRow
 from tidemill.node.assignment import CaptureFirst
-from tidemill.consensus.leading import lead
 from tidemill.node.shape_routing import ShapeRouting
 from tidemill.topics.leadership import Membership, NodeInfo
 

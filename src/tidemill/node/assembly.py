@@ -23,6 +23,7 @@ from tidemill.base.tasks import Tasks
 from tidemill.capture.config import CaptureConfig
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.consensus.board import Board
+from tidemill.consensus.leading import Body, lead
 from tidemill.consensus.open import open_consensus
 from tidemill.kafka.server import KafkaServer
 from tidemill.kafka.settings import KafkaSettings
@@ -31,8 +32,8 @@ from tidemill.node.assignment import CaptureFirst
 from tidemill.node.binder import Binder
 from tidemill.node.config import CaptureSection, Config
 from tidemill.node.http import HttpServer
-from tidemill.consensus.leading import Body, lead
 from tidemill.node.shape_routing import ShapeRouting
+from tidemill.node.tending import tended
 from tidemill.objects.open import open_objects
 from tidemill.objects.store import ObjectStore
 from tidemill.shapes.http import shape_routes
@@ -169,7 +170,7 @@ class Node:
             name, section.dsn, tuple(section.tables), binding_interval_ms=section.binding_interval_ms
         )
 
-        async def run(_: Lease) -> None:
+        async def run() -> None:
             remap = await open_remap(consensus, self._clock, self._rand, settings.remap)
             capture = Capture(
                 settings, topics=topics, catalogue=catalogue, remap=remap, reader=reader,
@@ -184,7 +185,10 @@ class Node:
                 await capture.aclose()
                 shapes.suspend_database(name)  # another node may capture on: what is served here would stand still
 
-        return run
+        async def led(_: Lease) -> None:
+            await tended(run, self._marks, settings.mark, self._clock)
+
+        return led
 
     async def _create_topics(self, catalogue: Catalogue) -> None:
         for name, section in self._config.topics.items():
