@@ -44,9 +44,11 @@ def in_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
     return run
 
 
-def meta(number: int, smallest: bytes, largest: bytes, *, size_bytes: int = 100, rows: int = 10) -> FileMeta:
+def meta(
+    number: int, smallest: bytes, largest: bytes, *, size_bytes: int = 100, rows: int = 10, tombstones: int = 0
+) -> FileMeta:
     """A file that exists on paper only."""
-    return FileMeta(1, number, "n", size_bytes, rows, smallest, largest, number, number, 0)
+    return FileMeta(1, number, "n", size_bytes, rows, smallest, largest, number, number, 0, tombstones)
 
 
 class Shelf:

@@ -59,6 +59,16 @@ async def test_a_tombstone_stays_where_an_older_file_may_hold_its_key() -> None:
 
 
 @in_loop
+async def test_a_file_of_tombstones_merged_with_itself_is_gone() -> None:
+    shelf = Shelf(SMALL)
+    await shelf.flush({b"a": b"", b"b": b"", b"c": b"1"}, 1)
+    assert [file.tombstones for file in shelf.version.files] == [2]
+    (made,) = await shelf.do(job_of(shelf))
+    assert await shelf.rows_of(made) == [(b"c", b"1", 1)] and made.tombstones == 0
+    assert settle(shelf.version.levels, SMALL) is None
+
+
+@in_loop
 async def test_when_every_row_goes_no_file_is_made() -> None:
     shelf = Shelf(SMALL)
     await shelf.flush({b"a": b"1"}, 1)
@@ -108,7 +118,7 @@ async def test_large_values_go_through_in_small_chunks() -> None:
     options = msgspec.structs.replace(SMALL, file_bytes=4 << 20, block_bytes=8192, slice_rows=2000)
     shelf = Shelf(options)
     for seqno in (1, 2):
-        await shelf.flush({b"%d-%03d" % (seqno, n): random.Random(n).randbytes(100_000) for n in range(60)}, seqno)
+        await shelf.flush({b"%d-%03d" % (seqno, n): random.Random(n).randbytes(100_000) for n in range(200)}, seqno)
     job = shelf.prepared(job_of(shelf))
     steps = merge_steps(job, options)
     step = next(steps)
@@ -122,7 +132,7 @@ async def test_large_values_go_through_in_small_chunks() -> None:
                 step = steps.send(b"")
     except StopIteration as ended:
         made = ended.value
-    assert sum(file.rows for file in made) == 120
+    assert sum(file.rows for file in made) == 400
     assert max(file.size_bytes for file in made) < options.file_bytes + 4 * job_module.CHUNK_BYTES
     assert max(held) <= job_module.WINDOW_BYTES_MAX
 

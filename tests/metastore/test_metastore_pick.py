@@ -95,6 +95,21 @@ def test_older_ranges_are_those_below_the_target_only() -> None:
     assert job.older == ((b"0", b"b"), (b"k", b"p"))
 
 
+def test_a_file_with_tombstones_does_not_sink_to_the_bottom_as_it_is() -> None:
+    """Where nothing below needs them they would stay for ever; where something does they go down with their file."""
+    l0 = (meta(2, b"e", b"f", tombstones=1), meta(1, b"a", b"b", tombstones=1))
+    job = pick((l0,), MOVING, {})
+    assert job is not None and not job.move and job.runs == ((l0[1],),)
+    job = pick((l0, (), (meta(9, b"0", b"z"),)), MOVING, {})
+    assert job is not None and job.move and job.inputs == (l0[1], l0[0])
+
+
+def test_settle_rewrites_a_last_level_that_holds_tombstones() -> None:
+    only = (meta(1, b"a", b"b"), meta(2, b"c", b"d", tombstones=3))
+    job = settle(((), (), only), OPTIONS)
+    assert job is not None and job.runs == (only,) and job.target == 2 and not job.move
+
+
 def test_settle_takes_everything_into_the_deepest_level_in_use() -> None:
     levels = ((meta(5, b"a", b"z"), meta(4, b"a", b"z")), (meta(3, b"a", b"z"),), (meta(2, b"a", b"z"),))
     job = settle(levels, OPTIONS)
@@ -121,9 +136,10 @@ keys = st.binary(min_size=1, max_size=2)
 def some_levels(draw: st.DrawFn) -> tuple[tuple[FileMeta, ...], ...]:
     numbers = iter(range(1000, 0, -1))
     sizes = st.integers(1, 3000)
+    tombstones = st.integers(0, 1)
 
     def file(low: bytes, high: bytes) -> FileMeta:
-        return meta(next(numbers), min(low, high), max(low, high), size_bytes=draw(sizes))
+        return meta(next(numbers), min(low, high), max(low, high), size_bytes=draw(sizes), tombstones=draw(tombstones))
 
     levels = [tuple(file(draw(keys), draw(keys)) for _ in range(draw(st.integers(0, 7))))]
     for _ in range(draw(st.integers(0, 3))):
@@ -161,6 +177,7 @@ def test_a_settling_job_keeps_every_rule(levels: tuple[tuple[FileMeta, ...], ...
     job = settle(levels, OPTIONS)
     if job is None:
         assert not levels[0] and sum(1 for files in levels if files) <= 1
+        assert not any(file.tombstones for files in levels for file in files)
     else:
         assert set(job.inputs) == {file for files in levels for file in files}
         check_job(levels, job)
@@ -192,6 +209,10 @@ def check_job(levels: tuple[tuple[FileMeta, ...], ...], job: Job) -> None:
             if overlap(file, taken) and age(levels, file) > age(levels, taken) and not job.move:
                 low, high = max(file.smallest, taken.smallest), min(file.largest, taken.largest)
                 assert any(a <= low and high <= b for a, b in job.older)
+    if job.move:
+        for file in inside:
+            below = [other for files in levels[job.target + 1 :] for other in files]
+            assert not file.tombstones or any(overlap(file, other) for other in below)
     # The outputs fit between the target's other files: no input hull part between two inputs holds one.
     hulls = list(job.runs) if job.move else [tuple(job.inputs)]
     for hull in hulls:

@@ -35,6 +35,8 @@ class FileMeta(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
     max_seqno: int
     meta_start: int
     """Filter, index and footer begin here and go to the end of the file."""
+    tombstones: int = 0
+    """Of the rows, those that only hide older ones; a file without any may sink to the bottom as it is."""
 
 
 class Manifest(msgspec.Struct, frozen=True):

@@ -47,6 +47,7 @@ class Summary(msgspec.Struct, frozen=True):
     min_seqno: int
     max_seqno: int
     meta_start: int
+    tombstones: int = 0
 
     def named(self, epoch: int, number: int, nonce: str) -> FileMeta:
         return FileMeta(
@@ -60,6 +61,7 @@ class Summary(msgspec.Struct, frozen=True):
             self.min_seqno,
             self.max_seqno,
             self.meta_start,
+            self.tombstones,
         )
 
 
@@ -86,6 +88,7 @@ class SstWriter:
         self._largest = b""
         self._min_seqno = 0
         self._max_seqno = 0
+        self._tombstones = 0
         self._last_keys: list[bytes] = []  # the true ones, until a successor allows to shorten them
         self._starts: list[int] = [0]
         self._rows: list[int] = []
@@ -114,6 +117,7 @@ class SstWriter:
             self._smallest = keys[0]
             self._min_seqno = self._max_seqno = seqnos[0]
         self._largest = keys[-1]
+        self._tombstones += values.count(b"")
         self._hashes += hashes_of(keys)
         self._keys += keys
         self._values += values
@@ -152,6 +156,7 @@ class SstWriter:
             min_seqno=self._min_seqno,
             max_seqno=self._max_seqno,
             meta_start=filter_start,
+            tombstones=self._tombstones,
         )
         return [*self._joined, filter_section + index_section + footer], summary
 

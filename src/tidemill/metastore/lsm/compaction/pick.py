@@ -96,7 +96,7 @@ def pick(levels: Levels, options: Options, pointers: Mapping[int, bytes]) -> Job
 
 
 def settle(levels: Levels, options: Options) -> Job | None:
-    """The job that brings everything into one level, or None when it is there already.
+    """The job that brings everything into one level, without tombstones; None when it is so already.
 
     That level is the deepest in use, or a deeper one if its target is below what the database holds.
     The job takes every file, so nothing older is left outside and every tombstone goes.
@@ -108,7 +108,8 @@ def settle(levels: Levels, options: Options) -> Job | None:
     target = max(1, used[-1])
     while target < options.levels - 1 and target_bytes(target, options) < total:
         target += 1
-    if used == [used[-1]] and used[-1] >= 1:
+    only = levels[used[0]]
+    if len(used) == 1 and used[0] >= 1 and not any(file.tombstones for file in only):
         return None
     deeper = tuple(tuple(files) for files in reversed(levels[1:]) if files)
     return Job(used[0], target, deeper + tuple((file,) for file in reversed(levels[0])), older=())
@@ -166,9 +167,11 @@ def _job(levels: Levels, options: Options, level: int, sources: tuple[Files, ...
     taken = tuple(below[first:end])
     if taken:
         smallest, largest = min(smallest, taken[0].smallest), max(largest, taken[-1].largest)
-    elif len(sources) == 1:
+    older = _older(levels, target, smallest, largest)
+    # A file of tombstones that nothing below needs must not sink to the bottom with them: it is merged with itself.
+    if not taken and len(sources) == 1 and (older or not any(file.tombstones for file in sources[0])):
         return Job(level, target, sources, older=(), move=True)
-    return Job(level, target, ((taken,) if taken else ()) + sources, _older(levels, target, smallest, largest))
+    return Job(level, target, ((taken,) if taken else ()) + sources, older)
 
 
 def _with_small_neighbours(
