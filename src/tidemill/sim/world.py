@@ -22,7 +22,7 @@ from structlog import DropEvent
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import TidemillError
-from tidemill.consensus.api import LogHead
+from tidemill.consensus.api import LogHead, LogRecord
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.resilient import ResilientObjects
@@ -78,10 +78,14 @@ class Engine(MemoryConsensus):
     def __init__(self, clock: SimClock) -> None:
         super().__init__(clock)
         self.landed: dict[str, list[bytes]] = {}
+        self.placed: dict[str, list[LogRecord]] = {}
+        """The same with the position and term of each."""
 
     async def append(self, log: str, term: int, expected_next: int, records: Sequence[bytes], nonce: str) -> LogHead:
         head = await super().append(log, term, expected_next, records, nonce)
         self.landed.setdefault(log, []).extend(records)
+        placed = self.placed.setdefault(log, [])
+        placed += [LogRecord(expected_next + i, term, nonce, data) for i, data in enumerate(records)]
         return head
 
 

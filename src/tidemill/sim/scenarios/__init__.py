@@ -15,11 +15,16 @@ FAULTS: dict[str, tuple[str, str]] = {
     "stranded-rows": ("shards", "a lagging writer appends rows whose times the shard has passed (seed 001)"),
     "seed002": ("capture", "a flush inside a transaction is reported at once, not aligned at its commit"),
     "early-keepalive": ("capture", "a commit does not take back that everything seen is confirmed"),
+    "lower-manifest": ("metastore", "the log takes a manifest below the stored one"),
+    "forget-delta": ("metastore", "a reset forgets the deltas of seqno and epoch"),
+    "replay-at-persisted": ("metastore", "a new leader takes the batch after the persisted seqno for persisted"),
+    "silent-reject": ("metastore", "a manifest that the log refused is reported as written"),
+    "gc-newer-epoch": ("metastore", "collection deletes files of a newer epoch"),
     "stale-read": ("consensus", "a client answers some reads of a register from memory"),
 }
 """Planted faults: name → (room in which it must be found, what is wrong)."""
 
-ROOMS = ("consensus", "topics", "shards", "capture")
+ROOMS = ("consensus", "metastore", "topics", "shards", "capture")
 
 
 def scenario(room: str, fault: str = "") -> Scenario:
@@ -31,6 +36,10 @@ def scenario(room: str, fault: str = "") -> Scenario:
             from tidemill.sim.scenarios import consensus
 
             return lambda world: consensus.run(world, fault)
+        case "metastore":
+            from tidemill.sim.scenarios import metastore
+
+            return lambda world: metastore.run(world, fault)
         case "topics":
             from tidemill.sim.scenarios import topics
 

@@ -1,0 +1,68 @@
+"""What a domain's rows are, by its log alone: every record that ever landed, applied by the faultless rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from tidemill.base.errors import TidemillError
+from tidemill.consensus import staterecords
+from tidemill.consensus.api import LogRecord
+from tidemill.metastore.apply import apply
+from tidemill.metastore.state import DomainState, check_state
+
+
+class Written(msgspec.Struct, frozen=True):
+    seqno: int
+    rows: dict[bytes, bytes]
+    """Key → value, empty = deleted; the last of a key repeated in one batch."""
+
+
+class Shadow:
+    """Replay of one domain's log. Asserts on the way that seqno and epoch never go back, and S2 to S4 of the state.
+
+    `apply` may add rules (the scenario's refusals) but no fault.
+    """
+
+    def __init__(self, records: Iterable[LogRecord], rule: object = None) -> None:
+        self.state = DomainState()
+        self.batches: list[Written] = []
+        self.persisted: dict[tuple[int, int], int] = {}
+        """(epoch, last seqno) of every manifest the log took → position of the record that took it"""
+        step = rule if callable(rule) else apply
+        newest = epoch = 0
+        for record in records:
+            if record.data[0] != staterecords.COMMAND:
+                continue
+            before = self.state.manifest
+            try:
+                self.state = step(self.state, record.data[1:], record.position, record.term)
+            except TidemillError:
+                continue
+            check_state(self.state)
+            if self.state.epoch(record.term) < epoch:
+                raise AssertionError(f"the epoch went back: position={record.position} epoch={epoch}")
+            epoch = self.state.epoch(record.term)
+            if self.state.newest_seqno < newest:
+                raise AssertionError(f"the seqno went back: position={record.position} newest={newest}")
+            newest = self.state.newest_seqno
+            if self.state.volatile and (not self.batches or self.state.volatile[-1].seqno > self.batches[-1].seqno):
+                batch = self.state.volatile[-1]
+                self.batches.append(Written(batch.seqno, dict(zip(batch.keys, batch.values, strict=True))))
+            manifest = self.state.manifest
+            if manifest is not None and manifest is not before:
+                self.persisted[manifest.epoch, manifest.last_seqno] = record.position
+
+    def rows(self, start: dict[bytes, tuple[int, bytes]], through: int | None = None) -> dict[bytes, tuple[int, bytes]]:
+        """Live rows, key → (seqno, value), after every batch up to `through`, on top of what a restore began with."""
+        rows = dict(start)
+        for batch in self.batches:
+            if through is not None and batch.seqno > through:
+                break
+            for key, value in batch.rows.items():
+                if value:
+                    rows[key] = (batch.seqno, value)
+                else:
+                    rows.pop(key, None)
+        return rows
