@@ -91,6 +91,23 @@ def test_a_missing_and_a_truncated_file_are_told_apart(kind: str, tmp_path: Path
     on_store(kind, tmp_path, scenario)
 
 
+def test_a_store_that_answers_with_less_than_asked_is_not_believed() -> None:
+    class Short:
+        async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+            return DATA[start:end][:-1]
+
+        async def get_ranges(self, key: str, ranges: list[tuple[int, int]]) -> list[bytes]:
+            return [DATA[start:end][:-1] for start, end in ranges]
+
+    async def scenario() -> None:
+        files = Files(Short(), PREFIX)  # type: ignore[arg-type]
+        for read in (files.read(file(), 0, 9), files.read_ranges(file(), [(0, 9)])):
+            with pytest.raises(Corrupt, match="start=0 end=9"):
+                await read
+
+    asyncio.run(scenario())
+
+
 @on_memory_and_local
 def test_foreign_keys_are_left_out_of_the_list(kind: str, tmp_path: Path) -> None:
     async def scenario(objects: ObjectStore) -> None:

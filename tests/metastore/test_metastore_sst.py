@@ -266,6 +266,15 @@ def test_another_file_under_this_name_is_found() -> None:
         decode_meta(others[mine.meta_start :], mine, "f")
 
 
+def test_another_file_of_the_same_counts_is_found_by_its_largest_key() -> None:
+    mine = write_sst(numbered_rows(100, first=200, seqno=500))[1].named(1, 2, "n")
+    others, summary = write_sst(numbered_rows(100, first=300, seqno=400))
+    assert (summary.size_bytes, summary.meta_start) == (mine.size_bytes, mine.meta_start)
+    assert (summary.min_seqno, summary.max_seqno) == (mine.min_seqno, mine.max_seqno)
+    with pytest.raises(Corrupt, match="section=index"):
+        decode_meta(others[mine.meta_start :], mine, "f")
+
+
 def test_a_file_of_a_newer_format_is_refused_with_both_numbers() -> None:
     data, summary = write_sst(numbered_rows(10))
     footer_bytes = struct.unpack_from("<H", data, len(data) - 16)[0]

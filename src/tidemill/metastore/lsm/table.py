@@ -83,7 +83,7 @@ class Tables:
         return block
 
     async def blocks(self, file: FileMeta, first: int, count: int, *, fill_cache: bool = True) -> list[Block]:
-        """`count` blocks from `first` on; those not cached by one ranged read where they are neighbours.
+        """`count` blocks from `first` on, some tens; those not cached by one ranged read where they are neighbours.
 
         `fill_cache=False` leaves the cache as it is: for merges and long scans. What others read meanwhile is
         shared either way. Raises as `meta`.
