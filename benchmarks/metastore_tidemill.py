@@ -1,4 +1,4 @@
-"""Tidemill's engine as the metastore benchmark calls it: a database alone on a local directory, reads counted."""
+"""Tidemill's engine as the metastore benchmark calls it: a database alone on a local directory."""
 
 from __future__ import annotations
 
@@ -17,49 +17,10 @@ from tidemill.metastore.lsm.files import Files
 from tidemill.metastore.lsm.manifests import BucketManifests
 from tidemill.metastore.lsm.options import Options
 from tidemill.objects.local import LocalObjects
-from tidemill.objects.store import Buffer, ObjectMeta, ObjectStore
 
 Rows = tuple[Sequence[bytes], Sequence[bytes]]
 UUID = "00000000-0000-4000-8000-000000000003"
 PREFIX = f"metastore/{UUID}/"
-
-
-class Counted:
-    """An object store that counts requests: what a bucket would bill."""
-
-    def __init__(self, inner: ObjectStore) -> None:
-        self._inner = inner
-        self.reads = self.read_bytes = self.writes = self.written_bytes = 0
-
-    async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
-        pieces = [data] if isinstance(data, bytes | bytearray | memoryview) else data
-        self.writes += 1
-        self.written_bytes += sum(len(piece) for piece in pieces)
-        await self._inner.put(key, data)
-
-    async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        self.reads += 1
-        found = await self._inner.get(key, start, end)
-        self.read_bytes += len(found)
-        return found
-
-    async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        self.reads += len(ranges)
-        found = await self._inner.get_ranges(key, ranges)
-        self.read_bytes += sum(map(len, found))
-        return found
-
-    async def head(self, key: str) -> ObjectMeta | None:
-        return await self._inner.head(key)
-
-    def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
-        return self._inner.list(prefix, start_after)
-
-    async def delete(self, key: str) -> None:
-        await self._inner.delete(key)
-
-    async def aclose(self) -> None:
-        await self._inner.aclose()
 
 
 class Tidemill:
@@ -71,7 +32,7 @@ class Tidemill:
 
     async def open(self, folder: Path, buffer_bytes: int, cache_bytes: int) -> None:
         clock, rand = SystemClock(), Rand()
-        self.objects = Counted(LocalObjects.open(folder, clock, rand))
+        self.objects = LocalObjects.open(folder, clock, rand)
         Tidemill.epochs += 1
         files = Files(self.objects, PREFIX)
         self._options = options = Options(write_buffer_bytes=buffer_bytes, cache_bytes=cache_bytes)
@@ -89,6 +50,11 @@ class Tidemill:
             merger=self._merger,
         )
         self._seqno = self.db.max_applied_seqno
+
+    @property
+    def reads(self) -> int:
+        """Requests for parts of files: what a bucket would bill."""
+        return self.db.tables.reads
 
     async def put_batch(self, keys: list[bytes], values: list[bytes]) -> None:
         self._seqno += 1
