@@ -138,6 +138,16 @@ async def test_large_values_go_through_in_small_chunks() -> None:
 
 
 @in_loop
+async def test_one_value_may_be_larger_than_a_read() -> None:
+    shelf = Shelf(SMALL)
+    huge = random.Random(0).randbytes(job_module.WINDOW_BYTES_MAX + 1)
+    await shelf.flush({b"a": b"1", b"b": huge, b"c": huge, b"d": b"1"}, 1)
+    await shelf.flush({b"a": b"2", b"c": b"2"}, 2)
+    await shelf.do(job_of(shelf))
+    assert await shelf.seen() == {b"a": (b"2", 2), b"b": (huge, 1), b"c": (b"2", 2), b"d": (b"1", 1)}
+
+
+@in_loop
 async def test_reads_are_few_and_large() -> None:
     options = Options(file_bytes=64 << 20)
     shelf = Shelf(options)
