@@ -17,6 +17,7 @@ from tidemill.metastore.checkpoint import Checkpointer
 from tidemill.metastore.cluster import Cluster, domain_name
 from tidemill.metastore.domain import Domain
 from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.presence import ClusterManifest, Presence
 from tidemill.metastore.rows import BINDINGS, EXTENTS, PARTITIONS, SHARD_BATCHES, SHARDS, TOPICS
 from tidemill.node.checkpoint import checkpointer
 from tidemill.objects.memory import MemoryObjects
@@ -151,6 +152,34 @@ class World:
         while True:
             await self.step()
             await asyncio.sleep(0)
+
+
+async def manifest_of(world: World) -> ClusterManifest:
+    cluster = await world.metastore.cluster()
+    uuids = tuple(domain.domain_uuid for domain in await world.metastore.domains())  # type: ignore[attr-defined]
+    return ClusterManifest(cluster.uuid, cluster.label, cluster.incarnation, uuids, cluster.created_ms)
+
+
+async def persisted(world: World, steps: int = 8) -> None:
+    """Some steps, checkpointed and in the bucket, and the cluster manifest with them; no sign of life."""
+    for _ in range(steps):
+        await world.step()
+    await world.keeper().round()
+    await world.metastore.flush(30)
+    presence = Presence(world.objects, world.clock, world.rand, "n1")
+    await presence.round(await manifest_of(world))
+    await presence.leave()
+
+
+async def keys(world: World, prefix: str) -> list[str]:
+    return [found.key async for found in world.objects.list(prefix)]
+
+
+async def damage(world: World, key: str) -> None:
+    data = bytearray(await world.objects.get(key))
+    data[len(data) // 2] ^= 1
+    await world.objects.delete(key)
+    await world.objects.put(key, bytes(data))
 
 
 def rows_of(shared: Shared) -> Rows:

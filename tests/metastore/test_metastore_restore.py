@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_world import World
+from checkpoint_world import World, damage, keys, manifest_of, persisted
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Corrupt, Fenced, Invalid, Missing
@@ -19,7 +19,7 @@ from tidemill.metastore import domain
 from tidemill.metastore.catalogue_next import CaptureRow, Catalogue, TableSnapshot, TopicRow
 from tidemill.metastore.cluster import read_cluster
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.presence import ALIVE_PREFIX, CLUSTER_PREFIX, ClusterManifest, Presence, newest_manifest
+from tidemill.metastore.presence import ALIVE_PREFIX, CLUSTER_PREFIX, Presence, newest_manifest
 from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.metastore.rows.groups import GroupOffsetRow
 from tidemill.node.restore import Restorer
@@ -39,23 +39,6 @@ def run(body: Body, **world: Any) -> None:
                 await body(opened)
 
     asyncio.run(main())
-
-
-async def manifest_of(world: World) -> ClusterManifest:
-    cluster = await world.metastore.cluster()
-    uuids = tuple(domain.domain_uuid for domain in await world.metastore.domains())  # type: ignore[attr-defined]
-    return ClusterManifest(cluster.uuid, cluster.label, cluster.incarnation, uuids, cluster.created_ms)
-
-
-async def persisted(world: World, steps: int = 8) -> None:
-    """Some steps, checkpointed and in the bucket, and the cluster manifest with them; no sign of life."""
-    for _ in range(steps):
-        await world.step()
-    await world.keeper().round()
-    await world.metastore.flush(30)
-    presence = Presence(world.objects, world.clock, world.rand, "n1")
-    await presence.round(await manifest_of(world))
-    await presence.leave()
 
 
 @asynccontextmanager
@@ -300,17 +283,6 @@ def test_an_empty_bucket_has_nothing_to_restore() -> None:
             await Restorer(MemoryConsensus(clock), MemoryObjects(clock), clock, Rand()).run()
 
     asyncio.run(main())
-
-
-async def keys(world: World, prefix: str) -> list[str]:
-    return [found.key async for found in world.objects.list(prefix)]
-
-
-async def damage(world: World, key: str) -> None:
-    data = bytearray(await world.objects.get(key))
-    data[len(data) // 2] ^= 1
-    await world.objects.delete(key)
-    await world.objects.put(key, bytes(data))
 
 
 def test_a_damaged_newest_manifest_is_named_and_an_older_one_can_be_chosen() -> None:

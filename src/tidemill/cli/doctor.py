@@ -7,6 +7,10 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated, NoReturn
+
+import msgspec
+import typer
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
@@ -20,9 +24,17 @@ Check = Callable[[Config], str]
 """Returns what was found; raises TidemillError, whose `fix` says what to do."""
 
 
-def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def doctor(
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Walk everything stored instead, and name every broken reference.")
+    ] = False,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Check Python, Java, disk, ports, bucket, consensus and Postgres; exit 1 when a check failed."""
     loaded = load(config)
+    if deep:
+        _deep(loaded, as_json)
     results = [_run(name, check, loaded) for name, check in _checks(loaded)] + _objects(loaded)
     if as_json:
         print_json(results)
@@ -31,6 +43,47 @@ def doctor(config: ConfigOption = None, as_json: JsonOption = False) -> None:
             mark = "ok  " if result["ok"] else "FAIL"
             print(f"{mark} {result['check']}: {result['found']}" + (f" → {result['fix']}" if result["fix"] else ""))
     raise SystemExit(0 if all(r["ok"] for r in results) else 1)
+
+
+def _deep(config: Config, as_json: bool) -> NoReturn:
+    """Works with nodes up or down. Exit 0 clean, 1 with findings."""
+    from tidemill.cli.progress import Bars
+    from tidemill.consensus.open import open_consensus
+    from tidemill.node.deep_check import deep_check
+    from tidemill.objects.open import open_objects
+
+    clock, rand = SystemClock(), Rand()
+    with Portal() as portal, Bars() as bars:
+        objects = portal.call(open_objects(config.objects_url, clock, rand))
+        consensus = portal.call(open_consensus(config.consensus_url, clock, rand))
+        try:
+            checked = portal.call(deep_check(consensus, objects, clock, rand, progress=bars.show))
+        finally:
+            portal.call(consensus.aclose())
+            portal.call(objects.aclose())
+    found = checked.findings
+    report = {
+        "clean": found.clean,
+        "cluster": checked.cluster_uuid,
+        "incarnation": checked.incarnation,
+        "from_consensus": checked.from_consensus,
+        "checkpoint_age_ms": checked.checkpoint_age_ms,
+        "walked": dict(found.walked),
+        "orphans": dict(found.orphans),
+        "orphan_bytes": found.orphan_bytes,
+        "findings": [msgspec.to_builtins(finding) for finding in found.broken],
+    }
+    if as_json:
+        print_json(report)
+    else:
+        for finding in found.broken:
+            print(f"FAIL {finding}")
+        print("walked  " + "  ".join(f"{name} {count:,}" for name, count in found.walked.items()))
+        if found.orphans:
+            orphans = "  ".join(f"{name} {count:,}" for name, count in found.orphans.items())
+            print(f"orphans {orphans}  bytes {found.orphan_bytes:,}")
+        print("clean" if found.clean else f"{len(found.broken)} broken references")
+    raise SystemExit(0 if found.clean else 1)
 
 
 def _run(name: str, check: Check, config: Config) -> Result:

@@ -15,6 +15,7 @@ from tidemill.cli import (
     demo_command,
     dlq,
     doctor,
+    restore,
     shape,
     sql,
     status,
@@ -42,6 +43,7 @@ app.add_typer(shape.app, name="shape")
 app.command("sql")(sql.sql)
 app.command("dlq")(dlq.dlq)
 app.command("doctor")(doctor.doctor)
+app.command("restore")(restore.restore)
 
 
 def run() -> None:

@@ -1,0 +1,31 @@
+"""One progress bar a step, on stderr; nothing when stderr is not a terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+class Bars:
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._progress = Progress(
+            TextColumn("{task.description:28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            console=Console(stderr=True), disable=not sys.stderr.isatty(),
+        )  # fmt: skip
+        self._tasks: dict[str, Any] = {}
+
+    def show(self, what: str, done: int, total: int) -> None:
+        """`total` 0 = unknown."""
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(what, total=total or None)
+        self._progress.update(self._tasks[what], completed=done, total=total or None)
+
+    def __enter__(self) -> Bars:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()

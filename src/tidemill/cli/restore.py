@@ -1,0 +1,129 @@
+"""`tidemill restore`: a cluster back from its bucket alone, into empty consensus."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tidemill.base.clock import Clock, Rand, SystemClock
+from tidemill.base.portal import Portal
+from tidemill.cli.context import ConfigOption, JsonOption, print_json
+from tidemill.cli.progress import Bars
+from tidemill.node.config import load
+
+if TYPE_CHECKING:
+    from tidemill.node.restore import Restorer
+    from tidemill.objects.store import ObjectStore
+
+From = Annotated[str, typer.Option("--from", help="Bucket URL to restore from; none = objects.url.")]
+To = Annotated[str, typer.Option("--consensus", help="Empty consensus to restore into; none = consensus.url.")]
+Manifest = Annotated[
+    list[str] | None,
+    typer.Option("--manifest", help="Use this manifest instead of the newest of its domain (a key in the bucket)."),
+]
+
+
+def restore(
+    source: From = "",
+    consensus: To = "",
+    manifest: Manifest = None,
+    dry_run: Annotated[bool, typer.Option(help="Only say what would be restored, and how old it is.")] = False,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Bring topics, bindings, shards and the catalogue back from the bucket. Stop every node first.
+
+    Exit 0 when every reference was found whole, 1 when the restored cluster has broken ones, 2 when refused.
+    """
+    from tidemill.consensus.open import open_consensus
+    from tidemill.node.restore import Restorer
+    from tidemill.objects.open import open_objects
+
+    loaded = load(config)
+    _create_parent(consensus or loaded.consensus_url)
+    clock, rand = SystemClock(), Rand()
+    with Portal() as portal, Bars() as bars:
+        objects = portal.call(open_objects(source or loaded.objects_url, clock, rand))
+        target = portal.call(open_consensus(consensus or loaded.consensus_url, clock, rand))
+        try:
+            restorer = Restorer(target, objects, clock, rand, bars.show)
+            if dry_run:
+                report = portal.call(_plan(restorer, objects, clock, rand, manifest or []))
+            else:
+                report = portal.call(_run(restorer, objects, clock, rand, manifest or []))
+        finally:
+            portal.call(target.aclose())
+            portal.call(objects.aclose())
+    if as_json:
+        print_json(report)
+    else:
+        _print(report)
+    raise SystemExit(1 if report.get("findings") else 0)
+
+
+def _create_parent(url: str) -> None:
+    """The data directory may be gone with everything in it."""
+    if url.startswith("sqlite:///"):
+        Path(url.removeprefix("sqlite://")).parent.mkdir(parents=True, exist_ok=True)
+
+
+async def _plan(
+    restorer: Restorer, objects: ObjectStore, clock: Clock, rand: Rand, manifests: list[str]
+) -> dict[str, Any]:
+    from tidemill.node.restore_plan import plan_of
+
+    source = await restorer.source(manifests)
+    return {"dry_run": True, **await plan_of(objects, source, clock, rand)}
+
+
+async def _run(
+    restorer: Restorer, objects: ObjectStore, clock: Clock, rand: Rand, manifests: list[str]
+) -> dict[str, Any]:
+    from tidemill.node.restore_plan import plan_of
+
+    plan = await plan_of(objects, await restorer.source(manifests), clock, rand)
+    done = await restorer.run(manifests)
+    return {
+        "dry_run": False,
+        **plan,
+        "restored": {
+            "cluster": done.cluster.uuid,
+            "restored_from": done.cluster.label,
+            "incarnation": done.cluster.incarnation,
+            "partitions": done.partitions,
+            "bindings": done.bindings,
+            "shards": done.shards,
+            "captures_to_compare": done.captures_marked,
+            "group_offsets_cut": done.group_offsets_cut,
+        },
+        "findings": [str(finding) for finding in done.findings.broken],
+    }
+
+
+def _print(report: dict[str, Any]) -> None:
+    cluster = report["cluster"]
+    print(f"cluster {cluster['uuid']}  incarnation {cluster['incarnation']}  {cluster['manifest']}")
+    for domain in report["domains"]:
+        age = f"{domain['age_ms'] / 1000:,.0f} s old" if domain["age_ms"] is not None else "nothing persisted"
+        print(f"domain  {domain['uuid']}  seqno {domain['seqno']:,}  {age}  {domain['manifest']}")
+    for topic in report["topics"]:
+        print(f"topic   {topic['name']}  partitions {topic['partitions']}  records {topic['records']:,}"
+              f"  {topic['size_bytes']:,} bytes")  # fmt: skip
+    for shard in report["shards"]:
+        print(f"shard   {shard['name']}  since {shard['since']}  upper {shard['upper']}  batches {shard['batches']:,}")
+    for kind in ("captures", "pipelines", "groups"):
+        if report[kind]:
+            print(f"{kind}  {', '.join(report[kind])}")
+    total = report["totals"]
+    print("total   " + "  ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in total.items()))
+    if report["checkpoint_age_ms"] is not None:
+        print(f"topics and shards as of {report['checkpoint_age_ms'] / 1000:,.0f} s ago")
+    if report["alive"] is not None:
+        print(f"ALIVE   a node was seen {report['alive']['age_ms'] / 1000:,.0f} s ago: {report['alive']['node']}")
+    if "restored" in report:
+        done = report["restored"]
+        print(f"restored as cluster {done['cluster']}, incarnation {done['incarnation']}; start it with: tidemill up")
+    for finding in report.get("findings", ()):
+        print(f"BROKEN  {finding}")

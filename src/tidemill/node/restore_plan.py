@@ -1,0 +1,117 @@
+"""What a restore would bring back, and how old it is: read from the bucket, written nowhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.metastore.rows import (
+    BINDINGS,
+    CAPTURES,
+    CHECKPOINTS,
+    EXTENTS,
+    GROUP_OFFSETS,
+    PARTITIONS,
+    PIPELINES,
+    SHARD_BATCHES,
+    SHARDS,
+    TOPICS,
+)
+from tidemill.metastore.source import BucketRows, Source
+from tidemill.objects.store import ObjectStore
+
+
+async def plan_of(objects: ObjectStore, source: Source, clock: Clock, rand: Rand) -> dict[str, Any]:
+    """Plain values, as `restore --json` prints them. Ages are as of now. Raises Missing, Corrupt, Unavailable."""
+    now_ms = clock.now_ms()
+    rows = await BucketRows.open(objects, source, clock, rand)
+    try:
+        return {
+            "cluster": {
+                "uuid": source.cluster.cluster_uuid,
+                "restored_from": source.cluster.label,
+                "incarnation": source.cluster.incarnation,
+                "manifest": source.found.key,
+            },
+            "domains": _domains(source, now_ms),
+            "alive": _alive(source, now_ms),
+            **await _rows(rows, now_ms),
+        }
+    finally:
+        await rows.aclose()
+
+
+def _domains(source: Source, now_ms: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for domain in source.domains:
+        manifest = domain.manifest
+        files = [file for level in manifest.levels for file in level] if manifest is not None else []
+        found.append(
+            {
+                "uuid": domain.uuid,
+                "manifest": domain.key,
+                "seqno": manifest.last_seqno if manifest is not None else 0,
+                "epoch": manifest.epoch if manifest is not None else 0,
+                "age_ms": max(0, now_ms - manifest.created_ms) if manifest is not None else None,
+                "files": len(files),
+                "size_bytes": sum(file.size_bytes for file in files),
+            }
+        )
+    return found
+
+
+def _alive(source: Source, now_ms: int) -> dict[str, Any] | None:
+    if not source.signs:
+        return None
+    sign = source.signs[-1]
+    age_ms = max(0, now_ms - sign.at_ms)
+    return {"node": sign.node, "age_ms": age_ms, "refused_for_ms": max(0, int(sign.young_s * 1000) - age_ms)}
+
+
+async def _rows(rows: BucketRows, now_ms: int) -> dict[str, Any]:
+    topics = await rows.rows(TOPICS)
+    records: Counter[str] = Counter()
+    size_bytes: Counter[str] = Counter()
+    known = {topic.topic_id for topic in topics}
+    async for partition in rows.each(PARTITIONS):
+        if partition.topic_id in known:
+            records[partition.topic_id] += partition.next_offset - partition.log_start
+            size_bytes[partition.topic_id] += partition.size_bytes
+    batches: Counter[str] = Counter()
+    async for batch in rows.each(SHARD_BATCHES):
+        batches[batch.name] += 1
+    shards = await rows.rows(SHARDS)
+    groups = sorted({row.group for row in await rows.rows(GROUP_OFFSETS)})
+    gathered = [row.gathered_ms for row in await rows.rows(CHECKPOINTS)]
+    return {
+        "topics": [
+            {
+                "name": topic.name,
+                "topic_id": topic.topic_id,
+                "partitions": topic.partitions,
+                "records": records[topic.topic_id],
+                "size_bytes": size_bytes[topic.topic_id],
+            }
+            for topic in topics
+        ],
+        "shards": [{"name": s.name, "since": s.since, "upper": s.upper, "batches": batches[s.name]} for s in shards],
+        "captures": [row.name for row in await rows.rows(CAPTURES)],
+        "pipelines": [row.name for row in await rows.rows(PIPELINES)],
+        "groups": groups,
+        "checkpoint_age_ms": max(0, now_ms - min(gathered)) if gathered else None,
+        "totals": {
+            "topics": len(topics),
+            "partitions": sum(topic.partitions for topic in topics),
+            "records": sum(records.values()),
+            "record_bytes": sum(size_bytes.values()),
+            "extents": await _count(rows, EXTENTS.prefix()),
+            "shards": len(shards),
+            "batches": sum(batches.values()),
+            "bindings": await _count(rows, BINDINGS.prefix()),
+        },
+    }
+
+
+async def _count(rows: BucketRows, prefix: bytes) -> int:
+    return sum([len(keys) async for keys, _ in rows.prefix(prefix)])
