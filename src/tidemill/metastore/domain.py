@@ -4,7 +4,8 @@
 
 DO1  Reads after `sync` hold everything whose commit had returned, anywhere, before `sync` was called. A leader that
      was deposed finds out by the log's term, not by its lease, and serves as a follower from then on.
-DO2  A commit is answered once it is durable and the answering process's database has it.
+DO2  A commit is answered once it is durable and the answering process's database has it; where that is a follower
+     which cannot ask consensus just then, without the latter.
 DO3  No call waits for a leader for ever: `request_timeout_s` ends it.
 """
 
@@ -301,8 +302,11 @@ class Domain:
         if self._settings.may_lead:
             self._compete_soon()
         seqno = await ask()
-        # DO2: the leader has it; a read here must see it too.
-        await self.sync()
+        try:
+            await self.sync()
+        except (Unavailable, Unknown, Fenced) as error:
+            # It is done, and nothing else may be said of it.
+            _log.warning("committed, but not yet to be read here", domain=self.name, cause=error.message)
         return seqno
 
     # following ----------------------------------------------------------------------------------

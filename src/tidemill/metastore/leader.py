@@ -32,6 +32,9 @@ _log = structlog.get_logger()
 RETRY_FIRST_S = 0.2
 RETRY_MOST_S = 15.0
 MARK_INTERVAL_S = 1.0
+TIMER_STEP_S = 0.001
+"""What is due this soon is due: a timer of less may ring without the clock having moved, for ever."""
+
 AGES_KEPT = 16
 """The age of the oldest row that is in no manifest is known to one part in so many of the persist interval."""
 
@@ -86,6 +89,7 @@ class Leader:
             clock=grounds.clock,
             rand=grounds.rand,
             merger=grounds.merger,
+            faults=grounds.faults,
         )
         self._fed_seqno = self.database.max_persisted_seqno
         volatile = self._log.state.batches_after(self._fed_seqno)
@@ -241,8 +245,6 @@ class Leader:
                 self.step_down(error)
                 return
             pause_s, self._trouble = RETRY_FIRST_S, ""
-            # A flush without anything to do persists nothing: those who wait for room must look again all the same.
-            self.writing.trimmed()
 
     async def _due(self) -> None:
         while True:
@@ -250,7 +252,7 @@ class Leader:
             left_s = self._settings.persist_interval_s
             if self._ages:
                 left_s += self._ages[0][0] - self._grounds.clock.monotonic_s()
-                if left_s <= 0:
+                if left_s < TIMER_STEP_S:
                     return
             try:
                 async with asyncio.timeout(left_s):

@@ -271,7 +271,10 @@ class Writing:
             raise
 
     async def _room(self) -> None:
-        """Wait until the volatile buffer is below its limit. Nothing that waits here holds anything."""
+        """Wait until the volatile buffer is below its limit. Nothing that waits here holds anything.
+
+        A persisted manifest wakes it, and a group that ended: only then is there something new to persist.
+        """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + ROOM_WAIT_S
         while self._full():
