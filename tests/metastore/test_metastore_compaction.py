@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from lsm_world import SMALL, Gate, World, collect, eventually, expected, failing, numbered, objects, run
+from lsm_world import PREFIX, SMALL, Gate, World, collect, eventually, expected, failing, numbered, objects, run
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Corrupt, Fenced, Unavailable, Unknown
@@ -19,7 +19,8 @@ from tidemill.metastore.lsm.compaction.merger import ChoosingMerger, Progress
 from tidemill.metastore.lsm.compaction.pick import Job, pick, target_bytes
 from tidemill.metastore.lsm.compaction.worker import WorkerMerger
 from tidemill.metastore.lsm.database import Database
-from tidemill.metastore.lsm.manifest import FileMeta
+from tidemill.metastore.lsm.manifest import FileMeta, Manifest
+from tidemill.metastore.lsm.manifests import BucketManifests
 from tidemill.objects.local import LocalObjects
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.store import ObjectStore
@@ -330,6 +331,41 @@ def test_a_refused_manifest_is_tried_again_without_merging_again() -> None:
         assert database.compactor.stats.failures == 2
         await check(world, database)
         await database.aclose()
+
+    run(main())
+
+
+def test_a_copy_uploaded_in_vain_never_shares_the_number_of_the_manifest_that_counts() -> None:
+    """The upload worked and the log was away: a restore that looks into the bucket must find the later one newest."""
+
+    class Replicated(BucketManifests):
+        log_is_away = False
+        counts: Manifest | None = None
+
+        async def read(self, max_epoch: int) -> Manifest | None:
+            return self.counts
+
+        async def write(self, manifest: Manifest) -> None:
+            await self.upload(manifest)
+            if self.log_is_away:
+                raise Unavailable("The log is away.")
+            self.counts = manifest
+
+    async def main() -> None:
+        for seed in range(4):  # the order of nonces must not matter
+            world = world_in_memory()
+            world.manifests = manifests = Replicated(world.objects, PREFIX, Rand(seed))
+            database = await world.open()
+            for n in range(4):
+                manifests.log_is_away = True
+                world.put(database, numbered(range(n, n + 5)))
+                with pytest.raises(Unavailable):
+                    await database.flush()
+                manifests.log_is_away = False
+                await flushed(world, database, numbered(range(n)) or {b"k": b"v"})
+                newest = await manifests.newest(10)
+                assert newest is not None and await manifests.load(newest.key) == manifests.counts
+            await database.aclose()
 
     run(main())
 

@@ -44,6 +44,7 @@ class Versions:
         self._pins: dict[Version, int] = {}
         self._in_flight: set[int] = set()
         self._next_number = manifest.next_file_number if manifest else 1
+        self._manifest_number = manifest.number if manifest else 0
         self.manifest = manifest
         self.current = Version(manifest.levels or ((),), manifest.last_seqno) if manifest else EMPTY
         self.halted: TidemillError | None = None
@@ -111,12 +112,15 @@ class Versions:
             manifest = Manifest(
                 domain_uuid=self._domain_uuid,
                 epoch=self._epoch,
-                number=self.manifest.number + 1 if self.manifest else 1,
+                number=self._manifest_number + 1,
                 last_seqno=version.last_seqno,
                 next_file_number=self._next_number,
                 created_ms=self._clock.now_ms(),
                 levels=version.levels,
             )
+            # Spent whatever comes of it: a copy uploaded in vain must not share the number of the one that
+            # counts, because a restore takes the greatest number in the bucket for the newest.
+            self._manifest_number = manifest.number
             try:
                 await self._manifests.write(manifest)
             except Fenced as error:
