@@ -41,7 +41,7 @@ class Options(msgspec.Struct, frozen=True):
     inline_merge_rows: int = 100_000
     """A merge of more rows goes to a worker process."""
 
-    slice_rows: int = 2_000
+    slice_rows: int = 500
     """Rows between two yields to the event loop."""
 
     compaction_bytes_per_s: int = 0

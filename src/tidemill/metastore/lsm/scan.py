@@ -18,7 +18,7 @@ FILL_SHARE = 8
 BLOCK_COST_FACTOR = 3
 """A decoded block takes about so many times its raw size."""
 
-YIELD_SLICES = 4
+YIELD_SLICES = 16
 """The loop gets its turn after so many times `slice_rows` rows: some milliseconds."""
 
 
