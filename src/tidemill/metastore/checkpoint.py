@@ -98,7 +98,7 @@ class Checkpointer:
         return {"checkpoint_age_ms": age_ms, "checkpoint_rounds": self._round, "checkpoint_rows": self._rows}
 
     async def run(self) -> None:
-        """For ever, a round every interval. Raises Closed and Corrupt; everything else is tried again."""
+        """For ever, a round every interval. Raises Closed; everything else is shown by the mark and tried again."""
         try:
             while True:
                 started_s = self._clock.monotonic_s()

@@ -94,11 +94,17 @@ async def upload_manifest(objects: ObjectStore, rand: Rand, manifest: ClusterMan
 
 
 async def write_alive(objects: ObjectStore, rand: Rand, alive: Alive) -> None:
-    """Say that the cluster lives; earlier signs of the same incarnation or older are removed."""
+    """Say that the cluster lives; earlier signs of the same incarnation or older are removed, and unreadable ones."""
     key = f"{ALIVE_PREFIX}{alive.at_ms:020d}-{rand.nonce()}"
     await objects.put(key, _encode(alive))
-    async for old, name in signs_of_life(objects):
-        if name != key and old.incarnation <= alive.incarnation:
+    for name in [found.key async for found in objects.list(ALIVE_PREFIX)]:
+        if name == key:
+            continue
+        try:
+            newer = _decode(await objects.get(name), name, Alive).incarnation > alive.incarnation
+        except (Missing, Corrupt):
+            newer = False
+        if not newer:
             await objects.delete(name)
 
 

@@ -1,0 +1,135 @@
+"""The leader of domain 0 keeps checkpoint, cluster manifest and signs of life; a replaced cluster stops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+
+import pytest
+from checkpoint_world import World, keys, manifest_of, persisted
+
+from tidemill.base.errors import Fenced, Invalid
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.presence import ALIVE_PREFIX, CLUSTER_PREFIX, newest_manifest, signs_of_life
+from tidemill.node.keeping import Keeping, check_bucket
+from tidemill.node.restore import Restorer
+
+
+def run(body: Callable[[World], Awaitable[None]], domains: int = 1) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(60):
+            async with World(domains, real=True) as world:
+                await body(world)
+
+    asyncio.run(main())
+
+
+def keeping(world: World, metastore: Metastore | None = None, node: str = "n1") -> Keeping:
+    return Keeping(
+        world.consensus, world.objects, metastore or world.metastore, world.clock, world.rand,
+        node=node, holder=node, tracker=world.tracker, checkpoint_interval_s=0.05, alive_interval_s=0.05,
+    )  # fmt: skip
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    while not await holds():
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("domains", [1, 3])
+def test_the_cluster_manifest_and_signs_of_life_are_kept_and_old_ones_removed(domains: int) -> None:
+    async def body(world: World) -> None:
+        keeper = keeping(world)
+        running = asyncio.ensure_future(keeper.run())
+
+        async def shown() -> bool:
+            return bool(await keys(world, ALIVE_PREFIX))
+
+        await until(shown)
+        found = await newest_manifest(world.objects)
+        assert found is not None and found.manifest == await manifest_of(world)
+        assert len(found.manifest.domains) == domains
+        [first] = await keys(world, ALIVE_PREFIX)
+
+        async def renewed() -> bool:
+            return await keys(world, ALIVE_PREFIX) not in ([first], [])
+
+        await until(renewed)
+        await until(lambda: _count(world, ALIVE_PREFIX, 1))
+        assert len(await keys(world, CLUSTER_PREFIX)) == 1, "an unchanged manifest is not written again"
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await keeper.leave()
+        assert await keys(world, ALIVE_PREFIX) == []
+
+    run(body, domains)
+
+
+async def _count(world: World, prefix: str, count: int) -> bool:
+    return len(await keys(world, prefix)) == count
+
+
+def test_only_the_leader_of_domain_0_keeps_and_another_takes_over() -> None:
+    async def body(world: World) -> None:
+        first, second = world.metastore, world.open()
+        await (await first.domains())[0].until_leading(10)  # type: ignore[attr-defined]
+        await second.start()
+        runs = [
+            asyncio.ensure_future(keeping(world, first, "n1").run()),
+            asyncio.ensure_future(keeping(world, second, "n2").run()),
+        ]
+
+        async def seen(node: str) -> bool:
+            return any([sign.node == node async for sign, _ in signs_of_life(world.objects)])
+
+        await until(lambda: seen("n1"))
+        assert not await seen("n2")
+        runs[0].cancel()
+        await asyncio.gather(runs[0], return_exceptions=True)
+        await first.aclose()
+        await until(lambda: seen("n2"))
+        runs[1].cancel()
+        await asyncio.gather(runs[1], return_exceptions=True)
+        await second.aclose()
+
+    run(body)
+
+
+def test_a_cluster_that_was_replaced_stops_by_itself() -> None:
+    async def body(world: World) -> None:
+        await persisted(world, 3)
+        running = asyncio.ensure_future(keeping(world).run())
+        await asyncio.sleep(0.02)
+        await until(lambda: _count(world, ALIVE_PREFIX, 1))
+        # The old cluster is cut off from consensus' clock, not from the bucket: its sign grows old, a restore begins.
+        restorer = Restorer(MemoryConsensus(world.clock), world.objects, world.clock, world.rand)
+        restored = False
+        while not restored:
+            for key in await keys(world, ALIVE_PREFIX):
+                await world.objects.delete(key)
+            with contextlib.suppress(Invalid):
+                await restorer.run()
+                restored = True
+        with pytest.raises(Fenced, match="has been replaced"):
+            await running
+
+    run(body)
+
+
+def test_no_process_starts_on_a_bucket_of_another_cluster() -> None:
+    async def body(world: World) -> None:
+        await check_bucket(MemoryConsensus(world.clock), world.objects)
+        await persisted(world, 2)
+        await check_bucket(world.consensus, world.objects)
+        fresh = MemoryConsensus(world.clock)
+        with pytest.raises(Invalid, match=r"Consensus knows no cluster, but the bucket holds one.*tidemill restore"):
+            await check_bucket(fresh, world.objects)
+        assert await fresh.scan("") == []
+        await Restorer(fresh, world.objects, world.clock, world.rand).run()
+        await check_bucket(fresh, world.objects)
+        with pytest.raises(Invalid, match="has been replaced"):
+            await check_bucket(world.consensus, world.objects)
+
+    run(body)
