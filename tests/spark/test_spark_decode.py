@@ -50,6 +50,18 @@ def test_no_bindings_and_idle_bindings_give_no_slices() -> None:
     assert cut(base, [Binding(2, {"id": (5,)}), Binding(3, {"other": (9,)})], "t", "id") == []
 
 
+def test_a_topic_that_begins_in_an_interval_says_when_whatever_the_interval() -> None:
+    bindings = [Binding(1, {"other": (1,)}), Binding(2, {"id": (0, 3)}), Binding(3, {"id": (4, 3)})]
+    whole = cut(Binding(0, {"other": (1,)}), bindings, "t", "id")
+    assert [(s.partition, s.begins_ms) for s in whole] == [(0, 2), (1, 2)]
+    (first,) = cut(Binding(0, {"other": (1,)}), bindings[:2], "t", "id")
+    (then,) = cut(bindings[1], bindings[2:], "t", "id")
+    assert (first.begins_ms, then.begins_ms) == (2, -1)
+    (empty,) = cut(None, [Binding(5, {"id": (0, 0)}), Binding(6, {"id": (0, 0)})], "t", "id")
+    assert (empty.start, empty.end, empty.begins_ms) == (0, 0, 5)
+    assert len(cut_records(empty, []).values) == 0
+
+
 def test_batches_are_cut_to_the_slice() -> None:
     (piece,) = cut(Binding(1, {"id": (3,)}), [Binding(2, {"id": (4,)}), Binding(3, {"id": (8,)})], "t", "id")
     found = cut_records(piece, [batch(0, 5), batch(5, 5)])

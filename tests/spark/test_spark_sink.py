@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 
+from tidemill.base.errors import TidemillError
+from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.compaction import compact_once
 from tidemill.shards.front import DIFF, TIME
 from tidemill.shards.open import open_remap, open_shard
@@ -92,6 +95,46 @@ def test_deletes_updates_and_truncation_of_a_captured_table(harbour: Any, tmp_pa
     harbour.truncate(topic)
     assert commit(3, ({"id": 3}, {"id": 3, "v": "c"})) == [{"id": 3, "v": "c"}]
     assert harbour.contents("t", 2) == [{"id": 1, "v": "b"}]
+
+
+def start_over(harbour: Any, topic: Any) -> Any:
+    """As capture does when a table was made anew: a topic of the old name with a new id."""
+    harbour.portal.call(harbour.stores.catalogue.delete(TopicRow, topic.name))
+    return harbour.create_topic(topic.name, kind="capture")
+
+
+def test_a_captured_table_that_was_started_over_loses_what_is_not_in_its_new_copy(harbour: Any, tmp_path: Path) -> None:
+    old = harbour.capture("shop", {"public.t": [("id", "integer", 0), ("v", "text", -1)]})["public.t"]
+    sink = shop_sink(harbour, tmp_path / "s", ["t"])
+    harbour.produce(old, [({"id": i}, {"id": i, "v": "old"}) for i in (1, 2, 3)])
+    harbour.mint("capture/shop", 10, old)
+    sink.process(sink.latest())
+    new = start_over(harbour, old)
+    harbour.produce(new, [({"id": i}, {"id": i, "v": v}) for i, v in ((2, "new"), (3, "old"))])
+    harbour.mint("capture/shop", 20, old, new)
+    with pytest.raises(TidemillError, match="started over: shard=t"):
+        sink.process(sink.latest())
+    assert harbour.upper("t") == 11, "nothing is appended past it from the old topic"
+    # One process takes the new copy by itself, another together with what came after it: no difference.
+    one = shop_sink(harbour, tmp_path / "1", ["t"])
+    one.process(21)
+    harbour.produce(new, [({"id": 4}, {"id": 4, "v": "later"}), ({"id": 2}, None)])
+    harbour.mint("capture/shop", 30, old, new)
+    one.process(31)
+    assert harbour.contents("t", 19) == [{"id": i, "v": "old"} for i in (1, 2, 3)]
+    assert harbour.contents("t", 20) == [{"id": 2, "v": "new"}, {"id": 3, "v": "old"}]
+    assert harbour.contents("t", 30) == [{"id": 3, "v": "old"}, {"id": 4, "v": "later"}]
+
+
+def test_a_captured_table_that_was_started_over_empty_is_empty(harbour: Any, tmp_path: Path) -> None:
+    old = harbour.capture("shop", {"public.t": [("id", "integer", 0), ("v", "text", -1)]})["public.t"]
+    harbour.produce(old, [({"id": 1}, {"id": 1, "v": "old"})])
+    harbour.mint("capture/shop", 10, old)
+    shop_sink(harbour, tmp_path / "s", ["t"]).process(11)
+    new = start_over(harbour, old)
+    harbour.mint("capture/shop", 20, old, new)
+    shop_sink(harbour, tmp_path / "1", ["t"]).process(21)
+    assert (harbour.contents("t", 19), harbour.contents("t", 20)) == ([{"id": 1, "v": "old"}], [])
 
 
 def test_duplicates_are_one_row_and_malformed_records_are_dead_letters(harbour: Any, tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ import msgspec
 import pyarrow as pa
 import structlog
 
-from tidemill.base.errors import Unavailable, Unknown
+from tidemill.base.errors import TidemillError, Unavailable, Unknown
 from tidemill.base.portal import Portal
+from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.front import Binding, Remap
 from tidemill.spark.dead_letters import DeadLetters
 from tidemill.spark.decode.slices import Descriptor, Slice, cut, record_count
@@ -83,6 +84,8 @@ class FeedSink:
         self.tables = list(tables)
         self.target = 0
         """One past the newest binding that this sink has seen."""
+        self._topics_seen: set[str] = set()
+        """Topic ids of bindings after which the catalogue was looked at."""
         self.error = ""
         self.failure: BaseException | None = None
         """What no retry can heal, raised by a batch."""
@@ -159,6 +162,7 @@ class FeedSink:
             return True
         lowest = min(table.upper for table in behind)
         bindings, bases = self._portal.call(self._bindings(lowest, end, {t.upper for t in behind}))
+        self._portal.call(self._check_topics(bindings))
         work = []
         for table in behind:
             assert table.feed is not None
@@ -185,6 +189,19 @@ class FeedSink:
     ) -> tuple[list[Binding], dict[int, Binding | None]]:
         bases = {at: await self.remap.at(at - 1) for at in lowers}
         return await bindings_between(self.remap, lower, end), bases
+
+    async def _check_topics(self, bindings: Sequence[Binding]) -> None:
+        """A binding with a topic never seen may be where a captured table was started over, on a new topic under the
+        old name. Nothing may be appended past it from the old one. Raises TidemillError, for the pipeline to reopen."""
+        found = {topic_id for binding in bindings for topic_id in binding.offsets}
+        if found <= self._topics_seen:
+            return
+        for table in self.tables:
+            assert table.feed is not None
+            row = await self._stores.catalogue.get(TopicRow, table.feed.topic) if table.feed.captured else None
+            if row is not None and row.topic_id != table.feed.topic_id:
+                raise TidemillError(f"a captured table was started over: shard={table.name} topic={table.feed.topic}.")
+        self._topics_seen |= found
 
     async def _locate(self, work: Sequence[_Work]) -> None:
         for item in work:

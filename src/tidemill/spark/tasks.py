@@ -26,7 +26,7 @@ from tidemill.spark.decode.slices import Descriptor
 from tidemill.spark.decode.stream import StreamDecoder, no_dead_letters
 from tidemill.spark.feeds import TopicFeed
 from tidemill.spark.stores import Urls, shared, shared_objects
-from tidemill.spark.upsert.commands import Commands, join
+from tidemill.spark.upsert.commands import BEFORE_ALL, Commands, Truncate, join, no_commands
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import Resolved, resolve
 from tidemill.spark.upsert.runs import Run, write_run
@@ -49,14 +49,22 @@ def decode(feed: TopicFeed, descriptors: Sequence[Descriptor], batches: Sequence
     """`batches[i]` are the record batches of `descriptors[i]`. Raises Corrupt, CorruptBatch."""
     decoder = _decoder(feed)
     commands, dead = [], []
+    begins: set[int] = set()
     for descriptor, data in zip(descriptors, batches, strict=True):
         records = cut_records(descriptor.slice, data)
         if isinstance(decoder, CapturedDecoder):
             commands.append(decoder.decode(records))
+            if descriptor.slice.begins_ms >= 0:
+                begins.add(descriptor.slice.begins_ms)
         else:
             found, letters = decoder.decode(records)
             commands.append(found)
             dead.append(letters)
+    if begins:
+        # The table was started over in its database, on this topic: what is not in the new copy is gone. All partitions
+        # at one time, whichever of them this interval has records of: equal results, however it was cut (U5).
+        gone = tuple(Truncate(time_ms, p, BEFORE_ALL) for time_ms in begins for p in range(feed.partitions))
+        commands.append(Commands(no_commands(feed.schema).rows, gone))
     return Decoded(join(feed.schema, commands), pa.concat_tables(dead) if dead else no_dead_letters())
 
 
@@ -112,10 +120,10 @@ def run_task(payload: bytes) -> bytes:
     task = msgspec.msgpack.decode(payload, type=Task)
     decoded = decode_here(task.urls.objects, task.feed, task.descriptors)
     dead = to_ipc(decoded.dead) if task.bucket == 0 else b""
-    if decoded.commands.truncates:
+    mirror = _mirror(task)
+    if any(t.order != BEFORE_ALL or not mirror.empty for t in decoded.commands.truncates):
         return msgspec.msgpack.encode(TaskResult(task.table, task.bucket, None, 0, 0, "", dead, True))
     commands = _of_bucket(decoded.commands, task)
-    mirror = _mirror(task)
     resolved = resolve(task.schema, commands, mirror, task.lower, task.upper)
     part, run = None, ""
     if resolved.updates.num_rows:

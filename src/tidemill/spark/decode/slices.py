@@ -21,7 +21,8 @@ from tidemill.topics.front import BatchRef
 class Slice(msgspec.Struct, frozen=True):
     """Offsets [start, end) of one partition; an offset below ends[i] (and not below ends[i-1]) has times[i].
 
-    Both tuples grow strictly; ends[-1] == end.
+    Both tuples grow strictly; ends[-1] == end. `begins_ms`: the time of the first binding that knows
+    this topic, when that is in the interval: what a table holds by then is of an earlier topic. Else -1.
     """
 
     topic: str
@@ -31,6 +32,7 @@ class Slice(msgspec.Struct, frozen=True):
     end: int
     ends: tuple[int, ...]
     times: tuple[int, ...]
+    begins_ms: int = -1
 
     def times_of(self, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         at = np.searchsorted(np.array(self.ends, dtype=np.int64), offsets, side="right")
@@ -45,10 +47,12 @@ class Descriptor(msgspec.Struct, frozen=True):
 
 
 def cut(base: Binding | None, bindings: Sequence[Binding], topic: str, topic_id: str) -> list[Slice]:
-    """The non-empty slices of a topic, by partition."""
+    """The non-empty slices of a topic, by partition; a topic that begins here without a record has one empty slice."""
     if not bindings:
         return []
     before = base.offsets.get(topic_id, ()) if base is not None else ()
+    known = [b.time_ms for b in bindings if topic_id in b.offsets]
+    begins_ms = known[0] if known and not before else -1
     count = max(len(b.offsets.get(topic_id, ())) for b in bindings)
     out = []
     for partition in range(count):
@@ -63,7 +67,9 @@ def cut(base: Binding | None, bindings: Sequence[Binding], topic: str, topic_id:
                 times.append(binding.time_ms)
                 at = end
         if ends:
-            out.append(Slice(topic, topic_id, partition, start, at, tuple(ends), tuple(times)))
+            out.append(Slice(topic, topic_id, partition, start, at, tuple(ends), tuple(times), begins_ms))
+    if begins_ms >= 0 and not out:
+        out.append(Slice(topic, topic_id, 0, 0, 0, (0,), (begins_ms,), begins_ms))
     return out
 
 

@@ -6,7 +6,8 @@
     _partition  int32       orders compare within one partition only
     _live       bool        False = null value: delete the key
 
-A truncation deletes every key that is live at its place in the order of its partition.
+A truncation deletes every key that is live at its place in the order of its partition. One at BEFORE_ALL comes
+before every record of its time: the topic begins there, and what the table holds is of an earlier one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tidemill.spark.upsert.arrays import int64s
 ORDER = "_order"
 PARTITION = "_partition"
 LIVE = "_live"
+BEFORE_ALL = -1
 
 
 class Truncate(msgspec.Struct, frozen=True, order=True):

@@ -113,6 +113,11 @@ class Mirror:
             return run.rows if run.live.all() else run.rows.filter(pa.array(run.live))
         return merge(self.schema, self.runs[::-1], drop_absent=True).rows
 
+    @property
+    def empty(self) -> bool:
+        """True only when nothing is live."""
+        return not self.runs
+
     def __len__(self) -> int:
         """Rows in all runs: at least the number of live keys."""
         return sum(len(run) for run in self.runs)

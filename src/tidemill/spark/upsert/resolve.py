@@ -23,7 +23,7 @@ from tidemill.shards.front import DIFF, TIME, ShardSchema
 from tidemill.shards.hashing import hash_rows
 from tidemill.shards.schema import contents_schema, update_schema
 from tidemill.spark.upsert.arrays import U64, Index, Mask, group_by_key, int64s, key_tuples, rows_equal, to_mask
-from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, Commands, command_schema
+from tidemill.spark.upsert.commands import BEFORE_ALL, LIVE, ORDER, PARTITION, Commands, command_schema
 
 HashRows = Callable[[pa.Table, tuple[str, ...]], U64]
 
@@ -37,6 +37,11 @@ class Lookup(Protocol):
 
     def live_rows(self) -> pa.Table:
         """All live rows."""
+        ...
+
+    @property
+    def empty(self) -> bool:
+        """True only when nothing is live."""
         ...
 
 
@@ -66,7 +71,7 @@ def resolve(
 ) -> Resolved:
     """`commands` must all be AT for (lower, upper): the caller classifies."""
     rows = commands.rows
-    if commands.truncates:
+    if commands.truncates and not (mirror.empty and all(t.order == BEFORE_ALL for t in commands.truncates)):
         rows = _with_truncations(schema, commands, mirror)
     if rows.num_rows == 0:
         return Resolved(lower, upper, update_schema(schema).empty_table(), no_changes(schema))
