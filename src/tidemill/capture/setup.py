@@ -256,17 +256,22 @@ async def slot_state(wire: Wire, slot: str) -> SlotState | None:
     )
 
 
+def start_over(config: CaptureConfig) -> str:
+    """What an operator does about a gap in the stream: without its publication a capture copies all tables anew."""
+    return f"Run DROP PUBLICATION {identifier(config.publication)} in the database: all its tables are copied anew."
+
+
 def check_slot(config: CaptureConfig, state: SlotState | None) -> SlotState:
     """Raises SlotLost when a slot that must be there is gone or was invalidated."""
     if state is None:
         raise SlotLost(
             f"the replication slot is gone: slot={config.slot}.",
-            fix="Start this capture over: changes since it was dropped are not in the stream.",
+            fix=f"Changes since are not in the stream. {start_over(config)}",
         )
     if state.wal_status == "lost" or not state.confirmed_lsn:
         raise SlotLost(
             f"PostgreSQL invalidated the replication slot: slot={config.slot} wal_status={state.wal_status}.",
-            fix="Raise max_slot_wal_keep_size, then start this capture over with a new snapshot.",
+            fix=f"Raise max_slot_wal_keep_size. {start_over(config)}",
         )
     return state
 

@@ -70,7 +70,7 @@ def statement_error(sqlstate: str, text: str, statement: str) -> TidemillError:
     if _says_slot_lost(sqlstate, message):
         return SlotLost(
             f"the replication slot lost its WAL: {facts}.",
-            fix="Raise max_slot_wal_keep_size, then start this capture over with a new snapshot.",
+            fix="Raise max_slot_wal_keep_size and drop the capture's publication: all its tables are then copied anew.",
         )
     if sqlstate == "42501":
         return Invalid(f"PostgreSQL denied a permission: {facts}.", fix="Grant it, or let the owner run the statement.")
