@@ -210,24 +210,25 @@ class TableMeta:
     name: str
     last_keys: list[bytes]
     """One per block: at least its last key, less than the first key of the next; the last one is a key."""
-    starts: list[int]
+    starts: array[int]
     """One per block, and the end of the last block."""
-    rows: list[int]
+    rows: array[int]
+    """Arrays, not lists: an index of ten million rows would hold 6 MB of int objects."""
     cost_bytes: int
     hot: bool
 
     def __init__(
-        self, name: str, words: array[int], last_keys: list[bytes], starts: list[int], rows: list[int]
+        self, name: str, words: array[int], last_keys: list[bytes], starts: Sequence[int], rows: Sequence[int]
     ) -> None:
         self.name = name
         self._words = words
         self._word_count = len(words)
         self.last_keys = last_keys
-        self.starts = starts
-        self.rows = rows
+        self.starts = array("Q", starts)
+        self.rows = array("I", rows)
         self.hot = False
-        # Per block: a bytes object and an int with their list slots; counts of rows are small shared ints, mostly.
-        self.cost_bytes = 1000 + 8 * len(words) + sum(map(len, last_keys)) + len(rows) * (33 + 8 + 8 + 32 + 8 + 8)
+        # Per block: a bytes object with its list slot, rounded up by the allocator, a start and a count.
+        self.cost_bytes = 1000 + 8 * len(words) + sum(map(len, last_keys)) + len(rows) * (33 + 8 + 8 + 8 + 4)
 
     def may_hold(self, key: bytes) -> bool:
         """False: the file certainly has no row for `key`. The body of `bloom.may_hold`, to save a call."""
