@@ -9,8 +9,7 @@ so a process that dies anywhere in between starts those tables over cleanly (gen
 minted for their new topics.
 
 A row that a restore wrote is compared with the slot first: changes that the old cluster had confirmed, and the
-restored bindings do not cover, are gone from the slot, and every table starts over. A table that starts over after
-it was bound begins its new topic with a truncation, so that rows deleted meanwhile are gone from what is made of it.
+restored bindings do not cover, are gone from the slot, and every table starts over.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ PRODUCER_ID_BASE = 1 << 62
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """`fresh`: tables whose snapshot has still to be taken; `replaced`: those of them that were bound before."""
+    """`fresh`: tables whose snapshot has still to be taken."""
 
     row: CaptureRow
     slot: SlotState
@@ -65,7 +64,6 @@ class Prepared(msgspec.Struct, frozen=True):
     captured: tuple[CapturedTable, ...]
     fresh: tuple[str, ...]
     relations: dict[int, Relation]
-    replaced: frozenset[str] = frozenset()
 
 
 def producer_id(config: CaptureConfig) -> int:
@@ -109,7 +107,6 @@ async def prepare(
     else:
         slot = check_slot(config, await slot_state(wire, config.slot))
     relations = await describe(wire, [table.oid for table in tables])
-    replaced = frozenset(row.topics).intersection(fresh) if row is not None and latest is not None else frozenset()
     row = await _record(config, facts, catalogue, row, tables, fresh, relations)
     topics = await _topics(config, catalogue, row, fresh)
     captured = []
@@ -117,7 +114,7 @@ async def prepare(
         item = CapturedTable(table.name, topics[table.name], producer_id(config))
         item.snapshot = row.snapshots.get(table.name)
         captured.append(item)
-    return Prepared(row, slot, tuple(tables), tuple(captured), fresh, relations, replaced)
+    return Prepared(row, slot, tuple(tables), tuple(captured), fresh, relations)
 
 
 async def take_snapshot(
@@ -141,8 +138,6 @@ async def take_snapshot(
             progress.table = table.name
             target = captured[table.name]
             before = progress.rows
-            if table.name in prepared.replaced:
-                await writer.write_truncation(target, clock.now_ms())
             async for rows in snapshot.rows(table):
                 await writer.write_rows(target, snapshot.relations[table.oid], rows, clock.now_ms())
                 progress.rows += len(rows)

@@ -186,14 +186,6 @@ class TopicWriter:
         self._rounds.kick()
         await self._rounds.room()
 
-    async def write_truncation(self, table: CapturedTable, now_ms: int) -> None:
-        """Before the rows of a snapshot that starts over: whatever was made of an earlier topic is gone."""
-        self._rounds.check()
-        for lane in table.lanes:
-            self._record(lane, None, None, ChangePosition(0, lane.next), b"truncate", b"0", now_ms)
-        self._touched.clear()
-        self._rounds.kick()
-
     async def drained(self) -> None:
         """Until everything written is durable. Raises what made the writer fail."""
         await self._rounds.drained()
