@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.metastore.lsm.compaction.inline import InlineMerger
-from tidemill.metastore.lsm.compaction.merger import ChoosingMerger
+from tidemill.metastore.lsm.compaction.open import open_merger
 from tidemill.metastore.lsm.compaction.pick import pick
-from tidemill.metastore.lsm.compaction.worker import WorkerMerger
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.files import Files
 from tidemill.metastore.lsm.manifests import BucketManifests
@@ -36,9 +34,7 @@ class Tidemill:
         Tidemill.epochs += 1
         files = Files(self.objects, PREFIX)
         self._options = options = Options(write_buffer_bytes=buffer_bytes, cache_bytes=cache_bytes)
-        self._merger = ChoosingMerger(
-            InlineMerger(files.objects, options, clock), WorkerMerger(f"file://{folder}", options), options
-        )
+        self._merger = open_merger(self.objects, f"file://{folder}", options, clock)
         self.db = await Database.open(
             files,
             BucketManifests(self.objects, PREFIX, rand),
