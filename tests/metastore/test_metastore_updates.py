@@ -175,6 +175,16 @@ def test_a_manifest_of_equal_seqno_and_epoch_is_accepted() -> None:
     assert state.manifest == again
 
 
+def test_an_elder_manifest_of_the_same_seqno_and_epoch_is_refused() -> None:
+    """The simulation found it: a merge leaves the seqno as it was, and what the elder names is collected by then."""
+    state = written(10)
+    newer, elder = PersistedManifest(b"after a merge", 10, 1, 7), PersistedManifest(b"before it", 10, 1, 6)
+    do(state, PersistManifest(UUID, newer), 11)
+    with pytest.raises(Conflict, match="number=6 .* stored_number=7"):
+        do(state, PersistManifest(UUID, elder), 12)
+    assert state.manifest == newer
+
+
 def test_a_manifest_cannot_claim_what_was_never_written() -> None:
     """[F22]"""
     state = written(10)
@@ -261,7 +271,7 @@ def test_the_layout_is_the_one_drawn() -> None:
     assert msgspec.msgpack.decode(encode_command(PersistManifest(UUID, manifest(7, 3)))) == [
         3,
         UUID,
-        [b"manifest 7", 7, 3],
+        [b"manifest 7", 7, 3, 0],
     ]
     state = written(10)
     assert msgspec.msgpack.decode(encode_state(state)) == [1, UUID, 0, 0, None, [[10, [b"k10"], [b"v"]]]]

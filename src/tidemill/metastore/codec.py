@@ -5,7 +5,7 @@
       2 write       [2, domain_uuid, [key…], [value…]]     as many keys as values; "" as a value deletes
       3 persist     [3, domain_uuid, manifest]
       4 reset       [4, domain_uuid, manifest | nil]
-    manifest = [data, last_seqno, epoch]
+    manifest = [data, last_seqno, epoch, number]
     rollup   = [1, domain_uuid, seqno_delta, epoch_delta, manifest | nil, [[seqno, [key…], [value…]]…]]
 
 Keys, values and data are msgpack bin; uuids are strings. Decoding makes the one copy of keys and values

@@ -11,6 +11,7 @@ import msgspec
 from tidemill.base.errors import Conflict, Invalid
 from tidemill.metastore.state import DomainState, PersistedManifest
 
+
 class SetDomainUuid(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Name a domain that has no name yet. The first of racing leaders wins."""
 
@@ -101,10 +102,15 @@ def check_issued(state: DomainState, manifest: PersistedManifest) -> None:
 
 def check_not_lower(state: DomainState, manifest: PersistedManifest) -> None:
     stored = state.manifest
-    if stored is not None and (manifest.last_seqno < stored.last_seqno or manifest.epoch < stored.epoch):
+    if stored is None:
+        return
+    # The number is beyond the seed's rule: of two manifests with one seqno, the elder names files that may be gone.
+    before = (manifest.epoch, manifest.number) < (stored.epoch, stored.number)
+    if before or manifest.last_seqno < stored.last_seqno:
         raise Conflict(
             f"A newer manifest is persisted: last_seqno={manifest.last_seqno} epoch={manifest.epoch} "
-            f"stored_seqno={stored.last_seqno} stored_epoch={stored.epoch}.",
+            f"number={manifest.number} stored_seqno={stored.last_seqno} stored_epoch={stored.epoch} "
+            f"stored_number={stored.number}.",
             current=stored,
             fix="Reopen from the stored manifest.",
         )

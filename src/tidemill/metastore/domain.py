@@ -290,7 +290,9 @@ class Domain:
             )
         persisted = None
         if manifest is not None:
-            persisted = PersistedManifest(encode_manifest(manifest), manifest.last_seqno, manifest.epoch)
+            persisted = PersistedManifest(
+                encode_manifest(manifest), manifest.last_seqno, manifest.epoch, manifest.number
+            )
         await self.until_leading(timeout_s)
         leader = self._leader
         assert leader is not None

@@ -154,6 +154,8 @@ class Leader:
         if not flushing.done():
             flushing.cancel()
             self._check()
+        if flushing.cancelled():
+            self._check()  # whoever closed this leader cancelled it; the caller was not cancelled
         outcome: int | TidemillError = flushing.result()
         if isinstance(outcome, TidemillError):
             if isinstance(outcome, Closed):

@@ -76,7 +76,8 @@ class ReplicatedManifests:
     async def write(self, manifest: Manifest) -> None:
         """Upload, then replicate in the epoch's own term. Raises Fenced, Conflict, Invalid, Unavailable, Unknown."""
         data = encode_manifest(manifest)
-        command = PersistManifest(self._domain_uuid, PersistedManifest(data, manifest.last_seqno, manifest.epoch))
+        persisted = PersistedManifest(data, manifest.last_seqno, manifest.epoch, manifest.number)
+        command = PersistManifest(self._domain_uuid, persisted)
         try:
             self._check(command)
             await self._upload(manifest)

@@ -4,7 +4,7 @@ S1  seqno = log position + seqno_delta, epoch = term + epoch_delta. The deltas m
     domain goes on counting where its bucket ends, on a log that begins anew.
 S2  `volatile` holds, in strictly ascending seqno order, exactly the batches above the persisted manifest's
     last_seqno. Opening the manifest and applying them gives the newest database.
-S3  No manifest claims a seqno that was never issued, and none replaces one of a higher seqno or epoch.
+S3  No manifest claims a seqno that was never issued, and none replaces one of a higher seqno, epoch, or number in its epoch.
 S4  `volatile_bytes` is the sum of `batch_bytes` over `volatile`.
 """
 
@@ -32,11 +32,15 @@ class VolatileBatch(NamedTuple):
 
 
 class PersistedManifest(msgspec.Struct, frozen=True, array_like=True):
-    """The newest manifest that is both in the bucket and in the log. `data` is as `lsm.manifest` encodes it."""
+    """The newest manifest that is both in the bucket and in the log. `data` is as `lsm.manifest` encodes it.
+
+    `number` orders manifests of one epoch: after a merge two of them have one last_seqno and different files.
+    """
 
     data: bytes
     last_seqno: int
     epoch: int
+    number: int = 0
 
 
 class DomainState:

@@ -215,6 +215,11 @@ class Actor(Generic[Node]):
         return self.life.alive
 
     @property
+    def ready(self) -> bool:
+        """Up, and its node is built."""
+        return self.life.alive and self._node is not None
+
+    @property
     def node(self) -> Node:
         """The running node. Raises Down."""
         if self._node is None or not self.life.alive:

@@ -350,24 +350,25 @@ def is_manifest(data: bytes) -> bool:
 
 
 def leave_collection(shared: Shared, victim: Actor[Domain]) -> None:
-    """A round of collection that this leader had begun goes on after its death: its deletes were on their way."""
-    world = shared.world
-    leader = victim.node._leader
-    if leader is None or leader.ended or world.source.random() < 0.4:
+    """A leader that never learns it was deposed goes on collecting, from what it knew when the node died."""
+    world, source = shared.world, shared.world.source
+    leader = victim.node._leader if victim.ready else None
+    if leader is None or leader.ended or source.random() < 0.4:
         return
     roots: Roots = leader.database._roots()
     prefix = prefix_of(victim.node.domain_uuid)
-    delay_s = world.source.uniform(0, 2.0)
+    faults = frozenset({shared.fault}) if shared.fault else frozenset[str]()
+    collector = Collector(
+        Files(world.objects, prefix), BucketManifests(world.objects, prefix, world.rand()),
+        shared.options, world.clock, faults=faults,
+    )  # fmt: skip
+    pauses_s = [source.uniform(0, 0.5) for _ in range(source.choice((1, 3, 12)))]
 
     async def collect() -> None:
-        await asyncio.sleep(delay_s)
-        faults = frozenset({shared.fault}) if shared.fault else frozenset[str]()
-        collector = Collector(
-            Files(world.objects, prefix), BucketManifests(world.objects, prefix, world.rand()),
-            shared.options, world.clock, faults=faults,
-        )  # fmt: skip
-        done = await collector.collect(lambda: roots)
-        world.trace(f"a left-over collection of epoch {roots.epoch}: {done}")
+        for pause_s in pauses_s:
+            await asyncio.sleep(pause_s)
+            done = await collector.collect(lambda: roots)
+            world.trace(f"a left-over collection of epoch {roots.epoch}: {done}")
 
     world.background(collect())
 
@@ -411,11 +412,7 @@ async def compare(shared: Shared, actor: Actor[Domain], start: dict[bytes, Found
             raise Violated(f"not linearizable: key={key!r} initial={shared.initial[key]} history={shown}")
     await actor.start()
 
-    async def settled(domain: Domain) -> None:
-        await domain.until_leading(60.0)
-        await domain.sync()
-
-    await actor.enter(settled)
+    await insist(actor, lead)
     shadow = Shadow(world.consensus.placed[LOG], shared.rule)
     rows = shadow.rows(start)
     await actor.enter(lambda domain: same_rows(domain, rows, "after the last leader died"))
@@ -429,8 +426,23 @@ async def compare(shared: Shared, actor: Actor[Domain], start: dict[bytes, Found
             for file in level:
                 if await world.objects.head(files.key(file)) is None:
                     raise Violated(f"a file of the replicated manifest was deleted: {files.key(file)}")
-    await actor.enter(lambda domain: domain.flush(30.0))
+    await insist(actor, lambda domain: domain.flush(30.0))
     return rows
+
+
+async def lead(domain: Domain) -> None:
+    await domain.until_leading(60.0)
+    await domain.sync()
+
+
+async def insist(actor: Actor[Domain], work: Callable[[Domain], Awaitable[Any]]) -> None:
+    """Until it is done: a refused manifest ends a term, and the same process leads again a moment later."""
+    while True:
+        try:
+            await actor.enter(work)
+            return
+        except (Fenced, Unavailable, Closed, Conflict):
+            await asyncio.sleep(0.1)
 
 
 async def same_rows(domain: Domain, wanted: dict[bytes, Found], when: str) -> None:
