@@ -1,0 +1,72 @@
+"""kill -9 of a leading node at every step of replication and of what follows it in the bucket.
+
+After each death another node leads: every acknowledged commit is there, the rows are exactly those of the last
+commit in the log, each file of the replicated manifest exists, and collections leave live objects only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from domain_killed_child import BUCKET_STEPS, LAST, LOG_STEPS, SETTINGS, last_number
+from domain_world import DomainWorld, rows_of, run
+from lsm_killed_child import batch, state_at
+
+from tidemill.metastore.lsm.files import Files
+from tidemill.metastore.state import check_state
+
+CHILD = Path(__file__).with_name("domain_killed_child.py")
+LIMIT_S = 60.0
+
+
+def live(url: str, bucket: Path, step: str, times: int) -> int:
+    """Run the child until it dies of the step; the number of its last acknowledged commit."""
+    child = subprocess.run(
+        [sys.executable, str(CHILD), url, str(bucket), step, str(times)], stdout=subprocess.PIPE, timeout=LIMIT_S
+    )
+    assert child.returncode == -9, f"the child did not die of the step: step={step} returncode={child.returncode}"
+    acked = [line for line in child.stdout.split(b"\n")[:-1] if line.startswith(b"acked ")]
+    return int(acked[-1].split()[1]) if acked else 0
+
+
+def check(url: str, bucket: Path, acked: int) -> None:
+    async def body(world: DomainWorld) -> None:
+        domain = await world.node(SETTINGS)
+        assert domain._leader is not None
+        database = domain._leader.database
+        await domain.sync()
+        last = await last_number(domain)
+        assert last >= acked
+        expected = state_at(last) | ({LAST: b"%d" % last} if last else {})
+        assert await rows_of(domain) == expected
+        check_state(domain.state)
+        done = await database.collect_garbage()
+        assert not done.missing
+
+        # Of its own: a commit, a manifest; then what the dead left behind may go.
+        await domain.commit([*batch(last + 1), (LAST, b"%d" % (last + 1))])
+        await domain.flush(30)
+        # It merges beside this: so until the bucket holds what the version names and nothing else.
+        async with asyncio.timeout(20):
+            while await listed(database.files) != {file.number for file in database.version.files}:
+                done = await database.collect_garbage()
+                assert not done.missing and not done.skipped_newer_epoch
+                await asyncio.sleep(0.01)
+        assert await rows_of(domain) == state_at(last + 1) | {LAST: b"%d" % (last + 1)}
+
+    run(body, DomainWorld(url, bucket))
+
+
+async def listed(files: Files) -> set[int]:
+    return {name.number async for name in files.list()}
+
+
+@pytest.mark.parametrize("step", [*LOG_STEPS, *BUCKET_STEPS])
+def test_a_leader_killed_at_any_step_loses_nothing_acknowledged(step: str, tmp_path: Path) -> None:
+    url, bucket = f"sqlite://{tmp_path}/consensus.db", tmp_path / "bucket"
+    once_in_a_life = "uuid" in step or "fence" in step
+    check(url, bucket, live(url, bucket, step, 1 if once_in_a_life else 4))
