@@ -27,6 +27,7 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.machine import Capture
 from tidemill.consensus.open import open_consensus
 from tidemill.metastore.catalogue import Catalogue, TopicRow
+from tidemill.metastore.open import metastore_on
 from tidemill.node.postgres import EmbeddedPostgres, find_binaries
 from tidemill.objects.open import open_objects
 from tidemill.shards.front import Binding, Remap
@@ -53,7 +54,8 @@ async def run_capture(dsn: str, directory: Path, tag: str) -> tuple[float, int]:
     clock, rand = SystemClock(), Rand()
     consensus = await open_consensus(f"sqlite://{directory}/consensus.db", clock, rand)
     objects = await open_objects(f"file://{directory}/objects", clock, rand)
-    catalogue = Catalogue(consensus, clock, rand)
+    metastore = metastore_on(consensus, objects, clock, rand)
+    catalogue = Catalogue(metastore, clock, rand)
     topics = LocalTopics(consensus, objects, catalogue, clock=clock, rand=rand)
     remap = await open_remap(consensus, clock, rand, f"capture/{NAME}")
     capture = Capture(
@@ -69,6 +71,7 @@ async def run_capture(dsn: str, directory: Path, tag: str) -> tuple[float, int]:
     assert row is not None
     high_watermark = (await topics.offsets(row.topic_id, 0)).high_watermark
     await topics.aclose()
+    await metastore.aclose()
     await consensus.aclose()
     await objects.aclose()
     return took_s, high_watermark

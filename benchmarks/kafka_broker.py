@@ -22,6 +22,7 @@ async def tidemill(objects_url: str, consensus_url: str) -> None:
     from tidemill.consensus.open import open_consensus
     from tidemill.kafka import KafkaServer
     from tidemill.metastore.catalogue import Catalogue
+    from tidemill.metastore.open import metastore_on
     from tidemill.objects.open import open_objects
     from tidemill.topics.leadership import Alone
     from tidemill.topics.log import LocalTopics
@@ -29,7 +30,8 @@ async def tidemill(objects_url: str, consensus_url: str) -> None:
     clock, rand = SystemClock(), Rand()
     objects = await open_objects(objects_url, clock, rand)
     consensus = await open_consensus(consensus_url, clock, rand)
-    catalogue = Catalogue(consensus, clock, rand)
+    metastore = metastore_on(consensus, objects, clock, rand)
+    catalogue = Catalogue(metastore, clock, rand)
     topics = LocalTopics(consensus, objects, catalogue, clock=clock, rand=rand, assignment=Alone("n1", 1))
     await topics.start()
     server = KafkaServer(
@@ -46,6 +48,7 @@ async def tidemill(objects_url: str, consensus_url: str) -> None:
     await asyncio.to_thread(sys.stdin.read)
     await server.aclose()
     await topics.aclose()
+    await metastore.aclose()
     await consensus.aclose()
     await objects.aclose()
 

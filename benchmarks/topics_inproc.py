@@ -24,6 +24,7 @@ import crc32c
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.open import open_consensus
 from tidemill.metastore.catalogue import Catalogue
+from tidemill.metastore.open import metastore_on
 from tidemill.objects.open import open_objects
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.batch.header import add_sequence
@@ -63,7 +64,8 @@ async def main(store: str, batch_bytes: int, seconds: float, partitions: int, di
     local = store == "local"
     consensus = await open_consensus(f"sqlite:{directory / 'c.db'}" if local else "memory:", clock, rand)
     objects = await open_objects(str(directory / "objects") if local else "memory:", clock, rand)
-    catalogue = Catalogue(consensus, clock, rand)
+    metastore = metastore_on(consensus, objects, clock, rand)
+    catalogue = Catalogue(metastore, clock, rand)
     row = await catalogue.create_topic("bench", partitions)
     topics = LocalTopics(consensus, objects, catalogue, clock=clock, rand=rand)
     records = template(batch_bytes)
@@ -120,6 +122,7 @@ async def main(store: str, batch_bytes: int, seconds: float, partitions: int, di
         f"{bare_latencies[len(bare_latencies) // 2]:.2f} ms; produce is {rate / bare_rate:.2f}x of it"
     )
     await topics.aclose()
+    await metastore.aclose()
     await consensus.aclose()
     await objects.aclose()
 

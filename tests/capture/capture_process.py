@@ -11,6 +11,7 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.machine import Capture
 from tidemill.consensus.open import open_consensus
 from tidemill.metastore.catalogue import Catalogue
+from tidemill.metastore.open import metastore_on
 from tidemill.objects.open import open_objects
 from tidemill.shards.remap import LogRemap
 from tidemill.topics.log import LocalTopics
@@ -20,7 +21,7 @@ async def main(dsn: str, name: str, directory: Path) -> None:
     clock, rand = SystemClock(), Rand()
     consensus = await open_consensus(f"sqlite://{directory}/consensus.db", clock, rand)
     objects = await open_objects(f"file://{directory}/objects", clock, rand)
-    catalogue = Catalogue(consensus, clock, rand)
+    catalogue = Catalogue(metastore_on(consensus, objects, clock, rand), clock, rand)
     config = CaptureConfig(name=name, dsn=dsn, binding_interval_ms=10, idle_binding_ms=100, fragment_changes=5)
     capture = Capture(
         config,

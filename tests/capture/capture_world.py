@@ -20,6 +20,7 @@ from tidemill.capture.topic_writer import position_of
 from tidemill.capture.wire.connection import DISPLAY_SETTINGS
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import CaptureRow, Catalogue, TopicRow
+from tidemill.metastore.open import metastore_on
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.front import Binding
 from tidemill.shards.remap import LogRemap
@@ -51,7 +52,8 @@ class World:
         self.rand = Rand()
         self.consensus = consensus or MemoryConsensus(self.clock)
         self.objects = objects or MemoryObjects(self.clock)
-        self.catalogue = Catalogue(self.consensus, self.clock, self.rand)
+        self.metastore = metastore_on(self.consensus, self.objects, self.clock, self.rand)
+        self.catalogue = Catalogue(self.metastore, self.clock, self.rand)
         self.tracker = Tracker()
         self.topics: Any = None
         self.connection: Any = None
@@ -67,6 +69,7 @@ class World:
         await until(self.slot_dropped, "the slot is free and dropped")
         await self.connection.close()
         await self.topics.aclose()
+        await self.metastore.aclose()
 
     async def slot_dropped(self) -> bool:
         """Slots count against the whole server: leave none behind."""

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.catalogue import Catalogue
+from tidemill.metastore.open import metastore_on
 
 pytestmark = pytest.mark.postgres
 
@@ -36,9 +37,13 @@ def saved(world: World) -> MemoryState:
 async def restore(world: World, state: MemoryState, **row: Any) -> None:
     """The world on earlier consensus, its capture marked as a restore marks it."""
     await world.topics.aclose()
-    state.leases = {}
+    await world.metastore.aclose()
+    state.leases = {name: lease for name, lease in state.leases.items() if name.startswith("metastore/")}
     world.consensus = MemoryConsensus(world.clock, state)
-    world.catalogue = Catalogue(world.consensus, world.clock, world.rand)
+    for lease in await world.consensus.leases("metastore/"):
+        await world.consensus.release(lease.name, lease.holder, lease.term)
+    world.metastore = metastore_on(world.consensus, world.objects, world.clock, world.rand)
+    world.catalogue = Catalogue(world.metastore, world.clock, world.rand)
     world.topics = world.new_topics()
     marked = replace(await world.row(), restored=True, snapshot_done=False, **row)
     await world.catalogue.put(marked)

@@ -12,6 +12,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.open import open_consensus
 from tidemill.kafka import KafkaServer
 from tidemill.metastore.catalogue import Catalogue
+from tidemill.metastore.open import metastore_on
 from tidemill.objects.open import open_objects
 from tidemill.topics.leadership import Membership, NodeInfo
 from tidemill.topics.log import LocalTopics
@@ -21,7 +22,8 @@ async def serve(directory: str, port: int) -> None:
     clock, rand = SystemClock(), Rand()
     objects = await open_objects(f"file://{directory}/objects", clock, rand)
     consensus = await open_consensus(f"sqlite://{directory}/consensus.db", clock, rand)
-    catalogue = Catalogue(consensus, clock, rand)
+    metastore = metastore_on(consensus, objects, clock, rand)
+    catalogue = Catalogue(metastore, clock, rand)
     membership = Membership(consensus, "n1", NodeInfo("127.0.0.1", port), clock, rand)
     await membership.start()
     topics = LocalTopics(consensus, objects, catalogue, clock=clock, rand=rand, assignment=membership)

@@ -18,6 +18,7 @@ from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.consensus.open import open_consensus
 from tidemill.kafka import KafkaServer, KafkaSettings
 from tidemill.metastore.catalogue import Catalogue, TopicRow
+from tidemill.metastore.open import NODE, metastore_on
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.open import open_objects
 from tidemill.objects.store import ObjectStore
@@ -90,7 +91,8 @@ class RealBroker:
             self.consensus: Consensus = MemoryConsensus(clock, self._memory_state)
         else:
             self.consensus = await open_consensus(consensus_url, clock, rand)
-        self.catalogue = Catalogue(self.consensus, clock, rand)
+        self.metastore = metastore_on(self.consensus, self.objects, clock, rand)
+        self.catalogue = Catalogue(self.metastore, clock, rand)
         self.topics = LocalTopics(
             self.consensus, self.objects, self.catalogue, clock=clock, rand=rand, assignment=Alone("n1", self._epoch())
         )
@@ -116,6 +118,7 @@ class RealBroker:
     async def _down(self) -> None:
         await self.server.aclose()
         await self.topics.aclose()
+        await self.metastore.aclose()
         await self.consensus.aclose()
         await self.objects.aclose()
 
@@ -145,7 +148,8 @@ class Node:
     async def start(self) -> None:
         clock, rand = SystemClock(), Rand()
         self.consensus = MemoryConsensus(clock, self._state)
-        self.catalogue = Catalogue(self.consensus, clock, rand)
+        self.metastore = metastore_on(self.consensus, self._objects, clock, rand, settings=NODE)
+        self.catalogue = Catalogue(self.metastore, clock, rand)
         info = NodeInfo("127.0.0.1", self.port)
         self.membership = Membership(self.consensus, self.name, info, clock, rand, poll_s=0.1)
         await self.membership.start()
@@ -168,6 +172,7 @@ class Node:
     async def stop(self) -> None:
         await self.server.aclose()
         await self.topics.aclose()
+        await self.metastore.aclose()
         await self.membership.aclose()
         await self.consensus.aclose()
 
@@ -222,7 +227,8 @@ class FakeBroker:
         self.portal = Portal("kafka-test")
         self.topics = self.portal.call(self._make_topics(delay_s))
         self.consensus = Outages(SystemClock())
-        self.catalogue = Catalogue(self.consensus, SystemClock(), Rand())
+        self.metastore = metastore_on(self.consensus, MemoryObjects(SystemClock()), SystemClock(), Rand())
+        self.catalogue = Catalogue(self.metastore, SystemClock(), Rand())
         self.server: KafkaServer | None = None
         self.port = 0
         self.start()
@@ -260,4 +266,5 @@ class FakeBroker:
 
     def close(self) -> None:
         self.stop()
+        self.portal.call(self.metastore.aclose())
         self.portal.close()

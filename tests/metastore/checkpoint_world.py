@@ -12,7 +12,7 @@ from memory_rows import Shared, opener
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.marks import Tracker
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.metastore.catalogue_next import Catalogue, PipelineRow, TopicRow
+from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.metastore.checkpoint import Checkpointer
 from tidemill.metastore.cluster import Cluster, domain_name
 from tidemill.metastore.domain import Domain

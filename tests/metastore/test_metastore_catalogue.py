@@ -13,7 +13,7 @@ from memory_rows import Shared, opener
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import Conflict, Corrupt, Fenced, Invalid, Missing, Unavailable, Unknown
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.metastore.catalogue_next import (
+from tidemill.metastore.catalogue import (
     CapturedColumn,
     CaptureRow,
     Catalogue,

@@ -12,7 +12,7 @@ from checkpoint_world import World, damage, keys, persisted
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Missing
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.metastore.catalogue_next import CaptureRow, PipelineRow, TableSnapshot
+from tidemill.metastore.catalogue import CaptureRow, PipelineRow, TableSnapshot
 from tidemill.metastore.rows import (
     BINDINGS,
     CAPTURES,

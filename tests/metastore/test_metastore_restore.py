@@ -16,7 +16,7 @@ from tidemill.base.errors import Corrupt, Fenced, Invalid, Missing
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.open import open_consensus
 from tidemill.metastore import domain
-from tidemill.metastore.catalogue_next import CaptureRow, Catalogue, TableSnapshot, TopicRow
+from tidemill.metastore.catalogue import CaptureRow, Catalogue, TableSnapshot, TopicRow
 from tidemill.metastore.cluster import read_cluster
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.presence import ALIVE_PREFIX, CLUSTER_PREFIX, Presence, newest_manifest

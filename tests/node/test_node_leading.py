@@ -14,8 +14,10 @@ from tidemill.consensus.api import Lease
 from tidemill.consensus.leading import lead
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import CaptureRow, Catalogue, TopicRow
+from tidemill.metastore.open import metastore_on
 from tidemill.node.assignment import CaptureFirst
 from tidemill.node.shape_routing import ShapeRouting
+from tidemill.objects.memory import MemoryObjects
 from tidemill.topics.leadership import Membership, NodeInfo
 
 TTL_MS = 300
@@ -110,7 +112,8 @@ def test_a_restarted_node_takes_back_what_its_killed_process_held() -> None:
 
 
 async def captured(consensus: MemoryConsensus, holder: str, url: bytes) -> Catalogue:
-    catalogue = Catalogue(consensus, SystemClock(), Rand(1))
+    clock = SystemClock()
+    catalogue = Catalogue(metastore_on(consensus, MemoryObjects(clock), clock, Rand(1)), clock, Rand(1))
     await catalogue.create_topic("shop.public.orders", 1, kind="capture")
     topics = {"public.orders": "shop.public.orders"}
     await catalogue.put(CaptureRow("shop", "1", "s", "p", 1, True, topics))

@@ -18,6 +18,7 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.machine import Capture
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import Catalogue
+from tidemill.metastore.open import metastore_on
 from tidemill.node.http import HttpServer
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shapes import ShapeService, ShapeSettings, shape_routes
@@ -41,7 +42,8 @@ class RealWorld(ShapeWorld):
     async def __aenter__(self) -> Self:
         clock, rand = SystemClock(), Rand()
         self.consensus, self.objects = MemoryConsensus(clock), MemoryObjects(clock)
-        catalogue = Catalogue(self.consensus, clock, rand)
+        self.metastore = metastore_on(self.consensus, self.objects, clock, rand)
+        catalogue = Catalogue(self.metastore, clock, rand)
         self.db = await psycopg.AsyncConnection.connect(self.dsn, autocommit=True)
         await self.db.execute(self._ddl)
         self.topics = LocalTopics(self.consensus, self.objects, catalogue, clock=clock, rand=rand)
@@ -70,6 +72,7 @@ class RealWorld(ShapeWorld):
         await self.service.aclose()
         await self.server.aclose()
         await self.topics.aclose()
+        await self.metastore.aclose()
         await eventually(self._drop_slot)
         await self.db.close()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.open import open_consensus
 from tidemill.metastore.catalogue import Catalogue
+from tidemill.metastore.open import metastore_on
 from tidemill.objects.open import open_objects
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.log import LocalTopics
@@ -25,7 +26,7 @@ async def main(directory: Path, topic_id: str, partitions: int, life: int) -> No
     topics = LocalTopics(
         consensus,
         objects,
-        Catalogue(consensus, clock, rand),
+        Catalogue(metastore_on(consensus, objects, clock, rand), clock, rand),
         clock=clock,
         rand=rand,
         settings=TopicSettings(object_bytes=4000, rollup_records=20),

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from topics_world import batch, eventually, values_of
@@ -13,6 +14,7 @@ from topics_world import batch, eventually, values_of
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.open import open_consensus
 from tidemill.metastore.catalogue import Catalogue
+from tidemill.metastore.open import metastore_on
 from tidemill.objects.open import open_objects
 from tidemill.topics.front import NotLeader
 from tidemill.topics.leadership import Membership, NodeInfo
@@ -26,8 +28,12 @@ SCRIPT = Path(__file__).with_name("killed_producer.py")
 async def create_topic(directory: Path) -> str:
     clock, rand = SystemClock(), Rand()
     consensus = await open_consensus(f"sqlite:{directory / 'consensus.db'}", clock, rand)
-    row = await Catalogue(consensus, clock, rand).create_topic("t", PARTITIONS)
+    objects = await open_objects(str(directory / "objects"), clock, rand)
+    metastore = metastore_on(consensus, objects, clock, rand)
+    row = await Catalogue(metastore, clock, rand).create_topic("t", PARTITIONS)
+    await metastore.aclose()
     await consensus.aclose()
+    await objects.aclose()
     return row.topic_id
 
 
@@ -79,14 +85,16 @@ def test_nothing_acknowledged_is_lost_and_nothing_is_doubled_when_the_process_is
 async def two_nodes(dsn: str, directory: Path) -> None:
     """Two nodes on their own connections share partitions by lease; one leaves, the other has everything."""
     clock, rand = SystemClock(), Rand()
-    stores, nodes, members = [], [], []
+    stores: list[Any] = []
+    nodes, members = [], []
     for name in ("a", "b"):
         consensus = await open_consensus(dsn, clock, rand)
         objects = await open_objects(str(directory / "objects"), clock, rand)
         membership = Membership(consensus, name, NodeInfo(), clock, rand, poll_s=0.05)
         await membership.start()
-        catalogue = Catalogue(consensus, clock, rand)
-        stores += [consensus, objects]
+        metastore = metastore_on(consensus, objects, clock, rand)
+        catalogue = Catalogue(metastore, clock, rand)
+        stores += [metastore, consensus, objects]
         members.append(membership)
         nodes.append(LocalTopics(consensus, objects, catalogue, clock=clock, rand=rand, assignment=membership))
     row = await catalogue.create_topic("t", 16)
@@ -109,7 +117,7 @@ async def two_nodes(dsn: str, directory: Path) -> None:
         await nodes[0].aclose()
         await members[0].aclose()
         await asyncio.gather(*(produce(p, 1) for p in range(16)))
-        reader = PartitionReaderImpl(stores[2], stores[3])  # type: ignore[arg-type]
+        reader = PartitionReaderImpl(consensus, objects)
         for partition in range(16):
             refs = await reader.plan(row.topic_id, partition, 0, 2)
             assert values_of(await reader.read(refs)) == [(0, f"{partition}.0"), (1, f"{partition}.1")]

@@ -12,6 +12,7 @@ from tidemill.base.marks import Tracker
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.catalogue import Catalogue, TopicRow
+from tidemill.metastore.open import metastore_on
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.store import Buffer
 from tidemill.topics.batch import Record, decode_columns, encode_batch
@@ -98,7 +99,10 @@ class World:
         self.consensus = FaultyConsensus()
         self.clock = SystemClock()
         self.rand = Rand(7)
-        self.catalogue = Catalogue(self.consensus, self.clock, self.rand)
+        # The catalogue has clients of its own: faults, gates and counts here are of the topic room alone.
+        quiet = MemoryConsensus(self.clock, self.consensus.state)
+        self.metastore = metastore_on(quiet, MemoryObjects(self.clock), self.clock, self.rand)
+        self.catalogue = Catalogue(self.metastore, self.clock, self.rand)
         self.settings = TopicSettings(**({"retry_pause_s": 0.002} | settings))
         self.tracker = Tracker()
         self.nodes: list[LocalTopics] = []
@@ -128,6 +132,7 @@ class World:
                 gate.set_result(None)
         for node in self.nodes:
             await node.aclose()
+        await self.metastore.aclose()
 
 
 def batch(

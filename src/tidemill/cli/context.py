@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,7 @@ from tidemill.node.config import Config, load
 if TYPE_CHECKING:
     from tidemill.consensus.api import Consensus
     from tidemill.metastore.catalogue import Catalogue
+    from tidemill.metastore.metastore import Metastore
     from tidemill.objects.store import ObjectStore
     from tidemill.shards.front import Shard
 
@@ -38,11 +40,23 @@ class Stores:
         self.clock: Clock = SystemClock()
         self.rand = Rand()
 
+    @cached_property
+    def metastore(self) -> Metastore:
+        """Opened at its first use: most commands need none."""
+        from tidemill.metastore.open import metastore_on
+
+        domains = self.config.metastore.domains
+        return metastore_on(self.consensus, self.objects, self.clock, self.rand, domains=domains)
+
     @property
     def catalogue(self) -> Catalogue:
         from tidemill.metastore.catalogue import Catalogue
 
-        return Catalogue(self.consensus, self.clock, self.rand)
+        return Catalogue(self.metastore, self.clock, self.rand)
+
+    def close(self) -> None:
+        if "metastore" in self.__dict__:
+            self.portal.call(self.metastore.aclose())
 
     def shard(self, name: str) -> Shard:
         """Open an existing shard. Raises Missing."""
@@ -55,8 +69,10 @@ class Stores:
 def stores(path: Path | None) -> Iterator[Stores]:
     """Open what the configuration names; closed at the end. Raises Invalid with the key and the fix."""
     from tidemill.consensus.open import open_consensus
+    from tidemill.node.logs import configure_logs
     from tidemill.objects.open import open_objects
 
+    configure_logs("warning")  # a command that leads for a moment has nothing to tell about it
     config = load(path)
     clock, rand = SystemClock(), Rand()
     with Portal() as portal:
@@ -64,7 +80,11 @@ def stores(path: Path | None) -> Iterator[Stores]:
         try:
             consensus = portal.call(open_consensus(config.consensus_url, clock, rand))
             try:
-                yield Stores(config, portal, consensus, objects)
+                opened = Stores(config, portal, consensus, objects)
+                try:
+                    yield opened
+                finally:
+                    opened.close()
             finally:
                 portal.call(consensus.aclose())
         finally:

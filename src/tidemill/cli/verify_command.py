@@ -21,7 +21,13 @@ def verify(
 
     with stores(config) as opened, _Bar() as bar:
         verifier = Verifier(
-            opened.config, opened.consensus, opened.objects, opened.clock, opened.rand, progress=bar.show
+            opened.config,
+            opened.consensus,
+            opened.objects,
+            opened.catalogue,
+            opened.clock,
+            opened.rand,
+            progress=bar.show,
         )
         found = opened.portal.call(verifier.tables(tables or ()))
     if as_json:

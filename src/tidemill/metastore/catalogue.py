@@ -1,31 +1,37 @@
-"""The catalogue: typed rows for what exists. Thin for now: one register per row.
+"""The catalogue: what exists. Check-and-write over rows of the metastore's domain 0 (layouts: rows/).
 
-    catalogue/topic/<name>        TopicRow      (msgpack)
-    catalogue/pipeline/<name>     PipelineRow
-    catalogue/capture/<name>      CaptureRow
-
-The replicated LSM database takes these rows over; callers only see this module.
+CA1  A write is a commit that expects the row as it was read. Of two that race one wins; the other looks again.
+CA2  A write whose outcome is unknown is decided by reading on: seqnos never come back, so what was expected before
+     cannot be true again, and a topic id names one attempt.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
-
-import msgspec
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Conflict, Invalid, Missing, Unknown
-from tidemill.consensus.api import Consensus
+from tidemill.base.errors import Conflict, Fenced, Invalid, Missing, Unknown
+from tidemill.metastore.front import VersionedRow
+from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.rows import CAPTURES, PIPELINES, TOPIC_IDS, TOPICS
 from tidemill.metastore.rows.captures import CapturedColumn, CaptureRow, TableSnapshot
+from tidemill.metastore.rows.family import Family
 from tidemill.metastore.rows.pipelines import PipelineRow
-from tidemill.metastore.rows.topics import TopicRow
+from tidemill.metastore.rows.topics import TopicIdRow, TopicRow
 
 TOPIC_NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
 TOPIC_NAME_LENGTH = 249
 
+WRITE_BUDGET_S = 20.0
+"""A write that meets changes of leadership is tried again for so long."""
+PAUSE_S = 0.05
 
 Row = TypeVar("Row", TopicRow, CaptureRow, PipelineRow)
-_KINDS: dict[type, str] = {TopicRow: "topic", CaptureRow: "capture", PipelineRow: "pipeline"}
+Change = Sequence[tuple[bytes, bytes]]
+
+_FAMILIES: dict[type, Family[Any]] = {TopicRow: TOPICS, CaptureRow: CAPTURES, PipelineRow: PIPELINES}
 
 
 def check_topic_name(name: str) -> None:
@@ -35,29 +41,40 @@ def check_topic_name(name: str) -> None:
 
 
 class Catalogue:
-    def __init__(self, consensus: Consensus, clock: Clock, rand: Rand) -> None:
-        self._consensus = consensus
+    """Reads may raise Unavailable, Closed; writes Unknown besides (only after WRITE_BUDGET_S)."""
+
+    def __init__(self, metastore: Metastore, clock: Clock, rand: Rand) -> None:
+        self._metastore = metastore
         self._clock = clock
         self._rand = rand
 
-    async def get(self, kind: type[Row], name: str) -> Row | None:
-        found = await self._consensus.head(self._key(kind, name))
-        if found is None or not found.data:
-            return None
-        return msgspec.msgpack.decode(found.data, type=kind)
+    async def get(self, kind: type[Row], name: str, *, fresh: bool = True) -> Row | None:
+        """`fresh` False may be up to metastore.STALE_S old, but never older than this process's own writes."""
+        found: Row | None = await self._metastore.get(_FAMILIES[kind], name, fresh=fresh)
+        return found
 
-    async def list(self, kind: type[Row]) -> list[Row]:
-        rows = await self._consensus.scan(self._key(kind, ""))
-        return [msgspec.msgpack.decode(v.data, type=kind) for _, v in rows if v.data]
+    async def list(self, kind: type[Row], *, fresh: bool = True) -> list[Row]:
+        """All rows of the kind, by name."""
+        found: list[Row] = await self._metastore.rows(_FAMILIES[kind], fresh=fresh)
+        return found
 
-    async def put(self, row: Row) -> None:
+    async def topic_by_id(self, topic_id: str, *, fresh: bool = True) -> TopicRow | None:
+        found = await self._metastore.get(TOPIC_IDS, topic_id, fresh=fresh)
+        row = await self._metastore.get(TOPICS, found.name, fresh=False) if found is not None else None
+        # The name may have gone to another topic between the two reads.
+        return row if row is not None and row.topic_id == topic_id else None
+
+    async def put(self, row: TopicRow | CaptureRow | PipelineRow) -> None:
         """Create or replace, last writer wins (one owner per row by lease)."""
-        while True:
-            found = await self._consensus.head(self._key(type(row), row.name))
-            if await self._write(
-                self._key(type(row), row.name), found.seq if found else 0, msgspec.msgpack.encode(row)
-            ):
-                return
+        family = _FAMILIES[type(row)]
+        key, value = family.encode(row)
+
+        def replaced(found: VersionedRow | None) -> Change:
+            if found is not None and found.value == value:
+                return ()
+            return [(key, value), *_by_id(family, key, found, row)]
+
+        await self._write(key, replaced)
 
     async def create_topic(
         self, name: str, partitions: int, *, kind: str = "stream", config: dict[str, str] | None = None
@@ -66,39 +83,71 @@ class Catalogue:
         check_topic_name(name)
         if not 1 <= partitions <= 10_000:
             raise Invalid(f"bad partition count: topic={name} partitions={partitions}.", fix="Use 1 to 10000.")
-        row = TopicRow(name, self._rand.uuid(), partitions, kind, self._clock.now_ms(), config or {})
-        while True:
-            found = await self._consensus.head(self._key(TopicRow, name))
-            if found is not None and found.data:
-                current = msgspec.msgpack.decode(found.data, type=TopicRow)
-                raise Conflict(f"topic exists: topic={name}.", current=current)
-            if await self._write(self._key(TopicRow, name), found.seq if found else 0, msgspec.msgpack.encode(row)):
-                return row
+        key = TOPICS.key(name)
+        attempts: dict[str, TopicRow] = {}
+
+        def created(found: VersionedRow | None) -> Change:
+            if found is not None and found.value:
+                current = TOPICS.decode(key, found.value)
+                if current.topic_id not in attempts:
+                    raise Conflict(f"topic exists: topic={name}.", current=current)
+                attempts["won"] = current  # an attempt of ours, whose outcome nobody could tell us
+                return ()
+            row = TopicRow(name, self._rand.uuid(), partitions, kind, self._clock.now_ms(), config or {})
+            attempts[row.topic_id] = attempts["won"] = row
+            return [TOPICS.encode(row), TOPIC_IDS.encode(TopicIdRow(row.topic_id, name))]
+
+        await self._write(key, created)
+        return attempts["won"]
 
     async def delete(self, kind: type[Row], name: str) -> None:
-        """Raises Missing. The register stays as an empty version: absence is never permission to write."""
+        """Raises Missing."""
+        family: Family[Any] = _FAMILIES[kind]
+        key: bytes = family.key(name)
+        attempted = False
+
+        def deleted(found: VersionedRow | None) -> Change:
+            nonlocal attempted
+            if found is None or not found.value:
+                if attempted:
+                    return ()
+                raise Missing(f"no such {family.name}: name={name}.")
+            attempted = True
+            return [(key, b""), *_by_id(family, key, found, None)]
+
+        await self._write(key, deleted)
+
+    async def _write(self, key: bytes, change: Callable[[VersionedRow | None], Change]) -> None:
+        """Read the row, ask `change` what to write (nothing: done), write it if the row is still as read (CA1)."""
+        until_s = self._clock.monotonic_s() + WRITE_BUDGET_S
         while True:
-            found = await self._consensus.head(self._key(kind, name))
-            if found is None or not found.data:
-                raise Missing(f"no such {_KINDS[kind]}: name={name}.")
-            if await self._write(self._key(kind, name), found.seq, b""):
+            found = await self._metastore.get_row(key)
+            rows = change(found)
+            if not rows:
                 return
+            try:
+                await self._metastore.commit(rows, expects={key: found.seqno if found is not None else 0})
+                return
+            except Conflict:
+                pass
+            except (Fenced, Unknown) as error:
+                if self._clock.monotonic_s() > until_s:
+                    raise Unknown(
+                        f"A row may have been written: key={key!r} cause={error.message!r}.",
+                        fix="Look at it again before writing it anew.",
+                    ) from error
+            await asyncio.sleep(self._rand.uniform(0, PAUSE_S))
 
-    async def _write(self, key: str, expected_seq: int, data: bytes) -> bool:
-        """One attempt; False = lost the race, look again. An unknown outcome is resolved by nonce."""
-        nonce = self._rand.nonce()
-        try:
-            await self._consensus.cas(key, expected_seq, data, nonce)
-        except Conflict:
-            return False
-        except Unknown:
-            found = await self._consensus.head(key)
-            return found is not None and found.nonce == nonce
-        return True
 
-    @staticmethod
-    def _key(kind: type, name: str) -> str:
-        return f"catalogue/{_KINDS[kind]}/{name}"
+def _by_id(family: Family[Any], key: bytes, found: VersionedRow | None, row: Any) -> Change:
+    """What a change of a topic's row does to its rows by id."""
+    if family is not TOPICS:
+        return ()
+    old = TOPICS.decode(key, found.value) if found is not None and found.value else None
+    rows: dict[bytes, bytes] = {TOPIC_IDS.key(old.topic_id): b""} if old is not None else {}
+    if row is not None:
+        rows |= [TOPIC_IDS.encode(TopicIdRow(row.topic_id, row.name))]
+    return list(rows.items())
 
 
 __all__ = ["CaptureRow", "CapturedColumn", "Catalogue", "PipelineRow", "TableSnapshot", "TopicRow", "check_topic_name"]

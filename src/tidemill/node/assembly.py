@@ -1,6 +1,6 @@
 """One node, assembled from a configuration.
 
-Start order: stores → membership and topics → Kafka → shapes and HTTP → captures and binders. A client
+Start order: stores → metastore → membership and topics → Kafka → shapes and HTTP → captures and binders. A client
 that can connect is served; what is not there yet answers "retry". Stop order is the reverse.
 """
 
@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
+import msgspec
 import structlog
 from starlette.applications import Starlette
 from starlette.routing import BaseRoute
@@ -28,6 +29,7 @@ from tidemill.consensus.open import open_consensus
 from tidemill.kafka.server import KafkaServer
 from tidemill.kafka.settings import KafkaSettings
 from tidemill.metastore.catalogue import Catalogue, TopicRow
+from tidemill.metastore.open import NODE, metastore_on
 from tidemill.node.assignment import CaptureFirst
 from tidemill.node.binder import Binder
 from tidemill.node.config import CaptureSection, Config
@@ -83,7 +85,17 @@ class Node:
 
     async def _serve(self, objects: ObjectStore, consensus: Consensus, stop: asyncio.Event) -> None:
         config, clock, rand = self._config, self._clock, self._rand
-        catalogue = Catalogue(consensus, clock, rand)
+        metastore = metastore_on(
+            consensus,
+            objects,
+            clock,
+            rand,
+            domains=config.metastore.domains,
+            settings=msgspec.structs.replace(NODE, persist_interval_s=config.metastore.persist_interval_s),
+            holder=self._instance,
+            tracker=self._marks,
+        )
+        catalogue = Catalogue(metastore, clock, rand)
         reader = PartitionReaderImpl(consensus, objects)
         host, _, kafka_port = config.node.kafka.rpartition(":")
         advertised = config.node.advertised_host or host
@@ -123,6 +135,8 @@ class Node:
         )
         binder = Binder(catalogue, reader, lambda name: open_remap(consensus, clock, rand, name), clock)
         async with AsyncExitStack() as stack:
+            stack.push_async_callback(metastore.aclose)
+            await metastore.start()
             await membership.start()
             stack.push_async_callback(membership.aclose)
             await assignment.start()

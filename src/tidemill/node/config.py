@@ -49,6 +49,11 @@ class ConsensusSection(Section):
     url: str = ""
 
 
+class MetastoreSection(Section):
+    domains: int = Field(0, ge=0, le=64)
+    persist_interval_s: float = Field(30.0, ge=0.1, le=3600.0)
+
+
 class KafkaSection(Section):
     auto_create_topics: bool = True
     default_partitions: int = Field(4, ge=1, le=10_000)
@@ -76,6 +81,7 @@ class Config(Section):
     node: NodeSection = NodeSection()
     objects: ObjectsSection = ObjectsSection()
     consensus: ConsensusSection = ConsensusSection()
+    metastore: MetastoreSection = MetastoreSection()
     kafka: KafkaSection = KafkaSection()
     spark: SparkSection = SparkSection()
     capture: dict[str, CaptureSection] = {}

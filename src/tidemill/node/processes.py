@@ -79,6 +79,8 @@ def driver_command(config: Config, name: str) -> list[str]:
         config.objects_url,
         "--consensus",
         config.consensus_url,
+        "--domains",
+        str(config.metastore.domains),
         "--pipeline",
         config.pipeline[name].file,
         "--name",

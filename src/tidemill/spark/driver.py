@@ -33,6 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tidemill.spark.driver", description="Run one pipeline until SIGTERM.")
     parser.add_argument("--objects", required=True, help="URL of the bucket or directory")
     parser.add_argument("--consensus", required=True, help="URL of consensus")
+    parser.add_argument("--domains", type=int, default=0, help="metastore.domains of the configuration")
     parser.add_argument("--pipeline", required=True, type=Path, help="file with build(p)")
     parser.add_argument("--name", required=True, help="name of the pipeline")
     parser.add_argument("--master", default="local[*]", help="Spark master")
@@ -53,6 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         name=options.name,
         file=options.pipeline,
         urls=Urls(options.objects, options.consensus),
+        domains=options.domains,
         master=options.master,
         scratch=options.scratch.absolute(),
         instance=options.instance,

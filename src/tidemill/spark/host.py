@@ -32,7 +32,10 @@ T = TypeVar("T")
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """`instance` tells identical drivers apart; `conf` are Spark settings that win over ours."""
+    """`instance` tells identical drivers apart; `conf` are Spark settings that win over ours.
+
+    `domains` of the metastore as configured, 0 = as the cluster has.
+    """
 
     name: str
     file: Path
@@ -42,6 +45,7 @@ class Settings(msgspec.Struct, frozen=True):
     instance: str = ""
     driver_memory: str = "1g"
     conf: dict[str, str] = {}
+    domains: int = 0
 
 
 class Host:

@@ -56,7 +56,7 @@ class Runner(Host):
             self._run()
 
     def _run(self) -> None:
-        self.stores = self.portal.call(open_stores(self.settings.urls))
+        self.stores = self.portal.call(open_stores(self.settings.urls, domains=self.settings.domains))
         try:
             self._start()
             while not self._stopping.wait(0.2) and not self.ending.is_set():

@@ -17,6 +17,7 @@ from tidemill.base.portal import Portal
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.open import open_consensus
 from tidemill.metastore.catalogue import Catalogue
+from tidemill.metastore.open import metastore_on
 from tidemill.objects.open import open_objects
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.cpu import Cpu, pooled_cpu
@@ -35,7 +36,9 @@ class Urls(msgspec.Struct, frozen=True):
 
 
 class Stores:
-    def __init__(self, urls: Urls, objects: ObjectStore, consensus: Consensus, clock: Clock, rand: Rand) -> None:
+    def __init__(
+        self, urls: Urls, objects: ObjectStore, consensus: Consensus, clock: Clock, rand: Rand, domains: int = 0
+    ) -> None:
         from tidemill.topics.reader import PartitionReaderImpl
 
         self.urls = urls
@@ -43,7 +46,8 @@ class Stores:
         self.consensus = consensus
         self.clock = clock
         self.rand = rand
-        self.catalogue = Catalogue(consensus, clock, rand)
+        self.metastore = metastore_on(consensus, objects, clock, rand, domains=domains)
+        self.catalogue = Catalogue(self.metastore, clock, rand)
         self._threads = ThreadPoolExecutor(2, "shards")
         self.cpu: Cpu = pooled_cpu(self._threads)
         """For shards: encoding and merging must not keep marks and consensus waiting."""
@@ -62,12 +66,13 @@ class Stores:
 
     async def aclose(self) -> None:
         self._threads.shutdown(wait=False)
+        await self.metastore.aclose()
         await self.consensus.aclose()
         await self.objects.aclose()
 
 
-async def open_stores(urls: Urls, clock: Clock | None = None, rand: Rand | None = None) -> Stores:
-    """Raises Invalid (a URL is wrong) and Unavailable, naming which."""
+async def open_stores(urls: Urls, clock: Clock | None = None, rand: Rand | None = None, *, domains: int = 0) -> Stores:
+    """`domains` as configured, 0 = as the cluster has. Raises Invalid (a URL is wrong), Unavailable, naming which."""
     clock, rand = clock or SystemClock(), rand or Rand()
     objects = await open_objects(urls.objects, clock, rand)
     try:
@@ -75,7 +80,7 @@ async def open_stores(urls: Urls, clock: Clock | None = None, rand: Rand | None 
     except BaseException:
         await objects.aclose()
         raise
-    return Stores(urls, objects, consensus, clock, rand)
+    return Stores(urls, objects, consensus, clock, rand, domains)
 
 
 class _Shared:

@@ -32,6 +32,7 @@ from tidemill.cli.demo.money import Money, MoneyCheck
 from tidemill.consensus.board import Board
 from tidemill.consensus.open import open_consensus
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
+from tidemill.metastore.open import metastore_on
 from tidemill.node.processes import next_port, start_all
 from tidemill.node.supervise import Supervisor
 from tidemill.objects.open import open_objects
@@ -85,7 +86,9 @@ class Runner:
         supervisor = start_all(config, self._clock, self._failed, nodes=self._nodes)
         self._consensus, self._objects = consensus, objects
         self._board = Board(consensus, self._rand)
-        self._catalogue = Catalogue(consensus, self._clock, self._rand)
+        domains = config.metastore.domains
+        metastore = metastore_on(consensus, objects, self._clock, self._rand, domains=domains)
+        self._catalogue = Catalogue(metastore, self._clock, self._rand)
         self._dead_letters_before = await self._dead_letters()
         self._follower.start()
         try:
@@ -110,6 +113,7 @@ class Runner:
             self._follower.stop()
             await self._stop_load()
             await supervisor.stop()
+            await metastore.aclose()
             await consensus.aclose()
             await objects.aclose()
         return self.report
@@ -255,7 +259,13 @@ class Runner:
         if self._follower.first_row_ms is not None:
             self.report.first_client_row_s = (self._follower.first_row_ms - self._ready_ms) / 1000
         verifier = Verifier(
-            self.environment.config, self._consensus, self._objects, self._clock, self._rand, progress=_quiet
+            self.environment.config,
+            self._consensus,
+            self._objects,
+            self._catalogue,
+            self._clock,
+            self._rand,
+            progress=_quiet,
         )
         for verified in await verifier.tables():
             counts = {"rows": verified.rows, "missing": verified.missing}

@@ -37,7 +37,14 @@ class Plan(msgspec.Struct):
 
 class Verifier:
     def __init__(
-        self, config: Config, consensus: Consensus, objects: ObjectStore, clock: Clock, rand: Rand, progress: Progress
+        self,
+        config: Config,
+        consensus: Consensus,
+        objects: ObjectStore,
+        catalogue: Catalogue,
+        clock: Clock,
+        rand: Rand,
+        progress: Progress,
     ) -> None:
         self._config = config
         self._consensus = consensus
@@ -45,7 +52,7 @@ class Verifier:
         self._clock = clock
         self._rand = rand
         self._progress = progress
-        self._catalogue = Catalogue(consensus, clock, rand)
+        self._catalogue = catalogue
 
     async def tables(self, names: Iterable[str] = ()) -> list[Verified]:
         """Verify the named tables, all that pipelines keep when none is named. Raises Missing for an unknown one."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from tidemill.base.errors import TidemillError
 from tidemill.metastore.catalogue import Catalogue, TopicRow
+from tidemill.metastore.open import metastore_on
 from tidemill.sim.oracles.topics import Place, check_acknowledged, check_log, check_producer, check_stable
 from tidemill.sim.world import Actor, Crew, Down, Link, Violated, World
 from tidemill.topics.batch import Record, decode_columns, encode_batch
@@ -68,10 +69,12 @@ class Cluster:
             membership = Membership(consensus, actor.name, NodeInfo(), actor.clock, rand, ttl_ms=3_000)
             await membership.start()
             assignment = membership
+        objects = actor.objects()
+        metastore = metastore_on(consensus, objects, actor.clock, rand, holder=str(actor.life))
         node = LocalTopics(
             consensus,
-            actor.objects(),
-            Catalogue(consensus, actor.clock, rand),
+            objects,
+            Catalogue(metastore, actor.clock, rand),
             clock=actor.clock,
             rand=rand,
             assignment=assignment,
@@ -249,7 +252,9 @@ async def run(world: World, fault: str = "") -> None:
     source = world.source
     cluster = Cluster(world, fault)
     partitions = source.randint(1, 3)
-    cluster.topic = await Catalogue(world.consensus, world.clock, world.rand()).create_topic("t", partitions)
+    metastore = metastore_on(world.consensus, world.objects, world.clock, world.rand(), holder="scenario")
+    cluster.topic = await Catalogue(metastore, world.clock, world.rand()).create_topic("t", partitions)
+    await metastore.aclose()
     for broker in cluster.brokers[: source.randint(1, 2)]:
         await broker.start()
     stop = asyncio.Event()
