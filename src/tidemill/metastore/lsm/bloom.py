@@ -20,6 +20,8 @@ import numpy as np
 
 BITS_PER_MASK = 5
 _MASK_COUNT = 16_384
+_SLICE = 16_384
+"""Hashes that go into a filter at a time."""
 _GAMMA = 0x9E3779B97F4A7C15
 
 
@@ -45,16 +47,19 @@ def hashes_of(keys: Iterable[bytes]) -> array[int]:
 
 
 def build_filter(hashes: array[int], bits_per_key: int) -> bytes:
-    """The words of a filter over these hashes; empty when `bits_per_key` is 0. About 4 ms for 250k keys."""
+    """The words of a filter over these hashes; empty when `bits_per_key` is 0. About 5 ms for 250k keys."""
     if not bits_per_key or not hashes:
         return b""
     count = (len(hashes) * bits_per_key + 63) // 64
-    ordered = np.sort(np.frombuffer(hashes, dtype=np.uint32)).astype(np.uint64)
-    at = (ordered * np.uint64(count)) >> np.uint64(32)
-    masks = _MASK_WORDS[ordered & np.uint64(_MASK_COUNT - 1)]
-    firsts = np.flatnonzero(np.concatenate(([True], at[1:] != at[:-1])))
     words = np.zeros(count, dtype="<u8")
-    words[at[firsts]] = np.bitwise_or.reduceat(masks, firsts)
+    ordered = np.sort(np.frombuffer(hashes, dtype=np.uint32))
+    # In slices that stay in the processor's cache. A word may go on in the next slice, so it is or-ed, not set.
+    for start in range(0, len(ordered), _SLICE):
+        part = ordered[start : start + _SLICE].astype(np.uint64)
+        at = (part * np.uint64(count)) >> np.uint64(32)
+        firsts = np.flatnonzero(np.concatenate(([True], at[1:] != at[:-1])))
+        masks = _MASK_WORDS[part & np.uint64(_MASK_COUNT - 1)]
+        words[at[firsts]] |= np.bitwise_or.reduceat(masks, firsts)
     return words.tobytes()
 
 
