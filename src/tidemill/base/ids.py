@@ -27,5 +27,3 @@ ProducerId = NewType("ProducerId", int)
 ProducerEpoch = NewType("ProducerEpoch", int)
 TopicId = NewType("TopicId", str)
 """UUID in hex with dashes; a re-created topic has a new one."""
-
-NO_PRODUCER_ID = ProducerId(-1)

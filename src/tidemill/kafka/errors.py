@@ -19,7 +19,6 @@ from tidemill.base.errors import Closed, Conflict, Corrupt, Fenced, Invalid, Mis
 from tidemill.topics.front import CorruptBatch, InvalidProducerEpoch, NotLeader, OffsetOutOfRange, OutOfOrderSequence
 
 NONE: Final = 0
-UNKNOWN_SERVER_ERROR: Final = -1
 OFFSET_OUT_OF_RANGE: Final = 1
 CORRUPT_MESSAGE: Final = 2
 UNKNOWN_TOPIC_OR_PARTITION: Final = 3

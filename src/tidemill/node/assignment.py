@@ -48,10 +48,6 @@ class CaptureFirst:
         captured = self._leaders.get(topic_id)
         return self._membership.leader_of(topic_id, partition) if captured is None else captured
 
-    def lead_here(self, topic_id: str) -> None:
-        """This node captures into the topic from now on (it holds the lease): no poll needs to find out."""
-        self._set({**self._leaders, topic_id: self.node})
-
     def epoch(self) -> int:
         return self._membership.epoch()
 
