@@ -180,7 +180,7 @@ def test_an_elder_manifest_of_the_same_seqno_and_epoch_is_refused() -> None:
     state = written(10)
     newer, elder = PersistedManifest(b"after a merge", 10, 1, 7), PersistedManifest(b"before it", 10, 1, 6)
     do(state, PersistManifest(UUID, newer), 11)
-    with pytest.raises(Conflict, match="number=6 .* stored_number=7"):
+    with pytest.raises(Conflict, match=r"number=6 .* stored_number=7"):
         do(state, PersistManifest(UUID, elder), 12)
     assert state.manifest == newer
 

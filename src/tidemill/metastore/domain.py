@@ -192,7 +192,7 @@ class Domain:
 
         Unavailable when leadership changed, or a file was collected, after the first chunk was given.
         """
-        given = False
+        given, met = False, None
         for _ in range(READ_ATTEMPTS):
             database = await self._serving()
             if database is None:
@@ -206,7 +206,8 @@ class Domain:
                 await self._begin_again(database, error)
                 if given:
                     raise Unavailable(f"The scan was cut off: reason={error.message!r}.", fix="Scan again.") from error
-        raise self._restless()
+                met = error
+        raise self._restless(met)
 
     def prefix(self, prefix: bytes, *, reverse: bool = False) -> AsyncIterator[Chunk]:
         return self.scan(prefix, prefix_end(prefix), reverse=reverse)
@@ -219,6 +220,7 @@ class Domain:
         return database.snapshot()
 
     async def _read(self, read: Callable[[Database], Awaitable[T]], nothing: T) -> T:
+        met = None
         for _ in range(READ_ATTEMPTS):
             database = await self._serving()
             if database is None:
@@ -227,7 +229,8 @@ class Domain:
                 return await read(database)
             except (Closed, Fenced, Unknown, Missing) as error:
                 await self._begin_again(database, error)
-        raise self._restless()
+                met = error
+        raise self._restless(met)
 
     async def _serving(self) -> Database | None:
         """The database that answers now; None while the domain has no uuid."""
@@ -244,11 +247,20 @@ class Domain:
         self._check()
         leader = self._leader
         if leader is not None and leader.database is database and not leader.ended:
+            if isinstance(error, Missing):
+                # Deposed without knowing it: the next leader may have collected what this one still reads.
+                with contextlib.suppress(Fenced):
+                    await leader.stands()
+                    raise error
+                return
             raise error
         if isinstance(error, Missing) and database is self._follower.database:
             await self._follower.refresh()
 
-    def _restless(self) -> Unavailable:
+    def _restless(self, met: TidemillError | None) -> TidemillError:
+        """What is missing under every version of the database was not collected: it is gone."""
+        if isinstance(met, Missing):
+            return met
         return Unavailable(f"Leadership keeps changing: domain={self.name} attempts={READ_ATTEMPTS}.", fix="Retry.")
 
     # writes -------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 
-from tidemill.base.errors import Missing
 from tidemill.consensus.statelog import StateLog
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.persistence import ANY_EPOCH, FollowedManifests, read_manifest
@@ -43,11 +42,8 @@ class Follower:
             return self.database
 
     async def refresh(self) -> None:
-        """A file was missing: the leader may have collected it. Raises Missing when it has not."""
-        before = self._log.state.manifest
+        """A file was missing: the leader may have collected it. Go over to the newest manifest."""
         await self._log.catch_up()
-        if self._log.state.manifest == before:
-            raise Missing("A file of the newest manifest is missing.", fix="Run tidemill doctor --deep.")
         await self.advance()
 
     async def release(self) -> None:

@@ -4,7 +4,8 @@ S1  seqno = log position + seqno_delta, epoch = term + epoch_delta. The deltas m
     domain goes on counting where its bucket ends, on a log that begins anew.
 S2  `volatile` holds, in strictly ascending seqno order, exactly the batches above the persisted manifest's
     last_seqno. Opening the manifest and applying them gives the newest database.
-S3  No manifest claims a seqno that was never issued, and none replaces one of a higher seqno, epoch, or number in its epoch.
+S3  No manifest claims a seqno that was never issued, and none replaces one of a higher seqno, of a higher epoch, or
+    of a higher number in its epoch.
 S4  `volatile_bytes` is the sum of `batch_bytes` over `volatile`.
 """
 

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from typing import Protocol
 
-from tidemill.base.errors import Conflict, Fenced, Invalid, TidemillError, Unavailable
+from tidemill.base.errors import Conflict, Fenced, Invalid, Missing, TidemillError, Unavailable
 from tidemill.base.limits import METASTORE_KEY_BYTES, METASTORE_VALUE_BYTES, MIB
 from tidemill.consensus.statelog import Applied, StateLog
 from tidemill.metastore.codec import encode_command
@@ -166,7 +166,7 @@ class Writing:
             if not self._line.enter(claim, self._writes):
                 assert claim.turn is not None
                 await claim.turn
-            found = {key: await self._database.get_row(key) for key in expects}
+            found = await self._rows(expects)
             if all(as_expected(found[key], seqno) for key, seqno in expects.items()):
                 return self._join(rows, size_bytes, beside)
         finally:
@@ -178,6 +178,14 @@ class Writing:
             current=found,
             fix="Read again and decide anew.",
         )
+
+    async def _rows(self, keys: Iterable[bytes]) -> dict[bytes, Seen | None]:
+        try:
+            return {key: await self._database.get_row(key) for key in keys}
+        except Missing:
+            # Deposed without knowing it: the next leader may have collected what this one still reads.
+            await self._stands()
+            raise
 
     # groups ---------------------------------------------------------------------------------------
 
