@@ -176,13 +176,13 @@ class FilesRun(Run):
                 return
         count = self._count()
         first = self._right - count if self._reverse else self._left
-        if count == 1 and self._fill_blocks > 0:
-            self._got = [await self._tables.block(file, first)]
-        else:
-            cache = self._tables.cache
+        cache = self._tables.cache
         # Into room that nobody uses a scan may put all it reads.
         fill = self._fill_blocks > 0 or cache.used_bytes < cache.budget_bytes * FREE_SHARE
-        self._got = await self._tables.blocks(file, first, count, fill_cache=fill)
+        if count == 1 and fill:
+            self._got = [await self._tables.block(file, first)]
+        else:
+            self._got = await self._tables.blocks(file, first, count, fill_cache=fill)
         self._fill_blocks -= count
 
     def _enter(self, meta: TableMeta) -> None:

@@ -55,8 +55,6 @@ class View:
         self._dicts = tuple(layer.values for layer in layers)
         self._level0 = self.version.levels[0]
         self._deep = self.version.deep
-        # One dictionary in two types: metas by file, blocks by (file, index).
-        self._entries = cast("dict[Any, Any]", tables.cache.entries)
         self._entries = cast("dict[Any, Any]", tables.cache.entries)  # metas by file, blocks by (file, index)
 
     def peek(self, key: bytes) -> bytes | Pending | None:
