@@ -16,6 +16,7 @@ CL1  The number of domains is written once, with the register, by compare-and-se
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import crc32c
 import msgspec
@@ -67,8 +68,14 @@ async def read_cluster(consensus: Consensus) -> tuple[Cluster, int] | None:
     return None if found is None else (_decode(found), found.seq)
 
 
-async def open_cluster(consensus: Consensus, clock: Clock, rand: Rand, domains: int = 0) -> Cluster:
-    """The cluster; created with `domains` (0: one) by whoever comes first.
+async def open_cluster(
+    consensus: Consensus,
+    clock: Clock,
+    rand: Rand,
+    domains: int = 0,
+    before_create: Callable[[], Awaitable[None]] | None = None,
+) -> Cluster:
+    """The cluster; created with `domains` (0: one) by whoever comes first, if `before_create` raises nothing.
 
     Raises Invalid when `domains` is neither 0 nor what the cluster was created with, and while it is being restored.
     """
@@ -76,6 +83,8 @@ async def open_cluster(consensus: Consensus, clock: Clock, rand: Rand, domains: 
         raise Invalid(f"Bad number of domains: metastore.domains={domains}.", fix=f"Use 1 to {DOMAINS_MAX}.")
     found = await read_cluster(consensus)
     if found is None:
+        if before_create is not None:
+            await before_create()
         fresh = Cluster(rand.uuid(), domains or 1, clock.now_ms())
         cluster = await write_cluster(consensus, rand, fresh, 0)
     else:

@@ -42,14 +42,22 @@ class Metastore:
     """Reads may raise Unavailable (retry), Closed, Corrupt; the first use also Invalid (the cluster differs)."""
 
     def __init__(
-        self, consensus: Consensus, open_domain: OpenDomain, clock: Clock, rand: Rand, *, domains: int = 0
+        self,
+        consensus: Consensus,
+        open_domain: OpenDomain,
+        clock: Clock,
+        rand: Rand,
+        *,
+        domains: int = 0,
+        before_create: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`domains` 0 = as the cluster has; a new cluster gets one."""
+        """`domains` 0 = as the cluster has; a new cluster gets one, unless `before_create` raises."""
         self._consensus = consensus
         self._open_domain = open_domain
         self._clock = clock
         self._rand = rand
         self._asked = domains
+        self._before_create = before_create
         self._opened: _Opened | None = None
         self._opening = asyncio.Lock()
         self._closed = False
@@ -137,7 +145,7 @@ class Metastore:
                 raise Closed("The metastore was closed.")
             if self._opened is not None:
                 return self._opened
-            cluster = await open_cluster(self._consensus, self._clock, self._rand, self._asked)
+            cluster = await open_cluster(self._consensus, self._clock, self._rand, self._asked, self._before_create)
             domains: list[Rows] = []
             try:
                 for index in range(cluster.domains):

@@ -1,7 +1,8 @@
 """From stores to a metastore over real domains.
 
 A node leads (`NODE`): it tries for every domain's lease as long as it runs. A tool follows (`TOOL`) and sends its
-commits to whoever leads; where nobody does, it leads for a moment itself.
+commits to whoever leads; where nobody does, it leads for a moment itself. Neither creates a cluster on a bucket
+that holds one already.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import os
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.marks import Tracker
 from tidemill.consensus.api import Consensus
-from tidemill.metastore.cluster import Cluster
+from tidemill.metastore.cluster import Cluster, domain_name
 from tidemill.metastore.domain import Domain
 from tidemill.metastore.front import Rows
 from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.presence import check_unclaimed
 from tidemill.metastore.settings import DomainSettings
 from tidemill.objects.store import ObjectStore
 
@@ -44,7 +46,7 @@ def metastore_on(
         return await Domain.open(
             consensus,
             objects,
-            str(index),
+            domain_name(index),
             holder=holder,
             clock=clock,
             rand=rand,
@@ -53,7 +55,10 @@ def metastore_on(
             own_earlier_life=lambda other: settings.lead and other.startswith(f"{name}/"),
         )
 
-    return Metastore(consensus, open_domain, clock, rand, domains=domains)
+    async def before_create() -> None:
+        await check_unclaimed(objects)
+
+    return Metastore(consensus, open_domain, clock, rand, domains=domains, before_create=before_create)
 
 
 async def open_metastore(

@@ -34,6 +34,7 @@ from tidemill.node.assignment import CaptureFirst
 from tidemill.node.binder import Binder
 from tidemill.node.config import CaptureSection, Config
 from tidemill.node.http import HttpServer
+from tidemill.node.keeping import Keeping, check_bucket
 from tidemill.node.shape_routing import ShapeRouting
 from tidemill.node.tending import tended
 from tidemill.objects.open import open_objects
@@ -85,6 +86,7 @@ class Node:
 
     async def _serve(self, objects: ObjectStore, consensus: Consensus, stop: asyncio.Event) -> None:
         config, clock, rand = self._config, self._clock, self._rand
+        await check_bucket(consensus, objects)
         metastore = metastore_on(
             consensus,
             objects,
@@ -134,8 +136,21 @@ class Node:
             ),
         )
         binder = Binder(catalogue, reader, lambda name: open_remap(consensus, clock, rand, name), clock)
+        keeping = Keeping(
+            consensus,
+            objects,
+            metastore,
+            clock,
+            rand,
+            node=config.node.name,
+            holder=self._instance,
+            tracker=self._marks,
+            checkpoint_interval_s=config.metastore.checkpoint_interval_s,
+            alive_interval_s=config.metastore.alive_interval_s,
+        )
         async with AsyncExitStack() as stack:
             stack.push_async_callback(metastore.aclose)
+            stack.push_async_callback(keeping.leave)
             await metastore.start()
             await membership.start()
             stack.push_async_callback(membership.aclose)
@@ -162,6 +177,8 @@ class Node:
                     own_earlier_life=lambda holder: holder.startswith(f"{config.node.name}/"),
                 )
                 self._tasks.spawn(leading, name=f"capture-{name}")
+            self._facts["checkpoint"] = keeping.facts
+            self._tasks.spawn(keeping.run(), name="keeping")
             self._tasks.spawn(self._publish(board, membership), name="publish-marks")
             self._ready = True
             log.info("node serves", node=config.node.name, http=config.node.http, kafka=config.node.kafka)

@@ -52,6 +52,8 @@ class ConsensusSection(Section):
 class MetastoreSection(Section):
     domains: int = Field(0, ge=0, le=64)
     persist_interval_s: float = Field(30.0, ge=0.1, le=3600.0)
+    checkpoint_interval_s: float = Field(10.0, ge=0.1, le=3600.0)
+    alive_interval_s: float = Field(30.0, ge=0.1, le=3600.0)
 
 
 class KafkaSection(Section):

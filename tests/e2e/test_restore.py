@@ -1,0 +1,259 @@
+"""Everything is killed, the consensus database is deleted, and Harbour Shop comes back from its bucket alone.
+
+The persist interval and the signs of life are short here, so that the test need not wait for the defaults.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, TopicPartition
+from test_e2e_demo import TABLES, ports, wait_until_ready
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import TidemillError
+from tidemill.cli.demo.environment import Environment, prepare
+from tidemill.metastore.source import find_source
+from tidemill.node.restore_plan import plan_of
+from tidemill.objects.open import open_objects
+
+pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(600)]
+
+PATIENCE_S = 120.0
+SETTINGS = {
+    "TIDEMILL_METASTORE__CHECKPOINT_INTERVAL_S": "1",
+    "TIDEMILL_METASTORE__PERSIST_INTERVAL_S": "1",
+    "TIDEMILL_METASTORE__ALIVE_INTERVAL_S": "1",
+}
+
+
+class Shop:
+    """Harbour Shop's world, whose processes this test starts and kills one by one."""
+
+    def __init__(self, directory: Path) -> None:
+        self.http, self.kafka = ports(1)
+        self.directory = directory
+        self.environment: Environment = prepare(directory, http=self.http, kafka=self.kafka, fresh=False)
+        self.running: subprocess.Popen[bytes] | None = None
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "tidemill", *arguments, "--config", str(self.environment.config_path)]
+        return subprocess.run(line, capture_output=True, text=True, env={**os.environ, **SETTINGS}, timeout=300)
+
+    def answer(self, *arguments: str) -> Any:
+        """The JSON answer of a command that must succeed."""
+        done = self.command(*arguments, "--json")
+        assert done.returncode == 0, (arguments, done.stdout[-4000:], done.stderr[-4000:])
+        return json.loads(done.stdout.strip().splitlines()[-1])
+
+    @contextmanager
+    def up(self) -> Iterator[None]:
+        line = [sys.executable, "-m", "tidemill", "up", "--config", str(self.environment.config_path)]
+        with (self.directory.parent / "up.log").open("ab") as log:
+            self.running = subprocess.Popen(line, stdout=log, stderr=log, env={**os.environ, **SETTINGS})
+        try:
+            wait_until_ready(self.http)
+            yield
+        finally:
+            self.kill_everything()
+
+    def kill_everything(self) -> None:
+        """SIGKILL to the supervisor and all that it started, parents first, so that nothing ends in order."""
+        if self.running is None:
+            return
+        family = [self.running.pid]
+        for pid in family:
+            family += children_of(pid)
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.running.wait()
+        self.running = None
+        wait_for(lambda: not any(alive(pid) for pid in family), "everything is dead")
+
+    def load(self, seconds: float) -> dict[str, int]:
+        """Shop transactions and clicks for so long; what was acknowledged."""
+        kafka = ["tidemill.cli.demo.clicks", "--brokers", self.kafka, "--rate", "200"]
+        shop = ["tidemill.cli.demo.load", "--dsn", self.environment.dsn, "--rate", "60"]
+        running = [
+            subprocess.Popen(
+                [sys.executable, "-m", *arguments, "--seed", str(time.monotonic_ns() % 10**9)], stdout=subprocess.PIPE
+            )
+            for arguments in (shop, kafka)
+        ]
+        time.sleep(seconds)
+        counts: dict[str, int] = {}
+        for process in running:
+            process.terminate()
+            output, _ = process.communicate(timeout=60)
+            counts |= json.loads(output.decode().strip().splitlines()[-1])
+        assert counts["transactions"] > 0 and counts["produced"] > 0 and counts["failed"] == 0
+        return counts
+
+    def in_the_bucket(self) -> dict[str, Any]:
+        """What a restore would bring back now."""
+
+        async def read() -> dict[str, Any]:
+            clock, rand = SystemClock(), Rand()
+            objects = await open_objects(self.environment.config.objects_url, clock, rand)
+            try:
+                return await plan_of(objects, await find_source(objects, rand), clock, rand)
+            except TidemillError as error:
+                return {"shards": [], "error": str(error)}
+            finally:
+                await objects.aclose()
+
+        return asyncio.run(read())
+
+    def until_persisted(self) -> dict[str, Any]:
+        """Until the bucket alone holds every table up to now."""
+        now_ms = SystemClock().now_ms()
+        found: dict[str, Any] = {}
+
+        def covered() -> bool:
+            nonlocal found
+            found = self.in_the_bucket()
+            uppers = {shard["name"]: shard["upper"] for shard in found["shards"]}
+            return all(uppers.get(table, 0) > now_ms for table in TABLES)
+
+        wait_for(covered, "the bucket covers the load", lambda: found)
+        return found
+
+    def lose_consensus(self) -> None:
+        lost = [path for path in self.directory.glob("consensus.db*")]
+        assert lost
+        for path in lost:
+            path.unlink()
+
+    def restore(self) -> Any:
+        """Refused while the bucket shows a sign of life; then done."""
+        before_s = time.monotonic()
+        while True:
+            done = self.command("restore", "--from", self.environment.config.objects_url, "--json")
+            if done.returncode == 0:
+                return json.loads(done.stdout.strip().splitlines()[-1])
+            assert done.returncode == 2 and "signs of life" in done.stderr, (done.stdout, done.stderr)
+            assert time.monotonic() - before_s < 30
+            time.sleep(0.5)
+
+    def verify(self) -> None:
+        """Every table equals its source, which takes as long as capture and pipelines need to get there."""
+
+        def clean() -> bool:
+            done = self.command("verify", "--json")
+            if done.returncode not in (0, 1):
+                return False
+            found = json.loads(done.stdout.strip().splitlines()[-1])
+            return found.keys() == TABLES and all(
+                (v["missing"], v["extra"], v["different"]) == (0, 0, 0) and v["rows"] > 0 for v in found.values()
+            )
+
+        wait_for(clean, "verify is clean", lambda: self.command("verify", "--json").stdout[-3000:])
+
+    def consume(self, topic: str) -> list[tuple[int, int]]:
+        """(partition, offset) of every record from offset 0, by a Kafka client."""
+        consumer = Consumer({"bootstrap.servers": self.kafka, "group.id": "again", "enable.auto.commit": False})
+        try:
+            partitions = sorted(consumer.list_topics(topic, timeout=30).topics[topic].partitions)
+            ends = {p: consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=30) for p in partitions}
+            consumer.assign([TopicPartition(topic, p, 0) for p in partitions])
+            wanted = sum(high - low for low, high in ends.values())
+            found: list[tuple[int, int]] = []
+            deadline_s = time.monotonic() + 60
+            while len(found) < wanted and time.monotonic() < deadline_s:
+                for message in consumer.consume(1000, timeout=1):
+                    assert message.error() is None, message.error()
+                    found.append((message.partition(), message.offset()))
+            assert len(found) == wanted
+            return found
+        finally:
+            consumer.close()
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Iterator[Shop]:
+    shop = Shop(tmp_path / "demo")
+    try:
+        yield shop
+    finally:
+        shop.kill_everything()
+        shop.environment.postgres.stop()
+
+
+def wait_for(holds: Any, what: str, explain: Any = lambda: "") -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline_s, f"not in time: {what} {explain()}"
+        time.sleep(0.2)
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += [int(child) for child in thread.read_text().split()]
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_harbour_shop_comes_back_from_its_bucket_alone(shop: Shop) -> None:
+    with shop.up():
+        counts = shop.load(6)
+        persisted = shop.until_persisted()
+    cluster = persisted["cluster"]["uuid"]
+    assert persisted["totals"]["records"] >= counts["produced"]
+
+    # Nothing was lost with consensus that the bucket does not have: the dry run reads it all, and changes nothing.
+    shop.lose_consensus()
+    planned = shop.answer("restore", "--dry-run")
+    assert planned["cluster"]["uuid"] == cluster and planned["checkpoint_age_ms"] > 0
+    assert {shard["name"] for shard in planned["shards"]} >= TABLES
+    restored = shop.restore()
+    assert restored["findings"] == []
+    assert restored["restored"]["restored_from"] == cluster
+    assert restored["domains"][0]["age_ms"] > 0
+
+    with shop.up():
+        records = shop.consume("clicks")
+        assert len(records) >= counts["produced"]
+        assert len(set(records)) == len(records)
+        shop.verify()
+        [row] = shop.answer("sql", "SELECT count(*) AS n FROM payment")["rows"]
+        assert int(row["n"] if isinstance(row, dict) else row[0]) > 0
+        checked = shop.answer("doctor", "--deep")
+        assert checked["clean"] and checked["incarnation"] == 2
+
+        # A second disaster, with work that reached no manifest: what Postgres holds is captured again.
+        before = shop.until_persisted()
+        shop.load(4)
+        shop.verify()
+    manifest = before["domains"][0]["manifest"]
+    newer = [p for p in (shop.directory / "objects" / manifest).parent.iterdir() if p.name > Path(manifest).name]
+    assert newer, "the load was persisted as well"
+    for path in newer:
+        path.unlink()
+    shop.lose_consensus()
+    again = shop.restore()
+    assert again["findings"] == [] and again["restored"]["incarnation"] == 3
+    assert again["domains"][0]["manifest"] == manifest
+    with shop.up():
+        shop.verify()
+        assert shop.answer("doctor", "--deep")["clean"]
