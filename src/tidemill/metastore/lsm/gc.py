@@ -2,8 +2,8 @@
 
 A file is needed while it is in the current version, pinned by a snapshot or a scan, or named by a
 retained manifest of the bucket. Retained are the newest `manifests_kept` of the bucket and always the
-replicated one, from which this database was opened or which it wrote last. What else may look dead
-but is not:
+replicated one, from which this database was opened or which it wrote last, and all of newer epochs.
+What else may look dead but is not:
 
     of a newer epoch                   another leader's, whose manifest this process does not know
     of this epoch, number ≥ the lowest  being written now: its manifest comes after it
@@ -111,7 +111,7 @@ class Collector:
 
     async def _round(self, roots: Roots, may_go_on: Callable[[], bool]) -> Collected:
         names = [name async for name in self._manifests.list()]
-        retained = retained_manifests(names, roots.manifest, self._options.manifests_kept)
+        retained = retained_manifests(names, roots.manifest, self._options.manifests_kept, roots.epoch)
         self._named = {key: files for key, files in self._named.items() if key in {name.key for name in names}}
         named = await self._named_by(retained)
         old = [name for name in names if name not in retained and name.epoch <= roots.epoch]
@@ -171,9 +171,10 @@ class Collector:
             if name.key not in self._named:
                 try:
                     manifest = await self._manifests.load(name.key)
-                except Missing:
-                    # A newer leader pruned it since the listing: nobody starts from it any more.
-                    continue
+                except Missing as error:
+                    # Another leader pruned it since the listing. What replaced it was not listed, so what is
+                    # needed now is not known: the round ends.
+                    raise Unavailable(f"Another leader collects here too: manifest={name.key}.") from error
                 self._named[name.key] = frozenset(file for files in manifest.levels for file in files)
             named |= self._named[name.key]
         return frozenset(named)
@@ -209,16 +210,21 @@ class Collector:
 
 
 def retained_manifests(
-    names: Iterable[ManifestName], replicated: tuple[int, int] | None, kept: int
+    names: Iterable[ManifestName], replicated: tuple[int, int] | None, kept: int, epoch: int
 ) -> list[ManifestName]:
-    """The newest `kept` of the bucket and the replicated one, whatever its age.
+    """The newest `kept` of the bucket, the replicated one whatever its age, and every one of an epoch above `epoch`:
+    which of those its leader opened from, or still needs, a deposed leader cannot know.
 
     Uploads of one manifest under several nonces count once, so a series of failed attempts at one
     number cannot push what came before it out of the bucket.
     """
     names = list(names)
     numbers = sorted({(name.epoch, name.number) for name in names})[-kept:]
-    return [name for name in names if (name.epoch, name.number) in numbers or (name.epoch, name.number) == replicated]
+    return [
+        name
+        for name in names
+        if (name.epoch, name.number) in numbers or (name.epoch, name.number) == replicated or name.epoch > epoch
+    ]
 
 
 def _identity(file: FileMeta | FileName) -> Identity:
