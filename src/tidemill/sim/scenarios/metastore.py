@@ -362,7 +362,7 @@ def leave_collection(shared: Shared, victim: Actor[Domain]) -> None:
         Files(world.objects, prefix), BucketManifests(world.objects, prefix, world.rand()),
         shared.options, world.clock, faults=faults,
     )  # fmt: skip
-    pauses_s = [source.uniform(0, 0.5) for _ in range(source.choice((1, 3, 12)))]
+    pauses_s = [source.uniform(0, 0.3) for _ in range(source.choice((1, 12, 25)))]
 
     async def collect() -> None:
         for pause_s in pauses_s:
