@@ -11,7 +11,7 @@ import pytest
 from lsm_files import Shelf, in_loop, meta
 
 from tidemill.base.clock import ManualClock
-from tidemill.base.errors import Corrupt, Invalid, Missing
+from tidemill.base.errors import Corrupt, Invalid, Missing, Unavailable
 from tidemill.metastore.lsm.compaction import job as job_module
 from tidemill.metastore.lsm.compaction.inline import InlineMerger, Throttle
 from tidemill.metastore.lsm.compaction.job import Pause, Read, merge_steps, names_needed
@@ -249,6 +249,91 @@ async def test_a_merge_keeps_to_its_rate() -> None:
     took_s = asyncio.get_running_loop().time() - start_s
     moved_bytes = job.size_bytes + sum(file.size_bytes for file in made)
     assert took_s >= moved_bytes / rate - Throttle.BURST_S > 0.1
+
+
+@in_loop
+async def test_the_next_window_is_read_while_the_rows_of_this_one_are_merged() -> None:
+    """A bucket is tens of milliseconds away: a run that only reads when it is empty would mostly wait."""
+    options = Options(file_bytes=64 << 20)
+    shelf = Shelf(options)
+    for seqno in (1, 2):
+        source = random.Random(seqno)
+        rows = {source.randbytes(16): source.randbytes(400) for _ in range(20_000)}
+        await shelf.flush(rows, seqno)
+    job = shelf.prepared(job_of(shelf))
+    slices = busy = 0
+    under_way: set[tuple[int, int]] = set()
+    asked: list[tuple[int, int, int]] = []
+
+    class Far(MemoryObjects):
+        async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+            asked.append((int(key.split("-")[1]), start, end or 0))
+            under_way.add((start, end or 0))
+            await asyncio.sleep(0.005)
+            under_way.discard((start, end or 0))
+            return await shelf.objects.get(key, start, end)
+
+    def progress(rows_done: int) -> None:
+        nonlocal slices, busy
+        slices, busy = slices + 1, busy + bool(under_way)
+
+    made = await InlineMerger(Far(shelf.clock), options, shelf.clock).merge(job, progress)
+    assert sum(file.rows for file in made) == 40_000
+    # Merging begins while the second windows are on their way; nothing is read twice, nothing left out.
+    assert busy > 0 and slices > 10
+    assert len(set(asked)) == len(asked)
+    assert sum(end - start for _, start, end in asked) == job.size_bytes
+    assert len(asked) >= 10
+
+
+@in_loop
+async def test_a_read_ahead_that_fails_is_told_when_its_bytes_are_needed() -> None:
+    options = Options(file_bytes=64 << 20)
+    shelf = Shelf(options)
+    for seqno in (1, 2):
+        source = random.Random(seqno)
+        await shelf.flush({source.randbytes(16): source.randbytes(400) for _ in range(20_000)}, seqno)
+
+    class Gone(MemoryObjects):
+        reads = 0
+
+        async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+            self.reads += 1
+            if self.reads > 5:
+                raise Unavailable("The store is away.")
+            return await shelf.objects.get(key, start, end)
+
+    with pytest.raises(Unavailable, match="store is away"):
+        await InlineMerger(Gone(shelf.clock), options, shelf.clock).merge(shelf.prepared(job_of(shelf)))
+
+
+@in_loop
+async def test_a_cancelled_merge_leaves_no_read_behind() -> None:
+    options = Options(file_bytes=64 << 20)
+    shelf = Shelf(options)
+    for seqno in (1, 2):
+        source = random.Random(seqno)
+        await shelf.flush({source.randbytes(16): source.randbytes(400) for _ in range(20_000)}, seqno)
+    reads = 0
+
+    class Slow(MemoryObjects):
+        async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+            nonlocal reads
+            reads += 1
+            if reads > 4:
+                await asyncio.Event().wait()
+            return await shelf.objects.get(key, start, end)
+
+    before = asyncio.all_tasks()
+    merging = asyncio.ensure_future(
+        InlineMerger(Slow(shelf.clock), options, shelf.clock).merge(shelf.prepared(job_of(shelf)))
+    )
+    while reads < 6:
+        await asyncio.sleep(0)
+    merging.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await merging
+    assert asyncio.all_tasks() == before
 
 
 @in_loop

@@ -90,7 +90,7 @@ async def test_one_process_does_many_jobs_and_ends_with_the_merger(tmp_path: Pat
     await worker.merge(job_of(shelf))
     assert worker.deaths == 0, "only deaths in a row count"
     pid = worker.pid
-    assert pid is not None and alive(pid) and os.getpriority(os.PRIO_PROCESS, pid) >= 10
+    assert pid is not None and alive(pid) and os.getpriority(os.PRIO_PROCESS, pid) >= 5
     await asyncio.gather(*(worker.merge(job_of(shelf)) for _ in range(3)))
     assert worker.pid == pid
     await worker.aclose()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Self
+
+import msgspec
 
 from tidemill.base.clock import Clock
+from tidemill.base.tasks import Tasks
 from tidemill.metastore.lsm.compaction.job import Put, Read, merge_steps
 from tidemill.metastore.lsm.compaction.merger import Progress
 from tidemill.metastore.lsm.compaction.pick import Job
@@ -49,24 +53,51 @@ async def drive(
     files = Files(objects, job.prefix)
     steps = merge_steps(job, options)
     answer: bytes | None = None
-    while True:
-        try:
-            # The first `send` of a generator must be None; its type cannot say so.
-            step = next(steps) if answer is None else steps.send(answer)
-        except StopIteration as ended:
-            made: list[FileMeta] = ended.value
-            return made
-        answer = b""
-        if isinstance(step, Read):
-            answer = await files.read(step.file, step.start, step.end)
-            await throttle.take(len(answer))
-        elif isinstance(step, Put):
-            await files.put(step.name, step.buffers)
-            await throttle.take(step.size_bytes)
-        else:
-            if progress is not None:
-                progress(step.rows_done)
-            await asyncio.sleep(0)
+    async with _Reader(files) as reader:
+        while True:
+            try:
+                # The first `send` of a generator must be None; its type cannot say so.
+                step = next(steps) if answer is None else steps.send(answer)
+            except StopIteration as ended:
+                made: list[FileMeta] = ended.value
+                return made
+            answer = b""
+            if isinstance(step, Read):
+                answer = await reader.read(step)
+                await throttle.take(len(answer))
+            elif isinstance(step, Put):
+                await files.put(step.name, step.buffers)
+                await throttle.take(step.size_bytes)
+            else:
+                if progress is not None:
+                    progress(step.rows_done)
+                await asyncio.sleep(0)
+
+
+class _Reader:
+    """Reads what is asked, and what will be asked next while the rows of this are merged: a bucket is far away."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        # A failed read is told when its bytes are asked for; if the merge ends before that, nobody needs them.
+        self._tasks = Tasks(on_failure=lambda name, error: None)
+        self._ahead: dict[Read, asyncio.Task[bytes]] = {}
+
+    async def read(self, asked: Read) -> bytes:
+        ahead = asked.ahead
+        under_way = self._ahead.pop(msgspec.structs.replace(asked, ahead=None), None)
+        if ahead is not None:
+            name = f"merge reads {ahead.file.epoch}-{ahead.file.number}"
+            self._ahead[ahead] = self._tasks.spawn(self._files.read(ahead.file, ahead.start, ahead.end), name=name)
+        if under_way is not None:
+            return await under_way
+        return await self._files.read(asked.file, asked.start, asked.end)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._tasks.aclose()
 
 
 class InlineMerger:

@@ -1,16 +1,16 @@
 """The merge itself, as a generator that asks for its I/O: the same code runs on a loop and in a process.
 
-    Read(file, start, end)   the driver sends back these bytes
-    Put(name, buffers)       the driver stores them durably, then goes on
-    Pause(rows_done)         about every `slice_rows` rows: the driver may let others run
+    Read(file, start, end, ahead)   the driver sends back these bytes, and may begin to read `ahead`
+    Put(name, buffers)              the driver stores them durably, then goes on
+    Pause(rows_done)                about every `slice_rows` rows: the driver may let others run
 
 Rows go through in chunks. Each run has the rows of a few decoded blocks at hand; the smallest of their last
 keys is as far as all runs can go. Up to there their rows are put into one dict, oldest run first, so that
 the newest row of a key is what remains, and sorted: timsort takes ascending runs as they are. All of this
 is loops in C; one Python step handles many rows. Where only one run has rows, they pass as they are.
 
-No cache is read or filled. A run holds one window of raw bytes and one chunk of decoded rows, so memory is
-bounded by WINDOWS_BYTES + one output file, whatever the size of the job.
+No cache is read or filled. A run holds one window of raw bytes and one chunk of decoded rows, and the next
+window may be on its way; so memory is bounded by twice WINDOWS_BYTES and one output file, whatever the job.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.sst import SstWriter, TableMeta, decode_meta
 
-WINDOWS_BYTES = 16 * MIB
-"""Raw input held at once, over all runs; also what one run reads ahead is bounded by it."""
+WINDOWS_BYTES = 8 * MIB
+"""Raw input held at once, over all runs; as much again may be read ahead."""
 WINDOW_BYTES_MIN = 128 << 10
 WINDOW_BYTES_MAX = 2 * MIB
 """One ranged read: large enough that a request costs little beside its bytes."""
@@ -43,9 +43,12 @@ CHUNK_ROWS_MIN = 64
 
 
 class Read(msgspec.Struct, frozen=True):
+    """`ahead` is the read of this run that will follow, except that its own `ahead` is not known yet."""
+
     file: FileMeta
     start: int
     end: int
+    ahead: Read | None = None
 
 
 class Put(msgspec.Struct, frozen=True):
@@ -216,7 +219,7 @@ class _Run:
 
     def _open_next(self) -> _Reading:
         file = self._files[-1]
-        data = yield Read(file, file.meta_start, file.size_bytes)
+        data = yield _meta_of(file)
         self._meta = decode_meta(data, file, f"{self._prefix}{file.epoch}-{file.number}-{file.nonce}")
         self._block = self._window_end = 0
 
@@ -225,12 +228,23 @@ class _Run:
         assert meta is not None
         file = self._files[-1]
         self._data_start = meta.starts[self._block]
-        # As many blocks as fit, at least one: a block of a huge value may be larger than the window.
-        end = bisect_right(meta.starts, self._data_start + self._window_bytes) - 1
-        self._window_end = min(max(end, self._block + 1), len(meta.rows))
-        self._data = yield Read(file, self._data_start, meta.starts[self._window_end])
-        if self._window_end == len(meta.rows):
+        self._window_end = self._window_from(meta, self._block)
+        if self._window_end < len(meta.rows):
+            following = self._window_from(meta, self._window_end)
+            ahead: Read | None = Read(file, meta.starts[self._window_end], meta.starts[following])
+        else:
             self._files.pop()
+            ahead = _meta_of(self._files[-1]) if self._files else None
+        self._data = yield Read(file, self._data_start, meta.starts[self._window_end], ahead)
+
+    def _window_from(self, meta: TableMeta, block: int) -> int:
+        """Where the window that begins with `block` ends: as many blocks as fit, and at least one."""
+        end = bisect_right(meta.starts, meta.starts[block] + self._window_bytes) - 1
+        return min(max(end, block + 1), len(meta.rows))
+
+
+def _meta_of(file: FileMeta) -> Read:
+    return Read(file, file.meta_start, file.size_bytes)
 
 
 class _Ranges:

@@ -29,7 +29,8 @@ from tidemill.metastore.lsm.compaction.worker_frames import (
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options
 
-NICE = 10
+NICE = 5
+"""It yields to the server but is not starved by a busy machine: level 0 grows while it waits, and then writers do."""
 IDLE_S = 60.0
 DYING_S = 2.0
 """A process whose pipe has closed is given this long to be gone."""
