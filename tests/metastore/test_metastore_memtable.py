@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.metastore.lsm.flush import frozen_rows
@@ -140,6 +140,7 @@ def test_a_sorted_layer_takes_a_few_more_keys_in_one_step() -> None:
     assert layer.sorted_keys == sorted(layer.values) and len(layer.values) == 10_002
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -244,10 +244,14 @@ class Database:
         value = self._view.peek(key)
         return await self._view.get(key) if value is PENDING else value
 
+    def peek_row(self, key: bytes) -> Row | Pending | None:
+        """As `peek`, with the seqno of the row's batch."""
+        return self._view.peek_row(key)
+
     async def get_row(self, key: bytes) -> Row | None:
         """The live row with the seqno of its batch; None when it is absent or deleted."""
-        self.check()
-        return await self._view.get_row(key)
+        row = self._view.peek_row(key)
+        return await self._view.get_row(key) if row is PENDING else row
 
     async def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """One value, or None, for each key, in order, all of one moment; neighbours in a file share reads."""

@@ -25,8 +25,11 @@ Rows = tuple[list[bytes], list[bytes]]
 LAYER_ROWS = 1_024
 """Rows of a layer at hand at once."""
 
-AHEAD_BLOCKS = 16
-"""Most blocks of a run at hand at once, and the most that one read takes: 128 KiB before compression."""
+WINDOW_BLOCKS = 16
+"""Most blocks in one window: about a thousand rows, more would not stay in the processor's cache while merged."""
+
+READ_BLOCKS = 64
+"""Most blocks that one read takes: half a MiB before compression, so that a distant bucket is not asked too often."""
 
 FEW_BLOCKS = 4
 """A range of at most so many blocks is read whole; a longer one begins with one block and doubles."""
@@ -156,14 +159,16 @@ class FilesRun(Run):
             if meta is None:
                 return False
             self._enter(meta)
-        blocks = self._got
-        if blocks:
-            self._got = []
+        blocks = self._got or self._cached()
+        if not blocks:
+            return False
+        # What was read may be more than a window takes; the rest waits.
+        if self._reverse:
+            self._got = blocks[:-WINDOW_BLOCKS]
+            self._show(blocks[-WINDOW_BLOCKS:])
         else:
-            blocks = self._cached()
-            if not blocks:
-                return False
-        self._show(blocks)
+            self._got = blocks[WINDOW_BLOCKS:]
+            self._show(blocks[:WINDOW_BLOCKS])
         return True
 
     async def read(self) -> None:
@@ -202,14 +207,14 @@ class FilesRun(Run):
         """The next blocks as far as they are cached; in key order."""
         find, file, blocks = self._tables.cached_block, self._todo[-1], []
         if self._reverse:
-            for index in range(self._right - 1, self._right - 1 - self._count(), -1):
+            for index in range(self._right - 1, self._right - 1 - min(self._count(), WINDOW_BLOCKS), -1):
                 block = find(file, index)
                 if block is None:
                     break
                 blocks.append(block)
             blocks.reverse()
         else:
-            for index in range(self._left, self._left + self._count()):
+            for index in range(self._left, self._left + min(self._count(), WINDOW_BLOCKS)):
                 block = find(file, index)
                 if block is None:
                     break
@@ -237,7 +242,7 @@ class FilesRun(Run):
         if shown_right > self._last and self._upper is not None:
             end = bisect_left(keys, self._upper, start)
         self.keys, self.values, self.start, self.end = keys, values, start, end
-        self._ahead = min(2 * self._ahead, AHEAD_BLOCKS)
+        self._ahead = min(2 * self._ahead, READ_BLOCKS)
         if self._left >= self._right:
             self._meta = None
             self._todo.pop()

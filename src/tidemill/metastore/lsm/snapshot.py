@@ -36,7 +36,8 @@ class Snapshot:
     async def get_row(self, key: bytes) -> Row | None:
         """The live row with its seqno; None when it is absent or deleted."""
         self._check()
-        return await self._pin.view.get_row(key)
+        row = self._pin.view.peek_row(key)
+        return await self._pin.view.get_row(key) if row is PENDING else row
 
     async def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """One value, or None, for each key, in order."""

@@ -97,12 +97,28 @@ class View:
         found = await self._find(key)
         return (found[0].values[found[1]] or None) if found else None
 
-    async def get_row(self, key: bytes) -> Row | None:
-        """The live row, None when it is absent or deleted."""
+    def peek_row(self, key: bytes) -> Row | Pending | None:
+        """As `peek`, with the seqno."""
         for layer in self.layers:
             value = layer.values.get(key)
             if value is not None:
                 return Row(layer.seqnos[key], value) if value else None
+        tables = self.tables
+        for file in self.version.candidates(key):
+            meta = tables.cached_meta(file)
+            if meta is None:
+                return PENDING
+            if meta.may_hold(key):
+                block = tables.cached_block(file, bisect_left(meta.last_keys, key))
+                if block is None:
+                    return PENDING
+                at = block.find(key)
+                if at >= 0:
+                    return Row(block.seqno(at), block.values[at]) if block.values[at] else None
+        return None
+
+    async def get_row(self, key: bytes) -> Row | None:
+        """The live row of a key for which `peek_row` just said PENDING."""
         found = await self._find(key)
         if found is None:
             return None
@@ -193,6 +209,10 @@ class ClosedView(View):
         self._check = check
 
     def peek(self, key: bytes) -> bytes | Pending | None:
+        self._check()
+        raise AssertionError("an ended database passed its own check")
+
+    def peek_row(self, key: bytes) -> Row | Pending | None:
         self._check()
         raise AssertionError("an ended database passed its own check")
 
