@@ -604,7 +604,9 @@ def test_the_filter_is_asked_before_any_block_is_read() -> None:
         for turn in range(4):
             world.put(database, {b"a": b"%d" % turn, b"z": b"%d" % turn, **numbered(range(turn, 400, 4))})
             await database.flush()
-        await database.get(b"row/000000!")  # opens all four files
+        world.objects.reads.clear()
+        assert await database.get(b"row/000000!") is None
+        assert len(world.objects.reads) == 4  # filter with index of each file, and no block
         world.objects.reads.clear()
         for number in range(300):
             assert await database.get(b"row/%06d!" % number) is None

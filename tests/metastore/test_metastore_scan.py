@@ -176,6 +176,24 @@ def test_neighbouring_blocks_come_in_one_read_and_a_short_range_reads_little(obj
     run(body())
 
 
+def test_a_short_range_over_several_runs_comes_in_one_chunk() -> None:
+    """Runs that end within the range hold nobody back: a scan of twenty rows is one round."""
+
+    async def body() -> None:
+        world = World(memory(), Options())
+        database = await world.open()
+        for turn in range(3):
+            world.put(database, numbered(range(turn, 3_000, 3)))
+            await database.flush()
+        world.put(database, numbered(range(0, 3_000, 7), "memory"))
+        for _ in range(2):
+            for reverse in (False, True):
+                chunks = [chunk async for chunk in database.prefix(b"row/00123", reverse=reverse)]
+                assert [len(keys) for keys, _ in chunks] == [10]
+
+    run(body())
+
+
 def test_a_scan_opens_a_levels_files_as_it_gets_there() -> None:
     async def body() -> None:
         world = World(memory())

@@ -120,6 +120,8 @@ def test_a_snapshots_files_stay_until_it_is_closed(objects: ObjectStore) -> None
         old = set(await world.sst_keys())
         snapshot = database.snapshot()
         await database.compact()
+        assert await snapshot.get(b"row/000007") == b"v7"  # a cold read pins and unpins on its own account
+        assert await snapshot.get_many([b"row/000031", b"row/000001"]) == [b"v31", b"v1"]
         await database.collect_garbage()
         assert old < set(await world.sst_keys())
         assert {database.files.key(file) for file in database.pinned_files()} == old
