@@ -21,6 +21,8 @@ CORPUS = {
     "topics": (57, 188, 1677),
     "shards": (),
     "capture": (),
+    # 5, 73: an elder manifest of the same seqno replaced the newest. 86, 301: a deposed leader read collected files.
+    "metastore": (69, 73, 86, 301, 308),
 }
 """Seeds that once failed for a real fault."""
 
@@ -38,7 +40,7 @@ def quiet() -> Iterator[None]:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_clean_seeds_are_clean(room: str) -> None:
-    for seed in (*range(12), *CORPUS[room]):
+    for seed in (*range(12), *CORPUS.get(room, ())):
         outcome = run_seed(room, seed)
         assert outcome.ok, f"{room} seed {seed}: {outcome.error}"
 
@@ -52,7 +54,7 @@ def test_every_planted_fault_is_found(fault: str, capsys: pytest.CaptureFixture[
 
 
 def test_the_rooms_meet_every_kind_of_fault() -> None:
-    for room in ("consensus", "topics", "shards"):  # capture's scenario has storages of its own
+    for room in ("consensus", "metastore", "topics", "shards"):  # capture's scenario has storages of its own
         met: set[str] = set()
         crashed = False
         for seed in range(100, 125):
