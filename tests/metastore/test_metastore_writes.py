@@ -18,6 +18,7 @@ from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.codec import decode_command, encode_command
 from tidemill.metastore.commands import PersistManifest, ResetManifest, SetDomainUuid
 from tidemill.metastore.domain import Domain
+from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.manifest import MAGIC
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.state import DomainState, PersistedManifest, check_state
@@ -33,6 +34,7 @@ class Trouble(MemoryConsensus):
         super().__init__(world.clock, world.memory)
         self.lose: list[str] = []
         self.hold: asyncio.Event | None = None
+        self.hold_answer: asyncio.Event | None = None
         self.appends = 0
         self.heads = 0
         self.deaf = False
@@ -60,21 +62,25 @@ class Trouble(MemoryConsensus):
         if how == "before":
             raise Unknown("lost before")
         head = await super().append(log, term, expected_next, records, nonce)
+        if self.hold_answer is not None:
+            await self.hold_answer.wait()
         if how == "after":
             raise Unknown("lost after")
         return head
 
 
 class Bucket(MemoryObjects):
-    """`fail(key)` may raise, or wait."""
+    """Refuses to store while it is `down`."""
 
     def __init__(self, world: DomainWorld) -> None:
         super().__init__(world.clock)
         self.down = asyncio.Event()
+        self.only = ""
+        """Fails keys that hold this."""
         self.error: type[TidemillError] = Unavailable
 
     async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
-        if self.down.is_set():
+        if self.down.is_set() and self.only in key:
             raise self.error(f"the bucket is down: key={key}")
         await super().put(key, data)
 
@@ -293,6 +299,42 @@ def test_what_a_commit_in_line_expects_is_not_written_while_it_reads_from_the_bu
     run(body, DomainWorld())
 
 
+def test_nobody_joins_an_open_group_or_leaves_the_line_while_an_expected_key_is_read() -> None:
+    """Q2 and Q3 where both could go wrong at once: a group is open, and two in line wake together."""
+
+    async def body(world: DomainWorld) -> None:
+        leader, consensus = await held(world)
+        assert leader._leader is not None
+        database, going = leader._leader.database, asyncio.Event()
+        get_row = database.get_row
+
+        async def slow(key: bytes) -> Any:
+            await going.wait()
+            return await get_row(key)
+
+        database.get_row = slow  # type: ignore[method-assign]
+        consensus.hold = asyncio.Event()
+        tasks = [asyncio.ensure_future(leader.commit([(b"a", b"1")]))]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        tasks.append(asyncio.ensure_future(leader.commit([(b"other", b"1")])))  # in a group that stays open
+        await asyncio.sleep(0)
+        expecting = asyncio.ensure_future(leader.commit([(b"a", b"expecting")], expects={b"a": 1}))
+        await asyncio.sleep(0)
+        blind = asyncio.ensure_future(leader.commit([(b"a", b"blind")]))
+        await asyncio.sleep(0)
+        consensus.hold.set()
+        await asyncio.gather(*tasks)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not expecting.done() and not blind.done()
+        going.set()
+        assert await expecting < await blind
+        assert await leader.get(b"a") == b"blind"
+
+    run(body, DomainWorld())
+
+
 def test_a_commit_that_gives_up_in_line_lets_the_others_go_on() -> None:
     async def body(world: DomainWorld) -> None:
         leader, consensus = await held(world)
@@ -364,6 +406,39 @@ def test_a_batch_made_in_one_term_is_not_appended_in_the_next_one_of_the_same_pr
     run(body, DomainWorld())
 
 
+def test_a_group_is_made_only_in_the_term_it_was_opened_in() -> None:
+    async def body(world: DomainWorld) -> None:
+        leader = await world.node()
+        first = leader._leader
+        assert first is not None
+        leader._log.term += 1
+        with pytest.raises(Fenced, match="term is over"):
+            await first.writing.commit([(b"a", b"1")])
+        assert first.ended and not leader.state.volatile
+
+    run(body, DomainWorld())
+
+
+def test_a_leader_whose_replica_went_on_without_it_feeds_nothing_over_the_gap() -> None:
+    """LD3: another term trimmed what this one never applied."""
+
+    async def body(world: DomainWorld) -> None:
+        old = await world.node()
+        await world.depose(old)
+        new = await world.node()
+        await new.commit([(b"a", b"1")])
+        await new.flush(10)
+        await new.commit([(b"b", b"2")])
+        leader = old._leader
+        assert leader is not None and not leader.ended
+        await old._log.catch_up()
+        leader.feed()
+        assert leader.ended and await leader_rows(leader.database) == {}
+        assert await rows_of(old) == {b"a": b"1", b"b": b"2"}
+
+    run(body, DomainWorld())
+
+
 def test_a_refused_batch_changes_nothing_and_its_client_and_leader_are_told() -> None:
     """[F21] The domain is renamed under the leader, by a record of its own term."""
 
@@ -383,6 +458,13 @@ def test_a_refused_batch_changes_nothing_and_its_client_and_leader_are_told() ->
     run(body, DomainWorld())
 
 
+async def leader_rows(database: Database) -> dict[bytes, bytes]:
+    found: dict[bytes, bytes] = {}
+    async for keys, values in database.scan():
+        found.update(zip(keys, values, strict=True))
+    return found
+
+
 # reads ----------------------------------------------------------------------------------------------------------
 
 
@@ -392,6 +474,39 @@ def test_those_who_sync_at_once_share_one_read_of_consensus() -> None:
         before = consensus.heads
         await asyncio.gather(*[leader.sync() for _ in range(50)])
         assert 1 <= consensus.heads - before <= 2
+
+    run(body, DomainWorld())
+
+
+def test_a_leader_s_sync_waits_for_what_landed_before_it_was_answered() -> None:
+    """Somebody else may have read it already: this process may not read less."""
+
+    async def body(world: DomainWorld) -> None:
+        leader, consensus = await held(world)
+        follower = await world.node(FOLLOWS)
+        consensus.hold_answer = asyncio.Event()
+        committing = asyncio.ensure_future(leader.commit([(b"a", b"1")]))
+        while await follower.get(b"a") is None:
+            await follower.sync()
+        assert await leader.get(b"a") is None and not committing.done()
+        await leader.sync()
+        assert await leader.get(b"a") == b"1"
+        consensus.hold_answer.set()
+        await committing
+
+    run(body, DomainWorld())
+
+
+def test_a_follower_goes_over_to_a_renamed_domain() -> None:
+    async def body(world: DomainWorld) -> None:
+        leader, follower = await world.node(), await world.node(FOLLOWS)
+        await follower.sync()
+        before = follower._follower.database
+        assert before is not None
+        await leader.reset("renamed", None)
+        await leader.commit([(b"a", b"1")])
+        assert await rows_of(follower) == {b"a": b"1"}
+        assert follower._follower.database is not before and follower.domain_uuid == "renamed"
 
     run(body, DomainWorld())
 
@@ -505,7 +620,7 @@ def test_a_manifest_upload_without_known_outcome_is_tried_again() -> None:
     async def body(world: DomainWorld) -> None:
         bucket = Bucket(world)
         leader = await world.node(objects=bucket)
-        bucket.error = Unknown
+        bucket.error, bucket.only = Unknown, "/manifest/"
         seqno = await leader.commit([(b"a", b"1")])
         bucket.down.set()
         with pytest.raises(Unavailable):

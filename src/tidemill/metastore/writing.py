@@ -314,7 +314,6 @@ class Writing:
         """No commit joins from now on. Those in groups learn their own outcome from the log."""
         if self._stopped is None:
             self._stopped = error
-        self._open = None
         self._line.fail(error)
         self.trimmed()
 
