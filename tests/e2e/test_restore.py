@@ -244,7 +244,7 @@ def test_harbour_shop_comes_back_from_its_bucket_alone(shop: Shop) -> None:
         # A second disaster, with work that reached no manifest: what Postgres holds is captured again.
         before = shop.until_persisted()
         shop.load(4)
-        shop.verify()
+        shop.until_persisted()
     manifest = before["domains"][0]["manifest"]
     newer = [p for p in (shop.directory / "objects" / manifest).parent.iterdir() if p.name > Path(manifest).name]
     assert newer, "the load was persisted as well"
@@ -257,3 +257,4 @@ def test_harbour_shop_comes_back_from_its_bucket_alone(shop: Shop) -> None:
     with shop.up():
         shop.verify()
         assert shop.answer("doctor", "--deep")["clean"]
+    assert "the slot is ahead of what was restored" in (shop.directory / "logs" / "node.log").read_text()
