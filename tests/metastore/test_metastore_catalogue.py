@@ -24,7 +24,8 @@ from tidemill.metastore.catalogue import (
 from tidemill.metastore.cluster import read_cluster
 from tidemill.metastore.imports import MARK_KEY
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.rows import TOPIC_IDS, TOPICS
+from tidemill.metastore.rows import NAMES, TOPIC_IDS, TOPICS
+from tidemill.metastore.rows.names import NameRow
 from tidemill.metastore.rows.topics import TopicIdRow
 
 CAPTURE = CaptureRow(
@@ -197,8 +198,7 @@ def unknown(landed: bool, error: type[Unknown] | type[Fenced] = Unknown) -> Call
     return fault
 
 
-@pytest.mark.parametrize("landed", [True, False])
-@pytest.mark.parametrize("error", [Unknown, Fenced])
+@pytest.mark.parametrize(("landed", "error"), [(True, Unknown), (False, Unknown), (False, Fenced)])
 def test_a_creation_whose_outcome_is_unknown_returns_the_topic_that_stands(
     landed: bool, error: type[Unknown] | type[Fenced]
 ) -> None:
@@ -281,6 +281,69 @@ def test_a_write_nobody_can_tell_the_outcome_of_is_unknown_after_its_budget() ->
 
         world.shared[0].fault = lost
         with pytest.raises(Unknown, match="Look at it again"):
+            await catalogue.create_topic("t", 1)
+
+    run(body)
+
+
+def test_a_creation_that_lands_after_its_topic_was_deleted_does_not_bring_it_back() -> None:
+    async def body(world: World) -> None:
+        catalogue = world.process()
+        await catalogue.list(TopicRow)
+        late: list[Callable[[], int]] = []
+
+        def lost(write: Callable[[], int]) -> int:
+            late.append(write)
+            raise Unknown("lost")
+
+        world.shared[0].fault = lost
+        await catalogue.create_topic("t", 1)
+        await catalogue.delete(TopicRow, "t")
+        with pytest.raises(Conflict):
+            late[0]()
+        assert await both_rows(world) == ([], [])
+
+    run(body)
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_an_outcome_that_a_later_change_hides_is_told_as_unknown(back: bool) -> None:
+    """Our creation landed; its topic was deleted, and perhaps created anew, before we could look."""
+
+    async def body(world: World) -> None:
+        catalogue = world.process()
+        await catalogue.list(TopicRow)
+        theirs = TOPICS.encode(TopicRow("t", "theirs", 1))[1] if back else b""
+
+        def hidden(write: Callable[[], int]) -> int:
+            write()
+            changed = NAMES.encode(NameRow("topic", "t", "another"))
+            world.shared[0].write([(TOPICS.key("t"), theirs), changed], {})
+            raise Unknown("lost")
+
+        world.shared[0].fault = hidden
+        with pytest.raises(Unknown, match="A later change hides"):
+            await catalogue.create_topic("t", 1)
+
+    run(body)
+
+
+def test_a_refusal_after_an_unknown_outcome_is_no_promise_that_nothing_happened() -> None:
+    async def body(world: World) -> None:
+        catalogue = world.process()
+        await catalogue.list(TopicRow)
+
+        def down(write: Callable[[], int]) -> int:
+            world.clock.advance(7_000)
+            world.shared[0].fault = down
+            raise Unavailable("no engine")
+
+        def lost(write: Callable[[], int]) -> int:
+            world.shared[0].fault = down
+            raise Unknown("lost")
+
+        world.shared[0].fault = lost
+        with pytest.raises(Unknown, match="may have been written"):
             await catalogue.create_topic("t", 1)
 
     run(body)

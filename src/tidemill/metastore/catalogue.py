@@ -1,23 +1,25 @@
 """The catalogue: what exists. Check-and-write over rows of the metastore's domain 0 (layouts: rows/).
 
-CA1  A write is a commit that expects the row as it was read. Of two that race one wins; the other looks again.
-CA2  A write whose outcome is unknown is decided by reading on: seqnos never come back, so what was expected before
-     cannot be true again, and a topic id names one attempt.
+CA1  A write is a commit that expects the name's row (rows/names) as it was read. Of two that race one wins; the
+     other looks again.
+CA2  A write whose outcome is unknown is decided by the name's row: it holds the nonce of the newest change, and its
+     seqno never comes back. A write counts once, however often it was tried, and nothing deleted comes back.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Conflict, Fenced, Invalid, Missing, Unknown
+from tidemill.base.errors import Conflict, Fenced, Invalid, Missing, TidemillError, Unavailable, Unknown
 from tidemill.metastore.front import VersionedRow
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.rows import CAPTURES, PIPELINES, TOPIC_IDS, TOPICS
+from tidemill.metastore.rows import CAPTURES, NAMES, PIPELINES, TOPIC_IDS, TOPICS
 from tidemill.metastore.rows.captures import CapturedColumn, CaptureRow, TableSnapshot
 from tidemill.metastore.rows.family import Family
+from tidemill.metastore.rows.names import NameRow
 from tidemill.metastore.rows.pipelines import PipelineRow
 from tidemill.metastore.rows.topics import TopicIdRow, TopicRow
 
@@ -41,7 +43,7 @@ def check_topic_name(name: str) -> None:
 
 
 class Catalogue:
-    """Reads may raise Unavailable, Closed; writes Unknown besides (only after WRITE_BUDGET_S)."""
+    """Reads may raise Unavailable, Closed; writes Unknown besides."""
 
     def __init__(self, metastore: Metastore, clock: Clock, rand: Rand) -> None:
         self._metastore = metastore
@@ -65,16 +67,14 @@ class Catalogue:
         return row if row is not None and row.topic_id == topic_id else None
 
     async def put(self, row: TopicRow | CaptureRow | PipelineRow) -> None:
-        """Create or replace, last writer wins (one owner per row by lease)."""
+        """Create or replace, last writer wins (one owner per row by lease). An equal row is left alone."""
         family = _FAMILIES[type(row)]
         key, value = family.encode(row)
 
-        def replaced(found: VersionedRow | None) -> Change:
-            if found is not None and found.value == value:
-                return ()
-            return [(key, value), *_by_id(family, key, found, row)]
+        def replaced(found: bytes, _: str) -> Change:
+            return [(key, value), *_by_id(family, key, found, row)] if found != value else ()
 
-        await self._write(key, replaced)
+        await self._write(family, row.name, replaced)
 
     async def create_topic(
         self, name: str, partitions: int, *, kind: str = "stream", config: dict[str, str] | None = None
@@ -83,67 +83,95 @@ class Catalogue:
         check_topic_name(name)
         if not 1 <= partitions <= 10_000:
             raise Invalid(f"bad partition count: topic={name} partitions={partitions}.", fix="Use 1 to 10000.")
-        key = TOPICS.key(name)
         attempts: dict[str, TopicRow] = {}
 
-        def created(found: VersionedRow | None) -> Change:
-            if found is not None and found.value:
-                current = TOPICS.decode(key, found.value)
-                if current.topic_id not in attempts:
-                    raise Conflict(f"topic exists: topic={name}.", current=current)
-                attempts["won"] = current  # an attempt of ours, whose outcome nobody could tell us
-                return ()
+        def created(found: bytes, attempt: str) -> Change:
+            if found:
+                raise Conflict(f"topic exists: topic={name}.", current=TOPICS.decode(TOPICS.key(name), found))
             row = TopicRow(name, self._rand.uuid(), partitions, kind, self._clock.now_ms(), config or {})
-            attempts[row.topic_id] = attempts["won"] = row
+            attempts[attempt] = row
             return [TOPICS.encode(row), TOPIC_IDS.encode(TopicIdRow(row.topic_id, name))]
 
-        await self._write(key, created)
-        return attempts["won"]
+        return attempts[await self._write(TOPICS, name, created)]
 
     async def delete(self, kind: type[Row], name: str) -> None:
         """Raises Missing."""
         family: Family[Any] = _FAMILIES[kind]
         key: bytes = family.key(name)
-        attempted = False
 
-        def deleted(found: VersionedRow | None) -> Change:
-            nonlocal attempted
-            if found is None or not found.value:
-                if attempted:
-                    return ()
+        def deleted(found: bytes, _: str) -> Change:
+            if not found:
                 raise Missing(f"no such {family.name}: name={name}.")
-            attempted = True
             return [(key, b""), *_by_id(family, key, found, None)]
 
-        await self._write(key, deleted)
+        await self._write(family, name, deleted)
 
-    async def _write(self, key: bytes, change: Callable[[VersionedRow | None], Change]) -> None:
-        """Read the row, ask `change` what to write (nothing: done), write it if the row is still as read (CA1)."""
+    async def _write(self, family: Family[Any], name: str, change: Callable[[bytes, str], Change]) -> str:
+        """Ask `change(value or b"", nonce)` what to write, and write it if nobody was faster; the nonce that won.
+
+        `change` raises to refuse; nothing to write is a success. Raises Unknown when it cannot be told whether an
+        attempt landed, or not within WRITE_BUDGET_S.
+        """
+        key, name_key = family.key(name), NAMES.key(family.name, name)
         until_s = self._clock.monotonic_s() + WRITE_BUDGET_S
+        open_attempts: dict[str, int] = {}
+        """nonce → seqno of the name that it expected; those whose outcome nobody told us"""
         while True:
-            found = await self._metastore.get_row(key)
-            rows = change(found)
-            if not rows:
-                return
+            nonce = self._rand.nonce()
             try:
-                await self._metastore.commit(rows, expects={key: found.seqno if found is not None else 0})
-                return
-            except Conflict:
-                pass
-            except (Fenced, Unknown) as error:
-                if self._clock.monotonic_s() > until_s:
-                    raise Unknown(
-                        f"A row may have been written: key={key!r} cause={error.message!r}.",
-                        fix="Look at it again before writing it anew.",
-                    ) from error
+                named, found = await self._metastore.get_rows([name_key, key])
+                seqno = named.seqno if named is not None else 0
+                if open_attempts and seqno not in open_attempts.values():
+                    return _landed(named, name_key, open_attempts)
+                rows = change(found.value if found is not None else b"", nonce)
+                if not rows:
+                    return nonce
+                await self._metastore.commit(
+                    [*rows, NAMES.encode(NameRow(family.name, name, nonce))],
+                    expects={name_key: seqno, key: found.seqno if found is not None else 0},
+                )
+                return nonce
+            except Conflict as conflict:
+                if name_key not in _current(conflict):
+                    raise  # what `change` refused with
+            except Unknown as error:
+                open_attempts[nonce] = seqno
+                self._check_budget(until_s, name_key, error)
+            except (Fenced, Unavailable) as error:
+                # This attempt did not happen. An earlier one may have: then saying so would be a lie.
+                if isinstance(error, Unavailable) and not open_attempts:
+                    raise
+                self._check_budget(until_s, name_key, error)
             await asyncio.sleep(self._rand.uniform(0, PAUSE_S))
 
+    def _check_budget(self, until_s: float, key: bytes, error: TidemillError) -> None:
+        if self._clock.monotonic_s() > until_s:
+            raise Unknown(
+                f"A row may have been written: name={key!r} cause={error.message!r}.",
+                fix="Look at it again before writing it anew.",
+            ) from error
 
-def _by_id(family: Family[Any], key: bytes, found: VersionedRow | None, row: Any) -> Change:
+
+def _landed(named: VersionedRow | None, name_key: bytes, open_attempts: Collection[str]) -> str:
+    """Somebody changed the name since: ours is the newest change, or hidden below another's."""
+    attempt = NAMES.decode(name_key, named.value).attempt if named is not None else ""
+    if attempt not in open_attempts:
+        raise Unknown(
+            f"A later change hides whether a row was written: name={name_key!r}.",
+            fix="Look at it again before writing it anew.",
+        )
+    return attempt
+
+
+def _current(conflict: Conflict) -> Collection[object]:
+    return conflict.current if isinstance(conflict.current, dict) else ()
+
+
+def _by_id(family: Family[Any], key: bytes, found: bytes, row: Any) -> Change:
     """What a change of a topic's row does to its rows by id."""
     if family is not TOPICS:
         return ()
-    old = TOPICS.decode(key, found.value) if found is not None and found.value else None
+    old = TOPICS.decode(key, found) if found else None
     rows: dict[bytes, bytes] = {TOPIC_IDS.key(old.topic_id): b""} if old is not None else {}
     if row is not None:
         rows |= [TOPIC_IDS.encode(TopicIdRow(row.topic_id, row.name))]

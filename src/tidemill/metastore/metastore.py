@@ -85,6 +85,13 @@ class Metastore:
         await self._sync(opened, [index], fresh)
         return await _read(opened.domains[index].get_row(key))
 
+    async def get_rows(self, keys: Sequence[bytes], *, fresh: bool = True) -> Sequence[VersionedRow | None]:
+        """As `get_row`, several keys of one entity, read in this order after one sync."""
+        opened = await self._open()
+        [index] = {domain_of(key, len(opened.domains)) for key in keys}
+        await self._sync(opened, [index], fresh)
+        return [await _read(opened.domains[index].get_row(key)) for key in keys]
+
     async def rows(self, family: Family[R], *leading: Part, fresh: bool = True) -> list[R]:
         """All rows of a family that begin with these columns, in key order."""
         found: list[R] = []

@@ -1,6 +1,7 @@
 """rows: one module per row family; each draws the layout of its keys and values.
 
-    01 topic      02 topic id   03 capture    04 pipeline   05 node          entity "": the catalogue itself
+    01 topic      02 topic id   03 capture    04 pipeline                    entity "": the catalogue itself
+    05 node       06 name                                                    entity "" as well
     10 partition  11 extent                                                  entity: topic id
     20 object                                                                entity: object key
     30 group offset                                                          entity: group
@@ -23,6 +24,7 @@ from tidemill.metastore.rows.checkpoints import CHECKPOINTS
 from tidemill.metastore.rows.extents import EXTENTS
 from tidemill.metastore.rows.family import Family
 from tidemill.metastore.rows.groups import GROUP_OFFSETS
+from tidemill.metastore.rows.names import NAMES
 from tidemill.metastore.rows.nodes import NODES
 from tidemill.metastore.rows.objects import OBJECTS
 from tidemill.metastore.rows.partitions import PARTITIONS
@@ -37,6 +39,7 @@ ALL: tuple[Family[Any], ...] = (
     CAPTURES,
     PIPELINES,
     NODES,
+    NAMES,
     PARTITIONS,
     EXTENTS,
     OBJECTS,
@@ -66,6 +69,7 @@ __all__ = [
     "CHECKPOINTS",
     "EXTENTS",
     "GROUP_OFFSETS",
+    "NAMES",
     "NODES",
     "OBJECTS",
     "PARTITIONS",

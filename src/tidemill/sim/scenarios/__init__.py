@@ -20,11 +20,12 @@ FAULTS: dict[str, tuple[str, str]] = {
     "replay-at-persisted": ("metastore", "a new leader takes the batch after the persisted seqno for persisted"),
     "silent-reject": ("metastore", "a manifest that the log refused is reported as written"),
     "gc-newer-epoch": ("metastore", "collection deletes files of a newer epoch"),
+    "guessed-outcome": ("catalogue", "a row's write of unknown outcome is taken for one that did not happen"),
     "stale-read": ("consensus", "a client answers some reads of a register from memory"),
 }
 """Planted faults: name → (room in which it must be found, what is wrong)."""
 
-ROOMS = ("consensus", "metastore", "topics", "shards", "capture")
+ROOMS = ("consensus", "metastore", "catalogue", "topics", "shards", "capture")
 
 
 def scenario(room: str, fault: str = "") -> Scenario:
@@ -40,6 +41,10 @@ def scenario(room: str, fault: str = "") -> Scenario:
             from tidemill.sim.scenarios import metastore
 
             return lambda world: metastore.run(world, fault)
+        case "catalogue":
+            from tidemill.sim.scenarios import catalogue
+
+            return lambda world: catalogue.run(world, fault)
         case "topics":
             from tidemill.sim.scenarios import topics
 

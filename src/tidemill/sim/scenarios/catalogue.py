@@ -1,0 +1,250 @@
+"""Nodes and tools that create, delete and replace rows of one catalogue at once, and die while they do.
+
+Faults: every store fault; every process dies at any step, leaders among them; leases are short, so two believe to
+lead at once; answers to requests get lost, and what was asked may be executed when nobody waits any more.
+Oracle: the history of each name is linearizable, outcomes never learned included: a creation counts once however
+often it was tried, and nothing that was deleted comes back. In the end every process reads the same rows, and the
+rows of topics by name and by id are the same.
+Replay: python -m tidemill.sim --room catalogue --seed K --trace
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+from tidemill.base.errors import Closed, Conflict, Missing, Unavailable, Unknown
+from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
+from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.open import open_metastore
+from tidemill.metastore.rows import TOPIC_IDS, TOPICS
+from tidemill.metastore.settings import DomainSettings
+from tidemill.sim.oracles.linearizable import Call, linearizable
+from tidemill.sim.world import Actor, Crew, Down, Violated, World
+
+NAMES = ("a", "b")
+PIPELINE = "p"
+
+
+class Process(NamedTuple):
+    metastore: Metastore
+    catalogue: Catalogue
+
+
+class Guessing:
+    """The planted fault: a commit of unknown outcome is taken for one that did not happen."""
+
+    def __init__(self, metastore: Metastore) -> None:
+        self._metastore = metastore
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._metastore, name)
+
+    async def commit(self, rows: Sequence[tuple[bytes, bytes]], *, expects: Mapping[bytes, int]) -> int:
+        try:
+            return await self._metastore.commit(rows, expects=expects)
+        except Unknown as error:
+            raise Conflict("guessed.", current=dict(expects)) from error
+
+
+class Shared:
+    """`calls`: the history of every name; a topic's state is the token its creator gave it, "" for none."""
+
+    def __init__(self, world: World, fault: str) -> None:
+        source = world.source
+        self.world = world
+        self.fault = fault
+        self.domains = source.choice((1, 1, 3))
+        self.calls: dict[str, list[Call]] = {name: [] for name in (*NAMES, PIPELINE)}
+        self.numbers = 0
+        self.moments = 0
+        self.settings = DomainSettings(
+            lease_ttl_ms=source.choice((300, 1_000)),
+            persist_interval_s=source.choice((0.5, 5.0)),
+            flush_timeout_s=5.0,
+            request_timeout_s=source.choice((1.0, 5.0)),
+            linger_s=0.5,
+            rollup_after_records=source.choice((4, 64)),
+        )
+
+    def token(self) -> str:
+        self.numbers += 1
+        return f"t{self.numbers}"
+
+    def moment(self) -> int:
+        self.moments += 1
+        return self.moments
+
+    def build(self, lead: bool) -> Callable[[Actor[Process]], Awaitable[Process]]:
+        told = {name: getattr(self.settings, name) for name in self.settings.__struct_fields__} | {"lead": lead}
+
+        async def build(actor: Actor[Process]) -> Process:
+            rand = self.world.rand()
+            metastore = await open_metastore(
+                actor.consensus(), actor.objects(), actor.clock, rand, domains=self.domains,
+                settings=DomainSettings(**told), holder=f"{actor.name}/{actor.life.number}",
+            )  # fmt: skip
+            used: Any = Guessing(metastore) if self.fault == "guessed-outcome" else metastore
+            return Process(metastore, Catalogue(used, actor.clock, rand))
+
+        return build
+
+
+async def run(world: World, fault: str = "") -> None:
+    shared, source = Shared(world, fault), world.source
+    actors = [Actor(world, f"node-{i}", shared.build(lead=True)) for i in range(source.randint(0, 2))]
+    actors += [Actor(world, f"tool-{i}", shared.build(lead=False)) for i in range(source.randint(1, 2))]
+    for actor in actors:
+        await actor.start()
+    async with Crew() as crew:
+        working = [crew.spawn(client(shared, actors, f"client-{i}")) for i in range(source.randint(2, 4))]
+        for _ in range(source.choice((0, 1, 2, 4))):
+            await asyncio.sleep(source.uniform(0, 2.0))
+            victim = source.choice(actors)
+            if victim.up:
+                victim.crash()
+                await asyncio.sleep(source.choice((0.0, 0.3, 2.0)))
+                await victim.start()
+        await asyncio.wait(working, timeout=5.0)
+        await world.heal()
+    await compare(shared, actors)
+    for name, calls in shared.calls.items():
+        if not linearizable(calls, "", model):
+            raise Violated(f"no order of the calls explains what they heard: name={name} calls={calls}")
+
+
+async def client(shared: Shared, actors: list[Actor[Process]], name: str) -> None:
+    source = shared.world.source
+    for _ in range(source.randint(3, 9)):
+        act = source.choice((create, create, delete, delete, get, get, put, drop, read))
+        while True:
+            up = [actor for actor in actors if actor.up]
+            if up:
+                try:
+                    await act(shared, source.choice(up), name)
+                    break
+                except (Unavailable, Closed):
+                    pass  # it certainly did not happen, or only a read was lost (see `call`)
+            await asyncio.sleep(source.uniform(0, 0.3))
+        await asyncio.sleep(source.uniform(0, 0.3) if source.random() < 0.5 else 0)
+
+
+async def call(
+    shared: Shared, actor: Actor[Process], name: str, entry: Call, work: Callable[[Catalogue], Awaitable[Any]]
+) -> None:
+    """Enter the call into the history of `name`; drop it again when it certainly did not happen."""
+    entry.start = shared.moment()
+    shared.calls[name].append(entry)
+    shared.world.trace(f"{entry.client} {actor.life} asks {entry.operation} of {name}")
+    try:
+        result = await actor.enter(lambda process: work(process.catalogue))
+    except (Unavailable, Closed) as error:
+        shared.world.trace(f"{entry.client} did not: {type(error).__name__}")
+        shared.calls[name].remove(entry)
+        raise
+    except (Unknown, Down) as error:
+        shared.world.trace(f"{entry.client} does not know: {type(error).__name__}")
+        return
+    entry.end, entry.result, entry.known = shared.moment(), result, True
+    shared.world.trace(f"{entry.client} {actor.life} heard {result}")
+
+
+async def create(shared: Shared, actor: Actor[Process], client_name: str) -> None:
+    token = shared.token()
+    name = shared.world.source.choice(NAMES)
+
+    async def work(catalogue: Catalogue) -> tuple[str, str]:
+        try:
+            row = await catalogue.create_topic(name, 1, config={"token": token})
+        except Conflict as conflict:
+            taken = cast("TopicRow", conflict.current)
+            return ("taken", taken.config["token"])
+        return ("made", row.config["token"])
+
+    await call(shared, actor, name, Call(client_name, ("create", token), 0), work)
+
+
+async def delete(shared: Shared, actor: Actor[Process], client_name: str) -> None:
+    name = shared.world.source.choice(NAMES)
+    await call(shared, actor, name, Call(client_name, ("delete",), 0), deleting(TopicRow, name))
+
+
+async def drop(shared: Shared, actor: Actor[Process], client_name: str) -> None:
+    await call(shared, actor, PIPELINE, Call(client_name, ("delete",), 0), deleting(PipelineRow, PIPELINE))
+
+
+def deleting(kind: Any, name: str) -> Callable[[Catalogue], Awaitable[str]]:
+    async def work(catalogue: Catalogue) -> str:
+        try:
+            await catalogue.delete(kind, name)
+        except Missing:
+            return "missing"
+        return "deleted"
+
+    return work
+
+
+async def put(shared: Shared, actor: Actor[Process], client_name: str) -> None:
+    token = shared.token()
+
+    async def work(catalogue: Catalogue) -> str:
+        await catalogue.put(PipelineRow(PIPELINE, dead_letters=token))
+        return "put"
+
+    await call(shared, actor, PIPELINE, Call(client_name, ("put", token), 0), work)
+
+
+async def get(shared: Shared, actor: Actor[Process], client_name: str) -> None:
+    name = shared.world.source.choice(NAMES)
+
+    async def work(catalogue: Catalogue) -> str:
+        row = await catalogue.get(TopicRow, name)
+        return row.config["token"] if row is not None else ""
+
+    await call(shared, actor, name, Call(client_name, ("read",), 0), work)
+
+
+async def read(shared: Shared, actor: Actor[Process], client_name: str) -> None:
+    async def work(catalogue: Catalogue) -> str:
+        rows = await catalogue.list(PipelineRow)
+        return rows[0].dead_letters if rows else ""
+
+    await call(shared, actor, PIPELINE, Call(client_name, ("read",), 0), work)
+
+
+def model(state: Any, operation: Any) -> tuple[Any, Any]:
+    match operation:
+        case ("read",):
+            return state, state
+        case ("create", str(token)):
+            return (state, ("taken", state)) if state else (token, ("made", token))
+        case ("put", str(token)):
+            return token, "put"
+        case ("delete",):
+            return "", ("deleted" if state else "missing")
+    raise AssertionError(f"unknown operation: {operation}")
+
+
+async def compare(shared: Shared, actors: list[Actor[Process]]) -> None:
+    """After healing: one more write through everyone, and everyone reads the same."""
+    seen: list[Any] = []
+    for actor in actors:
+        await put(shared, actor, f"last-{actor.name}")
+    for actor in actors:
+        seen.append(await actor.enter(everything))
+    if any(rows != seen[0] for rows in seen):
+        raise Violated(f"processes read different rows: {seen}")
+    by_name, by_id, pipelines = seen[0]
+    if {(row.topic_id, row.name) for row in by_name} != {(row.topic_id, row.name) for row in by_id}:
+        raise Violated(f"topics by name and by id differ: by_name={by_name} by_id={by_id}")
+    tokens = {row.name: row.config["token"] for row in by_name} | {row.name: row.dead_letters for row in pipelines}
+    for name, calls in shared.calls.items():
+        now = shared.moment()
+        calls.append(Call("end", ("read",), now, shared.moment(), tokens.get(name, ""), True))
+
+
+async def everything(process: Process) -> tuple[list[Any], list[Any], list[Any]]:
+    metastore = process.metastore
+    topics, ids = await metastore.rows(TOPICS), await metastore.rows(TOPIC_IDS)
+    return topics, ids, await process.catalogue.list(PipelineRow)
