@@ -822,6 +822,25 @@ def test_a_cancelled_commit_goes_on_and_breaks_nothing() -> None:
     run(body())
 
 
+def test_a_commit_cut_off_by_closing_is_told_as_closed() -> None:
+    """Nobody cancelled the caller, so it must not see a cancellation."""
+
+    async def body() -> None:
+        world = World(memory())
+        database = await world.open()
+        world.put(database, numbered(range(20)))
+        await database.flush()
+        old = database.version.levels[0][0]
+        gate = world.objects.before_put = Gate(MANIFEST)
+        moving = asyncio.create_task(database.commit_edit(Edit(added=((1, old),), removed=(old,))))
+        await eventually(lambda: gate.waiting == 1)
+        await database.aclose()
+        with pytest.raises(Closed):
+            await moving
+
+    run(body())
+
+
 def test_an_edit_that_removes_what_is_gone_is_a_conflict() -> None:
     async def body() -> None:
         world = World(memory())

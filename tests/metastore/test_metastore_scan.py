@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 import msgspec
@@ -14,8 +15,11 @@ from lsm_world import objects as objects  # the fixture
 
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Unavailable
+from tidemill.metastore.lsm.block import Block
 from tidemill.metastore.lsm.database import Database
+from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.memtable import SORT_ROWS
+from tidemill.metastore.lsm.merge import READ_BYTES
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.scan import YIELD_SLICES
 from tidemill.metastore.lsm.version import Edit, prefix_end
@@ -172,6 +176,31 @@ def test_neighbouring_blocks_come_in_one_read_and_a_short_range_reads_little(obj
             assert len(found) == 100 and len(world.objects.reads) == 2  # filter with index, and two or three blocks
             assert await collect(database.scan(b"007000", b"007100", reverse=reverse)) == found
             assert len(world.objects.reads) == 2
+
+    run(body())
+
+
+def test_one_read_of_large_values_is_bounded_in_bytes() -> None:
+    async def body() -> None:
+        world = World(memory(), Options())
+        database = await world.open()
+        source = random.Random(1)
+        for turn in range(3):
+            world.put(database, {b"%d/%d" % (turn, number): source.randbytes(200_000) for number in range(12)})
+        await database.flush()
+        largest = 0
+        blocks = database.tables.blocks
+
+        async def measured(file: FileMeta, first: int, count: int, *, fill_cache: bool = True) -> list[Block]:
+            nonlocal largest
+            starts = (await database.tables.meta(file)).starts
+            largest = max(largest, starts[first + count] - starts[first])
+            return await blocks(file, first, count, fill_cache=fill_cache)
+
+        database.tables.blocks = measured  # type: ignore[method-assign]
+        for reverse in (False, True):
+            assert await collect(database.scan(reverse=reverse)) == expected(world.rows, reverse=reverse)
+        assert 200_000 < largest <= READ_BYTES
 
     run(body())
 

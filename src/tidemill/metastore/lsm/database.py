@@ -316,7 +316,14 @@ class Database:
         what else `Manifests.write` raises; after Unknown and Fenced the database has ended.
         """
         self._check_writable()
-        await asyncio.shield(self._tasks.spawn(self._commit(edit, installed), name="metastore manifest"))
+        committing = self._tasks.spawn(self._commit(edit, installed), name="metastore manifest")
+        try:
+            await asyncio.shield(committing)
+        except asyncio.CancelledError:
+            me = asyncio.current_task()
+            if self._ended is not None and committing.cancelled() and not (me is not None and me.cancelling()):
+                raise again(self._ended) from None  # the database was closed beneath a caller whom nobody cancelled
+            raise
 
     async def _commit(self, edit: Edit, installed: Callable[[], None] | None) -> None:
         def then() -> None:

@@ -31,6 +31,9 @@ WINDOW_BLOCKS = 16
 READ_BLOCKS = 64
 """Most blocks that one read takes: half a MiB before compression, so that a distant bucket is not asked too often."""
 
+READ_BYTES = 512 << 10
+"""Most bytes of one read, if it takes more than one block: blocks of large values are larger than others."""
+
 FEW_BLOCKS = 4
 """A range of at most so many blocks is read whole; a longer one begins with one block and doubles."""
 
@@ -179,8 +182,7 @@ class FilesRun(Run):
             self._got = self._cached()
             if self._got:
                 return
-        count = self._count()
-        first = self._right - count if self._reverse else self._left
+        first, count = self._next_read()
         cache = self._tables.cache
         # Into room that nobody uses a scan may put all it reads.
         fill = self._fill_blocks > 0 or cache.used_bytes < cache.budget_bytes * FREE_SHARE
@@ -202,6 +204,19 @@ class FilesRun(Run):
     def _count(self) -> int:
         count = self._right - self._left
         return count if count <= FEW_BLOCKS else min(self._ahead, count)
+
+    def _next_read(self) -> tuple[int, int]:
+        """First block and number of blocks: those that come next, up to READ_BYTES, but at least one."""
+        assert self._meta is not None
+        starts, count = self._meta.starts, self._count()
+        if self._reverse:
+            end = self._right
+            first = max(end - count, bisect_left(starts, starts[end] - READ_BYTES))
+            first = min(first, end - 1)
+            return first, end - first
+        first = self._left
+        end = min(first + count, bisect_right(starts, starts[first] + READ_BYTES) - 1)
+        return first, max(end, first + 1) - first
 
     def _cached(self) -> list[Block]:
         """The next blocks as far as they are cached; in key order."""
