@@ -92,7 +92,14 @@ class LocalObjects:
         except Invalid:
             os.close(fd)
             raise
-        return (await self._serve(fd, key, [(start, stop)]))[0]
+        if stop - start > INLINE_READ_BYTES:
+            return (await self._serve(fd, key, [(start, stop)]))[0]
+        try:
+            return _pread(fd, start, stop - start)
+        except OSError as error:
+            raise translate(error, f"Reading {key}", self._root) from error
+        finally:
+            os.close(fd)
 
     async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         fd, size = self._open_for_read(key)

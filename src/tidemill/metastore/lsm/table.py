@@ -7,7 +7,7 @@ failure reaches all who wait and is not kept. When it is cancelled, one of the w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, cast
 
 from tidemill.metastore.lsm.block import Block, decode_block
@@ -88,9 +88,12 @@ class Tables:
         `fill_cache=False` leaves the cache as it is: for merges and long scans. What others read meanwhile is
         shared either way. Raises as `meta`.
         """
-        meta = await self.meta(file)
-        found: dict[int, Block] = {}
+        meta = self.cached_meta(file) or await self.meta(file)
         wanted = range(first, first + count)
+        entries, flights = self._entries, self._flights
+        if not any((file, index) in entries or (file, index) in flights for index in wanted):
+            return await self._read_blocks(file, meta, wanted, fill_cache)
+        found: dict[int, Block] = {}
         while len(found) < count:
             # Looked up and claimed without an await between: two readers never claim the same block.
             mine: list[int] = []
@@ -131,7 +134,9 @@ class Tables:
         self._land(file, meta)
         return meta
 
-    async def _read_blocks(self, file: FileMeta, meta: TableMeta, indexes: list[int], fill_cache: bool) -> list[Block]:
+    async def _read_blocks(
+        self, file: FileMeta, meta: TableMeta, indexes: Sequence[int], fill_cache: bool
+    ) -> list[Block]:
         for index in indexes:
             self._flights[(file, index)] = None
         try:
@@ -146,7 +151,7 @@ class Tables:
             self._land((file, index), block)
         return blocks
 
-    async def _read_and_decode(self, file: FileMeta, meta: TableMeta, indexes: list[int]) -> list[Block]:
+    async def _read_and_decode(self, file: FileMeta, meta: TableMeta, indexes: Sequence[int]) -> list[Block]:
         starts, rows, name = meta.starts, meta.rows, meta.name
         runs = list(_runs(indexes))
         ranges = [(starts[first], starts[end]) for first, end in runs]
