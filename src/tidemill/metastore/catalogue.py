@@ -120,36 +120,39 @@ class Catalogue:
             nonce = self._rand.nonce()
             try:
                 named, found = await self._metastore.get_rows([name_key, key])
-                seqno = named.seqno if named is not None else 0
-                if open_attempts and seqno not in open_attempts.values():
-                    return _landed(named, name_key, open_attempts)
-                rows = change(found.value if found is not None else b"", nonce)
-                if not rows:
-                    return nonce
-                await self._metastore.commit(
-                    [*rows, NAMES.encode(NameRow(family.name, name, nonce))],
-                    expects={name_key: seqno, key: found.seqno if found is not None else 0},
-                )
+            except Unavailable as error:
+                if not open_attempts:
+                    raise
+                await self._pause(until_s, name_key, error)
+                continue
+            seqno = named.seqno if named is not None else 0
+            if open_attempts and seqno not in open_attempts.values():
+                return _landed(named, name_key, open_attempts)
+            rows = change(found.value if found is not None else b"", nonce)
+            if not rows:
                 return nonce
-            except Conflict as conflict:
-                if name_key not in _current(conflict):
-                    raise  # what `change` refused with
-            except Unknown as error:
-                open_attempts[nonce] = seqno
-                self._check_budget(until_s, name_key, error)
-            except (Fenced, Unavailable) as error:
-                # This attempt did not happen. An earlier one may have: then saying so would be a lie.
+            named_by_us = NAMES.encode(NameRow(family.name, name, nonce))
+            expects = {name_key: seqno, key: found.seqno if found is not None else 0}
+            try:
+                await self._metastore.commit([*rows, named_by_us], expects=expects)
+                return nonce
+            except (Conflict, Fenced, Unavailable) as error:
+                # This attempt did not happen. An earlier one may have: then to say so would be a lie.
                 if isinstance(error, Unavailable) and not open_attempts:
                     raise
-                self._check_budget(until_s, name_key, error)
-            await asyncio.sleep(self._rand.uniform(0, PAUSE_S))
+                await self._pause(until_s, name_key, error)
+            except Unknown as error:
+                open_attempts[nonce] = seqno
+                await self._pause(until_s, name_key, error)
 
-    def _check_budget(self, until_s: float, key: bytes, error: TidemillError) -> None:
-        if self._clock.monotonic_s() > until_s:
+    async def _pause(self, until_s: float, name_key: bytes, error: TidemillError) -> None:
+        """Before the next attempt, if there is to be one."""
+        if not isinstance(error, Conflict) and self._clock.monotonic_s() > until_s:
             raise Unknown(
-                f"A row may have been written: name={key!r} cause={error.message!r}.",
+                f"A row may have been written: name={name_key!r} cause={error.message!r}.",
                 fix="Look at it again before writing it anew.",
             ) from error
+        await asyncio.sleep(self._rand.uniform(0, PAUSE_S))
 
 
 def _landed(named: VersionedRow | None, name_key: bytes, open_attempts: Collection[str]) -> str:
@@ -161,10 +164,6 @@ def _landed(named: VersionedRow | None, name_key: bytes, open_attempts: Collecti
             fix="Look at it again before writing it anew.",
         )
     return attempt
-
-
-def _current(conflict: Conflict) -> Collection[object]:
-    return conflict.current if isinstance(conflict.current, dict) else ()
 
 
 def _by_id(family: Family[Any], key: bytes, found: bytes, row: Any) -> Change:
