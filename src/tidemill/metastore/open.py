@@ -15,6 +15,7 @@ from tidemill.consensus.api import Consensus
 from tidemill.metastore.cluster import Cluster, domain_name
 from tidemill.metastore.domain import Domain
 from tidemill.metastore.front import Rows
+from tidemill.metastore.lsm.compaction.merger import Merger
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.presence import check_unclaimed
 from tidemill.metastore.settings import DomainSettings
@@ -34,9 +35,11 @@ def metastore_on(
     settings: DomainSettings = TOOL,
     holder: str = "",
     tracker: Tracker | None = None,
+    merger: Merger | None = None,
 ) -> Metastore:
-    """A metastore that opens at its first use. Close it before consensus and objects.
+    """A metastore that opens at its first use. Close it before merger, consensus and objects.
 
+    `merger` serves all its domains (`open_merger`); without one they merge on the loop.
     `holder` is `<node name>/<what tells its lives apart>`: a node's own earlier life need not be waited out.
     """
     holder = holder or f"tool/{os.getpid()}"
@@ -52,6 +55,7 @@ def metastore_on(
             rand=rand,
             settings=settings,
             tracker=tracker,
+            merger=merger,
             own_earlier_life=lambda other: settings.lead and other.startswith(f"{name}/"),
         )
 

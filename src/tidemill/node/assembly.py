@@ -29,6 +29,7 @@ from tidemill.consensus.open import open_consensus
 from tidemill.kafka.server import KafkaServer
 from tidemill.kafka.settings import KafkaSettings
 from tidemill.metastore.catalogue import Catalogue, TopicRow
+from tidemill.metastore.lsm.compaction.open import open_merger
 from tidemill.metastore.open import NODE, metastore_on
 from tidemill.node.assignment import CaptureFirst
 from tidemill.node.binder import Binder
@@ -87,15 +88,18 @@ class Node:
     async def _serve(self, objects: ObjectStore, consensus: Consensus, stop: asyncio.Event) -> None:
         config, clock, rand = self._config, self._clock, self._rand
         await check_bucket(consensus, objects)
+        settings = msgspec.structs.replace(NODE, persist_interval_s=config.metastore.persist_interval_s)
+        merger = open_merger(objects, config.objects_url, settings.options, clock)
         metastore = metastore_on(
             consensus,
             objects,
             clock,
             rand,
             domains=config.metastore.domains,
-            settings=msgspec.structs.replace(NODE, persist_interval_s=config.metastore.persist_interval_s),
+            settings=settings,
             holder=self._instance,
             tracker=self._marks,
+            merger=merger,
         )
         catalogue = Catalogue(metastore, clock, rand)
         reader = PartitionReaderImpl(consensus, objects)
@@ -149,6 +153,7 @@ class Node:
             alive_interval_s=config.metastore.alive_interval_s,
         )
         async with AsyncExitStack() as stack:
+            stack.push_async_callback(merger.aclose)
             stack.push_async_callback(metastore.aclose)
             stack.push_async_callback(keeping.leave)
             await metastore.start()
