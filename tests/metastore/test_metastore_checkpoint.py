@@ -6,14 +6,15 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from checkpoint_world import Restored, Rows, World, rows_of
+from checkpoint_world import Restored, Rows, World, family_rows, rows_of
 
 from tidemill.base.errors import Corrupt, Fenced, Unavailable
 from tidemill.consensus.memory import MemoryConsensus
+from tidemill.kafka.group_offsets import Committed, GroupOffsets
 from tidemill.metastore import checkpoint
 from tidemill.metastore.checkpoint import Checkpointer, Group, packed, slot_of
 from tidemill.metastore.cluster import domain_of
-from tidemill.metastore.rows import CHECKPOINTS, EXTENTS, PARTITIONS, SHARD_BATCHES
+from tidemill.metastore.rows import CHECKPOINTS, EXTENTS, GROUP_OFFSETS, PARTITIONS, SHARD_BATCHES
 from tidemill.topics.partition.replay import catch_up, partition_log
 from tidemill.topics.partition.state import PartitionState
 
@@ -185,7 +186,7 @@ def test_the_wrong_order_of_gathering_is_found() -> None:
     async def body(world: World) -> None:
         recorder = Recorder(world)
         keeper = world.keeper()
-        partitions, _, shards = keeper._stages
+        partitions, _, shards, _ = keeper._stages
         gather = shards.gather
 
         async def late() -> object:
@@ -288,6 +289,37 @@ def test_a_failed_commit_is_made_good_by_the_next_round() -> None:
             await keeper.round()
         await keeper.round()
         await check_restored_equals_live(world)
+
+    run(body)
+
+
+def test_group_offsets_are_written_when_they_change_and_never_ahead_of_their_partition() -> None:
+    async def body(world: World) -> None:
+        groups, topic_id = GroupOffsets(world.consensus, world.rand), world.topic.topic_id
+        recorder = Recorder(world)
+
+        async def consume() -> None:
+            while True:
+                await world.produce()
+                end = (await world.topics.offsets(topic_id, 0)).high_watermark
+                await groups.commit("g", {topic_id: {0: Committed(end)}})
+
+        consuming = asyncio.ensure_future(consume())
+        keeper = world.keeper()
+        for _ in range(8):
+            await keeper.round()
+            await asyncio.sleep(0.003)
+        consuming.cancel()
+        await asyncio.gather(consuming, return_exceptions=True)
+        await keeper.round()
+        seen = set()
+        for rows in recorder.moments:
+            for row in family_rows(GROUP_OFFSETS, rows):
+                assert row.offset <= Restored(rows).partitions[topic_id, 0].high_watermark
+                seen.add(row.offset)
+        assert len(seen) > 3 and max(seen) == (await groups.fetch("g"))[topic_id][0].offset
+        assert await keeper.round() == 0
+        assert await world.keeper("n2").round() == 0, "a new keeper finds the rows as they are"
 
     run(body)
 

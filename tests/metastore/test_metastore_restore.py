@@ -15,6 +15,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Corrupt, Fenced, Invalid, Missing
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.open import open_consensus
+from tidemill.kafka.group_offsets import Committed, GroupOffsets
 from tidemill.metastore import domain
 from tidemill.metastore.catalogue import CaptureRow, Catalogue, TableSnapshot, TopicRow
 from tidemill.metastore.cluster import read_cluster
@@ -27,6 +28,7 @@ from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.open import open_objects
 from tidemill.shards.open import open_remap, open_shard
 from tidemill.topics.front import FetchRead
+from tidemill.topics.leadership import Membership, NodeInfo
 from tidemill.topics.log import LocalTopics
 
 Body = Callable[[World], Awaitable[None]]
@@ -353,20 +355,45 @@ def test_captures_wait_to_be_compared_and_tables_that_came_back_short_start_over
     run(body)
 
 
-def test_committed_offsets_beyond_what_came_back_are_cut() -> None:
+def test_committed_offsets_come_back_and_none_is_beyond_its_partition() -> None:
     async def body(world: World) -> None:
-        await persisted(world, 4)
         topic_id = world.topic.topic_id
+        for _ in range(4):
+            await world.step()
         end = (await world.topics.offsets(topic_id, 0)).high_watermark
-        rows = [GroupOffsetRow("g", topic_id, 0, end + 7), GroupOffsetRow("h", topic_id, 0, end - 1)]
-        for row in rows:
-            await world.metastore.commit([GROUP_OFFSETS.encode(row)])
+        groups = GroupOffsets(world.consensus, world.rand)
+        await groups.commit("kept", {topic_id: {0: Committed(end - 1, 3, "note"), 1: Committed(0)}})
+        await groups.commit("gone", {topic_id: {0: Committed(end)}})
+        await persisted(world, 1)
+        # The log was cut meanwhile, as if this offset had been committed after the partition was gathered.
+        ahead = GroupOffsetRow("ahead", topic_id, 0, end + 70)
+        await world.metastore.commit([GROUP_OFFSETS.encode(ahead)])
         await world.metastore.flush(30)
+        end = (await world.topics.offsets(topic_id, 0)).high_watermark
         fresh = MemoryConsensus(world.clock)
         done = await Restorer(fresh, world.objects, world.clock, world.rand).run()
         assert done.group_offsets_cut == 1
-        async with restored_world(world, fresh) as (metastore, _, _):
-            assert [row.offset for row in await metastore.rows(GROUP_OFFSETS)] == [end, end - 1]
+        restored = GroupOffsets(fresh, world.rand)
+        assert await restored.fetch("kept") == await groups.fetch("kept")
+        assert await restored.fetch("gone") == await groups.fetch("gone")
+        assert (await restored.fetch("ahead"))[topic_id][0].offset == end
+
+    run(body)
+
+
+def test_node_ids_come_back() -> None:
+    async def body(world: World) -> None:
+        membership = Membership(world.consensus, "n7", NodeInfo(), world.clock, world.rand)
+        await membership.start()
+        await membership.aclose()
+        await persisted(world, 1)
+        fresh = MemoryConsensus(world.clock)
+        await Restorer(fresh, world.objects, world.clock, world.rand).run()
+        for name, node_id in (("n8", 2), ("n7", 1)):
+            again = Membership(fresh, name, NodeInfo(), world.clock, world.rand)
+            await again.start()
+            assert [m.node_id for m in again.members()] == [node_id]
+            await again.aclose()
 
     run(body)
 

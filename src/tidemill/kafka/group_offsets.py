@@ -20,6 +20,7 @@ from tidemill.base.errors import Conflict, Unknown
 from tidemill.consensus.api import Consensus
 
 METADATA_CHARS_MAX = 4096
+PREFIX, SUFFIX = "kafka/group/", "/offsets"
 
 
 class Committed(msgspec.Struct, frozen=True, array_like=True):
@@ -65,5 +66,28 @@ class GroupOffsets:
                 return
 
 
+async def all_groups(consensus: Consensus) -> dict[str, tuple[int, Offsets]]:
+    """Every group that ever committed, with the version of its register. For the checkpoint."""
+    found: dict[str, tuple[int, Offsets]] = {}
+    for key, version in await consensus.scan(PREFIX):
+        if version.data and key.endswith(SUFFIX):
+            group = key.removeprefix(PREFIX).removesuffix(SUFFIX)
+            found[group] = (version.seq, msgspec.msgpack.decode(version.data, type=Offsets))
+    return found
+
+
+async def restore_group(consensus: Consensus, rand: Rand, group: str, offsets: Offsets) -> None:
+    """Write the register of a group into consensus that has none of it. May be repeated."""
+    nonce = rand.nonce()
+    while True:
+        try:
+            await consensus.cas(_key(group), 0, msgspec.msgpack.encode(offsets), nonce)
+            return
+        except Conflict:
+            return  # an earlier run was here
+        except Unknown:
+            continue
+
+
 def _key(group: str) -> str:
-    return f"kafka/group/{group}/offsets"
+    return f"{PREFIX}{group}{SUFFIX}"

@@ -18,6 +18,7 @@ from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import BINDINGS, CAPTURES, PIPELINES, SHARD_BATCHES, SHARDS, TOPICS
 from tidemill.metastore.rows.bindings import BindingRow
 from tidemill.metastore.rows.shards import ShardBatchRow, ShardRow
+from tidemill.node.checkpoint_registers import RegistersStage
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.checkpoint import (
     BindingFollower,
@@ -47,6 +48,7 @@ def checkpointer(
         PartitionsStage(consensus, objects, metastore),
         BindingsStage(consensus, metastore),
         ShardsStage(consensus, metastore),
+        RegistersStage(consensus, metastore),
     )
     return Checkpointer(metastore, stages, clock, holder=holder, interval_s=interval_s, tracker=tracker)
 

@@ -25,6 +25,7 @@ import msgspec
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Conflict, Fenced, Unavailable, Unknown
 from tidemill.consensus.api import Consensus
+from tidemill.kafka.group_offsets import Committed, Offsets, restore_group
 from tidemill.metastore.cluster import Cluster, domain_name, domain_of
 from tidemill.metastore.domain import Domain
 from tidemill.metastore.findings import Findings
@@ -106,7 +107,7 @@ class Restorer:
             shards = await self._shards(rows, attempt)
             await self._registers(rows, source)
             captures = await self._mark_captures(rows, domains, ends)
-            cut = await self._cut_group_offsets(rows, domains, ends)
+            cut = await self._groups(rows, ends)
             cluster = await take_bucket(self._consensus, self._objects, self._clock, self._rand, source)
             findings = await self._walk(rows)
         cluster = await finish(self._consensus, self._rand)
@@ -198,17 +199,18 @@ class Restorer:
             await self._commit(domains, [CAPTURES.encode(marked)])
         return len(found)
 
-    async def _cut_group_offsets(
-        self, rows: BucketRows, domains: Sequence[Domain], ends: dict[tuple[str, int], int]
-    ) -> int:
-        """RE3."""
-        count = 0
+    async def _groups(self, rows: BucketRows, ends: dict[tuple[str, int], int]) -> int:
+        """RE3. How many offsets were cut."""
+        groups: dict[str, Offsets] = {}
+        cut = 0
         async for row in rows.each(GROUP_OFFSETS):
-            end = ends.get((row.topic_id, row.partition), 0)
-            if row.offset > end:
-                await self._commit(domains, [GROUP_OFFSETS.encode(msgspec.structs.replace(row, offset=end))])
-                count += 1
-        return count
+            offset = min(row.offset, ends.get((row.topic_id, row.partition), 0))
+            cut += offset < row.offset
+            committed = Committed(offset, row.leader_epoch, row.metadata)
+            groups.setdefault(row.group, {}).setdefault(row.topic_id, {})[row.partition] = committed
+        for group, offsets in groups.items():
+            await restore_group(self._consensus, self._rand, group, offsets)
+        return cut
 
     async def _commit(self, domains: Sequence[Domain], rows: list[tuple[bytes, bytes]]) -> None:
         """Nobody else writes: whatever an earlier attempt's outcome was, the same rows again are right."""
