@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 import pytest
 from lsm_files import PREFIX, in_loop
+from structlog.testing import capture_logs
 
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import Closed, Corrupt, Unavailable, Unknown
@@ -352,8 +353,12 @@ async def test_a_missing_live_file_is_reported() -> None:
     lost, kept = await bucket.file(1), await bucket.file(2)
     await bucket.manifest(1, [lost, kept])
     await bucket.files.delete(lost)
-    done = await bucket.collect()
-    assert done.missing == (bucket.files.key(lost),)
+    with capture_logs() as logs:
+        done = await bucket.collect()
+        assert done.missing == (bucket.files.key(lost),) and bucket.collector.last is done
+        await bucket.collect()
+    # Told once, not every round.
+    assert [(entry["log_level"], entry["files"]) for entry in logs] == [("error", done.missing)]
 
 
 # failures --------------------------------------------------------------------------------------------

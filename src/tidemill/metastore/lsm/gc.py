@@ -29,6 +29,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 import msgspec
+import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Closed, Missing, Unavailable, Unknown
@@ -36,6 +37,8 @@ from tidemill.metastore.lsm.files import FileName, Files
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.manifests import BucketManifests, ManifestName
 from tidemill.metastore.lsm.options import Options
+
+_log = structlog.get_logger()
 
 DELETES_AT_ONCE = 8
 
@@ -99,6 +102,8 @@ class Collector:
         self._dead_since_s: dict[Identity, float] = {}
         self._named: dict[str, frozenset[FileMeta]] = {}
         self._lock = asyncio.Lock()
+        self.last: Collected | None = None
+        """What the newest round that came to its end did."""
 
     async def collect(self, roots: Callable[[], Roots], may_go_on: Callable[[], bool] = lambda: True) -> Collected:
         """One round. `may_go_on` is asked before every delete: a broken database deletes nothing more (L6).
@@ -107,7 +112,11 @@ class Collector:
         nothing at all is deleted. Unavailable when the bucket cannot be listed; Closed when `may_go_on` ended it.
         """
         async with self._lock:
-            return await self._round(roots(), may_go_on)
+            done = await self._round(roots(), may_go_on)
+            if done.missing and (self.last is None or self.last.missing != done.missing):
+                _log.error("files that a manifest names are not in the bucket", files=done.missing)
+            self.last = done
+            return done
 
     async def _round(self, roots: Roots, may_go_on: Callable[[], bool]) -> Collected:
         names = [name async for name in self._manifests.list()]
