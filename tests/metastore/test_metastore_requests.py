@@ -207,6 +207,32 @@ def test_what_is_no_request_is_passed_over(world: DomainWorld) -> None:
     run(body, world)
 
 
+def test_what_is_wrong_in_itself_is_refused_before_it_is_sent(world: DomainWorld) -> None:
+    async def body(world: DomainWorld) -> None:
+        await world.node()
+        follower, client = await world.node(FOLLOWS), await world.client()
+        for rows, words in (([], "at least one row"), ([(b"%d" % i, b"x" * 200_000) for i in range(30)], "too large")):
+            with pytest.raises(Invalid, match=words):
+                await follower.commit(rows)
+        assert (await client.log_head(REQUESTS)).next == 0
+
+    run(body, world)
+
+
+def test_large_requests_and_large_conflicts_pass_in_parts_or_without_their_rows(world: DomainWorld) -> None:
+    async def body(world: DomainWorld) -> None:
+        leader, follower = await world.node(), await world.node(FOLLOWS)
+        rows = [(b"%d" % i, b"x" * 200_000) for i in range(15)]
+        await asyncio.gather(*[follower.commit([(b"%d-" % n + key, value) for key, value in rows]) for n in range(6)])
+        everything = [b"%d-%d" % (n, i) for n in range(6) for i in range(15)]
+        with pytest.raises(Conflict) as caught:
+            await follower.commit([(b"a", b"1")], expects={key: 1 for key in everything})
+        assert caught.value.current is None and leader.term == 1
+        assert len(await rows_of(follower)) == 90
+
+    run(body, world)
+
+
 # on memory alone ------------------------------------------------------------------------------------------------
 
 

@@ -269,7 +269,8 @@ class Domain:
         """Write all rows (an empty value deletes), if every expected key has the given seqno (0 = no live row).
 
         Returns the batch's seqno. Commits that touch different keys at once may share one; of a key that is there
-        twice the last row counts. Raises Conflict(current={expected key: Row | None}); Fenced (it did not happen: ask
+        twice the last row counts. Raises Conflict(current={expected key: Row | None}, or None when that is too much
+        to be sent to this process); Fenced (it did not happen: ask
         again) or Unknown (it may have) when leadership ended meanwhile; Unavailable; Invalid.
         """
         leader = self._leader
@@ -314,6 +315,7 @@ class Domain:
     async def _ask(self, ask: Callable[[], Awaitable[int]]) -> int:
         self._check()
         if self._settings.may_lead:
+            # Its task runs only when this call waits, and then the request is known to wait too (`_wanted`).
             self._compete_soon()
         seqno = await ask()
         try:
@@ -350,7 +352,7 @@ class Domain:
                 await self._log.wait(FOLLOW_WAIT_S)
                 if not self.leading:
                     await self._follower.advance()
-            except (Unavailable, Unknown, Missing) as error:
+            except (Unavailable, Unknown, Missing, Fenced) as error:
                 self.trouble = error
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, RETRY_MOST_S)
@@ -372,7 +374,6 @@ class Domain:
         """Try for the lease again and again; each time it is held, `_lead` runs once."""
         grounds, pause_s = self._grounds, RETRY_FIRST_S
         try:
-            await asyncio.sleep(0)  # the request that wants it is about to wait
             while self._wanted():
                 try:
                     await lead(

@@ -2,8 +2,8 @@
 
     log metastore/<domain>/requests    [nonce, [[key, value]…], {key: seqno}]    no rows: a flush
     log metastore/<domain>/replies     [nonce, kind, seqno, [[key, seqno, value]…], text]
-                                       kind: 0 done, 1 conflict (rows: seqno −1 = there is none), 2 invalid,
-                                       3 unavailable
+                                       kind: 0 done, 1 conflict (rows: seqno −1 = there is none; no rows: too many
+                                       to send), 2 invalid, 3 unavailable
 
     row 00 "requests"                  [position, seqno_delta, epoch_delta]: the next request to execute, on the
                                        request log that this state's own log stands beside
@@ -26,10 +26,12 @@ import msgspec
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Closed, Conflict, Corrupt, Invalid, Missing, TidemillError, Unavailable, Unknown
+from tidemill.base.limits import MIB
 from tidemill.base.tasks import Tasks
 from tidemill.consensus.api import Consensus, LogHead, resolve_append
 from tidemill.metastore.lsm.view import Row
 from tidemill.metastore.state import DomainState
+from tidemill.metastore.writing import measured
 
 POSITION_KEY = b"\x00requests\x00\x01"
 REPLIES_KEPT = 1_000
@@ -37,6 +39,12 @@ BACKLOG_MAX = 10_000
 """Requests nobody has executed; a requester that finds so many adds none."""
 
 APPEND_REQUESTS = 256
+APPEND_BYTES = 4 * MIB
+"""One append takes so many requests or replies at most, the last of them aside."""
+
+CONFLICT_BYTES = 1 * MIB
+"""Rows of a conflict beyond this are not sent."""
+
 RETRY_PAUSE_S = 0.05
 WAIT_S = 5.0
 
@@ -64,6 +72,8 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     seqno_delta: int
     epoch_delta: int
 
+
+Unsent = tuple[bytes, asyncio.Future[int]]
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_request = msgspec.msgpack.Decoder(Request).decode
@@ -111,6 +121,8 @@ def refusal(nonce: str, error: TidemillError) -> Reply:
             (key, row.seqno if row is not None else -1, row.value if row is not None else b"")
             for key, row in error.current.items()
         ]
+        if sum(len(key) + len(value) for key, _, value in rows) > CONFLICT_BYTES:
+            rows = []
         return Reply(nonce, CONFLICT, 0, rows, error.message)
     return Reply(nonce, INVALID if isinstance(error, Invalid) else UNAVAILABLE, 0, [], error.message)
 
@@ -120,7 +132,7 @@ def outcome(reply: Reply) -> int | TidemillError:
         return reply.seqno
     if reply.kind == CONFLICT:
         current = {key: None if seqno < 0 else Row(seqno, value) for key, seqno, value in reply.rows}
-        return Conflict(reply.text, current=current, fix="Read again and decide anew.")
+        return Conflict(reply.text, current=current or None, fix="Read again and decide anew.")
     return Invalid(reply.text) if reply.kind == INVALID else Unavailable(reply.text, fix="Retry.")
 
 
@@ -154,7 +166,7 @@ class Requester:
         self._requests = requests_log(domain)
         self._replies = replies_log(domain)
         self._timeout_s = timeout_s
-        self._unsent: list[tuple[Request, asyncio.Future[int]]] = []
+        self._unsent: list[Unsent] = []
         self._waiting: dict[str, asyncio.Future[int]] = {}
         self._sending = False
         self._listening = False
@@ -170,6 +182,7 @@ class Requester:
 
     async def commit(self, rows: Sequence[tuple[bytes, bytes]], expects: Mapping[bytes, int]) -> int:
         """As `Domain.commit`. Unknown when no answer came in time: it may still be executed."""
+        measured(rows)
         return await self._ask(list(rows), dict(expects), self._timeout_s)
 
     async def flush(self, timeout_s: float | None) -> int:
@@ -181,7 +194,7 @@ class Requester:
         request = Request(self._rand.nonce(), rows, expects)
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting[request.nonce] = future
-        self._unsent.append((request, future))
+        self._unsent.append((_encode(request), future))
         if not self._sending:
             self._sending = True
             self._tasks.spawn(self._send(), name=f"requests {self._requests}")
@@ -189,7 +202,7 @@ class Requester:
             async with asyncio.timeout(timeout_s):
                 return await future
         except TimeoutError as error:
-            if not _withdrawn(self._unsent, request):
+            if not _withdrawn(self._unsent, future):
                 raise Unknown(
                     f"No leader answered in time: log={self._requests!r} timeout_s={timeout_s}.",
                     fix="Read the rows to see whether it was done; it may still be.",
@@ -209,17 +222,26 @@ class Requester:
             while self._unsent:
                 if not self._listening and not await self._begin_to_listen():
                     continue
-                batch, self._unsent = self._unsent[:APPEND_REQUESTS], self._unsent[APPEND_REQUESTS:]
-                await self._send_batch([entry for entry in batch if not entry[1].done()])
+                await self._send_batch(self._take_batch())
         finally:
             self._sending = False
 
-    async def _send_batch(self, batch: list[tuple[Request, asyncio.Future[int]]]) -> None:
+    def _take_batch(self) -> list[Unsent]:
+        batch: list[Unsent] = []
+        size_bytes = 0
+        while self._unsent and len(batch) < APPEND_REQUESTS and size_bytes < APPEND_BYTES:
+            record, future = self._unsent.pop(0)
+            if not future.done():
+                batch.append((record, future))
+                size_bytes += len(record)
+        return batch
+
+    async def _send_batch(self, batch: list[Unsent]) -> None:
         if not batch:
             return
         try:
             head = await append_as_equal(
-                self._consensus, self._rand, self._requests, [_encode(request) for request, _ in batch], self._guess
+                self._consensus, self._rand, self._requests, [record for record, _ in batch], self._guess
             )
         except TidemillError as error:
             for _, future in batch:
@@ -298,10 +320,10 @@ class Requester:
                 future.set_exception(Unknown(f"The domain was closed before an answer came: log={self._requests!r}."))
 
 
-def _withdrawn(unsent: list[tuple[Request, asyncio.Future[int]]], request: Request) -> bool:
+def _withdrawn(unsent: list[Unsent], future: asyncio.Future[int]) -> bool:
     """Take a request back that was never handed to an append."""
-    for index, (other, _) in enumerate(unsent):
-        if other is request:
+    for index, (_, other) in enumerate(unsent):
+        if other is future:
             del unsent[index]
             return True
     return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
 import msgspec
 import structlog
@@ -14,6 +15,7 @@ from tidemill.consensus.api import Consensus, LogRecord
 from tidemill.consensus.statelog import StateLog
 from tidemill.metastore.leader import Leader
 from tidemill.metastore.requests import (
+    APPEND_BYTES,
     DONE,
     POSITION_KEY,
     REPLIES_KEPT,
@@ -117,8 +119,8 @@ class Serving:
         if not settled:
             # "It did not happen" must stay true: the next leader may not execute it either (RQ1, RQ2).
             await self._pass_over()
-        if replies:
-            await self._answer(replies)
+        for batch in _batches(replies):
+            await self._answer(batch)
         if self._position - self._truncated >= TRUNCATE_AFTER:
             await self._truncate()
 
@@ -186,3 +188,17 @@ class Serving:
     async def _truncate(self) -> None:
         await self._consensus.truncate(self._requests, self._position)
         self._truncated = self._position
+
+
+def _batches(replies: list[bytes]) -> Iterator[list[bytes]]:
+    """In order, each as large as one append may be."""
+    batch: list[bytes] = []
+    size_bytes = 0
+    for reply in replies:
+        batch.append(reply)
+        size_bytes += len(reply)
+        if size_bytes >= APPEND_BYTES:
+            yield batch
+            batch, size_bytes = [], 0
+    if batch:
+        yield batch
