@@ -15,6 +15,7 @@ from tidemill.metastore import checkpoint
 from tidemill.metastore.checkpoint import Checkpointer, Group, packed, slot_of
 from tidemill.metastore.cluster import domain_of
 from tidemill.metastore.rows import CHECKPOINTS, EXTENTS, GROUP_OFFSETS, PARTITIONS, SHARD_BATCHES
+from tidemill.shards.compaction import compact_once
 from tidemill.topics.partition.replay import catch_up, partition_log
 from tidemill.topics.partition.state import PartitionState
 
@@ -152,6 +153,7 @@ def test_crash_between_any_two_writes_keeps_inputs_at_or_beyond_outputs() -> Non
 
 def test_a_round_in_many_small_commits_is_restorable_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "COMMIT_BYTES", 500)
+    monkeypatch.setattr(checkpoint, "UNIT_BYTES", 500)
 
     async def body(world: World) -> None:
         recorder = Recorder(world)
@@ -162,6 +164,39 @@ def test_a_round_in_many_small_commits_is_restorable_after_each(monkeypatch: pyt
             await keeper.round()
         check_all(recorder)
         assert len(recorder.moments) > 40
+        await check_restored_equals_live(world)
+
+    run(body)
+
+
+def test_compaction_in_many_small_commits_is_restorable_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new since goes first, the new upper last: merged batches hold times only from the new since on."""
+    monkeypatch.setattr(checkpoint, "COMMIT_BYTES", 300)
+    monkeypatch.setattr(checkpoint, "UNIT_BYTES", 300)
+
+    async def body(world: World) -> None:
+        recorder = Recorder(world)
+        keeper = world.keeper()
+        for _ in range(20):
+            await world.step(rows=2)
+        await keeper.round()
+        before = len(recorder.moments)
+        since, upper = await world.table.frontiers()
+        await world.table.downgrade_since("test", 1, max(since, upper - 2))
+        for _ in range(10):
+            await world.step(rows=2)
+        while await compact_once(world.table, world.objects, world.rand) is not None:
+            pass
+        await keeper.round()
+        assert len(recorder.moments) > before + 5
+        known = [b.lower for b in world.table.state.batches]
+        for rows in recorder.moments[before:]:
+            restored = Restored(rows)
+            restored.check()
+            table = restored.shards["table"]
+            merged = [b for b in table.batches if b.parts and b.upper - b.lower > 1 and b.lower in known]
+            assert table.since == world.table.state.since or not any(b.token == m.token for m in merged
+                                                                     for b in world.table.state.batches)  # fmt: skip
         await check_restored_equals_live(world)
 
     run(body)
@@ -395,9 +430,10 @@ def test_units_are_written_whole_while_they_fit() -> None:
         return [(name, b"x" * size)]
 
     units = [[group(b"a", 100), group(b"b", 100)], [group(b"c", 300), group(b"d", 300)], [group(b"e", 10)]]
-    assert [[key for key, _ in rows] for rows in packed(units, 600)] == [[b"a", b"b"], [b"c"], [b"d", b"e"]]
+    assert [[key for key, _ in rows] for rows in packed(units, 600, 600)] == [[b"a", b"b"], [b"c"], [b"d", b"e"]]
+    assert [[key for key, _ in rows] for rows in packed(units, 300, 900)] == [[b"a", b"b"], [b"c", b"d"], [b"e"]]
     twice = [[[(b"k", b"1")], [(b"k", b"2")]]]
-    assert list(packed(twice, 600)) == [[(b"k", b"2")]]
+    assert list(packed(twice, 600, 600)) == [[(b"k", b"2")]]
 
 
 def test_the_mark_says_how_old_the_checkpoint_is_and_who_holds_it_back() -> None:

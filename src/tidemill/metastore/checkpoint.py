@@ -36,6 +36,9 @@ MARK = "checkpoint"
 COMMIT_BYTES = 1 << 20
 """A quarter of what one batch may hold, so that no checkpoint keeps other commits waiting for long."""
 
+UNIT_BYTES = 3 << 20
+"""One unit up to this size is still one commit: only then is there no moment at which half of it can be restored."""
+
 FLUSH_TIMEOUT_S = 60.0
 RETRY_PAUSE_S = 1.0
 BUDGET_MS = 60_000
@@ -180,7 +183,7 @@ class Checkpointer:
             if unit:
                 by_domain.setdefault(domain_of(unit[0][0][0], len(self._owned)), []).append(unit)
         for index, found in by_domain.items():
-            for rows in packed(found, COMMIT_BYTES):
+            for rows in packed(found, COMMIT_BYTES, UNIT_BYTES):
                 await self._commit(index, rows, gathered_ms, complete=False)
         return bool(by_domain)
 
@@ -218,13 +221,13 @@ def slot_of(domain: int, domains: int) -> str:
     return f"keeper-{number}"
 
 
-def packed(units: Iterable[Unit], limit_bytes: int) -> Iterator[Group]:
-    """Rows for one commit after another, in order (CP4). Pure. One group larger than the limit goes alone."""
+def packed(units: Iterable[Unit], limit_bytes: int, unit_bytes: int) -> Iterator[Group]:
+    """Rows for one commit after another, in order (CP4). Pure. One group larger than the limits goes alone."""
     pending: dict[bytes, bytes] = {}  # a key that a unit writes twice is written as it ends
     size = 0
     for unit in units:
         whole = [row for group in unit for row in group]
-        pieces = [whole] if _bytes(whole) <= limit_bytes else unit
+        pieces = [whole] if _bytes(whole) <= unit_bytes else unit
         for piece in pieces:
             piece_bytes = _bytes(piece)
             if pending and size + piece_bytes > limit_bytes:
