@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, cast
 
 from tidemill.base.errors import Closed, Conflict, Fenced, Invalid, Unavailable, Unknown
@@ -418,7 +419,7 @@ async def compare(shared: Shared, actor: Actor[Domain], start: dict[bytes, Found
         shadow = Shadow(world.consensus.placed[LOG], shared.rule)
         rows = shadow.rows(start)
         try:
-            await insist(actor, lambda domain, rows=rows: same_rows(domain, rows, "after the last leader died"))
+            await insist(actor, partial(same_rows, wanted=rows, when="after the last leader died"))
             break
         except Violated:
             if Shadow(world.consensus.placed[LOG], shared.rule).rows(start) == rows:
