@@ -117,6 +117,35 @@ def test_dropping_through_a_seqno_keeps_every_newer_row_and_seals_the_newest_lay
     assert memtable.layers == () and memtable.size_bytes == 0
 
 
+def test_seqnos_are_those_of_the_last_batch_whenever_they_are_asked_for() -> None:
+    for asks in ((), (1,), (2,), (1, 2, 3)):
+        layer = Layer()
+        batches = [[b"a", b"b"], [b"b"], [b"a", b"c", b"a"], [b"c"]]
+        for seqno, keys in enumerate(batches, start=1):
+            layer.put(seqno, keys, [b"v"] * len(keys), 0)
+            if seqno in asks:
+                assert layer.seqnos[keys[0]] == seqno
+        assert layer.seqnos == {b"a": 3, b"b": 2, b"c": 4}
+
+
+def test_seqnos_are_worked_out_a_bounded_number_at_a_time() -> None:
+    layer = Layer()
+    for turn in range(30):
+        layer.put(turn + 1, [b"%d/%d" % (turn, number) for number in range(1_000)], [b"v"] * 1_000, 0)
+    steps = 1
+    while not layer.date_step():
+        steps += 1
+    assert steps >= 30_000 // (2 * SORT_ROWS) and len(layer.seqnos) == 30_000
+
+
+def test_the_callers_list_of_keys_may_change_after_the_call() -> None:
+    layer = Layer()
+    keys = [b"a", b"b"]
+    layer.put(1, keys, [b"1", b"2"], 0)
+    keys.clear()
+    assert layer.seqnos == {b"a": 1, b"b": 1}
+
+
 def test_keys_are_sorted_a_bounded_number_at_a_time() -> None:
     source = random.Random(3)
     keys = [b"%012d" % source.randrange(10**12) for _ in range(5 * SORT_ROWS)]

@@ -141,6 +141,10 @@ class Flusher:
             writer = SstWriter(database.options)
             for layer in frozen:
                 await sort(layer)
+                dated = layer.date_step()
+                while not dated:
+                    await asyncio.sleep(0)
+                    dated = layer.date_step()
             for keys, values, seqnos in frozen_rows(frozen, database.options.slice_rows):
                 self.longest_slice_rows = max(self.longest_slice_rows, len(keys))
                 writer.add(keys, values, seqnos)

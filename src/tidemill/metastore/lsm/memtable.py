@@ -25,26 +25,27 @@ SORT_ROWS = 4_096
 INSERT_SHARE = 256
 """New keys are inserted one by one when they are fewer than one in so many, else sorted and merged."""
 
-FOLD_ROWS = 40_000
-"""Layers are folded up to this size: five milliseconds."""
+FOLD_ROWS = 20_000
+"""Layers are folded up to this size: some milliseconds."""
 
 ROW_OVERHEAD_BYTES = 240
 """What a row costs in memory beside the bytes of its key and value: two objects' headers, its entries in
-two dicts and in the lists of its batch, its place in the sorted list. Measured as resident memory: 145 to 232,
-most of all right after the dicts have grown."""
+two dicts and in the lists of its batch, its place in the sorted list. Measured as resident memory with all of
+them: 145 to 232, most of all right after the dicts have grown."""
 
 
 class Layer:
-    """Rows with one value per key; all newer than those of the layers below. Read `values` and `seqnos` freely."""
+    """Rows with one value per key, all newer than those of the layers below. `values` and `seqnos` are for reading."""
 
-    __slots__ = ("_fresh", "_runs", "_taken", "last_seqno", "pins", "seqnos", "size_bytes", "values")
+    __slots__ = ("_fresh", "_runs", "_seqnos", "_taken", "_undated", "last_seqno", "pins", "size_bytes", "values")
 
     def __init__(self) -> None:
         self.values: dict[bytes, bytes] = {}
-        self.seqnos: dict[bytes, int] = {}
         self.last_seqno = 0
         self.size_bytes = 0
         self.pins = 0
+        self._seqnos: dict[bytes, int] = {}
+        self._undated: list[tuple[int, tuple[bytes, ...]]] = []  # batches, in order, whose keys are to go into _seqnos
         self._runs: list[list[bytes]] = []  # sorted, disjoint; one when the work is done
         self._fresh: list[bytes] = []  # keys in neither a run nor a chunk yet
         self._taken = 0  # keys in _runs and _fresh
@@ -52,10 +53,13 @@ class Layer:
     def put(self, seqno: int, keys: Sequence[bytes], values: Sequence[bytes], size_bytes: int) -> None:
         if len(keys) == 1:
             self.values[keys[0]] = values[0]
-            self.seqnos[keys[0]] = seqno
         else:
             self.values.update(zip(keys, values, strict=True))
-            self.seqnos.update(zip(keys, repeat(seqno)))
+        # Most readers want no seqno: who wants one, or flushes, pays for it.
+        if len(keys) > 1 or self._undated:
+            self._undated.append((seqno, tuple(keys)))
+        else:
+            self._seqnos[keys[0]] = seqno
         self.last_seqno = seqno
         self.size_bytes += size_bytes
 
@@ -64,10 +68,29 @@ class Layer:
         """Both as one; the younger one's rows win. Neither argument changes (M2)."""
         one = Layer()
         one.values = {**elder.values, **younger.values}
-        one.seqnos = {**elder.seqnos, **younger.seqnos}
+        one._seqnos = {**elder.seqnos, **younger.seqnos}
         one.last_seqno = younger.last_seqno
         one.size_bytes = elder.size_bytes + younger.size_bytes
         return one
+
+    @property
+    def seqnos(self) -> dict[bytes, int]:
+        """Key to the seqno of its row."""
+        while not self.date_step():
+            pass
+        return self._seqnos
+
+    def date_step(self) -> bool:
+        """Some thousand keys' worth of work for `seqnos`; True when it is done."""
+        rows = 0
+        for done, (seqno, keys) in enumerate(self._undated, start=1):
+            self._seqnos.update(zip(keys, repeat(seqno)))
+            rows += len(keys)
+            if rows >= SORT_ROWS:
+                del self._undated[:done]
+                return not self._undated
+        self._undated.clear()
+        return True
 
     # sorted keys, by and by ------------------------------------------------------------------------
 
