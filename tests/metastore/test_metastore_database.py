@@ -33,6 +33,7 @@ from tidemill.base.limits import (
     METASTORE_KEY_BYTES,
     METASTORE_VALUE_BYTES,
 )
+from tidemill.metastore.lsm import room
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.manifest import Manifest
 from tidemill.metastore.lsm.memtable import ROW_OVERHEAD_BYTES
@@ -770,6 +771,23 @@ def test_what_ended_the_background_work_is_told_to_the_writer_who_waits_for_it()
             await database.room()
         assert isinstance(database.failure, Conflict)
         await database.aclose()
+
+    run(body())
+
+
+def test_a_stop_that_lasts_because_flushes_fail_is_told_to_the_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        monkeypatch.setattr(room, "LOOK_S", 0.01)
+        monkeypatch.setattr(room, "PATIENCE_S", 0.05)
+        world = World(memory(), msgspec.structs.replace(SMALL, write_buffer_bytes=10 * ROW_OVERHEAD_BYTES))
+        database = await world.open()
+        world.objects.before_put = failing(SST, Unavailable("the bucket is away"), times=1_000)
+        world.put(database, numbered(range(30)))
+        with pytest.raises(Unavailable, match=r"keeps failing.*the bucket is away"):
+            await database.room()
+        world.objects.before_put = None
+        await database.room()  # the next try of the flush makes room
+        assert database.max_persisted_seqno == 1
 
     run(body())
 
