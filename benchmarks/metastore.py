@@ -21,8 +21,9 @@ a round, ours over the peer's; the table holds the median of the rounds, and aft
 
 Bounded: a fresh database with write buffers and cache of 64 MiB together loads all rows with its flushes and merges
 going on, settles, reopens, is scanned and read anywhere. The parent samples the resident memory of the process, and
-of its workers, every 10 ms; a ticker in the event loop records the longest gap between two turns, on the wall and in
-the thread's own processor time; bytes written over bytes given is the write amplification.
+of its workers, every 10 ms; a ticker in the event loop records the longest gap between two turns, on the wall and in the thread's own
+processor time (`stall_cpu_ms`: what another process on the core cannot lengthen); bytes written over bytes given is
+the write amplification.
 
 After each part every row is compared (digest over a full scan, 2,000 gets); every get's value is compared as well.
 """
@@ -34,17 +35,13 @@ import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from metastore_child import Child, table
 from metastore_rows import key, value
 
 SELF = "tidemill"
@@ -65,55 +62,6 @@ TARGETS: dict[str, dict[str, float]] = {
 }
 COLD_READS = 2
 STALL_MS = 20
-
-
-class Child:
-    """One engine's process; `call` is one step. Samples its resident memory all the time."""
-
-    def __init__(self, engine: str, count: int, folder: Path) -> None:
-        self.engine = engine
-        script = Path(__file__).with_name("metastore_turn.py")
-        self._process = subprocess.Popen(
-            [sys.executable, str(script), engine, str(count), str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._receive()
-        self._observed = psutil.Process(self._process.pid)
-        self.base_bytes = self._observed.memory_info().rss
-        self.samples: list[tuple[float, int, int]] = []
-        self._ended = threading.Event()
-        threading.Thread(target=self._sample, daemon=True).start()
-
-    def call(self, step: str, **arguments: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([step, arguments]) + "\n")
-        self._process.stdin.flush()
-        return self._receive()
-
-    def close(self) -> None:
-        self._ended.set()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-    def _receive(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.engine}: its process ended with {self._process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def _sample(self) -> None:
-        while not self._ended.wait(0.01):
-            try:
-                own = self._observed.memory_info().rss
-                workers = sum(worker.memory_info().rss for worker in self._observed.children(recursive=True))
-            except psutil.Error:
-                continue
-            self.samples.append((time.perf_counter(), own, workers))
 
 
 # rates -------------------------------------------------------------------------------------------
@@ -254,7 +202,10 @@ def bounded(engine: str, count: int, folder: Path) -> dict[str, Any]:
         "load_rows_per_s": round(count / load["loaded_s"]),
         "settled_rows_per_s": round(count / (load["loaded_s"] + load["settle_s"])),
         "write_amplification": round(written / given, 2),
+        "live_mb": round(facts.get("live_bytes", facts["disk_bytes"]) / 1e6, 1),
         "disk_mb": round(facts["disk_bytes"] / 1e6, 1),
+        "files_by_level": facts.get("levels", facts.get("files")),
+        "waited_s": facts.get("waited_s", 0),
         "base_mib": round(child.base_bytes / MIB, 1),
         "load_peak_mib": round(peak / MIB, 1),
         "load_steady_mib": round(statistics.median(steady) / MIB, 1),
@@ -270,6 +221,7 @@ def bounded(engine: str, count: int, folder: Path) -> dict[str, Any]:
         "first_open_ms": round(opened["s"] * 1000, 1),
         "open_ms": round(reopened["s"] * 1000, 1),
         "open_stall_ms": reopened["stall_ms"],
+        "open_stall_cpu_ms": reopened["stall_cpu_ms"],
         "get_spread_per_s": round(spread["n"] / spread["s"]),
         "scan_rows_per_s": round(count / scan["s"]),
         **verified,
@@ -277,12 +229,6 @@ def bounded(engine: str, count: int, folder: Path) -> dict[str, Any]:
 
 
 # the run -----------------------------------------------------------------------------------------
-
-
-def table(lines: list[list[str]]) -> None:
-    widths = [max(len(line[i]) for line in lines if i < len(line)) for i in range(len(lines[0]))]
-    for line in lines:
-        print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=False)))
 
 
 def main() -> None:
@@ -315,8 +261,9 @@ def main() -> None:
     for engine in options.bounded_engines.split(",") if "bounded" in parts else []:
         with tempfile.TemporaryDirectory(dir=options.dir) as scratch:
             bounds.append(bounded(engine, options.keys, Path(scratch)))
-        if not options.json:
-            print(f"\nbounded, {engine}:", " ".join(f"{name}={fact}" for name, fact in bounds[-1].items()), flush=True)
+    if bounds and not options.json:
+        print("\nbounded:")
+        table([[name, *(str(bound[name]) for bound in bounds)] for name in bounds[0]])
     if options.json:
         print(json.dumps({"benchmark": "metastore", "machine": machine, "rates": rates.rows, "bounded": bounds}))
 

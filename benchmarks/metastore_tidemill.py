@@ -112,6 +112,7 @@ class Tidemill:
         flushed = self.db.flusher
         return {
             "levels": [len(level) for level in self.db.version.levels],
+            "live_bytes": self.db.version.size_bytes,
             "flushes": flushed.flushes,
             "merges": merged.merges,
             "slowed": self.db.room_keeper.slowed,

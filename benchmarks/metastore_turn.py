@@ -167,6 +167,7 @@ class Turn:
                     made_s += time.perf_counter() - started
                     if batch is None:
                         break
+                    await asyncio.sleep(0)
                     await self.engine.put_batch(*batch)
                     await asyncio.sleep(0)
                 await self.engine.flush()
