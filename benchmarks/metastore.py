@@ -21,9 +21,9 @@ a round, ours over the peer's; the table holds the median of the rounds, and aft
 
 Bounded: a fresh database with write buffers and cache of 64 MiB together loads all rows with its flushes and merges
 going on, settles, reopens, is scanned and read anywhere. The parent samples the resident memory of the process, and
-of its workers, every 10 ms; a ticker in the event loop records the longest gap between two turns, on the wall and in the thread's own
-processor time (`stall_cpu_ms`: what another process on the core cannot lengthen); bytes written over bytes given is
-the write amplification.
+of its workers, every 10 ms; a ticker in the event loop records the longest gap between two turns, on the wall and in
+the thread's own processor time (`stall_cpu_ms`: what another process on the core cannot lengthen); bytes written
+over bytes given is the write amplification.
 
 After each part every row is compared (digest over a full scan, 2,000 gets); every get's value is compared as well.
 """
