@@ -32,6 +32,8 @@ _log = structlog.get_logger()
 RETRY_FIRST_S = 0.2
 RETRY_MOST_S = 15.0
 MARK_INTERVAL_S = 1.0
+OVERDUE_S = 5.0
+"""A flush that began on time has this long before the bucket counts as behind."""
 TIMER_STEP_S = 0.001
 """What is due this soon is due: a timer of less may ring without the clock having moved, for ever."""
 
@@ -198,7 +200,8 @@ class Leader:
         """Plain and idempotent (LD2)."""
         if self._ended.done():
             return
-        _log.warning("stepping down", domain=self._grounds.name, term=self.term, cause=error.message)
+        tell = _log.info if isinstance(error, Closed) else _log.warning
+        tell("stepping down", domain=self._grounds.name, term=self.term, cause=error.message)
         self._ended.set_result(error)
         self.writing.stop(self._over())
 
@@ -275,6 +278,13 @@ class Leader:
         while ages and (ages[1][1] if len(ages) > 1 else self._fed_seqno + 1) <= persisted + 1:
             ages.popleft()
 
+    def _overdue(self) -> bool:
+        """Should the oldest row that is in no manifest have been persisted by now?"""
+        self._forget_ages()
+        if not self._ages:
+            return False
+        return self._grounds.clock.monotonic_s() - self._ages[0][0] > self._settings.persist_interval_s + OVERDUE_S
+
     def _on_persisted(self) -> None:
         self._persisted.set()
         self.writing.trimmed()
@@ -306,21 +316,25 @@ class Leader:
             await asyncio.sleep(MARK_INTERVAL_S)
 
     def mark(self) -> None:
-        """position = seqno in the bucket, target = seqno committed."""
+        """position = seqno in the bucket, target = the seqno that should be there by now.
+
+        Rows that wait for their persist interval are on time: the stage is idle, and says how far the log is.
+        """
         persisted, applied = self.database.max_persisted_seqno, self.database.max_applied_seqno
+        late = bool(self._trouble) or self._overdue()
         reason = ""
         if self._trouble:
             reason = f"the bucket takes no files: {self._trouble}"
         elif persisted < applied:
-            reason = f"rows are persisted within {self._settings.persist_interval_s:g} s"
+            reason = f"rows to seqno {applied} are persisted within {self._settings.persist_interval_s:g} s"
         self._grounds.tracker.set(
             self._mark_name,
             persisted,
-            applied,
+            applied if late else persisted,
             now_ms=self._grounds.clock.now_ms(),
             held_by="objects" if self._trouble else "",
             reason=reason,
-            budget_ms=int((2 * self._settings.persist_interval_s + self._settings.flush_timeout_s) * 1000),
+            budget_ms=int((self._settings.persist_interval_s + self._settings.flush_timeout_s) * 1000),
             unit="seqno",
         )
 

@@ -1,0 +1,54 @@
+"""What a domain's leader says about itself: behind only when the bucket is, not while rows wait for their interval."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tidemill.base.clock import ManualClock, Rand
+from tidemill.base.marks import Mark, State, Tracker, derive
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.metastore.domain import Domain
+from tidemill.metastore.leader import OVERDUE_S
+from tidemill.metastore.settings import DomainSettings
+from tidemill.objects.memory import MemoryObjects
+
+INTERVAL_S = 600.0
+
+
+def test_rows_that_wait_for_their_interval_are_on_time_and_late_ones_are_named() -> None:
+    async def main() -> None:
+        clock, tracker = ManualClock(), Tracker()
+        settings = DomainSettings(persist_interval_s=INTERVAL_S)
+        domain = await Domain.open(
+            MemoryConsensus(clock), MemoryObjects(clock), "0", holder="n/1", clock=clock, rand=Rand(1),
+            settings=settings, tracker=tracker,
+        )  # fmt: skip
+        await domain.until_leading(10.0)
+
+        def mark() -> Mark:
+            assert domain._leader is not None
+            domain._leader.mark()
+            [found] = tracker.report("p", clock.now_ms()).marks
+            return found
+
+        def state() -> State:
+            return derive(mark(), "p", clock.now_ms(), clock.now_ms()).state
+
+        seqno = await domain.commit([(b"\x01k\x00\x01", b"v")])
+        assert state() is State.IDLE
+        assert f"seqno {seqno} " in mark().reason
+        clock.advance(int(INTERVAL_S * 1000))
+        assert state() is State.IDLE
+        clock.advance(int(OVERDUE_S * 1000) + 1)
+        assert (mark().position, mark().target) == (0, seqno)
+        assert state() is State.MOVING, "late from this moment on"
+        clock.advance(10_000)
+        assert state() is State.WAITING
+        clock.advance(int((INTERVAL_S + settings.flush_timeout_s) * 1000))
+        assert state() is State.STUCK
+        await domain.flush(10.0)
+        assert mark().position == mark().target == seqno
+        assert state() is State.IDLE
+        await domain.aclose()
+
+    asyncio.run(main())
