@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
 
 import structlog
 
@@ -32,11 +31,8 @@ from tidemill.metastore.codec import decode_state, encode_state
 from tidemill.metastore.follower import Follower
 from tidemill.metastore.leader import Leader
 from tidemill.metastore.lsm.compaction.merger import Merger
-from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.manifest import Manifest, encode_manifest
-from tidemill.metastore.lsm.snapshot import Snapshot
-from tidemill.metastore.lsm.version import prefix_end
-from tidemill.metastore.lsm.view import PENDING, Row
+from tidemill.metastore.reading import Reading
 from tidemill.metastore.requests import Requester
 from tidemill.metastore.serving import Serving
 from tidemill.metastore.settings import DomainSettings, Grounds
@@ -46,23 +42,16 @@ from tidemill.objects.store import ObjectStore
 
 _log = structlog.get_logger()
 
-T = TypeVar("T")
-Chunk = tuple[list[bytes], list[bytes]]
-
-READ_ATTEMPTS = 5
-"""A read that met a change of leadership or a collected file begins again, so often at most."""
-
 FOLLOW_WAIT_S = 1.0
 RETRY_FIRST_S = 0.1
 RETRY_MOST_S = 5.0
 RELEASE_TIMEOUT_S = 2.0
 
 
-class Domain:
+class Domain(Reading):
     """Made by `open`. Every method may raise Unavailable, Closed, Corrupt."""
 
     def __init__(self, grounds: Grounds, own_earlier_life: Callable[[str], bool]) -> None:
-        self.name = grounds.name
         self.marks = grounds.tracker
         self._grounds = grounds
         self._settings = grounds.settings
@@ -76,14 +65,12 @@ class Domain:
             decode=decode_state,
             rand=grounds.rand,
         )
-        self._follower = Follower(grounds, self._log)
-        self._leader: Leader | None = None
+        super().__init__(grounds.name, Follower(grounds, self._log))
         self._requester = Requester(grounds.consensus, grounds.rand, grounds.name, grounds.settings.request_timeout_s)
         self._barrier = Barrier(self._pass, f"sync {grounds.log}")
         self._competing = False
         self._busy = False
         self._turned = asyncio.Event()
-        self._closed: TidemillError | None = None
         self.trouble: TidemillError | None = None
         """Why the last attempt at leading or following failed; None after one that did not."""
         self._tasks = Tasks(self._task_failed)
@@ -163,105 +150,10 @@ class Domain:
                 f"This process does not lead the domain: domain={self.name} timeout_s={timeout_s} cause={cause!r}."
             ) from error
 
-    # reads --------------------------------------------------------------------------------------
-
     async def sync(self) -> None:
         """DO1. Those who wait at once share one read of consensus, begun after all of them had called."""
         self._check()
         await self._barrier.passed()
-
-    async def get(self, key: bytes) -> bytes | None:
-        leader = self._leader
-        if leader is not None and not leader.ended:
-            value = leader.database.peek(key)
-            if value is not PENDING:
-                return value
-        return await self._read(lambda database: database.get(key), None)
-
-    async def get_row(self, key: bytes) -> Row | None:
-        return await self._read(lambda database: database.get_row(key), None)
-
-    async def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """One value, or None, for each key, all of one moment."""
-        return await self._read(lambda database: database.get_many(keys), [None] * len(keys))
-
-    async def scan(
-        self, lower: bytes = b"", upper: bytes | None = None, *, reverse: bool = False
-    ) -> AsyncIterator[Chunk]:
-        """Chunks of live rows in [lower, upper), all of one moment.
-
-        Unavailable when leadership changed, or a file was collected, after the first chunk was given.
-        """
-        given, met = False, None
-        for _ in range(READ_ATTEMPTS):
-            database = await self._serving()
-            if database is None:
-                return
-            try:
-                async for chunk in database.scan(lower, upper, reverse=reverse):
-                    given = True
-                    yield chunk
-                return
-            except (Closed, Fenced, Unknown, Missing) as error:
-                await self._begin_again(database, error)
-                if given:
-                    raise Unavailable(f"The scan was cut off: reason={error.message!r}.", fix="Scan again.") from error
-                met = error
-        raise self._restless(met)
-
-    def prefix(self, prefix: bytes, *, reverse: bool = False) -> AsyncIterator[Chunk]:
-        return self.scan(prefix, prefix_end(prefix), reverse=reverse)
-
-    async def snapshot(self) -> Snapshot:
-        """The database as it is now; ends with leadership. Raises Unavailable while nobody has led yet."""
-        database = await self._serving()
-        if database is None:
-            raise Unavailable(f"The domain has no rows yet: domain={self.name}.", fix="Write to it first.")
-        return database.snapshot()
-
-    async def _read(self, read: Callable[[Database], Awaitable[T]], nothing: T) -> T:
-        met = None
-        for _ in range(READ_ATTEMPTS):
-            database = await self._serving()
-            if database is None:
-                return nothing
-            try:
-                return await read(database)
-            except (Closed, Fenced, Unknown, Missing) as error:
-                await self._begin_again(database, error)
-                met = error
-        raise self._restless(met)
-
-    async def _serving(self) -> Database | None:
-        """The database that answers now; None while the domain has no uuid."""
-        self._check()
-        leader = self._leader
-        if leader is not None and not leader.ended:
-            return leader.database
-        if self._follower.database is not None:
-            return self._follower.database
-        return await self._follower.advance()
-
-    async def _begin_again(self, database: Database, error: TidemillError) -> None:
-        """Raises `error` when it is no consequence of a change."""
-        self._check()
-        leader = self._leader
-        if leader is not None and leader.database is database and not leader.ended:
-            if isinstance(error, Missing):
-                # Deposed without knowing it: the next leader may have collected what this one still reads.
-                with contextlib.suppress(Fenced):
-                    await leader.stands()
-                    raise error
-                return
-            raise error
-        if isinstance(error, Missing) and database is self._follower.database:
-            await self._follower.refresh()
-
-    def _restless(self, met: TidemillError | None) -> TidemillError:
-        """What is missing under every version of the database was not collected: it is gone."""
-        if isinstance(met, Missing):
-            return met
-        return Unavailable(f"Leadership keeps changing: domain={self.name} attempts={READ_ATTEMPTS}.", fix="Retry.")
 
     # writes -------------------------------------------------------------------------------------
 
@@ -450,10 +342,6 @@ class Domain:
         for lease in await grounds.consensus.leases(grounds.log):
             if lease.name == grounds.log and lease.holder == grounds.holder and lease.live:
                 await grounds.consensus.release(lease.name, lease.holder, lease.term)
-
-    def _check(self) -> None:
-        if self._closed is not None:
-            raise self._closed
 
     def _task_failed(self, name: str, error: BaseException) -> None:
         _log.error("a task of the domain failed", domain=self.name, task=name, cause=str(error))
