@@ -174,6 +174,8 @@ def test_a_missing_a_damaged_and_a_truncated_file_of_a_domain_are_named() -> Non
                 await world.objects.put(file, spoiled)
             found = await lines(world)
             assert any(line.startswith("manifest ") and file in line for line in found), found
+            if spoiled is not None and len(spoiled) != len(data):
+                assert any(f"the object has {len(spoiled)} bytes, the manifest says {len(data)}" in x for x in found)
         assert any("missing" in line for line in found)
 
     run(body)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from checkpoint_world import Restored, Rows, World, family_rows, rows_of
 
-from tidemill.base.errors import Corrupt, Fenced, Unavailable
+from tidemill.base.errors import Corrupt, Fenced, Unavailable, Unknown
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.kafka.group_offsets import Committed, GroupOffsets
 from tidemill.metastore import checkpoint
@@ -16,6 +16,7 @@ from tidemill.metastore.checkpoint import Checkpointer, Group, packed, slot_of
 from tidemill.metastore.cluster import domain_of
 from tidemill.metastore.rows import CHECKPOINTS, EXTENTS, GROUP_OFFSETS, PARTITIONS, SHARD_BATCHES
 from tidemill.shards.compaction import compact_once
+from tidemill.topics.checkpoint import PartitionFollower
 from tidemill.topics.partition.replay import catch_up, partition_log
 from tidemill.topics.partition.state import PartitionState
 
@@ -324,6 +325,48 @@ def test_a_failed_commit_is_made_good_by_the_next_round() -> None:
             await keeper.round()
         await keeper.round()
         await check_restored_equals_live(world)
+
+    run(body)
+
+
+def test_a_commit_of_unknown_outcome_is_looked_up_and_not_taken_for_another_keeper() -> None:
+    async def body(world: World) -> None:
+        keeper = world.keeper()
+        await world.step()
+        await keeper.round()
+        await world.step()
+
+        def unheard(write: Callable[[], int]) -> int:
+            write()
+            raise Unknown("the answer was lost.")
+
+        world.shared[0].fault = unheard
+        with pytest.raises(Unknown):
+            await keeper.round()
+        await keeper.round()
+        await check_restored_equals_live(world)
+
+    run(body)
+
+
+def test_a_follower_keeps_no_batch_that_is_written_and_refuses_a_shorter_log() -> None:
+    async def body(world: World) -> None:
+        for _ in range(6):
+            await world.produce()
+        place = (world.topic.topic_id, 0)
+        follower = PartitionFollower(world.consensus, world.objects, *place, None)
+        assert len(await follower.gather(world.metastore.prefix)) > 1
+        assert len(follower._state) == 6
+        follower.written()
+        assert len(follower._state) == 0
+        assert await follower.gather(world.metastore.prefix) == []
+        await world.produce()
+        [extent, row] = await follower.gather(world.metastore.prefix)
+        assert EXTENTS.decode(*extent[0]).base_offset == 18
+        follower.written()
+        empty = PartitionFollower(MemoryConsensus(world.clock), world.objects, *place, PARTITIONS.decode(*row[0]))
+        with pytest.raises(Corrupt, match="holds less than its rows"):
+            await empty.gather(world.metastore.prefix)
 
     run(body)
 

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import crc32c
 import pytest
 from checkpoint_world import World, damage, keys, manifest_of, persisted
 
@@ -19,6 +20,7 @@ from tidemill.kafka.group_offsets import Committed, GroupOffsets
 from tidemill.metastore import domain
 from tidemill.metastore.catalogue import CaptureRow, Catalogue, TableSnapshot, TopicRow
 from tidemill.metastore.cluster import read_cluster
+from tidemill.metastore.lsm.files import FileName, Files
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.presence import ALIVE_PREFIX, CLUSTER_PREFIX, Presence, newest_manifest
 from tidemill.metastore.rows import GROUP_OFFSETS
@@ -394,6 +396,37 @@ def test_node_ids_come_back() -> None:
             await again.start()
             assert [m.node_id for m in again.members()] == [node_id]
             await again.aclose()
+
+    run(body)
+
+
+def test_a_restored_domain_is_above_every_epoch_that_names_anything_in_its_bucket() -> None:
+    async def body(world: World) -> None:
+        await persisted(world, 2)
+        [uuid] = (await manifest_of(world)).domains
+        left_over = FileName(70, 3, "deadbeef")
+        await Files(world.objects, f"metastore/{uuid}/").put(left_over, b"of a leader that nobody saw end")
+        fresh = MemoryConsensus(world.clock)
+        await Restorer(fresh, world.objects, world.clock, world.rand).run()
+        async with restored_world(world, fresh) as (metastore, _, _):
+            [domain] = await metastore.domains()
+            await domain.until_leading(10)  # type: ignore[attr-defined]
+            assert domain.state.epoch(domain.term) > 70  # type: ignore[attr-defined]
+            assert domain.state.manifest.epoch > 70  # type: ignore[attr-defined]
+
+    run(body)
+
+
+def test_an_object_of_a_newer_format_is_told_from_a_damaged_one() -> None:
+    async def body(world: World) -> None:
+        await persisted(world, 1)
+        [key] = await keys(world, CLUSTER_PREFIX)
+        data = (await world.objects.get(key))[:-4]
+        data = data[:4] + (9).to_bytes(2, "little") + data[6:]
+        await world.objects.delete(key)
+        await world.objects.put(key, data + int(crc32c.crc32c(data)).to_bytes(4, "little"))
+        with pytest.raises(Invalid, match=f"newer version.*object={key} format=9 known=1"):
+            await Restorer(MemoryConsensus(world.clock), world.objects, world.clock, world.rand).run()
 
     run(body)
 

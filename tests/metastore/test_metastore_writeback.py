@@ -189,6 +189,8 @@ def test_what_another_attempt_or_a_live_cluster_wrote_is_not_overwritten() -> No
         before = {log: head for log, head in fresh.state.heads.items()}
         with pytest.raises(Invalid, match="log already"):
             await write_back(world, fresh, "a2")
+        with pytest.raises(Invalid, match="exists already"):
+            await restore_bindings(fresh, "topic/clicks", [b"x"] * 9, "a2")
         assert fresh.state.heads == before
 
     run(body)
