@@ -65,6 +65,7 @@ class Watched:
         self.inner = inner
         self.puts: list[str] = []
         self.reads: list[str] = []
+        self.ranges: list[tuple[int, int]] = []
         self.before_put: Step | None = None
         self.after_put: Step | None = None
         self.before_read: Step | None = None
@@ -79,12 +80,14 @@ class Watched:
 
     async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         self.reads.append(key)
+        self.ranges.append((start, -1 if end is None else end))
         if self.before_read is not None:
             await self.before_read(key)
         return await self.inner.get(key, start, end)
 
     async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         self.reads += [key] * len(ranges)
+        self.ranges += ranges
         if self.before_read is not None:
             await self.before_read(key)
         return await self.inner.get_ranges(key, ranges)

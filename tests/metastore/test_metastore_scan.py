@@ -19,7 +19,7 @@ from tidemill.metastore.lsm.block import Block
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.memtable import SORT_ROWS
-from tidemill.metastore.lsm.merge import READ_BYTES
+from tidemill.metastore.lsm.merge import READ_BLOCKS, READ_BYTES
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.scan import YIELD_SLICES
 from tidemill.metastore.lsm.version import Edit, prefix_end
@@ -161,14 +161,18 @@ def test_neighbouring_blocks_come_in_one_read_and_a_short_range_reads_little(obj
         database = await world.open()
         world.put(database, {b"%06d" % number: b"%0100d" % number for number in range(15_000)})
         await database.flush()
-        blocks = len((await database.tables.meta(database.version.levels[0][0])).last_keys)
+        file = database.version.levels[0][0]
+        blocks = len((await database.tables.meta(file)).last_keys)
         assert blocks > 150
         for reverse in (False, True):
             await database.aclose()
-            database = await reopened(world)
-            world.objects.reads.clear()
+            database = await reopened(world, cache_bytes=0)
+            world.objects.ranges.clear()
             assert len(await collect(database.scan(reverse=reverse))) == 15_000
-            assert len(world.objects.reads) <= 2 + 5 + blocks / 16
+            reads = [found for found in world.objects.ranges if found[0] < file.meta_start]
+            # One block, two, four and so on up to READ_BLOCKS; and no block twice.
+            assert len(reads) <= READ_BLOCKS.bit_length() + blocks // READ_BLOCKS
+            assert sum(end - start for start, end in reads) == file.meta_start
             await database.aclose()
             database = await reopened(world)
             world.objects.reads.clear()
