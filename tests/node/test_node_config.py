@@ -22,6 +22,8 @@ def write(tmp_path: Path, text: str) -> Path:
         ("[node]\nhttps = 1\n", "node.https"),
         ("[node]\nhttp = 'nowhere'\n", "node.http"),
         ("[kafka]\ndefault_partitions = 0\n", "kafka.default_partitions"),
+        ("[metastore]\ndomains = 65\n", "metastore.domains"),
+        ("[metastore]\npersist_interval_s = 0\n", "metastore.persist_interval_s"),
         ("[capture.shop]\ntables = ['public.*']\n", "capture.shop.dsn"),
         ("[capture.Shop-1]\ndsn = 'x'\n", "Shop-1"),
         ("[node\n", "not TOML"),
