@@ -331,6 +331,32 @@ def test_flushes_called_at_once_share_one_file() -> None:
     run(body())
 
 
+def test_a_failed_flush_is_told_to_those_who_waited_for_it_and_not_to_who_came_later() -> None:
+    async def body() -> None:
+        world = World(memory())
+        database = await world.open()
+        world.put(database, numbered(range(10)))
+        gate = Gate(SST)
+        fail = failing(SST, Unavailable("no"))
+
+        async def wait_then_fail(key: str) -> None:
+            await gate(key)
+            await fail(key)
+
+        world.objects.before_put = wait_then_fail
+        first = asyncio.create_task(database.flush())
+        await eventually(lambda: gate.waiting > 0)
+        world.put(database, numbered(range(10), "w"))
+        later = asyncio.create_task(database.flush())
+        await asyncio.sleep(0)
+        gate.open.set()
+        with pytest.raises(Unavailable):
+            await first
+        assert await later == 2
+
+    run(body())
+
+
 def test_a_flush_past_its_deadline_is_unavailable_and_goes_on() -> None:
     async def body() -> None:
         world = World(memory())

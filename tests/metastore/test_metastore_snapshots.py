@@ -135,6 +135,34 @@ def test_a_snapshots_files_stay_until_it_is_closed(objects: ObjectStore) -> None
     run(body())
 
 
+def test_what_is_cached_of_a_file_goes_when_nobody_needs_the_file() -> None:
+    async def body() -> None:
+        world = World(memory())
+        database = await world.open()
+
+        def cached() -> set[object]:
+            keys = database.tables.cache.entries
+            return {key[0] if isinstance(key, tuple) else key for key in keys}
+
+        world.put(database, numbered(range(60)))
+        await database.flush()
+        await collect(database.scan())
+        (old,) = database.version.levels[0]
+        with database.snapshot() as snapshot:
+            world.put(database, numbered(range(60), "w"))
+            await database.compact()
+            assert cached() == {old}  # pinned; merges fill no cache
+            await collect(database.scan())
+            assert cached() == {old, *database.version.files}
+            assert await snapshot.get(b"row/000001") == b"v1"
+        assert cached() == database.version.files
+        world.put(database, numbered(range(60), "x"))
+        await database.compact()
+        assert cached() == set()
+
+    run(body())
+
+
 def test_a_snapshot_that_is_never_closed_warns_and_lets_go() -> None:
     async def body() -> None:
         world = World(memory())
