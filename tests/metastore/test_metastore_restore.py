@@ -85,15 +85,22 @@ async def check_everything_is_back(world: World, consensus: Any) -> None:
 @pytest.mark.parametrize("objects", ["memory", "directory"])
 @pytest.mark.parametrize("domains", [1, 3])
 def test_everything_persisted_is_there_again(tmp_path: Path, consensus: str, objects: str, domains: int) -> None:
+    def url(name: str) -> str:
+        return "memory:" if consensus == "memory" else f"sqlite://{tmp_path}/{name}.db"
+
+    everything_is_there_again(url, "memory:" if objects == "memory" else f"file://{tmp_path}/objects", domains)
+
+
+@pytest.mark.postgres
+def test_everything_persisted_is_there_again_on_postgresql(tmp_path: Path, new_database: Callable[[], str]) -> None:
+    everything_is_there_again(lambda _: new_database(), f"file://{tmp_path}/objects", 2)
+
+
+def everything_is_there_again(url: Callable[[str], str], objects: str, domains: int) -> None:
     async def main() -> None:
         clock, rand = SystemClock(), Rand()
-
-        async def engine(name: str) -> Any:
-            url = "memory:" if consensus == "memory" else f"sqlite://{tmp_path}/{name}.db"
-            return await open_consensus(url, clock, rand)
-
-        store = await open_objects("memory:" if objects == "memory" else f"file://{tmp_path}/objects", clock, rand)
-        old, new = await engine("old"), await engine("new")
+        store = await open_objects(objects, clock, rand)
+        old, new = await open_consensus(url("old"), clock, rand), await open_consensus(url("new"), clock, rand)
         async with World(domains, real=True, consensus=old, objects=store) as world:
             await persisted(world)
             before = await world.metastore.cluster()

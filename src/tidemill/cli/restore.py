@@ -12,6 +12,7 @@ from tidemill.base.portal import Portal
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
 from tidemill.cli.progress import Bars
 from tidemill.node.config import load
+from tidemill.node.logs import configure_logs
 
 if TYPE_CHECKING:
     from tidemill.node.restore import Restorer
@@ -41,6 +42,7 @@ def restore(
     from tidemill.node.restore import Restorer
     from tidemill.objects.open import open_objects
 
+    configure_logs("error")  # what leads and ends meanwhile is the command's own business
     loaded = load(config)
     _create_parent(consensus or loaded.consensus_url)
     clock, rand = SystemClock(), Rand()
@@ -60,6 +62,8 @@ def restore(
         print_json(report)
     else:
         _print(report)
+        if source and not dry_run and source != loaded.objects_url:
+            print("note    this configuration names another bucket: set objects.url to the one restored from")
     raise SystemExit(1 if report.get("findings") else 0)
 
 

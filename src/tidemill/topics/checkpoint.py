@@ -27,6 +27,9 @@ from tidemill.topics.partition.state import PartitionState
 FOLLOWED_AT_ONCE = 16
 """Partition logs read at the same time."""
 
+SLICE_ROWS = 500
+"""Rows made between two turns of the loop: a few milliseconds."""
+
 Scan = Callable[[bytes], AsyncIterator[tuple[list[bytes], list[bytes]]]]
 """Key prefix → chunks of live rows (keys, values), ascending."""
 
@@ -129,7 +132,13 @@ class PartitionFollower:
                 f" next_offset={new.next_offset} row={row.next_offset}.",
                 fix="Consensus was replaced without `tidemill restore`: restore it, or start with an empty bucket.",
             )
-        fresh = extents(self._state, self.topic_id, self.partition, row.next_offset)
+        fresh: list[ExtentRow] = []
+        groups: list[Group] = []
+        for extent in extents(self._state, self.topic_id, self.partition, row.next_offset):
+            fresh.append(extent)
+            groups.append([EXTENTS.encode(extent)])
+            if len(fresh) % SLICE_ROWS == 0:
+                await asyncio.sleep(0)  # only this call changes the state
         new = replace(
             new,
             size_bytes=row.size_bytes + sum(extent.size_bytes for extent in fresh),
@@ -137,7 +146,6 @@ class PartitionFollower:
         )
         if replace(new, log_position=row.log_position) == row:
             return []
-        groups: list[Group] = [[EXTENTS.encode(extent)] for extent in fresh]
         if new.log_start > row.log_start:
             gone = await self._forgotten(scan, new.log_start)
             new = replace(new, size_bytes=new.size_bytes - sum(extent.size_bytes for extent in gone))

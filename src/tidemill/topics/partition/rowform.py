@@ -10,7 +10,7 @@ K2  Extents are cut the same way whenever they begin at the same offset: writing
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -48,17 +48,15 @@ def partition_row(state: PartitionState, topic_id: str, partition: int) -> Parti
     )
 
 
-def extents(state: PartitionState, topic_id: str, partition: int, start: int) -> list[ExtentRow]:
+def extents(state: PartitionState, topic_id: str, partition: int, start: int) -> Iterator[ExtentRow]:
     """The batches from base offset `start` on, in runs that lie back to back in one object (K2)."""
-    found: list[ExtentRow] = []
     first, count = bisect_left(state.bases, start), len(state)
     while first < count:
         end = first + 1
         while end < count and end - first < EXTENT_BATCHES and _back_to_back(state, end):
             end += 1
-        found.append(_extent(state, topic_id, partition, first, end))
+        yield _extent(state, topic_id, partition, first, end)
         first = end
-    return found
 
 
 def _back_to_back(state: PartitionState, index: int) -> bool:
