@@ -1,0 +1,92 @@
+"""`tidemill restore` and `tidemill doctor --deep` as commands: what they print, and how they exit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoint_world import World, persisted
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.consensus.open import open_consensus
+from tidemill.objects.open import open_objects
+
+
+def command(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("TIDEMILL_")}
+    line = [sys.executable, "-m", "tidemill", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, cwd=directory, env=environ, timeout=120)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A cluster's data directory after some work, nothing running."""
+    (tmp_path / "tidemill.toml").write_text(f'[node]\ndata = "{tmp_path}/data"\n')
+    (tmp_path / "data").mkdir()
+
+    async def main() -> None:
+        clock, rand = SystemClock(), Rand()
+        consensus = await open_consensus(f"sqlite://{tmp_path}/data/consensus.db", clock, rand)
+        objects = await open_objects(f"file://{tmp_path}/data/objects", clock, rand)
+        async with World(real=True, consensus=consensus, objects=objects) as world:
+            await persisted(world)
+        await consensus.aclose()
+        await objects.aclose()
+
+    asyncio.run(main())
+    return tmp_path
+
+
+def test_a_lost_consensus_is_planned_restored_and_checked(directory: Path) -> None:
+    for path in (directory / "data").glob("consensus.db*"):
+        path.unlink()
+    lost = command(directory, "doctor", "--deep")
+    assert lost.returncode == 1 and "FAIL consensus → cluster " in lost.stdout and "tidemill restore" in lost.stdout
+    refused = command(directory, "topic", "list")
+    assert refused.returncode == 2 and "the bucket holds one" in refused.stderr
+    planned = command(directory, "restore", "--dry-run")
+    assert planned.returncode == 0, planned
+    for words in (
+        "incarnation 1",
+        "domain  ",
+        " s old",
+        "topic   clicks  partitions 2",
+        "shard   table",
+        "total   topics 1",
+    ):
+        assert words in planned.stdout, (words, planned.stdout)
+    done = command(directory, "restore")
+    assert done.returncode == 0, done
+    assert "incarnation 2; start it with: tidemill up" in done.stdout
+    again = command(directory, "restore")
+    assert again.returncode == 2 and "Consensus is not empty" in again.stderr and "metastore/cluster" in again.stderr
+    deep = command(directory, "doctor", "--deep", "--json")
+    report = json.loads(deep.stdout.splitlines()[-1])
+    assert (deep.returncode, report["clean"], report["incarnation"]) == (0, True, 2)
+
+
+def test_a_broken_reference_is_one_line_and_exit_1(directory: Path) -> None:
+    [broken, *_] = sorted((directory / "data" / "objects" / "l0").rglob("*-*"))
+    broken.unlink()
+    deep = command(directory, "doctor", "--deep")
+    assert deep.returncode == 1
+    [line] = [line for line in deep.stdout.splitlines() if line.startswith("FAIL ")]
+    assert broken.name in line and "the object is missing. Bring the object back" in line
+    assert "1 broken references" in deep.stdout
+    for path in (directory / "data").glob("consensus.db*"):
+        path.unlink()
+    done = command(directory, "restore", "--json")
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 1 and len(report["findings"]) == 1 and report["restored"]["partitions"] == 2
+
+
+def test_without_any_cluster_both_say_so(tmp_path: Path) -> None:
+    restore = command(tmp_path, "restore", "--from", str(tmp_path / "empty"))
+    assert restore.returncode == 2 and "holds no cluster" in restore.stderr
+    deep = command(tmp_path, "doctor", "--deep")
+    assert deep.returncode == 2 and "There is no cluster" in deep.stderr
