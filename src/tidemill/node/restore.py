@@ -25,7 +25,6 @@ import msgspec
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Conflict, Fenced, Unavailable, Unknown
 from tidemill.consensus.api import Consensus
-from tidemill.kafka.group_offsets import Committed, Offsets, restore_group
 from tidemill.metastore.cluster import Cluster, domain_name, domain_of
 from tidemill.metastore.domain import Domain
 from tidemill.metastore.findings import Findings
@@ -201,9 +200,14 @@ class Restorer:
 
     async def _groups(self, rows: BucketRows, ends: dict[tuple[str, int], int]) -> int:
         """RE3. How many offsets were cut."""
+        found = await rows.rows(GROUP_OFFSETS)
+        if not found:
+            return 0
+        from tidemill.kafka.group_offsets import Committed, Offsets, restore_group  # the room costs a second to load
+
         groups: dict[str, Offsets] = {}
         cut = 0
-        async for row in rows.each(GROUP_OFFSETS):
+        for row in found:
             offset = min(row.offset, ends.get((row.topic_id, row.partition), 0))
             cut += offset < row.offset
             committed = Committed(offset, row.leader_epoch, row.metadata)
