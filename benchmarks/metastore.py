@@ -35,6 +35,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -174,7 +175,7 @@ def print_rates(rates: Rates) -> None:
 
 
 def bounded(engine: str, count: int, folder: Path) -> dict[str, Any]:
-    child = Child(engine, count, folder)
+    child = Child(engine, count, folder, watch=True)
     try:
         opened = child.call("open", **BUDGET)
         begun = time.perf_counter()
@@ -256,6 +257,7 @@ def main() -> None:
     for number in range(options.rounds if "rates" in parts else 0):
         with tempfile.TemporaryDirectory(dir=options.dir) as scratch:
             one_round(number, engines, options.keys, Path(scratch), rates)
+        print(f"round {number + 1} of {options.rounds} done", file=sys.stderr, flush=True)
     if rates.rows and not options.json:
         print_rates(rates)
     for engine in options.bounded_engines.split(",") if "bounded" in parts else []:

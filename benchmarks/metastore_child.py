@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -14,9 +15,9 @@ import psutil
 
 
 class Child:
-    """One engine's process; `call` is one step. Samples its resident memory all the time."""
+    """One engine's process; `call` is one step. With `watch` its resident memory is sampled all the time."""
 
-    def __init__(self, engine: str, count: int, folder: Path) -> None:
+    def __init__(self, engine: str, count: int, folder: Path, *, watch: bool = False) -> None:
         self.engine = engine
         script = Path(__file__).with_name("metastore_turn.py")
         self._process = subprocess.Popen(
@@ -30,7 +31,8 @@ class Child:
         self.base_bytes = self._observed.memory_info().rss
         self.samples: list[tuple[float, int, int]] = []
         self._ended = threading.Event()
-        threading.Thread(target=self._sample, daemon=True).start()
+        if watch:
+            threading.Thread(target=self._sample, daemon=True).start()
 
     def call(self, step: str, **arguments: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -53,13 +55,18 @@ class Child:
         return answer
 
     def _sample(self) -> None:
-        while not self._ended.wait(0.01):
+        workers: list[psutil.Process] = []
+        for turn in itertools.count():
+            if self._ended.wait(0.01):
+                return
             try:
+                if turn % 20 == 0:  # looks at every process of the machine
+                    workers = self._observed.children(recursive=True)
                 own = self._observed.memory_info().rss
-                workers = sum(worker.memory_info().rss for worker in self._observed.children(recursive=True))
+                helping = sum(worker.memory_info().rss for worker in workers if worker.is_running())
             except psutil.Error:
                 continue
-            self.samples.append((time.perf_counter(), own, workers))
+            self.samples.append((time.perf_counter(), own, helping))
 
 
 def table(lines: list[list[str]]) -> None:
