@@ -344,6 +344,31 @@ def test_opaque_parts_are_examined_by_their_rooms() -> None:
     run(body)
 
 
+@pytest.mark.parametrize("how", ["missing", "damaged"])
+def test_a_partition_whose_rollup_is_gone_is_named(how: str) -> None:
+    async def body(world: World) -> None:
+        for _ in range(30):
+            await world.produce()
+        await persisted(world, 1)
+        assert await lines(world) == []
+        [key] = await keys(world, f"rollup/topic/{world.topic.topic_id}/0/")
+        await (world.objects.delete(key) if how == "missing" else damage(world, key))
+        only(await lines(world), f"log topic/{world.topic.topic_id}/0 → its rollup", key, "restore the cluster")
+
+    run(body, rollup_records=8)
+
+
+def test_a_shard_whose_log_is_unreadable_is_named() -> None:
+    async def body(world: World) -> None:
+        await persisted(world, 2)
+        log = f"shard/{world.table.shard_id}"
+        head = await world.consensus.log_head(log)
+        await world.consensus.append(log, head.term, head.next, [b"\x07nonsense"], "n")
+        only(await lines(world), f"shard table → log {log}", "unknown kind")
+
+    run(body)
+
+
 def test_a_cluster_replaced_in_its_bucket_is_told() -> None:
     async def body(world: World) -> None:
         from tidemill.node.restore import Restorer

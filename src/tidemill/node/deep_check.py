@@ -3,6 +3,7 @@
     consensus   cluster register ─► domains ─► the manifest each has replicated
     bucket      cluster manifest ─► domains ─► every retained manifest ─► files ─► blocks
     rows        every row and what it refers to, down to objects (metastore.checker, node.checks)
+    logs        every partition's and shard's log, from its rollup on (node.logcheck)
 
 Reads only, leads nothing: nodes may be up or down. Without consensus the bucket alone is walked.
 """
@@ -32,6 +33,7 @@ from tidemill.metastore.rows.keys import names_entity
 from tidemill.metastore.settings import DomainSettings, prefix_of
 from tidemill.metastore.source import BucketRows, find_source
 from tidemill.node.checks import check_rows
+from tidemill.node.logcheck import check_logs
 from tidemill.objects.store import ObjectStore
 
 FOLLOW = DomainSettings(lead=False, may_lead=False)
@@ -80,7 +82,10 @@ async def deep_check(
         gathered_ms = 0
         if rows is not None:
             try:
-                gathered_ms = (await check_rows(rows, findings, references)).gathered_ms
+                checker = await check_rows(rows, findings, references)
+                gathered_ms = checker.gathered_ms
+                if known is not None:
+                    await check_logs(consensus, objects, checker.topics.values(), findings)
             except (Missing, Corrupt, Invalid) as error:
                 findings.add(
                     "rows", "", f"they cannot all be read: {error.message.rstrip('.')}", error.fix or FIX_RESTORE

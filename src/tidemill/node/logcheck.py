@@ -1,0 +1,63 @@
+"""The logs of consensus, as the deep check sees them: can every partition and every shard be opened?
+
+A partition's log begins with records, or with a rollup whose object must be there. A shard's log is replayed whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tidemill.base.errors import Corrupt, Missing
+from tidemill.consensus.api import Consensus
+from tidemill.metastore.findings import Findings
+from tidemill.metastore.rows.topics import TopicRow
+from tidemill.objects.store import ObjectStore
+from tidemill.shards.machine import shard_replica
+from tidemill.shards.open import created_shards
+from tidemill.topics.partition.codec import decode_command, decode_state
+from tidemill.topics.partition.commands import Rollup
+from tidemill.topics.partition.replay import partition_log
+
+FIX = "Stop the nodes and restore the cluster from its bucket into empty consensus."
+
+
+async def check_logs(
+    consensus: Consensus, objects: ObjectStore, topics: Iterable[TopicRow], findings: Findings
+) -> None:
+    """Raises Unavailable; everything else is a finding."""
+    for topic in topics:
+        for partition in range(topic.partitions):
+            findings.progress("logs", findings.walked["logs"], 0)
+            await _check_partition(consensus, objects, partition_log(topic.topic_id, partition), findings)
+            findings.walked["logs"] += 1
+    for create in await created_shards(consensus):
+        replica = shard_replica(consensus, create.shard_id)
+        try:
+            await replica.catch_up()
+        except Corrupt as error:
+            findings.add(f"shard {create.name}", f"log {replica.log}", error.message.rstrip("."), error.fix or FIX)
+        findings.walked["logs"] += 1
+
+
+async def _check_partition(consensus: Consensus, objects: ObjectStore, log: str, findings: Findings) -> None:
+    """A rollup that is replaced while we look is looked at again."""
+    start = -1
+    while True:
+        head = await consensus.log_head(log)
+        if head.start in (0, start):
+            break
+        start = head.start
+        try:
+            found = await consensus.read(log, start, limit_records=1)
+            command = decode_command(found.records[0].data) if found.records else None
+            if not isinstance(command, Rollup):
+                findings.add(f"log {log}", "", f"it begins at {start} with no rollup", FIX)
+                return
+            decode_state(await objects.get(command.object_key), command.object_key)
+        except Missing as error:
+            if (await consensus.log_head(log)).start == start:
+                findings.add(f"log {log}", "its rollup", error.message.rstrip("."), FIX)
+                return
+        except Corrupt as error:
+            findings.add(f"log {log}", "its rollup", error.message.rstrip("."), FIX)
+            return
