@@ -230,6 +230,8 @@ class Engine(RuleBasedStateMachine):
             for database in (self.database, self.follower):
                 if database is not None:
                     await database.aclose()
+            if self.database is not None:
+                await self.world.objects.aclose()  # waits for writes whose callers were cancelled
 
         self.runner.run(end())
         self.runner.close()
