@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tidemill.base.clock import Clock, Rand, SystemClock
+from tidemill.base.errors import Invalid
 from tidemill.base.portal import Portal
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
 from tidemill.cli.progress import Bars
@@ -76,10 +77,16 @@ def _create_parent(url: str) -> None:
 async def _plan(
     restorer: Restorer, objects: ObjectStore, clock: Clock, rand: Rand, manifests: list[str]
 ) -> dict[str, Any]:
+    from tidemill.metastore.source import find_source
     from tidemill.node.restore_plan import plan_of
 
-    source = await restorer.source(manifests)
-    return {"dry_run": True, **await plan_of(objects, source, clock, rand)}
+    refused = ""
+    try:
+        source = await restorer.source(manifests)
+    except Invalid as error:
+        # What the bucket holds is worth knowing although this consensus cannot take it.
+        source, refused = await find_source(objects, rand, manifests), str(error)
+    return {"dry_run": True, "refused": refused, **await plan_of(objects, source, clock, rand)}
 
 
 async def _run(
@@ -126,6 +133,8 @@ def _print(report: dict[str, Any]) -> None:
         print(f"topics and shards as of {report['checkpoint_age_ms'] / 1000:,.0f} s ago")
     if report["alive"] is not None:
         print(f"ALIVE   a node was seen {report['alive']['age_ms'] / 1000:,.0f} s ago: {report['alive']['node']}")
+    if report.get("refused"):
+        print(f"REFUSED {report['refused']}")
     if "restored" in report:
         done = report["restored"]
         print(f"restored as cluster {done['cluster']}, incarnation {done['incarnation']}; start it with: tidemill up")
