@@ -44,7 +44,8 @@ def directory(tmp_path: Path) -> Path:
 
 def test_a_lost_consensus_is_planned_restored_and_checked(directory: Path) -> None:
     early = command(directory, "restore", "--dry-run")
-    assert (
+    assert early.returncode == 0, early
+    assert "topic   clicks" in early.stdout and "REFUSED Consensus is not empty" in early.stdout
         early.returncode == 0 and "topic   clicks" in early.stdout and "REFUSED Consensus is not empty" in early.stdout
     )
     assert command(directory, "restore").returncode == 2
