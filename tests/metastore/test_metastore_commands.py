@@ -46,8 +46,6 @@ def test_a_lost_consensus_is_planned_restored_and_checked(directory: Path) -> No
     early = command(directory, "restore", "--dry-run")
     assert early.returncode == 0, early
     assert "topic   clicks" in early.stdout and "REFUSED Consensus is not empty" in early.stdout
-        early.returncode == 0 and "topic   clicks" in early.stdout and "REFUSED Consensus is not empty" in early.stdout
-    )
     assert command(directory, "restore").returncode == 2
     for path in (directory / "data").glob("consensus.db*"):
         path.unlink()
