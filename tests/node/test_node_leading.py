@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.tasks import Tasks
 from tidemill.consensus.api import Lease
 from tidemill.consensus.leading import lead
@@ -91,6 +91,76 @@ def test_an_error_of_the_body_is_raised_and_the_lease_is_given_back() -> None:
         with pytest.raises(Invalid, match="wrong dsn"):
             await lead(consensus, "x", "a/1", b"", run, ttl_ms=60_000)
         assert not (await consensus.leases("x"))[0].live
+
+    asyncio.run(scenario())
+
+
+def test_a_stopped_leader_gives_the_lease_up_once_its_body_has_ended() -> None:
+    async def scenario() -> None:
+        consensus = MemoryConsensus(SystemClock())
+        live_at_the_end: list[bool] = []
+        led = asyncio.Event()
+
+        async def run(_: Lease) -> None:
+            led.set()
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                live_at_the_end.append((await consensus.leases("x"))[0].live)
+
+        async with Tasks() as tasks:
+            tasks.spawn(lead(consensus, "x", "a/1", b"", run, ttl_ms=3_600_000), name="a")
+            await led.wait()
+        assert live_at_the_end == [True]
+        assert not (await consensus.leases("x"))[0].live
+
+    asyncio.run(scenario())
+
+
+class Unreleasing(MemoryConsensus):
+    """The first so many releases do not get through."""
+
+    def __init__(self, failing: int) -> None:
+        super().__init__(SystemClock())
+        self.failing = failing
+        self.releases = 0
+
+    async def release(self, name: str, holder: str, term: int) -> None:
+        self.releases += 1
+        if self.releases <= self.failing:
+            raise Unavailable("the engine cannot be reached.")
+        await super().release(name, holder, term)
+
+
+def test_a_release_that_fails_does_not_hide_how_the_body_ended() -> None:
+    async def scenario() -> None:
+        async def wrong(_: Lease) -> None:
+            raise Invalid("wrong dsn.")
+
+        async def done(_: Lease) -> None:
+            return
+
+        with pytest.raises(Invalid, match="wrong dsn"):
+            await lead(Unreleasing(9), "x", "a/1", b"", wrong, ttl_ms=60_000)
+        await lead(Unreleasing(9), "x", "a/1", b"", done, ttl_ms=60_000)
+
+    asyncio.run(scenario())
+
+
+def test_an_own_earlier_life_that_cannot_be_released_now_is_tried_again_after_a_pause() -> None:
+    async def scenario() -> None:
+        consensus = Unreleasing(2)
+        await consensus.acquire("x", "n/1", 3_600_000)
+        led = asyncio.Event()
+
+        async def run(_: Lease) -> None:
+            led.set()
+
+        started_s = asyncio.get_running_loop().time()
+        async with asyncio.timeout(DEADLINE_S):
+            await lead(consensus, "x", "n/2", b"", run, own_earlier_life=lambda h: h.startswith("n/"), ttl_ms=TTL_MS)
+        assert led.is_set()
+        assert asyncio.get_running_loop().time() - started_s >= 2 * TTL_MS / 3000
 
     asyncio.run(scenario())
 

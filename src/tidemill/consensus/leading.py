@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from tidemill.base.errors import Conflict, Unavailable, Unknown
+from tidemill.base.errors import Conflict, TidemillError, Unavailable, Unknown
 from tidemill.base.limits import LEASE_TTL_MS
 from tidemill.base.tasks import Tasks
 from tidemill.consensus.api import Consensus, Lease
@@ -19,6 +19,9 @@ from tidemill.consensus.api import Consensus, Lease
 log = structlog.get_logger()
 
 Body = Callable[[Lease], Awaitable[None]]
+
+RELEASE_TIMEOUT_S = 2.0
+"""To give a lease up is a courtesy: whoever cannot do it in time leaves it to expire."""
 
 
 async def lead(
@@ -36,15 +39,15 @@ async def lead(
 
     `own_earlier_life(holder)` recognises a lease that a killed process of this very node left behind: it
     is released instead of waited out. `wanted` is asked before each attempt to acquire: False ends this.
+    However it ends, the body has ended first and the lease is given up if consensus takes that in time.
     """
     while wanted():
         try:
             lease = await consensus.acquire(name, holder, ttl_ms, info)
         except Conflict as conflict:
             current = conflict.current
-            if isinstance(current, Lease) and own_earlier_life(current.holder):
-                await consensus.release(name, current.holder, current.term)
-            else:
+            own = current if isinstance(current, Lease) and own_earlier_life(current.holder) else None
+            if own is None or not await _released(consensus, own):
                 await asyncio.sleep(ttl_ms / 3000)
             continue
         except (Unavailable, Unknown):
@@ -58,14 +61,23 @@ async def lead(
 
 async def _while_held(consensus: Consensus, lease: Lease, holder: str, info: bytes, body: Body) -> bool:
     """True when the body returned by itself; False when the lease was lost."""
+    try:
+        return await _held(consensus, lease, holder, info, body)
+    except (Exception, asyncio.CancelledError):
+        # An error of the body or of consensus, or whoever runs this is being stopped. Nothing of it runs any more.
+        await _released(consensus, lease)
+        raise
+
+
+async def _held(consensus: Consensus, lease: Lease, holder: str, info: bytes, body: Body) -> bool:
     async with Tasks(lambda *_: None) as tasks:
         running = tasks.spawn(_as_coroutine(body, lease), name=f"lead-{lease.name}")
         missed = 0
         while True:
             done, _ = await asyncio.wait([running], timeout=lease.ttl_ms / 3000)
             if done:
-                await consensus.release(lease.name, holder, lease.term)
                 running.result()
+                await _released(consensus, lease)
                 return True
             try:
                 renewed = await consensus.acquire(lease.name, holder, lease.ttl_ms, info)
@@ -78,6 +90,17 @@ async def _while_held(consensus: Consensus, lease: Lease, holder: str, info: byt
                 missed += 1
                 if missed >= 3:
                     return False
+
+
+async def _released(consensus: Consensus, lease: Lease) -> bool:
+    """Give the lease up; False when that is not known to have happened. Raises nothing: it expires by itself."""
+    try:
+        async with asyncio.timeout(RELEASE_TIMEOUT_S):
+            await consensus.release(lease.name, lease.holder, lease.term)
+    except (TidemillError, TimeoutError) as error:
+        log.info("lease not released; it expires by itself", lease=lease.name, term=lease.term, cause=str(error))
+        return False
+    return True
 
 
 async def _as_coroutine(body: Body, lease: Lease) -> None:
