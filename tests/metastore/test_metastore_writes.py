@@ -13,11 +13,14 @@ from msgspec.structs import replace
 from tidemill.base.errors import Conflict, Corrupt, Fenced, Invalid, TidemillError, Unavailable, Unknown
 from tidemill.base.limits import MIB
 from tidemill.base.marks import Tracker
+from tidemill.base.tasks import Tasks
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.codec import decode_command, encode_command
 from tidemill.metastore.commands import PersistManifest, ResetManifest, SetDomainUuid
 from tidemill.metastore.domain import Domain
+from tidemill.metastore.follower import FEED_ROWS
+from tidemill.metastore.leader import REPLAY_ROWS
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.manifest import MAGIC
 from tidemill.metastore.lsm.options import Options
@@ -559,6 +562,71 @@ def test_a_follower_whose_file_was_collected_refreshes_and_reads_on() -> None:
         assert await follower.get(b"k") == b"3"
         assert follower.state.manifest is not old
         assert await rows_of(follower) == await rows_of(leader)
+
+    run(body, DomainWorld())
+
+
+def test_a_follower_released_while_it_refreshed_stays_closed() -> None:
+    """Else it would be read, as old as it is, once this process has led and leads no more."""
+
+    async def body(world: DomainWorld) -> None:
+        leader = await world.node()
+        await leader.commit([(b"a", b"1")])
+        consensus = Trouble(world)
+        consensus.deaf = True
+        node = await world.node(FOLLOWS, consensus=consensus)
+        assert await rows_of(node) == {b"a": b"1"}
+        read, going, began = consensus.read, asyncio.Event(), asyncio.Event()
+
+        async def slow(*args: Any, **kwargs: Any) -> Any:
+            began.set()
+            await going.wait()
+            return await read(*args, **kwargs)
+
+        consensus.read = slow  # type: ignore[method-assign]
+        refreshing = asyncio.ensure_future(node._follower.refresh())
+        await began.wait()
+        await node._follower.release()  # as when this process begins to lead
+        going.set()
+        await refreshing
+        assert node._follower.database is None
+        assert await rows_of(node) == {b"a": b"1"}
+
+    run(body, DomainWorld())
+
+
+def test_the_loop_turns_while_a_long_buffer_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a leader that opens, and by a follower; neither shows anything before it has all."""
+    fed, longest = 0, 0
+    apply = Database.apply
+
+    def counted(self: Database, seqno: int, keys: Sequence[bytes], values: Sequence[bytes]) -> None:
+        nonlocal fed
+        fed += len(keys)
+        apply(self, seqno, keys, values)
+
+    async def turn() -> None:
+        nonlocal fed, longest
+        while True:
+            longest, fed = max(longest, fed), 0
+            await asyncio.sleep(0)
+
+    async def body(world: DomainWorld) -> None:
+        first = await world.node()
+        for i in range(3 * REPLAY_ROWS):
+            await first.commit([(b"%06d" % i, b"v")])
+        await first.aclose()
+        monkeypatch.setattr(Database, "apply", counted)
+        async with Tasks() as tasks:
+            tasks.spawn(turn(), name="turn")
+            second = await world.node()
+            assert await second.get(b"%06d" % (3 * REPLAY_ROWS - 1)) == b"v"
+            assert 0 < longest <= REPLAY_ROWS
+            follower = await world.node(FOLLOWS)
+            reading = [asyncio.ensure_future(follower.get(b"%06d" % (3 * REPLAY_ROWS - 1))) for _ in range(3)]
+            assert await asyncio.gather(*reading) == [b"v"] * 3
+            assert longest <= max(REPLAY_ROWS, FEED_ROWS)
+        assert len(await rows_of(second)) == 3 * REPLAY_ROWS
 
     run(body, DomainWorld())
 

@@ -77,8 +77,5 @@ def apply(state: DomainState, data: bytes, position: int, term: int, faults: fro
 
 
 def _persist(state: DomainState, command: PersistManifest) -> None:
-    volatile = state.volatile
-    while volatile and volatile[0].seqno <= command.manifest.last_seqno:
-        batch = volatile.popleft()
-        state.volatile_bytes -= batch_bytes(batch.keys, batch.values)
+    state.trim(command.manifest.last_seqno)
     state.manifest = command.manifest

@@ -20,7 +20,7 @@ import msgspec
 
 from tidemill.base.errors import Corrupt
 from tidemill.metastore.commands import Command
-from tidemill.metastore.state import DomainState, PersistedManifest, VolatileBatch, batch_bytes
+from tidemill.metastore.state import DomainState, PersistedManifest, VolatileBatch, sum_bytes
 
 ROLLUP_FORMAT = 1
 
@@ -89,5 +89,5 @@ def decode_state(data: bytes) -> DomainState:
     state.seqno_delta, state.epoch_delta = rollup.seqno_delta, rollup.epoch_delta
     state.manifest = rollup.manifest
     state.volatile = deque(rollup.volatile)
-    state.volatile_bytes = sum(batch_bytes(batch.keys, batch.values) for batch in rollup.volatile)
+    state.volatile_bytes = sum_bytes(rollup.volatile)
     return state

@@ -3,6 +3,8 @@
 FO1  The database holds a prefix of the log, whole batches, and only grows: reads are stale by a bound, never torn.
 FO2  A batch that a manifest trimmed before it was fed is in that manifest's files: the database goes over to the
      manifest first and is fed after, in one step.
+FO3  What reads find has all that the replica held when it was opened; and nothing is open while this process leads,
+     when nobody feeds it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.persistence import ANY_EPOCH, FollowedManifests, read_manifest
 from tidemill.metastore.settings import Grounds
 from tidemill.metastore.state import DomainState, PersistedManifest
+
+FEED_ROWS = 2_000
+"""Fed in one step: a few milliseconds. A domain may have a hundred thousand rows in no manifest."""
 
 
 class Follower:
@@ -28,23 +33,27 @@ class Follower:
         self.database: Database | None = None
         """None while it is released, or while the domain has no uuid: then it has no rows either."""
 
-    async def advance(self) -> Database | None:
-        """Bring the database to what the replica holds. Raises Unavailable, Corrupt, Missing, Invalid."""
+    async def advance(self, *, reopen: bool = True) -> Database | None:
+        """Bring the database to what the replica holds; None while the domain has no uuid, and when it was released
+        and `reopen` is False. Raises Unavailable, Corrupt, Missing, Invalid.
+        """
         async with self._lock:
             state = self._log.state
             if self.database is not None and state.domain_uuid != self._domain_uuid:
                 await self._close()
-            if not state.domain_uuid:
+            if not state.domain_uuid or (self.database is None and not reopen):
                 return None
-            if self.database is None:
-                self.database = await self._open(state.domain_uuid)
-            self._feed(self.database)
-            return self.database
+            database = self.database or await self._open(state.domain_uuid)
+            while not self._feed(database):
+                await asyncio.sleep(0)
+            self.database = database
+            return database
 
     async def refresh(self) -> None:
         """A file was missing: the leader may have collected it. Go over to the newest manifest."""
         await self._log.catch_up()
-        await self.advance()
+        # This process may lead by now, and would have released it (FO3).
+        await self.advance(reopen=False)
 
     async def release(self) -> None:
         async with self._lock:
@@ -70,15 +79,17 @@ class Follower:
         self._domain_uuid, self._manifest = domain_uuid, None
         return database
 
-    def _feed(self, database: Database) -> None:
-        """Plain: the log may go on under an await."""
+    def _feed(self, database: Database) -> bool:
+        """True when nothing is left to feed. Plain: the log may go on under an await."""
         state = self._log.state
         if state.domain_uuid != self._domain_uuid:
-            return
+            return True
         if state.manifest is not self._manifest:
             manifest = read_manifest(state, self._domain_uuid, ANY_EPOCH)
             if manifest is not None:
                 database.refresh_to(manifest)
             self._manifest = state.manifest
-        for batch in state.batches_after(database.max_applied_seqno):
+        batches, rest = state.next_batches(database.max_applied_seqno, FEED_ROWS)
+        for batch in batches:
             database.apply(batch.seqno, batch.keys, batch.values)
+        return not rest

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import structlog
@@ -24,7 +24,7 @@ from tidemill.metastore.commands import ResetManifest, SetDomainUuid
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.persistence import ReplicatedManifests
 from tidemill.metastore.settings import Grounds
-from tidemill.metastore.state import DomainState, PersistedManifest
+from tidemill.metastore.state import DomainState, PersistedManifest, VolatileBatch
 from tidemill.metastore.writing import Writing
 
 _log = structlog.get_logger()
@@ -36,6 +36,9 @@ OVERDUE_S = 5.0
 """A flush that began on time has this long before the bucket counts as behind."""
 TIMER_STEP_S = 0.001
 """What is due this soon is due: a timer of less may ring without the clock having moved, for ever."""
+
+REPLAY_ROWS = 2_000
+"""Replayed in one step of opening: a few milliseconds."""
 
 AGES_KEPT = 16
 """The age of the oldest row that is in no manifest is known to one part in so many of the persist interval."""
@@ -94,9 +97,8 @@ class Leader:
             faults=grounds.faults,
         )
         self._fed_seqno = self.database.max_persisted_seqno
-        volatile = self._log.state.batches_after(self._fed_seqno)
-        if volatile and "replay-at-persisted" in grounds.faults:
-            self._fed_seqno = volatile[0].seqno
+        if self._log.state.volatile and "replay-at-persisted" in grounds.faults:
+            self._fed_seqno = self._log.state.volatile[0].seqno
         self.writing = Writing(
             self._log,
             self.database,
@@ -108,7 +110,7 @@ class Leader:
             volatile_bytes=self._settings.volatile_bytes,
         )
         try:
-            self.feed()
+            await self._replay()
             self._check()
         except BaseException:
             await self.aclose()
@@ -116,15 +118,31 @@ class Leader:
 
     # the database -------------------------------------------------------------------------------
 
+    async def _replay(self) -> None:
+        """`feed` for the many batches that a term may begin with: others have their turn in between."""
+        rest = True
+        while rest and self._goes_on():
+            batches, rest = self._log.state.next_batches(self._fed_seqno, REPLAY_ROWS)
+            self._apply(batches)
+            if rest:
+                await asyncio.sleep(0)
+
     def feed(self) -> None:
         """Bring what is applied into the database, whole batches in seqno order. Plain; idempotent."""
+        if self._goes_on():
+            self._apply(self._log.state.batches_after(self._fed_seqno))
+
+    def _goes_on(self) -> bool:
+        """Is the next batch of the replica the next one of the database? Else the term is over (LD3)."""
         state = self._log.state
         if self._closed or self._ended.done():
-            return
+            return False
         if state.domain_uuid != self._domain_uuid or state.persisted_seqno > self._fed_seqno:
             self.step_down(Fenced(f"Another term has gone on: term={self.term} uuid={self._domain_uuid}."))
-            return
-        batches = state.batches_after(self._fed_seqno)
+            return False
+        return True
+
+    def _apply(self, batches: Sequence[VolatileBatch]) -> None:
         if not batches:
             return
         try:

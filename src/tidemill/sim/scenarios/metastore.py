@@ -21,6 +21,7 @@ from typing import Any, cast
 from tidemill.base.errors import Closed, Conflict, Fenced, Invalid, Unavailable, Unknown
 from tidemill.consensus import staterecords
 from tidemill.metastore import domain as domain_module
+from tidemill.metastore import follower as follower_module
 from tidemill.metastore import leader as leader_module
 from tidemill.metastore.apply import apply
 from tidemill.metastore.codec import decode_command
@@ -107,6 +108,8 @@ async def run(world: World, fault: str = "") -> None:
         stack.enter_context(swapped(domain_module, "apply", shared.rule))
         stack.enter_context(swapped(database_module, "GC_PAUSE_MIN_S", 0.1))
         stack.enter_context(swapped(leader_module, "RETRY_MOST_S", 1.0))
+        stack.enter_context(swapped(leader_module, "REPLAY_ROWS", 3))
+        stack.enter_context(swapped(follower_module, "FEED_ROWS", 3))
         start = await half(shared, {})
         if fault == "forget-delta" or world.source.random() < 0.4:
             restored = await lose_consensus(shared, start)
