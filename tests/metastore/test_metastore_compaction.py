@@ -423,6 +423,31 @@ def test_a_damaged_input_is_told_and_heals_when_the_object_is_restored() -> None
     run(main())
 
 
+def test_a_merge_that_dies_of_a_bug_is_tried_again() -> None:
+    """The loop outlives it: without the loop level 0 would grow until all writers stop, and nothing would say why."""
+
+    class Buggy(Held):
+        async def merge(self, job: Job, progress: Progress | None = None) -> list[FileMeta]:
+            if not self.jobs:
+                self.jobs.append(job)
+                raise RuntimeError("nobody foresaw this")
+            return await self.inner.merge(job, progress)
+
+    async def main() -> None:
+        world = world_in_memory()
+        database = await world.open()
+        await fill_level_0(world, database)
+        await database.aclose()
+        database = await open_with(world, Buggy(world))
+        await eventually(lambda: "nobody foresaw this" in database.stats().merge_error)
+        await eventually(lambda: database.stats().merges >= 1 and settled(database))
+        assert database.stats().merge_error == "" and database.failure is None
+        await check(world, database)
+        await database.aclose()
+
+    run(main())
+
+
 def test_a_merge_cut_off_by_closing_leaves_orphans_that_are_swept() -> None:
     async def main() -> None:
         world = World(MemoryObjects(SystemClock()), msgspec.structs.replace(SMALL, manifests_kept=1))

@@ -796,6 +796,19 @@ def test_marks_say_how_far_the_bucket_is() -> None:
     run(body, DomainWorld())
 
 
+def test_a_leader_whose_database_lost_its_background_work_opens_anew() -> None:
+    async def body(world: DomainWorld) -> None:
+        leader = await world.node(replace(LEADS, lease_ttl_ms=300))
+        await leader.commit([(b"a", b"1")])
+        assert leader._leader is not None
+        first = leader._leader
+        first.database._task_failed("metastore collection", RuntimeError("a bug"))
+        await until(lambda: leader.leading and leader._leader is not first)
+        assert await rows_of(leader) == {b"a": b"1"}
+
+    run(body, DomainWorld())
+
+
 def test_a_closed_domain_answers_closed_and_gives_its_lease_up() -> None:
     async def body(world: DomainWorld) -> None:
         leader = await world.node()

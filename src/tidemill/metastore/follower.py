@@ -44,8 +44,10 @@ class Follower:
             if not state.domain_uuid or (self.database is None and not reopen):
                 return None
             database = self.database or await self._open(state.domain_uuid)
-            while not self._feed(database):
+            fed = self._feed(database)
+            while not fed:
                 await asyncio.sleep(0)
+                fed = self._feed(database)
             self.database = database
             return database
 

@@ -331,6 +331,9 @@ class Leader:
     async def _mark(self) -> None:
         while True:
             self.mark()
+            if self.database.failure is not None:
+                # Only an opening anew starts that work again; nobody else may hear of it before writers have stopped.
+                self._task_failed("metastore database", self.database.failure)
             await asyncio.sleep(MARK_INTERVAL_S)
 
     def mark(self) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
 import msgspec
+import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Closed, Conflict, Fenced, Invalid, TidemillError, Unavailable, Unknown
@@ -27,6 +28,8 @@ from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.version import Edit, Version
 from tidemill.metastore.lsm.wake import Wake
+
+_log = structlog.get_logger()
 
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MAX_S = 30.0
@@ -104,8 +107,9 @@ class Compactor:
                 raise failed.error from failed
             except Closed:
                 raise
-            except TidemillError:
-                # Also after Corrupt and Missing: an object that the operator restores heals them.
+            except Exception:
+                # Also after Corrupt and Missing: an object that the operator restores heals them. And after what
+                # nobody foresaw: a loop that died of it would stop all writers in the end.
                 delay_s = min(BACKOFF_MAX_S, 2 * delay_s or BACKOFF_FIRST_S)
                 await asyncio.sleep(delay_s)
                 continue
@@ -134,7 +138,7 @@ class Compactor:
             except _CommitFailedError as failed:
                 self._note_failure(failed.error)
                 raise
-            except TidemillError as error:
+            except Exception as error:
                 self._note_failure(error)
                 raise
             finally:
@@ -184,9 +188,12 @@ class Compactor:
             except (Unknown, Fenced, Conflict, Invalid) as error:
                 raise _CommitFailedError(error) from error
 
-    def _note_failure(self, error: TidemillError) -> None:
+    def _note_failure(self, error: Exception) -> None:
+        text = str(error) if isinstance(error, TidemillError) else repr(error)
+        if text != self.stats.failure:
+            _log.warning("a merge failed", prefix=self._prefix, cause=text)
         self.stats.failures += 1
-        self.stats.failure = str(error)
+        self.stats.failure = text
 
 
 class _CommitFailedError(Exception):
