@@ -11,10 +11,11 @@ import pytest
 from domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run, until
 from msgspec.structs import replace
 
-from tidemill.base.errors import Conflict, Invalid, Unavailable, Unknown
+from tidemill.base.errors import Conflict, Invalid, Missing, Unavailable, Unknown
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore import requests as requests_module
+from tidemill.metastore import serving as serving_module
 from tidemill.metastore.domain import Domain
 from tidemill.metastore.requests import (
     POSITION_KEY,
@@ -29,6 +30,7 @@ from tidemill.metastore.requests import (
     requests_log,
 )
 from tidemill.metastore.state import DomainState
+from tidemill.objects.memory import MemoryObjects
 
 TOOL = replace(FOLLOWS, may_lead=True, linger_s=0.2)
 REQUESTS, REPLIES = requests_log("main"), replies_log("main")
@@ -315,6 +317,114 @@ def test_nobody_adds_to_a_backlog_that_nobody_works_off(monkeypatch: pytest.Monk
         with pytest.raises(Unavailable, match="Too many requests"):
             await follower.commit([(b"a", b"1")])
         assert world.memory.heads[REQUESTS].next == 6
+
+    run(body, DomainWorld())
+
+
+def test_a_backlog_is_noticed_by_who_never_stops_asking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests_module, "BACKLOG_MAX", 5)
+
+    async def body(world: DomainWorld) -> None:
+        follower = await world.node(replace(FOLLOWS, request_timeout_s=5))
+        asked = []
+        for i in range(8):
+            asked.append(asyncio.ensure_future(follower.commit([(b"%d" % i, b"1")])))
+            await asyncio.sleep(0)
+            await until(lambda: not follower._requester._sending and not follower._requester._unsent)
+        assert world.memory.heads[REQUESTS].next == 6
+        for late in asked[6:]:
+            with pytest.raises(Unavailable, match="Too many requests"):
+                await late
+        node = await world.node()
+        await asyncio.gather(*asked[:6])
+        await until(lambda: world.memory.heads[REQUESTS].start == 6)
+        await follower.commit([(b"x", b"1")])
+        assert len(await rows_of(node)) == 7
+
+    run(body, DomainWorld())
+
+
+def test_answers_are_heard_though_consensus_was_away_when_the_log_was_found_cut() -> None:
+    class Cut(MemoryConsensus):
+        told = 0
+
+        async def wait(self, log: str, beyond: int, timeout_s: float) -> bool:
+            if log == REPLIES and not self.told:
+                self.told = 1
+                raise Missing("truncated")
+            return await super().wait(log, beyond, timeout_s)
+
+        async def log_head(self, log: str) -> LogHead:
+            if log == REPLIES and self.told == 1:
+                self.told = 2
+                raise Unavailable("away")
+            return await super().log_head(log)
+
+    async def body(world: DomainWorld) -> None:
+        await world.node()
+        consensus = Cut(world.clock, world.memory)
+        follower = await world.node(FOLLOWS, consensus=consensus)
+        async with asyncio.timeout(10):
+            await follower.commit([(b"a", b"1")])
+        assert consensus.told == 2
+
+    run(body, DomainWorld())
+
+
+def test_a_commit_that_is_done_is_never_told_as_closed() -> None:
+    async def body(world: DomainWorld) -> None:
+        leader, follower = await world.node(), await world.node(FOLLOWS)
+        sync = follower.sync
+
+        async def closing() -> None:
+            await follower.aclose()
+            await sync()
+
+        follower.sync = closing  # type: ignore[method-assign]
+        seqno = await follower.commit([(b"a", b"1")])
+        row = await leader.get_row(b"a")
+        assert row is not None and row.seqno == seqno
+
+    run(body, DomainWorld())
+
+
+def test_a_leader_that_begins_while_the_bucket_is_away_leads_and_answers_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving_module, "BEGIN_PAUSE_S", 0.01)
+
+    class Away(MemoryObjects):
+        away = True
+
+        async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+            return await super().get(self._there(key), start, end)
+
+        async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+            return await super().get_ranges(self._there(key), ranges)
+
+        def _there(self, key: str) -> str:
+            if self.away and "/sst/" in key:
+                raise Unavailable("the bucket is away")
+            return key
+
+    async def body(world: DomainWorld) -> None:
+        bucket = Away(world.clock)
+        old, follower = await world.node(objects=bucket), await world.node(FOLLOWS, objects=bucket)
+        bucket.away = False
+        await follower.commit([(b"a", b"1")])
+        await old.flush(10)
+        await old.aclose()
+        bucket.away = True
+        new = await world.node(objects=bucket)
+        asked = asyncio.ensure_future(follower.commit([(b"b", b"1")]))
+        term = new.term
+        for i in range(20):
+            await new.commit([(b"c%d" % i, b"1")])
+            await asyncio.sleep(0.01)
+        assert new.term == term and not asked.done()
+        bucket.away = False
+        await asked
+        assert new.term == term and len(await rows_of(new)) == 22
 
     run(body, DomainWorld())
 

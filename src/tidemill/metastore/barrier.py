@@ -40,6 +40,10 @@ class Barrier:
                 await self._round(joined)
         finally:
             self._busy = False
+            if self._joinable is not None:
+                # Only where a round broke: those who had joined the next one must not wait for ever.
+                joined, self._joinable = self._joinable, None
+                _fail(joined, self._closed or Closed(f"The barrier broke: barrier={self._name}."))
 
     async def _round(self, joined: asyncio.Future[None]) -> None:
         try:

@@ -212,8 +212,8 @@ class Domain(Reading):
         seqno = await ask()
         try:
             await self.sync()
-        except (Unavailable, Unknown, Fenced) as error:
-            # It is done, and nothing else may be said of it.
+        except TidemillError as error:
+            # It is done, and nothing else may be said of it, also while this process is closing.
             _log.warning("committed, but not yet to be read here", domain=self.name, cause=error.message)
         return seqno
 

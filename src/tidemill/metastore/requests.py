@@ -172,6 +172,7 @@ class Requester:
         self._listening = False
         self._heard = 0  # the next reply to read
         self._guess = 0
+        self._backlog = 0  # requests nobody had executed, when last seen
         self._closed: TidemillError | None = None
         self._tasks = Tasks()
 
@@ -222,6 +223,8 @@ class Requester:
             while self._unsent:
                 if not self._listening and not await self._begin_to_listen():
                     continue
+                if self._backlog > BACKLOG_MAX and not await self._worked_off():
+                    continue
                 await self._send_batch(self._take_batch())
         finally:
             self._sending = False
@@ -248,28 +251,37 @@ class Requester:
                 if not future.done():
                     future.set_exception(error)
             return
-        self._guess = head.next
+        self._guess, self._backlog = head.next, head.next - head.start
 
     async def _begin_to_listen(self) -> bool:
         """Know where the replies end before the first request is sent. False when nobody could be asked."""
         try:
-            requests = await self._consensus.log_head(self._requests)
             self._heard = (await self._consensus.log_head(self._replies)).next
         except TidemillError as error:
             self._fail_unsent(error)
             return False
-        self._guess = requests.next
-        if requests.next - requests.start > BACKLOG_MAX:
-            self._fail_unsent(
-                Unavailable(
-                    f"Too many requests wait for a leader: count={requests.next - requests.start}.",
-                    fix="Start a node, so that somebody leads the metastore.",
-                )
-            )
+        if not await self._worked_off():
             return False
         self._listening = True
         self._tasks.spawn(self._listen(), name=f"replies {self._replies}")
         return True
+
+    async def _worked_off(self) -> bool:
+        """Is there somebody who executes requests, or at least a bound to those who wait for one?"""
+        try:
+            requests = await self._consensus.log_head(self._requests)
+        except TidemillError as error:
+            self._fail_unsent(error)
+            return False
+        self._guess, self._backlog = requests.next, requests.next - requests.start
+        if self._backlog > BACKLOG_MAX:
+            self._fail_unsent(
+                Unavailable(
+                    f"Too many requests wait for a leader: count={self._backlog}.",
+                    fix="Start a node, so that somebody leads the metastore.",
+                )
+            )
+        return self._backlog <= BACKLOG_MAX
 
     def _fail_unsent(self, error: TidemillError) -> None:
         unsent, self._unsent = self._unsent, []
@@ -284,11 +296,12 @@ class Requester:
         try:
             while self._waiting:
                 try:
-                    if await self._consensus.wait(self._replies, self._heard, WAIT_S):
-                        await self._hear()
-                except Missing:
-                    # Truncated before we read it: whose reply that was finds no answer in time.
-                    self._heard = (await self._consensus.log_head(self._replies)).start
+                    try:
+                        if await self._consensus.wait(self._replies, self._heard, WAIT_S):
+                            await self._hear()
+                    except Missing:
+                        # Truncated before we read it: whose reply that was finds no answer in time.
+                        self._heard = (await self._consensus.log_head(self._replies)).start
                 except (Unavailable, Unknown):
                     await asyncio.sleep(RETRY_PAUSE_S)
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 
 import msgspec
@@ -39,6 +40,7 @@ WAIT_S = 30.0
 TRUNCATE_AFTER = 64
 """Executed requests are forgotten so many at a time, and all of them once nobody asks."""
 
+BEGIN_PAUSE_S = 1.0
 FLUSH_TIMEOUT_S = 60.0
 ANSWER_ATTEMPTS = 5
 
@@ -78,17 +80,19 @@ class Serving:
                     await asyncio.sleep(RETRY_PAUSE_S)
 
     async def _begin(self) -> None:
-        row = await self._leader.database.get_row(POSITION_KEY)
-        self._position = decode_place(self._log.state, row.value if row is not None else None)
         while True:
             try:
+                # A bucket that is away for a while ends no term: most of what a leader does needs no file.
+                row = await self._leader.database.get_row(POSITION_KEY)
                 head = await self._consensus.log_head(self._requests)
                 replies = await self._consensus.log_head(self._replies)
                 self._replies_from, self._replies_at = replies.start, replies.next
                 break
-            except (Unavailable, Unknown):
-                await asyncio.sleep(RETRY_PAUSE_S)
-        self._position = max(self._position, head.start)
+            except (Unavailable, Unknown) as error:
+                _log.warning("requests wait", log=self._requests, cause=error.message)
+                await asyncio.sleep(BEGIN_PAUSE_S)
+        position = decode_place(self._log.state, row.value if row is not None else None)
+        self._position = max(position, head.start)
         self._truncated = head.start
 
     async def _execute(self) -> None:
@@ -182,8 +186,10 @@ class Serving:
             return
         self._replies_at = head.next
         if self._replies_at - self._replies_from > 2 * REPLIES_KEPT:
-            self._replies_from = self._replies_at - REPLIES_KEPT
-            await self._consensus.truncate(self._replies, self._replies_from)
+            start = self._replies_at - REPLIES_KEPT
+            with contextlib.suppress(Unavailable, Unknown):  # the next answer tries again; those who wait come first
+                await self._consensus.truncate(self._replies, start)
+                self._replies_from = start
 
     async def _truncate(self) -> None:
         await self._consensus.truncate(self._requests, self._position)

@@ -1,0 +1,39 @@
+"""A barrier whose round breaks leaves nobody waiting."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tidemill.base.errors import Closed
+from tidemill.metastore.barrier import Barrier
+
+
+def test_a_broken_round_is_told_to_its_callers_and_to_those_who_joined_the_next() -> None:
+    async def body() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        going, rounds = asyncio.Event(), 0
+
+        async def break_first() -> None:
+            nonlocal rounds
+            rounds += 1
+            await going.wait()
+            if rounds == 1:
+                raise RuntimeError("a bug")
+
+        barrier = Barrier(break_first, "b")
+        early = asyncio.ensure_future(barrier.passed())
+        await asyncio.sleep(0.01)
+        late = asyncio.ensure_future(barrier.passed())
+        await asyncio.sleep(0.01)
+        going.set()
+        async with asyncio.timeout(5):
+            for told in (early, late):
+                with pytest.raises(Closed, match="broke"):
+                    await told
+            await barrier.passed()
+        assert rounds == 2
+        await barrier.aclose()
+
+    asyncio.run(body())
