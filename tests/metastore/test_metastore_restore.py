@@ -364,6 +364,60 @@ def test_captures_wait_to_be_compared_and_tables_that_came_back_short_start_over
     run(body)
 
 
+def test_a_run_that_was_paused_marks_no_capture_of_the_cluster_that_has_gone_on() -> None:
+    """Another run of the attempt finished it, and nodes have started: the row is theirs."""
+
+    async def body(world: World) -> None:
+        from msgspec.structs import replace
+
+        row = CaptureRow("shop", "1", "s", "p", 1, True, {"public.t": "shop.public.t"}, 3, {})
+        await world.catalogue.put(row)
+        await persisted(world, 1)
+        fresh = MemoryConsensus(world.clock)
+        paused = Restorer(fresh, world.objects, world.clock, world.rand)
+        mark, there, going = paused._mark_captures, asyncio.Event(), asyncio.Event()
+
+        async def slowly(*args: Any) -> int:
+            there.set()
+            await going.wait()
+            return await mark(*args)
+
+        paused._mark_captures = slowly  # type: ignore[method-assign,assignment]
+        first = asyncio.ensure_future(paused.run())
+        await there.wait()
+        # As if the first one's process stood still: its lease is taken from it.
+        for lease in await fresh.leases("metastore/"):
+            await fresh.release(lease.name, lease.holder, lease.term)
+        await Restorer(fresh, world.objects, world.clock, world.rand).run()
+        async with restored_world(world, fresh) as (_, catalogue, _):
+            [back] = await catalogue.list(CaptureRow)
+            await catalogue.put(replace(back, restored=False, snapshot_done=True, generation=9))
+            going.set()
+            await asyncio.wait([first])
+            [now] = await catalogue.list(CaptureRow)
+            assert (now.restored, now.snapshot_done, now.generation) == (False, True, 9)
+
+    run(body)
+
+
+def test_nothing_is_collected_while_a_restore_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(world: World) -> None:
+        await persisted(world, 2)
+        delays: list[int] = []
+        open_domain = domain.Domain.open
+
+        async def noted(*args: Any, **options: Any) -> domain.Domain:
+            opened = await open_domain(*args, **options)
+            delays.append(opened._settings.options.gc_delay_ms)
+            return opened
+
+        monkeypatch.setattr(domain.Domain, "open", noted)
+        await Restorer(MemoryConsensus(world.clock), world.objects, world.clock, world.rand).run()
+        assert delays and min(delays) >= 12 * 3_600_000
+
+    run(body)
+
+
 def test_committed_offsets_come_back_and_none_is_beyond_its_partition() -> None:
     async def body(world: World) -> None:
         topic_id = world.topic.topic_id

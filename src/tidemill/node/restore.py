@@ -28,6 +28,7 @@ from tidemill.consensus.api import Consensus
 from tidemill.metastore.cluster import Cluster, domain_name, domain_of
 from tidemill.metastore.domain import Domain
 from tidemill.metastore.findings import Findings
+from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.objectcheck import References
 from tidemill.metastore.restore import Attempt, begin, finish, read_attempt, reset_domain, take_bucket
 from tidemill.metastore.rows import (
@@ -43,6 +44,7 @@ from tidemill.metastore.rows import (
 )
 from tidemill.metastore.rows.captures import CaptureRow
 from tidemill.metastore.rows.partitions import PartitionRow
+from tidemill.metastore.settings import DomainSettings
 from tidemill.metastore.source import BucketRows, Source, check_not_alive, find_source
 from tidemill.node.checks import check_rows
 from tidemill.objects.store import ObjectStore
@@ -55,6 +57,10 @@ from tidemill.topics.restore import restore_partition, restore_registers
 LEAD_TIMEOUT_S = 60.0
 COMMIT_ATTEMPTS = 20
 COMMIT_PAUSE_S = 0.2
+SETTINGS = DomainSettings(options=Options(gc_delay_ms=24 * 3_600_000))
+"""Nothing is collected while a restore runs, however long: it, and a second run of it, read the files of the manifest
+it began with, and a merge may have replaced them.
+"""
 WRITTEN_AT_ONCE = 8
 
 Progress = Callable[[str, int, int], None]
@@ -105,7 +111,7 @@ class Restorer:
             bindings = await self._bindings(rows, attempt)
             shards = await self._shards(rows, attempt)
             await self._registers(rows, source)
-            captures = await self._mark_captures(rows, domains, ends)
+            captures = await self._mark_captures(rows, source, domains, ends)
             cut = await self._groups(rows, ends)
             cluster = await take_bucket(self._consensus, self._objects, self._clock, self._rand, source)
             findings = await self._walk(rows)
@@ -124,6 +130,7 @@ class Restorer:
                 holder="restore",
                 clock=self._clock,
                 rand=self._rand,
+                settings=SETTINGS,
                 own_earlier_life=lambda holder: holder.startswith("restore-"),
             )
             stack.push_async_callback(domain.aclose)
@@ -181,9 +188,10 @@ class Restorer:
 
     # rows -----------------------------------------------------------------------------------------
     async def _mark_captures(
-        self, rows: BucketRows, domains: Sequence[Domain], ends: dict[tuple[str, int], int]
+        self, rows: BucketRows, source: Source, domains: Sequence[Domain], ends: dict[tuple[str, int], int]
     ) -> int:
         """RE2. A table whose topic came back shorter than its snapshot starts over."""
+        before = [domain.manifest.last_seqno if domain.manifest is not None else 0 for domain in source.domains]
         topics = {row.name: row for row in await rows.rows(TOPICS)}
         found = await rows.rows(CAPTURES)
         for row in found:
@@ -195,7 +203,7 @@ class Restorer:
                 ):
                     whole[table] = snapshot
             marked: CaptureRow = msgspec.structs.replace(row, snapshots=whole, snapshot_done=False, restored=True)
-            await self._commit(domains, [CAPTURES.encode(marked)])
+            await self._commit(domains, before, *CAPTURES.encode(marked))
         return len(found)
 
     async def _groups(self, rows: BucketRows, ends: dict[tuple[str, int], int]) -> int:
@@ -216,12 +224,18 @@ class Restorer:
             await restore_group(self._consensus, self._rand, group, offsets)
         return cut
 
-    async def _commit(self, domains: Sequence[Domain], rows: list[tuple[bytes, bytes]]) -> None:
-        """Nobody else writes: whatever an earlier attempt's outcome was, the same rows again are right."""
-        domain = domains[domain_of(rows[0][0], len(domains))]
+    async def _commit(self, domains: Sequence[Domain], before: Sequence[int], key: bytes, value: bytes) -> None:
+        """Change a row that is as the manifest has it: once it has a seqno above the manifest's (`before`), another run
+        has changed it, and the cluster may have been opened since and gone on."""
+        index = domain_of(key, len(domains))
+        domain = domains[index]
         for attempt in range(COMMIT_ATTEMPTS):
             try:
-                await domain.commit(rows)
+                await domain.sync()
+                row = await domain.get_row(key)
+                if row is None or row.seqno > before[index]:
+                    return
+                await domain.commit([(key, value)], expects={key: row.seqno})
                 return
             except (Unavailable, Unknown, Fenced, Conflict):
                 if attempt == COMMIT_ATTEMPTS - 1:
