@@ -50,12 +50,16 @@ def demo(directory: Path, *options: str, nodes: int = 1, environ: dict[str, str]
     http, kafka = ports(nodes)
     command = [sys.executable, "-m", "tidemill", "demo", "--json", "--data", str(directory), "--http", http]
     command += ["--kafka", kafka, "--nodes", str(nodes), *LIGHT, *options]
-    with (directory.parent / "demo.log").open("w") as log:
+    path = directory.parent / "demo.log"
+    with path.open("w") as log:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **(environ or {})}
         )
         try:
             yield process, http
+        except BaseException as error:
+            error.add_note(path.read_text()[-4000:])
+            raise
         finally:
             if process.poll() is None:
                 process.terminate()
@@ -145,7 +149,7 @@ def test_the_page_follows_both_shapes_and_the_money_is_equal_in_all_three_places
 
     directory = tmp_path / "demo"
     # long enough for a JVM that shares two cores with a browser, and for the table that only Spark computes
-    with demo(directory, "--for", "110", "--rate", "30", "--clicks", "100") as (process, http):
+    with demo(directory, "--for", "140", "--rate", "30", "--clicks", "100") as (process, http):
         wait_until_ready(http)
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(
@@ -157,7 +161,7 @@ def test_the_page_follows_both_shapes_and_the_money_is_equal_in_all_three_places
             page.on("pageerror", lambda error: errors.append(str(error)))
             page.goto(f"http://{http}/")
             expect(page.locator("#orders tr").first).to_be_visible(timeout=60_000)
-            expect(page.locator("#conversion tr").first).to_be_visible(timeout=100_000)
+            expect(page.locator("#conversion tr").first).to_be_visible(timeout=130_000)
             expect(page.locator("#strip")).to_have_class("strip equal", timeout=60_000)
             read = "() => ['postgres', 'shard', 'browser'].map(p => document.getElementById('money-' + p).textContent)"
             money = page.evaluate(read)

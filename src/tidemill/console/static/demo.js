@@ -4,25 +4,35 @@ import { ShapeStream } from "@electric-sql/client";
 const SHOWN_ROWS = 18;
 const KEPT_HISTORY = 5000;
 const STALE_AFTER_MS = 3000;
+const RETRY_MS = 1000;
+const BACKOFF = { initialDelay: 250, maxDelay: 2000, multiplier: 2 };
 const $ = (id) => document.getElementById(id);
 const base = new URL("/v1/shape", location.href).href;
 
-/** Follow a shape; keeps rows by key and calls `changed(item, row)` for each change. */
+/**
+ * Follow a shape; keeps rows by key and calls `changed(item, row)` for each change. A shape that is refused (its shard
+ * is not there until Spark has made it) is asked for again every second: the client's own pause grows to half a minute.
+ */
 function follow(params, { changed = () => {}, upToDate = () => {}, reset = () => {} }) {
   const rows = new Map();
-  const stream = new ShapeStream({ url: base, params, onError: () => ({}) });
-  stream.subscribe((items) => {
-    for (const item of items) {
-      const { operation, control } = item.headers;
-      if (control === "must-refetch") { rows.clear(); reset(); continue; }
-      if (control === "up-to-date") { upToDate(item.headers); continue; }
-      if (!operation) continue;
-      if (operation === "delete") rows.delete(item.key);
-      else rows.set(item.key, { ...rows.get(item.key), ...item.value });
-      changed(item, rows.get(item.key));
-    }
-    touched = performance.now();
-  });
+  const connect = () => {
+    rows.clear();
+    reset();
+    const stream = new ShapeStream({ url: base, params, backoffOptions: BACKOFF, onError: () => { setTimeout(connect, RETRY_MS); } });
+    stream.subscribe((items) => {
+      for (const item of items) {
+        const { operation, control } = item.headers;
+        if (control === "must-refetch") { rows.clear(); reset(); continue; }
+        if (control === "up-to-date") { upToDate(item.headers); continue; }
+        if (!operation) continue;
+        if (operation === "delete") rows.delete(item.key);
+        else rows.set(item.key, { ...rows.get(item.key), ...item.value });
+        changed(item, rows.get(item.key));
+      }
+      touched = performance.now();
+    });
+  };
+  connect();
   return rows;
 }
 
