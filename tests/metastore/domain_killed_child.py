@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lsm_killed_child import OPTIONS, Deadly, Fate, batch
+from lsm_killed_child import OPTIONS, STEPS, Deadly, Fate, batch, watch_edits
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus import staterecords
@@ -33,17 +33,7 @@ from tidemill.objects.local import LocalObjects
 
 SETTINGS = DomainSettings(lease_ttl_ms=500, persist_interval_s=0.05, rollup_after_records=12, options=OPTIONS)
 LAST = b"zz/last"
-BUCKET_STEPS = (
-    "before-flush-put",
-    "after-flush-put",
-    "after-merge-put",
-    "before-manifest-put",
-    "after-manifest-put",
-    "before-delete-manifest",
-    "after-delete-manifest",
-    "before-delete-file",
-    "after-delete-file",
-)
+BUCKET_STEPS = STEPS
 LOG_STEPS = (
     "before-fence",
     "after-fence",
@@ -118,6 +108,8 @@ async def main(url: str, bucket: str, step: str, times: int) -> None:
         merger=InlineMerger(Deadly(objects, "merge", fate), OPTIONS, clock),
     )
     await domain.until_leading(30)
+    assert domain._leader is not None
+    watch_edits(domain._leader.database, fate)
     await domain.sync()
 
     async def write() -> None:

@@ -146,6 +146,15 @@ def test_read_your_writes_batch(objects: ObjectStore) -> None:
             (2, b"2"),
             (1, b"v0"),
         ]
+        for reverse in (False, True):
+            assert await collect(database.scan(reverse=reverse)) == expected(world.rows, reverse=reverse)
+            rows = expected(world.rows, b"row/", b"row0", reverse=reverse)
+            assert await collect(database.prefix(b"row/", reverse=reverse)) == rows
+        with database.snapshot() as snapshot:
+            assert await snapshot.get_many([b"row/000001", b"row/000002", b"new"]) == [b"x", None, b"2"]
+        with pytest.raises(Invalid):
+            database.apply(3, [b"new", b""], [b"3", b"3"])  # refused: nothing of it is read
+        assert await collect(database.scan()) == expected(world.rows)
 
     run(body())
 
@@ -195,11 +204,17 @@ def test_get_finds_a_key_at_a_lower_seqno(objects: ObjectStore) -> None:
         database = await world.open()
         world.put(database, {b"old": b"1", b"x": b"1"})
         await database.flush()
+        world.put(database, {b"y": b"2"})
+        with database.snapshot() as snapshot:  # at seqno 2: the key's file has none but seqno 1
+            assert snapshot.seqno == 2 and await snapshot.get(b"old") == b"1"
+            assert (await collect(snapshot.scan()))[0] == (b"old", b"1")
         for turn in range(3):
             world.put(database, {b"a": b"%d" % turn, b"z": b"%d" % turn})  # a file whose range covers the old key
             await database.flush()
         world.put(database, {b"b": b"in memory"})
         assert await database.get(b"old") == b"1" and await database.get_row(b"old") == (1, b"1")
+        with database.snapshot() as snapshot:
+            assert await snapshot.get_row(b"old") == (1, b"1")
         assert await database.get_many([b"old", b"a"]) == [b"1", b"2"]
         await database.compact()
         assert await database.get_row(b"old") == (1, b"1")

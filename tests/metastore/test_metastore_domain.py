@@ -12,6 +12,8 @@ import pytest
 from domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run, until
 
 from tidemill.base.errors import Conflict, Fenced, Unavailable
+from tidemill.metastore.domain import Domain
+from tidemill.metastore.lsm.manifest import Manifest
 from tidemill.metastore.lsm.manifests import BucketManifests
 from tidemill.metastore.settings import prefix_of
 
@@ -28,6 +30,25 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> DomainWorld:
     objects, consensus = request.param
     url = request.getfixturevalue("postgres_dsn") if consensus == "postgres" else f"sqlite://{tmp_path}/consensus.db"
     return DomainWorld(url, tmp_path / "bucket" if objects == "local" else None)
+
+
+@pytest.fixture
+def emptied(request: pytest.FixtureRequest, tmp_path: Path, world: DomainWorld) -> DomainWorld:
+    """What is left of `world` when its consensus is lost: its bucket, beside an empty engine of the same kind."""
+    sqlite = world._url.startswith("sqlite")
+    left = DomainWorld(f"sqlite://{tmp_path}/emptied.db" if sqlite else request.getfixturevalue("new_database")())
+    left.objects = world.objects  # type: ignore[method-assign]
+    return left
+
+
+def volatile_rows(domain: Domain) -> dict[bytes, bytes]:
+    """What the replicated state holds beside its manifest, as this node's replica has it."""
+    return {
+        key: value
+        for batch in domain.state.volatile
+        for key, value in zip(batch.keys, batch.values, strict=True)
+        if key >= b"\x01"
+    }
 
 
 def test_every_node_sees_the_same_uuid(world: DomainWorld) -> None:
@@ -49,7 +70,7 @@ def test_a_new_leader_sees_what_the_old_one_wrote(world: DomainWorld) -> None:
     """[new leader sees old writes]"""
 
     async def body(world: DomainWorld) -> None:
-        old = await world.node()
+        old, follower = await world.node(), await world.node(FOLLOWS)
         seqnos = [await old.commit([(b"k%d" % i, b"v%d" % i)]) for i in range(5)]
         assert seqnos == sorted(set(seqnos))
         await world.depose(old)
@@ -59,6 +80,9 @@ def test_a_new_leader_sees_what_the_old_one_wrote(world: DomainWorld) -> None:
         row = await new.get_row(b"k4")
         assert row is not None and row.seqno == seqnos[4]
         assert await new.commit([(b"k5", b"v5")]) > seqnos[-1]
+        await follower.sync()
+        for node in (new, follower):  # nothing was flushed: every replica has the rows of both terms
+            assert volatile_rows(node) == {b"k%d" % i: b"v%d" % i for i in range(6)}
 
     run(body, world)
 
@@ -77,9 +101,13 @@ def test_a_flush_empties_the_buffers_and_its_rows_survive_a_failover(world: Doma
         await follower.sync()
         assert not follower.state.volatile and follower.state.persisted_seqno == last
         assert await rows_of(follower) == {b"k%d" % i: b"v%d" % i for i in range(5)}
+        await old.commit([(b"k5", b"v5")])
+        await follower.sync()
+        assert volatile_rows(old) == volatile_rows(follower) == {b"k5": b"v5"}
         await old.aclose()
         new = await world.node()
-        assert await rows_of(new) == {b"k%d" % i: b"v%d" % i for i in range(5)}
+        assert await rows_of(new) == {b"k%d" % i: b"v%d" % i for i in range(6)}
+        assert volatile_rows(new) == {b"k5": b"v5"}
 
     run(body, world)
 
@@ -100,7 +128,7 @@ def test_a_flush_of_nothing_writes_nothing(world: DomainWorld) -> None:
     run(body, world)
 
 
-def test_a_reset_domain_reopens_with_the_rows_of_the_manifest(world: DomainWorld) -> None:
+def test_a_reset_domain_reopens_with_the_rows_of_the_manifest(world: DomainWorld, emptied: DomainWorld) -> None:
     """[reset then reopen reads restored rows]"""
 
     async def body(world: DomainWorld) -> None:
@@ -112,24 +140,32 @@ def test_a_reset_domain_reopens_with_the_rows_of_the_manifest(world: DomainWorld
         uuid, epoch = first.domain_uuid, first.state.epoch(first.term)
         await first.aclose()
 
-        empty = DomainWorld()  # consensus is gone; the bucket is what is left
-        empty.objects = world.objects  # type: ignore[method-assign]
-        restored = await empty.node()
+        restored = await emptied.node()
+        assert restored.domain_uuid != uuid
         bucket = BucketManifests(world.objects(), prefix_of(uuid), world.rand)
         manifest = await bucket.read(10**19)
         assert manifest is not None and manifest.last_seqno == last
         await restored.reset(uuid, manifest)
-        assert restored.domain_uuid == uuid
+        assert restored.domain_uuid == uuid and not restored.state.volatile and restored.state.seqno_delta > 0
+        assert restored._leader is not None
+        database = restored._leader.database
+        assert (database.max_persisted_seqno, database.max_applied_seqno) == (last, last)
         assert await rows_of(restored) == {b"k%d" % i: b"v%d" % i for i in range(10)}
         assert restored.state.epoch(restored.term) > epoch
         assert await restored.commit([(b"new", b"row")]) > last
+        assert volatile_rows(restored) == {b"new": b"row"}
         await restored.flush(20)
         await restored.aclose()
-        again = await empty.node()
+        again = await emptied.node()
         assert (await rows_of(again))[b"new"] == b"row" and len(await rows_of(again)) == 11
-        await empty.aclose()
 
-    run(body, world)
+    async def both(world: DomainWorld) -> None:
+        try:
+            await body(world)
+        finally:
+            await emptied.aclose()
+
+    run(both, world)
 
 
 def test_after_a_reset_with_nothing_the_old_opening_writes_no_more_and_the_reopened_one_does(
@@ -144,6 +180,7 @@ def test_after_a_reset_with_nothing_the_old_opening_writes_no_more_and_the_reope
         await domain.reset("00000000-0000-4000-8000-000000000000", None)
         with pytest.raises(Fenced):
             await old.writing.commit([(b"a", b"1")])
+        assert old.ended and not domain.state.volatile
         assert domain.domain_uuid == "00000000-0000-4000-8000-000000000000"
         assert await domain.commit([(b"a", b"2")]) > 0
         assert await rows_of(domain) == {b"a": b"2"}
@@ -156,13 +193,17 @@ def test_a_domain_with_rows_is_not_reset_before_or_after_a_flush(world: DomainWo
 
     async def body(world: DomainWorld) -> None:
         domain = await world.node()
+        uuid, term = domain.domain_uuid, domain.term
         await domain.commit([(b"a", b"1")])
-        with pytest.raises(Conflict, match="not empty"):
-            await domain.reset("another", None)
+        offered = Manifest("another", 999, 1, 100, 1, 0, ((),))
+        for manifest in (None, offered):
+            with pytest.raises(Conflict, match="not empty"):
+                await domain.reset("another", manifest)
         await domain.flush(20)
-        with pytest.raises(Conflict, match="not empty"):
-            await domain.reset("another", None)
-        assert domain.leading and await rows_of(domain) == {b"a": b"1"}
+        for manifest in (None, offered):
+            with pytest.raises(Conflict, match="not empty"):
+                await domain.reset("another", manifest)
+        assert (domain.domain_uuid, domain.term) == (uuid, term) and await rows_of(domain) == {b"a": b"1"}
 
     run(body, world)
 

@@ -65,8 +65,17 @@ async def listed(files: Files) -> set[int]:
     return {name.number async for name in files.list()}
 
 
-@pytest.mark.parametrize("step", [*LOG_STEPS, *BUCKET_STEPS])
-def test_a_leader_killed_at_any_step_loses_nothing_acknowledged(step: str, tmp_path: Path) -> None:
-    url, bucket = f"sqlite://{tmp_path}/consensus.db", tmp_path / "bucket"
+def dies_and_is_followed(url: str, bucket: Path, step: str) -> None:
     once_in_a_life = "uuid" in step or "fence" in step
     check(url, bucket, live(url, bucket, step, 1 if once_in_a_life else 4))
+
+
+@pytest.mark.parametrize("step", [*LOG_STEPS, *BUCKET_STEPS])
+def test_a_leader_killed_at_any_step_loses_nothing_acknowledged(step: str, tmp_path: Path) -> None:
+    dies_and_is_followed(f"sqlite://{tmp_path}/consensus.db", tmp_path / "bucket", step)
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("step", LOG_STEPS)
+def test_a_leader_on_postgresql_killed_at_any_step_of_replication(step: str, tmp_path: Path, postgres_dsn: str) -> None:
+    dies_and_is_followed(postgres_dsn, tmp_path / "bucket", step)

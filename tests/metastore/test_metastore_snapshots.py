@@ -37,6 +37,7 @@ def test_implicit_snapshots_are_stable_across_compaction(objects: ObjectStore) -
     async def body() -> None:
         world = World(objects)
         database = await world.open()
+        of_nothing = [database.scan(), database.scan(reverse=True), database.prefix(b"row/")]
         for turn in range(4):
             world.put(database, numbered(range(turn, 200, 3)))
             await database.flush()
@@ -53,6 +54,7 @@ def test_implicit_snapshots_are_stable_across_compaction(objects: ObjectStore) -
             assert seen + await collect(scan) == expected(before, reverse=reverse)
             before = dict(world.rows)
         assert await collect(database.scan()) == expected(world.rows)
+        assert [await collect(scan) for scan in of_nothing] == [[], [], []]  # begun on an empty database
 
     run(body())
 
@@ -106,6 +108,31 @@ def test_a_snapshot_get_sees_tombstones_in_files(objects: ObjectStore) -> None:
             assert await collect(snapshot.scan()) == [(b"b", b"1")]
             assert snapshot.seqno == 2
         assert await database.get(b"a") == b"again"
+
+    run(body())
+
+
+def test_a_snapshot_get_sees_a_tombstone_that_is_in_one_file_with_its_row(objects: ObjectStore) -> None:
+    """Value and tombstone were in memory together, so that one flush took both; then with the file merged deeper."""
+
+    async def body() -> None:
+        world = World(objects)
+        database = await world.open()
+        world.put(database, {b"a": b"0", b"foo": b"0"})
+        await database.flush()
+        world.put(database, {b"foo": b"bar"})
+        world.put(database, {b"foo": b""})
+        await database.flush()
+        assert database.version.levels[0][0].tombstones == 1
+        for merged in (False, True):
+            if merged:
+                await database.compact()
+            with database.snapshot() as snapshot:
+                world.put(database, {b"foo": b"again"})
+                world.put(database, {b"foo": b""})
+                assert await snapshot.get(b"foo") is None and await snapshot.get_many([b"foo", b"a"]) == [None, b"0"]
+                for reverse in (False, True):
+                    assert await collect(snapshot.scan(reverse=reverse)) == [(b"a", b"0")]
 
     run(body())
 
@@ -221,6 +248,7 @@ def test_refresh_of_an_empty_database(objects: ObjectStore) -> None:
         reader = await world.open(read_only=True)
         assert await reader.refresh() is False
         assert await collect(reader.scan()) == [] and await reader.get(b"a") is None
+        assert reader.max_applied_seqno == reader.max_persisted_seqno == 0
 
     run(body())
 
@@ -232,8 +260,12 @@ def test_refresh_without_a_change_is_a_no_op(objects: ObjectStore) -> None:
         world.put(writer, numbered(range(9)))
         await writer.flush()
         reader = await world.open(read_only=True)
-        version = reader.version
+        version, before = reader.version, dict(world.rows)
         assert await reader.refresh() is False and reader.version is version
+        world.put(writer, numbered(range(20), "w"))  # applied, and in no manifest yet
+        assert await reader.refresh() is False and reader.version is version
+        assert reader.max_applied_seqno == reader.max_persisted_seqno == 1 < writer.max_applied_seqno
+        assert await collect(reader.scan()) == expected(before)
 
     run(body())
 
@@ -315,6 +347,7 @@ def test_refresh_rejects_a_lower_seqno(objects: ObjectStore) -> None:
         ):
             with pytest.raises(Invalid, match=said):
                 reader.refresh_to(manifest)
+            assert reader.max_applied_seqno == reader.max_persisted_seqno == 2
         assert await collect(reader.scan()) == expected(world.rows)
         newest = await world.manifests.newest(10**9)
         assert newest is not None

@@ -19,11 +19,14 @@ def batch_bytes(keys: Sequence[bytes], values: Sequence[bytes]) -> int:
     """
     rows = len(keys)
     if not rows:
-        raise Invalid("A batch holds at least one row: rows=0.")
+        raise Invalid("A batch holds at least one row: rows=0.", fix="Give it rows, or apply no batch.")
     if rows != len(values):
-        raise Invalid(f"A batch has one value for each key: keys={rows} values={len(values)}.")
+        raise Invalid(
+            f"A batch has one value for each key: keys={rows} values={len(values)}.",
+            fix="Give each key a value, the empty one to delete it.",
+        )
     if not all(keys):
-        raise Invalid(f"A key is not empty: row={list(map(len, keys)).index(0)}.")
+        raise Invalid(f"A key is not empty: row={list(map(len, keys)).index(0)}.", fix="Give every row a key.")
     if rows == 1:
         keys_bytes, values_bytes = len(keys[0]), len(values[0])
     else:

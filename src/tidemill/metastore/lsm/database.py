@@ -144,7 +144,8 @@ class Database:
         if manifest is not None and manifest.domain_uuid != domain_uuid:
             raise Invalid(
                 "The manifest belongs to another domain: "
-                f"domain_uuid={domain_uuid} manifest_domain_uuid={manifest.domain_uuid}."
+                f"domain_uuid={domain_uuid} manifest_domain_uuid={manifest.domain_uuid}.",
+                fix="Open it under its own uuid, or restore this domain from a manifest of its own.",
             )
         database = cls(
             files,
@@ -202,7 +203,10 @@ class Database:
             raise Invalid(f"The database is open for reading only: domain_uuid={self.domain_uuid}.")
         if self.follower and seqno <= self.max_persisted_seqno:
             return True
-        raise Invalid(f"Seqnos must increase from batch to batch: seqno={seqno} last_seqno={self.max_applied_seqno}.")
+        raise Invalid(
+            f"Seqnos must increase from batch to batch: seqno={seqno} last_seqno={self.max_applied_seqno}.",
+            fix="Apply batches in the order of their log, each once.",
+        )
 
     @property
     def buffer_is_full(self) -> bool:

@@ -1,0 +1,279 @@
+"""The four updates on the log of a real engine: the table *LSM updates*, as leader, follower and newcomer see it.
+
+Each row of the table (in brackets) is proposed by a leader on SQLite and on PostgreSQL. A follower that replays the
+records and a newcomer that begins at a rollup must hold the same bytes, and the proposer of a refused one is told.
+test_metastore_updates has the same rules without a log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import Conflict, Invalid, TidemillError
+from tidemill.consensus.api import Consensus
+from tidemill.consensus.open import open_consensus
+from tidemill.consensus.statelog import StateLog
+from tidemill.metastore.apply import apply
+from tidemill.metastore.codec import decode_state, encode_command, encode_state
+from tidemill.metastore.commands import Command, PersistManifest, ResetManifest, SetDomainUuid, WriteBatch
+from tidemill.metastore.state import DomainState, PersistedManifest, VolatileBatch, check_state
+
+UUID = "6a4b"
+LOG = "metastore/main"
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "postgres":
+        dsn: str = request.getfixturevalue("postgres_dsn")
+        return dsn
+    return f"sqlite://{tmp_path}/consensus.db"
+
+
+def write(*rows: tuple[bytes, bytes], uuid: str = UUID) -> WriteBatch:
+    return WriteBatch(uuid, [key for key, _ in rows], [value for _, value in rows])
+
+
+def manifest(last_seqno: int, epoch: int = 1) -> PersistedManifest:
+    return PersistedManifest(b"manifest %d" % last_seqno, last_seqno, epoch)
+
+
+class Machine:
+    """A leader and a follower of one log, each with a client of its own."""
+
+    def __init__(self, leader: StateLog[DomainState], follower: StateLog[DomainState]) -> None:
+        self.leader = leader
+        self.follower = follower
+
+    @property
+    def state(self) -> DomainState:
+        return self.leader.state
+
+    async def lead(self, term: int) -> None:
+        await self.leader.lead(term)
+
+    async def fill(self, position: int) -> None:
+        """Until the next record stands at `position`: with updates that are refused, so that they change nothing."""
+        refused = encode_command(write((b"x", b"x"), uuid="nobody"))
+        futures = [self.leader.propose_nowait(refused) for _ in range(position - self.leader.position)]
+        outcomes = await asyncio.gather(*futures, return_exceptions=True)
+        assert all(isinstance(outcome, Conflict) for outcome in outcomes) and self.leader.position == position
+
+    async def do(self, command: Command) -> int:
+        """Accepted: its position. Both replicas have the same state after it."""
+        command.check(self.state)
+        position = await self.leader.propose(encode_command(command))
+        await self.same()
+        return position
+
+    async def refused(self, command: Command, kind: type[TidemillError], words: str) -> None:
+        """Not even built; forced into the log all the same, its proposer is told and it changed nothing anywhere."""
+        before = encode_state(self.state)
+        with pytest.raises(kind, match=words):
+            command.check(self.state)
+        with pytest.raises(kind, match=words):
+            await self.leader.propose(encode_command(command))
+        assert encode_state(self.state) == before
+        await self.same()
+
+    async def same(self) -> None:
+        await self.follower.catch_up()
+        assert self.follower.position == self.leader.position
+        assert encode_state(self.follower.state) == encode_state(self.state)
+        check_state(self.follower.state)
+
+
+def on_a_log(url: str, body: Callable[[Machine], Awaitable[None]]) -> None:
+    async def main() -> None:
+        clock, rand = SystemClock(), Rand()
+        clients: list[Consensus] = []
+        logs: list[StateLog[DomainState]] = []
+
+        async def log() -> StateLog[DomainState]:
+            clients.append(await open_consensus(url, clock, rand))
+            logs.append(
+                StateLog(
+                    clients[-1],
+                    LOG,
+                    initial=DomainState,
+                    apply=apply,
+                    encode=encode_state,
+                    decode=decode_state,
+                    rand=rand,
+                )
+            )
+            return logs[-1]
+
+        try:
+            async with asyncio.timeout(60):
+                machine = Machine(await log(), await log())
+                await machine.lead(1)
+                await body(machine)
+                await machine.leader.rollup()
+                newcomer = await log()
+                await newcomer.catch_up()
+                assert encode_state(newcomer.state) == encode_state(machine.state)
+        finally:
+            for each in logs:
+                await each.aclose()
+            for client in clients:
+                await client.aclose()
+
+    asyncio.run(main())
+
+
+def test_write_happy_path_on_a_log(url: str) -> None:
+    """[write happy (all seqno 10)]"""
+
+    async def body(machine: Machine) -> None:
+        await machine.do(SetDomainUuid(UUID))
+        await machine.fill(10)
+        assert await machine.do(write((b"a", b"1"), (b"b", b"2"), (b"c", b""))) == 10
+        assert list(machine.state.volatile) == [VolatileBatch(10, [b"a", b"b", b"c"], [b"1", b"2", b""])]
+
+    on_a_log(url, body)
+
+
+def test_write_with_a_wrong_uuid_on_a_log(url: str) -> None:
+    """[write: wrong uuid]"""
+
+    async def body(machine: Machine) -> None:
+        await machine.refused(write((b"a", b"1")), Conflict, "another domain")
+        await machine.do(SetDomainUuid(UUID))
+        await machine.refused(write((b"a", b"1"), uuid="old"), Conflict, "another domain: uuid='old' current='6a4b'")
+
+    on_a_log(url, body)
+
+
+def test_write_of_empty_rows_on_a_log(url: str) -> None:
+    """[write: empty rows]"""
+
+    async def body(machine: Machine) -> None:
+        await machine.do(SetDomainUuid(UUID))
+        await machine.refused(write(), Invalid, "needs rows")
+
+    on_a_log(url, body)
+
+
+async def written(machine: Machine, *positions: int) -> None:
+    await machine.do(SetDomainUuid(UUID))
+    for position in positions:
+        await machine.fill(position)
+        await machine.do(write((b"k%d" % position, b"v")))
+
+
+def test_a_manifest_trims_on_a_log(url: str) -> None:
+    """[manifest trims ≤ 10]"""
+
+    async def body(machine: Machine) -> None:
+        await written(machine, 5, 10, 15)
+        await machine.do(PersistManifest(UUID, manifest(10)))
+        assert [batch.seqno for batch in machine.state.volatile] == [15] and machine.state.persisted_seqno == 10
+
+    on_a_log(url, body)
+
+
+def test_a_manifest_of_a_wrong_uuid_on_a_log(url: str) -> None:
+    """[manifest: wrong uuid]"""
+
+    async def body(machine: Machine) -> None:
+        await written(machine, 10)
+        await machine.refused(PersistManifest("old", manifest(10)), Conflict, "another domain")
+
+    on_a_log(url, body)
+
+
+def test_a_manifest_of_a_lower_seqno_or_epoch_on_a_log(url: str) -> None:
+    """[manifest: lower seqno/epoch rejected]"""
+
+    async def body(machine: Machine) -> None:
+        await written(machine, 10, 20)
+        await machine.lead(4)
+        await machine.do(PersistManifest(UUID, manifest(20, epoch=4)))
+        await machine.refused(PersistManifest(UUID, manifest(19, epoch=4)), Conflict, "newer manifest is persisted")
+        await machine.refused(PersistManifest(UUID, manifest(20, epoch=3)), Conflict, "newer manifest is persisted")
+
+    on_a_log(url, body)
+
+
+def test_a_manifest_of_equal_seqno_and_epoch_on_a_log(url: str) -> None:
+    """[manifest: equal accepted]"""
+
+    async def body(machine: Machine) -> None:
+        await written(machine, 10)
+        await machine.do(PersistManifest(UUID, manifest(10)))
+        again = PersistedManifest(b"after a compaction", 10, 1)
+        await machine.do(PersistManifest(UUID, again))
+        assert machine.state.manifest == again
+
+    on_a_log(url, body)
+
+
+def test_a_uuid_is_set_once_on_a_log(url: str) -> None:
+    """[uuid once]"""
+
+    async def body(machine: Machine) -> None:
+        await machine.do(SetDomainUuid(UUID))
+        await machine.refused(SetDomainUuid("other"), Conflict, "has its uuid")
+        assert machine.state.domain_uuid == UUID
+
+    on_a_log(url, body)
+
+
+def test_reset_happy_path_on_a_log(url: str) -> None:
+    """[reset happy] The worked example, at its very position and term: offset 50, term 3, with (1000, epoch 5)."""
+
+    async def body(machine: Machine) -> None:
+        await machine.do(SetDomainUuid(UUID))
+        await machine.lead(3)
+        await machine.fill(50)
+        assert await machine.do(ResetManifest("restored", manifest(1000, epoch=5))) == 50
+        state = machine.state
+        assert (state.domain_uuid, state.seqno_delta, state.epoch_delta) == ("restored", 950, 2)
+        assert await machine.do(write((b"a", b"1"), uuid="restored")) == 51
+        assert [batch.seqno for batch in state.volatile] == [1001]
+
+    on_a_log(url, body)
+
+
+def test_reset_with_nothing_on_a_log(url: str) -> None:
+    """[reset none] At (10, term 2): deltas −10 and −2, and the next write gets 1."""
+
+    async def body(machine: Machine) -> None:
+        await machine.do(SetDomainUuid(UUID))
+        await machine.lead(2)
+        await machine.fill(10)
+        assert await machine.do(ResetManifest("fresh", None)) == 10
+        state = machine.state
+        assert (state.seqno_delta, state.epoch_delta, state.manifest) == (-10, -2, None)
+        await machine.do(write((b"a", b"1"), uuid="fresh"))
+        assert [batch.seqno for batch in state.volatile] == [1]
+
+    on_a_log(url, body)
+
+
+def test_reset_of_a_non_empty_buffer_on_a_log(url: str) -> None:
+    """[reset: non-empty buffer]"""
+
+    async def body(machine: Machine) -> None:
+        await written(machine, 10)
+        await machine.refused(ResetManifest("restored", manifest(1000)), Conflict, "not empty")
+
+    on_a_log(url, body)
+
+
+def test_reset_of_existing_data_on_a_log(url: str) -> None:
+    """[reset: existing data]"""
+
+    async def body(machine: Machine) -> None:
+        await written(machine, 10)
+        await machine.do(PersistManifest(UUID, manifest(10)))
+        assert not machine.state.volatile
+        await machine.refused(ResetManifest("restored", manifest(1000)), Conflict, "not empty")
+
+    on_a_log(url, body)
