@@ -56,6 +56,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
         report.longrepr = f"skipped where nothing real may be skipped: {report.longrepr}"
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist, which reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One Spark session in the whole run: all its tests go to one worker."""
     for item in items:

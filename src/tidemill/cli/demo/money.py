@@ -41,13 +41,13 @@ class Money:
         self._rand = rand
 
     async def check(self) -> MoneyCheck | None:
-        """One comparison, or None when writers did not let the lock through in time or nobody minted in time."""
+        """One comparison, or None: writers did not let the lock through, nobody minted in time, storage was away."""
         nonce = self._rand.nonce()
-        before = await self._remap.latest()
-        sums = await self._source(nonce)
-        if sums is None:
-            return None
         try:
+            before = await self._remap.latest()
+            sums = await self._source(nonce)
+            if sums is None:
+                return None
             binding = await self._binding(nonce, before.time_ms if before else 0)
             if binding is None:
                 return None

@@ -187,11 +187,17 @@ class Runner:
     async def _watch_shard(self) -> None:
         """Commit to visible: every payment's own time against the moment a listener of the shard received it."""
         shard = await self._await_shard("payment")
-        _, upper = await shard.frontiers()
-        async for delta in shard.listen(upper):
-            seen_ms = self._clock.now_ms()
-            for paid_at in delta.rows.column("paid_at").to_pylist():
-                self._to_shard.add(seen_ms - paid_at.timestamp() * 1000)
+        upper = 0
+        while True:
+            # an observer outlives what it observes: storage may be away for a while
+            with contextlib.suppress(Unavailable):
+                if not upper:
+                    _, upper = await shard.frontiers()
+                async for delta in shard.listen(upper):
+                    seen_ms, upper = self._clock.now_ms(), delta.upper
+                    for paid_at in delta.rows.column("paid_at").to_pylist():
+                        self._to_shard.add(seen_ms - paid_at.timestamp() * 1000)
+            await asyncio.sleep(1)
 
     async def _await_shard(self, name: str) -> Shard:
         while True:
