@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 
 from tidemill.base.errors import Invalid
 from tidemill.objects.store import Buffer
@@ -25,6 +26,7 @@ _PREFIX = re.compile(rf"(?:{_SEGMENT}/)*(?:{_SEGMENT})?")
 _RULE = "Use segments of ASCII letters, digits and -_.=+,:@! joined by '/', none empty or starting with a dot."
 
 
+@lru_cache(4096)  # the same few files are read over and over
 def check_key(key: str) -> str:
     """The key itself. Raises Invalid when it breaks the rules above."""
     if len(key) > KEY_BYTES_MAX or _KEY.fullmatch(key) is None:

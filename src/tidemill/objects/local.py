@@ -86,30 +86,18 @@ class LocalObjects:
         await self._run(lambda: self._create(key, temporary, target, buffers))
 
     async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        fd, size = self._open_for_read(key)
-        try:
-            stop = check_range(key, start, end, size)
-        except Invalid:
-            os.close(fd)
-            raise
-        if stop - start > INLINE_READ_BYTES:
-            return (await self._serve(fd, key, [(start, stop)]))[0]
-        try:
-            return _pread(fd, start, stop - start)
-        except OSError as error:
-            raise translate(error, f"Reading {key}", self._root) from error
-        finally:
-            os.close(fd)
+        fd = self._open_for_read(key)
+        if end is not None and 0 <= start < end <= start + INLINE_READ_BYTES:
+            # Nearly every read is this one: what it brings whole needs no question about the size.
+            with contextlib.suppress(OSError):
+                data = os.pread(fd, end - start, start)
+                if len(data) == end - start:
+                    os.close(fd)
+                    return data
+        return (await self._serve(fd, key, [(start, end)]))[0]
 
     async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        fd, size = self._open_for_read(key)
-        try:
-            for start, end in ranges:
-                check_range(key, start, end, size)
-        except Invalid:
-            os.close(fd)
-            raise
-        return await self._serve(fd, key, ranges)
+        return await self._serve(self._open_for_read(key), key, ranges)
 
     async def head(self, key: str) -> ObjectMeta | None:
         self._open()
@@ -195,26 +183,29 @@ class LocalObjects:
         except OSError as error:
             raise translate(error, f"Deleting {key} removed it,", self._root, appeared=True) from error
 
-    def _open_for_read(self, key: str) -> tuple[int, int]:
+    def _open_for_read(self, key: str) -> int:
         self._open()
         try:
-            fd = os.open(self._prefix + check_key(key), os.O_RDONLY | os.O_CLOEXEC)
+            return os.open(self._prefix + check_key(key), os.O_RDONLY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise Missing(f"No such object: key={key}.") from error
         except OSError as error:
             raise translate(error, f"Reading {key}", self._root) from error
-        found = os.fstat(fd)
-        if _is_directory(found.st_mode):
-            os.close(fd)
-            raise Missing(f"No such object: key={key}.")
-        return fd, found.st_size
 
-    async def _serve(self, fd: int, key: str, ranges: Sequence[tuple[int, int]]) -> Pieces:
-        """The ranges; closes `fd`, in the pool's thread when the read runs there."""
-        if sum(end - start for start, end in ranges) <= INLINE_READ_BYTES:
-            return self._read_and_close(fd, key, ranges)
+    async def _serve(self, fd: int, key: str, ranges: Sequence[tuple[int, int | None]]) -> Pieces:
+        """The ranges, where no end is the object's; closes `fd`, in the pool's thread when the read runs there."""
         try:
-            return await self._run(lambda: self._read_and_close(fd, key, ranges))
+            found = os.fstat(fd)
+            if _is_directory(found.st_mode):
+                raise Missing(f"No such object: key={key}.")
+            whole = [(start, check_range(key, start, end, found.st_size)) for start, end in ranges]
+        except BaseException:
+            os.close(fd)
+            raise
+        if sum(end - start for start, end in whole) <= INLINE_READ_BYTES:
+            return self._read_and_close(fd, key, whole)
+        try:
+            return await self._run(lambda: self._read_and_close(fd, key, whole))
         except Closed:
             os.close(fd)
             raise

@@ -8,13 +8,16 @@ A name is never used again (L1): the epoch keeps two leaders apart, the nonce tw
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import lru_cache
 
 import msgspec
 
 from tidemill.base.errors import Corrupt, Invalid, Missing
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.objects.store import Buffer, ObjectStore
+
+KEPT_KEYS = 1024
 
 _NAME = re.compile(r"(\d{20})-(\d{12})-([0-9a-zA-Z]+)\.sst")
 
@@ -38,8 +41,10 @@ class Files:
         self.objects = objects
         self.prefix = prefix
         self._sst = f"{prefix}sst/"
+        self.key: Callable[[FileMeta | FileName], str] = lru_cache(KEPT_KEYS)(self._key)
+        """The object's key of a file. Kept, for each read asks for it."""
 
-    def key(self, file: FileMeta | FileName) -> str:
+    def _key(self, file: FileMeta | FileName) -> str:
         return f"{self._sst}{file.epoch:020d}-{file.number:012d}-{file.nonce}.sst"
 
     async def put(self, name: FileMeta | FileName, data: Buffer | Sequence[Buffer]) -> None:
