@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -333,6 +333,91 @@ def test_rollups_happen_by_themselves_and_races_of_them_lose_nothing() -> None:
         for log in logs:
             await log.catch_up()
             assert log.state == {"a": 120}
+
+    run(body())
+
+
+class NoRollups(MemoryConsensus):
+    """Refuses every rollup as too large, and counts them."""
+
+    tried = 0
+
+    async def append(self, log: str, term: int, expected_next: int, records: Sequence[bytes], nonce: str) -> LogHead:
+        if records[0][0] == staterecords.ROLLUP:
+            self.tried += 1
+            raise Invalid("The append is too large.")
+        return await super().append(log, term, expected_next, records, nonce)
+
+
+def test_a_state_too_large_for_one_append_is_not_rolled_up_and_the_log_goes_on() -> None:
+    async def body() -> None:
+        consensus = NoRollups(SystemClock())
+        log = make(consensus, rollup_after_records=4)
+        for _ in range(20):
+            await log.propose(add("a", 1))
+        assert log.state == {"a": 20}
+        assert 1 <= consensus.tried <= 5, "to encode such a state after every command would be dear"
+        await log.aclose()
+
+    run(body())
+
+
+def test_proposals_go_on_while_a_rollup_is_truncating() -> None:
+    async def body() -> None:
+        consensus = MemoryConsensus(SystemClock())
+        truncate, reached, go_on = consensus.truncate, asyncio.Event(), asyncio.Event()
+
+        async def held(log: str, before: int) -> LogHead:
+            reached.set()
+            await go_on.wait()
+            return await truncate(log, before)
+
+        consensus.truncate = held  # type: ignore[method-assign]
+        log = make(consensus)
+        await log.propose(add("a", 1))
+        rolling = asyncio.ensure_future(log.rollup())
+        await reached.wait()
+        assert await asyncio.wait_for(log.propose(add("a", 1)), 5) == 2
+        go_on.set()
+        assert await rolling == 1
+        assert (await consensus.log_head("state")).start == 1
+        assert await make(consensus).load() == {"a": 2} == log.state
+
+    run(body())
+
+
+def test_a_rollup_encoded_by_and_by_holds_one_moment_and_loses_to_whoever_wrote_meanwhile() -> None:
+    async def body() -> None:
+        consensus = MemoryConsensus(SystemClock())
+        theirs = make(consensus, 2)
+        encoding, go_on = asyncio.Event(), asyncio.Event()
+        encoded: list[State] = []
+
+        async def slowly(state: State) -> bytes:
+            encoded.append(dict(state))
+            encoding.set()
+            await go_on.wait()
+            return json.dumps(encoded[-1]).encode()
+
+        async def decode(data: bytes) -> State:
+            await asyncio.sleep(0)
+            return dict(json.loads(data))
+
+        mine: StateLog[State] = StateLog(
+            consensus, "state", initial=dict, apply=apply, encode=slowly, decode=decode, rand=Rand(1)
+        )
+        await mine.propose(add("a", 1))
+        rolling = asyncio.ensure_future(mine.rollup())
+        await encoding.wait()
+        await theirs.propose(add("a", 1))
+        await mine.catch_up()
+        go_on.set()
+        assert await rolling == 2
+        assert encoded == [{"a": 1}, {"a": 2}], "what another writer added would be forgotten"
+        reader: StateLog[State] = StateLog(
+            consensus, "state", initial=dict, apply=apply, encode=slowly, decode=decode, rand=Rand(3)
+        )
+        assert await reader.load() == {"a": 2}
 
     run(body())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from tidemill.base.errors import Corrupt, Missing, TidemillError
@@ -22,7 +22,7 @@ class Replica(Generic[S]):
         log: str,
         initial: Callable[[], S],
         apply: Callable[[S, bytes, int, int], S],
-        decode: Callable[[bytes], S],
+        decode: Callable[[bytes], S | Awaitable[S]],
     ) -> None:
         self._consensus = consensus
         self.log = log
@@ -133,7 +133,8 @@ class Replica(Generic[S]):
                     break
             if not found.records:
                 raise self._break(f"The rollup is not whole: start={start} next={found.head.next}")
-        self.state = self._decode(b"".join(parts))
+        decoded = self._decode(b"".join(parts))
+        self.state = await decoded if isinstance(decoded, Awaitable) else decoded
         self.position = position
         self.records_since_rollup = 0
         self._following = 0

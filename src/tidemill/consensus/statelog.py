@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, NamedTuple
+
+import structlog
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Closed, Conflict, Corrupt, Fenced, TidemillError, Unavailable, Unknown
@@ -20,6 +22,8 @@ from tidemill.base.tasks import Tasks
 from tidemill.consensus import staterecords
 from tidemill.consensus.api import Consensus, LogRecord
 from tidemill.consensus.replica import Replica, S
+
+_log = structlog.get_logger()
 
 BATCH_COMMANDS = 512
 BATCH_BYTES = 4 * MIB
@@ -71,7 +75,8 @@ class StateLog(Replica[S]):
               Pure: no clock, randomness or I/O. Checks everything, then writes; may change and return the
               same object. A TidemillError refuses the command and must leave the state as it was (SL3).
               Any other exception is a bug and breaks the StateLog.
-    encode    state → bytes, for rollups;  decode  bytes → state
+    encode    state → bytes, for rollups;  decode  bytes → state. Either may give an awaitable instead, and let others
+              have their turn while it works: `encode` has what it needs of the state before its first await.
     term      0 for writers that race as equals; a leader calls `lead(term)`
 
     Every method may raise Unavailable, Closed, Corrupt, and the writing ones Fenced (step down).
@@ -84,18 +89,20 @@ class StateLog(Replica[S]):
         *,
         initial: Callable[[], S],
         apply: Callable[[S, bytes, int, int], S],
-        encode: Callable[[S], bytes],
-        decode: Callable[[bytes], S],
+        encode: Callable[[S], bytes | Awaitable[bytes]],
+        decode: Callable[[bytes], S | Awaitable[S]],
         rand: Rand,
         term: int = 0,
         rollup_after_records: int = 0,
     ) -> None:
-        """`rollup_after_records` > 0: a proposer rolls up once so many commands follow the last rollup."""
+        """`rollup_after_records` > 0: a proposer rolls up once so many commands follow the last rollup, and one that
+        failed is tried again after so many more."""
         super().__init__(consensus, log, initial, apply, decode)
         self.term = term
         self._encode = encode
         self._rand = rand
-        self._rollup_after = rollup_after_records
+        self._rollup_after = self._rollup_due = rollup_after_records
+        self._rolling = False
         self._queue: deque[_Proposal[S]] = deque()
         self._in_flight: _InFlight[S] | None = None
         self._appending = asyncio.Lock()
@@ -153,24 +160,37 @@ class StateLog(Replica[S]):
     async def rollup(self) -> int:
         """Write the whole state as one append and forget what is before it; returns the rollup's position.
 
-        Unknown and Unavailable are harmless: a rollup that landed is like any other, the next one truncates.
+        Unknown and Unavailable are harmless: a rollup that landed is like any other, the next one truncates. So is
+        Invalid, for a state larger than one append takes: the log stays as long as it is.
         """
         async with self._appending:
-            attempts = 0
-            while True:
+            position, ours = await self._append_rollup()
+        # Proposals go on meanwhile: what the rollup made needless may be forgotten at any time.
+        if ours:
+            await self._consensus.truncate(self.log, position)
+        return position
+
+    async def _append_rollup(self) -> tuple[int, bool]:
+        """Its position, and False when another writer was first: his rollup is as good, and he truncates."""
+        attempts = 0
+        while True:
+            if attempts or not self._loaded:
                 await self.catch_up()
-                if attempts and self.records_since_rollup == 0:
-                    return self._last_rollup
-                start, records = self.position, staterecords.encode_rollup(self._encode(self.state))
-                try:
-                    await self._consensus.append(self.log, self.term, start, records, self._rand.nonce())
-                except Conflict:
-                    attempts += 1
-                    await self._pause(attempts)
-                    continue
-                await self._consensus.truncate(self.log, start)
+            if attempts and self.records_since_rollup == 0:
+                return self._last_rollup, False
+            # Only where the log ends at `start` is the append taken: nothing that this state lacks is before it.
+            start, encoded = self.position, self._encode(self.state)
+            records = staterecords.encode_rollup(encoded if isinstance(encoded, bytes) else await encoded)
+            nonce = self._rand.nonce()
+            try:
+                await self._consensus.append(self.log, self.term, start, records, nonce)
+            except Conflict:
+                attempts += 1
+                await self._pause(attempts)
+                continue
+            if not self._replay_own(start, records, nonce):
                 await self.catch_up()
-                return start
+            return start, True
 
     async def aclose(self) -> None:
         """Stop. A proposal under way ends as Unknown, waiting ones as Closed. The consensus stays open."""
@@ -200,8 +220,9 @@ class StateLog(Replica[S]):
                     lost = await self._step()
                 losses = losses + 1 if lost else 0
                 await self._pause(losses)
-                if 0 < self._rollup_after <= self.records_since_rollup:
-                    await self._rollup_quietly()
+                if 0 < self._rollup_due <= self.records_since_rollup and not self._rolling:
+                    self._rolling = True
+                    self._tasks.spawn(self._rollup_quietly(), name=f"rollup {self.log}")
         finally:
             self._driver = None
 
@@ -246,13 +267,17 @@ class StateLog(Replica[S]):
         except TidemillError as error:
             self._fail(flight.batch, error)
             return False
-        if self.position == flight.expected and not self._reading.locked():
-            for index, record in enumerate(records):
-                self._replay(LogRecord(flight.expected + index, self.term, flight.nonce, record))
-        else:
-            # A reader is replaying, ours among the rest.
+        if not self._replay_own(flight.expected, records, flight.nonce):
             await self._resolve(flight, landed=True)
         return False
+
+    def _replay_own(self, start: int, records: Sequence[bytes], nonce: str) -> bool:
+        """Apply what was just appended at `start`; False while a reader is replaying, ours among the rest."""
+        if self.position != start or self._reading.locked():
+            return False
+        for index, record in enumerate(records):
+            self._replay(LogRecord(start + index, self.term, nonce, record))
+        return True
 
     async def _resolve(self, flight: _InFlight[S], landed: bool | None) -> None:
         """Catch up over the place of the append; whoever of the batch is still without an outcome gets it here."""
@@ -338,11 +363,16 @@ class StateLog(Replica[S]):
         self._fail_queue(broken)
 
     async def _rollup_quietly(self) -> None:
-        """A rollup is an economy: one that fails is tried again after the next command."""
+        """A rollup is an economy: one that fails is said, and tried again after as many commands as it waited for."""
+        due = self._rollup_after
         try:
             await self.rollup()
-        except (Unavailable, Unknown, Fenced):
-            return
+        except TidemillError as error:
+            _log.warning("not rolled up", log=self.log, records=self.records_since_rollup, cause=error.message)
+            due += self.records_since_rollup
+        finally:
+            self._rollup_due = due
+            self._rolling = False
 
     async def _pause(self, attempts: int) -> None:
         if attempts > 1:

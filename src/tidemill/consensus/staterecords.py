@@ -20,8 +20,9 @@ def encode_command(command: bytes) -> bytes:
 
 def encode_rollup(state: bytes) -> list[bytes]:
     """At least one record; the last has 0 parts following."""
-    parts = [state[at : at + PART_BYTES] for at in range(0, max(1, len(state)), PART_BYTES)]
-    return [b"\x01" + (len(parts) - 1 - i).to_bytes(4, "little") + part for i, part in enumerate(parts)]
+    whole = memoryview(state)
+    parts = [whole[at : at + PART_BYTES] for at in range(0, max(1, len(state)), PART_BYTES)]
+    return [b"".join((b"\x01", (len(parts) - 1 - i).to_bytes(4, "little"), part)) for i, part in enumerate(parts)]
 
 
 def decode_part(record: bytes) -> tuple[int, bytes]:

@@ -27,7 +27,7 @@ from tidemill.consensus.leading import lead
 from tidemill.consensus.statelog import StateLog
 from tidemill.metastore.apply import NO_FAULTS, apply
 from tidemill.metastore.barrier import Barrier
-from tidemill.metastore.codec import decode_state, encode_state
+from tidemill.metastore.codec import decode_state_slowly, encode_state_slowly
 from tidemill.metastore.follower import Follower
 from tidemill.metastore.leader import Leader
 from tidemill.metastore.lsm.compaction.merger import Merger
@@ -61,8 +61,8 @@ class Domain(Reading):
             grounds.log,
             initial=DomainState,
             apply=partial(apply, faults=grounds.faults) if grounds.faults else apply,
-            encode=encode_state,
-            decode=decode_state,
+            encode=encode_state_slowly,
+            decode=decode_state_slowly,
             rand=grounds.rand,
         )
         super().__init__(grounds.name, Follower(grounds, self._log))

@@ -16,7 +16,7 @@ from typing import Any
 
 import structlog
 
-from tidemill.base.errors import Closed, Conflict, Fenced, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import Closed, Conflict, Fenced, Invalid, TidemillError, Unavailable, Unknown
 from tidemill.base.tasks import Tasks
 from tidemill.consensus.statelog import StateLog
 from tidemill.metastore.codec import encode_command
@@ -316,7 +316,8 @@ class Leader:
                 continue
             try:
                 await self._log.rollup()
-            except (Unavailable, Unknown) as error:
+            except (Unavailable, Unknown, Invalid) as error:
+                # Invalid: the state is larger than one append. The next manifest makes it smaller.
                 _log.warning("not rolled up", domain=self._grounds.name, cause=error.message)
             except TidemillError as error:
                 self.step_down(error)
