@@ -159,7 +159,9 @@ def test_read_your_writes_batch(objects: ObjectStore) -> None:
     run(body())
 
 
-def test_pre_open_reads_no_file(objects: ObjectStore) -> None:
+def test_pre_open_reads_no_file_unless_it_is_told_to(objects: ObjectStore) -> None:
+    """Off: a file is opened at its first use. On: the newest files are open soon after, each by one read."""
+
     async def body() -> None:
         world = World(objects)
         database = await world.open()
@@ -169,8 +171,45 @@ def test_pre_open_reads_no_file(objects: ObjectStore) -> None:
         await database.aclose()
         world.objects.reads.clear()
         database = await world.open()
+        for _ in range(20):
+            await asyncio.sleep(0)
         assert all(SST not in key for key in world.objects.reads)
         assert await collect(database.scan()) == expected(world.rows)
+        files = database.version.levels[0]
+        await database.aclose()
+        for wished in (2, 100):
+            world.objects.reads.clear()
+            options = msgspec.structs.replace(SMALL, pre_open=wished)
+            for how in ({}, {"read_only": True}):
+                database = await world.open(options=options, **how)
+                opened = files[:wished]
+                await eventually(lambda: all(database.tables.cached_meta(file) is not None for file in opened))  # noqa: B023
+                read = [key for key in world.objects.reads if SST in key]
+                assert sorted(read) == sorted(database.files.key(file) for file in opened)
+                world.objects.reads.clear()
+                assert await database.get(b"row/000002") == b"v2"  # newest first, so its file is open
+                assert len(world.objects.reads) == 1
+                world.objects.reads.clear()
+                await database.aclose()
+
+    run(body())
+
+
+def test_a_damaged_file_does_not_keep_a_database_from_opening(objects: ObjectStore) -> None:
+    async def body() -> None:
+        world = World(objects)
+        database = await world.open()
+        for key in (b"a", b"b", b"c"):
+            world.put(database, {key: b"1"})
+            await database.flush()
+        await database.aclose()
+        await world.objects.delete((await world.sst_keys())[1])
+        database = await world.open(options=msgspec.structs.replace(SMALL, pre_open=9))
+        await eventually(lambda: sum(SST in key for key in world.objects.reads) == 3)
+        assert await database.get_many([b"a", b"c"]) == [b"1", b"1"] and database.failure is None
+        with pytest.raises(Missing):
+            await database.get(b"b")
+        await database.aclose()
 
     run(body())
 

@@ -46,6 +46,7 @@ from tidemill.metastore.lsm.view import PENDING, ClosedView, Pending, Row, View
 from tidemill.metastore.lsm.wake import Wake
 
 GC_PAUSE_MIN_S = 1.0
+PRE_OPEN_AT_ONCE = 8
 
 
 class Database:
@@ -134,7 +135,7 @@ class Database:
         background: bool = True,
         faults: frozenset[str] = frozenset(),
     ) -> Database:
-        """Open what the newest manifest with an epoch of at most `epoch` names; reads no file.
+        """Open what the newest manifest with an epoch of at most `epoch` names; reads no file before it returns.
 
         `background=False` starts neither compaction nor collection: a test drives them by `compact` and
         `collect_garbage`. `faults` are planted ones, for the simulation (gc.py). A `merger` stays the caller's.
@@ -163,6 +164,8 @@ class Database:
         )
         if not database.read_only:
             database._start(background)
+        if options.pre_open:
+            database._tasks.spawn(database._pre_open(), name="metastore pre-open")
         return database
 
     def _start(self, background: bool) -> None:
@@ -171,6 +174,15 @@ class Database:
             self.compacts = True
             self._tasks.spawn(self.compactor.run(), name="metastore compaction")
             self._tasks.spawn(self._collect_for_ever(), name="metastore collection")
+
+    async def _pre_open(self) -> None:
+        """What cannot be read now is told to whoever reads it later."""
+        files = [file for level in self.version.levels for file in level][: self.options.pre_open]
+        for first in range(0, len(files), PRE_OPEN_AT_ONCE):
+            reading = (self.tables.meta(file) for file in files[first : first + PRE_OPEN_AT_ONCE])
+            for outcome in await asyncio.gather(*reading, return_exceptions=True):
+                if isinstance(outcome, BaseException) and not isinstance(outcome, TidemillError):
+                    raise outcome
 
     # writing -----------------------------------------------------------------------------------------
 

@@ -22,6 +22,9 @@ class Options(msgspec.Struct, frozen=True):
     file_bytes: int = 16 * MIB
     """Target size of a file made by a merge."""
 
+    pre_open: int = 0
+    """Files whose filter and index are read right after opening, newest first; any other one at its first use."""
+
     cache_bytes: int = 32 * MIB
     """Decoded blocks, indexes and filters together, counted as the memory they take when decoded."""
 
@@ -61,7 +64,14 @@ class Options(msgspec.Struct, frozen=True):
         for name in positive.split():
             if getattr(self, name) <= 0:
                 raise Invalid(f"The option must be positive: option={name} value={getattr(self, name)}.")
-        for name in ("cache_bytes", "bloom_bits_per_key", "inline_merge_rows", "compaction_bytes_per_s", "gc_delay_ms"):
+        for name in (
+            "pre_open",
+            "cache_bytes",
+            "bloom_bits_per_key",
+            "inline_merge_rows",
+            "compaction_bytes_per_s",
+            "gc_delay_ms",
+        ):
             if getattr(self, name) < 0:
                 raise Invalid(f"The option must not be negative: option={name} value={getattr(self, name)}.")
         if self.levels < 2:

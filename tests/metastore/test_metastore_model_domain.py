@@ -1,0 +1,495 @@
+"""A replicated domain against a plain dict: three nodes, of which any two may lead, die, be deposed or come back.
+
+Commits, expectations, deletes, reads in both directions, snapshots, flushes, merges, collections, reopenings and
+failovers in any order, also in the middle of commits. Whatever the nodes were through: a synced read is the dict, a
+stale one is what the dict was at some earlier moment and never goes back, seqnos only grow, and a commit that was
+refused or fenced is never seen. Runs in virtual time, so that waiting for leases costs nothing; the schedule of the
+tasks is drawn too. test_metastore_model does the same to one engine, finer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, rule
+from lsm_world import expected
+from test_metastore_model import batches, bounds, keys, options
+
+from tidemill.base.clock import Rand
+from tidemill.base.errors import Closed, Conflict, Fenced, Missing, Unavailable, Unknown
+from tidemill.consensus.memory import MemoryConsensus, MemoryState
+from tidemill.metastore.domain import Domain
+from tidemill.metastore.lsm.manifest import Manifest, decode_manifest
+from tidemill.metastore.lsm.options import Options
+from tidemill.metastore.lsm.snapshot import Snapshot
+from tidemill.metastore.lsm.version import prefix_end
+from tidemill.metastore.settings import DomainSettings, Grounds
+from tidemill.metastore.state import check_state
+from tidemill.objects.memory import MemoryObjects
+from tidemill.sim.clock import SimClock
+from tidemill.sim.loop import LIFE, Life, SimLoop
+
+T = TypeVar("T")
+Rows = dict[bytes, bytes]
+Batch = list[tuple[bytes, bytes]]
+
+PATIENCE_S = 120.0
+"""Virtual. Two nodes want to lead and nothing fails for good, so everything is done by then."""
+
+OF_CHANGE = (Fenced, Unavailable)
+"""It did not happen; whoever wants it asks again."""
+
+slots = st.sampled_from([0, 1, 2])
+prefixes = st.sampled_from([b"a", b"a\xff", b"k/", b"k/1", b"long/", b"\xff", b"none"])
+
+
+class Node:
+    """One life of one process: everything it ever does runs in `context`, and ends when the life is killed."""
+
+    def __init__(self, name: str, number: int) -> None:
+        self.life = Life(name, number)
+        self.context = contextvars.copy_context()
+        self.context.run(LIFE.set, self.life)
+        self.domain: Domain
+        self.seen = 0
+        """Index in the history that its stale reads have reached."""
+
+
+class Replicated(RuleBasedStateMachine):
+    snapshots = Bundle("snapshots")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop: Any = None
+
+    @initialize(
+        seed=st.integers(0, 10_000),
+        options=options,
+        persist_interval_s=st.sampled_from([0.2, 5.0, 100.0]),
+        volatile_bytes=st.sampled_from([2_000, 1 << 20]),
+        rollup_after_records=st.sampled_from([3, 64]),
+        restored=st.booleans(),
+    )
+    def start(
+        self,
+        seed: int,
+        options: Options,
+        persist_interval_s: float,
+        volatile_bytes: int,
+        rollup_after_records: int,
+        restored: bool,
+    ) -> None:
+        self.loop = SimLoop(random.Random(seed))
+        self.clock = SimClock(self.loop)
+        self.rand = Rand(seed)
+        self.memory = MemoryState()
+        self.objects = MemoryObjects(self.clock)
+        self.settings = DomainSettings(
+            lease_ttl_ms=1_000,
+            persist_interval_s=persist_interval_s,
+            follow_pause_s=0.02,
+            volatile_bytes=volatile_bytes,
+            rollup_after_records=rollup_after_records,
+            options=options,
+        )
+        self.marks = 0
+        self.taken: list[Snapshot] = []
+        self.history: list[tuple[int, Rows]] = [(0, {})]
+        self.seqnos: dict[bytes, int] = {}
+        self.nodes = [Node(f"node-{slot}", 0) for slot in range(3)]
+        for slot in range(3):
+            self.open(slot)
+        self.run(self.node(0), lambda domain: self.lead_somewhere())
+        if restored:  # so that seqnos and epochs are not positions and terms
+            goes_on = Manifest("restored", 50, 1, 1_000, 1, 0, ((),))
+            self.run(self.node(0), lambda domain: domain.reset("restored", goes_on))
+            self.history = [(1_000, {})]
+            for slot in range(3):
+                self.read(slot, persisted_seqno)
+
+    # the world ---------------------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> Rows:
+        return self.history[-1][1]
+
+    def node(self, slot: int) -> Node:
+        return self.nodes[slot]
+
+    def run(self, node: Node, work: Callable[[Domain], Awaitable[T]]) -> T:
+        async def bounded() -> T:
+            async with asyncio.timeout(PATIENCE_S):
+                return await work(node.domain)
+
+        result: T = self.loop.run_until_complete(self.loop.create_task(bounded(), context=node.context))
+        assert not self.loop.failures, self.loop.failures
+        return result
+
+    def apart(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Work of the test itself, which outlives every node."""
+
+        async def bounded() -> T:
+            async with asyncio.timeout(PATIENCE_S):
+                return await work()
+
+        result: T = self.loop.run_until_complete(self.loop.create_task(bounded()))
+        return result
+
+    def open(self, slot: int) -> None:
+        """A new life. Two of the three want to lead; the third one follows, and asks them."""
+        node = Node(f"node-{slot}", self.nodes[slot].life.number + 1)
+
+        async def build() -> None:
+            told = self.settings if slot < 2 else as_follower(self.settings)
+            node.domain = await Domain.open(
+                MemoryConsensus(self.clock, self.memory), self.objects, "main", holder=f"node-{slot}",
+                clock=self.clock, rand=self.rand, settings=told,
+            )  # fmt: skip
+
+        self.loop.run_until_complete(self.loop.create_task(build(), context=node.context))
+        self.nodes[slot], node.seen = node, len(self.history) - 1
+
+    def leader(self) -> Node | None:
+        """Who leads, or believes so: of several the one of the newest term."""
+        leading = [node for node in self.nodes if node.domain.leading]
+        return max(leading, key=lambda node: node.domain.term, default=None)
+
+    async def lead_somewhere(self) -> None:
+        while self.leader() is None:
+            await asyncio.sleep(0.05)
+
+    # writes ------------------------------------------------------------------------------------------
+
+    def happened(self, outcomes: list[tuple[int, Batch]]) -> None:
+        """Commits in the order of their seqnos; those of one seqno touch different keys and are one moment."""
+        for seqno in sorted({seqno for seqno, _ in outcomes}):
+            assert seqno > self.history[-1][0], "a seqno went back"
+            rows, touched = dict(self.rows), set[bytes]()
+            for batch in [batch for at, batch in outcomes if at == seqno]:
+                assert touched.isdisjoint(dict(batch)), "two commits of one key shared a seqno"
+                touched |= set(dict(batch))
+                rows.update(batch)
+            self.seqnos.update(dict.fromkeys(touched, seqno))
+            self.history.append((seqno, {key: value for key, value in rows.items() if value}))
+
+    def marked(self, rows: Batch) -> tuple[bytes, Batch]:
+        """A row of its own tells whether the commit happened."""
+        self.marks += 1
+        mark = b"mark/%06d" % self.marks
+        return mark, [*rows, (mark, b"1")]
+
+    async def fate(self, domain: Domain, mark: bytes) -> int:
+        """The seqno of the commit with this mark, 0 when it never happened."""
+        while True:
+            try:
+                await domain.sync()
+                row = await domain.get_row(mark)
+                return row.seqno if row is not None else 0
+            except (*OF_CHANGE, Closed):
+                await asyncio.sleep(0.1)
+
+    @rule(slot=slots, rows=batches)
+    def commit(self, slot: int, rows: Batch) -> None:
+        mark, rows = self.marked(rows)
+
+        async def work(domain: Domain) -> int:
+            while True:
+                try:
+                    return await domain.commit(rows)
+                except OF_CHANGE:
+                    await asyncio.sleep(0.1)
+                except Unknown:
+                    found = await self.fate(domain, mark)
+                    if found:
+                        return found
+
+        self.happened([(self.run(self.node(slot), work), rows)])
+
+    @rule(slot=slots, key=keys, rows=batches, stale=st.booleans())
+    def commit_if(self, slot: int, key: bytes, rows: Batch, stale: bool) -> None:
+        """Only over the row as it is; over another one it conflicts, and tells what is there."""
+        mark, rows = self.marked(rows)
+        there = self.seqnos[key] if key in self.rows else 0
+        expects = {key: there + 1 if stale else there}
+
+        async def work(domain: Domain) -> tuple[int, Any]:
+            while True:
+                try:
+                    return await domain.commit(rows, expects=expects), None
+                except OF_CHANGE:
+                    await asyncio.sleep(0.1)
+                except Unknown:
+                    found = await self.fate(domain, mark)
+                    if found:
+                        return found, None
+                except Conflict as conflict:
+                    return 0, conflict.current
+
+        seqno, current = self.run(self.node(slot), work)
+        if not stale:
+            self.happened([(seqno, rows)])
+            return
+        assert seqno == 0
+        if current is not None:
+            found = current[key]
+            assert (found and (found.seqno, found.value)) == ((there, self.rows[key]) if there else None)
+
+    @rule(
+        data=st.lists(batches, min_size=1, max_size=5),
+        how=st.sampled_from(["depose", "kill"]),
+        turns=st.integers(0, 30),
+    )
+    def fail_over_amid_commits(self, data: list[Batch], how: str, turns: int) -> None:
+        """The leader is deposed, or dies, while commits are on their way: each happened whole or not at all."""
+        leader = self.leader()
+        if leader is None:
+            return
+        marked = [self.marked(rows) for rows in data]
+        told: dict[bytes, int] = {}
+
+        async def one(mark: bytes, rows: Batch) -> None:
+            try:
+                told[mark] = await leader.domain.commit(rows)
+            except OF_CHANGE:
+                told[mark] = 0
+            except Unknown:
+                pass
+
+        tasks = [self.loop.create_task(one(mark, rows), context=leader.context) for mark, rows in marked]
+
+        async def let_run() -> None:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+
+        self.apart(let_run)
+        if how == "kill":
+            self.kill(self.nodes.index(leader))
+        else:
+            self.depose()
+            self.run(leader, lambda _: asyncio.wait(tasks))
+            assert all(task.exception() is None for task in tasks)
+        reader = self.node(2)
+        outcomes = []
+        for mark, rows in marked:
+            seqno = self.run(reader, lambda domain, mark=mark: self.fate(domain, mark))  # type: ignore[misc]
+            assert told.get(mark, seqno) == seqno, "an answer and the log say different things"
+            if seqno:
+                outcomes.append((seqno, rows))
+        self.happened(outcomes)
+
+    # reads -------------------------------------------------------------------------------------------
+
+    def read(self, slot: int, work: Callable[[Domain], Awaitable[T]]) -> T:
+        """After a sync; begins again when leadership changed meanwhile."""
+
+        async def synced(domain: Domain) -> T:
+            while True:
+                try:
+                    await domain.sync()
+                    return await work(domain)
+                except OF_CHANGE:
+                    await asyncio.sleep(0.1)
+
+        found = self.run(self.node(slot), synced)
+        self.node(slot).seen = len(self.history) - 1
+        return found
+
+    @rule(slot=slots, wanted=st.lists(keys, min_size=1, max_size=8))
+    def get(self, slot: int, wanted: list[bytes]) -> None:
+        key = wanted[0]
+        assert self.read(slot, lambda domain: domain.get_many(wanted)) == [self.rows.get(each) for each in wanted]
+        assert self.read(slot, lambda domain: domain.get(key)) == self.rows.get(key)
+        row = self.read(slot, lambda domain: domain.get_row(key))
+        assert (row and (row.seqno, row.value)) == ((self.seqnos[key], self.rows[key]) if key in self.rows else None)
+
+    @rule(slot=slots, lower=bounds, upper=st.none() | bounds, reverse=st.booleans())
+    def scan(self, slot: int, lower: bytes, upper: bytes | None, reverse: bool) -> None:
+        lower = max(lower, b"\x01")  # below it are the domain's own rows
+        found = self.read(slot, lambda domain: pairs(domain.scan(lower, upper, reverse=reverse)))
+        assert found == expected(self.rows, lower, upper, reverse=reverse)
+
+    @rule(slot=slots, prefix=prefixes, reverse=st.booleans())
+    def prefix(self, slot: int, prefix: bytes, reverse: bool) -> None:
+        found = self.read(slot, lambda domain: pairs(domain.prefix(prefix, reverse=reverse)))
+        assert found == expected(self.rows, prefix, prefix_end(prefix), reverse=reverse)
+
+    @rule(slot=slots)
+    def read_stale(self, slot: int) -> None:
+        """Without a sync: some moment that was, whole, and none before the last one that this node has shown."""
+        node = self.node(slot)
+        try:
+            found = dict(self.run(node, lambda domain: pairs(domain.scan(b"\x01"))))
+        except Unavailable:
+            return
+        moments = [at for at in range(node.seen, len(self.history)) if self.history[at][1] == found]
+        assert moments, "a stale read is no moment of the past, or went back"
+        node.seen = moments[0]
+
+    @rule(target=snapshots, slot=slots)
+    def take_snapshot(self, slot: int) -> tuple[Node, int, Snapshot, Rows]:
+        snapshot = self.read(slot, lambda domain: domain.snapshot())
+        self.taken.append(snapshot)
+        node = self.node(slot)
+        return node, node.domain.term, snapshot, dict(self.rows)
+
+    @rule(taken=snapshots, wanted=st.lists(keys, min_size=1, max_size=5), reverse=st.booleans(), prefix=prefixes)
+    def read_snapshot(
+        self, taken: tuple[Node, int, Snapshot, Rows], wanted: list[bytes], reverse: bool, prefix: bytes
+    ) -> None:
+        node, term, snapshot, rows = taken
+        if not node.life.alive:
+            return
+
+        async def work(_: Domain) -> None:
+            assert await snapshot.get_many(wanted) == [rows.get(key) for key in wanted]
+            assert await pairs(snapshot.scan(b"\x01", reverse=reverse)) == expected(rows, b"\x01", reverse=reverse)
+            wished = expected(rows, prefix, prefix_end(prefix), reverse=reverse)
+            assert await pairs(snapshot.prefix(prefix, reverse=reverse)) == wished
+
+        try:
+            self.run(node, work)
+        except (Closed, Fenced, Unknown, Missing):
+            # It ends with the database it is of; and nobody keeps the files of a process that does not lead.
+            deposed = self.leader() is not node or node.domain.term != term
+            assert term == 0 or deposed, "a leader's snapshot ended before its term"
+
+    @rule(taken=consumes(snapshots))
+    def close_snapshot(self, taken: tuple[Node, int, Snapshot, Rows]) -> None:
+        taken[2].close()
+
+    # what nodes do and what befalls them -----------------------------------------------------------------
+
+    @rule(slot=slots)
+    def flush(self, slot: int) -> None:
+        async def work(domain: Domain) -> int:
+            while True:
+                try:
+                    return await domain.flush(20)
+                except (*OF_CHANGE, Unknown, Conflict):
+                    await asyncio.sleep(0.1)
+
+        assert self.run(self.node(slot), work) >= self.history[-1][0]
+        reached = self.read(slot, persisted_seqno)
+        assert reached >= self.history[-1][0]
+
+    @rule(collect=st.booleans())
+    def compact(self, collect: bool) -> None:
+        leader = self.leader()
+
+        async def work(domain: Domain) -> None:
+            assert domain._leader is not None
+            database = domain._leader.database
+            try:
+                await database.compact()
+                if collect:
+                    await database.collect_garbage()
+            except (Fenced, Closed, Unknown, Unavailable, Conflict, Missing):
+                return  # its term is over, which the log told, or a file that the next leader has collected
+
+        if leader is not None:
+            self.run(leader, work)
+
+    @rule(seconds=st.sampled_from([0.0, 0.05, 0.5, 3.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.apart(lambda: asyncio.sleep(seconds))
+
+    @rule()
+    def depose(self) -> None:
+        """The leader's lease is given to whoever asks next; it is not told."""
+
+        async def work() -> None:
+            client = MemoryConsensus(self.clock, self.memory)
+            for lease in await client.leases("metastore/main"):
+                if lease.name == "metastore/main" and lease.live:
+                    await client.release(lease.name, lease.holder, lease.term)
+
+        self.apart(work)
+
+    @rule(rows=batches)
+    def read_at_the_deposed(self, rows: Batch) -> None:
+        """Another node leads and has committed, while the old leader may still believe that it leads."""
+        old = self.leader()
+        if old is None:
+            return
+        self.depose()
+        term = old.domain.term
+
+        async def another() -> Node | None:
+            while (leader := self.leader()) is None or leader.domain.term == term:
+                await asyncio.sleep(0.002)
+            return leader
+
+        new = self.apart(another)
+        if new is not None and new is not old:
+            self.commit(self.nodes.index(new), rows)
+            slot = self.nodes.index(old)
+            assert dict(self.read(slot, lambda domain: pairs(domain.scan(b"\x01")))) == self.rows
+
+    @rule(slot=slots)
+    def kill(self, slot: int) -> None:
+        """Nothing of it runs any more; its lease has to expire. Another process takes its place."""
+        self.loop.kill(self.node(slot).life)
+        self.open(slot)
+
+    @rule(slot=slots)
+    def reopen(self, slot: int) -> None:
+        self.run(self.node(slot), lambda domain: domain.aclose())
+        self.loop.kill(self.node(slot).life)
+        self.open(slot)
+
+    # the end -------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        if self.loop is None:
+            return
+        try:
+            for slot in (0, 1):  # the last leaders die: what is in the log and the bucket must do
+                self.kill(slot)
+            assert dict(self.read(2, lambda domain: pairs(domain.scan(b"\x01")))) == self.rows
+            self.run(self.node(0), lambda _: self.lead_somewhere())
+            assert dict(self.read(0, lambda domain: pairs(domain.scan(b"\x01")))) == self.rows
+            self.flush(1)
+            self.loop.kill(self.node(0).life)
+            self.loop.kill(self.node(1).life)
+            state = self.node(2).domain.state
+            self.read(2, persisted_seqno)
+            check_state(state)
+            self.apart(lambda: self.every_file_is_there())
+        finally:
+            for snapshot in self.taken:
+                snapshot.close()
+            self.loop.dispose()
+
+    async def every_file_is_there(self) -> None:
+        domain = self.node(2).domain
+        grounds: Grounds = domain._grounds
+        manifest = domain.state.manifest
+        if manifest is not None:
+            files = grounds.files(domain.domain_uuid)
+            for file in (file for level in decode_manifest(manifest.data).levels for file in level):
+                assert await self.objects.head(files.key(file)) is not None, "a file of the newest manifest is gone"
+
+
+async def pairs(chunks: Any) -> Batch:
+    return [pair async for keys_, values in chunks for pair in zip(keys_, values, strict=True)]
+
+
+async def persisted_seqno(domain: Domain) -> int:
+    return domain.state.persisted_seqno
+
+
+def as_follower(told: DomainSettings) -> DomainSettings:
+    values = {name: getattr(told, name) for name in told.__struct_fields__}
+    return DomainSettings(**values | {"lead": False, "may_lead": False})
+
+
+TestReplicatedDomain = Replicated.TestCase
+TestReplicatedDomain.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)

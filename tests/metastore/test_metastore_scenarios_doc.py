@@ -1,0 +1,74 @@
+"""docs/metastore-scenarios.md names tests: each must exist, and no scenario may stand without one."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+from domain_killed_child import LOG_STEPS
+from lsm_killed_child import STEPS
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "metastore-scenarios.md"
+TABLES = {
+    "LSM": 17,
+    "State machine": 13,
+    "Replicated database": 11,
+    "Bad input": 9,
+    "kill -9": 6,
+    "Models and simulation": 5,
+}
+"""Rows of each table: a scenario is not dropped by accident."""
+
+
+def rows() -> list[tuple[str, list[str]]]:
+    """(table, cells) of every row."""
+    found, table = [], ""
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("## "):
+            table = line[3:]
+        elif line.startswith("| ") and not line.startswith(("| scenario ", "| while ")):
+            found.append((table, [cell.strip() for cell in line.strip("|").split("|")]))
+    return found
+
+
+@cache
+def defined(path: Path) -> set[str]:
+    """Names of tests in a file: functions, Class::method, and test cases that are assigned."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}::{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return {name for name in names if name.split("::")[-1].startswith(("test", "Test"))}
+
+
+@pytest.mark.parametrize(("table", "cells"), rows(), ids=lambda part: part if isinstance(part, str) else part[0])
+def test_every_scenario_names_tests_that_exist(table: str, cells: list[str]) -> None:
+    assert table and all(cells), f"an empty cell: {cells}"
+    named = re.findall(r"`([^`]+)`", cells[-1])
+    assert named, f"no test: {cells[0]}"
+    for node in named:
+        path, _, name = node.partition("::")
+        assert (ROOT / path).is_file(), f"no such file: {node}"
+        assert name in defined(ROOT / path), f"no such test: {node}"
+
+
+def test_no_scenario_is_missing_or_there_twice() -> None:
+    counts = dict.fromkeys(TABLES, 0)
+    for table, _ in rows():
+        counts[table] += 1
+    assert counts == TABLES
+    scenarios = [(table, cells[0]) for table, cells in rows()]
+    assert len(set(scenarios)) == len(scenarios)
+
+
+def test_every_step_of_a_death_is_on_the_page() -> None:
+    named = {step for table, cells in rows() if table == "kill -9" for step in cells[1].split(", ")}
+    assert named - {"drawn"} == {*STEPS, *LOG_STEPS}
