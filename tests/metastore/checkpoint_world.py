@@ -55,14 +55,8 @@ class World:
         self.metastore = self.open()
         self.catalogue: Any = Catalogue(self.metastore, self.clock, self.rand)
         self.tracker = Tracker()
-        self.topics = LocalTopics(
-            self.consensus,
-            self.objects,
-            self.catalogue,
-            clock=self.clock,
-            rand=self.rand,
-            settings=TopicSettings(**({"retry_pause_s": 0.002} | settings)),
-        )
+        self._settings = settings
+        self.topics = self.open_topics()
         self.remap: LogRemap
         self.table: LogShard
         self.derived: LogShard
@@ -74,6 +68,16 @@ class World:
         if self.real:
             return Metastore(self.consensus, self.open_domain, self.clock, self.rand, domains=len(self.shared))
         return Metastore(self.consensus, opener(self.shared), self.clock, self.rand, domains=len(self.shared))  # type: ignore[arg-type]
+
+    def open_topics(self) -> LocalTopics:
+        return LocalTopics(
+            self.consensus,
+            self.objects,
+            self.catalogue,
+            clock=self.clock,
+            rand=self.rand,
+            settings=TopicSettings(**({"retry_pause_s": 0.002} | self._settings)),
+        )
 
     async def open_domain(self, cluster: Cluster, index: int) -> Domain:
         return await Domain.open(

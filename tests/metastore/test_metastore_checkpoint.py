@@ -19,6 +19,7 @@ from tidemill.shards.compaction import compact_once
 from tidemill.topics.checkpoint import PartitionFollower
 from tidemill.topics.partition.replay import catch_up, partition_log
 from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.restore import restore_partition
 
 
 def run(body: Callable[[World], Awaitable[None]], domains: int = 1, **settings: int) -> None:
@@ -367,6 +368,40 @@ def test_a_follower_keeps_no_batch_that_is_written_and_refuses_a_shorter_log() -
         empty = PartitionFollower(MemoryConsensus(world.clock), world.objects, *place, PARTITIONS.decode(*row[0]))
         with pytest.raises(Corrupt, match="holds less than its rows"):
             await empty.gather(world.metastore.prefix)
+
+    run(body)
+
+
+def test_extents_of_a_lost_life_do_not_stand_among_those_of_the_restored_one() -> None:
+    """A manifest held the first extents of a large unit, and not the partition row that counts them."""
+
+    async def body(world: World) -> None:
+        topic_id = world.topic.topic_id
+        for _ in range(3):
+            await world.produce()
+        await world.keeper().round()
+        for _ in range(3):
+            await world.produce()
+        row = family_rows(PARTITIONS, rows_of(world.shared[0]))[0]
+        lost = await PartitionFollower(world.consensus, world.objects, topic_id, 0, row).gather(world.metastore.prefix)
+        world.shared[0].write([pair for group in lost[:-1] for pair in group], {})
+
+        world.consensus = MemoryConsensus(world.clock)
+        state = Restored(rows_of(world.shared[0])).partitions[topic_id, 0]
+        assert state.high_watermark == 9
+        await restore_partition(world.consensus, world.objects, world.rand, topic_id, 0, state, "attempt")
+        old, world.topics = world.topics, world.open_topics()
+        await old.aclose()
+        world._sequences = {0: 9, 1: 0}
+        await world.produce(count=5)
+        keeper = world.keeper()
+        await keeper.round()
+        await world.produce(count=5)
+        await keeper.round()
+        again = Restored(rows_of(world.shared[0])).partitions[topic_id, 0]
+        assert again.high_watermark == 19
+        live, _ = await catch_up(world.consensus, world.objects, partition_log(topic_id, 0), PartitionState())
+        same_partition(again, live)
 
     run(body)
 

@@ -8,7 +8,8 @@ partition row does not reach yet.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Container
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -30,8 +31,11 @@ FOLLOWED_AT_ONCE = 16
 SLICE_ROWS = 500
 """Rows made between two turns of the loop: a few milliseconds."""
 
-Scan = Callable[[bytes], AsyncIterator[tuple[list[bytes], list[bytes]]]]
-"""Key prefix → chunks of live rows (keys, values), ascending."""
+
+class Scan(Protocol):
+    def __call__(self, prefix: bytes, *, reverse: bool = False) -> AsyncIterator[tuple[list[bytes], list[bytes]]]:
+        """Key prefix → chunks of live rows (keys, values), ascending, or descending when `reverse`."""
+        ...
 
 
 class PartitionsStage:
@@ -116,6 +120,7 @@ class PartitionFollower:
         self._row = row
         self._state = PartitionState()
         self._next_row: PartitionRow | None = row
+        self._swept = self._next_swept = False
 
     async def gather(self, scan: Scan) -> Unit:
         """Groups of rows to write in this order, each group at once; [] when nothing changed since `written`.
@@ -133,10 +138,10 @@ class PartitionFollower:
                 fix="Consensus was replaced without `tidemill restore`: restore it, or start with an empty bucket.",
             )
         fresh: list[ExtentRow] = []
-        groups: list[Group] = []
+        written: list[Group] = []
         for extent in extents(self._state, self.topic_id, self.partition, row.next_offset):
             fresh.append(extent)
-            groups.append([EXTENTS.encode(extent)])
+            written.append([EXTENTS.encode(extent)])
             if len(fresh) % SLICE_ROWS == 0:
                 await asyncio.sleep(0)  # only this call changes the state
         new = replace(
@@ -146,6 +151,9 @@ class PartitionFollower:
         )
         if replace(new, log_position=row.log_position) == row:
             return []
+        groups = await self._sweep(scan, row.next_offset, {group[0][0] for group in written}) if fresh else []
+        groups += written
+        self._next_swept = self._swept or bool(fresh)
         if new.log_start > row.log_start:
             gone = await self._forgotten(scan, new.log_start)
             new = replace(new, size_bytes=new.size_bytes - sum(extent.size_bytes for extent in gone))
@@ -159,7 +167,25 @@ class PartitionFollower:
     def written(self) -> None:
         """What the last `gather` returned is committed."""
         self._row = self._next_row
+        self._swept = self._next_swept
         _forget_batches(self._state)
+
+    async def _sweep(self, scan: Scan, next_offset: int, standing: Container[bytes]) -> list[Group]:
+        """Deletions of extents past the partition row, once, before the row reaches them.
+
+        In one life of a log they are only written again (K2). But a manifest may hold extents without their partition
+        row, and the log that was restored from it goes on with other batches.
+        """
+        if self._swept:
+            return []
+        stale: Group = []
+        async for keys, values in scan(EXTENTS.prefix(self.topic_id, self.partition), reverse=True):
+            for key, value in zip(keys, values, strict=True):
+                if EXTENTS.decode(key, value).base_offset < next_offset:
+                    return _sliced(stale)
+                if key not in standing:
+                    stale.append((key, b""))
+        return _sliced(stale)
 
     async def _forgotten(self, scan: Scan, log_start: int) -> list[ExtentRow]:
         """The written extents that lie wholly below the log's start."""
@@ -171,6 +197,10 @@ class PartitionFollower:
                     return found
                 found.append(extent)
         return found
+
+
+def _sliced(rows: Group) -> list[Group]:
+    return [rows[at : at + SLICE_ROWS] for at in range(0, len(rows), SLICE_ROWS)]
 
 
 def _forget_batches(state: PartitionState) -> None:
