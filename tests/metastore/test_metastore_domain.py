@@ -10,12 +10,16 @@ from pathlib import Path
 
 import pytest
 from domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run, until
+from lsm_world import Gate, Watched
+from msgspec.structs import replace
 
-from tidemill.base.errors import Conflict, Fenced, Unavailable
+from tidemill.base.errors import Conflict, Fenced, Invalid, Unavailable, Unknown
+from tidemill.metastore import persistence
 from tidemill.metastore.domain import Domain
 from tidemill.metastore.lsm.manifest import Manifest
 from tidemill.metastore.lsm.manifests import BucketManifests
 from tidemill.metastore.settings import prefix_of
+from tidemill.metastore.state import DomainState
 
 BACKENDS = [
     ("memory", "sqlite"),
@@ -188,6 +192,45 @@ def test_after_a_reset_with_nothing_the_old_opening_writes_no_more_and_the_reope
     run(body, world)
 
 
+def test_a_reset_is_done_though_another_node_leads_after_it(world: DomainWorld) -> None:
+    """Unavailable would say that it did not happen."""
+
+    async def body(world: DomainWorld) -> None:
+        domain = await world.node()
+        eager = await Domain.open(
+            await world.client(), world.objects(), "main", holder="eager", clock=world.clock, rand=world.rand,
+            settings=replace(LEADS, lease_ttl_ms=90),
+        )  # fmt: skip
+        try:
+            await domain.reset("00000000-0000-4000-8000-000000000000", None, timeout_s=1.0)
+            assert domain.domain_uuid == "00000000-0000-4000-8000-000000000000"
+            assert await domain.commit([(b"a", b"1")]) > 0 and await rows_of(domain) == {b"a": b"1"}
+        finally:
+            await eager.aclose()
+
+    run(body, world)
+
+
+def test_a_reset_whose_manifest_cannot_be_opened_is_told_as_unknown(
+    world: DomainWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(world: DomainWorld) -> None:
+        domain = await world.node()
+        uuid = "00000000-0000-4000-8000-000000000000"
+
+        def newer(state: DomainState, domain_uuid: str, max_epoch: int) -> Manifest | None:
+            raise Invalid("The manifest was written by a newer version of tidemill: format=9 supported=1.")
+
+        monkeypatch.setattr(persistence, "read_manifest", newer)
+        with pytest.raises(Unknown, match=r"was reset but could not be opened: .* cause='The manifest was written"):
+            await domain.reset(uuid, None, timeout_s=0.5)
+        monkeypatch.undo()
+        await domain.until_leading(20)
+        assert domain.domain_uuid == uuid and await domain.commit([(b"a", b"1")]) > 0
+
+    run(body, world)
+
+
 def test_a_domain_with_rows_is_not_reset_before_or_after_a_flush(world: DomainWorld) -> None:
     """[reset on non-empty fails before and after flush]"""
 
@@ -223,6 +266,28 @@ def test_a_flush_after_the_term_is_over_fails_and_does_not_hang(world: DomainWor
         with pytest.raises(Fenced):
             await leader.flush(20)
         assert new.leading and await rows_of(new) == {b"a": b"1"}
+
+    run(body, world)
+
+
+def test_a_flush_under_way_ends_with_the_term_though_the_bucket_never_answers(world: DomainWorld) -> None:
+    """[flush after step-down fails without hanging], begun before the step-down."""
+
+    async def body(world: DomainWorld) -> None:
+        bucket = Watched(world.objects())
+        old = await world.node(objects=bucket)
+        await old.commit([(b"a", b"1")])
+        gate = bucket.before_put = Gate("/sst/")
+        flushing = asyncio.ensure_future(old.flush())
+        await until(lambda: gate.waiting > 0)
+        await world.depose(old)
+        new = await world.node()
+        await old.sync()  # the log tells it
+        with pytest.raises(Fenced):
+            async with asyncio.timeout(10):
+                await flushing
+        assert not gate.open.is_set() and new.leading and await rows_of(new) == {b"a": b"1"}
+        assert await new.flush(20) > 0 and await rows_of(new) == {b"a": b"1"}
 
     run(body, world)
 
@@ -342,8 +407,6 @@ def test_a_domain_that_nobody_ever_led_is_empty_and_says_so(world: DomainWorld) 
 
 def test_the_log_is_rolled_up_after_a_manifest_and_new_nodes_start_from_there(world: DomainWorld) -> None:
     async def body(world: DomainWorld) -> None:
-        from msgspec.structs import replace
-
         leader = await world.node(replace(LEADS, rollup_after_records=5))
         client = await world.client()
         for i in range(20):

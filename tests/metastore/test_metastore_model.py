@@ -168,6 +168,9 @@ class Engine(RuleBasedStateMachine):
             assert self.run(snapshot.get(key)) == rows.get(key)
             assert self.run(snapshot.get_many([key, lower or b"x"])) == [rows.get(key), rows.get(lower or b"x")]
             assert self.run(collect(snapshot.scan(lower, reverse=reverse))) == expected(rows, lower, reverse=reverse)
+            prefix = key[:2]
+            wished = expected(rows, prefix, prefix_end(prefix), reverse=reverse)
+            assert self.run(collect(snapshot.prefix(prefix, reverse=reverse))) == wished
 
     @rule(taken=consumes(snapshots))
     def close_snapshot(self, taken: tuple[Database, Snapshot, Rows]) -> None:

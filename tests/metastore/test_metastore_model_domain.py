@@ -108,7 +108,10 @@ class Replicated(RuleBasedStateMachine):
         self.run(self.node(0), lambda domain: self.lead_somewhere())
         if restored:  # so that seqnos and epochs are not positions and terms
             goes_on = Manifest("restored", 50, 1, 1_000, 1, 0, ((),))
-            self.run(self.node(0), lambda domain: domain.reset("restored", goes_on))
+            leader = self.leader()
+            assert leader is not None
+            self.run(leader, lambda domain: domain.reset("restored", goes_on, timeout_s=5.0))
+            self.run(leader, lambda _: self.lead_somewhere())
             self.history = [(1_000, {})]
             for slot in range(3):
                 self.read(slot, persisted_seqno)

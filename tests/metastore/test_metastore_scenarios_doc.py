@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import lsm_world
 import pytest
+import test_metastore_domain
+import test_metastore_updates_log
 from domain_killed_child import LOG_STEPS
 from lsm_killed_child import STEPS
 
@@ -58,6 +63,40 @@ def test_every_scenario_names_tests_that_exist(table: str, cells: list[str]) -> 
         path, _, name = node.partition("::")
         assert (ROOT / path).is_file(), f"no such file: {node}"
         assert name in defined(ROOT / path), f"no such test: {node}"
+
+
+@cache
+def arguments(path: Path) -> dict[str, set[str]]:
+    """Of the functions in a file."""
+    functions = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef))
+    return {node.name: {argument.arg for argument in node.args.args} for node in functions}
+
+
+@pytest.mark.parametrize(
+    ("table", "fixture", "how_many"),
+    [("LSM", "objects", any), ("State machine", "url", any), ("Replicated database", "world", all)],
+)
+def test_scenarios_run_on_every_backend(table: str, fixture: str, how_many: Callable[[list[bool]], bool]) -> None:
+    """`objects`: memory and local; `url`: SQLite and PostgreSQL; `world`: each of those on each of these."""
+    for cells in (cells for of, cells in rows() if of == table):
+        tests = [node.partition("::") for node in re.findall(r"`([^`]+)`", cells[-1])]
+        assert how_many([fixture in arguments(ROOT / path).get(name, ()) for path, _, name in tests]), cells[0]
+
+
+@pytest.mark.parametrize(
+    ("fixture", "wanted"),
+    [
+        (lsm_world.objects, {"memory", "local"}),
+        (test_metastore_updates_log.url, {"sqlite", "postgres"}),
+        (test_metastore_domain.world, {"memory", "local", "sqlite", "postgres"}),
+    ],
+)
+def test_the_fixtures_of_the_scenarios_name_every_backend(fixture: Any, wanted: set[str]) -> None:
+    named = set()
+    for param in fixture._fixture_function_marker.params:
+        for value in getattr(param, "values", [param]):
+            named |= {value} if isinstance(value, str) else set(value)
+    assert named == wanted
 
 
 def test_no_scenario_is_missing_or_there_twice() -> None:

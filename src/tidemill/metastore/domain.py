@@ -186,7 +186,8 @@ class Domain(Reading):
     async def reset(self, domain_uuid: str, manifest: Manifest | None, *, timeout_s: float = 30.0) -> None:
         """Make this empty domain go on from a manifest of its bucket, or begin anew; returns when it is reopened.
 
-        Raises Conflict when the domain holds rows; Unavailable when this process does not come to lead.
+        Raises Conflict when the domain holds rows; Unavailable when this process does not come to lead; Unknown when
+        it was reset and this process could not open it anew.
         """
         if manifest is not None and manifest.domain_uuid != domain_uuid:
             raise Invalid(
@@ -202,7 +203,16 @@ class Domain(Reading):
         leader = self._leader
         assert leader is not None
         await leader.reset(domain_uuid, persisted)
-        await self.until_leading(timeout_s)
+        try:
+            await self.until_leading(timeout_s)
+        except Unavailable as error:
+            # It is done, so Unavailable would be a lie. Another process may have opened it: then nothing is wrong.
+            if self.trouble is not None:
+                raise Unknown(
+                    f"The domain was reset but could not be opened: domain={self.name} uuid={domain_uuid} "
+                    f"cause={self.trouble.message!r}.",
+                    fix="Mend the cause; the domain then opens by itself.",
+                ) from error
 
     async def _ask(self, ask: Callable[[], Awaitable[int]]) -> int:
         self._check()
