@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Conflict, Unknown
+from tidemill.base.errors import Conflict, Corrupt, Unknown
 from tidemill.consensus.api import Consensus
 
 METADATA_CHARS_MAX = 4096
@@ -66,14 +66,26 @@ class GroupOffsets:
                 return
 
 
-async def all_groups(consensus: Consensus) -> dict[str, tuple[int, Offsets]]:
-    """Every group that ever committed, with the version of its register. For the checkpoint."""
-    found: dict[str, tuple[int, Offsets]] = {}
+async def all_groups(consensus: Consensus) -> dict[str, tuple[int, bytes]]:
+    """Every group that ever committed, with the version of its register and what `decode_offsets` reads.
+
+    For the checkpoint.
+    """
+    found: dict[str, tuple[int, bytes]] = {}
     for key, version in await consensus.scan(PREFIX):
         if version.data and key.endswith(SUFFIX):
             group = key.removeprefix(PREFIX).removesuffix(SUFFIX)
-            found[group] = (version.seq, msgspec.msgpack.decode(version.data, type=Offsets))
+            found[group] = (version.seq, version.data)
     return found
+
+
+def decode_offsets(data: bytes, group: str) -> Offsets:
+    """Raises Corrupt."""
+    try:
+        offsets: Offsets = msgspec.msgpack.decode(data, type=Offsets)
+        return offsets
+    except msgspec.DecodeError as error:
+        raise Corrupt(f"The committed offsets of a group are unreadable: group={group} cause={error}.") from error
 
 
 async def restore_group(consensus: Consensus, rand: Rand, group: str, offsets: Offsets) -> None:

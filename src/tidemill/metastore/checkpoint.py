@@ -13,13 +13,15 @@ CP2  Domains persist on their own. With several of them, what a stage wrote is f
 CP3  Every commit changes the domain's checkpoint row and expects it as this keeper left it: a keeper that was
      replaced while it was paused writes nothing any more (its older state would break CP1).
 CP4  A commit is whole units as long as they fit; one unit larger than a commit is cut between its groups only.
+CP5  A log that cannot be read leaves its own rows as they are, and those of everything made from it (CP1): it is
+     *late*. All others are written. The round then fails with what is wrong, and counts for nobody's age.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence, Set
+from typing import Protocol, TypeVar
 
 import msgspec
 import structlog
@@ -49,6 +51,10 @@ Group = list[tuple[bytes, bytes]]
 Unit = list[Group]
 """What one thing (a partition, a source, a shard) changed. After each group its rows can be restored."""
 
+LATE_SHOWN = 10
+
+T = TypeVar("T")
+
 _log = structlog.get_logger()
 
 
@@ -61,12 +67,21 @@ class Stage(Protocol):
         """Begin from what the rows say, forgetting everything else."""
         ...
 
-    async def gather(self) -> list[Unit]:
-        """What the rows lack as of some moment during this call. Raises Corrupt, Unavailable."""
+    async def gather(self) -> dict[str, Unit]:
+        """What the rows lack as of some moment during this call, by thing. Raises Unavailable, Closed."""
         ...
 
-    def written(self) -> None:
-        """Everything the last `gather` returned is committed."""
+    @property
+    def unreadable(self) -> Mapping[str, TidemillError]:
+        """The things that the last `gather` could not read, and why."""
+        ...
+
+    def late(self, before: Set[str]) -> set[str]:
+        """Of this stage: what is unreadable, and what may be made from it or from things `before` it that are late."""
+        ...
+
+    def written(self, late: Set[str]) -> None:
+        """Everything the last `gather` returned is committed, but for what is late."""
         ...
 
 
@@ -94,11 +109,17 @@ class Checkpointer:
         self._round = 0
         self._position_ms = 0
         self._rows = 0
+        self._late: set[str] = set()
 
     def facts(self) -> dict[str, object]:
         """For reports: plain values."""
         age_ms = self._clock.now_ms() - self._position_ms if self._position_ms else None
-        return {"checkpoint_age_ms": age_ms, "checkpoint_rounds": self._round, "checkpoint_rows": self._rows}
+        return {
+            "checkpoint_age_ms": age_ms,
+            "checkpoint_rounds": self._round,
+            "checkpoint_rows": self._rows,
+            "checkpoint_late": sorted(self._late)[:LATE_SHOWN],
+        }
 
     async def run(self) -> None:
         """For ever, a round every interval. Raises Closed; everything else is shown by the mark and tried again."""
@@ -112,8 +133,9 @@ class Checkpointer:
                     raise
                 except TidemillError as error:
                     self._mark(self._clock.now_ms(), str(error))
-                    _log.warning("checkpoint not written, trying again", cause=str(error))
-                    pause_s = min(self._interval_s, RETRY_PAUSE_S)
+                    _log.warning("checkpoint not written, trying again", cause=str(error), late=len(self._late))
+                    # The logs that could be read are written, and nothing begins anew: no haste.
+                    pause_s = self._interval_s if self._late else min(self._interval_s, RETRY_PAUSE_S)
                 await asyncio.sleep(pause_s)
         finally:
             if self._tracker is not None:
@@ -122,61 +144,75 @@ class Checkpointer:
     async def round(self) -> int:
         """Gather and write; returns how many rows were written.
 
-        Raises Fenced when another keeper has taken over meanwhile, Unavailable, Unknown, Corrupt. After any of
-        them the next round begins from the rows.
+        Raises Fenced when another keeper has taken over meanwhile, Unavailable, Unknown: then the next round begins
+        from the rows. What a log that cannot be read raised (CP5) comes after everything else was written.
         """
+        self._late = set()
         try:
-            return await self._one_round()
+            count, unreadable = await self._one_round()
         except BaseException:
             self._owned.clear()
             raise
+        if unreadable is not None:
+            raise unreadable
+        return count
 
-    async def _one_round(self) -> int:
+    async def _one_round(self) -> tuple[int, TidemillError | None]:
         if not self._owned:
             await self._take_over()
         gathered_ms = self._clock.now_ms()
-        units: list[tuple[Stage, list[Unit]]] = []
+        gathered: list[tuple[Stage, dict[str, Unit]]] = []
         for stage in reversed(self._stages):
-            units.append((stage, await stage.gather()))
+            gathered.append((stage, await stage.gather()))
+        gathered.reverse()
+        late: set[str] = set()
+        for stage, _ in gathered:
+            late |= stage.late(late)
+        self._late = late
+        units = [
+            (stage, [unit for thing, unit in found.items() if unit and thing not in late]) for stage, found in gathered
+        ]
         several = len(self._owned) > 1
         count = sum(len(group) for _, found in units for unit in found for group in unit)
         if count:
             self._mark(gathered_ms, "writing")
             if several:
                 await self._metastore.flush(FLUSH_TIMEOUT_S)  # catalogue rows that the partitions refer to
-        for stage, found in reversed(units):
-            wrote = await self._write(found, gathered_ms)
-            stage.written()
+        for stage, found in units:
+            wrote = await self._write(found)
+            stage.written(late)
             if wrote and several:
                 await self._metastore.flush(FLUSH_TIMEOUT_S)
+        self._rows += count
+        for stage, _ in gathered:
+            for error in stage.unreadable.values():
+                return count, error
         if count or self._position_ms == 0:
             for index in self._owned:
-                await self._commit(index, [], gathered_ms, complete=True)
+                await self._commit(index, [], gathered_ms)
         self._round += 1
-        self._rows += count
         self._position_ms = gathered_ms
         self._mark(gathered_ms, "")
-        return count
+        return count, None
 
     async def _take_over(self) -> None:
         """Read the checkpoint rows and make them this keeper's; then begin from what the rows say."""
         domains = len(await self._metastore.domains())
-        now_ms = self._clock.now_ms()
         owned: dict[int, tuple[int, CheckpointRow]] = {}
         for index in range(domains):
             key = CHECKPOINTS.key(slot_of(index, domains))
             found = await self._metastore.get_row(key)
             row = CHECKPOINTS.decode(key, found.value) if found is not None and found.value else None
-            number = row.round + 1 if row is not None else 1
-            row = CheckpointRow(slot_of(index, domains), self._holder, number, now_ms)
+            number, gathered_ms = (row.round + 1, row.gathered_ms) if row is not None else (1, 0)
+            row = CheckpointRow(slot_of(index, domains), self._holder, number, gathered_ms)
             owned[index] = (found.seqno if found is not None else 0, row)
         self._owned = owned
         for index in range(domains):
-            await self._commit(index, [], now_ms, complete=False)
+            await self._commit(index, [])
         for stage in self._stages:
             await stage.load()
 
-    async def _write(self, units: Iterable[Unit], gathered_ms: int) -> bool:
+    async def _write(self, units: Iterable[Unit]) -> bool:
         """One stage's units, domain by domain; their order among each other is free within a stage."""
         by_domain: dict[int, list[Unit]] = {}
         for unit in units:
@@ -184,12 +220,15 @@ class Checkpointer:
                 by_domain.setdefault(domain_of(unit[0][0][0], len(self._owned)), []).append(unit)
         for index, found in by_domain.items():
             for rows in packed(found, COMMIT_BYTES, UNIT_BYTES):
-                await self._commit(index, rows, gathered_ms, complete=False)
+                await self._commit(index, rows)
         return bool(by_domain)
 
-    async def _commit(self, index: int, rows: Group, gathered_ms: int, *, complete: bool) -> None:
+    async def _commit(self, index: int, rows: Group, gathered_ms: int = 0) -> None:
+        """`gathered_ms` > 0: with these rows the domain holds all that was there then."""
         seqno, row = self._owned[index]
-        row = msgspec.structs.replace(row, round=row.round + complete, gathered_ms=gathered_ms, complete=complete)
+        row = msgspec.structs.replace(row, complete=gathered_ms > 0)
+        if gathered_ms:
+            row = msgspec.structs.replace(row, round=row.round + 1, gathered_ms=gathered_ms)
         key, value = CHECKPOINTS.encode(row)
         try:
             seqno = await self._metastore.commit([*rows, (key, value)], expects={key: seqno})
@@ -211,6 +250,20 @@ class Checkpointer:
                 budget_ms=BUDGET_MS,
                 unit="ms",
             )
+
+
+async def each_readable(gathering: Mapping[str, Awaitable[T]], unreadable: dict[str, TidemillError]) -> dict[str, T]:
+    """What these give, by thing; those that raise are put into `unreadable` instead. Raises Closed."""
+    found: dict[str, T] = {}
+    outcomes = await asyncio.gather(*gathering.values(), return_exceptions=True)
+    for thing, outcome in zip(gathering, outcomes, strict=True):
+        if isinstance(outcome, TidemillError) and not isinstance(outcome, Closed):
+            unreadable[thing] = outcome
+        elif isinstance(outcome, BaseException):
+            raise outcome
+        else:
+            found[thing] = outcome
+    return found
 
 
 def slot_of(domain: int, domains: int) -> str:

@@ -7,16 +7,17 @@ shards      shards.checkpoint, by the shards' registers; derived tables before w
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from tidemill.base.clock import Clock
+from tidemill.base.errors import TidemillError
 from tidemill.base.marks import Tracker
 from tidemill.consensus.api import Consensus
-from tidemill.metastore.checkpoint import Checkpointer, Group, Unit
+from tidemill.metastore.checkpoint import Checkpointer, Group, Unit, each_readable
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import BINDINGS, CAPTURES, PIPELINES, SHARD_BATCHES, SHARDS, TOPICS
 from tidemill.metastore.rows.bindings import BindingRow
+from tidemill.metastore.rows.pipelines import PipelineRow
 from tidemill.metastore.rows.shards import ShardBatchRow, ShardRow
 from tidemill.node.checkpoint_registers import RegistersStage
 from tidemill.objects.store import ObjectStore
@@ -29,6 +30,7 @@ from tidemill.shards.checkpoint import (
     encode_header,
 )
 from tidemill.shards.open import created_shards
+from tidemill.shards.remap import decode_binding
 from tidemill.topics.checkpoint import PartitionsStage
 
 BINDINGS_A_GROUP = 256
@@ -65,6 +67,8 @@ class BindingsStage:
         self._gone: set[str] = set()
         self._rows: set[str] = set()
         """Sources that have rows."""
+        self._found: dict[str, list[StoredBinding]] = {}
+        self.unreadable: dict[str, TidemillError] = {}
 
     async def load(self) -> None:
         self._followers.clear()
@@ -72,30 +76,45 @@ class BindingsStage:
         async for keys, _ in self._metastore.prefix(BINDINGS.prefix()):
             self._rows.update(str(BINDINGS.decode_key(key)[0]) for key in keys)
 
-    async def gather(self) -> list[Unit]:
-        """Raises Corrupt, Unavailable."""
+    async def gather(self) -> dict[str, Unit]:
+        """By source. Raises Unavailable."""
         sources = await sources_of(self._metastore)
-        units: list[Unit] = []
         for source in sources:
             if source not in self._followers:
                 self._followers[source] = BindingFollower(self._consensus, source, await self._last(source))
-        found = await asyncio.gather(*(self._followers[source].gather() for source in sources))
-        units += [binding_groups(source, bindings) for source, bindings in zip(sources, found, strict=True)]
+        self.unreadable = {}
+        gathering = {source: self._followers[source].gather() for source in sources}
+        self._found = await each_readable(gathering, self.unreadable)
+        units = {source: binding_groups(source, bindings) for source, bindings in self._found.items()}
         self._gone = (self._rows | self._followers.keys()) - set(sources)
         for source in sorted(self._gone):
-            unit: Unit = []
+            unit = units[source] = []
             async for keys, _ in self._metastore.prefix(BINDINGS.prefix(source)):
                 unit.append([(key, b"") for key in keys])
-            units.append(unit)
-        return [unit for unit in units if unit]
+        return units
 
-    def written(self) -> None:
+    def late(self, before: Set[str]) -> set[str]:
+        """Unreadable sources, and those whose new bindings cover a topic that is late."""
+        late = set(self.unreadable)
+        if before:
+            late |= {
+                source
+                for source, bindings in self._found.items()
+                if any(not before.isdisjoint(decode_binding(binding.data).offsets) for binding in bindings)
+            }
+        return late
+
+    def written(self, late: Set[str]) -> None:
         for source in self._gone:
             self._followers.pop(source, None)
         self._gone = set()
         self._rows = set(self._followers)
-        for follower in self._followers.values():
-            follower.written()
+        for source, follower in list(self._followers.items()):
+            if source not in late:
+                follower.written()
+            elif source in self.unreadable:
+                del self._followers[source]
+        self._found = {}
 
     async def _last(self, source: str) -> tuple[int, int] | None:
         async for keys, values in self._metastore.prefix(BINDINGS.prefix(source), reverse=True):
@@ -113,31 +132,52 @@ class ShardsStage:
         self._consensus = consensus
         self._metastore = metastore
         self._followers: dict[str, ShardFollower] = {}
+        self._pipelines: list[PipelineRow] = []
+        self.unreadable: dict[str, TidemillError] = {}
 
     async def load(self) -> None:
         self._followers.clear()
 
-    async def gather(self) -> list[Unit]:
-        """Outputs of other shards first; each then finds its inputs no older. Raises Corrupt, Unavailable."""
+    async def gather(self) -> dict[str, Unit]:
+        """By `shard <name>`. Outputs of other shards first; each then finds its inputs no older. Raises Unavailable."""
         created = {create.name: create for create in await created_shards(self._consensus)}
-        derived = {
-            name
-            for row in await self._metastore.rows(PIPELINES)
-            for name, source in row.tables.items()
-            if source == "derived"
-        }
-        units: list[Unit] = []
+        self._pipelines = await self._metastore.rows(PIPELINES)
+        derived = {name for row in self._pipelines for name, source in row.tables.items() if source == "derived"}
+        self.unreadable = {}
+        units: dict[str, Unit] = {}
         for name in sorted(created, key=lambda name: (name not in derived, name)):
             follower = self._followers.get(name)
             if follower is None:
                 follower = self._followers[name] = await self._follower(name, created[name].shard_id)
-            units.append([shard_group(name, follower.position, group) for group in await follower.gather()])
+            groups = (await each_readable({thing(name): follower.gather()}, self.unreadable)).get(thing(name), [])
+            units[thing(name)] = [shard_group(name, follower.position, group) for group in groups]
         # Written in the other order: inputs before what is derived from them.
-        return [unit for unit in reversed(units) if unit]
+        return dict(reversed(units.items()))
 
-    def written(self) -> None:
-        for follower in self._followers.values():
-            follower.written()
+    def late(self, before: Set[str]) -> set[str]:
+        """Tables whose source is late; and where any table is, or one's source, all that may be made from tables.
+
+        A shard in no pipeline may be made from anything.
+        """
+        late = set(self.unreadable)
+        fed: set[str] = set()
+        for row in self._pipelines:
+            for table, fed_by in row.tables.items():
+                if fed_by == "derived":
+                    continue
+                fed.add(thing(table))
+                if source_of(fed_by) in before:
+                    late.add(thing(table))
+        if late or before:
+            late |= {thing(name) for name in self._followers} - fed
+        return late
+
+    def written(self, late: Set[str]) -> None:
+        for name, follower in list(self._followers.items()):
+            if thing(name) not in late:
+                follower.written()
+            elif thing(name) in self.unreadable:
+                del self._followers[name]  # its replica is broken
 
     async def _follower(self, name: str, shard_id: str) -> ShardFollower:
         row = await self._metastore.get(SHARDS, name, fresh=False)
@@ -155,6 +195,16 @@ async def sources_of(metastore: Metastore) -> list[str]:
     captures = [f"capture/{row.name}" for row in await metastore.rows(CAPTURES)]
     topics = [f"topic/{row.name}" for row in await metastore.rows(TOPICS, fresh=False) if row.kind == "stream"]
     return sorted(captures + topics)
+
+
+def thing(shard: str) -> str:
+    return f"shard {shard}"
+
+
+def source_of(fed_by: str) -> str:
+    """The source of bindings that a pipeline's `capture:<name>:<table>` or `topic:<name>` names."""
+    kind, _, name = fed_by.partition(":")
+    return f"{kind}/{name.partition(':')[0]}"
 
 
 def binding_groups(source: str, bindings: Sequence[StoredBinding]) -> Unit:

@@ -6,10 +6,13 @@ cluster/nodes                ─►  node rows               partition's end in 
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import msgspec
 
+from tidemill.base.errors import Corrupt, TidemillError
 from tidemill.consensus.api import Consensus
-from tidemill.kafka.group_offsets import Offsets, all_groups
+from tidemill.kafka.group_offsets import Offsets, all_groups, decode_offsets
 from tidemill.metastore.checkpoint import Unit
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import GROUP_OFFSETS, NODES
@@ -33,6 +36,9 @@ class RegistersStage:
         self._versions: dict[str, int] = {}
         self._next: dict[str, Rows] = {}
         self._next_versions: dict[str, int] = {}
+        self._topics: dict[str, Set[str]] = {}
+        """group → ids of the topics in what was gathered last"""
+        self.unreadable: dict[str, TidemillError] = {}
 
     async def load(self) -> None:
         self._versions.clear()
@@ -43,24 +49,49 @@ class RegistersStage:
         async for keys, values in self._metastore.prefix(NODES.prefix()):
             self._rows[""].update(zip(keys, values, strict=True))
 
-    async def gather(self) -> list[Unit]:
-        """Registers whose version did not change are not looked at again. Raises Unavailable."""
+    async def gather(self) -> dict[str, Unit]:
+        """By `group <name>`, `group ` for the nodes. Registers whose version did not change are not looked at again.
+
+        Raises Unavailable.
+        """
         self._next, self._next_versions = {}, {}
-        for group, (seq, offsets) in (await all_groups(self._consensus)).items():
-            if self._versions.get(group) != seq:
-                self._next[group], self._next_versions[group] = group_rows(group, offsets), seq
+        self._topics, self.unreadable = {}, {}
+        for group, (seq, data) in (await all_groups(self._consensus)).items():
+            if self._versions.get(group) == seq:
+                continue
+            try:
+                offsets = decode_offsets(data, group)
+            except Corrupt as error:
+                self.unreadable[thing(group)] = error
+                continue
+            self._next[group], self._next_versions[group] = group_rows(group, offsets), seq
+            self._topics[group] = set(offsets)
         found = await self._consensus.head(NODES_REGISTER)
         if found is not None and self._versions.get("") != found.seq:
-            ids = msgspec.msgpack.decode(found.data, type=dict[str, int])
-            rows = [NODES.encode(NodeRow(name, node_id=node_id)) for name, node_id in ids.items()]
-            self._next[""], self._next_versions[""] = dict(rows), found.seq
-        units = [difference(self._rows.get(name, {}), rows) for name, rows in self._next.items()]
-        return [unit for unit in units if unit]
+            try:
+                ids = msgspec.msgpack.decode(found.data, type=dict[str, int])
+            except msgspec.DecodeError as error:
+                text = f"The register of node ids is unreadable: register={NODES_REGISTER} cause={error}."
+                self.unreadable[thing("")] = Corrupt(text)
+            else:
+                rows = [NODES.encode(NodeRow(name, node_id=node_id)) for name, node_id in ids.items()]
+                self._next[""], self._next_versions[""] = dict(rows), found.seq
+        return {thing(name): difference(self._rows.get(name, {}), rows) for name, rows in self._next.items()}
 
-    def written(self) -> None:
-        self._rows |= self._next
-        self._versions |= self._next_versions
+    def late(self, before: Set[str]) -> set[str]:
+        """Groups whose register is unreadable, or which have offsets of a topic that is late."""
+        late = {thing(group) for group, topics in self._topics.items() if not before.isdisjoint(topics)}
+        return late | self.unreadable.keys()
+
+    def written(self, late: Set[str]) -> None:
+        for name in self._next:
+            if thing(name) not in late:
+                self._rows[name], self._versions[name] = self._next[name], self._next_versions[name]
         self._next, self._next_versions = {}, {}
+
+
+def thing(group: str) -> str:
+    return f"group {group}"
 
 
 def group_rows(group: str, offsets: Offsets) -> Rows:

@@ -21,6 +21,7 @@ from tidemill.metastore.rows.extents import ExtentRow
 from tidemill.metastore.rows.family import Family
 from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.metastore.rows.shards import ShardBatchRow, ShardRow
+from tidemill.node.checkpoint import source_of
 from tidemill.shards.checkpoint import decode_header
 from tidemill.shards.codec import decode_batch
 from tidemill.shards.remap import decode_binding
@@ -58,11 +59,10 @@ async def check_rows(rows: RowSource, findings: Findings, references: References
         for key, value in zip(keys, values, strict=True):
             pipeline = _decoded(PIPELINES, key, value)
             for table, fed_by in pipeline.tables.items() if pipeline is not None else ():
-                kind, _, name = fed_by.partition(":")
-                source = f"{kind}/{name.partition(':')[0]}"
+                source = source_of(fed_by)
                 shard = checker.shards.get(table)
                 upper = newest[source].time_ms + 1 if source in newest else 0
-                if kind != "derived" and shard is not None and shard.upper > upper:
+                if fed_by != "derived" and shard is not None and shard.upper > upper:
                     problem = f"its upper {shard.upper} is beyond the newest binding {upper - 1}"
                     findings.add(f"shard {table}", f"bindings of {source}", problem, ORDER_FIX)
     return checker

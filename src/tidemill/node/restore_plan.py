@@ -99,7 +99,7 @@ async def _rows(rows: BucketRows, now_ms: int) -> dict[str, Any]:
         "captures": [row.name for row in await rows.rows(CAPTURES)],
         "pipelines": [row.name for row in await rows.rows(PIPELINES)],
         "groups": groups,
-        "checkpoint_age_ms": max(0, now_ms - min(gathered)) if gathered else None,
+        "checkpoint_age_ms": max(0, now_ms - min(gathered)) if all(gathered) and gathered else None,
         "totals": {
             "topics": len(topics),
             "partitions": sum(topic.partitions for topic in topics),

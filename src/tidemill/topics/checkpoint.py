@@ -8,14 +8,14 @@ partition row does not reach yet.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Container
+from collections.abc import AsyncIterator, Container, Set
 from typing import Protocol
 
 from msgspec.structs import replace
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import Corrupt, TidemillError
 from tidemill.consensus.api import Consensus
-from tidemill.metastore.checkpoint import Group, Unit
+from tidemill.metastore.checkpoint import Group, Unit, each_readable
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import EXTENTS, PARTITIONS, TOPICS
 from tidemill.metastore.rows.extents import ExtentRow
@@ -51,6 +51,7 @@ class PartitionsStage:
         self._rows: dict[str, dict[int, PartitionRow]] = {}
         """topic id → partition → its row, of partitions nobody follows yet"""
         self._gone: set[str] = set()
+        self.unreadable: dict[str, TidemillError] = {}
 
     async def load(self) -> None:
         """Begin from what the rows say."""
@@ -59,40 +60,49 @@ class PartitionsStage:
         for row in await self._metastore.rows(PARTITIONS):
             self._rows.setdefault(row.topic_id, {})[row.partition] = row
 
-    async def gather(self) -> list[Unit]:
-        """Raises Corrupt, Unavailable."""
+    async def gather(self) -> dict[str, Unit]:
+        """By `<topic id>/<partition>`, and by topic id where the topic is gone. Raises Unavailable."""
         topics = {row.topic_id: row for row in await self._metastore.rows(TOPICS)}
         for topic in topics.values():
             known = self._rows.pop(topic.topic_id, {})
             for partition in range(topic.partitions):
                 place = (topic.topic_id, partition)
                 if place not in self._followers:
-                    self._followers[place] = PartitionFollower(
-                        self._consensus, self._objects, *place, known.get(partition)
-                    )
+                    self._followers[place] = self._follower(*place, known.get(partition))
         slots = asyncio.Semaphore(FOLLOWED_AT_ONCE)
 
         async def follow(follower: PartitionFollower) -> Unit:
             async with slots:
                 return await follower.gather(self._metastore.prefix)
 
-        live = [follower for (topic_id, _), follower in self._followers.items() if topic_id in topics]
-        units = list(await asyncio.gather(*map(follow, live)))
+        self.unreadable = {}
+        live = {f"{at[0]}/{at[1]}": follow(follower) for at, follower in self._followers.items() if at[0] in topics}
+        units = await each_readable(live, self.unreadable)
         followed = {topic_id for topic_id, _ in self._followers}
         self._gone = (followed | self._rows.keys()) - topics.keys()
         for topic_id in sorted(self._gone):
-            units.append(await self._deletions(topic_id))
-        return [unit for unit in units if unit]
+            units[topic_id] = await self._deletions(topic_id)
+        return units
 
-    def written(self) -> None:
+    def late(self, before: Set[str]) -> set[str]:
+        """Unreadable partitions and the ids of their topics."""
+        return {name for thing in self.unreadable for name in (thing, thing.rpartition("/")[0])}
+
+    def written(self, late: Set[str]) -> None:
         for place, follower in list(self._followers.items()):
             if place[0] in self._gone:
                 del self._followers[place]
+            elif f"{place[0]}/{place[1]}" in late:
+                # What it has replayed may be half of something: the next one begins from the row.
+                self._followers[place] = self._follower(*place, follower.row)
             else:
                 follower.written()
         for topic_id in self._gone:
             self._rows.pop(topic_id, None)
         self._gone = set()
+
+    def _follower(self, topic_id: str, partition: int, row: PartitionRow | None) -> PartitionFollower:
+        return PartitionFollower(self._consensus, self._objects, topic_id, partition, row)
 
     async def _deletions(self, topic_id: str) -> Unit:
         """Partition rows first: extents without one are passed over, one without its extents would be a loss (K1)."""
@@ -106,7 +116,7 @@ class PartitionsStage:
 class PartitionFollower:
     """Follows one partition's log and says what its rows lack. Batches that are written leave memory again.
 
-    `row` is the partition row as the metastore holds it, None when there is none.
+    `row` is the partition row as the metastore holds it, None when there is none; changed by `written`.
     """
 
     def __init__(
@@ -117,7 +127,7 @@ class PartitionFollower:
         self._consensus = consensus
         self._objects = objects
         self._log = partition_log(topic_id, partition)
-        self._row = row
+        self.row = row
         self._state = PartitionState()
         self._next_row: PartitionRow | None = row
         self._swept = self._next_swept = False
@@ -128,7 +138,7 @@ class PartitionFollower:
         Reads only what the log gained. Raises Corrupt (also when the log holds less than the rows), Unavailable.
         """
         self._state, _ = await catch_up(self._consensus, self._objects, self._log, self._state)
-        row = self._row or PartitionRow(self.topic_id, self.partition, 0, 0, log_position=-1)
+        row = self.row or PartitionRow(self.topic_id, self.partition, 0, 0, log_position=-1)
         new = partition_row(self._state, self.topic_id, self.partition)
         if new.next_offset < row.next_offset or new.log_start < row.log_start:
             # Another life of this topic id: rows that may be all that is left of it are not overwritten.
@@ -166,7 +176,7 @@ class PartitionFollower:
 
     def written(self) -> None:
         """What the last `gather` returned is committed."""
-        self._row = self._next_row
+        self.row = self._next_row
         self._swept = self._next_swept
         _forget_batches(self._state)
 

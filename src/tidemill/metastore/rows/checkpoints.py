@@ -15,7 +15,8 @@ from tidemill.metastore.rows.keys import Column, Kind
 
 
 class CheckpointRow(msgspec.Struct, frozen=True):
-    """`gathered_ms`: what the rows hold is at least as new as this, once `complete`."""
+    """`gathered_ms`: what the rows hold is at least as new as this; 0 = not known yet. `complete`: no round is being
+    written."""
 
     slot: str
     holder: str

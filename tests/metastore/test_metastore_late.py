@@ -1,0 +1,179 @@
+"""A log that cannot be read holds back its own rows and those of everything made from it (CP5), and nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from checkpoint_world import Restored, Rows, World, family_rows, rows_of
+
+from tidemill.base.errors import Corrupt, TidemillError, Unavailable
+from tidemill.kafka.group_offsets import Committed, GroupOffsets
+from tidemill.metastore import checkpoint
+from tidemill.metastore.catalogue import PipelineRow
+from tidemill.metastore.checkpoint import Checkpointer
+from tidemill.metastore.rows import CHECKPOINTS, GROUP_OFFSETS
+from tidemill.shards.machine import shard_log
+from tidemill.shards.remap import log_name
+from tidemill.topics.partition.replay import partition_log
+
+
+def run(body: Callable[[World], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(60), World() as world:
+            await body(world)
+
+    asyncio.run(main())
+
+
+class Unreadable:
+    """Whoever reads one of these logs is told so."""
+
+    def __init__(self, world: World, error: type[TidemillError] = Corrupt) -> None:
+        self.logs: set[str] = set()
+        read = world.consensus.read
+
+        async def poisoned(log: str, *args: Any, **kwargs: Any) -> Any:
+            if log in self.logs:
+                raise error(f"The log is unreadable: log={log}.")
+            return await read(log, *args, **kwargs)
+
+        world.consensus.read = poisoned
+
+
+def stages(world: World) -> dict[str, int]:
+    rows: Rows = rows_of(world.shared[0])
+    back = Restored(rows)
+    back.check()
+    found = {f"partition {number}": state.high_watermark for (_, number), state in back.partitions.items()}
+    found["bindings"] = len(back.bindings.get("topic/clicks", []))
+    found |= {name: state.upper for name, state in back.shards.items()}
+    found["group"] = sum(row.offset for row in family_rows(GROUP_OFFSETS, rows))
+    return found
+
+
+async def everything_moves(world: World) -> None:
+    await world.step()
+    await world.produce(partition=0)
+    await world.produce(partition=1)
+    end = (await world.topics.offsets(world.topic.topic_id, 0)).high_watermark
+    groups = GroupOffsets(world.consensus, world.rand)
+    await groups.commit("g", {world.topic.topic_id: {0: Committed(end)}})
+
+
+@pytest.mark.parametrize("error", [Corrupt, Unavailable])
+@pytest.mark.parametrize(
+    ("what", "late"),
+    [
+        ("partition", {"partition 0", "bindings", "table", "derived", "group"}),
+        ("bindings", {"bindings", "table", "derived"}),
+        ("table", {"table", "derived"}),
+        ("derived", {"derived"}),
+    ],
+)
+def test_an_unreadable_log_holds_back_what_is_made_from_it_and_nothing_else(
+    what: str, late: set[str], error: type[TidemillError]
+) -> None:
+    async def body(world: World) -> None:
+        logs = {
+            "partition": partition_log(world.topic.topic_id, 0),
+            "bindings": log_name("topic/clicks"),
+            "table": shard_log(world.table.state.shard_id),
+            "derived": shard_log(world.derived.state.shard_id),
+        }
+        unreadable = Unreadable(world, error)
+        keeper = world.keeper()
+        await everything_moves(world)
+        await keeper.round()
+        before = stages(world)
+        for _ in range(2):
+            await everything_moves(world)
+            unreadable.logs = {logs[what]}
+            with pytest.raises(error):
+                await keeper.round()
+            unreadable.logs = set()
+            after = stages(world)
+            assert {name for name in after if after[name] == before[name]} == late
+            before |= {name: after[name] for name in after.keys() - late}
+        await keeper.round()
+        after = stages(world)
+        assert not {name for name in late if after[name] <= before[name]}, "it is made good once it can be read"
+        assert await keeper.round() == 0
+
+    run(body)
+
+
+def test_a_shard_of_no_pipeline_waits_since_it_may_be_made_from_anything() -> None:
+    async def body(world: World) -> None:
+        await world.catalogue.put(PipelineRow("p", {"table": "topic:clicks"}))
+        unreadable = Unreadable(world)
+        keeper = world.keeper()
+        await everything_moves(world)
+        await keeper.round()
+        before = stages(world)
+        await everything_moves(world)
+        unreadable.logs = {shard_log(world.table.state.shard_id)}
+        with pytest.raises(Corrupt):
+            await keeper.round()
+        assert stages(world)["derived"] == before["derived"]
+
+    run(body)
+
+
+def test_a_register_that_cannot_be_read_holds_back_one_group() -> None:
+    async def body(world: World) -> None:
+        keeper = world.keeper()
+        await everything_moves(world)
+        await world.consensus.cas("kafka/group/broken/offsets", 0, b"\xc1", "n")
+        with pytest.raises(Corrupt, match="group=broken"):
+            await keeper.round()
+        assert stages(world)["group"] > 0
+        seqno = world.shared[0].seqno
+        with pytest.raises(Corrupt):
+            await keeper.round()
+        assert world.shared[0].seqno == seqno, "what was written is not written again"
+
+    run(body)
+
+
+def test_an_incomplete_round_makes_the_checkpoint_no_younger_and_names_what_is_late() -> None:
+    async def body(world: World) -> None:
+        keeper: Checkpointer = world.keeper()
+        await everything_moves(world)
+        await keeper.round()
+        [row] = family_rows(CHECKPOINTS, rows_of(world.shared[0]))
+        assert row.complete and row.gathered_ms > 0
+        unreadable = Unreadable(world)
+        await everything_moves(world)
+        unreadable.logs = {log_name("topic/clicks")}
+        running = asyncio.ensure_future(keeper.run())
+        while not keeper.facts()["checkpoint_late"]:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
+        [mark] = [m for m in world.tracker.report("p", 0).marks if m.name == checkpoint.MARK]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert keeper.facts()["checkpoint_late"] == ["shard derived", "shard table", "topic/clicks"]
+        assert mark.position == row.gathered_ms
+        [after] = family_rows(CHECKPOINTS, rows_of(world.shared[0]))
+        assert after.gathered_ms == row.gathered_ms
+
+    run(body)
+
+
+def test_taking_over_makes_the_checkpoint_no_younger() -> None:
+    """The next keeper dies before it has gathered anything: a restore must not take its rows for new ones."""
+
+    async def body(world: World) -> None:
+        await everything_moves(world)
+        await world.keeper("n1").round()
+        [row] = family_rows(CHECKPOINTS, rows_of(world.shared[0]))
+        while world.clock.now_ms() <= row.gathered_ms:
+            await asyncio.sleep(0.001)
+        await world.keeper("n2")._take_over()
+        [after] = family_rows(CHECKPOINTS, rows_of(world.shared[0]))
+        assert (after.holder, after.gathered_ms) == ("n2", row.gathered_ms)
+
+    run(body)
