@@ -16,6 +16,7 @@ from domain_killed_child import BUCKET_STEPS, LAST, LOG_STEPS, SETTINGS, last_nu
 from domain_world import DomainWorld, rows_of, run
 from lsm_killed_child import batch, state_at
 
+from tidemill.metastore.domain import Domain
 from tidemill.metastore.lsm.files import Files
 from tidemill.metastore.state import check_state
 
@@ -44,6 +45,7 @@ def check(url: str, bucket: Path, acked: int) -> None:
         expected = state_at(last) | ({LAST: b"%d" % last} if last else {})
         assert await rows_of(domain) == expected
         check_state(domain.state)
+        await replicated_manifest_is_in_the_bucket(domain)
         done = await database.collect_garbage()
         assert not done.missing
 
@@ -59,6 +61,17 @@ def check(url: str, bucket: Path, acked: int) -> None:
         assert await rows_of(domain) == state_at(last + 1) | {LAST: b"%d" % (last + 1)}
 
     run(body, DomainWorld(url, bucket))
+
+
+async def replicated_manifest_is_in_the_bucket(domain: Domain) -> None:
+    """Uploaded first, replicated after: else a restore from the bucket could bring back less than was persisted."""
+    while True:
+        manifest = domain.state.manifest
+        bucket = domain._grounds.bucket(domain.domain_uuid)
+        there = {(name.epoch, name.number) async for name in bucket.list()}
+        if domain.state.manifest is manifest:
+            assert manifest is None or (manifest.epoch, manifest.number) in there
+            return
 
 
 async def listed(files: Files) -> set[int]:
