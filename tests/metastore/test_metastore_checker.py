@@ -13,6 +13,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Missing
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import CaptureRow, PipelineRow, TableSnapshot
+from tidemill.metastore.checker import Checker
 from tidemill.metastore.rows import (
     BINDINGS,
     CAPTURES,
@@ -25,6 +26,8 @@ from tidemill.metastore.rows import (
     TOPICS,
 )
 from tidemill.metastore.rows.topics import TopicIdRow
+from tidemill.node import deep_check as deep_check_module
+from tidemill.node.checks import check_rows
 from tidemill.node.deep_check import Checked, deep_check
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.front import DIFF, TIME
@@ -104,6 +107,36 @@ def test_it_works_while_the_cluster_moves_on() -> None:
         for task in (moving, keeping):
             task.cancel()
         await asyncio.gather(moving, keeping, return_exceptions=True)
+
+    run(body)
+
+
+@pytest.mark.parametrize("moves_on", [True, False])
+def test_rows_are_walked_again_when_a_file_was_collected_under_the_walk(
+    moves_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(world: World) -> None:
+        await persisted(world, 2)
+        walks = 0
+
+        async def collected_once(*args: Any) -> Checker:
+            nonlocal walks
+            walks += 1
+            if walks > 1:
+                return await check_rows(*args)
+            args[1].add("told", "", "by the walk that was cut off", "")
+            if moves_on:
+                await world.catalogue.create_topic("more", 1)
+                await world.metastore.flush(10)
+            raise Missing("The file was collected.")
+
+        monkeypatch.setattr(deep_check_module, "check_rows", collected_once)
+        found = await lines(world)
+        if moves_on:
+            assert not found and walks == 2
+        else:
+            assert [line for line in found if "cannot all be read" in line] and walks == 1
+            assert [line for line in found if "cut off" in line], "what was found before it stays"
 
     run(body)
 

@@ -38,6 +38,13 @@ class Findings:
     def add(self, subject: str, target: str, problem: str, fix: str) -> None:
         self.broken.append(Finding(subject, target, problem, fix))
 
+    def include(self, other: Findings) -> None:
+        """Take over what another walk found."""
+        self.broken += other.broken
+        self.walked += other.walked
+        self.orphans += other.orphans
+        self.orphan_bytes += other.orphan_bytes
+
     @property
     def clean(self) -> bool:
         return not self.broken

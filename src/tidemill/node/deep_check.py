@@ -16,9 +16,10 @@ from contextlib import AsyncExitStack
 import msgspec
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Corrupt, Invalid, Missing, Unavailable
+from tidemill.base.errors import Corrupt, Invalid, Missing, TidemillError, Unavailable
 from tidemill.consensus.api import Consensus
 from tidemill.metastore import presence
+from tidemill.metastore.checker import Checker
 from tidemill.metastore.cluster import Cluster, domain_name, domain_of, read_cluster
 from tidemill.metastore.domain import Domain
 from tidemill.metastore.filecheck import check_domain_files
@@ -59,19 +60,19 @@ async def deep_check(
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> Checked:
     """Raises Missing when there is neither a cluster in consensus nor one in the bucket, Unavailable."""
-    findings, references = Findings(progress), References()
+    findings = Findings(progress)
     found = await _cluster_manifest(objects, findings)
     known = await read_cluster(consensus)
     if known is None and found is None and findings.clean:
         raise Missing("There is no cluster: consensus is empty, and the bucket holds none.", fix="Start a node first.")
     async with AsyncExitStack() as stack:
+        domains: list[Domain] = []
         rows: RowSource | None = None
         uuids: Sequence[str] = found.domains if found is not None else ()
         if known is not None:
             domains = await _follow(consensus, objects, clock, rand, known[0], stack)
             uuids = [domain.domain_uuid for domain in domains]
             await _compare(objects, rand, findings, known[0], domains, found)
-            rows = await _snapshots(domains, stack)
         elif found is not None:
             findings.add(
                 "consensus", f"cluster {found.cluster_uuid}", "it knows no cluster, the bucket has one", FIX_RESTORE
@@ -79,17 +80,18 @@ async def deep_check(
             rows = await _bucket_rows(objects, clock, rand, findings, stack)
         for uuid in filter(None, uuids):
             await check_domain_files(objects, rand, uuid, findings, deep=True)
-        gathered_ms = 0
-        if rows is not None:
-            try:
-                checker = await check_rows(rows, findings, references)
-                gathered_ms = checker.gathered_ms
-                if known is not None:
-                    await check_logs(consensus, objects, checker.topics.values(), findings)
-            except (Missing, Corrupt, Invalid) as error:
-                findings.add(
-                    "rows", "", f"they cannot all be read: {error.message.rstrip('.')}", error.fix or FIX_RESTORE
-                )
+        walk, references, checker = Findings(progress), References(), None
+        try:
+            if known is not None:
+                walk, references, checker = await _walk_again(domains, progress)
+                if checker is not None:
+                    await check_logs(consensus, objects, checker.topics.values(), walk)
+            elif rows is not None:
+                checker = await check_rows(rows, walk, references)
+        except (Missing, Corrupt, Invalid) as error:
+            _add_unreadable(walk, error)
+        findings.include(walk)
+        gathered_ms = checker.gathered_ms if checker is not None else 0
         await references.check(objects, findings, clock.now_ms())
     cluster = known[0] if known is not None else None
     return Checked(
@@ -163,6 +165,33 @@ async def _compare(
             target = f"manifest {manifest.epoch}-{manifest.number}"
             problem = "the manifest it has replicated is not in the bucket"
             findings.add(f"domain {domain.name}", target, problem, "Write anything: the next flush uploads a new one.")
+
+
+async def _walk_again(
+    domains: Sequence[Domain], progress: Callable[[str, int, int], None]
+) -> tuple[Findings, References, Checker | None]:
+    """Walk the rows as they are now; from the start when a leader collected a file under the walk.
+
+    None when they cannot all be read, which is a finding then.
+    """
+    while True:
+        async with AsyncExitStack() as stack:
+            rows = await _snapshots(domains, stack)
+            manifests = [domain.state.manifest for domain in domains]
+            findings, references = Findings(progress), References()
+            try:
+                return findings, references, await check_rows(rows, findings, references)
+            except (Missing, Corrupt, Invalid) as error:
+                for domain in domains:
+                    await domain.sync()
+                if isinstance(error, Missing) and [domain.state.manifest for domain in domains] != manifests:
+                    continue
+                _add_unreadable(findings, error)
+                return findings, references, None
+
+
+def _add_unreadable(findings: Findings, error: TidemillError) -> None:
+    findings.add("rows", "", f"they cannot all be read: {error.message.rstrip('.')}", error.fix or FIX_RESTORE)
 
 
 class _SnapshotRows:
