@@ -29,7 +29,8 @@ from tidemill.node.restore import Restorer
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.open import open_objects
 from tidemill.shards.open import open_remap, open_shard
-from tidemill.topics.front import FetchRead
+from tidemill.topics.batch import Record, encode_batch
+from tidemill.topics.front import FetchRead, InvalidProducerEpoch, OutOfOrderSequence
 from tidemill.topics.leadership import Membership, NodeInfo
 from tidemill.topics.log import LocalTopics
 
@@ -440,6 +441,43 @@ def test_committed_offsets_come_back_and_none_is_beyond_its_partition() -> None:
         assert await restored.fetch("kept") == await groups.fetch("kept")
         assert await restored.fetch("gone") == await groups.fetch("gone")
         assert (await restored.fetch("ahead"))[topic_id][0].offset == end
+
+    run(body)
+
+
+def test_idempotent_producers_go_on_after_their_tail_was_lost() -> None:
+    """What came back is known: a retry of it is no second copy. What was lost is a gap, and is told as one, until the
+    producer sends it again or begins a new epoch."""
+
+    async def body(world: World) -> None:
+        topic_id, sequences = world.topic.topic_id, iter(range(1000))
+
+        async def produce(topics: LocalTopics, first: int, count: int = 1, epoch: int = 0) -> int:
+            record = Record(None, b"v", (), 1000 + next(sequences))
+            batch = encode_batch([record] * count, producer_id=77, producer_epoch=epoch, base_sequence=first)
+            return (await topics.produce_nowait(topic_id, 0, batch)).base_offset
+
+        await produce(world.topics, 0)
+        kept = await produce(world.topics, 1)
+        await persisted(world, 1)
+        end = (await world.topics.offsets(topic_id, 0)).high_watermark
+        for first in (2, 3, 4):
+            await produce(world.topics, first)
+        fresh = MemoryConsensus(world.clock)
+        await Restorer(fresh, world.objects, world.clock, world.rand).run()
+        async with restored_world(world, fresh) as (_, _, topics):
+            assert await produce(topics, 1) == kept
+            with pytest.raises(OutOfOrderSequence):
+                await produce(topics, 5)
+            assert (await topics.offsets(topic_id, 0)).high_watermark == end, "nothing of it was taken"
+            assert await produce(topics, 2) == end
+            assert await produce(topics, 3) == end + 1
+            with pytest.raises(OutOfOrderSequence):
+                await produce(topics, 5)
+            assert await produce(topics, 0, epoch=1) == end + 2
+            assert await produce(topics, 1, epoch=1) == end + 3
+            with pytest.raises(InvalidProducerEpoch):
+                await produce(topics, 4)
 
     run(body)
 
