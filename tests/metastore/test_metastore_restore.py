@@ -6,14 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import crc32c
 import pytest
 from checkpoint_world import World, damage, keys, manifest_of, persisted
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Corrupt, Fenced, Invalid, Missing
+from tidemill.base.errors import Corrupt, Fenced, Invalid, Missing, Unknown
+from tidemill.consensus.api import LogHead, Versioned
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.open import open_consensus
 from tidemill.kafka.group_offsets import Committed, GroupOffsets
@@ -34,6 +35,7 @@ from tidemill.topics.front import FetchRead, InvalidProducerEpoch, OutOfOrderSeq
 from tidemill.topics.leadership import Membership, NodeInfo
 from tidemill.topics.log import LocalTopics
 
+T = TypeVar("T")
 Body = Callable[[World], Awaitable[None]]
 
 
@@ -478,6 +480,43 @@ def test_idempotent_producers_go_on_after_their_tail_was_lost() -> None:
             assert await produce(topics, 1, epoch=1) == end + 3
             with pytest.raises(InvalidProducerEpoch):
                 await produce(topics, 4)
+
+    run(body)
+
+
+class Loses(MemoryConsensus):
+    """The first answer to every write of what a restore brings back is lost, before or after its effect."""
+
+    def __init__(self, clock: Any, landed: bool) -> None:
+        super().__init__(clock)
+        self._landed = landed
+        self.lost: set[str] = set()
+
+    async def append(self, log: str, *args: Any) -> LogHead:
+        return await self._maybe(log, super().append(log, *args), log.startswith("metastore/"))
+
+    async def cas(self, key: str, *args: Any) -> Versioned:
+        return await self._maybe(key, super().cas(key, *args), False)
+
+    async def _maybe(self, name: str, write: Awaitable[T], spared: bool) -> T:
+        if spared or name in self.lost:
+            return await write
+        self.lost.add(name)
+        if self._landed:
+            await write
+        else:
+            write.close()  # type: ignore[attr-defined]
+        raise Unknown(f"The answer was lost: name={name}.")
+
+
+@pytest.mark.parametrize("landed", [False, True])
+def test_a_lost_answer_is_neither_an_error_nor_taken_for_somebody_else(landed: bool) -> None:
+    async def body(world: World) -> None:
+        await persisted(world, 2)
+        fresh = Loses(world.clock, landed)
+        done = await Restorer(fresh, world.objects, world.clock, world.rand).run()
+        assert done.findings.clean and len(fresh.lost) > 10
+        await check_everything_is_back(world, fresh)
 
     run(body)
 

@@ -42,20 +42,24 @@ async def restore_shard(consensus: Consensus, rand: Rand, state: ShardState, att
     state = replace(state, shard_id=shard_id)
     create = encode_command(Create(state.name, shard_id, state.schema))
     log = shard_log(shard_id)
-    if (await consensus.log_head(log)).next == 0:
-        records = [staterecords.encode_command(create), *staterecords.encode_rollup(encode_state(state))]
-        with contextlib.suppress(Unknown):  # the nonce of what stands there tells
-            await consensus.append(log, 0, 0, records, attempt)
     head = await consensus.log_head(log)
+    if head.next == 0:
+        records = [staterecords.encode_command(create), *staterecords.encode_rollup(encode_state(state))]
+        while head.next == 0:
+            with contextlib.suppress(Unknown, Conflict):  # the nonce of what stands there tells, if anything does
+                await consensus.append(log, 0, 0, records, attempt)
+            head = await consensus.log_head(log)
     await _check_ours(consensus, log, head.start, attempt)
     if head.start == 0:
         await consensus.truncate(log, 1)
     # The register last: before it, nobody can find the log.
     key = PREFIX + state.name
-    with contextlib.suppress(Conflict, Unknown):
-        await consensus.cas(key, 0, create, rand.nonce())
     found = await consensus.head(key)
-    if found is None or found.data != create:
+    while found is None:
+        with contextlib.suppress(Conflict, Unknown):
+            await consensus.cas(key, 0, create, rand.nonce())
+        found = await consensus.head(key)
+    if found.data != create:
         raise Invalid(f"a shard of this name exists: shard={state.name}.", fix="Restore into empty consensus.")
     return shard_id
 
@@ -68,7 +72,7 @@ async def restore_bindings(consensus: Consensus, source: str, bindings: Sequence
         await _check_ours(consensus, log, at - 1, attempt)
     while at < len(bindings):
         records = list(bindings[at : at + BINDINGS_AN_APPEND])
-        with contextlib.suppress(Unknown):
+        with contextlib.suppress(Unknown, Conflict):  # where the log ends now tells
             await consensus.append(log, 0, at, records, attempt)
         reached = (await consensus.log_head(log)).next
         if reached not in (at, at + len(records)):

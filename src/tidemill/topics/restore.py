@@ -50,9 +50,10 @@ async def restore_partition(
             raise Unavailable(f"the bucket takes no objects: log={log}.", fix="Check it with: tidemill doctor")
         filler = encode_command(PlaceBatches(state.last_at_ms, (), ()))
         term = max((term for term, _ in state.terms), default=0) + TERMS_APART
-        with contextlib.suppress(Unknown):  # the nonce of what stands there tells
-            await consensus.append(log, term, 0, [filler, encode_command(rollup)], attempt)
-        head = await consensus.log_head(log)
+        while head.next == 0:
+            with contextlib.suppress(Unknown, Conflict):  # the nonce of what stands there tells, if anything does
+                await consensus.append(log, term, 0, [filler, encode_command(rollup)], attempt)
+            head = await consensus.log_head(log)
     found = await consensus.read(log, head.start, limit_records=1)
     if not found.records or found.records[0].nonce != attempt:
         raise Invalid(
