@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -461,3 +462,32 @@ def test_layouts_are_the_ones_drawn() -> None:
     assert outcome(Reply("n", 0, 12)) == 12
     assert isinstance(outcome(refusal("n", Unavailable("no room"))), Unavailable)
     assert isinstance(outcome(refusal("n", Invalid("empty"))), Invalid)
+
+
+def test_a_flush_that_finds_no_room_is_begun_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(world: DomainWorld) -> None:
+        leader, follower = await world.node(), await world.node(FOLLOWS)
+        await follower.commit([(b"a", b"1")])
+        leading = leader._leader
+        assert leading is not None
+        admit, flush, refused, flushes = leading.writing.admit, leading.flush, 5, 0
+
+        async def no_room(*args: Any) -> asyncio.Future[int]:
+            nonlocal refused
+            refused -= 1
+            if refused >= 0:
+                raise Unavailable("There is no room.")
+            return await admit(*args)
+
+        async def counted(timeout_s: float | None = None) -> int:
+            nonlocal flushes
+            flushes += 1
+            return await flush(timeout_s)
+
+        monkeypatch.setattr(leading.writing, "admit", no_room)
+        monkeypatch.setattr(leading, "flush", counted)
+        await follower.flush(20)
+        await follower.commit([(b"a", b"2")])
+        assert refused < 0 and flushes == 1
+
+    run(body, DomainWorld())

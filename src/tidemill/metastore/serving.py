@@ -133,11 +133,12 @@ class Serving:
         beside = self._beside(record.position + 1)
         request = decode_request(record.data)
         writing = self._leader.writing
+        if request is not None and not request.rows:
+            # Once, and before there is room: when there is none, this tells the requester why.
+            self._flushes.spawn(self._flush(request), name="metastore requested flush")
         while True:
             try:
                 if request is None or not request.rows:
-                    if request is not None:
-                        self._flushes.spawn(self._flush(request), name="metastore requested flush")
                     return request, None, await writing.admit((), {}, beside)
                 try:
                     return request, None, await writing.admit(request.rows, request.expects, beside)
