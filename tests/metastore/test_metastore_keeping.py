@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import Awaitable, Callable
 
 import pytest
-from checkpoint_world import World, keys, manifest_of, persisted
+from checkpoint_world import World, damage, keys, manifest_of, persisted
 
-from tidemill.base.errors import Fenced, Invalid
+from tidemill.base.errors import Fenced, Invalid, Missing
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.presence import ALIVE_PREFIX, CLUSTER_PREFIX, newest_manifest, signs_of_life
@@ -69,6 +69,45 @@ def test_the_cluster_manifest_and_signs_of_life_are_kept_and_old_ones_removed(do
 
 async def _count(world: World, prefix: str, count: int) -> bool:
     return len(await keys(world, prefix)) == count
+
+
+def test_a_cluster_whose_manifest_is_damaged_is_not_taken_for_dead() -> None:
+    """Else a restore from an older manifest would be let beside it."""
+
+    async def body(world: World) -> None:
+        await persisted(world, 1)
+        [key] = await keys(world, CLUSTER_PREFIX)
+        await damage(world, key)
+        running = asyncio.ensure_future(keeping(world).run())
+        await until(lambda: _count(world, ALIVE_PREFIX, 1))
+        assert not running.done()
+        assert await keys(world, CLUSTER_PREFIX) == [key], "it may be of whoever replaced this cluster"
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    run(body)
+
+
+def test_a_manifest_that_goes_while_it_is_read_ends_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(world: World) -> None:
+        await persisted(world, 1)
+        get, gone = world.objects.get, 2
+
+        async def get_or_gone(key: str, *args: int) -> bytes:
+            nonlocal gone
+            if key.startswith(CLUSTER_PREFIX) and gone:
+                gone -= 1
+                raise Missing(f"No such object: key={key}.")
+            return bytes(await get(key, *args))
+
+        monkeypatch.setattr(world.objects, "get", get_or_gone)
+        running = asyncio.ensure_future(keeping(world).run())
+        await until(lambda: _count(world, ALIVE_PREFIX, 1))
+        assert not gone and not running.done()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    run(body)
 
 
 def test_only_the_leader_of_domain_0_keeps_and_another_takes_over() -> None:

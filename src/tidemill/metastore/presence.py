@@ -136,13 +136,21 @@ class Presence:
 
         Raises Fenced when the bucket has been restored into another consensus (P1), Corrupt, Unavailable, Unknown.
         """
-        found = await newest_manifest(self._objects)
+        try:
+            found = await newest_manifest(self._objects)
+        except Corrupt:
+            # It may be of whoever replaced us, so nothing is put over it. But nobody may take us for dead.
+            await self._show(manifest)
+            raise
         check_not_replaced(found, manifest.cluster_uuid, manifest.incarnation)
         if found is None or msgspec.structs.replace(found.manifest, created_ms=manifest.created_ms) != manifest:
             number = found.number + 1 if found is not None else 1
             await upload_manifest(self._objects, self._rand, manifest, number)
             # Of two that looked at once, the newer incarnation must win whatever the nonces are.
             check_not_replaced(await newest_manifest(self._objects), manifest.cluster_uuid, manifest.incarnation)
+        await self._show(manifest)
+
+    async def _show(self, manifest: ClusterManifest) -> None:
         sign = Alive(
             manifest.cluster_uuid, manifest.incarnation, self._node, self._clock.now_ms(), 3 * self._interval_s
         )

@@ -15,7 +15,7 @@ import contextlib
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, Corrupt, Fenced, Invalid, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import Closed, Corrupt, Fenced, Invalid, Missing, TidemillError, Unavailable, Unknown
 from tidemill.base.marks import Tracker
 from tidemill.base.tasks import Tasks
 from tidemill.consensus.api import Consensus
@@ -115,7 +115,7 @@ class Keeping:
                     await self._presence.round(manifest)
                 else:
                     pause_s = min(pause_s, RETRY_PAUSE_S)
-            except (Unavailable, Unknown, Corrupt) as error:
+            except (Unavailable, Unknown, Corrupt, Missing) as error:
                 log.warning("presence not shown in the bucket, trying again", cause=str(error))
                 pause_s = min(pause_s, RETRY_PAUSE_S)
             await asyncio.sleep(pause_s)
