@@ -105,6 +105,24 @@ def test_an_unreadable_log_holds_back_what_is_made_from_it_and_nothing_else(
     run(body)
 
 
+def test_a_topic_that_feeds_nothing_holds_back_nothing() -> None:
+    async def body(world: World) -> None:
+        other = await world.catalogue.create_topic("other", 1)
+        unreadable = Unreadable(world)
+        keeper = world.keeper()
+        await everything_moves(world)
+        await keeper.round()
+        before = stages(world)
+        await everything_moves(world)
+        unreadable.logs = {partition_log(other.topic_id, 0)}
+        with pytest.raises(Corrupt):
+            await keeper.round()
+        after = stages(world)
+        assert not {name for name in after if after[name] <= before.get(name, -1) and name != "partition 0"}, after
+
+    run(body)
+
+
 def test_a_shard_of_no_pipeline_waits_since_it_may_be_made_from_anything() -> None:
     async def body(world: World) -> None:
         await world.catalogue.put(PipelineRow("p", {"table": "topic:clicks"}))

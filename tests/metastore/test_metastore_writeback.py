@@ -223,6 +223,8 @@ def test_the_newest_epoch_is_found_whatever_the_gaps() -> None:
         rand = Rand(3)
         known = 0
         assert await newest_epoch(world.objects) == 0
+        await world.objects.put("l0/README", b"nobody of ours wrote this")
+        assert await newest_epoch(world.objects) == 0
         for _ in range(40):
             epoch = rand.below(1 << (1 + rand.below(40)))
             known = max(known, epoch)

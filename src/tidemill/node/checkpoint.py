@@ -155,22 +155,24 @@ class ShardsStage:
         return dict(reversed(units.items()))
 
     def late(self, before: Set[str]) -> set[str]:
-        """Tables whose source is late; and where any table is, or one's source, all that may be made from tables.
+        """Tables and dead letters whose source is late; once any is, all that may be made from tables.
 
         A shard in no pipeline may be made from anything.
         """
         late = set(self.unreadable)
         fed: set[str] = set()
+        derived: set[str] = set()
         for row in self._pipelines:
-            for table, fed_by in row.tables.items():
-                if fed_by == "derived":
-                    continue
-                fed.add(thing(table))
-                if source_of(fed_by) in before:
-                    late.add(thing(table))
-        if late or before:
-            late |= {thing(name) for name in self._followers} - fed
-        return late
+            tables = {thing(table): source_of(fed_by) for table, fed_by in row.tables.items() if fed_by != "derived"}
+            derived |= {thing(table) for table in row.tables} - tables.keys()
+            if row.dead_letters:
+                derived.add(thing(row.dead_letters))
+            fed |= tables.keys()
+            late |= {table for table, source in tables.items() if source in before}
+        others = {thing(name) for name in self._followers} - fed
+        if late:
+            return late | others
+        return others - derived if before else late
 
     def written(self, late: Set[str]) -> None:
         for name, follower in list(self._followers.items()):

@@ -78,7 +78,9 @@ async def newest_epoch(objects: ObjectStore) -> int:
 
     async def epoch_from(epoch: int) -> int:
         async for found in objects.list("l0/", start_after=f"l0/{epoch:020d}"):
-            return int(found.key.removeprefix("l0/").partition("/")[0])
+            epoch_text = found.key.removeprefix("l0/").partition("/")[0]
+            if epoch_text.isdigit():  # what somebody else put there is none of ours
+                return int(epoch_text)
         return -1
 
     low = await epoch_from(0)
