@@ -9,6 +9,7 @@ import pytest
 from checkpoint_world import Restored, Rows, World, family_rows, rows_of
 
 from tidemill.base.errors import Corrupt, Fenced, Unavailable, Unknown
+from tidemill.base.limits import METASTORE_BATCH_ROWS
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.kafka.group_offsets import Committed, GroupOffsets
 from tidemill.metastore import checkpoint
@@ -512,6 +513,16 @@ def test_units_are_written_whole_while_they_fit() -> None:
     assert [[key for key, _ in rows] for rows in packed(units, 300, 900)] == [[b"a", b"b"], [b"c", b"d"], [b"e"]]
     twice = [[[(b"k", b"1")], [(b"k", b"2")]]]
     assert list(packed(twice, 600, 600)) == [[(b"k", b"2")]]
+
+
+@pytest.mark.parametrize("rows_a_group", [1, 500, 12_000])
+def test_a_commit_has_no_more_rows_than_a_batch_takes(rows_a_group: int) -> None:
+    """The deletions of a large topic: few bytes, many rows."""
+    deleted = [(b"%06d" % number, b"") for number in range(27_000)]
+    unit = [deleted[at : at + rows_a_group] for at in range(0, len(deleted), rows_a_group)]
+    commits = list(packed([unit], checkpoint.COMMIT_BYTES, checkpoint.UNIT_BYTES))
+    assert [row for rows in commits for row in rows] == deleted
+    assert max(map(len, commits)) + 2 <= METASTORE_BATCH_ROWS
 
 
 def test_the_mark_says_how_old_the_checkpoint_is_and_who_holds_it_back() -> None:

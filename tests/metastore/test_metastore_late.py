@@ -9,15 +9,19 @@ from typing import Any
 import pytest
 from checkpoint_world import Restored, Rows, World, family_rows, rows_of
 
-from tidemill.base.errors import Corrupt, TidemillError, Unavailable
+from tidemill.base.errors import Corrupt, Invalid, TidemillError, Unavailable
+from tidemill.base.limits import METASTORE_VALUE_BYTES
 from tidemill.kafka.group_offsets import Committed, GroupOffsets
 from tidemill.metastore import checkpoint
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.metastore.checkpoint import Checkpointer
-from tidemill.metastore.rows import CHECKPOINTS, GROUP_OFFSETS
+from tidemill.metastore.checkpoint import Checkpointer, Unit
+from tidemill.metastore.rows import CHECKPOINTS, GROUP_OFFSETS, PARTITIONS
 from tidemill.shards.machine import shard_log
 from tidemill.shards.remap import log_name
+from tidemill.topics.partition.idempotence import Producer, Remembered
 from tidemill.topics.partition.replay import partition_log
+from tidemill.topics.partition.rowform import partition_row, producers_of
+from tidemill.topics.partition.state import PartitionState
 
 
 def run(body: Callable[[World], Awaitable[None]]) -> None:
@@ -195,3 +199,41 @@ def test_taking_over_makes_the_checkpoint_no_younger() -> None:
         assert (after.holder, after.gathered_ms) == ("n2", row.gathered_ms)
 
     run(body)
+
+
+def test_a_row_too_large_for_a_commit_stops_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(world: World) -> None:
+        keeper = world.keeper()
+        await everything_moves(world)
+        await keeper.round()
+        before = stages(world)
+        await everything_moves(world)
+        registers = keeper._stages[3]
+        gather = registers.gather
+
+        async def huge() -> dict[str, Unit]:
+            return {thing: [[(b"k", b"x" * (METASTORE_VALUE_BYTES + 1))]] for thing in await gather()}
+
+        monkeypatch.setattr(registers, "gather", huge)
+        with pytest.raises(Invalid, match="too large: thing=group g"):
+            await keeper.round()
+        after = stages(world)
+        assert {name for name in after if after[name] == before[name]} == {"group"}
+        monkeypatch.setattr(registers, "gather", gather)
+        await keeper.round()
+        assert stages(world)["group"] > before["group"]
+
+    run(body)
+
+
+def test_of_more_producers_than_a_row_takes_the_newest_are_kept() -> None:
+    state = PartitionState()
+    state.last_at_ms = 1_000_000
+    for producer_id in range(20_000):
+        batch = Remembered(2**31 - 9, 2**31 - 1, 2**60 + producer_id, 9)
+        state.producers[producer_id] = Producer(3, (batch,) * 5, 500_000 + producer_id)
+    row = partition_row(state, "t", 0)
+    assert len(PARTITIONS.encode(row)[1]) < METASTORE_VALUE_BYTES
+    kept = producers_of(row)
+    assert len(kept) > 1_000 and min(kept) == 20_000 - len(kept)
+    assert all(kept[producer_id] == state.producers[producer_id] for producer_id in kept)

@@ -27,7 +27,8 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Closed, Conflict, Fenced, TidemillError
+from tidemill.base.errors import Closed, Conflict, Fenced, Invalid, TidemillError
+from tidemill.base.limits import METASTORE_BATCH_ROWS, METASTORE_VALUE_BYTES
 from tidemill.base.marks import Tracker
 from tidemill.metastore.cluster import domain_of
 from tidemill.metastore.metastore import Metastore
@@ -40,6 +41,9 @@ COMMIT_BYTES = 1 << 20
 
 UNIT_BYTES = 3 << 20
 """One unit up to this size is still one commit: only then is there no moment at which half of it can be restored."""
+
+COMMIT_ROWS = METASTORE_BATCH_ROWS - 2
+"""Beside the checkpoint's own row, and the one that says how far the request log was executed."""
 
 FLUSH_TIMEOUT_S = 60.0
 RETRY_PAUSE_S = 1.0
@@ -71,10 +75,8 @@ class Stage(Protocol):
         """What the rows lack as of some moment during this call, by thing. Raises Unavailable, Closed."""
         ...
 
-    @property
-    def unreadable(self) -> Mapping[str, TidemillError]:
-        """The things that the last `gather` could not read, and why."""
-        ...
+    unreadable: dict[str, TidemillError]
+    """The things that the last `gather` could not read, and why. What cannot be written is put there besides."""
 
     def late(self, before: Set[str]) -> set[str]:
         """Of this stage: what is unreadable, and what may be made from it or from things `before` it that are late."""
@@ -163,7 +165,9 @@ class Checkpointer:
         gathered_ms = self._clock.now_ms()
         gathered: list[tuple[Stage, dict[str, Unit]]] = []
         for stage in reversed(self._stages):
-            gathered.append((stage, await stage.gather()))
+            found = await stage.gather()
+            stage.unreadable.update(too_large(found))
+            gathered.append((stage, found))
         gathered.reverse()
         late: set[str] = set()
         for stage, _ in gathered:
@@ -178,8 +182,8 @@ class Checkpointer:
             self._mark(gathered_ms, "writing")
             if several:
                 await self._metastore.flush(FLUSH_TIMEOUT_S)  # catalogue rows that the partitions refer to
-        for stage, found in units:
-            wrote = await self._write(found)
+        for stage, changed in units:
+            wrote = await self._write(changed)
             stage.written(late)
             if wrote and several:
                 await self._metastore.flush(FLUSH_TIMEOUT_S)
@@ -266,6 +270,20 @@ async def each_readable(gathering: Mapping[str, Awaitable[T]], unreadable: dict[
     return found
 
 
+def too_large(units: Mapping[str, Unit]) -> dict[str, TidemillError]:
+    """The things with something that no commit takes: they alone are not written."""
+    found: dict[str, TidemillError] = {}
+    for thing, unit in units.items():
+        value_bytes = max((len(value) for group in unit for _, value in group), default=0)
+        group_rows = max(map(len, unit), default=0)
+        if value_bytes > METASTORE_VALUE_BYTES or group_rows > COMMIT_ROWS:
+            found[thing] = Invalid(
+                f"Part of the checkpoint is too large: thing={thing} value_bytes={value_bytes} rows={group_rows}.",
+                fix="Report it; until then this thing is restored as it was last written.",
+            )
+    return found
+
+
 def slot_of(domain: int, domains: int) -> str:
     """The first of keeper-0, keeper-1, … whose row lies in `domain`."""
     number = 0
@@ -280,10 +298,10 @@ def packed(units: Iterable[Unit], limit_bytes: int, unit_bytes: int) -> Iterator
     size = 0
     for unit in units:
         whole = [row for group in unit for row in group]
-        pieces = [whole] if _bytes(whole) <= unit_bytes else unit
+        pieces = [whole] if _bytes(whole) <= unit_bytes and len(whole) <= COMMIT_ROWS else unit
         for piece in pieces:
             piece_bytes = _bytes(piece)
-            if pending and size + piece_bytes > limit_bytes:
+            if pending and (size + piece_bytes > limit_bytes or len(pending) + len(piece) > COMMIT_ROWS):
                 yield list(pending.items())
                 pending, size = {}, 0
             pending.update(piece)

@@ -20,6 +20,9 @@ from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.topics.partition.idempotence import PRODUCER_EXPIRY_MS, Producer
 from tidemill.topics.partition.state import PartitionState
 
+PRODUCERS_BYTES = 192 << 10
+"""Of a partition row's producers, which must leave room for the rest below METASTORE_VALUE_BYTES: 1,400 busy ones."""
+
 EXTENT_BATCHES = 256
 """Batches of one extent row at most: about 8 kB of its `batches`."""
 
@@ -44,8 +47,20 @@ def partition_row(state: PartitionState, topic_id: str, partition: int) -> Parti
         log_position=state.applied,
         last_at_ms=state.last_at_ms,
         terms=tuple(state.terms),
-        producers=_encoder.encode(live) if live else b"",
+        producers=_encoded(live),
     )
+
+
+def _encoded(live: list[tuple[int, Producer]]) -> bytes:
+    """As many as a row takes, the newest: one that is left out may start at any sequence, as after its expiry (I4)."""
+    data = _encoder.encode(live) if live else b""
+    if len(data) <= PRODUCERS_BYTES:
+        return data
+    kept = sorted(live, key=lambda entry: (-entry[1].updated_ms, entry[0]))
+    while len(data) > PRODUCERS_BYTES:
+        del kept[len(kept) * 7 // 8 :]
+        data = _encoder.encode(kept)
+    return data
 
 
 def extents(state: PartitionState, topic_id: str, partition: int, start: int) -> Iterator[ExtentRow]:
