@@ -20,7 +20,7 @@ CORPUS = {
     # 57: a later batch failed first and was taken for the hole. 188: leadership arrived between two batches.
     "topics": (57, 188, 1677),
     # 17: two deletions of one topic both said that they had done it. 163: a deletion that landed said "missing".
-    "catalogue": (17, 163),
+    "catalogue": (17, 163, 409),
     "shards": (),
     "capture": (),
     # 5, 73: an elder manifest of the same seqno replaced the newest. 86, 301: a deposed leader read collected files.

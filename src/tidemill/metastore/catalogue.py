@@ -119,7 +119,9 @@ class Catalogue:
         while True:
             nonce = self._rand.nonce()
             try:
-                named, found = await self._metastore.get_rows([name_key, key])
+                # The name last: a row changes only together with its name, so where the name is as an open attempt
+                # expected it, the row read before it is that moment's too, and not the one the attempt just wrote.
+                found, named = await self._metastore.get_rows([key, name_key])
             except Unavailable as error:
                 if not open_attempts:
                     raise

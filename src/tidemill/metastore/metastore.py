@@ -86,7 +86,7 @@ class Metastore:
         return await _read(opened.domains[index].get_row(key))
 
     async def get_rows(self, keys: Sequence[bytes], *, fresh: bool = True) -> Sequence[VersionedRow | None]:
-        """As `get_row`, several keys of one entity, read in this order after one sync."""
+        """As `get_row`, several keys of one entity, read in this order after one sync; not of one moment."""
         opened = await self._open()
         [index] = {domain_of(key, len(opened.domains)) for key in keys}
         await self._sync(opened, [index], fresh)
