@@ -25,10 +25,10 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.tasks import Tasks
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.machine import Capture
+from tidemill.cli.demo.postgres import EmbeddedPostgres, find_binaries
 from tidemill.consensus.open import open_consensus
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.open import metastore_on
-from tidemill.node.postgres import EmbeddedPostgres, find_binaries
 from tidemill.objects.open import open_objects
 from tidemill.shards.front import Binding, Remap
 from tidemill.shards.open import open_remap
@@ -61,7 +61,7 @@ async def run_capture(dsn: str, directory: Path, tag: str) -> tuple[float, int]:
     capture = Capture(
         CaptureConfig(NAME, dsn, ("rows",)), topics=topics, catalogue=catalogue, remap=remap, clock=clock, rand=rand
     )
-    async with Tasks() as tasks:
+    async with Tasks(print) as tasks:
         started_s = clock.monotonic_s()
         tasks.spawn(capture.run(), name="capture")
         await asyncio.wait_for(tagged(remap, tag), 600)
@@ -115,7 +115,7 @@ def measure(dsn: str, directory: Path, rows: int) -> dict[str, object]:
         connection.execute("CREATE TABLE unrelated (id int)")
 
         async def set_up() -> None:
-            async with Tasks() as tasks:
+            async with Tasks(print) as tasks:
                 running = tasks.spawn(run_capture(dsn, directory, "set up"), name="set up")
                 while not connection.execute(
                     f"SELECT FROM pg_replication_slots WHERE slot_name = 'tidemill_{NAME}' AND active"

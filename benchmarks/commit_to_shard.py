@@ -103,7 +103,7 @@ async def run(args: argparse.Namespace) -> dict[str, object]:
         await asyncio.sleep(WARM_UP_S)
         shards_ms: list[float] = []
         bindings_ms: list[float] = []
-        async with Tasks() as tasks:
+        async with Tasks(print) as tasks:
             tasks.spawn(follow_shard(shard, clock, shards_ms), name="shard")
             tasks.spawn(follow_bindings(remap, clock, bindings_ms), name="bindings")
             await asyncio.sleep(args.seconds)

@@ -177,7 +177,7 @@ async def engine(name: str, folder: Path) -> AsyncIterator[tuple[str, Limit]]:
 
         yield f"sqlite://{folder}/consensus.db", limit
     else:
-        from tidemill.node.postgres import EmbeddedPostgres
+        from tidemill.cli.demo.postgres import EmbeddedPostgres
 
         folder.chmod(0o755)
         with EmbeddedPostgres(folder / "postgres", settings={"synchronous_commit": "on", "fsync": "on"}) as server:

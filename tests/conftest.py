@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from tidemill.node.postgres import EmbeddedPostgres
+from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 _numbers = itertools.count(1)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.marks import Mark, Report, State, Tracker, argmin, derive, derive_all, why
+from tidemill.base.marks import Mark, Report, State, Tracker, argmin, derive, derive_all
 
 
 def state_of(mark: Mark, *, at_ms: int = 10_000, now_ms: int = 10_000) -> State:
@@ -30,11 +30,54 @@ def test_a_process_without_a_report_is_blind_even_when_its_last_word_was_idle() 
     assert state_of(mark, at_ms=0, now_ms=MARK_BLIND_AFTER_MS + 1) is State.BLIND
 
 
-def test_the_newest_report_of_a_name_wins_whatever_the_order_they_arrive_in() -> None:
-    old = Report("a", 1_000, (Mark("m", 1, 9),))
-    new = Report("b", 2_000, (Mark("m", 8, 9),))
-    for order in ([old, new], [new, old]):
-        assert derive_all(order, 2_000)["m"].process == "b"
+def test_the_furthest_of_the_living_speaks_for_a_stage_and_a_peer_in_trouble_stands_beside_it() -> None:
+    slow = Report("a", 9_000, (Mark("shard:m", 1, 9, since_ms=0),))
+    fast = Report("b", 8_000, (Mark("shard:m", 8, 9, since_ms=7_000),))
+    for order in ([slow, fast], [fast, slow]):
+        found = derive_all(order, 9_000)
+        assert found["shard:m"].process == "b"
+        assert found["shard:m@a"].state is State.STUCK
+
+
+def test_a_frozen_process_is_blind_by_its_own_name_though_its_peer_works() -> None:
+    now_ms = MARK_BLIND_AFTER_MS + 9_000
+    frozen = Report("pipeline:p:1", 1_000, (Mark("shard:m", 8, 9),), pid=7, host="h")
+    works = Report("pipeline:p:2", now_ms, (Mark("shard:m", 9, 9),), pid=8, host="h")
+    found = derive_all([frozen, works], now_ms)
+    assert (found["shard:m"].state, found["process:pipeline:p:2"].state) == (State.IDLE, State.IDLE)
+    blind = found["process:pipeline:p:1"]
+    assert (blind.state, blind.mark.held_by) == (State.BLIND, "pid 7 on h")
+
+
+def test_what_a_process_stands_on_is_never_merged_with_what_others_stand_on() -> None:
+    reports = [Report("a", 9_000, (Mark("objects", 1, 1),)), Report("b", 9_000, (Mark("objects", 0, 1),))]
+    found = derive_all(reports, 9_000)
+    assert found["objects@a"].state is State.IDLE
+    assert found["objects@b"].state is State.STUCK
+
+
+def test_progress_is_movement_though_the_position_stands() -> None:
+    tracker = Tracker()
+    for now_ms in (1_000, 9_000, 17_000):
+        tracker.set("m", 0, 5, now_ms=now_ms, progress=now_ms)
+    (mark,) = tracker.report("p", 17_000).marks
+    assert state_of(mark, at_ms=17_000, now_ms=18_000) is State.MOVING
+    assert state_of(mark, at_ms=23_000, now_ms=23_000) is State.STUCK
+
+
+def test_a_restart_makes_neither_a_stage_that_stands_nor_a_unit_that_fails_younger() -> None:
+    before = Tracker()
+    before.set("m", 3, 5, now_ms=1_000)
+    before.fail("n", "ValueError: x", now_ms=2_000)
+    after = Tracker()
+    after.adopt(before.report("p", 3_000))
+    after.set("m", 3, 6, now_ms=4_000)
+    after.fail("n", "ValueError: y", now_ms=4_000)
+    marks = {mark.name: mark for mark in after.report("p", 4_000).marks}
+    assert marks["m"].since_ms == 1_000
+    assert (marks["n"].failing_since_ms, marks["n"].tries, marks["n"].error) == (2_000, 2, "ValueError: y")
+    after.set("m", 4, 6, now_ms=5_000)
+    assert after.report("p", 5_000).marks[0].since_ms == 5_000
 
 
 def test_a_share_that_stands_still_is_not_hidden_by_one_that_moves() -> None:
@@ -57,16 +100,6 @@ def test_the_share_of_a_process_that_is_gone_counts_no_longer_unless_nobody_else
     assert derive_all([gone], now_ms)["topic:t"].state is State.BLIND
 
 
-def test_why_walks_to_the_root_and_ends_in_a_cycle() -> None:
-    marks = {
-        name: derive(Mark(name, 0, 1, held_by=held_by), "p", 0, 0)
-        for name, held_by in (("a", "b"), ("b", "c"), ("c", "pid 7"), ("x", "y"), ("y", "x"))
-    }
-    assert [d.mark.name for d in why(marks, "a")] == ["a", "b", "c"]
-    assert why(marks, "a")[-1].mark.held_by == "pid 7"
-    assert [d.mark.name for d in why(marks, "x")] == ["x", "y"]
-
-
 @given(st.dictionaries(st.text(max_size=3), st.integers(), min_size=1))
 def test_a_minimum_always_names_its_holder(positions: dict[str, int]) -> None:
     name, value = argmin(positions)
@@ -85,3 +118,12 @@ def test_since_moves_with_the_position_and_when_new_work_arrives_at_an_idle_mark
         tracker.set("m", position, target, now_ms=now_ms)
         since.append(tracker.report("p", now_ms).marks[0].since_ms)
     assert since == [1, 1, 3, 4, 4, 9, 9]
+
+
+def test_a_mark_is_known_as_the_predecessor_said_it_until_it_is_set() -> None:
+    before, after = Tracker(), Tracker()
+    before.set("m", 5, 9, now_ms=1_000)
+    after.adopt(before.report("p", 3_000))
+    earlier = after.mark("m")
+    assert earlier is not None and earlier.position == 5
+    assert after.mark("other") is None

@@ -22,7 +22,9 @@ async def main(dsn: str, name: str, directory: Path) -> None:
     consensus = await open_consensus(f"sqlite://{directory}/consensus.db", clock, rand)
     objects = await open_objects(f"file://{directory}/objects", clock, rand)
     catalogue = Catalogue(metastore_on(consensus, objects, clock, rand), clock, rand)
-    config = CaptureConfig(name=name, dsn=dsn, binding_interval_ms=10, idle_binding_ms=100, fragment_changes=5)
+    config = CaptureConfig(
+        name=name, dsn=dsn, binding_interval_ms=10, idle_binding_ms=100, fragment_changes=5, table_poll_s=0.2
+    )
     capture = Capture(
         config,
         topics=LocalTopics(consensus, objects, catalogue, clock=clock, rand=rand),

@@ -19,7 +19,7 @@ from tidemill.capture.sinks import Sink
 from tidemill.capture.topic_writer import position_of
 from tidemill.capture.wire.connection import DISPLAY_SETTINGS
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.metastore.catalogue import CaptureRow, Catalogue, TopicRow
+from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, TopicRow
 from tidemill.metastore.open import metastore_on
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.front import Binding
@@ -117,15 +117,25 @@ class World:
         task = asyncio.ensure_future(capture.run())
         try:
             if wait:
-                await until(lambda: capture.streaming or task.done(), "the capture streams")
-                if task.done():
-                    task.result()
+                await self.streams(capture, task)
             yield capture
         finally:
             await capture.aclose()
             await asyncio.gather(task, return_exceptions=True)
         if task.done() and not task.cancelled() and task.exception() is not None:
             raise task.exception()  # type: ignore[misc]
+
+    async def streams(self, capture: Capture, task: asyncio.Future[None]) -> None:
+        """Until it streams; fails with what parked it."""
+
+        def parked() -> bool:
+            failure = self.tracker.failure(capture.config.mark)
+            return failure is not None and failure.parked
+
+        await until(lambda: capture.streaming or task.done() or parked(), "the capture streams")
+        if task.done():
+            task.result()
+        assert capture.streaming, self.tracker.failure(capture.config.mark)
 
     # what was written -----------------------------------------------------------------------------
     async def records(self, table: str, end: int | None = None) -> list[Record]:
@@ -188,6 +198,38 @@ class World:
         row = await self.catalogue.get(CaptureRow, self.name)
         assert row is not None
         return row
+
+    async def tables(self) -> dict[str, CaptureTableRow]:
+        return {table.table: table for table in await self.catalogue.tables(self.name)}
+
+    async def flowing(self, *names: str, timeout_s: float = 20.0) -> None:
+        """Until these tables of schema public flow: copied, and known to the newest binding."""
+
+        async def holds() -> bool:
+            rows, latest = await self.tables(), await self.remap().latest()
+            found = [rows.get(f"public.{name}") for name in names]
+            if latest is None or not all(row is not None and row.flows for row in found):
+                return False
+            topics = [await self.catalogue.get(TopicRow, row.topic) for row in found if row is not None]
+            return all(topic is not None and topic.topic_id in latest.offsets for topic in topics)
+
+        await until(holds, f"tables flow: {names}", timeout_s)
+
+    async def parked(self, name: str, words: str = "", timeout_s: float = 20.0) -> CaptureTableRow:
+        """Until table `public.<name>` is parked (or `words` is a state); its row."""
+        found: list[CaptureTableRow] = []
+
+        async def holds() -> bool:
+            row = await self.table(f"public.{name}")
+            if row is not None and row.state != "captured" and words in row.reason:
+                found.append(row)
+            return bool(found)
+
+        await until(holds, f"table {name} is parked: {words}", timeout_s)
+        return found[0]
+
+    async def table(self, name: str) -> CaptureTableRow | None:
+        return (await self.tables()).get(name)
 
     async def topic_id(self, table: str) -> str:
         topic = await self.catalogue.get(TopicRow, f"{self.name}.public.{table}")

@@ -37,7 +37,6 @@ def fragment(
     return Fragment(
         xid=lsn,
         commit_lsn=lsn,
-        end_lsn=lsn + 1 if commits else 0,
         commit_time_ms=lsn,
         begins=begins,
         commits=commits,

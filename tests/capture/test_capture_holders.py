@@ -82,23 +82,6 @@ def test_an_unflushed_sink_holds_the_slot_and_is_named_and_its_flush_frees_it(po
     in_world(postgres_dsn, scenario)
 
 
-def test_a_removed_sink_frees_the_slot(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
-        sink = HoldingSink("shape:gone")
-        await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
-        async with world.capture(heartbeat_s=0.1) as capture:
-            capture.add_sink(sink)
-            await world.sql("INSERT INTO a VALUES (1)")
-            await world.caught_up()
-            assert sum(len(f.changes) for f in sink.got) == 1
-            end = await world.wal_end()
-            assert await world.confirmed() < end
-            capture.remove_sink(sink)
-            await confirmed_reaches(world, end)
-
-    in_world(postgres_dsn, scenario)
-
-
 def test_rc2_what_was_not_flushed_is_delivered_again_after_a_restart(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
         sink = HoldingSink("shape:slow")

@@ -12,6 +12,7 @@ from tidemill.base.errors import Unavailable
 from tidemill.base.tasks import Tasks
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.session import Session
+from tidemill.capture.taps import Taps
 
 
 class Closable:
@@ -27,8 +28,9 @@ class EndsSlowly(Session):
     def __init__(self) -> None:
         nothing: Any = None
         super().__init__(
-            CaptureConfig("shop", "postgresql://nowhere/x"), topics=nothing, catalogue=nothing, remap=nothing, sinks=(),
-            clock=SystemClock(), rand=Rand(1), on_phase=lambda reason, held_by: None,
+            CaptureConfig("shop", "postgresql://nowhere/x"), topics=nothing, catalogue=nothing, remap=nothing,
+            taps=Taps(SystemClock()), clock=SystemClock(), rand=Rand(1), on_phase=lambda reason, held_by: None,
+            desk=nothing,
         )  # fmt: skip
         self.stream, self.control = Closable(), Closable()
         self.ending = asyncio.Event()

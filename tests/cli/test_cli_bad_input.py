@@ -7,13 +7,13 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-import psycopg
 import pytest
 
-from tidemill.node.postgres import EmbeddedPostgres, free_port
+from tidemill.cli.context import stores
+from tidemill.cli.demo.postgres import EmbeddedPostgres, free_port
+from tidemill.metastore.catalogue import PipelineRow
 
 TIMEOUT_S = 60
 
@@ -60,6 +60,18 @@ def test_an_unknown_topic_is_named(tmp_path: Path) -> None:
     )
 
 
+def test_a_topic_in_use_is_deleted_only_when_told_twice(tmp_path: Path) -> None:
+    path = configuration(tmp_path)
+    assert tidemill("topic", "create", "clicks", "--config", str(path), cwd=tmp_path).returncode == 0
+    with stores(path) as opened:
+        opened.portal.call(opened.catalogue.put(PipelineRow("keep", {"clicks": "topic:clicks"})))
+    delete = ("topic", "delete", "clicks", "--config", str(path))
+    refused(tidemill(*delete, cwd=tmp_path), "by=pipeline:keep", "--yes-really")
+    assert tidemill("topic", "describe", "clicks", "--config", str(path), cwd=tmp_path).returncode == 0
+    assert tidemill(*delete, "--yes-really", cwd=tmp_path).returncode == 0
+    refused(tidemill(*delete, cwd=tmp_path), "topic=clicks")
+
+
 @pytest.mark.parametrize("key", ["http", "kafka"])
 def test_a_taken_port_names_the_key(tmp_path: Path, key: str) -> None:
     with socket.socket() as taken:
@@ -92,20 +104,6 @@ def test_a_server_without_logical_wal_is_told_the_setting(tmp_path: Path) -> Non
     with EmbeddedPostgres(tmp_path / "pg", settings={"wal_level": "replica", "fsync": "off"}) as server:
         path = configuration(tmp_path, capture(server.dsn))
         refused(tidemill("up", "--config", str(path), cwd=tmp_path), "wal_level", "logical")
-
-
-@pytest.mark.postgres
-def test_a_table_without_a_primary_key_is_named_and_nothing_is_left_in_the_database(
-    tmp_path: Path, new_database: Callable[[], str]
-) -> None:
-    dsn = new_database()
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        connection.execute("CREATE TABLE keyless (a int)")
-        path = configuration(tmp_path, capture(dsn))
-        refused(tidemill("up", "--config", str(path), cwd=tmp_path), "keyless", "primary key")
-        assert connection.execute("SELECT count(*) FROM pg_publication").fetchone() == (0,)
-        slots = "SELECT count(*) FROM pg_replication_slots WHERE database = current_database()"
-        assert connection.execute(slots).fetchone() == (0,)
 
 
 def test_a_bucket_without_rights_is_named(tmp_path: Path) -> None:

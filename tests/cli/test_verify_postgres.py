@@ -15,6 +15,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Invalid, Missing, Unavailable
 from tidemill.capture.wire.connection import DISPLAY_SETTINGS
 from tidemill.cli.verify import postgres as verify_postgres
+from tidemill.cli.verify.poisoned import canonical_keys
 from tidemill.cli.verify.table import Verified, verify_captured, verify_expected
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.objects.memory import MemoryObjects
@@ -143,6 +144,29 @@ def test_every_type_equals_at_the_marked_commit(postgres_dsn: str) -> None:
     assert found.clean and found.source_hash == found.shard_hash and found.time_ms == 10 and found.lsn > 0
 
 
+def test_rows_that_are_dead_letters_are_poisoned_not_missing_and_never_equal(postgres_dsn: str) -> None:
+    """And the last days that PostgreSQL has are read, though no shard holds them."""
+    created(postgres_dsn)
+    shard = run(captured(postgres_dsn))
+    with psycopg.connect(postgres_dsn, autocommit=True) as connection:
+        connection.execute("INSERT INTO kinds (a, b, c) VALUES (5, 'x', 'NaN')")
+        connection.execute("INSERT INTO kinds (a, b, e) VALUES (6, 'x', '294276-12-31')")
+        connection.execute("INSERT INTO kinds (a, b) VALUES (7, 'x')")
+
+    async def poisoned(table: str, of: object) -> frozenset[tuple[Any, ...]]:
+        assert (table, of) == ("public.kinds", shard)
+        return canonical_keys([b'{"b":"x","a":5}', b'{"a":6,"b":"x"}', b'{"b":"gone","a":1}'], shard.schema)
+
+    async def scenario() -> Verified:
+        tables = [("public.kinds", shard)]
+        return (await verify_captured(postgres_dsn, StreamRemap(postgres_dsn), tables, Rand(), poisoned=poisoned))[0]
+
+    found = run(scenario())
+    assert (found.poisoned, found.missing, found.extra, found.different) == (2, 1, 0, 0)
+    assert set(found.examples) == {"poisoned x, 5", "poisoned x, 6", "missing x, 7"}
+    assert not found.clean
+
+
 def test_a_missing_an_extra_and_a_different_row_are_each_counted(postgres_dsn: str) -> None:
     created(postgres_dsn)
     shard = run(captured(postgres_dsn, drop=1))
@@ -194,18 +218,84 @@ def test_writers_that_go_on_meanwhile_do_not_show(postgres_dsn: str) -> None:
     assert found.clean and found.rows == 50_000
 
 
-def test_a_long_writer_makes_verify_give_up_with_a_fix(postgres_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_postgres, "LOCK_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(verify_postgres, "LOCK_ATTEMPTS", 2)
-    monkeypatch.setattr(verify_postgres, "LOCK_PAUSE_S", 0.01)
+def test_f418_verify_behind_an_open_transaction_names_it_and_keeps_no_writer_waiting(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify_postgres, "LOCK_BUDGET_S", 4.0)
     created(postgres_dsn)
     shard = run(captured(postgres_dsn))
-    remap = StreamRemap(postgres_dsn)
+    remap = StreamRemap(postgres_dsn)  # its slot waits for open transactions
+    waits: list[float] = []
+
+    async def write(stop: asyncio.Event) -> None:
+        loop = asyncio.get_running_loop()
+        async with await psycopg.AsyncConnection.connect(postgres_dsn, autocommit=True) as connection:
+            while not stop.is_set():
+                began_s = loop.time()
+                await connection.execute("UPDATE kinds SET c = c WHERE a = 2")
+                waits.append(loop.time() - began_s)
+
+    async def scenario() -> str:
+        stop = asyncio.Event()
+        writing = asyncio.ensure_future(write(stop))
+        with pytest.raises(Unavailable) as error:
+            await verify_captured(postgres_dsn, remap, [("kinds", shard)], Rand())
+        stop.set()
+        await writing
+        return str(error.value)
+
     with psycopg.connect(postgres_dsn) as writer:
         writer.execute("UPDATE kinds SET c = 9 WHERE a = 1")
-        with pytest.raises(Unavailable, match="could not be locked"):
-            verified(postgres_dsn, shard, remap=remap)
+        said = run(scenario())
+        assert f"pid={writer.info.backend_pid}" in said and "UPDATE kinds" in said
         writer.rollback()
+    assert sum(wait for wait in waits if wait > 0.03) < 0.1 * sum(waits), "locks are waited for briefly and seldom"
+
+
+@pytest.mark.parametrize(
+    ("ddl", "words"),
+    [
+        ("ALTER TABLE kinds ADD x int", "column 'x' is not in the shard"),
+        ("ALTER TABLE kinds ADD x int GENERATED ALWAYS AS (a * 2) STORED", "generated column 'x' is not in the shard"),
+        ("ALTER TABLE kinds ADD x int GENERATED ALWAYS AS (a * 2) VIRTUAL", "virtual generated column 'x' is not in"),
+        ("ALTER TABLE kinds DROP q", "column 'q' is not in the source"),
+        ("ALTER TABLE kinds RENAME q TO x", "column 'q' is not in the source"),
+        ("ALTER TABLE kinds ALTER r TYPE int", "column 'r' is integer in the source, int16 in the shard"),
+        ("ALTER TABLE kinds DROP CONSTRAINT kinds_pkey", "the primary key is () in the source"),
+    ],
+)
+def test_f417_verify_compares_the_columns_and_never_says_equal_where_they_differ(
+    postgres_dsn: str, ddl: str, words: str
+) -> None:
+    created(postgres_dsn)
+    shard = run(captured(postgres_dsn))
+    with psycopg.connect(postgres_dsn, autocommit=True) as connection:
+        connection.execute(ddl.encode())
+    found = verified(postgres_dsn, shard)
+    assert words in found.columns
+    assert not found.clean
+    assert found.rows in (0, 4) and not found.different, "what both have is compared all the same"
+
+
+def test_a_parked_table_is_said_to_be_and_is_never_equal() -> None:
+    from types import SimpleNamespace
+
+    from tidemill.cli.verify.tables import Verifier
+    from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
+
+    class Rows:
+        async def list(self, _: Any) -> list[PipelineRow]:
+            return [PipelineRow("p", {"orders": "capture:shop:public.orders"})]
+
+        async def table(self, capture: str, table: str) -> CaptureTableRow:
+            return CaptureTableRow(capture, table, state="parked", reason="column 'x' is new", parked_lsn=7)
+
+    config: Any = SimpleNamespace(capture={"shop": SimpleNamespace(dsn="")})
+    rows: Any = Rows()
+    clock = SystemClock()
+    verifier = Verifier(config, MemoryConsensus(clock), MemoryObjects(clock), rows, clock, Rand(), lambda *_: None)
+    (found,) = run(verifier.tables())
+    assert found.parked == "column 'x' is new" and not found.clean
 
 
 def test_bad_input_is_named(postgres_dsn: str) -> None:

@@ -23,9 +23,10 @@ def say(**facts: Any) -> None:
 
 
 async def race(consensus: Consensus, name: str, count: str) -> None:
-    """Race as equals for positions of one log and versions of one register; report what was won."""
+    """Race as equals for positions of one log and versions of one register; report what was won and seen."""
     positions: list[tuple[int, str]] = []
     versions: list[tuple[int, str]] = []
+    seen: list[tuple[int, str, str]] = []
     at = seq = 0
     while len(positions) < int(count):
         nonce = rand.nonce()
@@ -39,20 +40,25 @@ async def race(consensus: Consensus, name: str, count: str) -> None:
             if await resolve_append(consensus, "race", at, nonce):
                 positions.append((at, nonce))
             at = (await consensus.log_head("race")).next
+    # Until all four have won their positions: then all are at the register at once.
+    while not await consensus.wait("race", 4 * int(count) - 1, 30):
+        pass
     while len(versions) < int(count):
         nonce = rand.nonce()
         try:
             seq = (await consensus.cas("race", seq, nonce.encode(), nonce)).seq
             versions.append((seq, nonce))
         except Conflict as lost:
-            seq = cast(Versioned, lost.current).seq
+            current = cast(Versioned, lost.current)
+            seen.append((current.seq, current.nonce, current.data.decode()))
+            seq = current.seq
         except Unknown:
             written = await resolve_cas(consensus, "race", seq, nonce)
             if written is not None:
                 versions.append((written.seq, nonce))
-            current = await consensus.head("race")
-            seq = current.seq if current else 0
-    say(name=name, positions=positions, versions=versions)
+            head_now = await consensus.head("race")
+            seq = head_now.seq if head_now else 0
+    say(name=name, positions=positions, versions=versions, seen=seen)
 
 
 async def lead(consensus: Consensus, name: str, seconds: str) -> None:

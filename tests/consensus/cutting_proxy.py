@@ -28,8 +28,8 @@ class CuttingProxy:
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
-    async def serve_tcp(self) -> int:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+    async def serve_tcp(self, port: int = 0) -> int:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", port)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def serve_unix(self, path: str) -> None:

@@ -1,16 +1,22 @@
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import Any, NamedTuple
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from contracts.consensus import run
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Corrupt, Invalid, Unknown
+from tidemill.base.errors import Invalid, Unknown
+from tidemill.base.limits import PAGE_BYTES, PAGE_ENTRY_BYTES
 from tidemill.base.marks import Mark, Report
 from tidemill.consensus.api import Versioned
-from tidemill.consensus.board import FORGET_AFTER_MS, Board
+from tidemill.consensus.board import FORGET_AFTER_MS, TIDY_EVERY_MS, Board
 from tidemill.consensus.memory import MemoryConsensus
+from tidemill.consensus.pages import Pager
 
 
 def report(process: str, at_ms: int) -> Report:
@@ -52,6 +58,21 @@ def test_a_restarted_process_goes_on_under_its_name() -> None:
     run(body())
 
 
+def test_a_process_that_was_forgotten_while_it_slept_shows_all_of_its_report_again() -> None:
+    async def body() -> None:
+        consensus = MemoryConsensus(SystemClock())
+        sleeper, other = Board(consensus, Rand(1)), Board(consensus, Rand(2))
+        await sleeper.publish(report("one", 1))
+        now_ms = 1 + FORGET_AFTER_MS + TIDY_EVERY_MS
+        await other.publish(report("two", now_ms))
+        assert [found.process for found in await other.reports()] == ["two"]
+        again = msgspec.structs.replace(report("one", 1), at_ms=now_ms)  # the very marks of before
+        await sleeper.publish(again)
+        assert again in await other.reports()
+
+    run(body())
+
+
 @pytest.mark.parametrize("fate", ["before", "after"])
 def test_a_lost_acknowledgement_does_not_hide_a_report(fate: str) -> None:
     async def body() -> None:
@@ -67,21 +88,28 @@ def test_a_lost_acknowledgement_does_not_hide_a_report(fate: str) -> None:
     run(body())
 
 
-def test_a_report_older_than_an_hour_is_removed_and_may_come_back() -> None:
+def test_what_a_process_left_is_dropped_an_hour_later_and_it_may_come_back() -> None:
     async def body() -> None:
         consensus = MemoryConsensus(SystemClock())
-        board = Board(consensus, Rand(1))
-        await board.publish(report("gone", 1))
-        await board.publish(report("here", FORGET_AFTER_MS))
-        assert [r.process for r in await board.reports(now_ms=FORGET_AFTER_MS + 2)] == ["here"]
-        assert [r.process for r in await board.reports()] == ["here"]
-        await board.publish(report("gone", FORGET_AFTER_MS))
-        assert [r.process for r in await board.reports()] == ["gone", "here"]
+        gone, here = Board(consensus, Rand(1)), Board(consensus, Rand(2))
+        await gone.publish(report("gone", 1))
+        await here.publish(report("here", FORGET_AFTER_MS))
+        assert [r.process for r in await here.reports()] == ["gone", "here"]
+        await here.publish(report("here", FORGET_AFTER_MS + 2))
+        assert [r.process for r in await here.reports()] == ["gone", "here"]  # looked at from time to time only
+        await here.publish(report("here", FORGET_AFTER_MS + TIDY_EVERY_MS + 1))
+        assert [r.process for r in await here.reports()] == ["here"]
+        assert [key for key in consensus.state.registers if "gone" in key] == []
+        await gone.publish(report("gone", FORGET_AFTER_MS + 5))
+        assert await here.reports() == [
+            report("gone", FORGET_AFTER_MS + 5),
+            report("here", FORGET_AFTER_MS + TIDY_EVERY_MS + 1),
+        ]
 
     run(body())
 
 
-def test_a_report_that_cannot_be_read_is_corrupt_and_a_shared_name_is_refused() -> None:
+def test_a_report_that_cannot_be_read_hides_no_other_and_a_shared_name_is_refused() -> None:
     class Contested(MemoryConsensus):
         async def cas(self, key: str, expected_seq: int, data: bytes, nonce: str) -> Versioned:
             await super().cas(key, expected_seq, b"other", "other")
@@ -89,10 +117,154 @@ def test_a_report_that_cannot_be_read_is_corrupt_and_a_shared_name_is_refused() 
 
     async def body() -> None:
         consensus = MemoryConsensus(SystemClock())
-        await consensus.cas("marks/x", 0, b"\xc1", "n")
-        with pytest.raises(Corrupt):
-            await Board(consensus, Rand(1)).reports()
+        await consensus.cas("board/broken", 0, b"\xc1", "n")
+        await consensus.cas("board/nobody\x1f000000", 0, b"a page without its head", "n")
+        await Board(consensus, Rand(1)).publish(report("well", 1))
+        broken, well = await Board(consensus, Rand(1)).reports()
+        assert (broken.process, broken.at_ms, broken.marks) == ("broken", 0, ())
+        assert "cannot be read" in str(broken.facts)
+        assert well == report("well", 1)
         with pytest.raises(Invalid):
             await Board(Contested(SystemClock()), Rand(1)).publish(report("one", 1))
+
+    run(body())
+
+
+def marks(count: int, position: int = 0) -> list[Mark]:
+    return [Mark(f"topic:shop.a_table_with_a_long_name_{n:06d}", position, 1, reason="r" * 20) for n in range(count)]
+
+
+class Counting(MemoryConsensus):
+    def __init__(self) -> None:
+        super().__init__(SystemClock())
+        self.written: list[str] = []
+        self.largest = 0
+
+    async def cas(self, key: str, expected_seq: int, data: bytes, nonce: str) -> Versioned:
+        self.written.append(key)
+        self.largest = max(self.largest, len(data))
+        return await super().cas(key, expected_seq, data, nonce)
+
+
+def test_f514_twenty_thousand_marks_are_published_in_bounded_registers_and_an_idle_one_costs_nothing() -> None:
+    async def body() -> None:
+        consensus = Counting()
+        board, reader = Board(consensus, Rand(1)), Board(consensus, Rand(2))
+        all_marks = marks(20_000)
+        await board.publish(Report("node", 1, tuple(all_marks), {"rates": 1}))
+        pages = len(consensus.written) - 1
+        assert pages > 10 and consensus.largest < 2 * PAGE_BYTES + PAGE_ENTRY_BYTES
+        (found,) = await reader.reports()
+        assert sorted(found.marks, key=lambda m: m.name) == all_marks and found.facts == {"rates": 1}
+        # Nothing changed: the head alone, with its time.
+        consensus.written.clear()
+        await board.publish(Report("node", 2, tuple(all_marks), {"rates": 1}))
+        assert consensus.written == ["board/node"]
+        assert (await reader.reports())[0].at_ms == 2
+        # One mark changed: its page and the head.
+        consensus.written.clear()
+        all_marks[777] = Mark(all_marks[777].name, 5, 9)
+        await board.publish(Report("node", 3, tuple(all_marks), {"rates": 1}))
+        assert len(consensus.written) == 2
+        assert all_marks[777] in (await reader.reports())[0].marks
+        # What is gone takes its pages with it, also those of an earlier life.
+        await board.publish(Report("node", 4, tuple(all_marks[:10]), {}))
+        assert len(consensus.state.registers) == 2
+        await board.publish(Report("node", 5, tuple(all_marks), {}))
+        await Board(consensus, Rand(3)).publish(Report("node", 6, tuple(all_marks[:10]), {}))
+        assert len(consensus.state.registers) == 2
+        assert len((await reader.reports())[0].marks) == 10
+
+    run(body())
+
+
+def test_f514_an_oversized_or_odd_fact_is_cut_with_a_note_and_never_an_error() -> None:
+    class Odd:
+        def __repr__(self) -> str:
+            raise ZeroDivisionError("a bug")
+
+    nested: list[object] = []
+    for _ in range(5_000):
+        nested = [nested]
+
+    async def body() -> None:
+        consensus = Counting()
+        board = Board(consensus, Rand(1))
+        facts = {
+            "long": "x" * (5 << 20),
+            "tables": {f"table_{n}": {"rows": n, "state": "captured"} for n in range(20_000)},
+            "odd": {"value": Odd()},
+            "set": {1, 2},
+            "huge": 1 << 200,
+            "nested": nested,
+            "fine": {"a": [1, 2.5, None]},
+            **{f"capture:{n}": {"bytes": "y" * 20_000} for n in range(200)},
+        }
+        long = Mark("m" * 2_000, 1, 2, held_by="h" * 5_000, reason="r" * 100_000, error="e" * 1_000_000)
+        await board.publish(Report("node", 1, (long,), facts))
+        (found,) = await board.reports()
+        assert found.facts["fine"] == {"a": [1, 2.5, None]}
+        assert "limit_bytes" in str(found.facts["long"]) and len(str(found.facts["long"])) < 100
+        tables = found.facts["tables"]
+        assert isinstance(tables, dict) and "entries=20000" in tables["cut"] and tables["table_0"]["rows"] == 0
+        assert all("error" in str(found.facts[name]) for name in ("odd", "huge"))
+        assert len([name for name in found.facts if name.startswith("capture:")]) == 200
+        assert found.marks[0].name.startswith("mmm") and len(found.marks[0].error) < 1_000
+        assert consensus.largest < 2 * PAGE_BYTES + PAGE_ENTRY_BYTES
+
+    run(body())
+
+
+def test_cutting_a_report_of_many_marks_does_not_hold_the_loop_up() -> None:
+    pager, all_marks = Pager(), marks(10_000)
+    pager.cut(Report("node", 1, tuple(all_marks), {}))
+    fastest_s = 1.0
+    for turn in range(5):
+        for n in range(100):
+            all_marks[n] = Mark(all_marks[n].name, turn, 9)
+        started_s = time.perf_counter()
+        pager.cut(Report("node", 2, tuple(all_marks), {}))
+        fastest_s = min(fastest_s, time.perf_counter() - started_s)
+    assert fastest_s < 0.04
+
+
+class Action(NamedTuple):
+    """One publish: how many marks of which size, and what becomes of its writes."""
+
+    marks: int
+    size: int
+    facts: int
+    fate: str
+
+
+@given(
+    st.lists(
+        st.builds(
+            Action,
+            st.integers(0, 400),
+            st.sampled_from([1, 100, 600]),
+            st.integers(0, 8),
+            st.sampled_from(["", "", "", "before", "after", "restart"]),
+        ),
+        min_size=1,
+        max_size=12,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_whatever_was_published_last_is_what_is_read(actions: list[Action]) -> None:
+    async def body() -> None:
+        consensus = Lossy(SystemClock())
+        board, reader = Board(consensus, Rand(1)), Board(consensus, Rand(2))
+        for at_ms, action in enumerate(actions):
+            shown = tuple(Mark(f"m{n}", at_ms, 1, reason="r" * action.size) for n in range(action.marks))
+            facts = {f"f{n}": "x" * 20_000 for n in range(action.facts)}
+            if action.fate == "restart":
+                board = Board(consensus, Rand(at_ms))
+            elif action.fate:
+                consensus.fates = [action.fate] * 3
+            await board.publish(Report("p", at_ms, shown, facts))
+            consensus.fates = []
+            (found,) = await reader.reports()
+            assert found.at_ms == at_ms and set(found.marks) == set(shown) and found.facts == facts
 
     run(body())

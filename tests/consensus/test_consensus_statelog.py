@@ -3,9 +3,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Closed, Conflict, Corrupt, Fenced, Invalid, Unavailable, Unknown
@@ -15,6 +17,10 @@ from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.consensus.statelog import StateLog
 
 State = dict[str, int]
+
+
+def proposed(log: StateLog[Any], command: bytes) -> asyncio.Future[Any]:
+    return log.propose_late_nowait(lambda _: command)
 
 
 def apply(state: State, command: bytes, position: int, term: int) -> State:
@@ -79,7 +85,7 @@ def test_commands_take_effect_in_the_order_they_were_proposed() -> None:
     async def body() -> None:
         consensus = MemoryConsensus(SystemClock())
         log = make(consensus)
-        futures = [log.propose_nowait(add("a", 1)) for _ in range(100)]
+        futures = [proposed(log, add("a", 1)) for _ in range(100)]
         results = await asyncio.gather(*futures)
         assert [r.position for r in results] == list(range(100))
         assert log.state == {"a": 100} and log.position == 100
@@ -94,7 +100,7 @@ def test_neighbouring_proposals_share_an_append() -> None:
     async def body() -> None:
         consensus = MemoryConsensus(SystemClock())
         log = make(consensus)
-        await asyncio.gather(*[log.propose_nowait(add("a", 1)) for _ in range(50)])
+        await asyncio.gather(*[proposed(log, add("a", 1)) for _ in range(50)])
         found = await consensus.read("state", 0)
         assert len({record.nonce for record in found.records}) == 1
 
@@ -105,7 +111,7 @@ def test_a_command_that_apply_refuses_changes_nothing_at_every_replay_and_its_pr
     async def body() -> None:
         consensus = MemoryConsensus(SystemClock())
         log = make(consensus)
-        first, refused, last = (log.propose_nowait(add("a", d)) for d in (1, -5, 2))
+        first, refused, last = (proposed(log, add("a", d)) for d in (1, -5, 2))
         assert (await first).position == 0
         with pytest.raises(Conflict) as caught:
             await refused
@@ -178,10 +184,10 @@ def test_a_late_proposal_is_made_when_its_append_is_put_together_and_shares_it()
     async def body() -> None:
         consensus = MemoryConsensus(SystemClock())
         log = make(consensus)
-        first = log.propose_nowait(add("a", 1))
+        first = proposed(log, add("a", 1))
         collected = [1]
         late = log.propose_late_nowait(lambda _: add("late", sum(collected)))
-        last = log.propose_nowait(add("b", 1))
+        last = proposed(log, add("b", 1))
         collected.append(2)
         await asyncio.gather(first, late, last)
         assert log.state == {"a": 1, "late": 3, "b": 1}
@@ -199,9 +205,9 @@ def test_a_late_proposal_that_withdraws_holds_up_nobody() -> None:
     async def body() -> None:
         log = make(MemoryConsensus(SystemClock()))
         first, late, last = (
-            log.propose_nowait(add("a", 1)),
+            proposed(log, add("a", 1)),
             log.propose_late_nowait(withdraw),
-            log.propose_nowait(add("b", 1)),
+            proposed(log, add("b", 1)),
         )
         await asyncio.gather(first, last)
         with pytest.raises(Invalid):
@@ -232,7 +238,7 @@ def test_an_unknown_append_is_resolved_and_its_command_counts_once(how: str) -> 
         consensus = Faulty()
         log = make(consensus)
         consensus.lose = [how]
-        results = await asyncio.gather(log.propose_nowait(add("a", 1)), log.propose_nowait(add("b", 1)))
+        results = await asyncio.gather(proposed(log, add("a", 1)), proposed(log, add("b", 1)))
         assert [r.position for r in results] == [0, 1]
         assert await make(consensus).load() == {"a": 1, "b": 1}
         assert log.state == {"a": 1, "b": 1}
@@ -246,7 +252,7 @@ def test_an_unknown_append_that_lost_to_another_writer_is_proposed_again() -> No
         mine, theirs = make(consensus, 1), make(MemoryConsensus(SystemClock(), consensus.state), 2)
         await mine.load()
         consensus.lose = ["before"]
-        future = mine.propose_nowait(add("mine", 1))
+        future = proposed(mine, add("mine", 1))
         await theirs.propose(add("theirs", 1))
         await future
         assert await make(consensus).load() == {"mine": 1, "theirs": 1}
@@ -288,7 +294,7 @@ def test_a_rollup_forgets_the_past_and_readers_start_from_it() -> None:
         consensus = MemoryConsensus(SystemClock())
         log, follower, stale = make(consensus, 1), make(consensus, 2), make(consensus, 3)
         await stale.load()
-        await asyncio.gather(*[log.propose_nowait(add("a", 1)) for _ in range(10)])
+        await asyncio.gather(*[proposed(log, add("a", 1)) for _ in range(10)])
         await follower.load()
         assert await log.rollup() == 10
         assert (await consensus.log_head("state")).start == 10
@@ -477,7 +483,7 @@ def test_an_apply_that_breaks_stops_the_state_log_and_everybody_hears_it() -> No
 
     async def body() -> None:
         log = make(MemoryConsensus(SystemClock()), apply=broken)
-        first, second = log.propose_nowait(add("a", 1)), log.propose_nowait(add("b", 1))
+        first, second = proposed(log, add("a", 1)), proposed(log, add("b", 1))
         for future in (first, second):
             with pytest.raises(Corrupt):
                 await future
@@ -497,17 +503,17 @@ def test_a_closed_state_log_leaves_nobody_waiting() -> None:
 
     async def body() -> None:
         log = make(Stuck(SystemClock()))
-        under_way = log.propose_nowait(add("a", 1))
+        under_way = proposed(log, add("a", 1))
         for _ in range(10):
             await asyncio.sleep(0)
-        waiting = log.propose_nowait(add("b", 1))
+        waiting = proposed(log, add("b", 1))
         await log.aclose()
         with pytest.raises(Unknown):
             await under_way
         with pytest.raises(Closed):
             await waiting
         with pytest.raises(Closed):
-            log.propose_nowait(add("c", 1))
+            proposed(log, add("c", 1))
 
     run(body())
 
@@ -529,3 +535,141 @@ def test_readers_that_catch_up_during_appends_see_every_command_once() -> None:
         assert log.state == {"a": 200}
 
     run(body())
+
+
+def test_f515_a_proposal_cancelled_while_its_refusal_is_read_leaves_the_log_usable() -> None:
+    class Slow(MemoryConsensus):
+        gate: asyncio.Event | None = None
+
+        async def read(self, *args: Any, **kwargs: Any) -> Any:
+            if self.gate is not None:
+                await self.gate.wait()
+            return await super().read(*args, **kwargs)
+
+    async def body() -> None:
+        consensus = Slow(SystemClock())
+        log = make(consensus)
+        await log.propose(add("a", 1))
+
+        def refuses(_: State) -> None:
+            raise Conflict("withdrawn")
+
+        consensus.gate = asyncio.Event()
+        refused = asyncio.ensure_future(log.propose(add("a", 1), check=refuses))
+        await asyncio.sleep(0.01)
+        refused.cancel()
+        following = asyncio.ensure_future(log.propose(add("a", 1)))
+        late = proposed(log, add("a", 1))
+        await asyncio.sleep(0.01)
+        consensus.gate.set()
+        consensus.gate = None
+        assert {await following, (await late).position} == {1, 2}
+        assert log.state == {"a": 3} and log.broken is None
+
+    run(body())
+
+
+def test_f515_a_fault_of_any_type_in_an_append_fails_that_append_and_the_log_goes_on() -> None:
+    class Odd(MemoryConsensus):
+        broken = False
+
+        async def append(self, *args: Any, **kwargs: Any) -> LogHead:
+            if self.broken:
+                raise ZeroDivisionError("a bug")
+            return await super().append(*args, **kwargs)
+
+    async def body() -> None:
+        consensus = Odd(SystemClock())
+        log = make(consensus)
+        await log.propose(add("a", 1))
+        consensus.broken = True
+        first, waiting = proposed(log, add("a", 1)), asyncio.ensure_future(log.propose_from(lambda _: add("a", 1)))
+        with pytest.raises(Unknown):
+            await first
+        with pytest.raises(Unavailable, match="ZeroDivisionError"):
+            await waiting
+        consensus.broken = False
+        await log.propose(add("a", 1))
+        assert log.state == {"a": 2} and log.broken is None
+
+    run(body())
+
+
+class Step(NamedTuple):
+    """One proposal: of which kind, cancelled after how many turns of the loop (−1: never), lost how."""
+
+    kind: str
+    cancel_after: int
+    lose: str
+
+
+@given(
+    st.lists(
+        st.builds(
+            Step,
+            st.sampled_from(["plain", "late", "checked", "refused", "overdrawn", "catch_up", "rollup"]),
+            st.integers(-1, 8),
+            st.sampled_from(["", "", "", "before", "after", "unavailable"]),
+        ),
+        min_size=1,
+        max_size=30,
+    ),
+    st.integers(0, 3),
+)
+@settings(max_examples=300, deadline=None)
+def test_f515_cancellation_at_any_await_leaves_the_log_usable_and_counts_nothing_twice(
+    steps: list[Step], foreign_every: int
+) -> None:
+    async def body() -> None:
+        state = MemoryState()
+        consensus = Faulty(state)
+        log, other = make(consensus), make(MemoryConsensus(SystemClock(), state), seed=2)
+
+        def refuses(_: State) -> None:
+            raise Conflict("withdrawn")
+
+        def start(number: int, kind: str) -> asyncio.Future[Any]:
+            command = add(f"k{number}", 1)
+            if kind == "late":
+                return proposed(log, command)
+            calls: dict[str, Any] = {
+                "plain": lambda: log.propose(command),
+                "checked": lambda: log.propose(command, check=lambda _: None),
+                "refused": lambda: log.propose(command, check=refuses),
+                "overdrawn": lambda: log.propose(add(f"k{number}", -1)),
+                "catch_up": log.catch_up,
+                "rollup": log.rollup,
+            }
+            return asyncio.ensure_future(calls[kind]())
+
+        running: list[tuple[int, Step, asyncio.Future[Any]]] = []
+        for number, step in enumerate(steps):
+            if step.lose:
+                consensus.lose.append(step.lose)
+            running.append((number, step, start(number, step.kind)))
+            if step.cancel_after >= 0:
+                asyncio.get_running_loop().call_soon(_cancel_after, running[-1][2], step.cancel_after)
+            if foreign_every and number % foreign_every == 0:
+                await other.propose(add("foreign", 1))
+        outcomes = await asyncio.gather(*(future for _, _, future in running), return_exceptions=True)
+        consensus.lose.clear()
+        await log.propose(add("last", 1))
+        fresh = await make(MemoryConsensus(SystemClock(), state), seed=3).load()
+        assert fresh == log.state and fresh["last"] == 1 and log.broken is None
+        for (number, step, _), outcome in zip(running, outcomes, strict=True):
+            count = fresh.get(f"k{number}", 0)
+            assert count in (0, 1)
+            if step.kind in ("plain", "late", "checked") and not isinstance(outcome, BaseException):
+                assert count == 1
+            if step.kind in ("refused", "overdrawn"):
+                assert count == 0
+        await log.aclose()
+
+    run(body())
+
+
+def _cancel_after(future: asyncio.Future[Any], turns: int) -> None:
+    if turns <= 0:
+        future.cancel()
+    else:
+        asyncio.get_running_loop().call_soon(_cancel_after, future, turns - 1)

@@ -125,6 +125,52 @@ class ConsensusContract:
 
         run(body())
 
+    def test_a_register_is_dropped_at_its_version_only_and_counts_anew(self, open_client: OpenClient) -> None:
+        async def body() -> None:
+            async with clients(open_client, 2) as (one, two):
+                key, other = unique(), unique()
+                with pytest.raises(Conflict) as absent:
+                    await one.drop(key, 1)
+                assert absent.value.current is None
+                await one.cas(key, 0, b"a", "n1")
+                await one.cas(key, 1, b"b", "n2")
+                await one.cas(other, 0, b"stays", "n")
+                for expected in (1, 3):
+                    with pytest.raises(Conflict) as caught:
+                        await two.drop(key, expected)
+                    assert caught.value.current == Versioned(2, b"b", "n2")
+                with pytest.raises(Invalid):
+                    await two.drop(key, 0)
+                await two.drop(key, 2)
+                assert await one.head(key) is None and await two.head(key) is None
+                assert await one.scan(key) == []
+                with pytest.raises(Conflict) as gone:
+                    await one.cas(key, 2, b"c", "n3")
+                assert gone.value.current is None
+                assert await one.cas(key, 0, b"c", "n3") == Versioned(1, b"c", "n3")
+                assert await two.head(other) == Versioned(1, b"stays", "n")
+
+        run(body())
+
+    def test_of_racing_drops_and_writes_each_version_has_one_fate(self, open_client: OpenClient) -> None:
+        async def body() -> None:
+            async with clients(open_client, 4) as opened:
+                for _ in range(10):
+                    key = unique()
+                    await opened[0].cas(key, 0, b"a", "n1")
+                    ended = await asyncio.gather(
+                        opened[0].drop(key, 1),
+                        opened[1].cas(key, 1, b"b", "n2"),
+                        opened[2].drop(key, 1),
+                        opened[3].cas(key, 1, b"c", "n3"),
+                        return_exceptions=True,
+                    )
+                    won = [outcome for outcome in ended if not isinstance(outcome, Conflict)]
+                    assert len(won) == 1
+                    assert await opened[0].head(key) == won[0]
+
+        run(body())
+
     def test_registers_hold_up_to_their_limit_and_refuse_more(self, open_client: OpenClient) -> None:
         async def body() -> None:
             async with clients(open_client, 1) as (one,):

@@ -20,7 +20,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from tidemill.node.postgres import EmbeddedPostgres
+from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(600)]
 

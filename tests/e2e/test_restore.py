@@ -25,8 +25,8 @@ from test_e2e_demo import TABLES, ports, wait_until_ready
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.cli.demo.environment import Environment, prepare
+from tidemill.keeper.restore_plan import plan_of
 from tidemill.metastore.source import find_source
-from tidemill.node.restore_plan import plan_of
 from tidemill.objects.open import open_objects
 
 pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(600)]

@@ -16,6 +16,7 @@ import crc32c
 from tidemill.base.errors import Invalid
 from tidemill.objects.store import Buffer
 from tidemill.topics.front import (
+    BatchRef,
     CorruptBatch,
     Fetched,
     FetchRead,
@@ -25,6 +26,7 @@ from tidemill.topics.front import (
     PartitionOffsets,
     ProduceResult,
 )
+from tidemill.topics.times import first_at
 
 Fault = Callable[[str, int, bytes, bool], Exception | None]
 """(topic id, partition, batch, stored already?) → the error to answer with, or None."""
@@ -48,7 +50,9 @@ class FakeTopicLog:
         """(topic id, partition, first sequence) in call order."""
         self._arrived = asyncio.Event()
 
-    def produce_nowait(self, topic_id: str, partition: int, batch: Buffer) -> asyncio.Future[ProduceResult]:
+    def produce_nowait(
+        self, topic_id: str, partition: int, batch: Buffer, *, sender: object = None
+    ) -> asyncio.Future[ProduceResult]:
         future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
         data = bytes(batch)
         self.calls.append((topic_id, partition, struct.unpack_from(">i", data, 53)[0]))
@@ -152,7 +156,8 @@ class FakeTopicLog:
         for base, batch in zip(log.bases, log.batches, strict=True):
             max_ms = struct.unpack_from(">q", batch, 35)[0]
             if max_ms >= timestamp_ms:
-                return base, max_ms
+                count = struct.unpack_from(">i", batch, 57)[0]
+                return first_at(batch, BatchRef("", 0, len(batch), base, count, max_ms), timestamp_ms)
         return None
 
     def leader_of(self, topic_id: str, partition: int) -> str:

@@ -51,11 +51,13 @@ def produce_body(topic: str, parts: list[tuple[int, bytes | None]], *, acks: int
     return out
 
 
-def fetch_body(topic: str, partition: int, offset: int, *, max_wait_ms: int = 500, min_bytes: int = 1) -> bytes:
+def fetch_body(
+    topic: str, partition: int, offset: int, *, max_wait_ms: int = 500, min_bytes: int = 1, max_bytes: int = 1 << 20
+) -> bytes:
     """Fetch v4."""
-    out = struct.pack(">iiiib", -1, max_wait_ms, min_bytes, 1 << 20, 0)
+    out = struct.pack(">iiiib", -1, max_wait_ms, min_bytes, max_bytes, 0)
     out += struct.pack(">i", 1) + struct.pack(">h", len(topic)) + topic.encode()
-    return out + struct.pack(">iiqi", 1, partition, offset, 1 << 20)
+    return out + struct.pack(">iiqi", 1, partition, offset, max_bytes)
 
 
 def fields(schema: Any, **values: Any) -> Any:
@@ -134,8 +136,8 @@ def example(key: int, version: int, topic: str, topic_id: uuid.UUID) -> bytes:
 
 
 class RawClient:
-    def __init__(self, port: int, timeout_s: float = 10.0) -> None:
-        self.sock = socket.create_connection(("127.0.0.1", port), timeout_s)
+    def __init__(self, port: int, timeout_s: float = 10.0, source: str = "127.0.0.1") -> None:
+        self.sock = socket.create_connection(("127.0.0.1", port), timeout_s, source_address=(source, 0))
 
     def __enter__(self) -> RawClient:
         return self

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -16,12 +13,12 @@ from typing import Any
 import confluent_kafka as ck
 import pytest
 from harness import FakeBroker, RealBroker
+from processes import Process
 
 from tidemill.base.errors import Closed, Unavailable, Unknown
 from tidemill.objects.store import Buffer
 from tidemill.topics.front import NotLeader, ProduceResult, TopicLog
 
-HERE = Path(__file__).parent
 PARTITIONS = 2
 
 
@@ -117,13 +114,15 @@ class Faulty:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def produce_nowait(self, topic_id: str, partition: int, batch: Buffer) -> asyncio.Future[ProduceResult]:
+    def produce_nowait(
+        self, topic_id: str, partition: int, batch: Buffer, *, sender: object = None
+    ) -> asyncio.Future[ProduceResult]:
         self._calls += 1
         if self._calls % 11 == 5:
             refused: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
             refused.set_exception(NotLeader("moved."))
             return refused
-        future = self._inner.produce_nowait(topic_id, partition, batch)
+        future = self._inner.produce_nowait(topic_id, partition, batch, sender=sender)
         if self._calls % 11 != 9:
             return future
         lost: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
@@ -166,36 +165,6 @@ def test_restarts_under_load_lose_and_repeat_nothing(broker: RealBroker) -> None
     assert not thread.is_alive()
     assert failed == []
     assert stored(broker.address, "t", 1500) == sent
-
-
-class Process:
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self.port = 0
-        self.start()
-
-    def start(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "broker_process.py"), str(self._directory), str(self.port)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("listening"):
-                self.port = int(line.split()[1])
-                threading.Thread(target=self._drain, args=(self._process.stdout,), daemon=True).start()
-                return
-        raise AssertionError("the broker did not start")
-
-    @staticmethod
-    def _drain(stdout: Any) -> None:
-        for _ in stdout:
-            pass
-
-    def kill(self) -> None:
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait(10)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 import uuid
 from typing import Any
@@ -9,13 +10,16 @@ from typing import Any
 import pytest
 from harness import FakeBroker
 from kio.index import load_request_schema
-from raw import ZERO, RawClient, batch, encode, example, fetch_body, fields, nested, produce_body
+from raw import ZERO, RawClient, batch, decode, encode, example, fetch_body, fields, nested, produce_body, request_frame
 
+from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Invalid, TidemillError, Unavailable, Unknown
 from tidemill.kafka import KafkaSettings, errors
 from tidemill.kafka import request as request_module
-from tidemill.kafka.handlers import APIS
+from tidemill.kafka.handlers import APIS, k01_fetch
 from tidemill.kafka.schema import compiled
+from tidemill.kafka.topic_cache import TopicCache
+from tidemill.metastore.catalogue import PipelineRow
 
 ALL_TOPICS = b"\xff\xff\xff\xff"
 
@@ -77,6 +81,54 @@ def test_every_version_is_answered_without_error_and_readable(
         if key == 19:
             removed = client.ask(20, 1, encode(load_request_schema(20, 1)(topic_names=("made",), timeout=ZERO)))
             assert code(removed) == 0
+
+
+class Panic(BaseException):
+    """As native code raises them: no Exception."""
+
+
+@pytest.mark.parametrize(
+    ("key", "version"), [place for place in EVERY if place[0] not in (0, 18)], ids=lambda n: str(n)
+)
+def test_f209_a_fault_of_any_type_ends_its_request_and_not_the_connection(
+    shared: FakeBroker, monkeypatch: pytest.MonkeyPatch, key: int, version: int
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise Panic("nobody listed this")
+
+    name = f"f-{key}-{version}"
+    row = shared.create_topic(name, 1)
+    with RawClient(shared.port) as client:
+        client.ask(3, 1, ALL_TOPICS)
+        body = example(key, version, name, uuid.UUID(row.topic_id))
+        with monkeypatch.context() as planted:
+            planted.setattr(request_module, "encode_response", strict)
+            planted.setattr(request_module, "encoded", broken)
+            planted.setattr(k01_fetch, "_fetch", broken)
+            answer = client.ask(key, version, body)
+        assert code(answer) == (errors.REQUEST_TIMED_OUT if key == 1 else errors.UNKNOWN_SERVER_ERROR)
+        assert code(client.ask(18, 0, b"")) == 0, "the same connection"
+
+
+def test_no_client_makes_partitions_beyond_the_limit_in_all() -> None:
+    broker = FakeBroker(KafkaSettings(partitions_max=10, default_partitions=4))
+    try:
+        schema = load_request_schema(19, 4)
+        element = nested(schema, "topics")
+
+        def create(name: str, partitions: int) -> int:
+            new = element(name=name, num_partitions=partitions, replication_factor=1, assignments=(), configs=())
+            with RawClient(broker.port) as client:
+                return int(client.ask(19, 4, encode(schema(topics=(new,), timeout=ZERO))).topics[0].error_code)
+
+        assert create("one", 7) == 0
+        assert create("two", 4) == errors.POLICY_VIOLATION
+        with RawClient(broker.port) as client:
+            answer = client.ask(3, 1, struct.pack(">ih", 1, 3) + b"new")
+            assert int(answer.topics[0].error_code) == errors.UNKNOWN_TOPIC_OR_PARTITION
+        assert create("two", 3) == 0
+    finally:
+        broker.close()
 
 
 def test_metadata_creates_a_missing_topic_with_the_default_partitions(fake_broker: FakeBroker) -> None:
@@ -187,10 +239,10 @@ def test_a_fault_of_ours_in_one_partition_leaves_the_others_their_answers(
     fake_broker.create_topic("t", 3)
     inner = fake_broker.topics.produce_nowait
 
-    def broken(topic_id: str, partition: int, data: Any) -> Any:
+    def broken(topic_id: str, partition: int, data: Any, **more: Any) -> Any:
         if partition == 1:
             raise RuntimeError("bug")
-        return inner(topic_id, partition, data)
+        return inner(topic_id, partition, data, **more)
 
     monkeypatch.setattr(fake_broker.topics, "produce_nowait", broken)
     with RawClient(fake_broker.port) as client:
@@ -300,15 +352,19 @@ def test_offset_commits_of_members_are_refused_and_simple_ones_kept(fake_broker:
         ]
 
 
-def test_topics_of_capture_cannot_be_deleted(fake_broker: FakeBroker) -> None:
+def test_f213_a_topic_in_use_is_not_deleted_by_a_client(fake_broker: FakeBroker) -> None:
     fake_broker.create_topic("orders", 1, kind="capture")
+    fake_broker.create_topic("clicks", 1)
+    fake_broker.portal.call(fake_broker.catalogue.put(PipelineRow("p", {"clicks": "topic:clicks"})))
     with RawClient(fake_broker.port) as client:
-        body = encode(load_request_schema(20, 5)(topic_names=("orders", "none"), timeout=ZERO))
+        body = encode(load_request_schema(20, 5)(topic_names=("orders", "clicks", "none"), timeout=ZERO))
         answer = client.ask(20, 5, body)
         assert [int(r.error_code) for r in answer.responses] == [
-            errors.TOPIC_AUTHORIZATION_FAILED,
+            errors.POLICY_VIOLATION,
+            errors.POLICY_VIOLATION,
             errors.UNKNOWN_TOPIC_OR_PARTITION,
         ]
+        assert "pipeline:p" in answer.responses[1].error_message
 
 
 CREATE_REFUSALS: list[tuple[dict[str, Any], int]] = [
@@ -318,6 +374,11 @@ CREATE_REFUSALS: list[tuple[dict[str, Any], int]] = [
     ({"replication_factor": 0}, errors.INVALID_REPLICATION_FACTOR),
     ({"name": "taken"}, errors.TOPIC_ALREADY_EXISTS),
     ({"configs": (("no.such", "1"),)}, errors.INVALID_CONFIG),
+    ({"configs": (("cleanup.policy", "compact"),)}, errors.INVALID_CONFIG),
+    ({"configs": (("retention.ms", "a week"),)}, errors.INVALID_CONFIG),
+    ({"configs": (("retention.ms", "-2"),)}, errors.INVALID_CONFIG),
+    ({"configs": (("max.message.bytes", "1000000000"),)}, errors.INVALID_CONFIG),
+    ({"configs": (("min.insync.replicas", "2"),)}, errors.INVALID_CONFIG),
 ]
 
 
@@ -376,6 +437,9 @@ def test_every_kind_of_error_has_a_retriable_or_honest_code() -> None:
         front.OutOfOrderSequence: errors.OUT_OF_ORDER_SEQUENCE_NUMBER,
         front.InvalidProducerEpoch: errors.INVALID_PRODUCER_EPOCH,
         front.CorruptBatch: errors.CORRUPT_MESSAGE,
+        front.InvalidRecords: errors.INVALID_RECORD,
+        front.BatchTooLarge: errors.MESSAGE_TOO_LARGE,
+        front.BadBatch: errors.KAFKA_STORAGE_ERROR,
         front.OffsetOutOfRange: errors.OFFSET_OUT_OF_RANGE,
     }
     assert {kind: errors.code_of(kind("x")) for kind in expected} == expected
@@ -388,5 +452,50 @@ def test_a_fault_of_ours_counts_as_an_unknown_outcome() -> None:
     assert errors.code_of(Unavailable("x")) != errors.code_of(Invalid("x"))
 
 
-def test_no_code_of_the_table_is_one_that_loses_messages() -> None:
-    assert not {code for _, code in errors._CODES} & {-1, 10, 59, 87, 89}
+def test_only_a_batch_that_can_never_be_stored_gets_a_code_that_loses_messages() -> None:
+    from tidemill.topics import front
+
+    losing = {kind for kind, code in errors._CODES if code in (-1, 10, 59, 87, 89)}
+    assert losing == {front.InvalidRecords, front.BatchTooLarge}
+
+
+def test_a_hundred_requests_for_all_topics_share_a_few_readings_of_the_catalogue(
+    fake_broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_broker.create_topic("t", 1)
+    readings = 0
+    whole = fake_broker.catalogue.list
+
+    async def counted(kind: Any, **more: Any) -> Any:
+        nonlocal readings
+        readings += 1
+        await asyncio.sleep(0.05)
+        return await whole(kind, **more)
+
+    monkeypatch.setattr(fake_broker.catalogue, "list", counted)
+    with RawClient(fake_broker.port) as client:
+        client.sock.sendall(b"".join(request_frame(3, 1, i, ALL_TOPICS) for i in range(100)))
+        for i in range(100):
+            correlation_id, data = client.receive()
+            assert correlation_id == i
+            assert [topic.name for topic in decode(3, 1, data).topics] == ["t"]
+    assert readings < 20
+
+
+def test_a_reading_of_the_catalogue_that_failed_fails_all_who_shared_it() -> None:
+    class Down:
+        readings = 0
+
+        async def list(self, kind: Any) -> Any:
+            self.readings += 1
+            await asyncio.sleep(0.01)
+            raise Unavailable("away.")
+
+    async def scenario() -> None:
+        catalogue = Down()
+        cache = TopicCache(catalogue, SystemClock())  # type: ignore[arg-type]
+        found = await asyncio.gather(*(cache.refresh() for _ in range(20)), return_exceptions=True)
+        assert all(isinstance(each, Unavailable) for each in found)
+        assert catalogue.readings <= 2
+
+    asyncio.run(scenario())

@@ -148,6 +148,7 @@ def test_kio_reads_our_produce_responses(version: int, data: st.DataObject) -> N
         int64s,
         int64s,
         st.none() | names,
+        st.lists(st.tuples(st.integers(0, 2**31 - 1), names), max_size=3).map(tuple),
     )
     topics = data.draw(st.lists(st.tuples(ids if version >= 13 else names, st.lists(answers, max_size=3)), max_size=3))
     raw = bytes(produce.encode(topics, version))

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from raw import RawClient, batch, decode, example, fetch_body, produce_body, request_frame
 
+from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Invalid
 from tidemill.kafka import KafkaSettings, errors
 from tidemill.kafka.handlers import APIS, k00_produce
@@ -64,7 +65,7 @@ def test_produce_reserves_every_batch_in_order_before_any_await() -> None:
         topics = FakeTopicLog()
         cache = TopicCache(None, None)  # type: ignore[arg-type]
         cache.learn(TopicRow("t", "id", 3))
-        context: Any = type("Context", (), {"topics": topics, "cache": cache})()
+        context: Any = type("Context", (), {"topics": topics, "cache": cache, "clock": SystemClock()})()
         before = len(asyncio.all_tasks())
         for first in (0, 3):
             parts = [(p, sequence(first + p)) for p in range(3)]
@@ -185,7 +186,9 @@ class Gated(FakeTopicLog):
         self.gate = asyncio.Event()
         self.waiting: list[tuple[asyncio.Future[ProduceResult], str, int, Buffer]] = []
 
-    def produce_nowait(self, topic_id: str, partition: int, batch: Buffer) -> asyncio.Future[ProduceResult]:
+    def produce_nowait(
+        self, topic_id: str, partition: int, batch: Buffer, *, sender: object = None
+    ) -> asyncio.Future[ProduceResult]:
         future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
         self.waiting.append((future, topic_id, partition, batch))
         return future

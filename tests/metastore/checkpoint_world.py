@@ -12,6 +12,7 @@ from memory_rows import Shared, opener
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.marks import Tracker
 from tidemill.consensus.memory import MemoryConsensus
+from tidemill.keeper.checkpoint import checkpointer
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.metastore.checkpoint import Checkpointer
 from tidemill.metastore.cluster import Cluster, domain_name
@@ -19,7 +20,6 @@ from tidemill.metastore.domain import Domain
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.presence import ClusterManifest, Presence
 from tidemill.metastore.rows import BINDINGS, EXTENTS, PARTITIONS, SHARD_BATCHES, SHARDS, TOPICS
-from tidemill.node.checkpoint import checkpointer
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.checkpoint import assemble, decode_header
 from tidemill.shards.codec import decode_batch
@@ -27,7 +27,7 @@ from tidemill.shards.compaction import compact_once
 from tidemill.shards.front import DIFF, TIME, Binding, Column, ShardSchema
 from tidemill.shards.handle import LogShard
 from tidemill.shards.open import open_remap, open_shard
-from tidemill.shards.remap import LogRemap, decode_binding
+from tidemill.shards.remap import LogRemap, decode_binding, decode_stored
 from tidemill.shards.state import ShardState, check_whole
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.log import LocalTopics
@@ -206,7 +206,9 @@ class Restored:
             self.partitions[row.topic_id, row.partition] = partition_state(row, family_rows(EXTENTS, mine))
         self.bindings: dict[str, list[Binding]] = {}
         for row in family_rows(BINDINGS, rows):
-            self.bindings.setdefault(row.source, []).append(decode_binding(row.binding))
+            found = self.bindings.setdefault(row.source, [])
+            if found or not decode_stored(row.binding).back:  # as a restore passes those by
+                found.append(decode_binding(row.binding, found[-1] if found else None))
         self.shards: dict[str, ShardState] = {}
         for row in family_rows(SHARDS, rows):
             mine = {k: v for k, v in rows.items() if k.startswith(SHARD_BATCHES.prefix(row.name))}

@@ -112,6 +112,12 @@ class MemoryRows:
         self._check()
         return self._shared.seqno
 
+    def trouble(self) -> str:
+        return ""
+
+    async def until_ended(self) -> None:
+        await asyncio.Event().wait()
+
     async def aclose(self) -> None:
         self._closed = True
 

@@ -22,7 +22,8 @@ def test_a_broken_round_is_told_to_its_callers_and_to_those_who_joined_the_next(
             if rounds == 1:
                 raise RuntimeError("a bug")
 
-        barrier = Barrier(break_first, "b")
+        told_owner: list[str] = []
+        barrier = Barrier(break_first, "b", lambda name, error: told_owner.append(f"{name}: {error}"))
         early = asyncio.ensure_future(barrier.passed())
         await asyncio.sleep(0.01)
         late = asyncio.ensure_future(barrier.passed())
@@ -33,7 +34,7 @@ def test_a_broken_round_is_told_to_its_callers_and_to_those_who_joined_the_next(
                 with pytest.raises(Closed, match="broke"):
                     await told
             await barrier.passed()
-        assert rounds == 2
+        assert rounds == 2 and told_owner == ["b: a bug"]
         await barrier.aclose()
 
     asyncio.run(body())

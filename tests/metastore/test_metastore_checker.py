@@ -12,6 +12,9 @@ from checkpoint_world import World, damage, keys, persisted
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Missing
 from tidemill.consensus.memory import MemoryConsensus
+from tidemill.keeper import deep_check as deep_check_module
+from tidemill.keeper.deep_check import Checked, deep_check
+from tidemill.keeper.rowcheck import check_rows
 from tidemill.metastore.catalogue import CaptureRow, PipelineRow, TableSnapshot
 from tidemill.metastore.checker import Checker
 from tidemill.metastore.rows import (
@@ -26,9 +29,6 @@ from tidemill.metastore.rows import (
     TOPICS,
 )
 from tidemill.metastore.rows.topics import TopicIdRow
-from tidemill.node import deep_check as deep_check_module
-from tidemill.node.checks import check_rows
-from tidemill.node.deep_check import Checked, deep_check
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.front import DIFF, TIME
 
@@ -404,7 +404,7 @@ def test_a_shard_whose_log_is_unreadable_is_named() -> None:
 
 def test_a_cluster_replaced_in_its_bucket_is_told() -> None:
     async def body(world: World) -> None:
-        from tidemill.node.restore import Restorer
+        from tidemill.keeper.restore import Restorer
 
         await persisted(world, 2)
         await Restorer(MemoryConsensus(world.clock), world.objects, world.clock, world.rand).run()

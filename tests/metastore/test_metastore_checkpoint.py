@@ -11,13 +11,13 @@ from checkpoint_world import Restored, Rows, World, family_rows, rows_of
 from tidemill.base.errors import Corrupt, Fenced, Unavailable, Unknown
 from tidemill.base.limits import METASTORE_BATCH_ROWS
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.kafka.group_offsets import Committed, GroupOffsets
 from tidemill.metastore import checkpoint
 from tidemill.metastore.checkpoint import Checkpointer, Group, packed, slot_of
 from tidemill.metastore.cluster import domain_of
 from tidemill.metastore.rows import CHECKPOINTS, EXTENTS, GROUP_OFFSETS, PARTITIONS, SHARD_BATCHES
 from tidemill.shards.compaction import compact_once
 from tidemill.topics.checkpoint import PartitionFollower
+from tidemill.topics.group_offsets import Committed, GroupOffsets
 from tidemill.topics.partition.replay import catch_up, partition_log
 from tidemill.topics.partition.state import PartitionState
 from tidemill.topics.restore import restore_partition

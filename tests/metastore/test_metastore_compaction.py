@@ -255,7 +255,7 @@ def test_level_sizes_converge() -> None:
         levels = database.version.levels
         assert len(levels[0]) < SMALL.l0_compact and len(levels) >= 4
         for level in range(1, len(levels)):
-            size_bytes = database.version.level_bytes(level)
+            size_bytes = sum(file.size_bytes for file in levels[level])
             assert size_bytes < target_bytes(level, SMALL) or level == SMALL.levels - 1
         stats = database.stats()
         assert stats.merges > 10 and 1 < stats.write_amplification < 40
@@ -524,8 +524,10 @@ def test_a_database_outlives_its_workers_deaths(tmp_path: Path) -> None:
         merger = ChoosingMerger(InlineMerger(world.objects, options, world.clock), worker, options)
         database = await open_with(world, merger)
         killed: set[int] = set()
-        for n in range(24):
-            await flushed(world, database, numbered(range(n, 200), f"{n}-"))
+        for n in range(400):
+            if n >= 24 and len(killed) == 2:
+                break  # on a busy machine a worker takes long to come
+            await flushed(world, database, numbered(range(n % 150, 200), f"{n}-"))
             if worker.pid is not None and len(killed) < 2 and worker.pid not in killed:
                 killed.add(worker.pid)
                 os.kill(worker.pid, signal.SIGKILL)

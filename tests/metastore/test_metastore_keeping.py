@@ -11,10 +11,10 @@ from checkpoint_world import World, damage, keys, manifest_of, persisted
 
 from tidemill.base.errors import Fenced, Invalid, Missing
 from tidemill.consensus.memory import MemoryConsensus
+from tidemill.keeper.machine import Keeping, check_bucket
+from tidemill.keeper.restore import Restorer
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.presence import ALIVE_PREFIX, CLUSTER_PREFIX, newest_manifest, signs_of_life
-from tidemill.node.keeping import Keeping, check_bucket
-from tidemill.node.restore import Restorer
 
 
 def run(body: Callable[[World], Awaitable[None]], domains: int = 1) -> None:

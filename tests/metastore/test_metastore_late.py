@@ -11,13 +11,13 @@ from checkpoint_world import Restored, Rows, World, family_rows, rows_of
 
 from tidemill.base.errors import Corrupt, Invalid, TidemillError, Unavailable
 from tidemill.base.limits import METASTORE_VALUE_BYTES
-from tidemill.kafka.group_offsets import Committed, GroupOffsets
 from tidemill.metastore import checkpoint
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.metastore.checkpoint import Checkpointer, Unit
 from tidemill.metastore.rows import CHECKPOINTS, GROUP_OFFSETS, PARTITIONS
 from tidemill.shards.machine import shard_log
 from tidemill.shards.remap import log_name
+from tidemill.topics.group_offsets import Committed, GroupOffsets
 from tidemill.topics.partition.idempotence import Producer, Remembered
 from tidemill.topics.partition.replay import partition_log
 from tidemill.topics.partition.rowform import partition_row, producers_of

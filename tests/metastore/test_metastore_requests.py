@@ -452,8 +452,8 @@ def test_the_position_of_another_life_of_the_domain_is_not_taken_for_this_log() 
 
 
 def test_layouts_are_the_ones_drawn() -> None:
-    request = Request("n", [(b"k", b"v")], {b"k": 3})
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), strict=False) == ["n", [[b"k", b"v"]], {b"k": 3}]
+    request = Request("n", [(b"k", b"v")], {b"k": 3}, 9)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), strict=False) == ["n", [[b"k", b"v"]], {b"k": 3}, 9]
     conflict = Conflict("stale", current={b"k": None})
     reply = refusal("n", conflict)
     assert msgspec.to_builtins(reply, builtin_types=(bytes,)) == ["n", 1, 0, [(b"k", -1, b"")], "stale"]
@@ -489,5 +489,62 @@ def test_a_flush_that_finds_no_room_is_begun_once(monkeypatch: pytest.MonkeyPatc
         await follower.flush(20)
         await follower.commit([(b"a", b"2")])
         assert refused < 0 and flushes == 1
+
+    run(body, DomainWorld())
+
+
+def test_f516_a_request_that_nobody_executed_in_time_is_refused_by_the_leader_that_comes_later() -> None:
+    """Its process heard Unknown and may be gone; the leader of tomorrow must not do the work of today."""
+
+    async def body(world: DomainWorld) -> None:
+        consensus = await world.client()
+        now_ms = world.clock.now_ms()
+        asked = [
+            Request("old", [(b"a", b"old")], {}, now_ms - 1),
+            Request("young", [(b"b", b"young")], {}, now_ms + 600_000),
+            Request("flush", [], {}, now_ms - 1),
+            Request("ageless", [(b"c", b"ageless")], {}),
+        ]
+        await consensus.append(REQUESTS, 0, 0, [msgspec.msgpack.encode(request) for request in asked], "n")
+        leader = await world.node()
+
+        async def replies() -> dict[str, Reply]:
+            found = await consensus.read(REPLIES, 0)
+            decoded = [msgspec.msgpack.decode(record.data, type=Reply) for record in found.records]
+            return {reply.nonce: reply for reply in decoded}
+
+        async with asyncio.timeout(20):
+            while len(await replies()) < 3:
+                await asyncio.sleep(0.02)
+        told = await replies()
+        assert isinstance(outcome(told["old"]), Unavailable) and "not be" in told["old"].text
+        assert isinstance(outcome(told["young"]), int) and isinstance(outcome(told["ageless"]), int)
+        assert "flush" not in told
+        assert await rows_of(leader) == {b"b": b"young", b"c": b"ageless"}
+        # The position moved past them all: they are gone from the log for good.
+        async with asyncio.timeout(20):
+            while (await consensus.log_head(REQUESTS)).start < len(asked):
+                await asyncio.sleep(0.02)
+
+    run(body, DomainWorld())
+
+
+def test_requests_that_cannot_be_sent_are_bounded_and_one_more_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Away(MemoryConsensus):
+        async def append(self, log: str, *args: Any, **kwargs: Any) -> LogHead:
+            if log == REQUESTS:
+                await asyncio.Event().wait()
+            return await super().append(log, *args, **kwargs)
+
+    monkeypatch.setattr(requests_module, "UNSENT_MAX", 20)
+
+    async def body(world: DomainWorld) -> None:
+        tool = await world.node(FOLLOWS, consensus=Away(world.clock, world.memory))
+        asking = [asyncio.ensure_future(tool.commit([(b"k%d" % n, b"v")])) for n in range(50)]
+        done, waiting = await asyncio.wait(asking, timeout=1)
+        assert done and all(isinstance(task.exception(), Unavailable) for task in done)
+        assert len(waiting) <= 20 + requests_module.APPEND_REQUESTS
+        for task in asking:
+            task.cancel()
 
     run(body, DomainWorld())

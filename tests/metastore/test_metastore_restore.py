@@ -17,7 +17,7 @@ from tidemill.base.errors import Corrupt, Fenced, Invalid, Missing, Unknown
 from tidemill.consensus.api import LogHead, Versioned
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.open import open_consensus
-from tidemill.kafka.group_offsets import Committed, GroupOffsets
+from tidemill.keeper.restore import Restorer
 from tidemill.metastore import domain
 from tidemill.metastore.catalogue import CaptureRow, Catalogue, TableSnapshot, TopicRow
 from tidemill.metastore.cluster import read_cluster
@@ -26,12 +26,12 @@ from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.presence import ALIVE_PREFIX, CLUSTER_PREFIX, Presence, newest_manifest
 from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.metastore.rows.groups import GroupOffsetRow
-from tidemill.node.restore import Restorer
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.open import open_objects
 from tidemill.shards.open import open_remap, open_shard
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.front import FetchRead, InvalidProducerEpoch, OutOfOrderSequence
+from tidemill.topics.group_offsets import Committed, GroupOffsets
 from tidemill.topics.leadership import Membership, NodeInfo
 from tidemill.topics.log import LocalTopics
 

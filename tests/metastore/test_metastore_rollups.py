@@ -92,7 +92,7 @@ def test_a_state_that_cannot_be_rolled_up_ends_no_term() -> None:
             while consensus.tried <= number:
                 await asyncio.sleep(0.001)
         await asyncio.sleep(0)
-        assert domain.term == term and domain.trouble is None
+        assert domain.term == term and domain.failed is None
         await domain.aclose()
 
     async def bounded() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import NoneType, UnionType
 from typing import Any
 
 import msgspec
@@ -50,6 +51,8 @@ def value_of(kind: Any) -> st.SearchStrategy[Any]:
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return st.builds(kind, *(value_of(field.type) for field in msgspec.structs.fields(kind)))
     arguments = kind.__args__
+    if isinstance(kind, UnionType):
+        return st.one_of(*(st.none() if each is NoneType else value_of(each) for each in arguments))
     if kind.__origin__ is dict:
         return st.dictionaries(value_of(arguments[0]), value_of(arguments[1]), max_size=2)
     if arguments[-1] is Ellipsis:

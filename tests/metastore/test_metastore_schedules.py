@@ -118,7 +118,7 @@ class Life:
         self.reads += 1
 
     async def run(self) -> None:
-        async with Tasks() as tasks:
+        async with Tasks(print) as tasks:
             reading = [tasks.spawn(self.read(), name=f"reader {number}") for number in range(3)]
             await self.write()
             await asyncio.gather(*reading)

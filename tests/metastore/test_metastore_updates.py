@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import msgspec
 import pytest
@@ -29,6 +30,10 @@ from tidemill.metastore.state import DomainState, PersistedManifest, VolatileBat
 from tidemill.metastore.writing import measured
 
 UUID = "6a4b"
+
+
+def proposed(log: StateLog[Any], command: bytes) -> asyncio.Future[Any]:
+    return log.propose_late_nowait(lambda _: command)
 
 
 def do(state: DomainState, command: Command, position: int, term: int = 1) -> None:
@@ -326,8 +331,8 @@ def test_a_refused_update_is_a_no_op_everywhere_and_its_proposer_is_told() -> No
         leader, follower = make(consensus), make(consensus)
         await leader.lead(1)
         await leader.propose(encode_command(SetDomainUuid(UUID)))
-        ours = leader.propose_nowait(encode_command(write((b"a", b"1"))))
-        stale = leader.propose_nowait(encode_command(write((b"a", b"2"), uuid="old")))
+        ours = proposed(leader, encode_command(write((b"a", b"1"))))
+        stale = proposed(leader, encode_command(write((b"a", b"2"), uuid="old")))
         assert (await ours).position == 1
         with pytest.raises(Conflict, match="another domain"):
             await stale

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,10 @@ from tidemill.metastore.state import DomainState, PersistedManifest, VolatileBat
 
 UUID = "6a4b"
 LOG = "metastore/main"
+
+
+def proposed(log: StateLog[Any], command: bytes) -> asyncio.Future[Any]:
+    return log.propose_late_nowait(lambda _: command)
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
@@ -60,7 +65,7 @@ class Machine:
     async def fill(self, position: int) -> None:
         """Until the next record stands at `position`: with updates that are refused, so that they change nothing."""
         refused = encode_command(write((b"x", b"x"), uuid="nobody"))
-        futures = [self.leader.propose_nowait(refused) for _ in range(position - self.leader.position)]
+        futures = [proposed(self.leader, refused) for _ in range(position - self.leader.position)]
         outcomes = await asyncio.gather(*futures, return_exceptions=True)
         assert all(isinstance(outcome, Conflict) for outcome in outcomes) and self.leader.position == position
 

@@ -16,6 +16,7 @@ from tidemill.base.marks import Tracker
 from tidemill.base.tasks import Tasks
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus
+from tidemill.consensus.statelog import StateLog
 from tidemill.metastore.codec import decode_command, encode_command
 from tidemill.metastore.commands import PersistManifest, ResetManifest, SetDomainUuid
 from tidemill.metastore.domain import Domain
@@ -28,6 +29,10 @@ from tidemill.metastore.state import DomainState, PersistedManifest, check_state
 from tidemill.metastore.writing import ROOM_WAIT_S
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.store import Buffer
+
+
+def proposed(log: StateLog[Any], command: bytes) -> asyncio.Future[Any]:
+    return log.propose_late_nowait(lambda _: command)
 
 
 class Trouble(MemoryConsensus):
@@ -449,7 +454,7 @@ def test_a_refused_batch_changes_nothing_and_its_client_and_leader_are_told() ->
         leader = await world.node()
         old = leader._leader
         assert old is not None
-        reset = leader._log.propose_nowait(encode_command(ResetManifest("renamed", None)))
+        reset = proposed(leader._log, encode_command(ResetManifest("renamed", None)))
         with pytest.raises(Fenced, match=r"refused|not lead"):
             await leader.commit([(b"a", b"1")])
         await reset
@@ -617,7 +622,7 @@ def test_the_loop_turns_while_a_long_buffer_is_replayed(monkeypatch: pytest.Monk
             await first.commit([(b"%06d" % i, b"v")])
         await first.aclose()
         monkeypatch.setattr(Database, "apply", counted)
-        async with Tasks() as tasks:
+        async with Tasks(print) as tasks:
             tasks.spawn(turn(), name="turn")
             second = await world.node()
             assert await second.get(b"%06d" % (3 * REPLAY_ROWS - 1)) == b"v"

@@ -1,112 +1,267 @@
-"""The binder of stream topics: it outlives a catalogue that is away, and its tasks follow the topics there are."""
+"""The binder of stream topics: woken by appends, silent when nothing moves, and one topic's fault is that topic's."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from tidemill.base.clock import SystemClock
-from tidemill.base.errors import Conflict, Corrupt, Unavailable
+import pytest
+
+from tidemill.base import tasks
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import Corrupt, Unavailable
+from tidemill.base.marks import Tracker
+from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.node.binder import Binder
+from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.front import Binding
+from tidemill.shards.remap import LogRemap
+from tidemill.topics.batch import Record, encode_batch
+from tidemill.topics.leadership import Alone
+from tidemill.topics.log import LocalTopics
+from tidemill.topics.reader import PartitionReaderImpl
+from tidemill.topics.settings import TopicSettings
 
-DEADLINE_S = 20
-
-
-class Topics:
-    """A catalogue, a reader and bindings, as much of them as a binder asks for."""
-
-    def __init__(self) -> None:
-        self.rows: list[TopicRow] = []
-        self.away = 0
-        self.broken: set[str] = set()
-        self.minted: dict[str, list[Binding]] = defaultdict(list)
-        self.asked: dict[str, int] = defaultdict(int)
-
-    async def list(self, _: type) -> list[TopicRow]:
-        if self.away:
-            self.away -= 1
-            raise Unavailable("the catalogue is away.")
-        return list(self.rows)
-
-    async def high_watermark(self, topic_id: str, partition: int) -> int:
-        self.asked[topic_id] += 1
-        if topic_id in self.broken:
-            self.broken.discard(topic_id)
-            raise Corrupt("a record cannot be read.")
-        return 7
-
-    async def open_remap(self, name: str) -> Any:
-        return Remap(self.minted[name])
+DEADLINE_S = 30
 
 
-class Remap:
-    def __init__(self, minted: list[Binding]) -> None:
-        self._minted = minted
-
-    async def latest(self) -> Binding | None:
-        return self._minted[-1] if self._minted else None
-
-    async def mint(self, binding: Binding) -> Binding:
-        if self._minted and binding.time_ms <= self._minted[-1].time_ms:
-            raise Conflict("another minter was first.")
-        self._minted.append(binding)
-        return binding
-
-
-async def until(condition: Any) -> None:
+async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while not condition():
             await asyncio.sleep(0.01)
 
 
-def bound(topics: Topics) -> Binder:
-    catalogue: Any = topics
-    return Binder(catalogue, catalogue, topics.open_remap, SystemClock(), discover_s=0.02)
+class Led:
+    """The topics room, as far as a binder asks: rows, and what this node leads."""
+
+    def __init__(self) -> None:
+        self.ends: dict[tuple[str, int], int] = {}
+
+    def watch(self, moved: Callable[[str, int], None], listed: Callable[[Mapping[str, TopicRow]], None]) -> None:
+        self.moved, self.listed = moved, listed
+
+    def high_watermark(self, topic_id: str, partition: int) -> int | None:
+        return self.ends.get((topic_id, partition))
+
+    def append(self, topic_id: str, partition: int, end: int) -> None:
+        self.ends[topic_id, partition] = end
+        self.moved(topic_id, partition)
 
 
-def test_topics_made_after_the_catalogue_was_away_get_their_time() -> None:
+class Elsewhere:
+    """Reads what other nodes lead."""
+
+    def __init__(self) -> None:
+        self.ends: dict[tuple[str, int], int] = {}
+        self.reads: Counter[str] = Counter()
+        self.broken: set[str] = set()
+
+    async def high_watermark(self, topic_id: str, partition: int) -> int:
+        self.reads[topic_id] += 1
+        if topic_id in self.broken:
+            raise Corrupt("a record cannot be read.")
+        return self.ends.get((topic_id, partition), 0)
+
+
+class World:
+    def __init__(self) -> None:
+        self.clock = SystemClock()
+        self.state = MemoryState()
+        self.tracker = Tracker()
+        self.elsewhere = Elsewhere()
+
+    def binder(self, led: Any) -> Binder:
+        async def remap(name: str) -> LogRemap:
+            return self.remap(name)
+
+        reader: Any = self.elsewhere
+        return Binder(led, lambda: reader, remap, self.clock, self.tracker)
+
+    def remap(self, name: str) -> LogRemap:
+        return LogRemap(MemoryConsensus(self.clock, self.state), name, self.clock, Rand())
+
+    async def bound(self, name: str = "a") -> list[Binding]:
+        return await self.remap(f"topic/{name}").after(-1)
+
+    async def ends_at(self, offsets: tuple[int, ...], name: str = "a") -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not (found := await self.bound(name)) or list(found[-1].offsets.values()) != [offsets]:
+                await asyncio.sleep(0.01)
+
+
+def rows(*found: TopicRow) -> dict[str, TopicRow]:
+    return {row.topic_id: row for row in found}
+
+
+def test_a_topic_gets_its_first_time_when_it_is_seen_and_the_next_when_it_moves() -> None:
     async def scenario() -> None:
-        topics = Topics()
-        topics.away = 3
-        binder = bound(topics)
+        world, led = World(), Led()
+        binder = world.binder(led)
         binder.start()
-        await until(lambda: topics.away == 0)
-        topics.rows.append(TopicRow("clicks", "id-1", 1))
-        await until(lambda: topics.minted["topic/clicks"])
-        assert topics.minted["topic/clicks"][0].offsets == {"id-1": (7,)}
+        world.elsewhere.ends["id", 1] = 7
+        led.listed(rows(TopicRow("a", "id", 2), TopicRow("captured", "c", 1, "capture")))
+        await world.ends_at((0, 7))
+        led.append("id", 0, 3)
+        await world.ends_at((3, 7))
+        led.append("c", 0, 3)
+        led.append("unknown", 0, 3)
+        reads, times = world.elsewhere.reads["id"], [b.time_ms for b in await world.bound()]
+        await asyncio.sleep(0.3)
+        assert [b.time_ms for b in await world.bound()] == times
+        assert world.elsewhere.reads["id"] == reads == 2, "what is led here is never read"
+        assert await world.bound("captured") == []
         await binder.aclose()
 
     asyncio.run(scenario())
 
 
-def test_a_topic_that_is_gone_is_bound_no_longer() -> None:
+def test_two_nodes_bind_what_each_leads_and_neither_reads_the_others() -> None:
     async def scenario() -> None:
-        topics = Topics()
-        topics.rows = [TopicRow("a", "id-a", 1), TopicRow("b", "id-b", 1), TopicRow("c", "id-c", 1, "capture")]
-        binder = bound(topics)
+        world, one, two = World(), Led(), Led()
+        binders = [world.binder(one), world.binder(two)]
+        for binder, led in zip(binders, (one, two), strict=True):
+            binder.start()
+            led.listed(rows(TopicRow("a", "id", 2)))
+        await world.ends_at((0, 0))
+        reads = world.elsewhere.reads["id"]
+        for n in range(1, 41):
+            one.append("id", 0, n)
+            two.append("id", 1, 2 * n)
+            await asyncio.sleep(0.005)
+        await world.ends_at((40, 80))
+        found = await world.bound()
+        for before, after in itertools.pairwise(found):
+            assert all(a <= b for a, b in zip(before.offsets["id"], after.offsets["id"], strict=True))
+        assert len(found) < 30, "paced"
+        assert world.elsewhere.reads["id"] == reads
+        for binder in binders:
+            await binder.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_what_a_dead_node_appended_is_bound_when_members_change() -> None:
+    async def scenario() -> None:
+        world, led = World(), Led()
+        binder = world.binder(led)
         binder.start()
-        await until(lambda: topics.asked["id-a"] and topics.asked["id-b"])
-        topics.rows = [TopicRow("b", "id-b", 1), TopicRow("a", "id-new", 1)]
-        await until(lambda: topics.asked["id-new"])
-        gone, kept = topics.asked["id-a"], topics.asked["id-b"]
-        await until(lambda: topics.asked["id-b"] > kept + 3)
-        assert topics.asked["id-a"] == gone
-        assert "topic/c" not in topics.minted
+        led.listed(rows(TopicRow("a", "id", 2)))
+        await world.ends_at((0, 0))
+        world.elsewhere.ends["id", 1] = 9  # durable, and its node died before it minted
+        binder.look_at_all()
+        await world.ends_at((0, 9))
         await binder.aclose()
 
     asyncio.run(scenario())
 
 
-def test_a_binder_that_failed_is_started_anew() -> None:
+def test_a_topic_that_is_gone_is_bound_no_longer_and_one_made_anew_is() -> None:
     async def scenario() -> None:
-        topics = Topics()
-        topics.rows, topics.broken = [TopicRow("a", "id-a", 1)], {"id-a"}
-        binder = bound(topics)
+        world, led = World(), Led()
+        binder = world.binder(led)
         binder.start()
-        await until(lambda: topics.minted["topic/a"])
+        led.listed(rows(TopicRow("a", "old", 1)))
+        led.append("old", 0, 5)
+        await world.ends_at((5,))
+        led.listed(rows(TopicRow("a", "new", 1)))
+        led.append("old", 0, 6)
+        led.append("new", 0, 1)
+        await until(lambda: binder._bound["new"].task is not None and binder._bound["new"].task.done())
+        last = (await world.bound())[-1]
+        assert last.offsets == {"old": (5,), "new": (1,)}
         await binder.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_f703_a_topic_whose_bindings_fail_is_told_and_heals_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(tasks, "LONGEST_PAUSE_S", 0.02)
+    monkeypatch.setattr(tasks.Restarts.__init__, "__defaults__", (0.01, 0.02, 20.0))
+
+    async def scenario() -> None:
+        world, led = World(), Led()
+        world.elsewhere.broken = {"bad"}
+        binder = world.binder(led)
+        binder.start()
+        led.listed(rows(TopicRow("bad", "bad", 1), TopicRow("a", "good", 1)))
+        led.append("good", 0, 4)
+        await world.ends_at((4,))
+        await until(lambda: world.tracker.failure("binding:topic/bad") is not None)
+        failure = world.tracker.failure("binding:topic/bad")
+        assert failure is not None and failure.parked and failure.error == "a record cannot be read."
+        world.elsewhere.broken.clear()
+        await world.ends_at((0,), "bad")
+        await until(lambda: world.tracker.failure("binding:topic/bad") is None)
+        await binder.aclose()
+
+    asyncio.run(scenario())
+
+
+class Counting(MemoryConsensus):
+    """Counts what is asked of partitions and bindings; refuses every append to bindings while `away`."""
+
+    asked = 0
+    away = False
+
+    async def _submit(self, op: Any) -> Any:
+        log = getattr(op, "log", "")
+        if log.startswith(("remap/", "partition/")):
+            self.asked += 1
+            if self.away and log.startswith("remap/") and type(op).__name__ == "Append":
+                raise Unavailable("consensus is away.")
+        return await super()._submit(op)
+
+
+class Rows:
+    def __init__(self, found: list[TopicRow]) -> None:
+        self._found = found
+
+    async def list(self, _: type) -> list[TopicRow]:
+        return self._found
+
+
+def test_thousands_of_idle_partitions_cost_nothing_and_one_that_moves_is_bound_at_once() -> None:
+    """On the real topics room: 650 topics of 4 partitions; the binder asks nothing of consensus while all are idle."""
+
+    async def scenario() -> None:
+        world = World()
+        consensus = Counting(world.clock, world.state)
+        found = [TopicRow(f"t{n}", f"id-{n}", 4) for n in range(650)]
+        catalogue: Any = Rows(found)
+        objects = MemoryObjects(world.clock)
+        topics = LocalTopics(
+            consensus, objects, catalogue, clock=world.clock, rand=Rand(), assignment=Alone(),
+            settings=TopicSettings(catalogue_poll_s=1.0),
+        )  # fmt: skip
+
+        async def remap(name: str) -> LogRemap:
+            return LogRemap(consensus, name, world.clock, Rand())
+
+        binder = Binder(topics, lambda: PartitionReaderImpl(consensus, objects), remap, world.clock, world.tracker)
+        binder.start()
+        await topics.start()
+        await until(lambda: len(binder._bound) == 650 and all(b.task and b.task.done() for b in binder._bound.values()))
+        consensus.asked = 0
+        began_s, cpu_s = time.monotonic(), time.process_time()
+        await asyncio.sleep(3.0)
+        share = (time.process_time() - cpu_s) / (time.monotonic() - began_s)
+        assert consensus.asked == 0
+        assert share < 0.02, f"{share:.3f} of a core"
+        consensus.away = True
+        batch = encode_batch([Record(None, b"v", (), 1000)])
+        await topics.produce_nowait("id-7", 2, batch)
+        await asyncio.sleep(0.1)
+        consensus.away = False
+        async with asyncio.timeout(DEADLINE_S):
+            while (await (await remap("topic/t7")).latest()).offsets["id-7"] != (0, 0, 1, 0):  # type: ignore[union-attr]
+                await asyncio.sleep(0.01)
+        await binder.aclose()
+        await topics.aclose()
 
     asyncio.run(scenario())

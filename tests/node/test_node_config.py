@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from tidemill.base.errors import Invalid
-from tidemill.node.config import load
+from tidemill.node.config import HttpSection, ShapesSection, load
+from tidemill.node.http_limits import HttpLimits
+from tidemill.node.served import http_limits, shape_settings
+from tidemill.shapes import ShapeSettings
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -70,3 +73,23 @@ def test_a_quote_in_a_variable_cannot_end_the_string_it_is_in(tmp_path: Path) ->
 def test_a_pipeline_file_is_found_beside_the_configuration(tmp_path: Path) -> None:
     path = write(tmp_path, "[pipeline.p]\nfile = 'p.py'\n")
     assert load(path, environ={}).pipeline["p"].file == str(tmp_path / "p.py")
+
+
+def test_shapes_and_http_are_set_by_the_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "tidemill.toml"
+    path.write_text(
+        '[shapes]\nsecret = "${SHAPES}"\nallowed_origins = ["https://shop.example"]\nmemory_mb = 7\nchunk_kb = 3\n'
+        "cache_live_s = 9\nbacklog_s = 2.5\n[http]\nper_address = 5\nheader_kb = 16\n"
+    )
+    config = load(path, environ={"SHAPES": "s3"})
+    settings = shape_settings(config.shapes)
+    assert (settings.secret, settings.allowed_origins) == ("s3", ("https://shop.example",))
+    assert (settings.memory_bytes, settings.limits.chunk_bytes) == (7 << 20, 3 << 10)
+    assert (settings.cache.live_s, settings.backlog.age_s) == (9, 2.5)
+    limits = http_limits(config.http)
+    assert (limits.per_address, limits.header_bytes) == (5, 16 << 10)
+    assert shape_settings(ShapesSection()) == ShapeSettings(), "defaults of both are one"
+    assert http_limits(HttpSection()) == HttpLimits()
+    path.write_text('[shapes]\nallowed_origins = ["shop.example"]\n')
+    with pytest.raises(Invalid, match="allowed_origins"):
+        load(path, environ={})

@@ -25,6 +25,10 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     asyncio.run(bounded())
 
 
+def broke(name: str, error: BaseException) -> None:
+    raise AssertionError(name) from error
+
+
 async def hello(request: Request) -> Response:
     return PlainTextResponse("hello")
 
@@ -44,7 +48,7 @@ async def fetch(port: int, path: str = "/") -> bytes:
 
 def test_port_zero_gives_a_free_port_that_answers_and_is_free_again_after_the_end() -> None:
     async def main() -> None:
-        server = HttpServer(app())
+        server = HttpServer(app(), on_failure=broke)
         port = await server.start()
         assert port == server.port > 0
         assert (await fetch(port)).endswith(b"hello")
@@ -52,7 +56,7 @@ def test_port_zero_gives_a_free_port_that_answers_and_is_free_again_after_the_en
         await server.aclose()
         with pytest.raises(OSError):
             await fetch(port)
-        again = HttpServer(app(), port=port)
+        again = HttpServer(app(), port=port, on_failure=broke)
         assert await again.start() == port
         assert (await fetch(port)).endswith(b"hello")
         await again.aclose()
@@ -62,17 +66,17 @@ def test_port_zero_gives_a_free_port_that_answers_and_is_free_again_after_the_en
 
 def test_a_taken_port_is_invalid_and_names_the_key() -> None:
     async def main() -> None:
-        first = HttpServer(app())
+        first = HttpServer(app(), on_failure=broke)
         port = await first.start()
         with pytest.raises(Invalid, match=r"key=node\.http"):
-            await HttpServer(app(), port=port).start()
+            await HttpServer(app(), port=port, on_failure=broke).start()
         assert (await fetch(port)).endswith(b"hello")
         await first.aclose()
         with socket.socket() as foreign:
             foreign.bind(("127.0.0.1", 0))
             foreign.listen()
             with pytest.raises(Invalid, match="Set node"):
-                await HttpServer(app(), port=foreign.getsockname()[1]).start()
+                await HttpServer(app(), port=foreign.getsockname()[1], on_failure=broke).start()
 
     run(main())
 
@@ -92,7 +96,7 @@ def test_a_stream_arrives_piece_by_piece_and_is_cancelled_when_the_client_goes()
 
             return StreamingResponse(pieces())
 
-        server = HttpServer(app(Route("/stream", stream)))
+        server = HttpServer(app(Route("/stream", stream)), on_failure=broke)
         port = await server.start()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -116,7 +120,7 @@ def test_many_held_requests_are_answered_and_the_end_does_not_wait_for_them() ->
             await gate.wait()
             return PlainTextResponse("released")
 
-        server = HttpServer(app(Route("/hold", hold)))
+        server = HttpServer(app(Route("/hold", hold)), on_failure=broke)
         port = await server.start()
         waiting = [asyncio.ensure_future(fetch(port, "/hold")) for _ in range(200)]
         while held < 200:

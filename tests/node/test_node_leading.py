@@ -9,6 +9,7 @@ import pytest
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.marks import Tracker
 from tidemill.base.tasks import Tasks
 from tidemill.consensus.api import Lease
 from tidemill.consensus.leading import lead
@@ -47,7 +48,7 @@ def test_a_second_node_leads_only_after_the_first_has_let_go() -> None:
 
             return run
 
-        async with Tasks() as tasks:
+        async with Tasks(print) as tasks:
             first = tasks.spawn(lead(consensus, "x", "a/1", b"", body("a"), ttl_ms=TTL_MS), name="a")
             await until(lambda: running == ["a"])
             tasks.spawn(lead(consensus, "x", "b/1", b"", body("b"), ttl_ms=TTL_MS), name="b")
@@ -71,7 +72,7 @@ def test_the_body_ends_when_another_takes_the_lease() -> None:
             finally:
                 ended.append(lease.term)
 
-        async with Tasks() as tasks:
+        async with Tasks(print) as tasks:
             tasks.spawn(lead(consensus, "x", "a/1", b"", run, ttl_ms=TTL_MS), name="a")
             await until(lambda: terms)
             await consensus.release("x", "a/1", terms[0])
@@ -108,7 +109,7 @@ def test_a_stopped_leader_gives_the_lease_up_once_its_body_has_ended() -> None:
             finally:
                 live_at_the_end.append((await consensus.leases("x"))[0].live)
 
-        async with Tasks() as tasks:
+        async with Tasks(print) as tasks:
             tasks.spawn(lead(consensus, "x", "a/1", b"", run, ttl_ms=3_600_000), name="a")
             await led.wait()
         assert live_at_the_end == [True]
@@ -198,7 +199,7 @@ def test_a_captured_table_is_led_by_the_node_that_captures_it() -> None:
         row = (await catalogue.list(TopicRow))[0]
         membership = Membership(consensus, "node-a", NodeInfo("h", 1, "http://a"), SystemClock(), Rand(2))
         await membership.start()
-        assignment = CaptureFirst(membership, consensus, catalogue)
+        assignment = CaptureFirst(membership, consensus, catalogue, Tracker(), SystemClock())
         await assignment.start()
         assert assignment.leader_of(row.topic_id, 0) == "node-b"
         assert assignment.leader_of("another-topic", 0) == "node-a"

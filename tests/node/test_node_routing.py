@@ -11,7 +11,7 @@ import pytest
 from tidemill.base.clock import ManualClock
 from tidemill.base.errors import Unavailable
 from tidemill.consensus.api import Lease
-from tidemill.metastore.catalogue import CaptureRow
+from tidemill.metastore.catalogue import CaptureTableRow
 from tidemill.node.shape_routing import ShapeRouting
 
 
@@ -32,10 +32,10 @@ class Cluster:
         held = {"shop": ("b/1", b"http://b"), "crm": ("c/1", b"http://c")}
         return [Lease(f"capture/{n}", holder, 1, 1, 1, True, info) for n, (holder, info) in held.items()]
 
-    async def list(self, _: type) -> list[CaptureRow]:
-        shop = {"public.orders": "t", "public.Odd Name": "t", "sales.orders": "t", "public.both": "t"}
-        crm = {"public.people": "t", "public.both": "t"}
-        return [CaptureRow("shop", "1", "s", "p", 1, True, shop), CaptureRow("crm", "1", "s", "p", 1, True, crm)]
+    async def all_tables(self) -> list[CaptureTableRow]:
+        shop = [("shop", name) for name in ("public.orders", "public.Odd Name", "sales.orders", "public.both")]
+        crm = [("crm", name) for name in ("public.people", "public.both")]
+        return [CaptureTableRow(capture, table, "t") for capture, table in (*shop, *crm)]
 
 
 class Router:

@@ -14,6 +14,7 @@ import pytest
 
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Invalid
+from tidemill.base.marks import State, derive
 from tidemill.node.supervise import ChildSpec, Supervisor
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -52,12 +53,14 @@ def test_a_killed_child_comes_back_under_a_new_pid_and_stop_ends_it(tmp_path: Pa
     asyncio.run(scenario())
 
 
-def test_a_child_that_refuses_its_configuration_is_not_restarted_and_its_sentence_is_handed_on(tmp_path: Path) -> None:
+REFUSES = [sys.executable, "-c", "import sys; print('tidemill: node.http is taken.', file=sys.stderr); sys.exit(2)"]
+
+
+def test_a_node_that_refuses_its_configuration_at_once_ends_everything_with_its_sentence(tmp_path: Path) -> None:
     async def scenario() -> None:
         failures: list[BaseException] = []
         supervisor = Supervisor(tmp_path, SystemClock(), failures.append)
-        program = "import sys; print('tidemill: node.http is taken.', file=sys.stderr); sys.exit(2)"
-        child = supervisor.add(ChildSpec("refuses", [sys.executable, "-c", program]))
+        child = supervisor.add(ChildSpec("refuses", REFUSES, vital=True))
         await until(lambda: failures)
         assert isinstance(failures[0], Invalid)
         assert "node.http is taken." in str(failures[0])
@@ -65,6 +68,125 @@ def test_a_child_that_refuses_its_configuration_is_not_restarted_and_its_sentenc
         await supervisor.stop()
 
     asyncio.run(scenario())
+
+
+def test_f307_a_pipeline_file_that_does_not_import_parks_its_driver_alone_and_a_correction_starts_it(
+    tmp_path: Path,
+) -> None:
+    """The real driver's process, up to where it would open its stores."""
+    from tidemill.node.config import parse
+    from tidemill.node.processes import driver
+
+    file = tmp_path / "pipeline.py"
+    file.write_text("import nothing_of_that_name\n")
+    values = {
+        "node": {"data": str(tmp_path / "data")},
+        "pipeline": {"shop": {"file": str(file)}},
+        "objects": {"url": "ftp://nowhere"},
+    }
+    spec = driver(parse(values, origin=""), "shop")
+
+    async def scenario() -> None:
+        failures: list[BaseException] = []
+        said: list[str] = []
+        supervisor = Supervisor(tmp_path, SystemClock(), failures.append, said.append)
+        other = supervisor.add(ChildSpec("other", SLEEPER))
+        supervisor.add(spec)
+        await until(lambda: supervisor.tracker.failure("pipeline:shop"))
+        failure = supervisor.tracker.failure("pipeline:shop")
+        assert failure is not None and failure.parked
+        assert "line=1 error=ModuleNotFoundError" in failure.error
+        (mark,) = supervisor.tracker.report("up", 0).marks
+        assert (mark.name, mark.held_by) == ("pipeline:shop", "operator")
+        file.write_text("def build(p):\n    p.table('t', p.topic('t', key='a', schema='a long'))\n")
+        await until(lambda: len(said) > 1)  # long before the pause is over: its file changed
+        assert "objects.url" in said[1], "it got further, to the next thing that is wrong"
+        assert len(set(said)) == len(said) and other.pid and not failures
+        first = failure.since_ms
+        again = supervisor.tracker.failure("pipeline:shop")
+        assert again is not None and (again.since_ms, again.tries) == (first, 2)
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+
+
+def test_f310_a_child_that_ends_again_and_again_is_told_with_its_last_words_and_one_age(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        said: list[str] = []
+        supervisor = Supervisor(tmp_path, SystemClock(), lambda _: None, said.append)
+        program = "import sys; sys.stderr.write('Traceback\\nOSError: the bucket is away\\n'); sys.exit(1)"
+        child = supervisor.add(ChildSpec("driver", [sys.executable, "-c", program], mark="pipeline:shop"))
+        await until(lambda: child.restarts >= 3)
+        failure = supervisor.tracker.failure("pipeline:shop")
+        assert failure is not None and (failure.tries, failure.parked) == (child.restarts, False)
+        assert failure.error == "OSError: the bucket is away"
+        assert said == ["driver: OSError: the bucket is away"]
+        (mark,) = supervisor.tracker.report("up", 0).marks
+        stuck_ms = failure.since_ms + mark.budget_ms + 1
+        assert derive(mark, "up", stuck_ms, stuck_ms).state is State.STUCK
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+
+
+def test_the_last_words_of_a_life_are_its_own(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        (tmp_path / "quiet.log").write_text("an earlier life said this\n")
+        supervisor = Supervisor(tmp_path, SystemClock(), lambda _: None)
+        supervisor.add(ChildSpec("quiet", [sys.executable, "-c", "raise SystemExit(7)"]))
+        await until(lambda: supervisor.tracker.failure("process:quiet"))
+        failure = supervisor.tracker.failure("process:quiet")
+        assert failure is not None and "ended with code 7" in failure.error
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_log_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tidemill.node import supervise
+
+    monkeypatch.setattr(supervise, "LOG_BYTES", 10_000)
+
+    async def scenario() -> None:
+        program = "print('x' * 8_000); print('the end')"
+        supervisor = Supervisor(tmp_path, SystemClock(), lambda _: None)
+        child = supervisor.add(ChildSpec("talks", [sys.executable, "-c", program]))
+        await until(lambda: child.restarts >= 4)
+        await supervisor.stop()
+        assert (tmp_path / "talks.log").stat().st_size <= 10_000 + 2 * 8_100
+        assert (tmp_path / "talks.log.1").stat().st_size > 10_000
+
+    asyncio.run(scenario())
+
+
+def test_no_password_is_on_a_command_line_or_in_a_file_that_others_may_read(tmp_path: Path) -> None:
+    from tidemill.node import processes
+    from tidemill.node.config import parse
+
+    values = {
+        "node": {"data": str(tmp_path / "data")},
+        "consensus": {"url": "postgresql://u:s3cret@127.0.0.1:1/x"},
+        "capture": {"shop": {"dsn": "postgresql://u:s3cret@127.0.0.1:1/x"}},
+        "pipeline": {"shop": {"file": "pipeline.py"}},
+    }
+    config = parse(values, origin="")
+    added: list[ChildSpec] = []
+
+    class Recording:
+        def add(self, spec: ChildSpec) -> None:
+            added.append(spec)
+
+    old = tmp_path / "data" / "resolved.json"
+    old.parent.mkdir()
+    old.write_text("of an earlier version")
+    old.chmod(0o644)
+    processes.start_all(config, SystemClock(), print, supervisor=Recording())  # type: ignore[arg-type]
+    assert [spec.name for spec in added] == ["node", "pipeline-shop"]
+    assert not [part for spec in added for part in spec.command if "s3cret" in part]
+    assert "s3cret" in added[1].environ["TIDEMILL_CONSENSUS__URL"]
+    assert "s3cret" in old.read_text() and old.stat().st_mode & 0o777 == 0o600
+    for path in old.parent.rglob("*"):
+        assert not path.is_file() or path.stat().st_mode & 0o077 == 0
 
 
 def test_no_child_outlives_a_killed_parent(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ class Recorder:
     def unlink(self, path: str) -> None:
         self._entry("unlink", path)
 
-    def mkdir(self, path: str) -> None:
+    def mkdir(self, path: str, mode: int = 0o755) -> None:
         self._entry("mkdir", path)
 
     def _entry(self, name: str, *paths: str) -> None:

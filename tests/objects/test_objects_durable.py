@@ -22,6 +22,7 @@ from tidemill.base.errors import Conflict, Invalid, Unavailable, Unknown
 from tidemill.objects.durable import RealSyscalls
 from tidemill.objects.local import TEMPORARY_AGE_MS, LocalObjects
 from tidemill.objects.resilient import ResilientObjects
+from tidemill.objects.store import Misconfigured
 
 KEYS = [f"{first}/{second}/{leaf}" for first in "ab" for second in ("x", "y/z") for leaf in range(4)] + ["top", "a/1"]
 
@@ -113,14 +114,16 @@ def test_the_real_system_calls_come_in_the_durable_order(tmp_path: Path) -> None
         raise AssertionError(f"no such call after line {after}: {needles}")
 
     root = str(tmp_path / "r")
+    linked = at("link", "/.tmp/", "n/m/key", "= 0")
+    unlinked = at("unlink", "/.tmp/", after=linked)  # opening left one behind before
     order = [
         at("writev(", "DATA"),
         at("fdatasync(", "/.tmp/"),
-        at("link", "/.tmp/", "n/m/key", "= 0"),
-        at("unlink", "/.tmp/"),
+        linked,
+        unlinked,
         at("fsync(", f"<{root}/n/m>"),
         at("fsync(", f"<{root}/n>"),
-        at("fsync(", f"<{root}>", after=at("unlink", "/.tmp/")),
+        at("fsync(", f"<{root}>", after=unlinked),
         at("write(1", "acknowledged"),
     ]
     assert order == sorted(order)
@@ -229,9 +232,9 @@ class Failing(RealSyscalls):
     [
         ("write", errno.ENOSPC, Unavailable, "Free space"),
         ("fdatasync", errno.EIO, Unavailable, "Check the disk"),
-        ("create", errno.EROFS, Invalid, "writable"),
+        ("create", errno.EROFS, Misconfigured, "writable"),
         ("create", errno.EMFILE, Unavailable, "EMFILE"),
-        ("link", errno.EPERM, Invalid, "writable"),
+        ("link", errno.EPERM, Misconfigured, "writable"),
         ("link", errno.EOPNOTSUPP, Invalid, "hard links"),
         ("fsync_directory", errno.EIO, Unknown, "making it safe failed"),
     ],

@@ -16,7 +16,7 @@ from tidemill.base.errors import Conflict, Corrupt, Invalid, Missing, TidemillEr
 from tidemill.objects import MemoryObjects, ObjectMeta
 from tidemill.objects.resilient import ResilientObjects
 from tidemill.objects.s3 import S3Objects
-from tidemill.objects.store import Buffer
+from tidemill.objects.store import Buffer, Misconfigured
 
 Script = list[tuple[bool, type[TidemillError] | None]]
 """One entry a call: does it take effect, and what is the caller told (None = the truth)."""
@@ -269,9 +269,10 @@ def code(name: str) -> bytes:
         (503, code("SlowDown"), Unavailable, Unavailable),
         (503, b"", Unknown, Unavailable),
         (429, b"", Unavailable, Unavailable),
-        (403, code("AccessDenied"), Invalid, Invalid),
-        (403, code("SignatureDoesNotMatch"), Invalid, Invalid),
-        (404, code("NoSuchBucket"), Invalid, Invalid),
+        (403, code("AccessDenied"), Misconfigured, Misconfigured),
+        (403, code("SignatureDoesNotMatch"), Misconfigured, Misconfigured),
+        (404, code("NoSuchBucket"), Misconfigured, Misconfigured),
+        (400, code("RequestTimeout"), Unknown, Unavailable),
         (404, code("NoSuchKey"), Missing, Missing),
         (400, code("EntityTooLarge"), Invalid, Invalid),
         (0, b"", Unknown, Unavailable),
@@ -288,7 +289,7 @@ def test_every_answer_of_s3_has_its_kind(
         with pytest.raises(TidemillError) as raised:
             await s3(server.endpoint).get("503-connect-error/k")
         assert type(raised.value) is on_get
-        if status in (403, 404) and on_put is Invalid:
+        if status in (403, 404) and on_put is Misconfigured:
             assert raised.value.fix
 
     asyncio.run(main())

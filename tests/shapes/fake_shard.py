@@ -9,8 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from tidemill.base.errors import Invalid
-from tidemill.shards.front import DIFF, TIME, Batch, Delta, Part, ShardSchema
+from tidemill.shards.front import DIFF, TIME, Batch, Delta, HistoryLost, Part, ShardSchema
 
 ARROW = {
     "bool": pa.bool_(),
@@ -47,6 +46,7 @@ class FakeShard:
         self.updates: list[Update] = []
         self._news = asyncio.Condition()
         self.listeners = 0
+        self.stored_bytes = 1_000
 
     def table(self, updates: Sequence[Update]) -> pa.Table:
         columns: dict[str, Any] = {
@@ -68,7 +68,7 @@ class FakeShard:
 
     async def snapshot(self, as_of: int, timeout_s: float | None = None) -> pa.Table:
         if not self.since <= as_of < self.upper:
-            raise Invalid(f"not readable: as_of={as_of}")
+            raise HistoryLost(f"not readable: as_of={as_of}")
         counts: Counter[tuple[Any, ...]] = Counter()
         for time, diff, row in self.updates:
             if time <= as_of:
@@ -101,6 +101,9 @@ class FakeShard:
 
     async def read_batch(self, batch: Batch, lower: int, upper: int) -> pa.Table:
         raise NotImplementedError
+
+    async def batches_until(self, as_of: int, timeout_s: float | None = None) -> list[Batch]:
+        return [Batch(0, as_of + 1, (Part(len(self.updates), self.stored_bytes),))]
 
     async def wait_upper(self, beyond: int, timeout_s: float) -> int:
         raise NotImplementedError

@@ -102,12 +102,6 @@ def describe_relations(dsn: str) -> dict[int, Relation]:
     return {oid: Relation(oid, *names[oid], tuple(found)) for oid, found in columns.items()}
 
 
-class Notices:
-    def flushed(self, consumer: str, position: Any) -> None: ...
-
-    def removed(self, consumer: str) -> None: ...
-
-
 class ShapeWorld:
     """`async with ShapeWorld(dsn, ddl) as world`: tables made, published, streamed, served."""
 
@@ -122,7 +116,7 @@ class ShapeWorld:
         self.relations: dict[int, Relation] = {}
         self._fragment_changes = fragment_changes
         self._flowing = asyncio.Event()
-        self._tasks = Tasks()
+        self._tasks = Tasks(print)
         self.delivered: list[Fragment] = []
         self.tracker = Tracker()
 
@@ -138,7 +132,7 @@ class ShapeWorld:
         self.sink = self.service.add_database("main", self.dsn, lambda: self.relations.values())
         if self._shards is not None:
             self.service.add_shards(self._shards)
-        self.server = HttpServer(Starlette(routes=list(shape_routes(self.service))))
+        self.server = HttpServer(Starlette(routes=list(shape_routes(self.service))), on_failure=lambda *_: None)
         await self.server.start()
         self._flowing.set()
         self._pump = self._tasks.spawn(self._run_pump(), name="pump")
@@ -180,7 +174,7 @@ class ShapeWorld:
                     elif isinstance(out, Fragment):
                         await self._flowing.wait()
                         self.delivered.append(out)
-                        await self.sink.deliver(out, Notices())
+                        self.sink.take(out)
                 await asyncio.sleep(0.005)
         finally:
             await connection.close()

@@ -15,6 +15,7 @@ from tidemill.base.clock import Rand
 from tidemill.shapes import LogLimits, ShapeSettings
 from tidemill.shapes.http.respond import CURSOR_EPOCH_MS, next_cursor
 from tidemill.shapes.postgres_source import SESSION_SETTINGS
+from tidemill.shapes.settings import CacheAges
 
 pytestmark = pytest.mark.postgres
 
@@ -402,38 +403,8 @@ def test_a_transaction_open_during_the_snapshot_arrives_through_the_stream(postg
     run(main())
 
 
-def test_the_least_recently_used_shape_goes_when_there_are_too_many(postgres_dsn: str) -> None:
-    async def main() -> None:
-        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(max_shapes=3)) as world:
-            handles = [(await world.get(table="item", offset="-1", where=f"id = {n}")).handle for n in range(3)]
-            await world.get(table="item", offset="-1", where="id = 0")
-            await world.get(table="item", offset="-1", where="id = 3")
-            left = {str(s["handle"]) for s in world.service.shapes()}
-            assert len(left) == 3
-            assert handles[0] in left
-            assert handles[1] not in left
-            marks = {mark.name for mark in world.tracker.report("p", 0).marks}
-            assert marks == {f"shape:{handle}" for handle in left}
-
-    run(main())
-
-
-def test_v4_shapes_together_stay_within_the_memory_budget(postgres_dsn: str) -> None:
-    async def main() -> None:
-        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(total_bytes=8_000)) as world:
-            one = await world.get(table="item", offset="-1")
-            await world.get(table="item", offset="-1", where="id > 0")
-            three = await world.get(table="item", offset="-1", where="id > 1")
-            await eventually(lambda: len(world.service.shapes()) == 2)
-            left = {s["handle"] for s in world.service.shapes()}
-            assert one.handle not in left
-            assert three.handle in left
-
-    run(main())
-
-
 def test_a_log_over_its_limit_starts_over_under_a_new_handle(postgres_dsn: str) -> None:
-    settings = ShapeSettings(long_poll_s=2, limits=LogLimits(log_bytes=3000))
+    settings = ShapeSettings(long_poll_s=2, limits=LogLimits(log_bytes=10_000))
 
     async def main() -> None:
         async with ShapeWorld(postgres_dsn, DDL, settings) as world:
@@ -584,3 +555,141 @@ def test_snapshot_sessions_print_values_as_capture_does() -> None:
     from tidemill.capture.wire.connection import DISPLAY_SETTINGS
 
     assert DISPLAY_SETTINGS.items() <= SESSION_SETTINGS.items()
+
+
+def test_only_pages_of_allowed_origins_may_read_answers(postgres_dsn: str) -> None:
+    from tidemill.shapes.http.origins import Origins
+
+    chosen = Origins(["https://shop.example", "http://localhost:*"])
+    assert chosen.allows("https://shop.example") and chosen.allows("http://LOCALHOST:8600")
+    assert chosen.allows("http://localhost")
+    strange = (
+        "https://shop.example.evil",
+        "http://shop.example",
+        "http://localhost.evil:1",
+        "null",
+        "http://localhost:x",
+    )
+    for origin in strange:
+        assert not chosen.allows(origin)
+    assert Origins(["*"]).headers("https://any.where") == {"access-control-allow-origin": "*"}
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL) as world:
+            query = {"table": "item", "offset": "-1"}
+            own = await world.request("/v1/shape", query, {"origin": "http://localhost:3000"})
+            assert own.headers["access-control-allow-origin"] == "http://localhost:3000"
+            assert own.headers["vary"] == "Origin"
+            foreign = await world.request("/v1/shape", query, {"origin": "https://evil.example"})
+            assert "access-control-allow-origin" not in foreign.headers
+            refused = await world.request("/v1/shape", {"table": "nope"}, {"origin": "http://127.0.0.1:1"})
+            assert refused.headers["access-control-allow-origin"] == "http://127.0.0.1:1"
+
+    run(main())
+
+
+def test_the_secret_is_asked_of_every_request_that_shows_or_changes_something(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(secret="s3", allow_delete=True)) as world:
+            for path, method in (("/v1/shape", "GET"), ("/v1/shape", "DELETE"), ("/api/shapes", "GET")):
+                for given in ({}, {"secret": "wrong"}, {"secret": "s3x"}):
+                    answer = await world.request(path, {"table": "item", "offset": "-1", **given}, method=method)
+                    assert answer.status == 401, (path, method, given)
+            assert (await world.get(table="item", offset="-1", secret="s3")).status == 200
+            assert (await world.request("/v1/health", {})).status == 200
+
+    run(main())
+
+
+def test_event_streams_and_slow_answers_hold_their_place_until_the_last_byte(postgres_dsn: str) -> None:
+    settings = ShapeSettings(max_existing=2, sse_s=5.0)
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, settings) as world:
+            params = await start(world)
+            seen = asyncio.Event()
+
+            def until(text: str) -> bool:
+                return "up-to-date" in text and seen.is_set()
+
+            streams = [asyncio.ensure_future(read_events(world, params, until)) for _ in range(2)]
+            await eventually(lambda: any(s["waiting"] == 2 for s in world.service.shapes()))
+            busy = await world.get(**params)
+            assert (busy.status, 6 <= int(busy.headers["retry-after"]) <= 10) == (503, True)
+            assert (await world.get(table="item", offset="-1")).status == 200, "initial requests have places of theirs"
+            seen.set()
+            await world.db.execute("DELETE FROM item WHERE id = 1")
+            await asyncio.gather(*streams)
+            await eventually(lambda: free(world, params))
+
+    async def free(world: ShapeWorld, params: dict[str, str]) -> bool:
+        return (await world.get(**params)).status == 200
+
+    run(main())
+
+
+def test_health_says_starting_until_the_capture_names_its_tables(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL) as world:
+            world.service.add_database("late", world.dsn, lambda: [])
+            starting = await world.request("/v1/health", {})
+            assert (starting.status, starting.json) == (202, {"status": "starting"})
+            world.service.suspend_database("late")
+            active = await world.request("/v1/health", {})
+            assert (active.status, active.json) == (200, {"status": "active"})
+            await world.service.aclose()
+            assert (await world.request("/v1/health", {})).status == 503
+
+    run(main())
+
+
+def test_cache_ages_are_those_of_the_settings(postgres_dsn: str) -> None:
+    async def main() -> None:
+        settings = ShapeSettings(long_poll_s=0.2, cache=CacheAges(initial_s=7, later_s=11, live_s=2))
+        async with ShapeWorld(postgres_dsn, DDL, settings) as world:
+            first = await world.get(table="item", offset="-1")
+            assert "s-maxage=7," in first.headers["cache-control"]
+            later = await world.get(table="item", offset=first.offset, handle=first.handle)
+            assert later.headers["cache-control"] == "public, max-age=11, stale-while-revalidate=55"
+            live = await world.get(table="item", offset=later.offset, handle=first.handle, live="true")
+            assert live.headers["cache-control"] == "public, max-age=2, stale-while-revalidate=2"
+
+    run(main())
+
+
+def test_a_request_whose_handling_raises_anything_is_500_and_the_next_one_is_served(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL) as world:
+
+            def broken(*_: Any) -> None:
+                raise RecursionError
+
+            monkeypatch.setattr(world.service, "open", broken)
+            assert (await world.get(table="item", offset="-1")).status == 500
+            monkeypatch.undo()
+            assert (await world.get(table="item", offset="-1")).status == 200
+
+    run(main())
+
+
+def test_operators_of_the_application_are_never_called_in_the_snapshot_query(postgres_dsn: str) -> None:
+    """An operator of the search path that fits better than PostgreSQL's own would be chosen, were it in the path."""
+    ddl = """
+    CREATE TABLE item (id int PRIMARY KEY, name varchar(20));
+    INSERT INTO item SELECT n, 'n' || n FROM generate_series(1, 20) n;
+    CREATE FUNCTION evil(varchar, varchar) RETURNS boolean LANGUAGE plpgsql AS
+      $$ BEGIN RAISE EXCEPTION 'called'; END $$;
+    CREATE OPERATOR = (FUNCTION = evil, LEFTARG = varchar, RIGHTARG = varchar);
+    CREATE FUNCTION lower(varchar) RETURNS text LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION 'called'; END $$;
+    """
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, ddl) as world:
+            client = await world.sync(table="item", where="name = name AND name IN (name, name) AND lower(name) = 'n3'")
+            assert [row["id"] for row in client.rows.values()] == ["3"]
+            refused = await world.get(table="item", offset="-1", where="name OPERATOR(public.=) name")
+            assert refused.status == 400
+
+    run(main())

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import Invalid
-from tidemill.shapes.items import KeyWriter, LogItem, mark_last, render, up_to_date
-from tidemill.shapes.log import LogLimits, MemoryLog
+from tidemill.shapes.budget import Budget
+from tidemill.shapes.items import KeyWriter, LogItem, marked_last, render, up_to_date
+from tidemill.shapes.log import LogLimits, MemoryLog, split_chunk
 from tidemill.shapes.offsets import BASE_END, BEFORE_ALL, LogOffset
 from tidemill.shapes.offsets import number as read_number
 from tidemill.shapes.shape import HandleMint, ShapeDefinition, Source
@@ -20,11 +21,17 @@ def item(tx: int, op: int, size: int = 10) -> LogItem:
     return LogItem(LogOffset(tx, op), "insert", f"{tx}/{op}", b"x" * size)
 
 
+def append(log: MemoryLog, items: list[LogItem]) -> None:
+    for each in items:
+        log.stage(each)
+    log.publish()
+
+
 def read_all(log: MemoryLog, offset: LogOffset = BEFORE_ALL) -> list[bytes]:
     out: list[bytes] = []
     while True:
         chunk = log.read(offset)
-        out.extend(chunk.items)
+        out.extend(split_chunk(chunk.items))
         if chunk.complete:
             return out
         assert chunk.end > offset
@@ -73,7 +80,7 @@ def test_st5_chunks_close_by_json_bytes_and_chain_without_gaps() -> None:
         chunk = log.read(offset)
         offset = chunk.end
         ends.append(str(offset))
-        rows.extend(chunk.items)
+        rows.extend(split_chunk(chunk.items))
     assert ends == ["0_0", "0_1", "0_2", "0_inf"]
     assert rows == [b"%010d" % n for n in range(10)]
 
@@ -92,7 +99,7 @@ def test_a_reader_gets_every_item_once_and_in_order_whatever_the_chunk_size(
     expected = [b"b" * size for size in base]
     for number, sizes in enumerate(transactions):
         items = [item(1000 + number, 2 * op, size) for op, size in enumerate(sizes)]
-        log.append(items)
+        append(log, items)
         expected += [i.json for i in items]
     assert read_all(log) == expected
     for number, sizes in enumerate(transactions):
@@ -105,11 +112,33 @@ def test_a_reader_gets_every_item_once_and_in_order_whatever_the_chunk_size(
 def test_l1_an_item_that_does_not_come_after_the_end_is_refused_and_nothing_is_added() -> None:
     log = MemoryLog()
     log.seal_base()
-    log.append([item(10, 0)])
+    append(log, [item(10, 0)])
     with pytest.raises(RuntimeError, match="must grow"):
-        log.append([item(11, 0), item(10, 4)])
+        append(log, [item(11, 0), item(10, 4)])
+    log.unstage()
     assert log.end == LogOffset(10, 0)
     assert len(read_all(log)) == 1
+
+
+def test_l2_staged_items_are_seen_by_nobody_until_they_are_published_and_can_be_taken_back() -> None:
+    budget = Budget(10_000)
+    log = MemoryLog(budget=budget)
+    log.seal_base()
+    append(log, [item(10, 0)])
+    before = (budget.used_bytes, log.log_bytes, log.end)
+    for op in range(5):
+        log.stage(item(20, op))
+    assert (log.end, len(read_all(log)), log.read(LogOffset(10, 0)).complete) == (LogOffset(10, 0), 1, True)
+    log.unstage()
+    assert (budget.used_bytes, log.log_bytes, log.end) == before
+    log.stage(item(20, 0))
+    assert log.publish() and not log.publish()
+    assert log.end == LogOffset(20, 0)
+    log.stage(item(30, 0))
+    log.drop()
+    assert budget.used_bytes == 0
+    log.stage(item(40, 0))
+    assert budget.used_bytes == 0
 
 
 def test_a_base_larger_than_its_limit_is_refused_with_what_to_do() -> None:
@@ -136,10 +165,10 @@ def test_different_keys_are_written_differently(one: tuple[str, str], other: tup
 
 
 def test_marking_the_last_item_adds_one_header_and_changes_nothing_else() -> None:
-    plain = LogItem(LogOffset(5, 0), "update", "k", render("k", {"a": "}}"}, {"operation": "update"}, {"a": "b"}))
-    marked = orjson.loads(mark_last(plain).json)
+    plain = render("k", {"a": "}}"}, {"operation": "update"}, {"a": "b"})
+    marked = orjson.loads(marked_last(plain))
     assert marked.pop("headers") == {"operation": "update", "last": True}
-    original = orjson.loads(plain.json)
+    original = orjson.loads(plain)
     del original["headers"]
     assert marked == original
 

@@ -15,6 +15,7 @@ from shape_world import ShapeWorld, eventually, run
 
 from tidemill.base.tasks import Tasks
 from tidemill.shapes import LogLimits, ShapeSettings
+from tidemill.shapes.sink import BacklogLimits
 from tidemill.shards.front import Column, ShardSchema
 
 CLIENTS = Path(__file__).parents[1] / "clients"
@@ -33,7 +34,7 @@ class NodeClient:
             pytest.skip("needs node and the packages of tests/clients: npm ci --prefix tests/clients")
         self._arguments = [str(CLIENTS / "follow_shape.mjs"), url, json.dumps(params), *([mode] if mode else [])]
         self.lines: list[dict[str, Any]] = []
-        self._tasks = Tasks()
+        self._tasks = Tasks(print)
 
     @property
     def last(self) -> dict[str, Any]:
@@ -173,5 +174,41 @@ def test_the_stock_client_follows_a_shard(postgres_dsn: str) -> None:
                 assert rows["99n"]["name"] is None
             await world.service.aclose()
             await eventually(lambda: shard.listeners == 0)
+
+    run(main())
+
+
+def test_the_stock_client_goes_on_after_its_shape_fell_behind(postgres_dsn: str) -> None:
+    settings = ShapeSettings(long_poll_s=2, backlog=BacklogLimits(size_bytes=200_000))
+
+    async def main() -> None:
+        async with (
+            ShapeWorld(postgres_dsn, DDL, settings, fragment_changes=20) as world,
+            NodeClient(f"{world.server.url}/v1/shape", {"table": "account"}) as client,
+        ):
+            await eventually(lambda: client.last["upToDate"] and len(client.rows) == 200)
+            many = "INSERT INTO account SELECT n, 'x', n, true, '{}' FROM generate_series(1000, 6000) n"
+            await world.db.execute(many)
+            expected = await account_rows(world)
+            await eventually(lambda: client.last["upToDate"] and client.rows == expected, 30)
+            assert client.last["refetches"] >= 1
+            assert world.service.facts()["fell_behind"] >= 1
+
+    run(main())
+
+
+def test_the_stock_client_waits_for_a_place_and_is_told_of_a_clause_that_failed(postgres_dsn: str) -> None:
+    settings = ShapeSettings(long_poll_s=2, max_shapes=1, idle_s=1.0)
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, settings) as world:
+            await world.get(table="account", offset="-1", where="id = 1")
+            url = f"{world.server.url}/v1/shape"
+            async with NodeClient(url, {"table": "account", "where": "1000 / balance >= 0"}) as client:
+                await eventually(lambda: client.last["upToDate"] and len(client.rows) == 200, 30)
+                await world.db.execute("INSERT INTO account VALUES (5000, 'zero', 0, true, '{}')")
+                await eventually(lambda: "error" in client.last)
+                assert client.last["status"] == 400
+                assert "division by zero" in client.last["error"]
 
     run(main())

@@ -55,13 +55,13 @@ class RealWorld(ShapeWorld):
         )
         self.slot = config.slot
         self.service = ShapeService(clock, rand, self.tracker, self.settings)
-        self.capture.add_sink(self.service.add_database(name, self.dsn, self.capture.relations))
+        self.capture.add_tap(self.service.add_database(name, self.dsn, self.capture.relations))
 
         async def opener(shard: str) -> Any:
             return await open_shard(self.consensus, self.objects, clock, rand, shard)
 
         self.service.add_shards(opener)
-        self.server = HttpServer(Starlette(routes=list(shape_routes(self.service))))
+        self.server = HttpServer(Starlette(routes=list(shape_routes(self.service))), on_failure=lambda *_: None)
         await self.server.start()
         self._running = asyncio.ensure_future(self.capture.run())
         return self

@@ -16,14 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shape_world import ShapeWorld, eventually, run
 
+from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Missing
 from tidemill.shapes.live import LiveShape
-from tidemill.shapes.log import MemoryLog
+from tidemill.shapes.log import MemoryLog, split_chunk
 from tidemill.shapes.offsets import BASE_END, BEFORE_ALL
 from tidemill.shapes.plan import ShapeRequest, shard_name
 from tidemill.shapes.shape import ShapeDefinition, Source
 from tidemill.shapes.shard_source import ShardFeed, shard_types
 from tidemill.shapes.shard_text import date_text, float4_text, float8_text, text_columns, timestamp_text
+from tidemill.shapes.share import LoopShare
 from tidemill.shapes.where import compile_where
 from tidemill.shards.front import Column, ShardSchema
 
@@ -36,15 +38,15 @@ class Bench:
         self.shard = FakeShard("s", schema)
         self.shape = LiveShape("h", ShapeDefinition(Source("shard", "", "shard", "s"), where), b"{}", MemoryLog())
         compiled = compile_where(where, (), shard_types(schema)) if where else None
-        self.feed = ShardFeed(self.shard, compiled, (), "default", "full")
+        self.feed = ShardFeed(self.shard, compiled, (), "default", "full", LoopShare(SystemClock()))
 
     def apply(self, upper: int, *updates: tuple[int, int, int, str]) -> None:
         rows = [(time, diff, {"id": key, "v": value}) for time, diff, key, value in updates]
-        self.feed.apply(self.shape, self.shard.table(rows), upper)
+        run(self.feed.apply(self.shape, self.shard.table(rows), upper))
 
     @property
     def base(self) -> list[dict[str, Any]]:
-        return [json.loads(item)["value"] for item in self.shape.log.read(BEFORE_ALL).items]
+        return [json.loads(item)["value"] for item in split_chunk(self.shape.log.read(BEFORE_ALL).items)]
 
     @property
     def items(self) -> list[dict[str, Any]]:

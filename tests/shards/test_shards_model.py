@@ -1,7 +1,8 @@
-"""A stateful model: several handles append, compact, downgrade, roll up and reopen; a plain list knows better.
+"""A stateful model: handles append, hold, compact, collect, sweep, roll up and reopen; a plain list knows better.
 
-Oracle: contents at every readable time equal the sequential multiset, for every handle, for ever; a listener
-sees each update exactly once; since and upper never go back.
+Oracle: contents at every readable time equal the sequential multiset, for every handle, for ever, and every other
+time is refused (S1); what a reader chose under its hold stays there; a listener sees each update exactly once; since
+and upper never go back.
 """
 
 from __future__ import annotations
@@ -9,14 +10,22 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from shard_world import Row, World, append, contents_of, summed, tuples
+from shard_world import SCHEMA, Row, World, append, contents_of, summed, tuples
 
-from tidemill.base.errors import Conflict
-from tidemill.shards import compaction, machine
+from tidemill.base.errors import Conflict, Unavailable
+from tidemill.keeper.collection import collect
+from tidemill.keeper.grounds import Grounds, Retention
+from tidemill.keeper.jobs import Budget
+from tidemill.keeper.orphans import Orphans
+from tidemill.shards import compaction, handle, machine
+from tidemill.shards.consolidate import contents
+from tidemill.shards.front import Batch, HistoryLost
 from tidemill.shards.handle import LogShard
+from tidemill.shards.reading import PartReader
 from tidemill.shards.state import check_whole
 
 HANDLES = st.integers(0, 2)
@@ -37,6 +46,9 @@ class ShardModel(RuleBasedStateMachine):
         self.live: dict[int, str] = {}
         self.since = self.upper = 0
         self.listeners: list[Listener] = []
+        self.readers: list[tuple[str, int, list[Batch]]] = []
+        """Holds, their times, and what was chosen under them."""
+        self.holds = 0
 
     def run(self, coroutine: Any) -> Any:
         return self.loop.run_until_complete(coroutine)
@@ -99,6 +111,47 @@ class ShardModel(RuleBasedStateMachine):
         assert self.since <= since <= self.least_hold(since)
         self.since = since
 
+    @rule(who=HANDLES, share=st.floats(0, 0.99))
+    def a_reader_holds_and_chooses(self, who: int, share: float) -> None:
+        if self.since >= self.upper or len(self.readers) > 3:
+            return
+        as_of = self.since + int((self.upper - self.since) * share)
+        self.holds += 1
+        name = f"reader-{self.holds}"
+        self.run(self.shards[who].hold(name, as_of, 10**9))
+        self.readers.append((name, as_of, self.run(self.shards[who].batches_until(as_of))))
+        self.settle(self.shards[who])
+
+    @rule(who=HANDLES, which=st.integers(0, 3), ends=st.booleans())
+    def a_reader_reads_what_it_chose(self, who: int, which: int, ends: bool) -> None:
+        if not self.readers:
+            return
+        name, as_of, chosen = self.readers[which % len(self.readers)]
+        uncached = PartReader(self.world.objects, SCHEMA)
+        updates = self.run(uncached.read_batches(chosen, 0, as_of + 1))
+        assert contents_of(contents(SCHEMA, updates)) == summed(self.rows, as_of)
+        if ends:
+            self.readers.pop(which % len(self.readers))
+            self.run(self.shards[who].release(name))
+            self.settle(self.shards[who])
+
+    @rule(who=HANDLES)
+    def collects(self, who: int) -> None:
+        self.run(collect(self.shards[who], self.world.objects, self.world.wall, after_ms=-1, persisted=1 << 60))
+
+    @rule(who=HANDLES)
+    def sweeps(self, who: int) -> None:
+        nobody: Any = None
+        grounds = Grounds(
+            self.world.consensus(), self.world.objects, nobody, self.world.wall, self.world.rand,
+            Retention(orphans_after_s=0),
+        )  # fmt: skip
+        self.run(Orphans(grounds).run(Budget(self.world.wall, 1)))
+
+    def settle(self, shard: LogShard) -> None:
+        assert self.since <= shard.state.since <= self.least_hold(shard.state.since)
+        self.since = shard.state.since
+
     @rule(who=HANDLES)
     def rolls_up(self, who: int) -> None:
         self.run(self.shards[who].rollup())
@@ -131,7 +184,12 @@ class ShardModel(RuleBasedStateMachine):
         for _ in range(steps):
             if listener.frontier >= self.upper:
                 break
-            delta = self.run(anext(listener.deltas))
+            try:
+                delta = self.run(anext(listener.deltas))
+            except HistoryLost:
+                # It holds its time, but what it had chosen before its hold moved on may be collected: it chooses again.
+                listener.deltas = self.shards[listener.who].listen(listener.frontier)
+                delta = self.run(anext(listener.deltas))
             assert delta.lower == listener.frontier < delta.upper
             listener.seen += tuples(delta.rows)
             listener.frontier = delta.upper
@@ -143,11 +201,11 @@ class ShardModel(RuleBasedStateMachine):
         shard = self.shards[listener.who]
         self.run(shard.hold(f"listener-{which}", max(0, listener.frontier - 1), 10**9))
         # Since follows the least hold, so a lease that moves on may release it.
-        assert self.since <= shard.state.since <= self.least_hold(shard.state.since)
-        self.since = shard.state.since
+        self.settle(shard)
 
     def least_hold(self, otherwise: int) -> int:
-        return min([max(0, x.frontier - 1) for x in self.listeners], default=otherwise)
+        held = [max(0, x.frontier - 1) for x in self.listeners] + [as_of for _, as_of, _ in self.readers]
+        return min(held, default=otherwise)
 
     @invariant()
     def listeners_saw_each_update_once(self) -> None:
@@ -162,9 +220,15 @@ class ShardModel(RuleBasedStateMachine):
         for shard in self.shards[:2]:
             assert self.run(shard.frontiers()) == (self.since, self.upper)
             check_whole(shard.state)
-        for as_of in {self.since, (self.since + self.upper) // 2, self.upper - 1}:
+        step = max(1, (self.upper - self.since) // 6)
+        for as_of in {*range(self.since, self.upper, step), self.upper - 1}:
             if self.since <= as_of < self.upper:
                 assert contents_of(self.run(self.shards[0].snapshot(as_of))) == summed(self.rows, as_of)
+        with pytest.raises(Unavailable):
+            self.run(self.shards[0].snapshot(self.upper, timeout_s=0))
+        if self.since:
+            with pytest.raises(HistoryLost):
+                self.run(self.shards[0].snapshot(self.since - 1))
 
     def teardown(self) -> None:
         async def end() -> None:
@@ -177,7 +241,11 @@ class ShardModel(RuleBasedStateMachine):
         self.loop.close()
 
 
-def test_shards_equal_a_sequential_multiset(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("inline_bytes", [16 << 10, 0])
+def test_shards_equal_a_sequential_multiset(monkeypatch: pytest.MonkeyPatch, inline_bytes: int) -> None:
+    monkeypatch.setattr(handle, "INLINE_PART_BYTES", inline_bytes)
+    monkeypatch.setattr(compaction, "INLINE_PART_BYTES", inline_bytes)
+    monkeypatch.setattr(compaction, "SMALLEST_CLASS_BYTES", 4 << 10)
     monkeypatch.setattr(compaction, "FAN_IN", 3)
     monkeypatch.setattr(machine, "ROLLUP_AFTER_RECORDS", 9)
     run_state_machine_as_test(ShardModel, settings=settings(max_examples=25, stateful_step_count=25, deadline=None))

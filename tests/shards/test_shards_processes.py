@@ -12,7 +12,7 @@ from shard_world import SCHEMA, append, contents_of, run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.open import open_consensus
 from tidemill.objects.open import open_objects
-from tidemill.shards.open import list_shards, open_shard
+from tidemill.shards.open import open_shard, read_shards
 from tidemill.shards.state import check_whole
 
 CHILD = Path(__file__).with_name("shard_writer_child.py")
@@ -59,7 +59,7 @@ def test_four_racing_processes_write_every_interval_exactly_once(tmp_path: Path)
         check_whole(shard.state)
         rows = await shard.snapshot(count - 1)
         assert contents_of(rows) == {(k, w): 1 for k, w in won.items()}
-        assert [(i.name, i.upper, i.rows) for i in await list_shards(consensus)] == [("t", count, count)]
+        assert [(i.name, i.upper, i.rows) for i in await read_shards(consensus)] == [("t", count, count)]
         await consensus.aclose()
         await objects.aclose()
 

@@ -74,18 +74,22 @@ def test_a_long_history_of_many_clients_is_searched_quickly() -> None:
 def test_topic_oracles_fire() -> None:
     log = [(0, b"a"), (1, b"b"), (2, b"c")]
     check_log(0, log)
-    check_acknowledged({0: log}, {b"b": (0, 1)})
+    check_acknowledged({0: dict(log)}, {b"b": (0, 1)})
     check_producer("p", [b"a", b"c"], log)
-    check_stable({(0, 2): b"c"}, {0: log})
+    check_stable({(0, 2): b"c"}, {0: dict(log)})
+    check_log(0, log[1:], 1)
+    check_acknowledged({0: dict(log[1:])}, {b"a": (0, 0)}, {0: 1})
+    with pytest.raises(Violated, match="lost"):
+        check_acknowledged({0: dict(log[1:])}, {b"a": (0, 0)}, {0: 0})
     with pytest.raises(Violated, match="contiguous"):
         check_log(0, [(0, b"a"), (2, b"b")])
     with pytest.raises(Violated, match="lost"):
-        check_acknowledged({0: log}, {b"d": (0, 3)})
+        check_acknowledged({0: dict(log)}, {b"d": (0, 3)})
     with pytest.raises(Violated, match="lost"):
-        check_acknowledged({0: log}, {b"a": (0, 1)})
+        check_acknowledged({0: dict(log)}, {b"a": (0, 1)})
     with pytest.raises(Violated, match="out of order"):
         check_producer("p", [b"c", b"a"], log)
     with pytest.raises(Violated, match="twice"):
         check_producer("p", [b"a"], [*log, (3, b"a")])
     with pytest.raises(Violated, match="last"):
-        check_stable({(0, 3): b"x"}, {0: log})
+        check_stable({(0, 3): b"x"}, {0: dict(log)})

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Missing
 from tidemill.base.portal import Portal
+from tidemill.keeper.drop import drop_shard
 from tidemill.metastore.catalogue import CapturedColumn, CaptureRow, TopicRow
 from tidemill.shards.front import Binding
 from tidemill.shards.open import open_remap, open_shard
@@ -84,6 +85,11 @@ class Harbour:
         except Missing:
             return 0
 
+    def drop_shard(self, name: str) -> None:
+        """As `tidemill shard drop` does."""
+        s = self.stores
+        self.portal.call(drop_shard(s.consensus, s.objects, s.metastore, s.clock, s.rand, name))
+
     def contents(self, name: str, as_of: int | None = None) -> list[dict[str, Any]]:
         shard = self.shard(name)
         at = self.upper(name) - 1 if as_of is None else as_of
@@ -106,6 +112,22 @@ class Harbour:
             topics={table: topic.name for table, topic in found.items()},
             columns={t: tuple(CapturedColumn(*c) for c in columns) for t, columns in tables.items()},
         )
+        self.portal.call(self.stores.catalogue.put(row))
+        return found
+
+    def capture_more(self, name: str, tables: dict[str, list[tuple[str, str, int]]]) -> dict[str, TopicRow]:
+        """The capture takes these tables in, or describes them anew on new topics."""
+        row = self.portal.call(self.stores.catalogue.get(CaptureRow, name))
+        assert row is not None
+        found = {}
+        for table in tables:
+            topic = f"{name}.{table}"
+            if table in row.topics:
+                self.portal.call(self.stores.catalogue.delete(TopicRow, topic))
+            found[table] = self.create_topic(topic, kind="capture")
+        columns = {t: tuple(CapturedColumn(*c) for c in described) for t, described in tables.items()}
+        topics = {table: topic.name for table, topic in found.items()}
+        row = replace(row, topics=row.topics | topics, columns=row.columns | columns)
         self.portal.call(self.stores.catalogue.put(row))
         return found
 

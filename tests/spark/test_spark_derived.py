@@ -14,6 +14,9 @@ from test_spark_sink import clicks_sink
 from upsert_world import SCHEMA
 
 from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.marks import Tracker
+from tidemill.base.tasks import keep_thread
+from tidemill.metastore.catalogue import PipelineRow
 from tidemill.spark.derived import Derivation, difference
 from tidemill.spark.pipeline import DerivedTable
 from tidemill.spark.types import spark_schema
@@ -146,27 +149,39 @@ def test_two_derivations_race_and_a_restart_goes_on(harbour: Any, tmp_path: Path
     assert counts(harbour) == expected
 
 
-def test_a_function_that_fails_is_shown_and_tried_again(harbour: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("raised", [ZeroDivisionError("division by zero"), SystemExit("leaving"), KeyError("x")])
+def test_f306_a_derived_function_that_raises_is_told_and_tried_again(
+    harbour: Any, tmp_path: Path, raised: BaseException
+) -> None:
     clicks = Clicks(harbour, tmp_path)
     broken = threading.Event()
     broken.set()
 
     def function(spark: Any, frame: Frame) -> Frame:
         if broken.is_set() and frame.table.num_rows:
-            raise ZeroDivisionError("division by zero")
+            raise raised
         return count_by_product(spark, frame)
 
     derived = derivation(harbour, tmp_path, function)
     clicks.say(("a", 1))
-    stopping = threading.Event()
-    thread = threading.Thread(target=derived.run, args=(stopping,))
+    ending, tracker = threading.Event(), Tracker()
+
+    def body() -> None:
+        derived.run(ending, lambda: tracker.heal("shard:counts"))
+
+    supervised = {"tracker": tracker, "clock": harbour.stores.clock, "ending": ending}
+    thread = threading.Thread(target=keep_thread, args=("shard:counts", body), kwargs=supervised)
     thread.start()
     try:
-        _until(lambda: "division by zero" in derived.error)
+        _until(lambda: (f := tracker.failure("shard:counts")) is not None and f.tries > 1)
+        failure = tracker.failure("shard:counts")
+        assert failure is not None
+        assert "table=counts" in failure.error and type(raised).__name__ in failure.error
+        assert not failure.parked
         broken.clear()
-        _until(lambda: derived.error == "" and derived.recomputed == 1)
+        _until(lambda: derived.recomputed == 1 and tracker.failure("shard:counts") is None)
     finally:
-        stopping.set()
+        ending.set()
         thread.join(10)
     assert counts(harbour) == {1: 1}
 
@@ -202,3 +217,29 @@ def _until(check: Callable[[], bool]) -> None:
             return
         waiting.wait(0.05)
     raise AssertionError("not in time")
+
+
+def test_an_idle_input_does_not_hold_a_derived_table_back(harbour: Any, tmp_path: Path) -> None:
+    """Nothing is minted for an idle source, so the derivation asks it for its time; its history is held meanwhile."""
+    clicks, call = Clicks(harbour, tmp_path), harbour.portal.call
+    clicks.say(("c1", 7))
+    stores = harbour.stores
+    schema = call(stores.shard("clicks")).schema
+    busy = call(stores.shard("busy", schema))
+    call(busy.compare_and_append(0, clicks.time + 60_000, [], "t"))
+    call(stores.catalogue.put(PipelineRow("p", {"clicks": "topic:clicks"})))
+
+    def both(_: Any, found: Frame, other: Frame) -> Frame:
+        return count_by_product(_, Frame(pa.concat_tables([found.table, other.table])))
+
+    table = DerivedTable("counts", ("product_id",), ("clicks", "busy"), 0.05, both)
+    derived = Derivation(harbour.portal, stores, FakeSpark(), table, tmp_path / "counts")  # type: ignore[arg-type]
+    derived.open()
+    assert derived.round()
+    call(busy.frontiers())
+    assert [hold.reader.partition("/")[0] for hold in busy.state.holds] == ["derived"]
+    remap = call(stores.remap("topic/clicks"))
+    assert call(remap.latest()).time_ms == clicks.time + 60_000 - 1
+    clicks.sink.process(clicks.sink.latest())
+    assert derived.round()
+    assert derived.upper == clicks.time + 60_000

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
+from running import mark, started, until
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Invalid, TidemillError
-from tidemill.base.marks import Mark
 from tidemill.consensus.board import Board
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.spark.host import Settings
-from tidemill.spark.runner import Runner
+from tidemill.spark.steps import STEP_BYTES
 
 PIPELINE = """
 def build(p):
@@ -24,37 +20,12 @@ def build(p):
 TABLES = {"public.orders": [("o_id", "bigint", 0), ("status", "text", -1)]}
 
 
-def started(harbour: Any, tmp_path: Path, text: str = PIPELINE) -> tuple[Runner, threading.Event, threading.Thread]:
-    file = tmp_path / "pipeline.py"
-    file.write_text(text)
-    stopping = threading.Event()
-    runner = Runner(Settings("p", file, harbour.urls, "local[1]", tmp_path / "scratch"), stopping)
-    runner._open_session = lambda: None  # type: ignore[method-assign]  # as if it were still starting
-    thread = threading.Thread(target=runner.run)
-    thread.start()
-    return runner, stopping, thread
-
-
-def until(find: Any) -> Any:
-    waiting = threading.Event()
-    for _ in range(600):
-        found = find()
-        if found:
-            return found
-        waiting.wait(0.05)
-    raise AssertionError("not in time")
-
-
-def mark(harbour: Any, name: str) -> Mark | None:
-    reports = harbour.portal.call(Board(harbour.stores.consensus, Rand()).reports())
-    return next((m for r in reports for m in r.marks if m.name == name), None)
-
-
 def test_a_pipeline_waits_for_its_capture_and_its_snapshot_and_says_so(harbour: Any, tmp_path: Path) -> None:
-    runner, stopping, thread = started(harbour, tmp_path)
+    runner, stopping, thread = started(harbour, tmp_path, PIPELINE)
     try:
         found = until(lambda: (m := mark(harbour, "shard:orders")) and "not started" in m.reason and m)
         assert (found.held_by, found.position < found.target) == ("capture:shop", True)
+        assert found.budget_ms == 15_000, "a capture that nobody starts leaves the table stuck"
         assert until(lambda: mark(harbour, "shard:clicks")).held_by == "topic:clicks"
         assert mark(harbour, "pipeline:p").held_by in ("shard:orders", "shard:clicks")  # type: ignore[union-attr]
         row = harbour.portal.call(harbour.stores.catalogue.get(PipelineRow, "p"))
@@ -63,6 +34,7 @@ def test_a_pipeline_waits_for_its_capture_and_its_snapshot_and_says_so(harbour: 
 
         topics = harbour.capture("shop", TABLES, snapshot_done=False)
         until(lambda: "snapshot" in mark(harbour, "shard:orders").reason)  # type: ignore[union-attr]
+        until(lambda: mark(harbour, "shard:orders").budget_ms == 3_600_000)  # type: ignore[union-attr]
         orders = topics["public.orders"]
         harbour.produce(orders, [({"o_id": 1}, {"o_id": 1, "status": "open"})])
         harbour.mint("capture/shop", 1000, orders)
@@ -71,33 +43,67 @@ def test_a_pipeline_waits_for_its_capture_and_its_snapshot_and_says_so(harbour: 
         assert harbour.contents("orders") == [{"o_id": 1, "status": "open"}]
         until(lambda: mark(harbour, "shard:orders").position == 1001)  # type: ignore[union-attr]
         assert mark(harbour, "shard:orders").held_by == "capture:shop"  # type: ignore[union-attr]
+        reports = harbour.portal.call(Board(harbour.stores.consensus, Rand()).reports())
+        memory: Any = next(r for r in reports if r.process == "pipeline:p").facts["memory"]
+        assert memory["resident"][0] > 1 << 20 and memory["mirrors"][0] > 0
+        assert memory["steps"][1] == 4 * STEP_BYTES, "two feeds, two steps' worth each"
     finally:
         stopping.set()
         thread.join(30)
     assert not thread.is_alive()
 
 
-def test_a_table_that_the_capture_does_not_have_ends_the_pipeline_with_a_sentence(harbour: Any, tmp_path: Path) -> None:
-    harbour.capture("shop", TABLES)
-    file = tmp_path / "pipeline.py"
-    file.write_text('def build(p):\n    p.table("x", p.capture("shop").table("public.nope"))\n')
-    runner = Runner(Settings("p", file, harbour.urls, "local[1]", tmp_path / "s"), threading.Event())
-    runner._open_session = lambda: None  # type: ignore[method-assign]
-    with pytest.raises(Invalid, match=r"no such table: capture=shop table=public.nope"):
-        runner.run()
-
-
-def test_what_the_data_does_to_a_running_pipeline_is_no_fault_of_its_configuration(
+def test_f305_a_table_that_the_capture_does_not_have_is_parked_and_the_others_flow(
     harbour: Any, tmp_path: Path
 ) -> None:
-    """Its exit code would end every process beside it; any other is tried again. Here a binding passes its topic."""
+    orders = harbour.capture("shop", TABLES)["public.orders"]
+    harbour.produce(orders, [({"o_id": 1}, {"o_id": 1, "status": "open"})])
+    harbour.mint("capture/shop", 1000, orders)
+    text = """
+def build(p):
+    p.table("x", p.capture("shop").table("public.nope"))
+    p.table("orders", p.capture("shop").table("orders"))
+    p.table("late", p.capture("other").table("orders"))
+"""
+    _, stopping, thread = started(harbour, tmp_path, text)
+    try:
+        found = until(lambda: (m := mark(harbour, "shard:x")) and m.error and m)
+        assert "no such table: capture=shop table=public.nope" in found.error
+        assert (found.parked, found.held_by) == (True, "operator")
+        until(lambda: harbour.upper("orders") == 1001)
+        until(lambda: (m := mark(harbour, "shard:orders")) and m.position == 1001)
+        late = mark(harbour, "shard:late")
+        assert late is not None and (late.held_by, late.error) == ("capture:other", "")
+        # The capture takes the table in, and it flows without a restart.
+        topics = harbour.capture_more("shop", {"public.nope": TABLES["public.orders"]})
+        harbour.produce(topics["public.nope"], [({"o_id": 5}, {"o_id": 5, "status": "new"})])
+        harbour.mint("capture/shop", 2000, orders, topics["public.nope"])
+        until(lambda: harbour.upper("x") == 2001)
+        assert harbour.contents("x") == [{"o_id": 5, "status": "new"}]
+        until(lambda: (m := mark(harbour, "shard:x")) and not m.error)
+    finally:
+        stopping.set()
+        thread.join(30)
+
+
+def test_what_the_data_does_to_a_table_is_told_under_its_mark_with_an_age_that_a_restart_keeps(
+    harbour: Any, tmp_path: Path
+) -> None:
+    """Here a binding passes its topic."""
     orders = harbour.capture("shop", TABLES)["public.orders"]
     harbour.heads[orders.topic_id][0] = 5
     harbour.mint("capture/shop", 1000, orders)
-    file = tmp_path / "pipeline.py"
-    file.write_text('def build(p):\n    p.table("orders", p.capture("shop").table("orders"))\n')
-    runner = Runner(Settings("p", file, harbour.urls, "local[1]", tmp_path / "s"), threading.Event())
-    runner._open_session = lambda: None  # type: ignore[method-assign]
-    with pytest.raises(TidemillError, match="passes the log") as caught:
-        runner.run()
-    assert not isinstance(caught.value, Invalid)
+    text = 'def build(p):\n    p.table("orders", p.capture("shop").table("orders"))\n'
+    ages = []
+    for _ in range(2):
+        _, stopping, thread = started(harbour, tmp_path, text)
+        try:
+            tries = ages[-1][1] if ages else 0
+            found = until(lambda: (m := mark(harbour, "shard:orders")) and m.tries > tries and m)  # noqa: B023
+            assert "passes the log" in found.error
+            ages.append((found.failing_since_ms, found.tries))
+        finally:
+            stopping.set()
+            thread.join(30)
+        assert not thread.is_alive()
+    assert ages[0][0] == ages[1][0] and ages[1][1] > ages[0][1]

@@ -36,7 +36,7 @@ def test_any_damage_to_a_footer_is_noticed(rows: list[Region], data: st.DataObje
 
 
 def test_keys_list_in_epoch_order() -> None:
-    keys = [object_key(epoch, "n", "ff") for epoch in (2, 10, 9)]
+    keys = [object_key(epoch, "n", 255) for epoch in (2, 10, 9)]
     assert sorted(keys) == [keys[0], keys[2], keys[1]]
 
 
@@ -52,7 +52,8 @@ def test_the_cache_keeps_its_budget_and_drops_the_oldest() -> None:
 
 def test_choose_takes_whole_batches() -> None:
     sizes = [10, 20, 30]
-    assert choose(sizes, 0, 30, at_least_one=False) == (2, 30)
-    assert choose(sizes, 1, 5, at_least_one=True) == (2, 20)
-    assert choose(sizes, 1, 5, at_least_one=False) == (1, 0)
-    assert choose(sizes, 3, 5, at_least_one=True) == (3, 0)
+    assert choose(sizes, 0, 30, 9, at_least_one=False) == (2, 30)
+    assert choose(sizes, 0, 99, 1, at_least_one=False) == (1, 10)
+    assert choose(sizes, 1, 5, 9, at_least_one=True) == (2, 20)
+    assert choose(sizes, 1, 5, 9, at_least_one=False) == (1, 0)
+    assert choose(sizes, 3, 5, 9, at_least_one=True) == (3, 0)

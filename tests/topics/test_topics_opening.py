@@ -6,10 +6,15 @@ import asyncio
 from typing import Any
 
 import pytest
-from topics_world import World, batch, eventually, run
+import structlog
+from topics_world import World, batch, eventually, read_all, run
 
 from tidemill.base.errors import Unavailable
-from tidemill.topics.front import FetchRead
+from tidemill.topics.front import FetchRead, NotLeader
+from tidemill.topics.marks import OWN_MARKS
+from tidemill.topics.partition import rolling
+from tidemill.topics.partition.codec import decode_command
+from tidemill.topics.partition.commands import Rollup
 
 
 def test_a_topic_made_while_the_catalogue_is_being_read_is_found() -> None:
@@ -79,8 +84,6 @@ def test_an_upload_that_breaks_ends_what_waited_for_it_and_frees_its_place() -> 
         world = World(uploads_in_flight=1)
         node = world.node()
         row = await world.topic()
-        reported: list[str] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["message"]))
         put, broken = world.objects.put, [True]
 
         async def breaks(*given: Any) -> None:
@@ -90,10 +93,144 @@ def test_an_upload_that_breaks_ends_what_waited_for_it_and_frees_its_place() -> 
             await put(*given)
 
         world.objects.put = breaks  # type: ignore[method-assign]
-        with pytest.raises(Unavailable, match="a bug"):
+        with structlog.testing.capture_logs() as logs, pytest.raises(Unavailable, match="a bug"):
             await node.produce_nowait(row.topic_id, 0, batch("a"))
+        assert [entry["error"] for entry in logs if entry["log_level"] == "error"] == ["RuntimeError: a bug"]
         assert (await node.produce_nowait(row.topic_id, 0, batch("b"))).base_offset == 0
-        assert len(reported) == 1
+        await world.aclose()
+
+    run(scenario())
+
+
+class Panic(BaseException):
+    """As native code raises them: no Exception."""
+
+
+def test_f208_a_partition_that_fails_is_told_tried_again_and_heals_by_itself_while_others_go_on() -> None:
+    async def scenario() -> None:
+        world = World()
+        node = world.node()
+        row = await world.topic(partitions=2)
+        await node.start()
+        for partition in (0, 1):
+            await node.produce_nowait(row.topic_id, partition, batch("a"))
+        sick = f"topic/{row.topic_id}/0"
+        read, ill = world.consensus.read, [True]
+
+        async def panics(log: str, *given: Any, **more: Any) -> Any:
+            if ill and log == sick:
+                raise Panic("nobody listed this")
+            return await read(log, *given, **more)
+
+        world.consensus.read = panics  # type: ignore[method-assign]
+        node._led[row.topic_id, 0].close(NotLeader("opened anew by this test."))
+        with pytest.raises(Unavailable):
+            await node.produce_nowait(row.topic_id, 0, batch("b"))
+        for n in range(1, 20):
+            assert (await node.produce_nowait(row.topic_id, 1, batch("c"))).base_offset == n
+            node.update_marks()
+        mark = f"topic:{row.name}"
+        await eventually(lambda: (failure := world.tracker.failure(mark)) is not None and failure.tries >= 3)
+        failure = world.tracker.failure(mark)
+        assert failure is not None and failure.error == "partition 0: Panic: nobody listed this"
+        ill.clear()
+        await eventually(lambda: (led := node._led.get((row.topic_id, 0))) is not None and led.is_open)
+        assert (await node.produce_nowait(row.topic_id, 0, batch("d"))).base_offset == 1
+        assert world.tracker.failure(mark) is not None, "one that opened a moment ago may fail again"
+        await eventually(lambda: world.tracker.failure(mark) is None)
+        await world.aclose()
+
+    run(scenario())
+
+
+def test_f212_acknowledgements_do_not_wait_for_a_roll_up() -> None:
+    async def scenario() -> None:
+        world = World(rollup_records=4)
+        node = world.node()
+        row = await world.topic(partitions=1)
+        put = world.objects.put
+        gate = asyncio.Event()
+
+        async def slow(key: str, data: Any) -> None:
+            if key.startswith("rollup/"):
+                await gate.wait()
+            await put(key, data)
+
+        world.objects.put = slow  # type: ignore[method-assign]
+        for n in range(30):
+            assert (await node.produce_nowait(row.topic_id, 0, batch(str(n), pid=7, seq=n))).base_offset == n
+        log = f"topic/{row.topic_id}/0"
+        assert (await world.consensus.log_head(log)).start == 0
+        gate.set()
+        async with asyncio.timeout(10):
+            while (await world.consensus.log_head(log)).start == 0:
+                await asyncio.sleep(0.001)
+        found = await world.consensus.read(log, (await world.consensus.log_head(log)).start, limit_records=1)
+        command = decode_command(found.records[0].data)
+        assert isinstance(command, Rollup) and len(command.tail) > 10, "what was placed beside it is in its tail"
+        assert await read_all(world, row.topic_id) == [(n, str(n)) for n in range(30)]
+        await node.aclose()
+        node = world.node()
+        assert (await node.produce_nowait(row.topic_id, 0, batch("29", pid=7, seq=29))).duplicate
+        assert (await node.produce_nowait(row.topic_id, 0, batch("30", pid=7, seq=30))).base_offset == 30
+        await world.aclose()
+
+    run(scenario())
+
+
+def test_a_roll_up_with_too_long_a_tail_is_given_up_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        world = World(rollup_records=4)
+        node = world.node()
+        row = await world.topic(partitions=1)
+        monkeypatch.setattr(rolling, "TAIL_BYTES", 100)
+        monkeypatch.setattr(rolling, "RETRY_RECORDS", 10)
+        put = world.objects.put
+        gate = asyncio.Event()
+
+        async def slow(key: str, data: Any) -> None:
+            if key.startswith("rollup/"):
+                await gate.wait()
+            await put(key, data)
+
+        world.objects.put = slow  # type: ignore[method-assign]
+        log = f"topic/{row.topic_id}/0"
+        for n in range(20):
+            await node.produce_nowait(row.topic_id, 0, batch(str(n)))
+        gate.set()
+        for n in range(20, 60):
+            await node.produce_nowait(row.topic_id, 0, batch(str(n)))
+            await asyncio.sleep(0.002)
+        async with asyncio.timeout(10):
+            while (await world.consensus.log_head(log)).start == 0:
+                await asyncio.sleep(0.001)
+        assert await read_all(world, row.topic_id) == [(n, str(n)) for n in range(60)]
+        await world.aclose()
+
+    run(scenario())
+
+
+def test_a_process_with_thousands_of_topics_reports_few_marks() -> None:
+    async def scenario() -> None:
+        world = World()
+        node = world.node()
+        rows = [await world.topic(f"t{n}", 1) for n in range(OWN_MARKS + 20)]
+        await node.start()
+        for row in rows:
+            await node.produce_nowait(row.topic_id, 0, batch("a"))
+        node.update_marks()
+        names = {mark.name for mark in world.tracker.report("p", 0).marks if mark.name.startswith("topic")}
+        assert names == {"topics"}
+        world.objects.gated = True
+        waiting = node.produce_nowait(rows[5].topic_id, 0, batch("b"))
+        await eventually(lambda: len(world.objects.waiting) == 1)
+        node.update_marks()
+        marks = {mark.name: mark for mark in world.tracker.report("p", 0).marks if mark.name.startswith("topic")}
+        assert set(marks) == {"topics", "topic:t5"}
+        assert (marks["topic:t5"].position, marks["topic:t5"].target) == (1, 2)
+        assert marks["topics"].position == marks["topics"].target == len(rows) - 1
+        await world.objects.let_go()
+        await waiting
         await world.aclose()
 
     run(scenario())

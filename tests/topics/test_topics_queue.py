@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from topics_world import run
 
 from tidemill.base.errors import Unavailable
-from tidemill.topics.queue import ProducerQueue, QueueCore, Ticket, TicketState
+from tidemill.topics.queue import Line, ProducerQueue, QueueCore, Ticket, TicketState
 
 
 def test_basic_the_first_ticket_redeems_at_once() -> None:
@@ -40,28 +40,20 @@ def test_the_second_may_follow_as_soon_as_the_first_is_placed() -> None:
     assert queue.reserve(1).state is TicketState.WAITING
 
 
-def test_no_producer_id_three_tickets_none_wait() -> None:
+def test_without_a_producer_id_a_connection_is_a_line() -> None:
     queue = QueueCore()
-    tickets = [queue.reserve(-1) for _ in range(3)]
-    assert all(t.state is TicketState.READY for t in tickets)
-    for ticket in tickets:
-        queue.release(ticket)
-    assert len(queue) == 0
+    first, second, elsewhere = queue.reserve(("c", 1)), queue.reserve(("c", 1)), queue.reserve(("c", 2))
+    assert [t.state for t in (first, second, elsewhere)] == [TicketState.READY, TicketState.WAITING, TicketState.READY]
+    assert queue.place(first) == [second]
 
 
-def test_no_producer_id_still_has_a_limit() -> None:
-    queue = QueueCore(anonymous_limit=2)
-    one, two, three, four = (queue.reserve(-1) for _ in range(4))
-    assert (one.state, two.state, three.state, four.state) == (
-        TicketState.READY,
-        TicketState.READY,
-        TicketState.WAITING,
-        TicketState.WAITING,
-    )
-    assert queue.abandon(three) == []
-    assert queue.abandon(one) == [four]
-    queue.release(two)
-    queue.release(four)
+def test_a_failed_batch_of_a_connection_poisons_nothing_and_its_successors_go_on() -> None:
+    queue = QueueCore()
+    first, second, third = (queue.reserve(("c", 1)) for _ in range(3))
+    assert queue.abandon(second) == []
+    assert third.state is TicketState.WAITING
+    assert queue.abandon(first) == [third]
+    queue.release(third)
     assert len(queue) == 0
 
 
@@ -226,16 +218,16 @@ class QueueModel(RuleBasedStateMachine):
 
     @initialize()
     def empty(self) -> None:
-        self.queue = QueueCore(anonymous_limit=2)
-        self.lines: dict[int, list[Ticket]] = {}
+        self.queue = QueueCore()
+        self.lines: dict[Line, list[Ticket]] = {}
         self.placed: set[Ticket] = set()
         self.poisoned: set[Ticket] = set()
 
     def tickets(self) -> list[Ticket]:
         return [t for line in self.lines.values() for t in line]
 
-    @rule(producer=st.integers(0, 2))
-    def reserve(self, producer: int) -> None:
+    @rule(producer=st.sampled_from([0, 1, ("c", 0), ("c", 1)]))
+    def reserve(self, producer: Line) -> None:
         ticket = self.queue.reserve(producer)
         line = self.lines.setdefault(producer, [])
         if line and line[-1] in self.poisoned:
@@ -254,15 +246,15 @@ class QueueModel(RuleBasedStateMachine):
     @rule(data=st.data(), abandon=st.booleans())
     def end(self, data: st.DataObject, abandon: bool) -> None:
         ticket = data.draw(st.sampled_from(self.tickets()))
-        line = self.lines[ticket.producer_id]
+        line = self.lines[ticket.line]
         position = line.index(ticket)
-        if abandon or ticket in self.poisoned:
+        if isinstance(ticket.line, int) and (abandon or ticket in self.poisoned):
             self.poisoned |= set(line[position + 1 :])
         before = {t for t in self.tickets() if t.state is TicketState.WAITING}
         resolved = self.queue.abandon(ticket) if abandon else self.queue.release(ticket)
         line.remove(ticket)
         if not line:
-            del self.lines[ticket.producer_id]
+            del self.lines[ticket.line]
         after = {t for t in self.tickets() if t.state is TicketState.WAITING}
         assert set(resolved) == before - after - {ticket}
         assert ticket.ended

@@ -6,7 +6,10 @@ so the simulation's virtual-time loop controls it without knowing about `Clock`.
 
 from __future__ import annotations
 
+import asyncio
+import os
 import random
+import selectors
 import time
 import uuid
 from typing import Protocol
@@ -24,10 +27,55 @@ class Clock(Protocol):
 
 class SystemClock:
     def now_ms(self) -> int:
+        if MOVED is not None:
+            return MOVED.now_ms()
         return time.time_ns() // 1_000_000
 
     def monotonic_s(self) -> float:
-        return time.monotonic()
+        return time.monotonic() if MOVED is None else MOVED.monotonic_s()
+
+
+class MovedClock:
+    """Test-only: the process believes that it started at `start_ms`, and that time runs `rate` times as fast."""
+
+    def __init__(self, start_ms: int, rate: float) -> None:
+        self.rate = rate
+        self._start_ms = start_ms
+        self._began_s = time.monotonic()
+
+    def monotonic_s(self) -> float:
+        return self._began_s + (time.monotonic() - self._began_s) * self.rate
+
+    def now_ms(self) -> int:
+        return self._start_ms + int((self.monotonic_s() - self._began_s) * 1000)
+
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """A loop whose sleeps and timeouts follow this clock."""
+        rate, clock = self.rate, self
+
+        class Selector(selectors.DefaultSelector):
+            def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+                return super().select(None if timeout is None else timeout / rate)
+
+        class Loop(asyncio.SelectorEventLoop):
+            def time(self) -> float:
+                return clock.monotonic_s()
+
+        return Loop(Selector())
+
+
+def _moved(setting: str) -> MovedClock | None:
+    start_ms, _, rate = setting.partition(":")
+    return MovedClock(int(start_ms), float(rate or 1)) if start_ms else None
+
+
+MOVED = _moved(os.environ.get("TIDEMILL_TEST_CLOCK", ""))
+"""`START_MS:RATE` from the environment, for the calendar test: thirty days of real processes in minutes."""
+
+
+def thread_cpu_s() -> float:
+    """Processor time that the calling thread has used: what it did, whoever else had the machine."""
+    return time.thread_time()
 
 
 class ManualClock:

@@ -60,3 +60,9 @@ class Corrupt(TidemillError):
 
 class Closed(TidemillError):
     """The component was closed; the caller outlived it."""
+
+
+def mendable(error: TidemillError) -> Unavailable:
+    """The same words as Unavailable: what was right when it was opened and is wrong now may be mended, so that it is
+    waited for, and told, instead of ending whoever met it."""
+    return Unavailable(error.message, fix=error.fix)

@@ -18,6 +18,11 @@ LOG_RECORD_BYTES = 8 * MIB
 
 REGISTER_BYTES = 1 * MIB
 
+PAGE_BYTES = 96 << 10
+PAGE_ENTRY_BYTES = 64 << 10
+"""A process's report stands on pages of so many bytes; a fact larger than an entry is cut, with a note. Both together
+are far below a register, and what changes once a second is small."""
+
 LEASE_TTL_MS = 6_000
 """Leadership lease; safety comes from fencing, this only bounds the time to take over."""
 
@@ -37,6 +42,16 @@ METASTORE_BATCH_ROWS = 20_000
 
 KAFKA_REQUEST_BYTES = 100 * MIB
 
+FRESHNESS_BUDGET_MS = 5_000
+"""A stage that stands still below its target for longer is stuck, unless `freshness.budget_s` says otherwise."""
+
+DECOMPRESSED_BYTES = 32 * MIB
+"""The records of one compressed batch, by whoever decodes it. Kafka's Java producer buffers as much in all by default
+(buffer.memory), so no client at its defaults makes a larger batch; 32 KiB of zstd would otherwise become 2 GB."""
+
 MARK_PUBLISH_INTERVAL_S = 1.0
-MARK_BLIND_AFTER_MS = 10_000
+MARK_BLIND_AFTER_MS = 8_000
 """A process that has not published its marks for this long is blind."""
+
+LOOPBACK_ORIGINS = ("http://localhost:*", "http://127.0.0.1:*", "http://[::1]:*")
+"""Pages that may read a node's answers in a browser unless the configuration says otherwise: those of this machine."""

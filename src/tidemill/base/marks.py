@@ -1,23 +1,34 @@
 """Marks: where every stage is, who holds it, and for how long. States are derived, never self-reported.
 
 M1  A minimum always names its argmin: `held_by` is the name of another mark, or of an outside
-    holder (a pid, a lease, a file), and walking it ends at a root cause.
+    holder (a pid, a lease, a file), and walking it ends at a root cause (base/chain.py).
 M2  A stage is *idle* only when a heartbeat crossed it: its position has reached its target.
-M3  A process that does not report is *blind*; no report is never read as health.
+M3  A process that does not report is *blind*; no report is never read as health. Each process has a mark of its
+    own, `process:NAME`, so that one that froze is not hidden behind a peer that works.
 M4  Where several processes each have a share of one stage (a topic's partitions), its mark is their sum, in the
-    state of the worst of them: a share that stands still is not hidden behind one that moves.
+    state of the worst of them: a share that stands still is not hidden behind one that moves. Where several
+    processes report the same stage, the furthest of the living speaks for it, and each other that is in trouble
+    stands beside it as `name@process`.
+M5  A unit that failed says so until its position moves past the place where it failed, or it heals: how often it was
+    tried again does not make its failure younger. Parked (only an operator can mend it) is stuck at once.
+M6  Long work is *moving* while its progress counter moves, whatever its position does: a first snapshot and a
+    catch-up are not stuck.
 
 Positions are plain integers (an LSN, an offset sum, a time in ms): only compared within one mark.
 """
 
 from __future__ import annotations
 
+import os
+import socket
+import threading
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from functools import cache
 
 import msgspec
 
-from tidemill.base.limits import MARK_BLIND_AFTER_MS
+from tidemill.base.limits import FRESHNESS_BUDGET_MS, MARK_BLIND_AFTER_MS
 
 
 class State(StrEnum):
@@ -34,10 +45,14 @@ class Mark(msgspec.Struct, frozen=True):
     position    how far the stage has come
     target      where its input is; position ≥ target means nothing is left to do
     held_by     name of the mark (or outside holder) that the stage waits for; "" = itself
+    upstream    name of the mark that feeds the stage, whether or not it waits for it
     reason      one short sentence, for people
-    since_ms    when position last changed, or when the stage became idle
+    since_ms    when position or progress last changed, or when the stage became idle
+    progress    a counter of work done (records read, rows copied) that moves while the position cannot (M6)
     budget_ms   freshness budget: standing still below target for longer is *stuck*
     share       the place of this process's share only (M4)
+    error       what the unit's last try ended with (M5); "" = it does not fail
+    failing_since_ms, tries, parked   since when, how often, and whether trying again can help
     """
 
     name: str
@@ -46,18 +61,40 @@ class Mark(msgspec.Struct, frozen=True):
     held_by: str = ""
     reason: str = ""
     since_ms: int = 0
-    budget_ms: int = 5_000
+    budget_ms: int = FRESHNESS_BUDGET_MS
     unit: str = ""
     share: bool = False
+    error: str = ""
+    failing_since_ms: int = 0
+    tries: int = 0
+    parked: bool = False
+    upstream: str = ""
+    progress: int = 0
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Of one unit, at one place (M5). `position`: where it stood when it first failed."""
+
+    error: str
+    since_ms: int
+    tries: int
+    parked: bool
+    held_by: str
+    position: int
 
 
 class Report(msgspec.Struct, frozen=True):
-    """All marks of one process as of `at_ms` (the publisher's clock), with free-form facts beside them."""
+    """All marks of one process as of `at_ms` (the publisher's clock), with free-form facts beside them.
+
+    `pid` on `host`: whom an operator looks for when it goes silent.
+    """
 
     process: str
     at_ms: int
     marks: tuple[Mark, ...]
     facts: dict[str, object] = {}
+    pid: int = 0
+    host: str = ""
 
 
 class Derived(msgspec.Struct, frozen=True):
@@ -71,9 +108,11 @@ class Derived(msgspec.Struct, frozen=True):
 def derive(mark: Mark, process: str, at_ms: int, now_ms: int, moved_recently_ms: int = 2_000) -> Derived:
     """The state of one mark, from the mark and the age of the report that carried it."""
     age_ms = max(0, now_ms - at_ms)
-    standing_ms = max(0, now_ms - mark.since_ms)
+    standing_ms = max(0, now_ms - (mark.failing_since_ms or mark.since_ms))
     if age_ms > MARK_BLIND_AFTER_MS:
         state = State.BLIND
+    elif mark.error:
+        state = State.STUCK if mark.parked or standing_ms > mark.budget_ms else State.WAITING
     elif mark.position >= mark.target:
         state = State.IDLE
     elif standing_ms <= moved_recently_ms:
@@ -85,28 +124,61 @@ def derive(mark: Mark, process: str, at_ms: int, now_ms: int, moved_recently_ms:
     return Derived(mark, process, state, standing_ms, age_ms)
 
 
+PROCESS = "process:"
+OWN = ("objects", "consensus", "metastore")
+"""What each process stands on, by its own experience: these marks are never merged, but `name@process` each."""
+_TROUBLE = {State.IDLE: 0, State.MOVING: 1, State.WAITING: 2, State.STUCK: 3, State.BLIND: 4}
+
+
+def trouble(derived: Derived) -> tuple[int, int]:
+    """Greater is worse: by state, then by how long."""
+    return _TROUBLE[derived.state], derived.standing_ms
+
+
 def derive_all(reports: Iterable[Report], now_ms: int) -> dict[str, Derived]:
-    """Every mark by name. Where two processes report one name, the newer report wins, or the shares are summed (M4)."""
-    newest: dict[str, Derived] = {}
-    shares: dict[str, list[Derived]] = {}
+    """Every mark by name, every process by `process:NAME` (M3), other instances in trouble by `name@process` (M4)."""
+    instances: dict[str, list[Derived]] = {}
+    found: dict[str, Derived] = {}
     for report in sorted(reports, key=lambda r: (r.at_ms, r.process)):
         for mark in report.marks:
-            found = newest[mark.name] = derive(mark, report.process, report.at_ms, now_ms)
-            if mark.share:
-                shares.setdefault(mark.name, []).append(found)
-    return newest | {name: _whole(parts) for name, parts in shares.items()}
+            instances.setdefault(mark.name, []).append(derive(mark, report.process, report.at_ms, now_ms))
+        found[PROCESS + report.process] = _process(report, now_ms)
+    for name, each in instances.items():
+        if name in OWN:
+            found.update(_named(each))
+            continue
+        live = [one for one in each if one.state is not State.BLIND]
+        if not live:
+            found[name] = each[-1]
+        elif live[-1].mark.share:
+            found[name] = _whole(live)
+        else:
+            found[name] = first = max(live, key=lambda one: (one.mark.position, not one.mark.error, one.mark.target))
+            found.update(_named(one for one in live if one is not first and one.state is State.STUCK))
+    return found
 
 
-_TROUBLE = {State.IDLE: 0, State.MOVING: 1, State.WAITING: 2, State.STUCK: 3}
+def _named(each: Iterable[Derived]) -> dict[str, Derived]:
+    """Instances of one stage by `name@process`."""
+    found = {}
+    for one in each:
+        name = f"{one.mark.name}@{one.process}"
+        found[name] = msgspec.structs.replace(one, mark=msgspec.structs.replace(one.mark, name=name))
+    return found
 
 
-def _whole(parts: list[Derived]) -> Derived:
-    """One mark of several shares, oldest report first. The share of a blind process is somebody else's by now; only
-    when nobody reports is the whole blind."""
-    live = [part for part in parts if part.state is not State.BLIND]
-    if not live:
-        return parts[-1]
-    worst = max(live, key=lambda part: (_TROUBLE[part.state], part.standing_ms))
+def _process(report: Report, now_ms: int) -> Derived:
+    age_ms = max(0, now_ms - report.at_ms)
+    blind = age_ms > MARK_BLIND_AFTER_MS
+    holder = f"pid {report.pid} on {report.host}" if report.pid else ""
+    reason = f"has not reported for {age_ms // 1000} s: it is stopped, cut off or dead" if blind else ""
+    mark = Mark(PROCESS + report.process, 0, 1 if blind else 0, holder if blind else "", reason, report.at_ms)
+    return Derived(mark, report.process, State.BLIND if blind else State.IDLE, age_ms, age_ms)
+
+
+def _whole(live: list[Derived]) -> Derived:
+    """One mark of several shares. The share of a blind process is somebody else's by now: only the living count."""
+    worst = max(live, key=trouble)
     position, target = sum(part.mark.position for part in live), sum(part.mark.target for part in live)
     mark = msgspec.structs.replace(worst.mark, position=position, target=target)
     return Derived(mark, worst.process, worst.state, worst.standing_ms, worst.report_age_ms)
@@ -123,9 +195,13 @@ def as_row(derived: Derived) -> dict[str, object]:
         "unit": mark.unit,
         "held_by": mark.held_by,
         "reason": mark.reason,
+        "upstream": mark.upstream,
         "standing_ms": derived.standing_ms,
         "report_age_ms": derived.report_age_ms,
         "process": derived.process,
+        "error": mark.error,
+        "tries": mark.tries,
+        "parked": mark.parked,
     }
 
 
@@ -135,22 +211,23 @@ def argmin(positions: Mapping[str, int]) -> tuple[str, int]:
     return name, positions[name]
 
 
-def why(marks: Mapping[str, Derived], name: str) -> list[Derived]:
-    """Walk `held_by` from `name` to the root holder. Ends at an unknown holder or before a cycle repeats."""
-    chain: list[Derived] = []
-    seen: set[str] = set()
-    while name in marks and name not in seen:
-        seen.add(name)
-        chain.append(marks[name])
-        name = marks[name].mark.held_by
-    return chain
-
-
 class Tracker:
-    """Keeps one process's marks: `set` stamps `since_ms` when a position moves or a target is reached."""
+    """Keeps one process's marks: `set` stamps `since_ms` when position or progress moves or a target is reached.
 
-    def __init__(self) -> None:
+    `budget_ms`: the freshness budget of marks that name none of their own. Every method may be called from any thread.
+    """
+
+    def __init__(self, budget_ms: int = FRESHNESS_BUDGET_MS) -> None:
+        self.budget_ms = budget_ms
         self._marks: dict[str, Mark] = {}
+        self._failures: dict[str, Failure] = {}
+        self._earlier: dict[str, Mark] = {}
+        self._lock = threading.Lock()
+
+    def adopt(self, report: Report) -> None:
+        """Remember what this process said before it was restarted: a stage that still stands where it stood, and a
+        unit that fails again where it failed, are not younger for it (M5)."""
+        self._earlier = {mark.name: mark for mark in report.marks if mark.error or mark.position < mark.target}
 
     def set(
         self,
@@ -161,18 +238,92 @@ class Tracker:
         now_ms: int,
         held_by: str = "",
         reason: str = "",
-        budget_ms: int = 5_000,
+        budget_ms: int | None = None,
         unit: str = "",
         share: bool = False,
+        upstream: str = "",
+        progress: int = 0,
     ) -> None:
-        old = self._marks.get(name)
-        was_idle = old is not None and old.position >= old.target
-        moved = old is None or old.position != position or (was_idle and position < target)
-        since_ms = now_ms if moved or old is None else old.since_ms
-        self._marks[name] = Mark(name, position, target, held_by, reason, since_ms, budget_ms, unit, share)
+        with self._lock:
+            old = self._marks.get(name) or self._earlier.get(name)
+            was_idle = old is not None and old.position >= old.target
+            moved = (
+                old is None
+                or old.position != position
+                or (progress and old.progress != progress)
+                or (was_idle and position < target)
+            )
+            since_ms = now_ms if moved or old is None else old.since_ms
+            budget_ms = self.budget_ms if budget_ms is None else budget_ms
+            self._marks[name] = Mark(
+                name, position, target, held_by, reason, since_ms, budget_ms, unit, share,
+                upstream=upstream, progress=progress,
+            )  # fmt: skip
+            if moved:
+                self._earlier.pop(name, None)
+            failure = self._failures.get(name)
+            if failure is not None and position > failure.position:
+                del self._failures[name]
+
+    def fail(self, name: str, error: str, *, now_ms: int, parked: bool = False, held_by: str = "") -> None:
+        """Unit `name` failed with `error`, one sentence. Its age is that of the first failure at its place (M5)."""
+        with self._lock:
+            mark, old, earlier = self._marks.get(name), self._failures.get(name), self._earlier.pop(name, None)
+            position = mark.position if mark is not None else 0
+            if old is None and earlier is not None and earlier.error and earlier.position >= position:
+                old = Failure("", earlier.failing_since_ms, earlier.tries, False, "", earlier.position)
+            self._failures[name] = Failure(
+                error,
+                old.since_ms if old is not None else now_ms,
+                old.tries + 1 if old is not None else 1,
+                parked,
+                held_by or ("operator" if parked else ""),
+                old.position if old is not None else position,
+            )
+
+    def heal(self, name: str) -> None:
+        """The unit works again, or is not wanted any more."""
+        self._failures.pop(name, None)
+
+    def mark(self, name: str) -> Mark | None:
+        """As it was set last, by this process or its predecessor, without a failure."""
+        return self._marks.get(name) or self._earlier.get(name)
+
+    def failure(self, name: str) -> Failure | None:
+        return self._failures.get(name)
 
     def remove(self, name: str) -> None:
+        """The mark goes with what it was about; a failure stays until the unit heals."""
         self._marks.pop(name, None)
 
     def report(self, process: str, now_ms: int, facts: Mapping[str, object] | None = None) -> Report:
-        return Report(process, now_ms, tuple(self._marks.values()), dict(facts or {}))
+        with self._lock:
+            marks = {**self._marks, **{n: _failing(n, self._marks.get(n), f) for n, f in self._failures.items()}}
+        pid, host = this_process()
+        return Report(process, now_ms, tuple(marks.values()), dict(facts or {}), pid, host)
+
+
+def _failing(name: str, mark: Mark | None, failure: Failure) -> Mark:
+    """A failing unit's mark: never at its target, with what its last try ended with as the reason."""
+    mark = mark or Mark(name, failure.position, failure.position + 1, since_ms=failure.since_ms)
+    return msgspec.structs.replace(
+        mark,
+        target=max(mark.target, mark.position + 1),
+        held_by=failure.held_by or mark.held_by,
+        reason=_both(mark.reason, failure.error),
+        error=failure.error,
+        failing_since_ms=failure.since_ms,
+        tries=failure.tries,
+        parked=failure.parked,
+    )
+
+
+def _both(reason: str, error: str) -> str:
+    """What the unit waits for and what its last try ended with, each once."""
+    return error if reason in error else f"{reason}; its last try: {error}"
+
+
+@cache
+def this_process() -> tuple[int, str]:
+    """(pid, host)"""
+    return os.getpid(), socket.gethostname()

@@ -1,4 +1,10 @@
-"""Task groups: no bare `create_task` anywhere else in the package.
+"""Task groups and supervision: no bare `create_task` anywhere else in the package, and no task without an owner.
+
+    U1  A fault is as large as its unit. `keep` runs one unit (a shape, a partition, a table, a pipeline, a capture):
+        whatever its body raises, of whatever type, ends that unit, is told under the unit's mark with the error of
+        the last try, and is tried again after a pause. Nothing larger notices.
+    U2  The age of a failure survives retries at the same place: it heals when the unit's position moves, or says so.
+    U3  A task tells its owner how it ended. `Tasks` asks for `on_failure`; there is no default that only logs.
 
 Ordering is decided before a task exists: `create_task` defers a coroutine's body, so a reservation
 on its first line is already too late (seed 000). Reserve in a plain `def`, then `spawn`.
@@ -7,10 +13,24 @@ on its first line is already too late (seed 000). Reserve in a plain `def`, then
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Self
 
+import structlog
+
+from tidemill.base.clock import Clock
+from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.marks import Tracker
+
 FailureHandler = Callable[[str, BaseException], None]
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 10.0
+STEADY_AFTER_S = 20.0
+"""A unit that ran this long before it failed starts its pauses over."""
+
+log = structlog.get_logger()
 
 
 class Tasks:
@@ -20,7 +40,7 @@ class Tasks:
     `on_failure(name, error)`, and `aclose` cancels and awaits whatever still runs.
     """
 
-    def __init__(self, on_failure: FailureHandler | None = None) -> None:
+    def __init__(self, on_failure: FailureHandler) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._on_failure = on_failure
         self._closed = False
@@ -41,11 +61,7 @@ class Tasks:
         error = task.exception()
         if error is None:
             return
-        if self._on_failure is not None:
-            self._on_failure(task.get_name(), error)
-        else:
-            context = {"message": f"background task failed: {task.get_name()}", "exception": error, "task": task}
-            task.get_loop().call_exception_handler(context)
+        self._on_failure(task.get_name(), error)
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -68,3 +84,118 @@ class Tasks:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
+
+
+def is_fault(error: BaseException) -> bool:
+    """True for everything that is a unit's own failure: also types that nobody listed, and those that libraries derive
+    from BaseException (a panic of native code). False for what ends a process or a task on purpose."""
+    return not isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit | GeneratorExit)
+
+
+def cancelled_from_outside() -> bool:
+    """In an `except CancelledError`: is it this task that was cancelled, or did one leak out of what it awaited?"""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def sentence(error: BaseException) -> str:
+    """One line for a mark: our own errors as they speak, others with their type, for their texts say little alone."""
+    text = " ".join(str(error).split())[:500]
+    if type(error).__module__.startswith("tidemill."):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+class Restarts:
+    """When a failed unit is tried again: pauses double to a limit, and start over after a steady run. Pure."""
+
+    def __init__(
+        self,
+        first_s: float = FIRST_PAUSE_S,
+        longest_s: float = LONGEST_PAUSE_S,
+        steady_after_s: float = STEADY_AFTER_S,
+    ) -> None:
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._steady_after_s = steady_after_s
+        self._next_s = first_s
+
+    def pause_s(self, ran_s: float, *, parked: bool = False) -> float:
+        """How long to wait after a run of `ran_s`. A parked unit is looked at again at the longest pause only."""
+        if ran_s > self._steady_after_s:
+            self._next_s = self._first_s
+        pause_s = self._next_s
+        self._next_s = min(self._longest_s, self._next_s * 2)
+        return self._longest_s if parked else pause_s
+
+
+def parks(error: BaseException) -> bool:
+    """True where trying again cannot help before somebody changes something."""
+    return isinstance(error, Invalid | Corrupt)
+
+
+async def keep(
+    mark: str,
+    body: Callable[[], Awaitable[None]],
+    *,
+    tracker: Tracker,
+    clock: Clock,
+    restarts: Restarts | None = None,
+) -> None:
+    """Run a unit's `body` until it returns. Any fault is told under `mark` and tried again after a pause (U1, U2).
+
+    What only an operator can mend (Invalid, Missing, Corrupt) is parked: held by `operator`, tried at the longest
+    pause, so that it heals without a restart once it was mended.
+    """
+    restarts = restarts or Restarts()
+    while True:
+        started_s = clock.monotonic_s()
+        try:
+            await body()
+        except asyncio.CancelledError as error:
+            if cancelled_from_outside():
+                raise
+            fault: BaseException = error
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            fault = error
+        else:
+            tracker.heal(mark)
+            return
+        parked = parks(fault)
+        log.error("unit failed", unit=mark, error=sentence(fault), parked=parked, exc_info=None if parked else fault)
+        tracker.fail(mark, sentence(fault), now_ms=clock.now_ms(), parked=parked)
+        await asyncio.sleep(restarts.pause_s(clock.monotonic_s() - started_s, parked=parked))
+
+
+def keep_thread(
+    mark: str,
+    body: Callable[[], None],
+    *,
+    tracker: Tracker,
+    clock: Clock,
+    ending: threading.Event,
+    restarts: Restarts | None = None,
+) -> None:
+    """The twin of `keep` for a unit that is a thread: run its `body` until it returns or `ending` is set.
+
+    Nobody cancels a thread, so whatever its body raises is its fault, also what a user's function raises to leave.
+    """
+    restarts = restarts or Restarts()
+    while not ending.is_set():
+        started_s = clock.monotonic_s()
+        try:
+            body()
+        except BaseException as fault:
+            if ending.is_set():
+                return
+            parked = parks(fault)
+            log.error(
+                "unit failed", unit=mark, error=sentence(fault), parked=parked, exc_info=None if parked else fault
+            )
+            tracker.fail(mark, sentence(fault), now_ms=clock.now_ms(), parked=parked)
+            ending.wait(restarts.pause_s(clock.monotonic_s() - started_s, parked=parked))
+        else:
+            tracker.heal(mark)
+            return

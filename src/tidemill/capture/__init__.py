@@ -1,10 +1,11 @@
 """capture: a PostgreSQL database as a stream of committed changes.
 
 Owns the replication connection, pgoutput decoding, the publication, slot and snapshot, fragments, the collector
-and flush tracker, and the sink that writes one topic per table and mints the capture's bindings.
+and flush tracker, the sink that writes one topic per table and mints the capture's bindings, and the taps.
 Does not own how a shape stores its log, nor what a pipeline makes of the records.
 
     P1  the LSN confirmed to Postgres never passes what every sink has flushed            collector, flush_tracker
+    X1  whatever a tap raises ends that tap alone                                          taps
     P2  within a transaction ordinals grow; a key change takes two                         converter
     P3  a fragment never shares its last position with its successor                       converter
     L1  the n-th record capture decides to write has offset n, and sequence n: it lands once   lane

@@ -3,7 +3,8 @@
     kind        when                                             what it covers
     busy        commits became durable; at most one per interval the newest durable commit
     marker      a commit with markers became durable             exactly up to that commit, one per tag
-    idle        nothing was minted for idle_binding_ms           the same offsets, the newest idle LSN: time moves on
+    idle        only the LSN moved; at most one per idle_ms      the same offsets, the newest idle LSN
+    none        nothing moved                                    -
 
 B1  Offsets and LSN of a binding describe one commit boundary: every transaction at or below `lsn` is in, none after.
 B2  No binding is minted below `gate` (the LSN of the newest table snapshot): only from there on do all tables show
@@ -11,7 +12,8 @@ B2  No binding is minted below `gate` (the LSN of the newest table snapshot): on
 B3  After a binding is stored, and not before, its last commit is reported flushed (topic_writer W2). A marker is
     therefore minted even if the process dies right after its commit was written.
 
-There is one minter, the holder of the capture's lock; a Conflict means a predecessor's attempt landed late.
+There is one minter of boundaries, the holder of the capture's lock; a Conflict means that a predecessor's attempt
+landed late, or that somebody moved an idle source's time on.
 """
 
 from __future__ import annotations
@@ -20,17 +22,12 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import structlog
-
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Conflict, Unavailable, Unknown
 from tidemill.base.frontier import ChangePosition
 from tidemill.capture.boundaries import Boundary, merged
 from tidemill.shards.front import Binding, Remap
+from tidemill.shards.minting import Minter
 
-log = structlog.get_logger()
-
-RETRY_PAUSE_S = 0.1
 MERGE_ABOVE = 256
 
 
@@ -44,14 +41,11 @@ class Binder:
         on_bound: Callable[[ChangePosition], None],
         *,
         interval_ms: int = 50,
-        idle_ms: int = 500,
+        idle_ms: int = 5_000,
     ) -> None:
-        self._remap = remap
-        self._clock = clock
+        self._minter = Minter(remap, clock, interval_ms=interval_ms)
         self._on_bound = on_bound
-        self._interval_ms = interval_ms
         self._idle_ms = idle_ms
-        self._latest: Binding | None = None
         self._offsets: dict[str, list[int]] = {}
         self._lsn = 0
         self._source_time_ms = 0
@@ -59,25 +53,31 @@ class Binder:
         self._early_tags: list[str] = []
         self._ready: deque[Boundary] = deque()
         self._wake = asyncio.Event()
-        self._minted_s = float("-inf")
         self.gate = 0
 
     @property
     def latest(self) -> Binding | None:
-        return self._latest
+        return self._minter.latest
 
     async def open(self) -> Binding | None:
         """Read the newest binding: where the previous session stopped."""
-        self._latest = await self._remap.latest()
-        if self._latest is not None:
-            self._lsn = self._latest.lsn
-            self._source_time_ms = self._latest.source_time_ms
-        return self._latest
+        latest = await self._minter.open()
+        if latest is not None:
+            self._lsn = latest.lsn
+            self._source_time_ms = latest.source_time_ms
+        return latest
 
-    def start_at(self, offsets: dict[str, list[int]], gate: int) -> None:
-        """`offsets`: next offset per partition of every topic, as of the newest binding or the snapshot's end."""
+    def start_at(self, offsets: dict[str, list[int]], gate: int, late_lsn: int | None = None) -> None:
+        """`offsets`: next offset per partition of every topic, as of the newest binding or the snapshot's end.
+
+        `late_lsn`: a table was copied beside the stream, and the stream is told again from here. Until it has come to
+        the newest binding, that table is behind the others, and no boundary describes all of them (B1).
+        """
         self._offsets = offsets
         self.gate = gate
+        if late_lsn is not None and late_lsn < self._lsn:
+            self.gate = max(gate, self._lsn)
+            self._lsn = late_lsn
 
     def durable(self, boundaries: Sequence[Boundary]) -> None:
         """Plain call, in commit order. While minting is slow, boundaries without tags are merged, to bound memory."""
@@ -98,23 +98,22 @@ class Binder:
                 await self._idle()
 
     async def _idle(self) -> None:
-        left_s = self._minted_s + self._idle_ms / 1000 - self._clock.monotonic_s()
+        """Until there is more to bind, or the idle LSN's turn has come. Without either: for as long as it takes."""
         self._wake.clear()
+        moved = self._lsn >= self.gate and (self.latest is None or self._lsn > self.latest.lsn or self._changed())
+        if not moved or not self._offsets:
+            await self._wake.wait()
+            return
         try:
-            async with asyncio.timeout(max(0.0, min(left_s, self._idle_ms / 1000))):
+            async with asyncio.timeout(self._minter.due_in_s(self._idle_ms)):
                 await self._wake.wait()
         except TimeoutError:
-            if self._lsn >= self.gate and (self._latest is not None or self._offsets):
-                await self._mint("")
-            else:
-                self._minted_s = self._clock.monotonic_s()
+            await self._mint("")
 
     async def _mint_ready(self) -> None:
         if not any(boundary.tags for boundary in self._ready):
-            wait_s = self._minted_s + self._interval_ms / 1000 - self._clock.monotonic_s()
-            if wait_s > 0:
-                await asyncio.sleep(min(wait_s, self._interval_ms / 1000))
-        before = self._latest.lsn if self._latest is not None else -1
+            await self._minter.until_due()
+        before = self.latest.lsn if self.latest is not None else -1
         tags = self._fold()
         if self._lsn >= self.gate:
             tags, self._early_tags = [*self._early_tags, *tags], []
@@ -150,7 +149,7 @@ class Binder:
 
     def _bound_before(self, boundary: Boundary) -> bool:
         """Its markers were bound by a session that died before it could say so. Bindings are minted in commit order."""
-        latest = self._latest
+        latest = self.latest
         if latest is None or latest.lsn < boundary.lsn:
             return False
         return latest.lsn > boundary.lsn or latest.tag == boundary.tags[-1]
@@ -161,54 +160,12 @@ class Binder:
             self._bound_to = None
 
     def _changed(self) -> bool:
-        return self._latest is None or self._whole(self._latest) != self._snapshot()
+        offsets = self._snapshot()
+        return self.latest is None or self._minter.whole(self.latest, offsets) != offsets
 
     def _snapshot(self) -> dict[str, tuple[int, ...]]:
         return {topic_id: tuple(offsets) for topic_id, offsets in self._offsets.items()}
 
-    def _whole(self, binding: Binding) -> dict[str, tuple[int, ...]]:
-        """Its offsets of our topics (bindings also carry topics of tables that are captured no longer)."""
-        return {topic_id: binding.offsets.get(topic_id, ()) for topic_id in self._offsets}
-
     async def _mint(self, tag: str) -> None:
-        """Store one binding for the boundary at hand, at the first free time from now on."""
-        offsets, lsn = self._snapshot(), self._lsn
-        while True:
-            latest = self._latest
-            now_ms = self._clock.now_ms()
-            time_ms = now_ms if latest is None else max(now_ms, latest.time_ms + 1)
-            binding = Binding(time_ms, offsets, lsn, self._source_time_ms, tag)
-            try:
-                self._latest = await self._remap.mint(binding)
-                break
-            except Conflict:
-                self._latest = await self._remap.latest()
-                if self._lands_on(binding):
-                    break
-                if self._latest is not None and self._goes_back(binding):
-                    raise Unavailable(
-                        f"another minter is ahead: remap={self._remap.name} lsn={self._latest.lsn} ours={lsn}."
-                    ) from None
-            except (Unavailable, Unknown) as error:
-                log.warning("binding not stored, trying again", remap=self._remap.name, cause=str(error))
-                await asyncio.sleep(RETRY_PAUSE_S)
-        self._minted_s = self._clock.monotonic_s()
-
-    def _lands_on(self, binding: Binding) -> bool:
-        """The attempt whose answer was lost did land."""
-        latest = self._latest
-        return latest is not None and (latest.time_ms, latest.lsn, latest.tag, self._whole(latest)) == (
-            binding.time_ms,
-            binding.lsn,
-            binding.tag,
-            binding.offsets,
-        )
-
-    def _goes_back(self, binding: Binding) -> bool:
-        assert self._latest is not None
-        theirs = self._whole(self._latest)
-        return self._latest.lsn > binding.lsn or any(
-            old > new
-            for topic_id, offsets in binding.offsets.items()
-            for old, new in zip(theirs[topic_id], offsets, strict=False)
-        )
+        """Store one binding for the boundary at hand."""
+        await self._minter.mint(Binding(0, self._snapshot(), self._lsn, self._source_time_ms, tag))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tidemill.base.frontier import ChangePosition
+from tidemill.capture.visibility import sees
 from tidemill.metastore.catalogue import TableSnapshot
 
 
@@ -40,29 +41,10 @@ def merged(earlier: Boundary, later: Boundary) -> Boundary:
     )
 
 
-_XID_MODULUS = 1 << 32
-
-
-def visible(xid: int, snapshot: TableSnapshot) -> bool:
-    """Was this transaction (32-bit xid, as the stream prints it) committed in the snapshot (64-bit xids)?
-
-    The xid is widened to the 64-bit value nearest to xmin, so range and membership are both compared in full.
-    Only asked for transactions around the snapshot; far from it the answer would be meaningless.
-    """
-    full = (snapshot.xmin & ~(_XID_MODULUS - 1)) | (xid & (_XID_MODULUS - 1))
-    if full - snapshot.xmin > _XID_MODULUS // 2:
-        full -= _XID_MODULUS
-    elif snapshot.xmin - full > _XID_MODULUS // 2:
-        full += _XID_MODULUS
-    if full < snapshot.xmin:
-        return True
-    return full < snapshot.xmax and full not in snapshot.xip
-
-
 def in_snapshot(xid: int, commit_lsn: int, snapshot: TableSnapshot | None) -> bool:
     """Must the stream skip this transaction, because the snapshot holds it?
 
     A transaction visible to the snapshot wrote its commit record before the snapshot was taken, so a commit at
     or after `lsn` is never in it; below, the xid decides, since commit records precede visibility.
     """
-    return snapshot is not None and commit_lsn < snapshot.lsn and visible(xid, snapshot)
+    return snapshot is not None and commit_lsn < snapshot.lsn and sees(xid, snapshot.xmin, snapshot.xmax, snapshot.xip)

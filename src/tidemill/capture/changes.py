@@ -13,6 +13,10 @@ from typing import Literal
 import msgspec
 
 from tidemill.base.frontier import ChangePosition
+from tidemill.capture.naming import table_name
+
+NEVER = 1 << 64
+"""Above every LSN."""
 
 Op = Literal["insert", "update", "delete", "truncate"]
 
@@ -37,7 +41,7 @@ class Relation(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        return f"{self.schema}.{self.table}"
+        return table_name(self.schema, self.table)
 
     @property
     def key_columns(self) -> tuple[Column, ...]:
@@ -70,10 +74,11 @@ class Fragment(msgspec.Struct, frozen=True):
 
     xid: int
     commit_lsn: int
-    end_lsn: int
     commit_time_ms: int
     begins: bool
     commits: bool
     changes: tuple[Change, ...]
     last: ChangePosition
     markers: tuple[Marker, ...] = ()
+    size_bytes: int = 0
+    """Bytes of the messages it was made of, for those who bound what they keep."""

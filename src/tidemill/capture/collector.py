@@ -1,7 +1,7 @@
-"""The collector: one queue, one task, between the stream and the sinks.
+"""The collector: one queue, one task, between the stream and those who receive it.
 
-    in      fragments and keepalives (in stream order), flush notices, removals, sinks that come and go
-    out     fragments to every sink, in commit order, one at a time; LSNs to confirm, through Status
+    in      fragments and keepalives (in stream order), flush notices
+    out     fragments to every tap and every sink, in commit order, one at a time; LSNs to confirm, through Status
 
 The ordering axiom. A sink's notice is a message in the same queue, never an inline call: a notice sent while a
 commit is being handled is handled after that commit was registered with the tracker. So no notice can be too
@@ -12,7 +12,8 @@ early to be known, and none is forgotten (seed 002).
         undelivered commit would confirm it.
     K3  A fragment at or below the last processed position is a replay: dropped, but its commit is still
         acknowledged. One that straddles it is an error: the stream was cut differently than before.
-    K4  A sink added while a transaction is open joins with the next one; a removed one gets nothing more.
+    K4  Taps come before sinks: what they are handed never waits for room in a sink, and whatever they raise is theirs
+        alone (taps.py, X1).
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Corrupt
-from tidemill.base.frontier import BEFORE_ALL, ChangePosition
+from tidemill.base.errors import Corrupt, TidemillError, Unavailable
+from tidemill.base.frontier import BEFORE_ALL, ChangePosition, Lsn
+from tidemill.base.tasks import sentence
 from tidemill.capture.changes import Fragment
 from tidemill.capture.flush_tracker import FlushTracker
 from tidemill.capture.sinks import Sink
+from tidemill.capture.taps import Taps
 from tidemill.capture.wire.status import Keepalive, Status
 
 QUEUE_FRAGMENTS = 64
@@ -40,17 +43,9 @@ class _Flushed(msgspec.Struct, frozen=True):
     position: ChangePosition
 
 
-class _Removed(msgspec.Struct, frozen=True):
-    consumer: str
-
-
 class _Progress(msgspec.Struct, frozen=True):
     keepalive: Keepalive
     inside_txn: bool
-
-
-class _SinkRemoved(msgspec.Struct, frozen=True):
-    sink: object
 
 
 class Collector:
@@ -63,6 +58,7 @@ class Collector:
         status: Status,
         clock: Clock,
         *,
+        taps: Taps | None = None,
         on_keepalive: Callable[[int], None] = lambda _: None,
         on_status: Callable[[bool], None] = lambda _: None,
         queue_changes: int = 20_000,
@@ -73,18 +69,18 @@ class Collector:
         self._clock = clock
         self._on_keepalive = on_keepalive
         self._on_status = on_status
-        self._sinks: list[Sink] = list(sinks)
-        self._joining: list[Sink] = []
-        self._queue: deque[Fragment | _Flushed | _Removed | _Progress | _SinkRemoved] = deque()
+        self._sinks = tuple(sinks)
+        self._taps = taps or Taps(clock)
+        self._queue: deque[Fragment | _Flushed | _Progress] = deque()
         self._arrived = asyncio.Event()
         self._room = asyncio.Event()
         self._queued_changes = 0
         self._queued_fragments = 0
         self._queue_changes = queue_changes
         self._last_processed = BEFORE_ALL
-        self._touched: dict[str, Sink] = {}
-        self._of_sink: dict[str, Sink] = {}
-        self._inside_txn = False
+        self._touched: set[str] = set()
+        self.taken_changes = 0
+        """Handed to every sink, in this session."""
         self.last_commit_lsn = 0
         self.last_commit_time_ms = 0
 
@@ -100,24 +96,17 @@ class Collector:
 
     def keepalive(self, keepalive: Keepalive, *, inside_txn: bool) -> None:
         """`inside_txn` as of the moment it was read (K2)."""
+        last = self._queue[-1] if self._queue else None
+        if isinstance(last, _Progress) and last.inside_txn == inside_txn:
+            # Those that wait behind a blocked sink become one.
+            asked = keepalive.reply_requested or last.keepalive.reply_requested
+            self._queue[-1] = _Progress(Keepalive(keepalive.wal_end, asked), inside_txn)
+            return
         self._put(_Progress(keepalive, inside_txn))
 
     # FlushNotices ---------------------------------------------------------------------------------
     def flushed(self, consumer: str, position: ChangePosition) -> None:
         self._put(_Flushed(consumer, position))
-
-    def removed(self, consumer: str) -> None:
-        self._put(_Removed(consumer))
-
-    # sinks ----------------------------------------------------------------------------------------
-    def add_sink(self, sink: Sink) -> None:
-        self._joining.append(sink)
-
-    def remove_sink(self, sink: Sink) -> None:
-        """It gets nothing more, and none of its consumers holds anything back."""
-        self._joining = [each for each in self._joining if each is not sink]
-        self._sinks = [each for each in self._sinks if each is not sink]
-        self._put(_SinkRemoved(sink))
 
     # the one task ---------------------------------------------------------------------------------
     async def run(self) -> None:
@@ -128,27 +117,22 @@ class Collector:
             self._arrived.clear()
             await self._arrived.wait()
 
-    async def _handle(self, item: Fragment | _Flushed | _Removed | _Progress | _SinkRemoved) -> None:
+    async def _handle(self, item: Fragment | _Flushed | _Progress) -> None:
         match item:
             case Fragment():
                 await self._fragment(item)
+                self.taken_changes += len(item.changes)
                 self._queued_changes -= 1 + len(item.changes)
                 self._queued_fragments -= 1
                 self._room.set()
             case _Flushed():
                 self._confirm(self.tracker.flushed(item.consumer, item.position, self._clock.now_ms()))
-            case _Removed():
-                self._forget(item.consumer)
-            case _SinkRemoved():
-                for consumer in [name for name, sink in self._of_sink.items() if sink is item.sink]:
-                    self._forget(consumer)
             case _Progress():
                 self._progress(item)
 
     async def _fragment(self, fragment: Fragment) -> None:
         if fragment.last <= self._last_processed:
             if fragment.commits:
-                self._inside_txn = False
                 self._register(fragment, ())
             return
         if fragment.changes and fragment.changes[0].position <= self._last_processed:
@@ -157,20 +141,27 @@ class Collector:
                 f" processed={self._last_processed}."
             )
         if fragment.begins:
-            self._sinks += self._joining
-            self._joining = []
-            self._touched = {}
-            self._inside_txn = True
-        for sink in list(self._sinks):
-            for consumer in await sink.deliver(fragment, self):
-                self._touched[consumer] = sink
+            self._touched = set()
+        self._taps.take(fragment)
+        for sink in self._sinks:
+            self._touched.update(await self._deliver(sink, fragment))
         self._last_processed = fragment.last
         if fragment.commits:
-            self._inside_txn = False
-            delivered = {name: sink for name, sink in self._touched.items() if sink in self._sinks}
-            self._of_sink.update(delivered)
-            self._touched = {}
+            delivered, self._touched = self._touched, set()
             self._register(fragment, delivered)
+
+    async def _deliver(self, sink: Sink, fragment: Fragment) -> list[str]:
+        """Raises what a sink says in our words as it is, and anything else with the place where it happened."""
+        try:
+            return await sink.deliver(fragment, self)
+        except (TidemillError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            tables = ",".join(sorted({change.relation.name for change in fragment.changes}))
+            raise Unavailable(
+                f"a transaction is not taken: xid={fragment.xid} commit={Lsn(fragment.commit_lsn)}"
+                f" last={fragment.last} tables={tables} error={sentence(error)!r}."
+            ) from error
 
     def _register(self, fragment: Fragment, consumers: Iterable[str]) -> None:
         self.last_commit_lsn = max(self.last_commit_lsn, fragment.commit_lsn)
@@ -186,16 +177,20 @@ class Collector:
             self._on_keepalive(item.keepalive.wal_end - 1)
         self._on_status(item.keepalive.reply_requested)
 
-    def _forget(self, consumer: str) -> None:
-        self._touched.pop(consumer, None)
-        self._of_sink.pop(consumer, None)
-        self._confirm(self.tracker.removed(consumer))
-
     def _confirm(self, lsn: int | None) -> None:
         if lsn is not None:
             self.status.flush_notice(lsn)
             self._on_status(False)
 
-    def _put(self, item: Fragment | _Flushed | _Removed | _Progress | _SinkRemoved) -> None:
+    def facts(self) -> dict[str, object]:
+        """What waits between the stream and the sinks, and the bounds: the socket is not read while one is reached."""
+        return {
+            "queue_fragments": self._queued_fragments,
+            "queue_fragments_limit": QUEUE_FRAGMENTS,
+            "queue_changes": self._queued_changes,
+            "queue_changes_limit": self._queue_changes,
+        }
+
+    def _put(self, item: Fragment | _Flushed | _Progress) -> None:
         self._queue.append(item)
         self._arrived.set()

@@ -42,10 +42,6 @@ class FragmentConsumer:
         """Nothing is open, mapped or deferred: only then may the consumer be suspended (C14)."""
         return self._open_lsn is None and not self._mapping and self._deferred is None
 
-    @property
-    def pending_txn(self) -> bool:
-        return self._open_lsn is not None
-
     def fragment(self, written: ChangePosition | None, last: ChangePosition, *, commits: bool) -> ChangePosition | None:
         """`written`: the last change of the fragment that went to storage, if any; `last`: its own last position."""
         if written is not None:
@@ -58,7 +54,8 @@ class FragmentConsumer:
         if written is not None:
             self._mapping.append((written, last))
         elif self._mapping:
-            self._mapping[-1] = (self._mapping[-1][0], last)
+            # Never lower: a keepalive's position may lie at the very commit before it.
+            self._mapping[-1] = (self._mapping[-1][0], max(self._mapping[-1][1], last))
         else:
             notice = last
         deferred, self._deferred = self._deferred, None
@@ -81,7 +78,3 @@ class FragmentConsumer:
             _, boundary = self._mapping.popleft()
             aligned = max(aligned, boundary)
         return aligned
-
-    def abandon(self) -> None:
-        """Forget the open transaction (its remaining changes concern nobody here any more)."""
-        self._open_lsn = self._open_written = None

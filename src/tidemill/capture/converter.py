@@ -1,7 +1,7 @@
 """pgoutput messages → fragments of transactions. Pure: no I/O, no clock.
 
     message          effect
-    Begin            opens a transaction
+    Begin            opens a transaction; within one stream commit LSNs grow
     Insert/Update/Delete/Truncate   changes, ordinal + 2 each (a key change may be split into n and n + 1)
     Message          transactional with prefix `tidemill`: a Marker on the fragment that commits; others ignored
     Relation         `RelationSeen`, at once, even inside a transaction; buffered changes stay where they are
@@ -12,6 +12,10 @@ so the fragment that commits has a last position of its own, and a transaction w
 the limit does not lose its commit to the recognition of replays (electric #3726).
 
 The cut depends on the stream alone, so a replay from the same start yields the same fragments.
+
+A parked relation's changes are left out from its LSN on, and keep their ordinals: those behind them have the same
+positions whether it was parked then or in an earlier life. The first transaction from there on ends with a
+truncate of the relation, for those who follow it outside the topics: what they built ends here.
 """
 
 from __future__ import annotations
@@ -44,6 +48,11 @@ MARKER_PREFIX = "tidemill"
 FRAGMENT_CHANGES = 500
 FRAGMENT_BYTES = 1 << 20
 ORDINAL_STEP = 2
+MARKERS_PER_TXN = 64
+MARKER_BYTES = 256
+"""Of the markers of one transaction; each becomes a binding in consensus. More, and longer ones, are left out and
+counted: anybody who may call pg_logical_emit_message can write them."""
+_CHANGES = (b"I", b"U", b"D")
 
 
 class RelationSeen(msgspec.Struct, frozen=True):
@@ -71,19 +80,58 @@ class Converter:
         self._max_changes = max_changes
         self._max_bytes = max_bytes
         self._begin: Begin | None = None
+        self._last_commit_lsn = 0
         self._emitted = False
         self._buffer: list[Change] = []
         self._buffer_bytes = 0
+        self._newest_bytes = 0
         self._ordinal = 0
         self._markers: list[Marker] = []
+        self.markers_left_out = 0
+        self._parked: dict[int, int] = {}
+        self._announce: list[Relation] = []
 
     @property
     def inside_txn(self) -> bool:
         return self._begin is not None
 
+    @property
+    def place(self) -> ChangePosition | None:
+        """The position that the next change gets; None outside a transaction."""
+        return ChangePosition(self._begin.final_lsn, self._ordinal) if self._begin is not None else None
+
+    @property
+    def commit_lsn(self) -> int:
+        """Of the transaction that is open, or 0."""
+        return self._begin.final_lsn if self._begin is not None else 0
+
+    @property
+    def xid(self) -> int:
+        """Of the transaction that is open, or 0."""
+        return self._begin.xid if self._begin is not None else 0
+
+    def pass_over(self, payload: bytes) -> None:
+        """Leave a message out that cannot be read. A change keeps its ordinal, so that those behind it have the same
+        positions whether or not it can be read some day."""
+        if payload[:1] in _CHANGES:
+            self._ordinal += ORDINAL_STEP
+
     def learn(self, relation: Relation) -> None:
         self.relations[relation.oid] = relation
         self._names[relation.oid] = tuple(column.name for column in relation.columns)
+
+    def park(self, oid: int, lsn: int) -> None:
+        """Leave the relation's changes out from the first transaction with a commit LSN of at least `lsn`."""
+        if oid not in self._parked and oid in self.relations:
+            self._announce.append(self.relations[oid])
+        self._parked[oid] = min(lsn, self._parked.get(oid, lsn))
+
+    def _passes_over(self, oid: int) -> bool:
+        begin = self._begin
+        if begin is None or begin.final_lsn < self._parked.get(oid, begin.final_lsn + 1):
+            return False
+        self._ordinal += ORDINAL_STEP
+        return True
 
     def feed(self, message: Message, size_bytes: int = 0) -> Fragment | RelationSeen | None:
         """Take one message, return what it completes.
@@ -93,15 +141,21 @@ class Converter:
         """
         match message:
             case Insert():
+                if self._parked and self._passes_over(message.oid):
+                    return None
                 relation, names = self._relation(message.oid)
                 change = self._change(relation, "insert", new=_row(names, relation, message.new, None))
             case Update():
+                if self._parked and self._passes_over(message.oid):
+                    return None
                 relation, names = self._relation(message.oid)
                 old = _row(names, relation, message.old, None) if message.old_kind == "O" and message.old else None
                 if old is None:
                     raise _no_old_row(relation, "UPDATE")
                 change = self._change(relation, "update", new=_row(names, relation, message.new, old), old=old)
             case Delete():
+                if self._parked and self._passes_over(message.oid):
+                    return None
                 relation, names = self._relation(message.oid)
                 if message.old_kind != "O":
                     raise _no_old_row(relation, "DELETE")
@@ -109,6 +163,9 @@ class Converter:
             case Begin():
                 if self._begin is not None:
                     raise Corrupt(f"Begin inside a transaction: open_xid={self._begin.xid} xid={message.xid}.")
+                if message.final_lsn <= self._last_commit_lsn:
+                    # The collector would take it for a replay and drop it.
+                    raise Corrupt(f"commits go back: after={self._last_commit_lsn} commit_lsn={message.final_lsn}.")
                 self._begin, self._emitted, self._ordinal = message, False, 0
                 return None
             case Commit():
@@ -120,15 +177,23 @@ class Converter:
                 return RelationSeen(message, not _same_shape(self.relations.get(message.oid), message))
             case LogicalMessage():
                 if message.transactional and message.prefix == MARKER_PREFIX and message.content:
-                    self._markers.append(Marker(message.content.decode(errors="replace")))
+                    self._mark(message.content)
                 return None
             case TypeMessage() | Origin():
                 return None
         self._push(change, size_bytes)
         return self._overflow()
 
+    def _mark(self, content: bytes) -> None:
+        if len(content) > MARKER_BYTES or len(self._markers) >= MARKERS_PER_TXN:
+            self.markers_left_out += 1
+        else:
+            self._markers.append(Marker(content.decode(errors="replace")))
+
     def _truncate(self, message: Truncate) -> Fragment | None:
         for oid in message.oids:
+            if self._parked and self._passes_over(oid):
+                continue
             self._push(self._change(self._relation(oid)[0], "truncate"), 0)
         return self._overflow()
 
@@ -136,19 +201,23 @@ class Converter:
         begin = self._begin
         if begin is None or begin.final_lsn != message.commit_lsn:
             raise Corrupt(f"Commit without its Begin: commit_lsn={message.commit_lsn}.")
+        for relation in [r for r in self._announce if self._parked[r.oid] <= begin.final_lsn]:
+            # At or above where it is parked, so the topic writer leaves it out.
+            self._push(self._change(relation, "truncate"), 0)
+            self._announce.remove(relation)
         last = self._buffer[-1].position if self._buffer else ChangePosition(begin.final_lsn, 0)
         fragment = Fragment(
             xid=begin.xid,
             commit_lsn=begin.final_lsn,
-            end_lsn=message.end_lsn,
             commit_time_ms=message.commit_time_ms,
             begins=not self._emitted,
             commits=True,
             changes=tuple(self._buffer),
             last=last,
             markers=tuple(self._markers),
+            size_bytes=self._buffer_bytes,
         )
-        self._begin = None
+        self._begin, self._last_commit_lsn = None, begin.final_lsn
         self._buffer, self._buffer_bytes, self._markers = [], 0, []
         return fragment
 
@@ -158,19 +227,20 @@ class Converter:
             return None
         assert self._begin is not None
         newest = self._buffer.pop()
+        self._buffer_bytes -= self._newest_bytes
         changes = tuple(self._buffer)
         fragment = Fragment(
             xid=self._begin.xid,
             commit_lsn=self._begin.final_lsn,
-            end_lsn=0,
             commit_time_ms=self._begin.commit_time_ms,
             begins=not self._emitted,
             commits=False,
             changes=changes,
             last=changes[-1].position,
+            size_bytes=self._buffer_bytes,
         )
         self._emitted = True
-        self._buffer, self._buffer_bytes = [newest], 0
+        self._buffer, self._buffer_bytes = [newest], self._newest_bytes
         return fragment
 
     def _change(self, relation: Relation, op: Op, *, new: Row | None = None, old: Row | None = None) -> Change:
@@ -183,6 +253,7 @@ class Converter:
     def _push(self, change: Change, size_bytes: int) -> None:
         self._buffer.append(change)
         self._buffer_bytes += size_bytes
+        self._newest_bytes = size_bytes
 
     def _relation(self, oid: int) -> tuple[Relation, tuple[str, ...]]:
         """The relation and its column names."""

@@ -18,7 +18,6 @@ Algorithm.
                                   is has been flushed: G = S, notify(S's LSN).
     flushed(consumer, position)   untracked: ignored. position ≥ sent: the consumer leaves P. Otherwise its
                                   flushed value moves. Then update.
-    removed(consumer)             leaves P. Then update.
     update                        P empty: G = S, notify(S's LSN), even when nothing changed. Otherwise
                                   G' = max(G, min T); only if that is new, notify(G's LSN − 1): of the
                                   transaction G lies in, some part may be missing.
@@ -34,8 +33,8 @@ Invariants.
     F2  G never goes back; every notified LSN is ≤ S's LSN and below the commit LSN of any unflushed commit.
     F3  When every consumer has flushed what it was sent, P is empty.
 
-Time is passed in and used for one purpose: `stalled` names consumers without progress, so that one dead
-entry, which pins G, can be challenged and removed. New transactions do not count as progress.
+Time is passed in and used for one purpose: `stalled` names consumers without progress. New transactions do not
+count as progress.
 """
 
 from __future__ import annotations
@@ -97,17 +96,6 @@ class FlushTracker:
             entry.progress_at_ms = now_ms
             self._place(consumer, position)
         return self._update()
-
-    def removed(self, consumer: str) -> int | None:
-        if self._pending.pop(consumer, None) is None:
-            return None
-        return self._update()
-
-    def touch(self, consumer: str, now_ms: int) -> None:
-        """A challenged consumer answered that it is alive: give it a fresh grace time."""
-        entry = self._pending.get(consumer)
-        if entry is not None:
-            entry.progress_at_ms = now_ms
 
     def stalled(self, now_ms: int, grace_ms: int) -> list[str]:
         """Consumers without progress for strictly longer than `grace_ms`, in name order."""

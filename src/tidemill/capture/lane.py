@@ -94,10 +94,6 @@ class Lane:
         self._open_bytes += size
         return size
 
-    @property
-    def dirty(self) -> bool:
-        return bool(self._open)
-
     def close_batches(self, round_: Round) -> list[LaneBatch]:
         """Encode what waits, in batches of about BATCH_BYTES, and put them in line."""
         records, self._open, self._open_bytes = self._open, [], 0
@@ -126,6 +122,11 @@ class Lane:
         while self.pending and self.pending[0].end <= high_watermark:
             out.append(self.pending.popleft())
         return out
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing is queued or in line: whatever it took is in the log."""
+        return not self._open and not self.pending
 
     @property
     def expected(self) -> int:

@@ -1,4 +1,9 @@
-"""Capture: sessions, one after another, with back-off between them, and what the world may see of them."""
+"""Capture: sessions, one after another, with back-off between them, and what the world may see of them.
+
+The one boundary of the unit is `base.tasks.keep` in `run`: whatever a session ends with, of whatever type, is told as
+a failure of `capture:<name>` and the next session begins after a pause. Nothing here lists kinds of errors. The age of
+a failure survives restarts at the same LSN, so a session that dies again and again at one place is stuck, not starting.
+"""
 
 from __future__ import annotations
 
@@ -8,34 +13,34 @@ from collections.abc import Sequence
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, Conflict, Fenced, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import Closed
 from tidemill.base.frontier import Lsn
 from tidemill.base.marks import Tracker
-from tidemill.base.tasks import Tasks
+from tidemill.base.tasks import Tasks, keep
 from tidemill.capture.changes import Relation
+from tidemill.capture.collector import Collector
 from tidemill.capture.config import CaptureConfig
+from tidemill.capture.desk import Desk
+from tidemill.capture.joining import Joined
 from tidemill.capture.session import Session
 from tidemill.capture.setup import check_server
 from tidemill.capture.sinks import Sink
 from tidemill.capture.tables import list_tables, resolve
-from tidemill.capture.wire.connection import Wire
+from tidemill.capture.taps import Tap, Taps
+from tidemill.capture.wire.connection import Wire, server, where
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.shards.front import Remap
-from tidemill.topics.front import PartitionReader, TopicLog
+from tidemill.topics.front import TopicLog
+
+MARK_INTERVAL_S = 0.25
+STALL_GRACE_MS = 60_000
+
 
 log = structlog.get_logger()
 
-BACKOFF_S = 0.5
-BACKOFF_MAX_S = 10.0
-MARK_INTERVAL_S = 0.25
-MARK_BUDGET_MS = 10_000
-STALL_GRACE_MS = 60_000
-
-_PASSES_BY = (Unavailable, Unknown, Conflict, Fenced, Closed)
-
 
 class Capture:
-    """One captured database. `add_sink` works before and during `run`.
+    """One captured database. `add_tap` works before and during `run`; `sinks`: besides the topic writer.
 
     Marks: `capture:<name>` (position: confirmed LSN, target: the server's WAL end, unit lsn) and
     `capture:<name>/topics` (position: LSN of the newest binding, target: newest commit received).
@@ -52,9 +57,7 @@ class Capture:
         rand: Rand,
         tracker: Tracker | None = None,
         sinks: Sequence[Sink] = (),
-        reader: PartitionReader | None = None,
     ) -> None:
-        """`reader` is accepted for symmetry with other sources; tails are read through `topics`."""
         self.config = config
         self._topics = topics
         self._catalogue = catalogue
@@ -62,12 +65,16 @@ class Capture:
         self._clock = clock
         self._rand = rand
         self._tracker = tracker or Tracker()
-        self._sinks = list(sinks)
+        self._taps = Taps(clock)
+        self._sinks = tuple(sinks)
+        self._desk = Desk(config, catalogue, clock, self._tracker)
         self._session: Session | None = None
         self._relations: list[Relation] = []
         self._phase = ("starting", "")
         self._running: asyncio.Task[object] | None = None
         self._closed = False
+        self._confirmed = 0
+        self._told = ""
 
     # what others may ask --------------------------------------------------------------------------
     @property
@@ -87,16 +94,12 @@ class Capture:
     def streaming(self) -> bool:
         return self._session is not None and self._session.streaming
 
-    def add_sink(self, sink: Sink) -> None:
+    def add_tap(self, tap: Tap) -> None:
         """It receives every transaction that begins from now on (and replays after each restart)."""
-        self._sinks.append(sink)
-        if self._session is not None:
-            self._session.add_sink(sink)
+        self._taps.add(tap)
 
-    def remove_sink(self, sink: Sink) -> None:
-        self._sinks = [each for each in self._sinks if each is not sink]
-        if self._session is not None:
-            self._session.remove_sink(sink)
+    def remove_tap(self, tap: Tap) -> None:
+        self._taps.remove(tap)
 
     def facts(self) -> dict[str, object]:
         """For reports: slot, snapshot, LSNs. Plain values only."""
@@ -111,6 +114,7 @@ class Capture:
             "snapshot_rows_per_s": round(session.progress.rows_per_s, 1),
             "snapshot_table": session.progress.table,
             "snapshot_done": session.streaming or session.progress.done,
+            **self._taps.facts(),
         }
         if session.slot is not None:
             facts |= {
@@ -126,6 +130,9 @@ class Capture:
                 "last_commit_time_ms": session.collector.last_commit_time_ms,
                 "pending": {name: str(position) for name, position in session.collector.tracker.pending.items()},
                 "stalled": session.collector.tracker.stalled(self._clock.now_ms(), STALL_GRACE_MS),
+                "markers_left_out": session.markers_left_out,
+                **session.collector.facts(),
+                **(session.writer.facts() if session.writer is not None else {}),
             }
         return facts
 
@@ -134,39 +141,62 @@ class Capture:
         wire = await Wire.connect(self.config.dsn, purpose=f"check {self.config.name}")
         try:
             await check_server(wire, self.config)
-            resolve(self.config.tables, await list_tables(wire))
+            resolve(self.config.tables, await list_tables(wire), wire.server_version)
         finally:
             await wire.aclose()
 
     # running --------------------------------------------------------------------------------------
     async def run(self) -> None:
-        """Until `aclose`. Raises what only the operator can mend (Invalid, Missing, Corrupt); everything else is
-        tried again with back-off."""
+        """Until `aclose`, whatever befalls the sessions. Raises only what keeps it from telling how it is."""
         if self._closed:
             raise Closed(f"the capture was closed: capture={self.config.name}.")
         self._running = asyncio.current_task()
-        backoff_s = BACKOFF_S
-        async with Tasks() as tasks:
-            tasks.spawn(self._publish_marks(), name="capture marks")
-            try:
-                while True:
-                    started_s = self._clock.monotonic_s()
-                    error = await self._one_session()
-                    if self._clock.monotonic_s() - started_s > BACKOFF_MAX_S:
-                        backoff_s = BACKOFF_S
-                    self._set_phase(f"trying again: {error}", "postgres")
-                    log.warning("capture session ended", capture=self.config.name, cause=str(error))
-                    await asyncio.sleep(self._rand.uniform(backoff_s / 2, backoff_s))
-                    backoff_s = min(BACKOFF_MAX_S, backoff_s * 2)
-            except TidemillError as error:
-                self._set_phase(str(error), "operator")
-                self._mark()
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def fail(_: str, error: BaseException) -> None:
+            if not ended.done():
+                ended.set_exception(error)
+
+        sessions = keep(self.config.mark, self.session, tracker=self._tracker, clock=self._clock)
+        try:
+            async with Tasks(fail) as tasks:
+                tasks.spawn(self._publish_marks(), name="capture marks")
+                tasks.spawn(sessions, name="capture sessions")
+                await ended
+        except asyncio.CancelledError:
+            if not self._closed:
                 raise
-            except asyncio.CancelledError:
-                if not self._closed:
-                    raise
-            finally:
-                self._running = None
+        finally:
+            self._running = None
+
+    async def session(self) -> None:
+        """Sessions until one fails; raises what ended it. That tables were taken in is no failure: the next one begins
+        at once, with them."""
+        while True:
+            try:
+                await self._one_session()
+            except Joined as joined:
+                log.info("the session begins anew", capture=self.config.name, cause=joined.message)
+
+    async def _one_session(self) -> None:
+        self._session = Session(
+            self.config,
+            topics=self._topics,
+            catalogue=self._catalogue,
+            remap=self._remap,
+            taps=self._taps,
+            sinks=self._sinks,
+            clock=self._clock,
+            rand=self._rand,
+            on_phase=self._set_phase,
+            desk=self._desk,
+        )
+        try:
+            await self._session.run()
+        finally:
+            if self._told or not self._phase[0]:
+                # Who held what while it streamed holds nothing now.
+                self._set_phase("the session ended", f"postgres:{server(self.config.dsn)}" if self._told else "")
 
     async def aclose(self) -> None:
         """End the session: both connections close, the lock and the slot are free. Idempotent."""
@@ -175,26 +205,10 @@ class Capture:
         if running is not None and running is not asyncio.current_task():
             running.cancel()
             await asyncio.wait([running])
-        self._tracker.remove(self.config.mark)
-        self._tracker.remove(f"{self.config.mark}/topics")
-
-    async def _one_session(self) -> TidemillError:
-        """Returns an error that passes by; raises any other."""
-        session = self._session = Session(
-            self.config,
-            topics=self._topics,
-            catalogue=self._catalogue,
-            remap=self._remap,
-            sinks=self._sinks,
-            clock=self._clock,
-            rand=self._rand,
-            on_phase=self._set_phase,
-        )
-        try:
-            await session.run()
-        except _PASSES_BY as error:
-            return error
-        return Unavailable("the session ended.")
+        self._desk.close()
+        for name in (self.config.mark, f"{self.config.mark}/topics"):
+            self._tracker.heal(name)
+            self._tracker.remove(name)
 
     # marks ----------------------------------------------------------------------------------------
     def _set_phase(self, reason: str, held_by: str) -> None:
@@ -207,34 +221,62 @@ class Capture:
 
     def _mark(self) -> None:
         """M1: while something is pending, the holder is the consumer with the least flushed position."""
-        name, now_ms = self.config.mark, self._clock.now_ms()
-        reason, held_by = self._phase
         session = self._session
-        collector = session.collector if session is not None else None
-        if session is None or collector is None:
-            retained = session.slot if session is not None else None
-            position = retained.confirmed_lsn if retained else 0
-            target = max(position + 1, retained.wal_end if retained else 1)
-            if session is not None and session.progress.rows and not session.progress.done:
-                p = session.progress
-                reason = f"copying {p.table}: {p.rows} of about {p.expected} rows, {p.rows_per_s:.0f} rows/s"
-            self._tracker.set(
-                name, position, target, now_ms=now_ms, held_by=held_by, reason=reason, budget_ms=60_000, unit="lsn"
-            )
-            return
-        confirmed = collector.status.flushed + 1
+        self._tell_silence(session)
+        if session is None or session.collector is None or not session.running:
+            self._mark_set_up(session)
+        else:
+            self._mark_stream(session, session.collector)
+
+    def _tell_silence(self, session: Session | None) -> None:
+        """A server that does not answer is a failure from the moment it was asked (watch.py, Q1), not only when the
+        session gives up: a connection that swallows packets would look idle until then."""
+        overdue = session.answers.overdue() if session is not None else None
+        mark = self.config.mark
+        if overdue is not None and not self._told:
+            what, asked_ms = overdue
+            self._told = f"PostgreSQL does not answer: {where(self.config.dsn)} waits_for={what!r}."
+            self._tracker.fail(mark, self._told, now_ms=asked_ms, held_by=f"postgres:{server(self.config.dsn)}")
+        elif overdue is None and self._told:
+            told, self._told = self._told, ""
+            failure = self._tracker.failure(mark)
+            if failure is not None and failure.error == told and session is not None and session.running:
+                self._tracker.heal(mark)
+
+    def _mark_set_up(self, session: Session | None) -> None:
+        """It stands at an LSN; rows that are copied are progress."""
+        (reason, held_by), now_ms = self._phase, self._clock.now_ms()
+        copy = session.progress if session is not None else None
+        if copy is not None and copy.rows and not copy.done:
+            reason = f"copying {copy.table}: {copy.rows} of about {copy.expected} rows, {copy.rows_per_s:.0f} rows/s"
+        slot = session.slot if session is not None else None
+        if slot is not None:
+            self._confirmed = max(self._confirmed, slot.confirmed_lsn)
+        self._tracker.set(
+            self.config.mark, self._confirmed, max(self._confirmed + 1, slot.wal_end if slot else 0), now_ms=now_ms,
+            held_by=held_by, reason=reason, budget_ms=self.config.budget_ms, unit="lsn",
+            progress=copy.rows if copy is not None else 0,
+        )  # fmt: skip
+
+    def _mark_stream(self, session: Session, collector: Collector) -> None:
+        """An LSN stands for as long as its transaction takes; what is taken of it, and made durable, is progress."""
+        name, now_ms, budget_ms = self.config.mark, self._clock.now_ms(), self.config.budget_ms
+        reason, held_by = self._phase
+        self._confirmed = collector.status.flushed + 1
         wal_end = max(session.slot.wal_end if session.slot else 0, collector.status.received + 1)
         holder = collector.tracker.holder()
-        if not reason and confirmed < wal_end and holder:
+        if not reason and self._confirmed < wal_end and holder:
             reason = f"waits until {holder} has flushed what it was sent"
+        progress = collector.taken_changes + (session.writer.landed_bytes if session.writer is not None else 0)
         self._tracker.set(
-            name, confirmed, wal_end, now_ms=now_ms, held_by=held_by or holder, reason=reason,
-            budget_ms=MARK_BUDGET_MS, unit="lsn",
+            name, self._confirmed, wal_end, now_ms=now_ms, held_by=held_by or holder, reason=reason,
+            budget_ms=budget_ms, unit="lsn", progress=progress,
         )  # fmt: skip
         if session.binder is not None and session.writer is not None:
             bound = session.binder.latest.lsn if session.binder.latest is not None else 0
             topic = session.writer.held_by
             self._tracker.set(
                 f"{name}/topics", bound, max(collector.last_commit_lsn, bound), now_ms=now_ms, held_by=topic,
-                reason="a topic does not take its records" if topic else "", budget_ms=MARK_BUDGET_MS, unit="lsn",
+                reason="a topic does not take its records" if topic else "", budget_ms=budget_ms, unit="lsn",
+                progress=progress,
             )  # fmt: skip

@@ -1,62 +1,66 @@
-"""From a locked, checked database to something that can stream: publication, slot, topics, catalogue row, snapshot.
+"""From a locked, checked database to something that can stream: publication, slot, topics, catalogue rows, snapshot.
 
-Every step is idempotent, and the catalogue row is written before what it no longer vouches for is touched:
+Where no table is there yet, all that can be taken are published, the slot is made and they are copied before the
+stream begins. Later what is fresh is copied beside it (joining.py), so one table keeps no other waiting.
 
-    row without the snapshots of tables that start over  →  their topics deleted and created anew  →  copied
-    →  row with their snapshots
+Every step is idempotent, and a table's row is written before what it no longer vouches for is touched:
 
-so a process that dies anywhere in between starts those tables over cleanly (generation + 1), and no binding was
-minted for their new topics.
+    row without a snapshot  →  its topic deleted and created anew  →  copied  →  row with its snapshot
 
-A row that a restore wrote is compared with the slot first: changes that the old cluster had confirmed, and the
-restored bindings do not cover, are gone from the slot, and every table starts over.
+so a process that dies anywhere in between starts that table over cleanly (generation + 1), and no binding was
+minted for its new topic.
+
+A table whose snapshot is older than what the slot was confirmed to, and that no binding knows, starts over: changes
+between the two are in no topic. A row that a restore wrote is compared with the slot in the same way: what the old
+cluster had confirmed, and the restored bindings do not cover, is gone, and every table starts over.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import msgspec
 import structlog
 from msgspec.structs import replace
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Conflict, Invalid, Missing
-from tidemill.capture.changes import Relation
+from tidemill.base.errors import Closed, Conflict, Corrupt, Invalid, TidemillError, Unavailable, Unknown
+from tidemill.base.frontier import Lsn
+from tidemill.base.tasks import sentence
+from tidemill.capture.changes import NEVER, Column, Relation
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.setup import (
-    ServerFacts,
-    SlotState,
-    check_slot,
-    create_slot,
-    drop_slot,
-    publish,
-    published_tables,
-    slot_state,
-)
+from tidemill.capture.desk import Desk
+from tidemill.capture.difference import against_catalogue
+from tidemill.capture.naming import split_name
+from tidemill.capture.publication import create_publication, publish, published_tables
+from tidemill.capture.setup import ServerFacts, SlotState, check_slot, create_slot, drop_slot, slot_state
 from tidemill.capture.snapshot import Snapshot, SnapshotProgress
-from tidemill.capture.tables import TableInfo, describe, list_tables, resolve
+from tidemill.capture.tables import Choice, Refusal, TableInfo, describe, list_tables, resolve
 from tidemill.capture.topic_writer import CapturedTable, TopicWriter
 from tidemill.capture.wire.connection import Wire, identifier
 from tidemill.metastore.catalogue import (
     CapturedColumn,
     CaptureRow,
+    CaptureTableRow,
     Catalogue,
     TableSnapshot,
     TopicRow,
-    check_topic_name,
 )
 from tidemill.shards.front import Binding
 
 log = structlog.get_logger()
+
+FIRST_ATTEMPTS = 3
+"""For the lock of one table while the whole capture waits; it is tried again beside the stream."""
 
 PRODUCER_ID_BASE = 1 << 62
 """Producer ids of captures: far above those handed to Kafka producers, one per capture name, for ever."""
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """`fresh`: tables whose snapshot has still to be taken."""
+    """`captured`: tables that the stream carries, at least up to where they are parked. `fresh`: of these, the ones
+    to be copied before it begins. `tables`: what the database says of all that were chosen."""
 
     row: CaptureRow
     slot: SlotState
@@ -71,15 +75,13 @@ def producer_id(config: CaptureConfig) -> int:
 
 
 async def prepare(
-    wire: Wire, config: CaptureConfig, facts: ServerFacts, catalogue: Catalogue, latest: Binding | None
+    wire: Wire, config: CaptureConfig, facts: ServerFacts, catalogue: Catalogue, latest: Binding | None, desk: Desk
 ) -> Prepared:
     """The caller holds the capture's lock. `latest`: the newest binding.
 
-    Raises Invalid (tables, rights), SlotLost, SqlError, Unavailable.
+    Raises Invalid (nothing can be captured, rights), SlotLost, SqlError, Unavailable. What is wrong with one table is
+    that table's, and told by `desk`.
     """
-    tables = resolve(config.tables, await list_tables(wire))
-    for table in tables:
-        await _check_topic(config, table, catalogue)
     row = await catalogue.get(CaptureRow, config.name)
     if row is not None and row.system_id != facts.system_id:
         raise Invalid(
@@ -87,89 +89,367 @@ async def prepare(
             f" recorded={row.system_id} found={facts.system_id}.",
             fix="Correct the DSN, or start the capture over.",
         )
+    found = await list_tables(wire)
+    try:
+        choice = resolve(config.tables, found, facts.version)
+    except Invalid:
+        # With a slot there is WAL to let go of, and tables may come again.
+        if row is None:
+            raise
+        choice = Choice((), {})
+    row = await _split(catalogue, row)
+    rows = {table.table: table for table in await catalogue.tables(config.name)}
+    published = await published_tables(wire, config.publication)
+    rows = await _still_good(wire, config, catalogue, row, rows, choice, published, latest)
     if row is not None and row.restored:
-        row = await _compared(wire, config, row, latest)
-    names = {table.name for table in tables}
-    if row is not None and not set(row.snapshots) <= names:
-        # Before the publication drops them: a table that comes back must start over.
-        row = replace(row, snapshots={n: s for n, s in row.snapshots.items() if n in names})
+        row = replace(row, restored=False)
         await catalogue.put(row)
-    if await published_tables(wire, config.publication) is None and row is not None and row.snapshots:
+    desk.know(rows)
+    if any(table.snapshot is not None for table in rows.values()):
+        assert row is not None
+        return await _go_on(wire, config, catalogue, desk, row, choice, found)
+    return await _begin(wire, config, facts, catalogue, desk, row, choice, published)
+
+
+async def _begin(
+    wire: Wire,
+    config: CaptureConfig,
+    facts: ServerFacts,
+    catalogue: Catalogue,
+    desk: Desk,
+    row: CaptureRow | None,
+    choice: Choice,
+    published: dict[int, str] | None,
+) -> Prepared:
+    """Nothing is there yet: publish, make the slot, and let everything be copied before the stream begins."""
+    choice = await without_taken(config, catalogue, choice)
+    if row is None and not choice.tables:
+        _refuse_all(choice.refused.values())
+    if published is None:
+        await create_publication(wire, config.publication)
+    done = await publish(wire, config, choice.tables, published or {}, attempts=1)
+    refused = {n: e for n, e in done.failed.items() if isinstance(e, Invalid)}
+    if row is None and choice.tables and len(refused) == len(choice.tables):
+        # Nothing half-made is left behind by a refusal.
+        await wire.query(f"DROP PUBLICATION {identifier(config.publication)}")
+        raise next(iter(refused.values()))
+    slot = await create_slot(wire, config)
+    # The slot has waited for the transactions that were open: what they held may be free by now.
+    waiting = [t for t in choice.tables if isinstance(done.failed.get(t.name), Unavailable)]
+    again = await publish(wire, config, waiting, published or {}, attempts=FIRST_ATTEMPTS)
+    failed = {**refused, **again.failed}
+    relations = await describe(wire, [table.oid for table in choice.tables])
+    taken = []
+    for table in choice.tables:
+        if table.name in failed:
+            await desk.refuse(table.name, refusal_of(failed[table.name]), table.oid)
+        elif table.oid in relations:  # else it was dropped meanwhile
+            taken.append(table)
+    for name, why in choice.refused.items():
+        await desk.refuse(name, why)
+    generation = row.generation + 1 if row is not None else 1
+    row = CaptureRow(config.name, facts.system_id, config.slot, config.publication, generation, not taken)
+    await catalogue.put(row)
+    captured = []
+    for table in taken:
+        topic = await start_table(config, catalogue, desk, table, relations[table.oid])
+        if topic is not None:
+            captured.append(CapturedTable(table.name, topic, producer_id(config), oid=table.oid))
+    fresh = tuple(table.name for table in captured)
+    return Prepared(row, slot, choice.tables, tuple(captured), fresh, relations)
+
+
+async def _go_on(
+    wire: Wire,
+    config: CaptureConfig,
+    catalogue: Catalogue,
+    desk: Desk,
+    row: CaptureRow,
+    choice: Choice,
+    found: list[TableInfo],
+) -> Prepared:
+    """Some tables are there: stream these. The others are taken in beside it."""
+    slot = check_slot(config, await slot_state(wire, config.slot))
+    if not row.snapshot_done:
+        row = replace(row, snapshot_done=True)
+        await catalogue.put(row)
+    wanted = {table.name: table for table in choice.tables}
+    wal_end = Lsn.parse(await wire.value("SELECT pg_current_wal_insert_lsn()") or "0/0").value
+    now = await describe(wire, [t.oid for t in found if t.name in desk.rows])
+    for table in [t for t in desk.rows.values() if t.flows]:
+        if table.table not in wanted:
+            why = choice.refused.get(table.table)
+            if why is not None and any((t.name, t.oid) == (table.table, table.oid) for t in found):
+                await desk.park(table.table, wal_end, why.reason)
+            else:
+                await desk.park(table.table, wal_end, *gone(table, found), state="dropped")
+        elif table.columns and table.oid in now:
+            difference = against_catalogue(table.columns, now[table.oid])
+            if difference:
+                await desk.park(table.table, wal_end, f"its description changed: {difference}")
+    for name, why in choice.refused.items():
+        await desk.refuse(name, why)
+    captured, relations = [], {}
+    for table in desk.rows.values():
+        beyond = table.parked_lsn and table.parked_lsn <= slot.confirmed_lsn
+        if table.snapshot is None or beyond or table.state not in ("captured", "parked", "dropped"):
+            continue
+        topic = await catalogue.get(TopicRow, table.topic)
+        if topic is None:
+            await desk.park(table.table, slot.confirmed_lsn, f"its topic is gone: topic={table.topic}")
+            continue
+        item = CapturedTable(
+            table.table, topic, producer_id(config), oid=table.oid, parked_lsn=table.parked_lsn or NEVER
+        )
+        item.snapshot = table.snapshot
+        captured.append(item)
+        relations[table.oid] = as_described(table, now.get(table.oid))
+    return Prepared(row, slot, choice.tables, tuple(captured), (), relations)
+
+
+async def _still_good(
+    wire: Wire,
+    config: CaptureConfig,
+    catalogue: Catalogue,
+    row: CaptureRow | None,
+    rows: dict[str, CaptureTableRow],
+    choice: Choice,
+    published: dict[int, str] | None,
+    latest: Binding | None,
+) -> dict[str, CaptureTableRow]:
+    """The tables' rows, without the snapshots that vouch for nothing any more. Written before anything is touched."""
+    if row is None or not rows:
+        return rows
+    oids = {table.name: table.oid for table in choice.tables}
+    slot = await slot_state(wire, config.slot)
+    if published is None and any(table.snapshot is not None for table in rows.values()):
         # Decoding would fail for ever at WAL from before a new publication: slot and tables start over with it.
         log.warning("the publication is gone, all tables start over", capture=config.name)
-        row = replace(row, snapshots={})
-        await catalogue.put(row)
-    newly = await publish(wire, config, tables)
-    known = row.snapshots if row is not None else {}
-    fresh = tuple(t.name for t in tables if t.name not in known or t.name in newly)
-    if len(fresh) == len(tables):
-        slot = await create_slot(wire, config)
-    else:
-        slot = check_slot(config, await slot_state(wire, config.slot))
-    relations = await describe(wire, [table.oid for table in tables])
-    row = await _record(config, facts, catalogue, row, tables, fresh, relations)
-    topics = await _topics(config, catalogue, row, fresh)
-    captured = []
-    for table in tables:
-        item = CapturedTable(table.name, topics[table.name], producer_id(config))
-        item.snapshot = row.snapshots.get(table.name)
-        captured.append(item)
-    return Prepared(row, slot, tuple(tables), tuple(captured), fresh, relations)
+    behind = row.restored and (slot is None or slot.confirmed_lsn - 1 > (latest.lsn if latest is not None else -1))
+    if behind:
+        # A slot is confirmed up to what some binding covered (topic_writer W2), so one that is further than the newest
+        # restored binding has let go of changes that were in the lost part of the topics.
+        log.warning("the slot is ahead of what was restored, all tables start over", capture=config.name)
+    bound = set(latest.offsets) if latest is not None else set()
+    kept: dict[str, CaptureTableRow] = {}
+    for name, table in rows.items():
+        oid = table.oid or oids.get(name, 0)
+        start_over = published is None or behind
+        if table.snapshot is not None and not start_over and not table.parked_lsn:
+            topic = await catalogue.get(TopicRow, table.topic, fresh=False)
+            unbound = topic is None or topic.topic_id not in bound
+            unpublished = published is not None and oid not in published and oids.get(name) == oid
+            other = name in oids and oids[name] != oid
+            missed = unbound and slot is not None and slot.confirmed_lsn > table.snapshot.lsn
+            start_over = unpublished or other or missed
+        wanted = replace(table, oid=oid)
+        if start_over:
+            wanted = replace(
+                wanted, snapshot=None, state="captured", reason="", fix="", parked_lsn=0, recopy=False,
+                oid=oids.get(name, oid),
+            )  # fmt: skip
+        if wanted != table:
+            await catalogue.change_table(config.name, name, lambda _, wanted=wanted: wanted)  # type: ignore[misc]
+        kept[name] = wanted
+    return kept
+
+
+async def _split(catalogue: Catalogue, row: CaptureRow | None) -> CaptureRow | None:
+    """Give each table of an older version's row a row of its own, then empty its maps."""
+    if row is None or not row.topics:
+        return row
+    for table in await catalogue.tables(row.name):
+        await catalogue.change_table(row.name, table.table, lambda found, table=table: found or table)  # type: ignore[misc]
+    row = replace(row, topics={}, snapshots={}, columns={})
+    await catalogue.put(row)
+    return row
+
+
+# one table ------------------------------------------------------------------------------------------
+
+
+async def without_taken(config: CaptureConfig, catalogue: Catalogue, choice: Choice) -> Choice:
+    """Before anything is altered: a table whose topic's name belongs to Kafka producers is refused."""
+    tables, refused = [], dict(choice.refused)
+    for table in choice.tables:
+        name = config.topic_of(table.schema, table.table)
+        topic = await catalogue.get(TopicRow, name, fresh=False)
+        if topic is not None and topic.kind != "capture":
+            refused[table.name] = _taken(name)
+        else:
+            tables.append(table)
+    return Choice(tuple(tables), refused)
+
+
+def _taken(topic: str) -> Refusal:
+    return Refusal(
+        "refused",
+        f"a topic of this name belongs to Kafka producers: topic={topic}.",
+        "Delete it, or rename the capture.",
+    )
+
+
+async def start_table(
+    config: CaptureConfig, catalogue: Catalogue, desk: Desk, table: TableInfo, relation: Relation
+) -> TopicRow | None:
+    """Its row without a snapshot, and a new topic (a new id: nothing of an earlier attempt is in it). None when it is
+    refused, which `desk` tells."""
+
+    def started(found: CaptureTableRow | None) -> CaptureTableRow:
+        found = found or CaptureTableRow(config.name, table.name)
+        return CaptureTableRow(
+            config.name, table.name, found.topic or config.topic_of(table.schema, table.table),
+            generation=found.generation + (found.columns != () or found.snapshot is not None), oid=table.oid,
+            columns=columns_of(relation),
+        )  # fmt: skip
+
+    try:
+        row = await desk.change(table.name, started)
+        assert row is not None
+        topic = await catalogue.get(TopicRow, row.topic)
+        if topic is not None and topic.kind != "capture":
+            await desk.refuse(table.name, _taken(row.topic), table.oid)
+            return None
+        if topic is not None:
+            await catalogue.delete(TopicRow, row.topic)
+        return await catalogue.create_topic(row.topic, config.partitions, kind="capture")
+    except (Invalid, Conflict) as error:
+        await desk.refuse(table.name, refusal_of(error), table.oid)
+        return None
+
+
+def columns_of(relation: Relation) -> tuple[CapturedColumn, ...]:
+    return tuple(CapturedColumn(c.name, c.type_name, c.key_index, c.type_oid, c.type_mod) for c in relation.columns)
+
+
+def as_described(table: CaptureTableRow, now: Relation | None) -> Relation:
+    """The relation as of the table's snapshot; what an older version did not store comes from the catalogue."""
+    schema, name = split_name(table.table)
+    known = {c.name: c for c in now.columns} if now is not None else {}
+    columns = []
+    for c in table.columns:
+        other = known.get(c.name)
+        oid, mod = (c.type_oid, c.type_mod) if c.type_oid or other is None else (other.type_oid, other.type_mod)
+        columns.append(Column(c.name, oid, mod, c.type_name, c.key_index, other.not_null if other else False))
+    return Relation(table.oid, schema, name, tuple(columns))
+
+
+def refusal_of(error: TidemillError) -> Refusal:
+    return Refusal("refused", error.message, error.fix or "Mend it; it is tried again by itself.")
+
+
+def gone(row: CaptureTableRow, found: Iterable[TableInfo]) -> tuple[str, str]:
+    """(reason, fix) of a table that is not captured any more."""
+    drop = "take it out of its pipeline and drop its shard"
+    for table in found:
+        if table.name == row.table:
+            return "the table is not captured any more", f"Name it in `tables` of this capture again, or {drop}."
+        if table.oid == row.oid:
+            return f"the table is now named {table.name}: its shard ends here", f"Rename it back, or {drop}."
+    return (
+        "the table is gone from the source: its shard ends here",
+        f"Make it anew, and it is copied again; or {drop}.",
+    )
+
+
+def _refuse_all(refused: Iterable[Refusal]) -> None:
+    for why in refused:
+        raise Invalid(why.reason, fix=why.fix)
+    raise Invalid("the capture's patterns leave no table.", fix="Correct `tables` of this capture.")
+
+
+# the snapshot ---------------------------------------------------------------------------------------
 
 
 async def take_snapshot(
     config: CaptureConfig,
-    prepared: Prepared,
+    tables: list[TableInfo],
+    captured: dict[str, CapturedTable],
     writer: TopicWriter,
-    catalogue: Catalogue,
+    desk: Desk,
     progress: SnapshotProgress,
     clock: Clock,
-) -> CaptureRow:
-    """Copy the fresh tables into their topics, then record that they are complete."""
-    tables = [table for table in prepared.tables if table.name in prepared.fresh]
-    captured = {table.name: table for table in prepared.captured}
+) -> list[str]:
+    """Copy tables into their topics as of one moment, then record each that is complete; returns their names.
+
+    A table that cannot be copied is refused, and the others go on. Raises what is not one table's.
+    """
     wire = await Wire.connect(config.dsn, purpose=f"snapshot {config.name}")
+    done: dict[str, int] = {}
     try:
         snapshot = Snapshot(wire, tables)
-        point = await snapshot.begin()
+        point, failed = await snapshot.begin()
         progress.estimate = await snapshot.estimate()
-        counts: dict[str, int] = {}
-        for table in tables:
+        for table in snapshot.tables:
             progress.table = table.name
-            target = captured[table.name]
             before = progress.rows
-            async for rows in snapshot.rows(table):
-                await writer.write_rows(target, snapshot.relations[table.oid], rows, clock.now_ms())
-                progress.rows += len(rows)
-            counts[table.name] = progress.rows - before
+            await wire.query("SAVEPOINT one_table")
+            try:
+                await _copy(snapshot, table, captured[table.name], writer, progress, clock)
+                done[table.name] = progress.rows - before
+            except (Unavailable, Unknown, Closed, Corrupt):
+                raise
+            except Exception as error:  # of whatever type: it is about a row of this table
+                failed[table.name] = Invalid(f"the table cannot be copied: table={table.name} error={sentence(error)}")
+                await wire.query("ROLLBACK TO one_table")
         await snapshot.end()
     finally:
         await wire.aclose()
     await writer.drained()
-    done = {}
-    columns = {}
     for table in tables:
+        if table.name in failed:
+            await desk.refuse(table.name, refusal_of(failed[table.name]), table.oid)
+            continue
         target = captured[table.name]
-        described = snapshot.relations[table.oid].columns
-        columns[table.name] = tuple(CapturedColumn(c.name, c.type_name, c.key_index) for c in described)
         offsets = tuple(lane.next for lane in target.lanes)
-        target.snapshot = TableSnapshot(point.xmin, point.xmax, point.xip, point.lsn, counts[table.name], offsets)
-        done[table.name] = target.snapshot
-    row = replace(
-        prepared.row,
-        snapshots={**prepared.row.snapshots, **done},
-        columns={**prepared.row.columns, **columns},
-        snapshot_done=True,
-        snapshot_lsn=point.lsn,
-    )
-    await catalogue.put(row)
+        taken = TableSnapshot(point.xmin, point.xmax, point.xip, point.lsn, done[table.name], offsets)
+        generation = desk.rows[table.name].generation
+        columns = columns_of(snapshot.relations[table.oid])
+        partitions = snapshot.partitions.get(table.oid)
+
+        def copied(
+            found: CaptureTableRow | None,
+            taken: TableSnapshot = taken,
+            generation: int = generation,
+            columns: tuple[CapturedColumn, ...] = columns,
+            partitions: tuple[int, ...] | None = partitions,
+        ) -> CaptureTableRow | None:
+            # Another session may have begun to copy it anew meanwhile: then this copy is nobody's.
+            if found is None or found.generation != generation or found.state != "captured":
+                return found
+            return replace(found, snapshot=taken, columns=columns, partitions=partitions)
+
+        await desk.change(table.name, copied)
+        target.snapshot = taken
     progress.finish()
-    log.info("snapshot complete", capture=config.name, tables=len(tables), rows=progress.rows)
-    return row
+    log.info("snapshot complete", capture=config.name, tables=len(done), rows=progress.rows)
+    return sorted(done)
+
+
+async def _copy(
+    snapshot: Snapshot,
+    table: TableInfo,
+    target: CapturedTable,
+    writer: TopicWriter,
+    progress: SnapshotProgress,
+    clock: Clock,
+) -> None:
+    """One table. Whatever fails, what the server sends of it is read to its end first."""
+    failure: Exception | None = None
+    async for rows in snapshot.rows(table):
+        if failure is not None:
+            continue
+        try:
+            await writer.write_rows(target, snapshot.relations[table.oid], rows, clock.now_ms())
+            progress.rows += len(rows)
+        except Exception as error:
+            failure = error
+    if failure is not None:
+        raise failure
 
 
 async def forget(config: CaptureConfig, catalogue: Catalogue) -> None:
-    """Start over from nothing: drop slot and publication, delete the capture's topics and row. Bindings stay: time
+    """Start over from nothing: drop slot and publication, delete the capture's topics and rows. Bindings stay: time
     goes on. Raises LockHeld while somebody captures."""
     wire = await Wire.connect(config.dsn, purpose=f"forget {config.name}")
     try:
@@ -177,115 +457,14 @@ async def forget(config: CaptureConfig, catalogue: Catalogue) -> None:
         await wire.query(f"DROP PUBLICATION IF EXISTS {identifier(config.publication)}")
     finally:
         await wire.aclose()
-    row = await catalogue.get(CaptureRow, config.name)
-    if row is None:
-        return
-    for topic in row.topics.values():
-        await _delete_topic(catalogue, topic)
-    await catalogue.delete(CaptureRow, config.name)
+    for table in await catalogue.tables(config.name):
+        await delete_topic(catalogue, table.topic)
+        await catalogue.change_table(config.name, table.table, lambda _: None)
+    if await catalogue.get(CaptureRow, config.name) is not None:
+        await catalogue.delete(CaptureRow, config.name)
 
 
-async def _compared(wire: Wire, config: CaptureConfig, row: CaptureRow, latest: Binding | None) -> CaptureRow:
-    """The row of a restored capture, as it may go on. Not stored here: what follows writes it before it acts on it.
-
-    A slot is confirmed up to what some binding covered (topic_writer W2), so one that is further than the newest
-    restored binding has let go of changes that were in the lost part of the topics.
-    """
-    slot = await slot_state(wire, config.slot)
-    bound = latest.lsn if latest is not None else -1
-    if slot is not None and slot.confirmed_lsn - 1 <= bound:
-        return replace(row, restored=False)
-    log.warning(
-        "the slot is ahead of what was restored, all tables start over",
-        capture=config.name,
-        slot=slot.confirmed_lsn if slot is not None else None,
-        bound=bound,
-    )
-    return replace(row, restored=False, snapshots={})
-
-
-async def _check_topic(config: CaptureConfig, table: TableInfo, catalogue: Catalogue) -> None:
-    """Before anything is made: the table's topic can have its name, and no Kafka producer owns it."""
-    name = config.topic_of(table.schema, table.table)
-    try:
-        check_topic_name(name)
-    except Invalid as error:
-        raise Invalid(
-            f"a table's name cannot be a topic's: table={table.name}.",
-            fix=f'Rename it to a-z A-Z 0-9 . _ - only, or exclude it with "!{table.name}".',
-        ) from error
-
-    topic = await catalogue.get(TopicRow, name)
-    if topic is not None and topic.kind != "capture":
-        raise Invalid(
-            f"a topic of this name belongs to Kafka producers: topic={name}.", fix="Delete it, or rename the capture."
-        )
-
-
-async def _record(
-    config: CaptureConfig,
-    facts: ServerFacts,
-    catalogue: Catalogue,
-    row: CaptureRow | None,
-    tables: Sequence[TableInfo],
-    fresh: Sequence[str],
-    relations: dict[int, Relation],
-) -> CaptureRow:
-    """The row before anything fresh is touched. Written only when it differs."""
-    topics = {table.name: config.topic_of(table.schema, table.table) for table in tables}
-    known = row.columns if row is not None else {}
-    columns = _columns(relations, [t for t in tables if t.name in fresh or t.name not in known])
-    if row is None:
-        wanted = CaptureRow(
-            config.name, facts.system_id, config.slot, config.publication, 1, False, topics, columns=columns
-        )
-    else:
-        wanted = replace(
-            row,
-            generation=row.generation + 1 if fresh else row.generation,
-            snapshot_done=not fresh,
-            topics={**row.topics, **topics},
-            columns={**row.columns, **columns},
-            snapshots={name: s for name, s in row.snapshots.items() if name not in fresh},
-        )
-    if wanted != row:
-        await catalogue.put(wanted)
-    return wanted
-
-
-def _columns(relations: dict[int, Relation], tables: Sequence[TableInfo]) -> dict[str, tuple[CapturedColumn, ...]]:
-    return {
-        table.name: tuple(CapturedColumn(c.name, c.type_name, c.key_index) for c in relations[table.oid].columns)
-        for table in tables
-        if table.oid in relations
-    }
-
-
-async def _topics(
-    config: CaptureConfig, catalogue: Catalogue, row: CaptureRow, fresh: Sequence[str]
-) -> dict[str, TopicRow]:
-    """The topic of each table; those of fresh tables are new (a new id: nothing of an earlier attempt is in them)."""
-    found: dict[str, TopicRow] = {}
-    for table, name in row.topics.items():
-        if table in fresh:
-            await _delete_topic(catalogue, name)
-            try:
-                found[table] = await catalogue.create_topic(name, config.partitions, kind="capture")
-            except Conflict as conflict:
-                raise Invalid(
-                    f"the topic of a captured table is taken: topic={name}.", fix="Delete it, or rename the capture."
-                ) from conflict
-        elif table in row.snapshots:
-            topic = await catalogue.get(TopicRow, name)
-            if topic is None:
-                raise Missing(
-                    f"the topic of a captured table is gone: topic={name} table={table}.",
-                    fix="Start the capture over.",
-                )
-            found[table] = topic
-    return found
-
-
-async def _delete_topic(catalogue: Catalogue, name: str) -> None:
-    if await catalogue.get(TopicRow, name) is not None:
+async def delete_topic(catalogue: Catalogue, name: str) -> None:
+    found = await catalogue.get(TopicRow, name) if name else None
+    if found is not None and found.kind == "capture":
         await catalogue.delete(TopicRow, name)

@@ -28,7 +28,10 @@ log = structlog.get_logger()
 ROUNDS_IN_FLIGHT = 3
 """Fewer than the five batches a partition remembers per producer, so a batch sent again is recognised."""
 BACKLOG_BYTES = 16 << 20
+"""What waits and what is under way, together: beyond it `room` waits, and with it the collector and the socket."""
 ROUND_BYTES = 2 << 20
+RECORD_MEMORY_BYTES = 600
+"""What a waiting record takes beside its key and value: objects, headers, its transaction's boundary."""
 REPAIR_PAUSE_S = 0.05
 REPAIR_PAUSE_MAX_S = 2.0
 
@@ -47,6 +50,8 @@ class Rounds:
         self._position = ChangePosition(0, 0)
         self._open_bytes = 0
         self._flight_bytes = 0
+        self.landed_bytes = 0
+        """Durable so far: what moves while a large transaction is written."""
         self._scheduled = False
         self._changed = asyncio.Event()
         self._failure: TidemillError | None = None
@@ -55,7 +60,7 @@ class Rounds:
     # plain calls ----------------------------------------------------------------------------------
     def add(self, lane: Lane, record: Record) -> None:
         """Queue the record whose offset `lane.take` has just given."""
-        self._open_bytes += lane.add(record)
+        self._open_bytes += lane.add(record) + RECORD_MEMORY_BYTES
         self._dirty[lane] = None
 
     def kick(self, position: ChangePosition | None = None) -> None:
@@ -65,6 +70,10 @@ class Rounds:
         if not self._scheduled and self._dirty:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._send_round)
+
+    def facts(self) -> dict[str, object]:
+        """What waits to become durable, and the bound."""
+        return {"backlog_bytes": self._open_bytes + self._flight_bytes, "backlog_bytes_limit": BACKLOG_BYTES}
 
     def check(self) -> None:
         """Raises what made sending fail."""
@@ -140,6 +149,7 @@ class Rounds:
 
     def _landed(self, batch: LaneBatch) -> None:
         self._flight_bytes -= len(batch.data)
+        self.landed_bytes += len(batch.data)
         batch.round.left -= 1
         durable: ChangePosition | None = None
         while self._under_way and self._under_way[0].left == 0:

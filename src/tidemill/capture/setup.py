@@ -2,38 +2,27 @@
 
 Order, and the race each step prevents:
     1  session advisory lock       one capture of this name at a time, whatever process it lives in
-    2  publication, then per table, in name order, in one transaction each: LOCK … IN SHARE MODE; ADD TABLE;
-       REPLICA IDENTITY FULL        the lock waits out writers that began before the table was published: rows of
-                                    theirs would be in neither snapshot nor stream (electric #4773); a fixed order
-                                    and ADD before ALTER keep two configurators from deadlock
+    2  publication, then per table, in name order (publication.py)
     3  slot                         after the publication, which the decoder looks up as of each change
     4  snapshot (snapshot.py)       after the slot, so that nothing commits between them unseen
 """
 
 from __future__ import annotations
 
-import asyncio
 import zlib
 from collections.abc import Sequence
 
 import msgspec
-import structlog
 
 from tidemill.base.errors import Invalid
 from tidemill.base.frontier import Lsn
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.tables import TableInfo, list_tables, resolve
-from tidemill.capture.wire.connection import Wire, identifier, literal, qualified
-from tidemill.capture.wire.errors import LockHeld, SlotLost, SqlError
-
-log = structlog.get_logger()
+from tidemill.capture.tables import list_tables, resolve
+from tidemill.capture.wire.connection import Wire, identifier, literal
+from tidemill.capture.wire.errors import LockHeld, SlotLost
 
 OLDEST_VERSION = 140_000
-LOCK_TIMEOUT_MS = 1000
-"""Writers queue behind a lock that is waited for: wait briefly, then let them pass for as long."""
-LOCK_ATTEMPTS = 120
-_LOCK_NOT_AVAILABLE, _DEADLOCK, _DUPLICATE = "55P03", "40P01", "42710"
-_ADVISORY_CLASS = 0x7469_6465  # "tide"
+ADVISORY_CLASS = 0x7469_6465  # "tide"
 
 
 class ServerFacts(msgspec.Struct, frozen=True):
@@ -98,142 +87,20 @@ async def check_database(dsn: str, tables: Sequence[str] = ("public.*",)) -> str
     wire = await Wire.connect(dsn, purpose="doctor")
     try:
         facts = await check_server(wire, config)
-        chosen = resolve(config.tables, await list_tables(wire))
+        choice = resolve(config.tables, await list_tables(wire), wire.server_version)
     finally:
         await wire.aclose()
-    return f"PostgreSQL {facts.version // 10_000}.{facts.version % 10_000}, {len(chosen)} tables"
+    left = f", not captured: {', '.join(sorted(choice.refused))}" if choice.refused else ""
+    return f"PostgreSQL {facts.version // 10_000}.{facts.version % 10_000}, {len(choice.tables)} tables{left}"
 
 
 def lock_key(config: CaptureConfig) -> int:
     return zlib.crc32(config.slot.encode()) & 0x7FFF_FFFF
 
 
-async def try_lock(wire: Wire, config: CaptureConfig) -> None:
-    """Take the session's advisory lock, or raise LockHeld with the pid that has it. It ends with the connection."""
-    key = lock_key(config)
-    if await wire.value(f"SELECT pg_try_advisory_lock({_ADVISORY_CLASS}, {key})") == "t":
-        return
-    pid = await wire.value(
-        "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted"
-        f" AND classid::bigint = {_ADVISORY_CLASS} AND objid::bigint = {key} LIMIT 1"
-    )
-    raise LockHeld(f"another session captures under this name: capture={config.name} pid={pid}.")
-
-
-async def published_tables(wire: Wire, publication: str) -> set[str] | None:
-    """Names of the tables the publication holds, None when there is no such publication. Raises Invalid when it is
-    one that cannot serve (not all operations, or not through the partition root)."""
-    rows = await wire.query(
-        "SELECT pubinsert AND pubupdate AND pubdelete AND pubtruncate, pubviaroot, puballtables"
-        f" FROM pg_publication WHERE pubname = {literal(publication)}"
-    )
-    if not rows:
-        return None
-    if rows[0] != ("t", "t", "f"):
-        raise Invalid(
-            f"a publication of this name exists with other options: publication={publication}.",
-            fix=f"Run DROP PUBLICATION {identifier(publication)}; it is created again as needed.",
-        )
-    tables = await wire.query(
-        "SELECT n.nspname || '.' || c.relname FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid"
-        " JOIN pg_class c ON c.oid = r.prrelid JOIN pg_namespace n ON n.oid = c.relnamespace"
-        f" WHERE p.pubname = {literal(publication)}"
-    )
-    return {name or "" for (name,) in tables}
-
-
-async def publish(wire: Wire, config: CaptureConfig, tables: Sequence[TableInfo]) -> set[str]:
-    """Make the publication hold exactly `tables`; returns the names that were not published before."""
-    published = await published_tables(wire, config.publication)
-    if published is None:
-        await _create_publication(wire, config.publication)
-        try:
-            return await _publish_all(wire, config, tables, set())
-        except Invalid:
-            # Nothing half-made is left behind by a refusal.
-            await wire.query(f"DROP PUBLICATION {identifier(config.publication)}")
-            raise
-    return await _publish_all(wire, config, tables, published)
-
-
-async def _publish_all(wire: Wire, config: CaptureConfig, tables: Sequence[TableInfo], published: set[str]) -> set[str]:
-    wanted = {table.name for table in tables}
-    for table in tables:
-        if table.name not in published:
-            await _publish_table(wire, config.publication, table)
-        else:
-            await _identity_full(wire, table)
-    for name in sorted(published - wanted):
-        schema, _, table_name = name.partition(".")
-        await wire.query(
-            f"ALTER PUBLICATION {identifier(config.publication)} DROP TABLE {qualified(schema, table_name)}"
-        )
-        log.info("table is no longer captured", capture=config.name, table=name)
-    return wanted - published
-
-
-async def _create_publication(wire: Wire, publication: str) -> None:
-    try:
-        await wire.query(
-            f"CREATE PUBLICATION {identifier(publication)} WITH"
-            " (publish = 'insert, update, delete, truncate', publish_via_partition_root = true)"
-        )
-    except Invalid as error:
-        raise Invalid(
-            f"the publication cannot be created: publication={publication} error={error.message}",
-            fix="Grant the role CREATE on the database (and ownership of the captured tables).",
-        ) from error
-
-
-async def _publish_table(wire: Wire, publication: str, table: TableInfo) -> None:
-    name = qualified(table.schema, table.table)
-    statements = [
-        f"LOCK TABLE {name} IN SHARE MODE",
-        f"ALTER PUBLICATION {identifier(publication)} ADD TABLE {name}",
-        *[f"ALTER TABLE {part} REPLICA IDENTITY FULL" for part in await _not_full(wire, table)],
-    ]
-    await _transaction(wire, table, statements)
-
-
-async def _identity_full(wire: Wire, table: TableInfo) -> None:
-    parts = await _not_full(wire, table)
-    if parts:
-        await _transaction(wire, table, [f"ALTER TABLE {part} REPLICA IDENTITY FULL" for part in parts])
-
-
-async def _not_full(wire: Wire, table: TableInfo) -> list[str]:
-    """The table and its partitions that do not log whole old rows (WAL carries the identity of the partition)."""
-    rows = await wire.query(
-        f"WITH RECURSIVE tree(oid) AS (SELECT {table.oid}::oid UNION ALL"
-        " SELECT i.inhrelid FROM pg_inherits i JOIN tree t ON i.inhparent = t.oid)"
-        " SELECT n.nspname, c.relname FROM tree JOIN pg_class c USING (oid) JOIN pg_namespace n"
-        " ON n.oid = c.relnamespace WHERE c.relreplident <> 'f' ORDER BY 1, 2"
-    )
-    return [qualified(schema or "", name or "") for schema, name in rows]
-
-
-async def _transaction(wire: Wire, table: TableInfo, statements: Sequence[str]) -> None:
-    """One short transaction under a lock time limit, tried again while others hold the table."""
-    for attempt in range(1, LOCK_ATTEMPTS + 1):
-        await wire.query("BEGIN")
-        try:
-            await wire.query(f"SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}")
-            for statement in statements:
-                await wire.query(statement)
-            await wire.query("COMMIT")
-            return
-        except SqlError as error:
-            await wire.query("ROLLBACK")
-            if error.sqlstate not in (_LOCK_NOT_AVAILABLE, _DEADLOCK) or attempt == LOCK_ATTEMPTS:
-                raise
-            log.warning("waiting for writers of a table", table=table.name, attempt=attempt)
-            await asyncio.sleep(LOCK_TIMEOUT_MS / 1000)
-        except Invalid as error:
-            await wire.query("ROLLBACK")
-            raise Invalid(
-                f"the table cannot be published: table={table.name} error={error.message}",
-                fix=f"Let the role own {table.name}, or add it to the publication as its owner.",
-            ) from error
+async def try_lock(wire: Wire, config: CaptureConfig) -> bool:
+    """Take the session's advisory lock; False while another session has it. It ends with the connection."""
+    return await wire.value(f"SELECT pg_try_advisory_lock({ADVISORY_CLASS}, {lock_key(config)})") == "t"
 
 
 async def slot_state(wire: Wire, slot: str) -> SlotState | None:

@@ -1,6 +1,8 @@
-"""What the collector needs of those who receive changes. `node` wires the implementations (topic writer, shapes).
+"""What the collector needs of those who make changes durable and may hold the capture back: the topic writer.
 
 P1  The LSN confirmed to Postgres never passes what every sink has flushed.
+
+The sinks of a session are fixed when it starts. Who only wants to see what passes by is a tap (taps.py).
 
 Flush notices travel through the collector's own queue, never inline: a notice sent while a commit
 is being handled is handled after that commit's registration (the ordering axiom of notes/electric.md §2).
@@ -19,10 +21,6 @@ class FlushNotices(Protocol):
         """`consumer` holds everything up to and including `position` durably. Any thread-of-control, same loop."""
         ...
 
-    def removed(self, consumer: str) -> None:
-        """`consumer` is gone on purpose and holds nothing back any longer."""
-        ...
-
 
 class Sink(Protocol):
     async def deliver(self, fragment: Fragment, notices: FlushNotices) -> list[str]:
@@ -30,7 +28,7 @@ class Sink(Protocol):
 
         Called in commit order, one at a time; must not wait for durability. A commit fragment goes to
         every sink even when it changes nothing for it. Replayed fragments (after a restart) are
-        recognised by position and still reported flushed.
+        recognised by position and still reported flushed. What it raises ends the session.
         """
         ...
 

@@ -16,10 +16,10 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import Corrupt, Invalid, Missing, TidemillError
 from tidemill.base.frontier import Lsn
 from tidemill.capture.changes import Relation, Row
-from tidemill.capture.tables import TableInfo, describe
+from tidemill.capture.tables import TableInfo, describe, list_partitions
 from tidemill.capture.wire.connection import Wire, identifier, qualified
 
 
@@ -69,40 +69,73 @@ def parse_point(snapshot: str, lsn: str) -> SnapshotPoint:
 
 
 class Snapshot:
-    """One open snapshot transaction on a connection of its own. Use as: begin, rows of each table, end."""
+    """One open snapshot transaction on a connection of its own. Use as: begin, rows of each of `tables`, end."""
 
     def __init__(self, wire: Wire, tables: Sequence[TableInfo]) -> None:
         self._wire = wire
-        self._tables = tables
+        self.tables = list(tables)
         self.relations: dict[int, Relation] = {}
+        self.partitions: dict[int, tuple[int, ...]] = {}
 
-    async def begin(self) -> SnapshotPoint:
-        names = ", ".join(qualified(t.schema, t.table) for t in self._tables)
+    async def begin(self) -> tuple[SnapshotPoint, dict[str, TidemillError]]:
+        """Where it stands, and by name the tables that cannot be read; `tables` are the others.
+
+        Row-level security would leave rows out without a word: it is switched off, which makes reading such a table
+        an error for a role that it binds.
+        """
+        await self._wire.query("SET row_security = off")
         await self._wire.query("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         # Locks first: the first query takes the snapshot, and no DDL may come between the two.
-        await self._wire.query(f"LOCK TABLE {names} IN ACCESS SHARE MODE")
+        failed: dict[str, TidemillError] = {}
+        for table in self.tables:
+            await self._wire.query("SAVEPOINT one_table")
+            try:
+                await self._wire.query(f"LOCK TABLE {_scope(table)} IN ACCESS SHARE MODE")
+            except Invalid as error:
+                failed[table.name] = error
+                await self._wire.query("ROLLBACK TO one_table")
         rows = await self._wire.query("SELECT pg_current_snapshot()::text, pg_current_wal_insert_lsn()::text")
-        self.relations = await describe(self._wire, [table.oid for table in self._tables])
-        return parse_point(rows[0][0] or "", rows[0][1] or "")
+        self.relations = await describe(self._wire, [table.oid for table in self.tables])
+        for table in self.tables:
+            if table.kind == "p":
+                self.partitions[table.oid] = await list_partitions(self._wire, table.oid)
+            if table.name not in failed and table.oid not in self.relations:
+                failed[table.name] = Missing(f"the table is gone: table={table.name}.")
+        self.tables = [table for table in self.tables if table.name not in failed]
+        return parse_point(rows[0][0] or "", rows[0][1] or ""), failed
 
     async def estimate(self) -> int:
-        oids = ", ".join(str(table.oid) for table in self._tables)
+        oids = ", ".join(str(table.oid) for table in self.tables) or "0"
         total = await self._wire.value(
             f"SELECT coalesce(sum(greatest(reltuples, 0)), 0)::bigint FROM pg_class WHERE oid IN ({oids})"
         )
         return int(total or 0)
 
     async def rows(self, table: TableInfo) -> AsyncIterator[list[Row]]:
+        """In bursts. Raises what a row that cannot be read raises, once the copy is read to its end: the connection
+        goes on with the next table."""
         relation = self.relations[table.oid]
         names = [column.name for column in relation.columns]
         columns = ", ".join(identifier(name) for name in names)
-        only = "" if table.kind == "p" else "ONLY "
-        statement = f"COPY (SELECT {columns} FROM {only}{qualified(table.schema, table.table)}) TO STDOUT"
-        async for burst in self._wire.copy_out(statement):
-            yield [dict(zip(names, parse_copy_row(line), strict=True)) for line in burst]
+        failure: Exception | None = None
+        async for burst in self._wire.copy_out(f"COPY (SELECT {columns} FROM {_scope(table)}) TO STDOUT"):
+            if failure is not None:
+                continue
+            try:
+                rows = [dict(zip(names, parse_copy_row(line), strict=True)) for line in burst]
+            except Exception as error:
+                failure = error
+                continue
+            yield rows
+        if failure is not None:
+            raise failure
 
     async def end(self) -> None:
         await self._wire.query("COMMIT")
+
+
+def _scope(table: TableInfo) -> str:
+    return ("" if table.kind == "p" else "ONLY ") + qualified(table.schema, table.table)
 
 
 _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}

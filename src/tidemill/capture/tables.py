@@ -1,34 +1,83 @@
-"""What the database's catalogue says about tables: which exist, their columns, keys and types.
+"""What the database's catalogue says about tables: which exist, which can be captured, their columns, keys and types.
 
-Generated columns are left out everywhere: the stream of PostgreSQL before 18 does not carry them.
-Partitions are represented by their root (`publish_via_partition_root`).
+    refused    named, and cannot be captured as it is: no primary key; unlogged or foreign; on PostgreSQL 18 with a
+               virtual generated column, since REPLICA IDENTITY FULL would make all its UPDATEs and DELETEs fail
+    left       the same kinds where only a pattern meets them: nobody asked for this very table
+
+Nothing is altered before this is known. Stored generated columns are carried from PostgreSQL 18 on
+(`publish_generated_columns`); the stream of older ones lacks them. Partitions are represented by their root
+(`publish_via_partition_root`).
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import msgspec
 
-from tidemill.base.errors import Invalid, Missing
+from tidemill.base.errors import Missing
 from tidemill.capture.changes import Column, Relation
-from tidemill.capture.wire.connection import Wire
+from tidemill.capture.naming import table_name
+from tidemill.capture.wire.connection import Wire, literal, qualified
+
+GENERATED_PUBLISHED = 180_000
+"""From this version on stored generated columns can be published, and unpublished ones break REPLICA IDENTITY FULL."""
+
+VISIBLE_POLL_S = 0.01
+LOOK_TIMEOUT_MS = 100
+"""For the lock that a look into a new partition takes."""
 
 _TABLES = """
 SELECT c.oid, n.nspname, c.relname, c.relkind, c.relpersistence, c.relreplident,
-       EXISTS (SELECT FROM pg_index i WHERE i.indrelid = c.oid AND i.indisprimary)
+       EXISTS (SELECT FROM pg_index i WHERE i.indrelid = c.oid AND i.indisprimary),
+       coalesce((SELECT string_agg(DISTINCT a.attgenerated::text, '') FROM pg_attribute a
+                  WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped), ''),
+       CASE WHEN c.relkind = 'p' THEN coalesce((
+           WITH RECURSIVE tree(oid) AS (SELECT i.inhrelid FROM pg_inherits i WHERE i.inhparent = c.oid UNION ALL
+                SELECT i.inhrelid FROM pg_inherits i JOIN tree t ON i.inhparent = t.oid)
+           SELECT min(k.relname::text) FROM tree JOIN pg_class k USING (oid)
+            WHERE k.relkind = 'f' OR k.relpersistence <> 'p'), '') ELSE '' END,
+       (SELECT md5(string_agg(concat_ws(' ', a.attname, a.atttypid, a.atttypmod, a.attgenerated), E'\\t'
+                                  ORDER BY a.attnum))
+          FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped)
+       || coalesce((SELECT i.indkey::text FROM pg_index i WHERE i.indrelid = c.oid AND i.indisprimary), '')
+       || CASE WHEN c.relkind = 'p' THEN coalesce((
+           WITH RECURSIVE tree(oid) AS (SELECT i.inhrelid FROM pg_inherits i WHERE i.inhparent = c.oid UNION ALL
+                SELECT i.inhrelid FROM pg_inherits i JOIN tree t ON i.inhparent = t.oid)
+           SELECT md5(string_agg(oid::text, ' ' ORDER BY oid)) FROM tree), '') ELSE '' END
   FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
- WHERE c.relkind IN ('r', 'p') AND NOT c.relispartition AND c.relpersistence <> 't'
+ WHERE c.relkind IN ('r', 'p', 'f') AND NOT c.relispartition AND c.relpersistence <> 't'
    AND n.nspname NOT IN ('pg_catalog', 'information_schema', 'tidemill') AND n.nspname !~ '^pg_(toast|temp)'
  ORDER BY n.nspname, c.relname
+"""
+
+_HAZARDS = """
+WITH RECURSIVE tree(root, oid) AS (
+    SELECT r.prrelid, r.prrelid FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
+     WHERE p.pubname = {publication}
+    UNION ALL SELECT t.root, i.inhrelid FROM pg_inherits i JOIN tree t ON i.inhparent = t.oid
+      JOIN pg_class k ON k.oid = i.inhparent AND k.relkind = 'p')
+SELECT c.oid, n.nspname, c.relname, c.relkind, bool_or(f.virtual), bool_or(m.relkind <> 'p' AND (
+           m.relreplident = 'n'
+           OR m.relreplident = 'd' AND NOT EXISTS (
+               SELECT FROM pg_index i WHERE i.indrelid = m.oid AND i.indisprimary)
+           OR m.relreplident = 'i' AND NOT EXISTS (
+               SELECT FROM pg_index i WHERE i.indrelid = m.oid AND i.indisreplident AND i.indisvalid)))
+  FROM tree JOIN pg_class m ON m.oid = tree.oid JOIN pg_class c ON c.oid = tree.root
+  JOIN pg_namespace n ON n.oid = c.relnamespace
+ CROSS JOIN LATERAL (SELECT EXISTS (SELECT FROM pg_attribute a WHERE a.attrelid = m.oid AND a.attgenerated = 'v'
+                                       AND NOT a.attisdropped) AS virtual) f
+ WHERE m.relreplident <> 'f' OR f.virtual
+ GROUP BY c.oid, n.nspname, c.relname, c.relkind
 """
 
 _COLUMNS = """
 SELECT c.oid, n.nspname, c.relname, a.attname, a.atttypid, a.atttypmod,
        format_type(a.atttypid, a.atttypmod), coalesce(k.place - 1, -1), a.attnotnull
   FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-  JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = ''
+  JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated IN ({kinds})
   LEFT JOIN pg_index i ON i.indrelid = c.oid AND i.indisprimary
   LEFT JOIN LATERAL unnest(i.indkey::int2[]) WITH ORDINALITY AS k(attnum, place) ON k.attnum = a.attnum
  WHERE c.oid IN ({oids})
@@ -37,7 +86,12 @@ SELECT c.oid, n.nspname, c.relname, a.attname, a.atttypid, a.atttypmod,
 
 
 class TableInfo(msgspec.Struct, frozen=True):
-    """`kind`: r table, p partitioned. `identity`: d default, n nothing, f full, i index."""
+    """`kind`: r table, p partitioned, f foreign. `identity`: d default, n nothing, f full, i index.
+
+    generated       kinds of its generated columns: s stored, v virtual
+    odd_partition   a partition that has no WAL, "" = none
+    digest          of its columns, key and partitions: another one means to look closely
+    """
 
     oid: int
     schema: str
@@ -46,56 +100,188 @@ class TableInfo(msgspec.Struct, frozen=True):
     persistence: str
     identity: str
     has_key: bool
+    generated: str = ""
+    odd_partition: str = ""
+    digest: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.schema}.{self.table}"
+        return table_name(self.schema, self.table)
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why a table is not captured. `state`: refused or left (CaptureTableRow)."""
+
+    state: str
+    reason: str
+    fix: str
+
+
+class Hazard(msgspec.Struct, frozen=True):
+    """A published table with a part whose changes lack old rows, or whose statements fail because it is published."""
+
+    table: TableInfo
+    name: str
+    """as ALTER PUBLICATION wants it"""
+    virtual: bool
+    breaks: bool
+
+    @property
+    def oid(self) -> int:
+        return self.table.oid
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """What the patterns of a capture come to: tables in name order, and by name those that cannot be taken."""
+
+    tables: tuple[TableInfo, ...]
+    refused: dict[str, Refusal]
 
 
 async def list_tables(wire: Wire) -> list[TableInfo]:
-    """Every ordinary and partitioned table, in name order, outside the system's schemas and our own: consensus may
-    live in the same database, and capturing it would feed on itself."""
+    """Every ordinary, partitioned and foreign table, in name order, outside the system's schemas and our own: consensus
+    may live in the same database, and capturing it would feed on itself."""
     rows = await wire.query(_TABLES)
     return [
-        TableInfo(int(r[0] or 0), r[1] or "", r[2] or "", r[3] or "", r[4] or "", r[5] or "", r[6] == "t") for r in rows
+        TableInfo(
+            int(r[0] or 0), r[1] or "", r[2] or "", r[3] or "", r[4] or "", r[5] or "", r[6] == "t", r[7] or "",
+            r[8] or "", r[9] or "",
+        )
+        for r in rows
+    ]  # fmt: skip
+
+
+async def hazards(wire: Wire, publication: str) -> list[Hazard]:
+    rows = await wire.query(_HAZARDS.format(publication=literal(publication)))
+    return [
+        Hazard(
+            TableInfo(int(oid or 0), schema or "", table or "", kind or "", "p", "", True),
+            ("" if kind == "p" else "ONLY ") + qualified(schema or "", table or ""),
+            virtual == "t",
+            breaks == "t",
+        )
+        for oid, schema, table, kind, virtual, breaks in rows
     ]
 
 
-def resolve(patterns: Sequence[str], tables: Sequence[TableInfo]) -> list[TableInfo]:
-    """The tables that the patterns name, in name order. Raises Missing for a plain name or a pattern without a
-    match, Invalid for a table that cannot be captured (no primary key, unlogged)."""
-    chosen: dict[int, TableInfo] = {}
-    excluded = [_with_schema(p[1:]) for p in patterns if p.startswith("!")]
+def resolve(patterns: Sequence[str], tables: Sequence[TableInfo], version: int) -> Choice:
+    """The tables that the patterns name. Raises Missing when none of them names a table at all."""
+    chosen: dict[str, TableInfo] = {}
+    refused: dict[str, Refusal] = {}
+    excluded = [p[1:] for p in patterns if p.startswith("!")]
     for pattern in (p for p in patterns if not p.startswith("!")):
-        full = _with_schema(pattern)
-        hits = [t for t in tables if t.name == full] or [t for t in tables if fnmatchcase(t.name, full)]
-        if not hits:
-            raise Missing(f"no such table: table={pattern}.", fix="Create it, or correct `tables` of this capture.")
-        is_pattern = any(c in full for c in "*?[")
+        exact = [t for t in tables if _is(t, pattern)]
+        hits = exact or [t for t in tables if _matches(t, pattern)]
+        if not hits and not _is_pattern(pattern):
+            refused[_with_schema(pattern)] = Refusal(
+                "refused", f"no such table: table={pattern}.", "Create it, or correct `tables` of this capture."
+            )
         for table in hits:
-            if any(fnmatchcase(table.name, e) for e in excluded) or (is_pattern and table.persistence == "u"):
+            if any(_matches(table, e) for e in excluded):
                 continue
-            chosen[table.oid] = table
-    for table in chosen.values():
-        if table.persistence == "u":
-            raise Invalid(
-                f"an unlogged table has no WAL: table={table.name}.", fix=f"ALTER TABLE {table.name} SET LOGGED."
-            )
-        if not table.has_key:
-            raise Invalid(
-                f"a captured table needs a primary key: table={table.name}.",
-                fix=f'Add a primary key to {table.name}, or exclude it with "!{table.name}".',
-            )
-    if not chosen:
-        raise Missing("the capture's patterns leave no table.", fix="Correct `tables` of this capture.")
-    return sorted(chosen.values(), key=lambda t: t.name)
+            why = refusal(table, version, named=bool(exact))
+            if why is None:
+                chosen[table.name] = table
+            elif refused.get(table.name, why).state != "refused" or table.name not in refused:
+                refused[table.name] = why
+    if not chosen and all(r.reason.startswith("no such table") for r in refused.values()):
+        raise Missing(
+            f"the capture's patterns name no table: table={','.join(patterns)}.",
+            fix="Create it, or correct `tables` of this capture.",
+        )
+    return Choice(tuple(chosen[name] for name in sorted(chosen)), refused)
+
+
+def refusal(table: TableInfo, version: int, *, named: bool = True) -> Refusal | None:
+    """Why a table cannot be captured as it is, None = it can. Pure, and asked before anything is altered."""
+    other_kind = "refused" if named else "left"
+    if table.kind == "f":
+        return Refusal(
+            other_kind, f"a foreign table has no WAL here: table={table.name}.", "Capture it where it lives."
+        )
+    if table.persistence == "u":
+        return Refusal(
+            other_kind, f"an unlogged table has no WAL: table={table.name}.", f"ALTER TABLE {table.name} SET LOGGED."
+        )
+    if table.odd_partition:
+        return Refusal(
+            "refused",
+            f"a partition is foreign, unlogged or temporary and has no WAL: table={table.name}"
+            f" partition={table.odd_partition}.",
+            f'Detach it, or exclude the table with "!{table.name}".',
+        )
+    if not table.has_key:
+        return Refusal(
+            "refused",
+            f"a captured table needs a primary key: table={table.name}.",
+            f'Add a primary key to {table.name}, or exclude it with "!{table.name}".',
+        )
+    if version >= GENERATED_PUBLISHED and "v" in table.generated:
+        return Refusal(
+            "refused",
+            "a virtual generated column is in no stream, and capturing the table would make its UPDATE and DELETE"
+            f" fail: table={table.name}.",
+            f'Make the column STORED, or exclude the table with "!{table.name}".',
+        )
+    return None
+
+
+async def list_partitions(wire: Wire, oid: int) -> tuple[int, ...]:
+    """Of a partitioned table, at all levels; none of any other."""
+    rows = await wire.query(
+        f"WITH RECURSIVE tree(oid) AS (SELECT {oid}::oid UNION ALL SELECT i.inhrelid FROM tree t"
+        " JOIN pg_class p ON p.oid = t.oid AND p.relkind = 'p' JOIN pg_inherits i ON i.inhparent = t.oid)"
+        f" SELECT oid FROM tree WHERE oid <> {oid} ORDER BY oid"
+    )
+    return tuple(int(found or 0) for (found,) in rows)
+
+
+async def came_with_rows(wire: Wire, partition: int) -> str:
+    """The name of a partition that holds a row at least as old as its attachment, else "". Such rows were in no change
+    of the root. Raises SqlError when its lock cannot be had just now."""
+    names = await wire.query(
+        "SELECT n.nspname, c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
+        f" WHERE c.oid = {partition} AND c.relkind = 'r'"
+    )
+    if not names:
+        return ""
+    schema, table = names[0][0] or "", names[0][1] or ""
+    await wire.query("BEGIN")
+    try:
+        await wire.query(f"SET LOCAL lock_timeout = {LOOK_TIMEOUT_MS}")
+        await wire.query(f"SET LOCAL statement_timeout = {LOOK_TIMEOUT_MS * 20}")
+        old = await wire.value(
+            f"SELECT EXISTS (SELECT FROM ONLY {qualified(schema, table)} r WHERE age(r.xmin) >="
+            " (SELECT min(age(i.xmin)) FROM pg_inherits i"
+            f" WHERE i.inhrelid IN (SELECT relid FROM pg_partition_ancestors({partition}))))"
+        )
+    finally:
+        await wire.query("ROLLBACK")
+    return table_name(schema, table) if old == "t" else ""
+
+
+async def describe_after(wire: Wire, xid: int, oid: int) -> Relation | None:
+    """A table as PostgreSQL describes it once transaction `xid` of the stream is visible; None when it is gone.
+
+    A commit is decoded as soon as it is flushed, before new snapshots see it: the catalogue asked too early is still
+    that from before its DDL. A transaction gives its lock on its own id up only after it has become visible.
+    """
+    running = (
+        "SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'transactionid' AND granted"
+        f" AND mode = 'ExclusiveLock' AND transactionid = '{xid}'::xid)"
+    )
+    while True:
+        if await wire.value(running) != "t":
+            return (await describe(wire, [oid])).get(oid)
+        await asyncio.sleep(VISIBLE_POLL_S)
 
 
 async def describe(wire: Wire, oids: Sequence[int]) -> dict[int, Relation]:
-    """Columns and keys of tables by oid; a table that is gone is absent."""
+    """Columns and keys of tables by oid, as the stream carries them; a table that is gone is absent."""
     if not oids:
         return {}
-    rows = await wire.query(_COLUMNS.format(oids=", ".join(str(int(oid)) for oid in oids)))
+    kinds = "'', 's'" if wire.server_version >= GENERATED_PUBLISHED else "''"
+    rows = await wire.query(_COLUMNS.format(kinds=kinds, oids=", ".join(str(int(oid)) for oid in oids)))
     names: dict[int, tuple[str, str]] = {}
     columns: dict[int, list[Column]] = {}
     for oid, schema, table, name, type_oid, type_mod, type_name, key_index, not_null in rows:
@@ -116,3 +302,22 @@ async def describe(wire: Wire, oids: Sequence[int]) -> dict[int, Relation]:
 
 def _with_schema(pattern: str) -> str:
     return pattern if "." in pattern else f"public.{pattern}"
+
+
+def _is_pattern(text: str) -> bool:
+    return any(c in text for c in "*?[")
+
+
+def _names(table: TableInfo) -> tuple[str, ...]:
+    """The ways an operator may write it: as we do, as plain text, and without its schema where that is public."""
+    plain = f"{table.schema}.{table.table}"
+    return (table.name, plain, *((table.table,) if table.schema == "public" else ()))
+
+
+def _is(table: TableInfo, pattern: str) -> bool:
+    return pattern in _names(table)
+
+
+def _matches(table: TableInfo, pattern: str) -> bool:
+    full = _with_schema(pattern)
+    return any(fnmatchcase(name, full) for name in _names(table)[:2])

@@ -18,6 +18,9 @@ known at the commit. Records go out in rounds (rounds.py).
 W1  A boundary reaches the binder only when every record up to it is durable.
 W2  The tracker hears of a boundary only after the binding that covers it: confirmed ≤ bound ≤ durable. So the
     newest binding says where the count of offsets starts again after a crash, whatever the tails look like.
+W3  A table is parked at a commit LSN: no transaction at or above it is carried, in this session or a later one. A row
+    that cannot be written, for whatever reason, parks its table alone; `on_fault` makes that durable before the
+    transaction is delivered, hence before it is confirmed. What a parked transaction wrote before stays unbound.
 """
 
 from __future__ import annotations
@@ -25,13 +28,15 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Corrupt, Missing, Unavailable, Unknown
+from tidemill.base.errors import Corrupt, Invalid, Missing, Unavailable, Unknown
 from tidemill.base.frontier import ChangePosition
+from tidemill.base.limits import KAFKA_REQUEST_BYTES
+from tidemill.base.tasks import is_fault
 from tidemill.capture.boundaries import Boundary, in_snapshot
-from tidemill.capture.changes import Change, Fragment, Relation, Row
+from tidemill.capture.changes import NEVER, Change, Fragment, Relation, Row
 from tidemill.capture.consumer import FragmentConsumer
 from tidemill.capture.converter import key_changed
 from tidemill.capture.lane import Lane
@@ -44,15 +49,22 @@ from tidemill.topics.front import FetchRead, TopicLog
 
 OPEN_ATTEMPTS = 100
 TAIL_FETCH_BYTES = 1 << 20
+ROW_BYTES = KAFKA_REQUEST_BYTES * 3 // 4
+"""Key and value of one record. A larger one could not be fetched by a Kafka client, and costs several times its size
+while it is made: it parks its table."""
+
+RETIRE_POLL_S = 0.02
 
 POSITION_HEADER, OP_HEADER, XID_HEADER = "tm.pos", "tm.op", "tm.xid"
 
 
 class CapturedTable:
-    """One table's topic: its lanes, and which transactions are in it already."""
+    """One table's topic: its lanes, which transactions are in it already, and which are never to be (`parked_lsn`)."""
 
-    def __init__(self, name: str, topic: TopicRow, producer_id: int) -> None:
+    def __init__(self, name: str, topic: TopicRow, producer_id: int, *, oid: int, parked_lsn: int = NEVER) -> None:
         self.name = name
+        self.oid = oid
+        self.parked_lsn = parked_lsn
         self.topic = topic
         self.lanes = [Lane(topic.name, topic.topic_id, p, producer_id) for p in range(topic.partitions)]
         self.snapshot: TableSnapshot | None = None
@@ -68,8 +80,17 @@ class CapturedTable:
         return self.lanes[zlib.crc32(key) % len(self.lanes)] if len(self.lanes) > 1 else self.lanes[0]
 
     def holds(self, fragment: Fragment) -> bool:
-        """The transaction is bound already, or part of the table's snapshot."""
-        return fragment.commit_lsn <= self.bound_lsn or in_snapshot(fragment.xid, fragment.commit_lsn, self.snapshot)
+        """The transaction is bound already, part of the table's snapshot, or beyond where the table was parked."""
+        lsn = fragment.commit_lsn
+        return lsn <= self.bound_lsn or lsn >= self.parked_lsn or in_snapshot(fragment.xid, lsn, self.snapshot)
+
+
+OnFault = Callable[[CapturedTable, int, BaseException], Awaitable[None]]
+"""on_fault(table, commit LSN, what its row raised): parks it, durably, and calls `TopicWriter.park`."""
+
+
+async def _raise(table: CapturedTable, lsn: int, error: BaseException) -> None:
+    raise error
 
 
 class TopicWriter:
@@ -82,10 +103,13 @@ class TopicWriter:
         topics: TopicLog,
         rand: Rand,
         on_durable: Callable[[Sequence[Boundary]], None],
+        on_fault: OnFault = _raise,
     ) -> None:
         self.name = consumer_name
         self.notices: FlushNotices | None = None
-        self._tables = {table.name: table for table in tables}
+        self._tables = {table.oid: table for table in tables}
+        self._parked = {t.topic.topic_id: t.parked_lsn for t in self._tables.values() if t.parked_lsn < NEVER}
+        self._on_fault = on_fault
         self._topics = topics
         self._on_durable = on_durable
         self._consumer = FragmentConsumer()
@@ -147,10 +171,17 @@ class TopicWriter:
         self.notices = notices
         written: ChangePosition | None = None
         for change in fragment.changes:
-            table = self._tables.get(change.relation.name)
+            table = self._tables.get(change.relation.oid)
             if table is None or table.holds(fragment):
                 continue
-            if self._write(table, change, fragment):
+            try:
+                fresh = self._write(table, change, fragment)
+            except BaseException as error:
+                if not is_fault(error):
+                    raise
+                await self._on_fault(table, fragment.commit_lsn, error)
+                continue
+            if fresh:
                 written = change.position
         if fragment.commits:
             self._boundary(fragment, written)
@@ -168,6 +199,20 @@ class TopicWriter:
         self._boundaries.append(Boundary(lsn, last, commit=False))
         self._aligned(self._consumer.fragment(None, last, commits=True))
 
+    async def retire(self, oid: int) -> None:
+        """Write nothing more for this table, and wait until nothing of it is under way: its topic is to go."""
+        table = self._tables.pop(oid, None)
+        for lane in table.lanes if table is not None else ():
+            while not lane.quiet:
+                self._rounds.check()
+                await asyncio.sleep(RETIRE_POLL_S)
+
+    def park(self, oid: int, lsn: int) -> None:
+        """Carry no transaction of this table at or above `lsn` any more (W3)."""
+        table = self._tables.get(oid)
+        if table is not None:
+            table.parked_lsn = self._parked[table.topic.topic_id] = min(table.parked_lsn, lsn)
+
     async def aclose(self) -> None:
         """Stop sending. What is in flight ends by itself; whoever opens the lanes next finds it or refuses it (L1)."""
         await self._rounds.aclose()
@@ -177,12 +222,13 @@ class TopicWriter:
         """Rows of the initial snapshot, at positions (0, n). Waits for room."""
         self._rounds.check()
         encoder = table.encoder(relation)
-        for row in rows:
-            key = encoder.key(row)
+        # Encoded before the first offset is taken: see _write.
+        for key, value in [(encoder.key(row), encoder.value(row)) for row in rows]:
+            self._check_size(table, key, value)
             lane = table.lane_of(key)
             position = ChangePosition(0, lane.next)
             lane.take(position)
-            self._put(lane, key, encoder.value(row), position, b"insert", b"0", now_ms)
+            self._put(lane, key, value, position, b"insert", b"0", now_ms)
         self._rounds.kick()
         await self._rounds.room()
 
@@ -204,9 +250,19 @@ class TopicWriter:
                     return f"topic:{lane.topic}"
         return ""
 
+    @property
+    def landed_bytes(self) -> int:
+        return self._rounds.landed_bytes
+
+    def facts(self) -> dict[str, object]:
+        return {**self._rounds.facts(), "boundaries_waiting": len(self._boundaries)}
+
     # writing --------------------------------------------------------------------------------------
     def _write(self, table: CapturedTable, change: Change, fragment: Fragment) -> bool:
-        """Give the change's records their offsets; True when at least one has still to be written."""
+        """Give the change's records their offsets; True when at least one has still to be written.
+
+        Whatever can raise comes before the first offset is taken: an offset without its record would be a hole (L1).
+        """
         encoder = table.encoder(change.relation)
         xid, at_ms = b"%d" % fragment.xid, fragment.commit_time_ms
         if change.op == "truncate":
@@ -217,19 +273,24 @@ class TopicWriter:
             key = encoder.key(change.old)
             return self._record(table.lane_of(key), key, None, change.position, b"delete", xid, at_ms)
         assert change.new is not None
+        key, value = encoder.key(change.new), encoder.value(change.new)
+        self._check_size(table, key, value)
         position, fresh_tombstone = change.position, False
         if key_changed(change):
             assert change.old is not None
-            key = encoder.key(change.old)
-            fresh_tombstone = self._record(table.lane_of(key), key, None, position, b"delete", xid, at_ms)
+            old_key = encoder.key(change.old)
+            fresh_tombstone = self._record(table.lane_of(old_key), old_key, None, position, b"delete", xid, at_ms)
             position = ChangePosition(position.commit_lsn, position.ordinal + 1)
-        key = encoder.key(change.new)
-        lane = table.lane_of(key)
-        self._touched[lane] = None
-        if not lane.take(position):
-            return fresh_tombstone
-        self._put(lane, key, encoder.value(change.new), position, change.op.encode(), xid, at_ms)
-        return True
+        return self._record(table.lane_of(key), key, value, position, change.op.encode(), xid, at_ms) or fresh_tombstone
+
+    @staticmethod
+    def _check_size(table: CapturedTable, key: bytes, value: bytes) -> None:
+        if len(key) + len(value) > ROW_BYTES:
+            raise Invalid(
+                f"a row is too large for a record: table={table.name} key={key[:200].decode(errors='replace')}"
+                f" bytes={len(value)} limit={ROW_BYTES}.",
+                fix="Shorten it, then copy the table again.",
+            )
 
     def _record(
         self, lane: Lane, key: bytes | None, value: bytes | None, at: ChangePosition, op: bytes, xid: bytes, at_ms: int
@@ -248,7 +309,11 @@ class TopicWriter:
         self._rounds.add(lane, Record(key, value, headers, at_ms))
 
     def _boundary(self, fragment: Fragment, written: ChangePosition | None) -> None:
-        offsets = [(lane.topic_id, lane.partition, lane.next) for lane in self._touched]
+        offsets = [
+            (lane.topic_id, lane.partition, lane.next)
+            for lane in self._touched
+            if fragment.commit_lsn < self._parked.get(lane.topic_id, NEVER)
+        ]
         self._touched.clear()
         tags = tuple(marker.content for marker in fragment.markers)
         self._boundaries.append(

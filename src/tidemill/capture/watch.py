@@ -1,42 +1,139 @@
-"""The control connection of a session and those who share it: heartbeat, slot watch, table watch.
+"""The control connection of a session and those who share it: heartbeat, slot watch, table watch; and the watch
+over PostgreSQL's answers, because a connection that swallows packets looks exactly like an idle one.
 
-It also carries the capture's advisory lock, so when it breaks, the session must end; the watchers see to that.
+    Q1  Every question to PostgreSQL is known while it is open (`Answers`), so that one without an answer is told with
+        server and question long before it is given up.
+    Q2  A question on the control connection is given up after ANSWER_DEADLINE_S, and the session with it.
+    Q3  A stream that is silent is asked for a keepalive; one that stays silent ends the session. Only while somebody
+        waits for it: a reader that is held back by the collector hears nothing either.
+
+The control connection also carries the capture's advisory lock, so when it breaks, the session must end.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import structlog
 
-from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.clock import Clock
+from tidemill.base.errors import Unavailable
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.setup import SlotState, check_slot, heartbeat, published_tables, slot_state
-from tidemill.capture.tables import TableInfo, list_tables, resolve
+from tidemill.capture.holders import Holder, blockers
+from tidemill.capture.setup import SlotState, check_slot, heartbeat, slot_state
 from tidemill.capture.wire.connection import Wire
 
 log = structlog.get_logger()
 
 SLOT_POLL_S = 1.0
+SLOT_POLL_IDLE_S = 4.0
+"""Without commits the slot is looked at less often; a server that is gone is still told well within its budget."""
+ANSWER_DEADLINE_S = 10.0
+"""The questions asked here take milliseconds; a busy server may take a second."""
+TELL_AFTER_MS = 2_000
+"""An open question this old is told as what the capture waits for."""
+ASK_AFTER_S = 5.0
+"""A stream silent for this long is asked for a keepalive: two packets, no work for the server."""
+SILENCE_S = 20.0
+SILENCE_OF_TIMEOUT = 0.75
+"""A walsender that skips a large transaction looks at its input only after half of wal_sender_timeout; without one it
+does not look at all, and its silence is told but ends nothing."""
+RECONNECT_S = 3.0
+BLOCKER_POLL_S = 0.3
+BLOCKER_REMEMBERED_S = 3.0
+"""The set-up asks for a table's lock for a second and lets writers pass for another: who blocks it is seen in turns."""
 
 T = TypeVar("T")
+
+
+class Answers:
+    """What PostgreSQL was asked and has not answered, each with the time of the question (Q1)."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._open: dict[str, float] = {}
+
+    @contextmanager
+    def expected(self, what: str) -> Iterator[None]:
+        self._open[what] = self._clock.monotonic_s()
+        try:
+            yield
+        finally:
+            self._open.pop(what, None)
+
+    def note(self, what: str, asked: bool) -> None:
+        """`what` is open from the first `asked` until it is not."""
+        if asked:
+            self._open.setdefault(what, self._clock.monotonic_s())
+        else:
+            self._open.pop(what, None)
+
+    def overdue(self) -> tuple[str, int] | None:
+        """(question, ms since the epoch when it was asked) of the oldest one that is worth telling. A wall clock that
+        jumps makes no question old."""
+        if not self._open:
+            return None
+        what = min(self._open, key=lambda each: self._open[each])
+        age_ms = int((self._clock.monotonic_s() - self._open[what]) * 1000)
+        return (what, self._clock.now_ms() - age_ms) if age_ms > TELL_AFTER_MS else None
 
 
 class Control:
     """One question at a time on one connection."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Wire, answers: Answers) -> None:
         self._wire = wire
+        self._answers = answers
         self._lock = asyncio.Lock()
 
     async def ask(self, question: Callable[[Wire], Awaitable[T]]) -> T:
+        """Raises Unavailable when no answer comes (Q2): the connection cannot be used any more."""
         async with self._lock:
-            return await question(self._wire)
+            return await answered(self._wire, self._answers, "a question", question)
 
     async def aclose(self) -> None:
         await self._wire.aclose()
+
+
+async def answered(wire: Wire, answers: Answers, what: str, question: Callable[[Wire], Awaitable[T]]) -> T:
+    with answers.expected(what):
+        try:
+            async with asyncio.timeout(ANSWER_DEADLINE_S):
+                return await question(wire)
+        except TimeoutError as error:
+            raise no_answer(wire.target, what, ANSWER_DEADLINE_S) from error
+
+
+def no_answer(target: str, what: str, waited_s: float) -> Unavailable:
+    return Unavailable(
+        f"PostgreSQL does not answer: {target} waits_for={what!r} waited_s={waited_s:.0f}.",
+        fix="See whether the server is stopped or overloaded, or the network swallows packets.",
+    )
+
+
+async def watch_set_up(
+    connect: Callable[[], Awaitable[Wire]], answers: Answers, capture: str, on_blockers: Callable[[list[Holder]], None]
+) -> None:
+    """While a capture is set up and first copied: name whom it waits for, from a connection of its own. The statements
+    of the set-up have no deadline, for they may wait for writers; that the server is there at all is seen here.
+
+    A server without a connection to spare is no reason to end the set-up: it is asked again."""
+    while True:
+        try:
+            wire = await connect()
+            break
+        except Unavailable as error:
+            log.warning("nobody watches the set-up", cause=str(error))
+            await asyncio.sleep(RECONNECT_S)
+    try:
+        while True:
+            on_blockers(await answered(wire, answers, "who blocks the set-up", lambda w: blockers(w, capture)))
+            await asyncio.sleep(BLOCKER_POLL_S)
+    finally:
+        await wire.aclose()
 
 
 async def keep_beating(control: Control, config: CaptureConfig, last_commit_lsn: Callable[[], int]) -> None:
@@ -50,33 +147,49 @@ async def keep_beating(control: Control, config: CaptureConfig, last_commit_lsn:
             await control.ask(heartbeat)
 
 
-async def watch_slot(control: Control, config: CaptureConfig, on_state: Callable[[SlotState], None]) -> None:
+async def watch_slot(
+    control: Control, config: CaptureConfig, on_state: Callable[[SlotState], None], idle: Callable[[], bool]
+) -> None:
     """The server's side of the story: retained WAL, WAL end. Raises SlotLost as soon as it is."""
     while True:
         state = await control.ask(lambda wire: slot_state(wire, config.slot))
         on_state(check_slot(config, state))
-        await asyncio.sleep(SLOT_POLL_S)
+        await asyncio.sleep(SLOT_POLL_IDLE_S if idle() else SLOT_POLL_S)
 
 
-async def watch_tables(control: Control, config: CaptureConfig, captured: Sequence[TableInfo]) -> None:
-    """Raises Unavailable for a table made anew, unpublished, or new under a pattern: the next session takes it in."""
-    names = {table.name for table in captured}
-    warned = ""
-    while True:
-        await asyncio.sleep(config.table_poll_s)
-        published = await control.ask(lambda wire: published_tables(wire, config.publication)) or set()
-        tables = await control.ask(list_tables)
-        oids = {table.name: table.oid for table in tables}
-        for table in captured:
-            if table.name in oids and (oids[table.name] != table.oid or table.name not in published):
-                raise Unavailable(f"a captured table was made anew or unpublished: table={table.name}.")
-        try:
-            added = {table.name for table in resolve(config.tables, tables)} - names
-        except Invalid as error:
-            # What runs goes on; the next start will refuse it.
-            if warned != error.message:
-                log.warning("a table cannot be captured", capture=config.name, cause=str(error))
-                warned = error.message
-            continue
-        if added:
-            raise Unavailable(f"new tables match the capture: tables={','.join(sorted(added))}.")
+class StreamWatch:
+    """When the stream was last heard while somebody waited for it (Q3). `ask()` requests a keepalive."""
+
+    def __init__(
+        self, target: str, clock: Clock, answers: Answers, ask: Callable[[], None], wal_sender_timeout_ms: int
+    ) -> None:
+        self._target = target
+        self._clock = clock
+        self._answers = answers
+        self._ask = ask
+        self._deadline_s = max(SILENCE_S, wal_sender_timeout_ms / 1000 * SILENCE_OF_TIMEOUT)
+        if wal_sender_timeout_ms <= 0:
+            self._deadline_s = float("inf")
+        self._waiting_since_s: float | None = None
+
+    def waiting(self) -> None:
+        """The reader begins to wait for the next bytes."""
+        self._waiting_since_s = self._clock.monotonic_s()
+
+    def heard(self) -> None:
+        self._waiting_since_s = None
+        self._answers.note("a keepalive of the stream", False)
+
+    async def run(self) -> None:
+        """For ever. Raises Unavailable when the stream stays silent."""
+        while True:
+            await asyncio.sleep(ASK_AFTER_S / 2)
+            since_s = self._waiting_since_s
+            if since_s is None:
+                continue
+            silent_s = self._clock.monotonic_s() - since_s
+            if silent_s > self._deadline_s:
+                raise no_answer(self._target, "a keepalive of the stream", silent_s)
+            if silent_s > ASK_AFTER_S:
+                self._answers.note("a keepalive of the stream", True)
+                self._ask()

@@ -29,16 +29,24 @@ ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="Path 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON value as the last line.")]
 
 
-class Stores:
-    """Consensus and objects of a configuration, called synchronously through one portal."""
+class ConsensusOnly:
+    """Consensus of a configuration, called synchronously through a portal: enough to ask how things are, also while
+    the bucket is away."""
 
-    def __init__(self, config: Config, portal: Portal, consensus: Consensus, objects: ObjectStore) -> None:
+    def __init__(self, config: Config, portal: Portal, consensus: Consensus) -> None:
         self.config = config
         self.portal = portal
         self.consensus = consensus
-        self.objects = objects
         self.clock: Clock = SystemClock()
         self.rand = Rand()
+
+
+class Stores(ConsensusOnly):
+    """Consensus and objects."""
+
+    def __init__(self, config: Config, portal: Portal, consensus: Consensus, objects: ObjectStore) -> None:
+        super().__init__(config, portal, consensus)
+        self.objects = objects
 
     @cached_property
     def metastore(self) -> Metastore:
@@ -66,27 +74,35 @@ class Stores:
 
 
 @contextmanager
-def stores(path: Path | None) -> Iterator[Stores]:
-    """Open what the configuration names; closed at the end. Raises Invalid with the key and the fix."""
+def consensus_only(path: Path | None) -> Iterator[ConsensusOnly]:
+    """Open the consensus that the configuration names; closed at the end. Raises Invalid with the key and the fix."""
     from tidemill.consensus.open import open_consensus
     from tidemill.node.logs import configure_logs
-    from tidemill.objects.open import open_objects
 
     configure_logs("warning")  # a command that leads for a moment has nothing to tell about it
     config = load(path)
-    clock, rand = SystemClock(), Rand()
     with Portal() as portal:
-        objects = portal.call(open_objects(config.objects_url, clock, rand))
+        consensus = portal.call(open_consensus(config.consensus_url, SystemClock(), Rand()))
         try:
-            consensus = portal.call(open_consensus(config.consensus_url, clock, rand))
+            yield ConsensusOnly(config, portal, consensus)
+        finally:
+            portal.call(consensus.aclose())
+
+
+@contextmanager
+def stores(path: Path | None) -> Iterator[Stores]:
+    """Open what the configuration names; closed at the end. Raises Invalid with the key and the fix."""
+    from tidemill.objects.open import open_objects
+
+    with consensus_only(path) as opened:
+        portal = opened.portal
+        objects = portal.call(open_objects(opened.config.objects_url, opened.clock, opened.rand))
+        try:
+            found = Stores(opened.config, portal, opened.consensus, objects)
             try:
-                opened = Stores(config, portal, consensus, objects)
-                try:
-                    yield opened
-                finally:
-                    opened.close()
+                yield found
             finally:
-                portal.call(consensus.aclose())
+                found.close()
         finally:
             portal.call(objects.aclose())
 

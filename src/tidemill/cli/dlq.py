@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from tidemill.base.errors import Missing
-from tidemill.cli.context import ConfigOption, JsonOption, print_json, stores
+from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
 from tidemill.metastore.catalogue import PipelineRow
 
 
@@ -17,24 +17,37 @@ def dlq(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List records that a pipeline could not read; it went on without them."""
+    """List records that a pipeline could not read, and rows that no column could hold; it went on without them."""
     with stores(config) as opened:
         rows = [r for r in opened.portal.call(opened.catalogue.list(PipelineRow)) if pipeline in ("", r.name)]
         if pipeline and not rows:
             raise Missing(f"no such pipeline: pipeline={pipeline}.", fix="Is its driver running?")
-        letters = []
+        total, letters = 0, list[dict[str, Any]]()
         for row in rows:
-            if not row.dead_letters:
-                continue
-            shard = opened.shard(row.dead_letters)
-            _, upper = opened.portal.call(shard.frontiers())
-            if upper > 0:
-                letters += opened.portal.call(shard.snapshot(upper - 1)).to_pylist()
-    total = len(letters)
-    letters = letters[-limit:]
+            if row.dead_letters:
+                count, newest = _newest(opened, row.dead_letters, limit)
+                total, letters = total + count, letters + newest
+    letters = sorted(letters, key=lambda letter: letter["at"])[-limit:]
     if as_json:
         print_json({"total": total, "records": letters})
         return
     print(f"{total} dead letters")
     for letter in letters:
         print("  ".join(f"{key}={value!r}" for key, value in letter.items()))
+
+
+def _newest(opened: Stores, name: str, limit: int) -> tuple[int, list[dict[str, Any]]]:
+    """(how many there are, the newest `limit` of them), read batch by batch: their bytes are many."""
+    try:
+        shard = opened.shard(name)
+        _, upper = opened.portal.call(shard.frontiers())
+    except Missing:
+        return 0, []  # its driver has not run yet
+    total, kept = 0, list[dict[str, Any]]()
+    for batch in opened.portal.call(shard.batches_until(upper - 1)) if upper else ():
+        rows = opened.portal.call(shard.read_batch(batch, 0, upper)).select([c.name for c in shard.schema.columns])
+        total += rows.num_rows
+        rows = rows.sort_by("at")
+        kept += rows.slice(max(0, rows.num_rows - limit)).to_pylist()
+        kept = sorted(kept, key=lambda letter: letter["at"])[-limit:]
+    return total, kept

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NoReturn
+from urllib.request import urlopen
 
 import msgspec
 import typer
@@ -16,9 +18,10 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.base.portal import Portal
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
-from tidemill.node.config import Config, load
+from tidemill.node.config import Config, exposed, load
 
 MINIMUM_FREE_BYTES = 2 << 30
+PROBE_TIMEOUT_S = 3.0
 Result = dict[str, object]
 Check = Callable[[Config], str]
 """Returns what was found; raises TidemillError, whose `fix` says what to do."""
@@ -49,7 +52,7 @@ def _deep(config: Config, as_json: bool) -> NoReturn:
     """Works with nodes up or down. Exit 0 clean, 1 with findings."""
     from tidemill.cli.progress import Bars
     from tidemill.consensus.open import open_consensus
-    from tidemill.node.deep_check import deep_check
+    from tidemill.keeper.deep_check import deep_check
     from tidemill.objects.open import open_objects
 
     clock, rand = SystemClock(), Rand()
@@ -98,8 +101,9 @@ def _checks(config: Config) -> list[tuple[str, Check]]:
         ("python", _python),
         ("java", _java),
         ("disk", _disk),
-        ("node.http", lambda c: _port(c.node.http, "node.http")),
-        ("node.kafka", lambda c: _port(c.node.kafka, "node.kafka")),
+        ("node.http", lambda c: _port(c, c.node.http, "node.http")),
+        ("node.kafka", lambda c: _port(c, c.node.kafka, "node.kafka")),
+        ("exposure", _exposure),
         ("consensus.url", _consensus),
     ]
     return fixed + [(f"capture.{name}", lambda c, n=name: _capture(c, n)) for name in config.capture]
@@ -125,17 +129,46 @@ def _disk(config: Config) -> str:
     return f"{free >> 30} GiB free below {directory}"
 
 
-def _port(address: str, key: str) -> str:
+def _port(config: Config, address: str, key: str) -> str:
     host, _, port = address.rpartition(":")
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, int(port)))
+            probe.bind((host.strip("[]"), int(port)))
         except OSError as error:
+            pid = own_node(config) if error.errno == errno.EADDRINUSE else 0
+            if pid:
+                return f"{address} is held by this node, which runs: pid={pid}"
             raise TidemillError(
                 f"{address} cannot be bound: {error.strerror}.", fix=f"Stop what uses it, or change {key}."
             ) from error
     return f"{address} is free"
+
+
+def own_node(config: Config) -> int:
+    """Pid of the running node of this configuration, asked of its own HTTP address; 0 when it is not there."""
+    try:
+        with urlopen(f"http://{_reachable(config.node.http)}/api/status", timeout=PROBE_TIMEOUT_S) as answer:
+            processes = msgspec.json.decode(answer.read(), type=Processes).processes
+    except (OSError, ValueError, msgspec.MsgspecError):
+        return 0
+    return processes.get(f"node:{config.node.name}", 0)
+
+
+class Processes(msgspec.Struct):
+    processes: dict[str, int] = {}
+
+
+def _reachable(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    return f"{'127.0.0.1' if host in ('0.0.0.0', '[::]', '::') else host}:{port}"
+
+
+def _exposure(config: Config) -> str:
+    open_to_all = exposed(config)
+    if open_to_all:
+        return f"WARNING: open to other machines without authentication: {', '.join(open_to_all)}"
+    return "only this machine reaches what has no authentication"
 
 
 def _objects(config: Config) -> list[Result]:

@@ -12,11 +12,13 @@ import typer
 
 from tidemill.base.errors import TidemillError
 from tidemill.cli import (
+    capture,
     demo_command,
     dlq,
     doctor,
     restore,
     shape,
+    shard,
     sql,
     status,
     topic,
@@ -38,8 +40,10 @@ app.command("demo")(demo_command.demo)
 app.command("status")(status.status)
 app.command("why")(why.why)
 app.command("verify")(verify_command.verify)
+app.add_typer(capture.app, name="capture")
 app.add_typer(topic.app, name="topic")
 app.add_typer(shape.app, name="shape")
+app.add_typer(shard.app, name="shard")
 app.command("sql")(sql.sql)
 app.command("dlq")(dlq.dlq)
 app.command("doctor")(doctor.doctor)

@@ -16,7 +16,7 @@ from tidemill.node.config import load
 from tidemill.node.logs import configure_logs
 
 if TYPE_CHECKING:
-    from tidemill.node.restore import Restorer
+    from tidemill.keeper.restore import Restorer
     from tidemill.objects.store import ObjectStore
 
 From = Annotated[str, typer.Option("--from", help="Bucket URL to restore from; none = objects.url.")]
@@ -40,7 +40,7 @@ def restore(
     Exit 0 when every reference was found whole, 1 when the restored cluster has broken ones, 2 when refused.
     """
     from tidemill.consensus.open import open_consensus
-    from tidemill.node.restore import Restorer
+    from tidemill.keeper.restore import Restorer
     from tidemill.objects.open import open_objects
 
     configure_logs("error")  # what leads and ends meanwhile is the command's own business
@@ -77,8 +77,8 @@ def _create_parent(url: str) -> None:
 async def _plan(
     restorer: Restorer, objects: ObjectStore, clock: Clock, rand: Rand, manifests: list[str]
 ) -> dict[str, Any]:
+    from tidemill.keeper.restore_plan import plan_of
     from tidemill.metastore.source import find_source
-    from tidemill.node.restore_plan import plan_of
 
     refused = ""
     try:
@@ -92,7 +92,7 @@ async def _plan(
 async def _run(
     restorer: Restorer, objects: ObjectStore, clock: Clock, rand: Rand, manifests: list[str]
 ) -> dict[str, Any]:
-    from tidemill.node.restore_plan import plan_of
+    from tidemill.keeper.restore_plan import plan_of
 
     plan = await plan_of(objects, await restorer.source(manifests), clock, rand)
     done = await restorer.run(manifests)

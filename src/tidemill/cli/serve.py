@@ -3,42 +3,49 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from starlette.routing import BaseRoute
-
-from tidemill.base.clock import Clock
+from tidemill.base import descriptors
+from tidemill.base.clock import MOVED
 from tidemill.base.errors import Invalid
-from tidemill.consensus.board import Board
+from tidemill.base.garbage import keep_pauses_short
 from tidemill.console.app import console_routes
 from tidemill.node.assembly import Node
 from tidemill.node.config import Config
 from tidemill.node.logs import configure_logs
 
 
-def _console(board: Board, ready: Callable[[], bool], clock: Clock) -> Sequence[BaseRoute]:
-    return console_routes(board.reports, ready, clock)
-
-
 async def _serve(config: Config) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await Node(config, _console).run(stop)
+    await Node(config, console_routes).run(stop)
+
+
+def _preload(config: Config) -> None:
+    """What the first request or session would import on the running loop, a tenth of a second at a time."""
+    import postgast  # noqa: F401
+
+    import tidemill.kafka.handlers
+    import tidemill.shapes.where
+    import tidemill.shards.front
+
+    if config.capture:
+        import tidemill.capture.machine  # noqa: F401
 
 
 def main() -> int:
     configure_logs()
+    descriptors.raise_limit()
     config = Config.model_validate(json.loads(Path(sys.argv[1]).read_text()))
-    # Long-lived start-up objects would be walked by every full collection, a pause on the produce path.
-    gc.freeze()
+    _preload(config)
+    keep_pauses_short()
     try:
-        asyncio.run(_serve(config))
+        with asyncio.Runner(loop_factory=MOVED.loop if MOVED is not None else None) as runner:
+            runner.run(_serve(config))
     except Invalid as error:
         print(f"tidemill: {error}", file=sys.stderr)
         return 2

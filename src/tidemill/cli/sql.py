@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Awaitable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tidemill.base.errors import Invalid
-from tidemill.cli.context import ConfigOption, JsonOption, print_json, stores
+from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
+
+if TYPE_CHECKING:
+    from tidemill.shards.front import Remap, Shard
+
+WAIT_S = 3.0
+"""For an idle table to pass the others' time; without its pipeline the query reads at the older time."""
 
 
 def sql(
@@ -27,6 +34,8 @@ def sql(
     with stores(config) as opened:
         shards = [opened.shard(name) for name in names]
         uppers = [opened.portal.call(shard.frontiers())[1] for shard in shards]
+        if as_of is None:
+            uppers = _together(opened, shards, uppers)
         time_ms = as_of if as_of is not None else min(uppers, default=1) - 1
         for name, shard, upper in zip(names, shards, uppers, strict=True):
             if time_ms >= upper:
@@ -44,6 +53,23 @@ def sql(
     from rich.console import Console
 
     Console().print(_table(columns, rows, f"as of {time_ms}"))
+
+
+def _together(opened: Stores, shards: Sequence[Shard], uppers: list[int]) -> list[int]:
+    """Uppers near the newest of them: a shard whose source is idle is asked to say so, and waited for a moment."""
+    from tidemill.shards.open import open_remap
+    from tidemill.spark.advance import LAG_MS, advance_idle
+
+    def remap(name: str) -> Awaitable[Remap]:
+        return open_remap(opened.consensus, opened.clock, opened.rand, name)
+
+    newest, call = max(uppers, default=0), opened.portal.call
+    for at, shard in enumerate(shards):
+        if newest - uppers[at] > LAG_MS and call(
+            advance_idle(opened.catalogue, remap, shard.name, uppers[at], newest - 1)
+        ):
+            uppers[at] = call(shard.wait_upper(newest - 1, WAIT_S))
+    return uppers
 
 
 def _table(columns: list[str], rows: list[Any], title: str) -> Any:

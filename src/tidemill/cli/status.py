@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from tidemill.base.marks import Derived, State, as_row, derive_all
-from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
+import typer
 
-EXIT_BY_STATE = {State.STUCK: 2, State.BLIND: 2, State.WAITING: 1}
+from tidemill.base.chain import EXIT_BY_STATE
+from tidemill.base.limits import MIB
+from tidemill.base.marks import Derived, Report, State, as_row, derive_all, trouble
+from tidemill.cli.context import ConfigOption, ConsensusOnly, JsonOption, consensus_only, print_json
+
+Memory = Annotated[bool, typer.Option("--memory", help="Show what each process holds in memory instead, by share.")]
 
 
-def status(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def status(config: ConfigOption = None, memory: Memory = False, as_json: JsonOption = False) -> None:
     """Show every stage: where it is, who holds it, for how long. Exit 0 fresh, 1 lagging, 2 stuck."""
-    with stores(config) as opened:
-        marks = read_marks(opened)
+    with consensus_only(config) as opened:
+        reports = read_reports(opened)
+        marks = derive_all(reports, opened.clock.now_ms())
+    if memory:
+        show_memory(reports, as_json)
+        return
     if as_json:
         print_json([as_row(d) for d in marks.values()])
     else:
@@ -23,11 +31,32 @@ def status(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     raise SystemExit(max((EXIT_BY_STATE.get(d.state, 0) for d in marks.values()), default=0))
 
 
-def read_marks(opened: Stores) -> dict[str, Derived]:
+def read_reports(opened: ConsensusOnly) -> list[Report]:
     from tidemill.consensus.board import Board
 
-    reports = opened.portal.call(Board(opened.consensus, opened.rand).reports())
-    return derive_all(reports, opened.clock.now_ms())
+    return opened.portal.call(Board(opened.consensus, opened.rand).reports())
+
+
+def read_marks(opened: ConsensusOnly) -> dict[str, Derived]:
+    return derive_all(read_reports(opened), opened.clock.now_ms())
+
+
+def show_memory(reports: list[Report], as_json: bool) -> None:
+    """Each process's memory: resident, and each share with its limit, as its reports' fact `memory` says."""
+    found = {report.process: report.facts.get("memory", {}) for report in reports}
+    if as_json:
+        print_json(found)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    view = Table(expand=False)
+    for heading, justify in (("process", "left"), ("share", "left"), ("MiB", "right"), ("limit MiB", "right")):
+        view.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    for process, shares in sorted(found.items()):
+        for share, (used, limit) in sorted(shares.items() if isinstance(shares, dict) else ()):
+            view.add_row(process, share, f"{used / MIB:,.1f}", f"{limit / MIB:,.0f}" if limit else "")
+    Console().print(view)
 
 
 def table(marks: dict[str, Derived], title: str = "") -> Any:
@@ -45,11 +74,10 @@ def table(marks: dict[str, Derived], title: str = "") -> Any:
     for heading, justify in (("mark", "left"), ("state", "left"), ("behind", "right"), ("age", "right")):
         view.add_column(heading, justify=justify)  # type: ignore[arg-type]
     view.add_column("held by")
-    order = {state: number for number, state in enumerate((State.STUCK, State.BLIND, State.WAITING))}
-    for derived in sorted(marks.values(), key=lambda d: (order.get(d.state, 9), d.mark.name)):
+    for name, derived in sorted(marks.items(), key=lambda item: (-trouble(item[1])[0], item[0])):
         mark = derived.mark
         view.add_row(
-            mark.name,
+            name,
             f"[{colours[derived.state]}]{derived.state}[/]",
             f"{max(0, mark.target - mark.position):,} {mark.unit}".rstrip(),
             f"{derived.report_age_ms / 1000:.1f} s",

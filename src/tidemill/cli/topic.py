@@ -6,11 +6,12 @@ from typing import Annotated
 
 import typer
 
-from tidemill.base.errors import Missing
+from tidemill.base.errors import Invalid, Missing
 from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
 from tidemill.metastore.catalogue import TopicRow
 
 app = typer.Typer(help="Create, list, describe and delete topics.", no_args_is_help=True)
+Really = Annotated[bool, typer.Option("--yes-really", help="Delete it though a capture or a pipeline uses it.")]
 Name = Annotated[str, typer.Argument(help="Topic name.")]
 
 
@@ -43,10 +44,18 @@ def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = Fals
 
 
 @app.command("delete")
-def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Delete a topic; a later topic of this name has a new id."""
+def delete(name: Name, really: Really = False, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Delete a topic; a later topic of this name has a new id. One that a capture or a pipeline uses is refused."""
+    from tidemill.topics.uses import users_of
+
     with stores(config) as opened:
         row = _find(opened, name)
+        users = opened.portal.call(users_of(opened.catalogue, row))
+        if users and not really:
+            raise Invalid(
+                f"the topic is in use: topic={name} by={', '.join(users)}.",
+                fix="They stop working without it. To delete it all the same: --yes-really",
+            )
         opened.portal.call(opened.catalogue.delete(TopicRow, name))
         if as_json:
             print_json({"deleted": name, "topic_id": row.topic_id})

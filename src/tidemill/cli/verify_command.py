@@ -34,11 +34,18 @@ def verify(
         print_json({v.table: msgspec.to_builtins(v) for v in found})
     else:
         for v in found:
-            verdict = "equal" if v.clean else "DIFFERENT"
+            if v.parked:
+                print(f"{v.table:24} PARKED  {v.parked}")
+                continue
+            wrong = v.missing or v.extra or v.different or v.columns
+            verdict = "equal" if v.clean else "POISONED" if v.poisoned and not wrong else "DIFFERENT"
             print(
                 f"{v.table:24} {v.rows:>10,} rows  missing {v.missing}  extra {v.extra}  different {v.different}"
+                f"  poisoned {v.poisoned}"
                 f"  {v.shard_hash[:12]}  at {v.time_ms}  {verdict}"
             )
+            if v.columns:
+                print(f"    {v.columns}")
             for example in v.examples:
                 print(f"    {example}")
     raise SystemExit(0 if all(v.clean for v in found) else 1)

@@ -1,16 +1,20 @@
-"""`tidemill why NAME`: the chain of holders from a mark to its root."""
+"""`tidemill why NAME`: the chain from a table or a mark to its source, and who holds it."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
+from tidemill.base.chain import Verdict, table_mark, verdict
 from tidemill.base.errors import Missing
-from tidemill.base.marks import State, as_row
-from tidemill.base.marks import why as walk
-from tidemill.cli.context import ConfigOption, JsonOption, print_json, stores
-from tidemill.cli.status import EXIT_BY_STATE, read_marks
+from tidemill.base.limits import FRESHNESS_BUDGET_MS
+from tidemill.base.marks import Derived, as_row, trouble
+from tidemill.cli.context import ConfigOption, JsonOption, consensus_only, print_json
+from tidemill.cli.status import read_marks
+from tidemill.node.config import Config
 
 Name = Annotated[
     str, typer.Argument(help="A mark, as `tidemill status` names it, or a table's name. Empty = the worst.")
@@ -18,32 +22,57 @@ Name = Annotated[
 
 
 def why(name: Name = "", config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Say who holds a stage back, down to the root."""
-    with stores(config) as opened:
+    """Say how fresh a table is and who holds it. Exit 0 fresh, 1 lagging, 2 stuck: the worst up to its source."""
+    with consensus_only(config) as opened:
         marks = read_marks(opened)
-    if not name and marks:
-        rank = {State.STUCK: 0, State.BLIND: 1, State.WAITING: 2, State.MOVING: 3, State.IDLE: 4}
-        name = min(marks, key=lambda n: (rank[marks[n].state], -marks[n].standing_ms))
-    for candidate in (name, f"shard:{name}", f"topic:{name}", f"capture:{name}", f"pipeline:{name}"):
-        if candidate in marks:
-            name = candidate
-            break
-    else:
-        raise Missing(
-            f"no such mark: name={name!r}.", fix=f"Known: {', '.join(sorted(marks)) or 'none; is a node up?'}"
-        )
-    chain = walk(marks, name)
-    root = chain[-1].mark.held_by
+    if not marks:
+        raise Missing("no process reports.", fix="Start one: tidemill up.")
+    try:
+        found = verdict(marks, table_mark(marks, name) if name else max(marks, key=lambda n: trouble(marks[n])))
+    except KeyError as error:
+        raise Missing(f"no such mark: name={name!r}.", fix=f"Known: {', '.join(sorted(marks)[:50])}.") from error
+    silent = any(derived.report_age_ms > FRESHNESS_BUDGET_MS for derived in found.chain)
+    holder = intruder(opened.config) if silent else ""
+    if holder:
+        found = msgspec.structs.replace(found, root=holder)
+    exit_code = 2 if holder else found.exit_code
     if as_json:
-        print_json({"chain": [as_row(d) for d in chain], "root": root})
+        print_json(
+            {
+                "state": str(found.worst.state),
+                "exit": exit_code,
+                "worst": as_row(found.worst),
+                "root": found.root,
+                "chain": [as_row(d) for d in found.chain],
+            }
+        )
     else:
-        for depth, derived in enumerate(chain):
-            mark = derived.mark
-            arrow = "  " * depth + ("← " if depth else "")
-            behind = f"{max(0, mark.target - mark.position):,} {mark.unit} behind".replace("  ", " ")
-            print(
-                f"{arrow}{mark.name}  {derived.state} for {derived.standing_ms / 1000:.1f} s, {behind}  {mark.reason}"
-            )
-        if root:
-            print("  " * len(chain) + f"← {root}")
-    raise SystemExit(EXIT_BY_STATE.get(chain[0].state, 0))
+        print("\n".join(lines(found, exit_code)))
+    raise SystemExit(exit_code)
+
+
+def intruder(config: Config) -> str:
+    """Who keeps SQLite's file locked, when the whole cluster goes silent: nobody could report that of himself."""
+    from tidemill.consensus.sqlite.holders import intruders
+
+    scheme, _, rest = config.consensus_url.partition(":")
+    found = intruders(Path("/" + rest.lstrip("/") if rest.startswith("/") else rest)) if scheme == "sqlite" else []
+    return f"{found[0]}, which locks {rest}" if found else ""
+
+
+def lines(found: Verdict, exit_code: int) -> list[str]:
+    """What a person reads: one line a stage from the table to its source, then the one that decides."""
+    out = [("  " * depth) + ("← " if depth else "") + line(derived) for depth, derived in enumerate(found.chain)]
+    if exit_code:
+        age_s = found.worst.standing_ms / 1000
+        out.append(f"held by {found.root}: {found.worst.mark.name} is {found.worst.state} for {age_s:.1f} s")
+    return out
+
+
+def line(derived: Derived) -> str:
+    mark = derived.mark
+    behind = f"{max(0, mark.target - mark.position):,} {mark.unit} behind".replace("  ", " ")
+    tries = f" (try {mark.tries})" if mark.tries > 1 else ""
+    holder = f", held by {mark.held_by}" if mark.held_by else ""
+    reason = f": {mark.reason}{tries}" if mark.reason else ""
+    return f"{mark.name}  {derived.state} for {derived.standing_ms / 1000:.1f} s, {behind}{holder}{reason}"

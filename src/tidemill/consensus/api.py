@@ -2,7 +2,7 @@
 
 C1  After a term is fenced, none of its appends lands.
 C2  A register or log position is written by exactly one winner; every stored version holds its
-    sequence and the writer's nonce.
+    sequence and the writer's nonce. A register that was dropped counts anew (`drop` says for whom that is right).
 C3  Exactly three outcomes: it returned (ok), Conflict/Fenced with the current state (did not happen),
     Unknown (may have happened). Unavailable means it certainly did not happen.
 C4  Expiry of a lease is decided by the engine's clock; safety comes only from fencing with its term.
@@ -78,6 +78,14 @@ class Consensus(Protocol):
         """
         ...
 
+    async def drop(self, key: str, expected_seq: int) -> None:
+        """Remove the register if its version is expected_seq ≥ 1. Raises Conflict(current: Versioned | None).
+
+        A key that was dropped begins again at version 1: who still holds an older version may take the new one for
+        his own. So only keys whose writer is one process, or that are never written again, are dropped.
+        """
+        ...
+
     async def scan(self, prefix: str) -> list[tuple[str, Versioned]]:
         """All registers whose key starts with `prefix`, in key order."""
         ...
@@ -125,6 +133,13 @@ class Consensus(Protocol):
 
     async def leases(self, prefix: str) -> list[Lease]:
         """All leases, live and expired, whose name starts with `prefix`, in name order."""
+        ...
+
+    def trouble(self) -> str:
+        """One sentence: what does not work now, and what is known of why. Empty while this client does its work.
+
+        Never waits and never raises. A client does not die: it reconnects, and its trouble ends with that.
+        """
         ...
 
     async def aclose(self) -> None: ...

@@ -1,27 +1,38 @@
-"""The board: every process publishes its marks as one register, anybody reads them all.
+"""The board: every process publishes its marks in a few registers of its own, anybody reads them all.
+
+    board/<process>              the head: when, who, how many pages; written every time, last
+    board/<process> 0x1f <n>     page n: marks and facts (`pages`); written when one of them changed
 
 A report is written by its own process only, so the last writer wins and a lost acknowledgement is resolved by
-writing again. No report is never read as health (M3): that is for `marks.derive_all` to say.
+writing again. All registers are read by one scan; a page may be a moment newer than its head. No report is never read
+as health (M3): that is for `marks.derive_all` to say. Whoever publishes also drops what processes left behind that
+have been silent for an hour: they are gone, not blind.
 """
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
+import structlog
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Conflict, Corrupt, Invalid, Unknown
+from tidemill.base.errors import Conflict, Invalid, TidemillError, Unavailable, Unknown
 from tidemill.base.marks import Report
 from tidemill.consensus.api import Consensus, Versioned
+from tidemill.consensus.pages import Pager, join
 
-PREFIX = "marks/"
+PREFIX = "board/"
+SEPARATOR = "\x1f"
 
 FORGET_AFTER_MS = 3_600_000
-"""A process silent for this long is gone, not blind; its report is emptied."""
+"""A process silent for this long is gone, not blind; its registers are dropped."""
+
+TIDY_EVERY_MS = 600_000
 
 ATTEMPTS = 5
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Report)
+log = structlog.get_logger()
 
 
 class Board:
@@ -30,12 +41,59 @@ class Board:
     def __init__(self, consensus: Consensus, rand: Rand) -> None:
         self._consensus = consensus
         self._rand = rand
+        self._pagers: dict[str, Pager] = {}
         self._seqs: dict[str, int] = {}
+        self._written: dict[str, bytes] = {}
+        self._tidied_ms = 0
 
     async def publish(self, report: Report) -> None:
         """Show `report` in place of this process's last one. Raises Unknown only when it could not be settled."""
         key = PREFIX + report.process
-        data = _encoder.encode(report)
+        if report.process not in self._pagers:
+            # An earlier life under this name may have had more pages than this one will.
+            await self._learn(key)
+            self._pagers[report.process] = Pager()
+        head, pages = self._pagers[report.process].cut(report)
+        names = [f"{key}{SEPARATOR}{number:06d}" for number in range(len(pages))]
+        changed = [(name, page) for name, page in zip(names, pages, strict=True) if self._written.get(name) != page]
+        # Started in order, they share few commits.
+        outcomes = await asyncio.gather(*(self._write(*page) for page in changed), return_exceptions=True)
+        for failed in outcomes:
+            if isinstance(failed, BaseException):
+                raise failed
+        await self._write(key, head)
+        for name, page in zip(names, pages, strict=True):
+            if name not in self._written:  # somebody forgot us meanwhile
+                await self._write(name, page)
+        stale = [name for name in self._seqs if name.startswith(key + SEPARATOR) and name not in names]
+        for name in stale:
+            await self._drop(name, self._seqs.pop(name))
+            self._written.pop(name, None)
+        if report.at_ms - self._tidied_ms > TIDY_EVERY_MS:
+            self._tidied_ms = report.at_ms
+            await self._tidy(report.at_ms)
+
+    async def reports(self) -> list[Report]:
+        """All reports, by process name. One that cannot be read is there without marks, as of the beginning of time."""
+        return [_read(process, registers) for process, registers in (await self._scan()).items()]
+
+    # ----------------------------------------------------------------------------------------------
+
+    async def _scan(self) -> dict[str, list[tuple[str, Versioned]]]:
+        """By process: its registers, the head first; without a head it is as if there was nothing."""
+        found: dict[str, list[tuple[str, Versioned]]] = {}
+        for key, version in await self._consensus.scan(PREFIX):
+            process = key[len(PREFIX) :].partition(SEPARATOR)[0]
+            found.setdefault(process, []).append((key, version))
+        return {process: each for process, each in found.items() if each[0][0] == PREFIX + process}
+
+    async def _learn(self, key: str) -> None:
+        head = await self._consensus.head(key)
+        self._seqs[key] = head.seq if head is not None else 0
+        for name, version in await self._consensus.scan(key + SEPARATOR):
+            self._seqs[name] = version.seq
+
+    async def _write(self, key: str, data: bytes) -> None:
         for attempt in range(ATTEMPTS):
             if key not in self._seqs:
                 current = await self._consensus.head(key)
@@ -44,38 +102,45 @@ class Board:
                 version = await self._consensus.cas(key, self._seqs[key], data, self._rand.nonce())
             except Conflict as lost:
                 self._seqs[key] = lost.current.seq if isinstance(lost.current, Versioned) else 0
+                if not isinstance(lost.current, Versioned):
+                    self._written.clear()  # our registers were dropped: every page is to be written again
             except Unknown:
-                # Whether it landed or not, writing the same report again is right.
+                # Whether it landed or not, writing the same again is right.
                 self._seqs.pop(key, None)
+                self._written.pop(key, None)
                 if attempt == ATTEMPTS - 1:
                     raise
             else:
                 self._seqs[key] = version.seq
+                self._written[key] = data
                 return
         raise Invalid(
-            f"Several processes publish marks under one name: process={report.process!r}.",
+            f"Several processes publish marks under one name: process={key[len(PREFIX) :]!r}.",
             fix="Give every process its own node name.",
         )
 
-    async def reports(self, *, now_ms: int | None = None) -> list[Report]:
-        """All reports, by process name; with `now_ms`, those older than an hour are emptied and left out."""
-        found = []
-        for key, version in await self._consensus.scan(PREFIX):
-            if not version.data:
+    async def _tidy(self, now_ms: int) -> None:
+        """Drop the registers of processes that are gone. What fails is left for the next time, or another process."""
+        for process, registers in (await self._scan()).items():
+            if _read(process, registers).at_ms >= now_ms - FORGET_AFTER_MS:
                 continue
-            try:
-                report = _decoder.decode(version.data)
-            except msgspec.MsgspecError as error:
-                raise Corrupt(f"A report of marks cannot be read: key={key!r} reason={error}.") from error
-            if now_ms is not None and report.at_ms < now_ms - FORGET_AFTER_MS:
-                await self._empty(key, version)
-            else:
-                found.append(report)
-        return found
+            log.info("a process is forgotten", process=process, registers=len(registers))
+            for key, version in reversed(registers):  # the head last: until then it is all there to be found again
+                if not await self._drop(key, version.seq):
+                    break
 
-    async def _empty(self, key: str, version: Versioned) -> None:
+    async def _drop(self, key: str, seq: int) -> bool:
+        """False when it spoke up again, somebody else dropped it, or nobody knows."""
         try:
-            await self._consensus.cas(key, version.seq, b"", self._rand.nonce())
-        except (Conflict, Unknown):
-            # It spoke up again, or somebody else emptied it, or the next reader will.
-            return
+            await self._consensus.drop(key, seq)
+        except (Conflict, Unknown, Unavailable) as error:
+            log.debug("a register of the board stays", key=key, cause=error.message)
+            return False
+        return True
+
+
+def _read(process: str, registers: list[tuple[str, Versioned]]) -> Report:
+    try:
+        return join(registers[0][1].data, (version.data for _, version in registers[1:]))
+    except (msgspec.MsgspecError, TidemillError, ValueError) as error:
+        return Report(process, 0, (), {"error": f"its report cannot be read: {error}"})

@@ -89,5 +89,11 @@ class Leases(Op, frozen=True, tag=12):
     prefix: str
 
 
-AnyOp = Head | Cas | Scan | HeadOfLog | Fence | Append | Read | Truncate | Wait | Acquire | Release | Leases
-WriteOp = Cas | Fence | Append | Truncate | Acquire | Release
+class Drop(Op, frozen=True, tag=13):
+    writes: ClassVar[bool] = True
+    key: str
+    expected_seq: int
+
+
+AnyOp = Head | Cas | Drop | Scan | HeadOfLog | Fence | Append | Read | Truncate | Wait | Acquire | Release | Leases
+WriteOp = Cas | Drop | Fence | Append | Truncate | Acquire | Release

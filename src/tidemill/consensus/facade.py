@@ -13,6 +13,7 @@ from tidemill.consensus.commands import (
     AnyOp,
     Append,
     Cas,
+    Drop,
     Fence,
     Head,
     HeadOfLog,
@@ -35,6 +36,9 @@ class Facade(abc.ABC):
     async def _wait(self, op: Wait, timeout_s: float) -> bool: ...
 
     @abc.abstractmethod
+    def trouble(self) -> str: ...
+
+    @abc.abstractmethod
     async def aclose(self) -> None: ...
 
     async def _checked(self, op: AnyOp) -> Any:
@@ -42,16 +46,19 @@ class Facade(abc.ABC):
         return await self._submit(op)
 
     async def head(self, key: str) -> Versioned | None:
-        return cast("Versioned | None", await self._submit(Head(key)))
+        return cast("Versioned | None", await self._checked(Head(key)))
 
     async def cas(self, key: str, expected_seq: int, data: bytes, nonce: str) -> Versioned:
         return cast(Versioned, await self._checked(Cas(key, expected_seq, data, nonce)))
 
+    async def drop(self, key: str, expected_seq: int) -> None:
+        await self._checked(Drop(key, expected_seq))
+
     async def scan(self, prefix: str) -> list[tuple[str, Versioned]]:
-        return cast("list[tuple[str, Versioned]]", await self._submit(Scan(prefix)))
+        return cast("list[tuple[str, Versioned]]", await self._checked(Scan(prefix)))
 
     async def log_head(self, log: str) -> LogHead:
-        return cast(LogHead, await self._submit(HeadOfLog(log)))
+        return cast(LogHead, await self._checked(HeadOfLog(log)))
 
     async def fence(self, log: str, term: int) -> LogHead:
         return cast(LogHead, await self._checked(Fence(log, term)))
@@ -68,13 +75,15 @@ class Facade(abc.ABC):
     async def wait(self, log: str, beyond: int, timeout_s: float) -> bool:
         if timeout_s <= 0:
             return (await self.log_head(log)).next > beyond
-        return await self._wait(Wait(log, beyond), timeout_s)
+        op = Wait(log, beyond)
+        rules.validate(op)
+        return await self._wait(op, timeout_s)
 
     async def acquire(self, name: str, holder: str, ttl_ms: int, info: bytes = b"") -> Lease:
         return cast(Lease, await self._checked(Acquire(name, holder, ttl_ms, info)))
 
     async def release(self, name: str, holder: str, term: int) -> None:
-        await self._submit(Release(name, holder, term))
+        await self._checked(Release(name, holder, term))
 
     async def leases(self, prefix: str) -> list[Lease]:
-        return cast("list[Lease]", await self._submit(Leases(prefix)))
+        return cast("list[Lease]", await self._checked(Leases(prefix)))

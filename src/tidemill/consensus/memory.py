@@ -19,6 +19,7 @@ from tidemill.consensus.commands import (
     AnyOp,
     Append,
     Cas,
+    Drop,
     Fence,
     Head,
     HeadOfLog,
@@ -59,6 +60,10 @@ def apply(state: MemoryState, op: AnyOp, now_ms: int) -> Any:
             version = rules.cas(state.registers.get(key), op)
             state.registers[key] = version
             return version
+        case Drop(key=key):
+            rules.drop(state.registers.get(key), op)
+            del state.registers[key]
+            return None
         case Head(key=key):
             return state.registers.get(key)
         case HeadOfLog(log=log):
@@ -142,6 +147,9 @@ class MemoryConsensus(Facade):
                 self.state.waiters[log].remove(entry)
                 if not future.done():
                     future.set_result(None)
+
+    def trouble(self) -> str:
+        return "The consensus client was closed." if self._closed else ""
 
     def _check_open(self) -> None:
         if self._closed:

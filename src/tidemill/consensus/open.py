@@ -12,7 +12,8 @@ FIX = "Write sqlite:///absolute/path/file.db, sqlite:relative/file.db, postgresq
 
 
 async def open_consensus(url: str, clock: Clock, rand: Rand) -> Consensus:
-    """Connect, creating what is missing. Raises Invalid (naming `consensus.url`), Corrupt or Unavailable.
+    """Connect, creating what is missing. Raises Invalid (naming `consensus.url`), Corrupt or Unavailable (it is away,
+    full, or locked, and by whom: `base.waiting`).
 
     `memory:` lives and dies with the returned object. One object per event loop.
     """

@@ -146,6 +146,11 @@ class Replica(Generic[S]):
         self._broken = self._broken or error
         return error
 
+    @property
+    def broken(self) -> TidemillError | None:
+        """Why every call is refused from here on (also Closed); None while this view can be trusted."""
+        return self._broken
+
     def _check(self) -> None:
         if self._broken is not None:
             raise self._broken

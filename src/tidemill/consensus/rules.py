@@ -14,7 +14,22 @@ import msgspec
 from tidemill.base.errors import Conflict, Fenced, Invalid, Missing
 from tidemill.base.limits import LOG_RECORD_BYTES, MIB, REGISTER_BYTES
 from tidemill.consensus.api import Lease, LogHead, LogRecord, Versioned
-from tidemill.consensus.commands import Acquire, AnyOp, Append, Cas, Fence, Read, Release, Truncate
+from tidemill.consensus.commands import (
+    Acquire,
+    AnyOp,
+    Append,
+    Cas,
+    Drop,
+    Fence,
+    Head,
+    HeadOfLog,
+    Leases,
+    Read,
+    Release,
+    Scan,
+    Truncate,
+    Wait,
+)
 
 APPEND_BYTES = 64 * MIB
 """All records of one append together; it travels and commits as one piece."""
@@ -46,7 +61,12 @@ def cas(current: Versioned | None, op: Cas) -> Versioned:
     return Versioned(op.expected_seq + 1, op.data, op.nonce)
 
 
-def cas_conflict(current: Versioned | None, op: Cas) -> Conflict:
+def drop(current: Versioned | None, op: Drop) -> None:
+    if (current.seq if current else 0) != op.expected_seq:
+        raise cas_conflict(current, op)
+
+
+def cas_conflict(current: Versioned | None, op: Cas | Drop) -> Conflict:
     seq = current.seq if current else 0
     return Conflict(
         f"The register is at another version: key={op.key!r} expected_seq={op.expected_seq} seq={seq}.", current=current
@@ -165,9 +185,17 @@ def _validate_cas(op: Cas) -> None:
         raise _too_large("register", op.key, len(op.data), REGISTER_BYTES)
 
 
+def _validate_drop(op: Drop) -> None:
+    _name("key", op.key)
+    _not_negative("expected_seq", op.expected_seq)
+    if op.expected_seq == 0:
+        raise Invalid(f"What is not there cannot be dropped: key={op.key!r}.", fix="Read the register first.")
+
+
 def _validate_acquire(op: Acquire) -> None:
     _name("lease name", op.name)
     _name("holder", op.holder)
+    _not_negative("ttl_ms", op.ttl_ms << 8)  # added to a time, it still has 63 bits
     if op.ttl_ms <= 0:
         raise Invalid(f"A lease lasts at least 1 ms: name={op.name!r} ttl_ms={op.ttl_ms}.", fix="Ask for more time.")
     if len(op.info) > REGISTER_BYTES:
@@ -187,15 +215,36 @@ def _validate_truncate(op: Truncate) -> None:
 def _validate_read(op: Read) -> None:
     _name("log", op.log)
     _not_negative("start", op.start)
+    _not_negative("limit_bytes", op.limit_bytes)
+
+
+def _validate_release(op: Release) -> None:
+    _asked("lease name", op.name)
+    _asked("holder", op.holder)
+
+
+def _asked(what: str, value: str) -> None:
+    """A question may name what cannot exist, but it travels with others: it must be text that every engine reads."""
+    if "\0" in value or not (value.isascii() or _is_text(value)):
+        raise Invalid(
+            f"A {what} is text without NUL: {what.replace(' ', '_')}={value[:80]!r}.", fix="Correct the name."
+        )
 
 
 _VALIDATIONS: dict[type, Callable[[Any], None]] = {
     Append: _validate_append,
     Cas: _validate_cas,
+    Drop: _validate_drop,
     Acquire: _validate_acquire,
     Fence: _validate_fence,
     Truncate: _validate_truncate,
     Read: _validate_read,
+    Head: lambda op: _asked("key", op.key),
+    HeadOfLog: lambda op: _asked("log", op.log),
+    Wait: lambda op: _asked("log", op.log),
+    Scan: lambda op: _asked("prefix", op.prefix),
+    Leases: lambda op: _asked("prefix", op.prefix),
+    Release: _validate_release,
 }
 
 
@@ -215,8 +264,8 @@ def _is_text(value: str) -> bool:
 
 
 def _not_negative(what: str, value: int) -> None:
-    if value < 0:
-        raise Invalid(f"A {what} is not negative: {what}={value}.", fix="Count from 0.")
+    if not 0 <= value < 1 << 63:
+        raise Invalid(f"A {what} is not negative, and has 63 bits: {what}={value}.", fix="Count from 0.")
 
 
 def _too_large(what: str, name: str, size_bytes: int, limit_bytes: int) -> Invalid:

@@ -119,19 +119,14 @@ class StateLog(Replica[S]):
             await self.catch_up()
             return self.state
 
-    def propose_nowait(self, command: bytes) -> asyncio.Future[Applied[S]]:
-        """Take a place in line now. Neighbours share one append; only `apply` checks the command (SL3).
-
-        The future fails with what `apply` raised, Fenced, Unavailable (it did not happen), or Unknown (only when
-        the log cannot be asked, or was rolled up over the answer). Cancelling it does not undo the command.
-        """
-        return self._enqueue(None, command)
-
     def propose_late_nowait(self, make: Callable[[S], bytes]) -> asyncio.Future[Applied[S]]:
-        """Like `propose_nowait`, with the command made when its append is put together: what comes in until
-        then can still go along. Neighbours share the append, so `make` sees a state that may lack theirs.
+        """Take a place in line now; the command is made when its append is put together: what comes in until then can
+        still go along. Neighbours share the append, so `make` sees a state that may lack theirs; only `apply` checks
+        the command (SL3).
 
-        `make` is asked again after an append that did not land; it may raise to withdraw, as in `propose`.
+        `make` is asked again after an append that did not land; it may raise to withdraw, as in `propose`. The future
+        fails with what `apply` or `make` raised, Fenced, Unavailable (it did not happen), or Unknown (only when the
+        log cannot be asked, or was rolled up over the answer). Cancelling it does not undo the command.
         """
         self._check()
         future: asyncio.Future[Applied[S]] = asyncio.get_running_loop().create_future()
@@ -233,7 +228,9 @@ class StateLog(Replica[S]):
                 await self.catch_up()
             batch = self._take_batch()
             if not batch:
-                await self._refuse_first()
+                # The first one refused, or everybody went away. What comes in from here on is the next step's.
+                if self._queue:
+                    await self._refuse(self._queue[0])
                 return False
         except TidemillError as error:
             self._fail_queue(error)
@@ -331,19 +328,19 @@ class StateLog(Replica[S]):
                 break
         return batch
 
-    async def _refuse_first(self) -> None:
-        """A refusal by stale state proves nothing: it stands only if it repeats on the newest."""
+    async def _refuse(self, proposal: _Proposal[S]) -> None:
+        """A refusal by stale state proves nothing: it stands only if it repeats on the newest.
+
+        While that is read the proposal's caller may go away, and others come to stand where it stood: it is this
+        proposal that is asked again, not whoever is first by then.
+        """
         await self.catch_up()
-        if not self._queue:
+        if proposal.future.done() or proposal.decide is None:
             return
-        proposal = self._queue[0]
-        assert proposal.decide is not None
         try:
             proposal.decide(self.state)
         except Exception as error:
-            self._queue.popleft()
-            if not proposal.future.done():
-                proposal.future.set_exception(error)
+            proposal.future.set_exception(error)
 
     def _requeue(self, flight: _InFlight[S]) -> None:
         self._queue.extendleft(p for p in reversed(flight.batch) if not p.future.done())
@@ -358,17 +355,19 @@ class StateLog(Replica[S]):
         self._queue.clear()
 
     def _driver_failed(self, name: str, error: BaseException) -> None:
-        broken = error if isinstance(error, TidemillError) else Closed(f"The state log broke: {name} reason={error!r}.")
-        self._broken = self._broken or broken
-        self._fail_queue(broken)
+        """Something nobody foresaw, in a task of ours. What was under way knows it (`_step`); what waits did not
+        happen; the next proposal starts another driver. Only a state that cannot be trusted breaks the log."""
+        _log.error("a state log's task failed", log=self.log, task=name, exc_info=error)
+        failed = Unavailable(f"The state log could not append: log={self.log!r} reason={error!r}.", fix="Retry.")
+        self._fail_queue(error if isinstance(error, TidemillError) else failed)
 
     async def _rollup_quietly(self) -> None:
         """A rollup is an economy: one that fails is said, and tried again after as many commands as it waited for."""
         due = self._rollup_after
         try:
             await self.rollup()
-        except TidemillError as error:
-            _log.warning("not rolled up", log=self.log, records=self.records_since_rollup, cause=error.message)
+        except Exception as error:
+            _log.warning("not rolled up", log=self.log, records=self.records_since_rollup, cause=str(error))
             due += self.records_since_rollup
         finally:
             self._rollup_due = due

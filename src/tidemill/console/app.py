@@ -1,9 +1,11 @@
 """The console's routes: marks as JSON, health for load balancers, metrics for Prometheus, static pages.
 
-/api/status   {"marks": [...], "facts": {process: {...}}}, what `tidemill status --json` prints and more
+/api/status   {"marks": [...], "facts": {process: {...}}, "processes": {process: pid}}, what `tidemill status --json`
+              prints and more
 /healthz      200 while the process answers
-/readyz       200 once the node serves, else 503
-/freshz       200 while no mark is stuck or blind, else 503 with the reasons; ?mark=NAME asks about one
+/readyz       200 while the node serves and what it stands on is well, else 503 with what is not
+/freshz       200 while no mark is stuck or blind, else 503 with the reasons; ?table=NAME (or ?mark=NAME) asks about
+              one, and takes the worst of everything between it and its source
 /metrics      Prometheus text: this process's counters and one gauge for each mark's lag
 """
 
@@ -17,59 +19,87 @@ from starlette.responses import JSONResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from tidemill.base.chain import table_mark, verdict
 from tidemill.base.clock import Clock
+from tidemill.base.errors import TidemillError
 from tidemill.base.marks import Report, State, as_row, derive_all
 
 STATIC = Path(__file__).with_name("static")
 Reports = Callable[[], Awaitable[Sequence[Report]]]
+Answer = Callable[[Request], Awaitable[Response]]
 
 
-def console_routes(reports: Reports, ready: Callable[[], bool], clock: Clock) -> list[BaseRoute]:
-    """Read-only routes; everything is derived from published marks when asked."""
+def console_routes(reports: Reports, trouble: Callable[[], str], clock: Clock) -> list[BaseRoute]:
+    """Read-only routes; everything is derived from published marks when asked. `trouble()`: why this node is not
+    ready, in a sentence, or "". When marks cannot be read (consensus is away), what asks for them says 503 and why."""
 
     async def status(_: Request) -> Response:
         found = await reports()
         marks = derive_all(found, clock.now_ms())
         facts = {report.process: report.facts for report in found}
-        return JSONResponse({"marks": [as_row(d) for d in marks.values()], "facts": facts})
+        processes = {report.process: report.pid for report in found}
+        rows = [as_row(derived) for derived in marks.values()]
+        return JSONResponse({"marks": rows, "facts": facts, "processes": processes})
 
     async def healthz(_: Request) -> Response:
         return PlainTextResponse("ok\n")
 
     async def readyz(_: Request) -> Response:
-        return PlainTextResponse("ready\n") if ready() else PlainTextResponse("starting\n", 503)
+        sentence = trouble()
+        return PlainTextResponse(f"{sentence}\n", 503) if sentence else PlainTextResponse("ready\n")
 
     async def freshz(request: Request) -> Response:
         marks = derive_all(await reports(), clock.now_ms())
-        name = request.query_params.get("mark")
-        if name is not None and name not in marks:
-            return PlainTextResponse(f"no such mark: {name}\n", 404)
-        asked = [marks[name]] if name is not None else list(marks.values())
-        late = [d for d in asked if d.state in (State.STUCK, State.BLIND)]
-        lines = [f"{d.mark.name} {d.state} {d.mark.held_by} {d.mark.reason}\n" for d in late]
+        name = request.query_params.get("table") or request.query_params.get("mark")
+        if name is None:
+            late = [d for d in marks.values() if d.state in (State.STUCK, State.BLIND)]
+        else:
+            try:
+                found = verdict(marks, table_mark(marks, name))
+            except KeyError:
+                return PlainTextResponse(f"no such table or mark: {name}\n", 404)
+            late = [found.worst] if found.exit_code == 2 else []
+        lines = [" ".join(filter(None, (d.mark.name, d.state, d.mark.held_by, d.mark.reason))) + "\n" for d in late]
         return PlainTextResponse("".join(lines) or "fresh\n", 503 if late else 200)
 
     async def metrics(_: Request) -> Response:
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-        marks = derive_all(await reports(), clock.now_ms())
+        try:
+            marks = derive_all(await reports(), clock.now_ms())
+        except TidemillError:
+            marks = {}  # this process's own counters are worth most when consensus is away
         lines = ["# HELP tidemill_mark_behind how far a stage is from its input, in the mark's own unit"]
         lines.append("# TYPE tidemill_mark_behind gauge")
-        for derived in marks.values():
+        for name, derived in marks.items():
             behind = max(0, derived.mark.target - derived.mark.position)
-            lines.append(f'tidemill_mark_behind{{mark="{derived.mark.name}",state="{derived.state}"}} {behind}')
+            lines.append(f'tidemill_mark_behind{{mark="{_label(name)}",state="{derived.state}"}} {behind}')
         return Response(generate_latest() + ("\n".join(lines) + "\n").encode(), media_type=CONTENT_TYPE_LATEST)
 
     async def home(_: Request) -> Response:
         return RedirectResponse("/demo/demo.html")
 
+    def told(answer: Answer) -> Answer:
+        async def asked(request: Request) -> Response:
+            try:
+                return await answer(request)
+            except TidemillError as error:
+                return PlainTextResponse(f"{error}\n", 503)
+
+        return asked
+
     return [
         Route("/", home),
         Route("/demo", home),
-        Route("/api/status", status),
+        Route("/api/status", told(status)),
         Route("/healthz", healthz),
         Route("/readyz", readyz),
-        Route("/freshz", freshz),
+        Route("/freshz", told(freshz)),
         Route("/metrics", metrics),
         Mount("/demo", StaticFiles(directory=STATIC)),
     ]
+
+
+def _label(text: str) -> str:
+    """A Prometheus label's value (exposition format: backslash, quote and line feed are escaped)."""
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

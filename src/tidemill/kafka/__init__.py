@@ -8,9 +8,10 @@ K1  A Produce request reserves every partition batch in request order while its 
     any await, before any task exists (seed 000). Its acknowledgement follows T2.
 K2  Responses leave a connection in request order, though requests are worked on concurrently.
 K3  A frame's bytes stay untouched until every batch in it has ended; only then is its buffer used again.
-K4  Requests under way and answers unsent are bounded, per connection and per process, by not reading the
-    socket; a frame that has not arrived holds what it has received and at most 4 MiB ahead of that.
-K5  A malformed frame costs one connection and one log line, never another client.
+K4  Requests under way, half-received frames and answers unsent are bounded, per connection and per process, by not
+    reading the socket (`budget`); connections are, in all and per address (`door`).
+K5  A malformed frame costs one connection and one log line, never another client. A fault of ours costs the request:
+    it is answered, and the connection goes on where the stream is whole.
 
 Start reading at `server` (life), `session` (one connection), `handlers/k00_produce` (the path that matters).
 """

@@ -15,6 +15,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from tidemill.base.pace import STRETCH_S
 from tidemill.kafka.frame import Frame, FrameReader
 from tidemill.kafka.schema.wire import BadFrame
 from tidemill.objects.store import Buffer
@@ -44,7 +45,10 @@ class Connection:
         self._closed = False
         self.unsent_bytes = 0
         self.received_bytes = 0
+        self.sent_bytes = 0
         self.on_drained: Callable[[], None] | None = None
+        self.on_growth: Callable[[], None] | None = None
+        """Called before a frame takes more memory; it may pause."""
 
     @property
     def closed(self) -> bool:
@@ -96,8 +100,16 @@ class Connection:
             self._sock.close()
 
     def _readable(self) -> None:
-        for _ in range(_READS_PER_TURN):
+        until_s = self._loop.time() + STRETCH_S
+        for turn in range(_READS_PER_TURN):
+            if turn and self._loop.time() > until_s:
+                return
+            if self.on_growth is not None and self._reader.growth_bytes:
+                self.on_growth()
+                if self._paused:
+                    return
             room = self._reader.buffer()
+            wanted = len(room)
             try:
                 count = self._sock.recv_into(room)
             except (BlockingIOError, InterruptedError):
@@ -105,11 +117,12 @@ class Connection:
             except OSError as error:
                 self.close(error)
                 return
+            finally:
+                room.release()
             if count == 0:
                 self.close()
                 return
             self.received_bytes += count
-            wanted = len(room)
             try:
                 frames = self._reader.received(count)
             except BadFrame as error:
@@ -139,6 +152,7 @@ class Connection:
                 self.close(error)
                 return
             self.unsent_bytes -= sent
+            self.sent_bytes += sent
             while sent:
                 first = out[0]
                 if sent >= len(first):

@@ -8,11 +8,11 @@ from typing import Protocol
 import msgspec
 
 from tidemill.base.clock import Clock
-from tidemill.kafka.group_offsets import GroupOffsets
 from tidemill.kafka.settings import KafkaSettings
 from tidemill.kafka.topic_cache import TopicCache
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.topics.front import TopicLog
+from tidemill.topics.group_offsets import GroupOffsets
 from tidemill.topics.producer_ids import ProducerIds
 
 

@@ -16,8 +16,17 @@ from __future__ import annotations
 from typing import Final
 
 from tidemill.base.errors import Closed, Conflict, Corrupt, Fenced, Invalid, Missing, Unavailable, Unknown
-from tidemill.topics.front import CorruptBatch, InvalidProducerEpoch, NotLeader, OffsetOutOfRange, OutOfOrderSequence
+from tidemill.topics.front import (
+    BatchTooLarge,
+    CorruptBatch,
+    InvalidProducerEpoch,
+    InvalidRecords,
+    NotLeader,
+    OffsetOutOfRange,
+    OutOfOrderSequence,
+)
 
+UNKNOWN_SERVER_ERROR: Final = -1
 NONE: Final = 0
 OFFSET_OUT_OF_RANGE: Final = 1
 CORRUPT_MESSAGE: Final = 2
@@ -25,6 +34,7 @@ UNKNOWN_TOPIC_OR_PARTITION: Final = 3
 LEADER_NOT_AVAILABLE: Final = 5
 NOT_LEADER_OR_FOLLOWER: Final = 6
 REQUEST_TIMED_OUT: Final = 7
+MESSAGE_TOO_LARGE: Final = 10
 OFFSET_METADATA_TOO_LARGE: Final = 12
 COORDINATOR_NOT_AVAILABLE: Final = 15
 INVALID_TOPIC_EXCEPTION: Final = 17
@@ -37,6 +47,7 @@ INVALID_PARTITIONS: Final = 37
 INVALID_REPLICATION_FACTOR: Final = 38
 INVALID_CONFIG: Final = 40
 INVALID_REQUEST: Final = 42
+POLICY_VIOLATION: Final = 44
 OUT_OF_ORDER_SEQUENCE_NUMBER: Final = 45
 INVALID_PRODUCER_EPOCH: Final = 47
 TRANSACTIONAL_ID_AUTHORIZATION_FAILED: Final = 53
@@ -49,6 +60,8 @@ _CODES: Final[tuple[tuple[type[BaseException], int], ...]] = (
     (NotLeader, NOT_LEADER_OR_FOLLOWER),
     (OutOfOrderSequence, OUT_OF_ORDER_SEQUENCE_NUMBER),
     (InvalidProducerEpoch, INVALID_PRODUCER_EPOCH),
+    (InvalidRecords, INVALID_RECORD),
+    (BatchTooLarge, MESSAGE_TOO_LARGE),
     (CorruptBatch, CORRUPT_MESSAGE),
     (OffsetOutOfRange, OFFSET_OUT_OF_RANGE),
     (Missing, UNKNOWN_TOPIC_OR_PARTITION),

@@ -5,17 +5,22 @@
 R1  Between calls no byte lives in the shared scratch buffer: it belongs to a finished frame, to the
     partial frame's own buffer, or to the carry of fewer than four bytes.
 R2  Every byte received is in exactly one frame, in order.
-R3  Memory follows the bytes received, not the announced size: at most LARGEST_BYTES ahead of them.
+R3  Memory follows the bytes received, not the announced size: at most FIRST_BYTES, or three times as much again,
+    ahead of them; and every byte of it is counted by `hold` while the frame is unfinished.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from tidemill.kafka.pool import LARGEST_BYTES, BufferPool
 from tidemill.kafka.schema.wire import I32, BadFrame
 
 _PREFIX: Final = 4
+
+FIRST_BYTES: Final = 128 << 10
+"""The first buffer of a frame, however large it says it will be: batches of 64 KiB, a usual size, need no second."""
 
 
 class Frame:
@@ -36,23 +41,44 @@ class Frame:
 
 
 class FrameReader:
-    def __init__(self, pool: BufferPool, request_bytes_max: int) -> None:
+    """`hold(delta)` hears of every change of the unfinished frame's buffer; −its size when there is none any more."""
+
+    def __init__(self, pool: BufferPool, request_bytes_max: int, hold: Callable[[int], None]) -> None:
         self._pool = pool
         self._max = request_bytes_max
+        self._hold = hold
+        self.frames_begun = 0
         self._carry = b""
         self._buffer: bytearray | None = None
         self._size = 0
         self._filled = 0
+        self._held = 0
 
     @property
     def partial(self) -> bool:
         """A frame has begun and is not complete."""
         return self._buffer is not None or bool(self._carry)
 
+    @property
+    def growth_bytes(self) -> int:
+        """What the next `buffer` will take in addition: ask whether there is room before."""
+        if self._buffer is None or self._filled < len(self._buffer):
+            return 0
+        return self._larger(len(self._buffer)) - len(self._buffer)
+
+    def _larger(self, size: int) -> int:
+        """A full buffer grows to four times its size, beyond LARGEST_BYTES to twice."""
+        return min(self._size, (4 if size < LARGEST_BYTES else 2) * size)
+
     def buffer(self) -> memoryview:
-        """Where to receive next: exactly the rest of a partial frame, else the scratch buffer."""
+        """Where to receive next: the rest of a partial frame, or of what there is room for; else the scratch buffer.
+
+        The view must be released before this is called again.
+        """
         if self._buffer is not None:
-            return memoryview(self._buffer)[self._filled : self._size]
+            if self._filled == len(self._buffer):
+                self._grow(self._buffer)
+            return memoryview(self._buffer)[self._filled : min(self._size, len(self._buffer))]
         scratch = memoryview(self._pool.scratch)
         carried = len(self._carry)
         scratch[:carried] = self._carry
@@ -63,10 +89,10 @@ class FrameReader:
         if self._buffer is not None:
             self._filled += count
             if self._filled < self._size:
-                self._grow(self._buffer)
                 return []
             frame = Frame(memoryview(self._buffer)[: self._size], self._buffer, self._pool)
             self._buffer = None
+            self._hold(-self._held)
             return [frame]
         scratch = memoryview(self._pool.scratch)[: len(self._carry) + count]
         self._carry = b""
@@ -87,17 +113,33 @@ class FrameReader:
                 self._begin(size, scratch[start:end])
                 return frames
         self._carry = bytes(scratch[position:end])
+        self.frames_begun += bool(self._carry)
         return frames
 
+    def drop(self) -> None:
+        """Give the unfinished frame up: its connection has ended."""
+        buffer, self._buffer, self._carry = self._buffer, None, b""
+        if buffer is not None:
+            self._pool.give(buffer)
+            self._hold(-self._held)
+
     def _begin(self, size: int, head: memoryview) -> None:
-        buffer = self._pool.take(size)
+        buffer = self._pool.take(min(size, FIRST_BYTES))
         buffer[: len(head)] = head
-        self._buffer, self._size, self._filled = buffer, size, len(head)
+        self._buffer, self._size, self._filled, self._held = buffer, size, len(head), len(buffer)
+        self.frames_begun += 1
+        self._hold(self._held)
 
     def _grow(self, buffer: bytearray) -> None:
-        """Only frames above LARGEST_BYTES outgrow their buffer: it doubles when full."""
-        if self._filled == len(buffer):
-            grown = bytearray(min(self._size, max(2 * len(buffer), LARGEST_BYTES)))
+        """What `buffer` returned must be released by now: a large buffer grows in place, without a second copy."""
+        size = self._larger(len(buffer))
+        if size <= LARGEST_BYTES:
+            grown = self._pool.take(size)
             grown[: self._filled] = memoryview(buffer)[: self._filled]
-            self._buffer = grown
             self._pool.give(buffer)
+            self._buffer = grown
+        else:
+            buffer.extend(bytes(size - len(buffer)))
+            grown = buffer
+        delta, self._held = len(grown) - self._held, len(grown)
+        self._hold(delta)

@@ -4,7 +4,7 @@ P1  A buffer is in use by one frame or in the pool, never both.
 P2  The pool keeps at most `keep_bytes`; what comes back beyond that is left to the garbage collector.
 
 Buffers come in powers of two from 32 KiB to 4 MiB. Smaller frames are plain copies out of the scratch
-buffer; larger ones are never pooled and grow as bytes arrive, so a length alone allocates little.
+buffer; larger ones are never pooled. A frame's buffer grows as its bytes arrive, so a length alone allocates little.
 """
 
 from __future__ import annotations

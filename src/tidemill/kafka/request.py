@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
+import structlog
 
+from tidemill.base.tasks import cancelled_from_outside, is_fault, sentence
+from tidemill.kafka.errors import UNKNOWN_SERVER_ERROR
 from tidemill.kafka.schema.compiled import Body, decode_request, encode_response, is_flexible
 from tidemill.kafka.schema.wire import I32, BadFrame, read_i16, skip_tags
 from tidemill.objects.store import Buffer
@@ -17,6 +20,17 @@ if TYPE_CHECKING:
 
 HEADER_BYTES_MIN = 10
 API_VERSIONS = 18
+
+LARGE_ANSWER_ELEMENTS: Final = 2_000
+"""Some 5 ms of writing."""
+
+AT_ONCE: Final = 32
+"""Things of one request that are worked on together."""
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+log = structlog.get_logger()
 
 Reply = list[Buffer]
 """The response's body as buffers to be sent back to back."""
@@ -42,7 +56,8 @@ class Request(msgspec.Struct):
         header v2   the same · tagged fields (flexible versions; the client id stays a legacy string)
 
     `position` is where the body starts in `view`. `answered` is cleared by `begin` when the client expects
-    no response (Produce with acks=0).
+    no response (Produce with acks=0). `sender` is the connection's number in this process. `reserving`,
+    set by `begin`: to be awaited before anything else of the connection begins.
     """
 
     key: int
@@ -52,6 +67,8 @@ class Request(msgspec.Struct):
     view: memoryview
     position: int
     answered: bool = True
+    sender: int = 0
+    reserving: Awaitable[None] | None = None
 
 
 class Api(msgspec.Struct, frozen=True):
@@ -76,19 +93,65 @@ class Api(msgspec.Struct, frozen=True):
         return self.min_version if self.advertised_min < 0 else self.advertised_min
 
 
-def cold(
-    handle: Callable[[Context, Request, Body], Coroutine[Any, Any, Body]],
-) -> Begin:
-    """A handler on decoded dicts: decoded while the frame is handled, answered whenever it is done."""
+Handle = Callable[["Context", Request, Body], Coroutine[Any, Any, Body]]
+Failed = Callable[[Body, int], Body]
+"""(the request, an error code) → the answer that says so of everything that was asked for."""
+
+
+def cold(handle: Handle, failed: Failed) -> Begin:
+    """A handler on decoded dicts: decoded while the frame is handled, answered whenever it is done.
+
+    A fault of `handle`, of whatever type, is this request's: UNKNOWN_SERVER_ERROR, and the connection goes on.
+    """
 
     def begin(context: Context, request: Request) -> Awaitable[Reply]:
         body = decode_request(request.key, request.version, request.view, request.position)
         return answer(context, request, body)
 
     async def answer(context: Context, request: Request, body: Body) -> Reply:
-        return [encode_response(request.key, request.version, await handle(context, request, body))]
+        try:
+            return await encoded(request, await handle(context, request, body))
+        except asyncio.CancelledError as error:
+            if cancelled_from_outside():
+                raise
+            fault: BaseException = error
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            fault = error
+        log.error(
+            "kafka.request_fault",
+            key=request.key,
+            version=request.version,
+            client_id=request.client_id,
+            error=sentence(fault),
+            exc_info=fault,
+        )
+        return [encode_response(request.key, request.version, failed(body, UNKNOWN_SERVER_ERROR))]
 
     return begin
+
+
+async def encoded(request: Request, body: Body) -> Reply:
+    """The answer's bytes; a large one is written in a thread, so that it does not hold the loop."""
+    if _weight(body) < LARGE_ANSWER_ELEMENTS:
+        return [encode_response(request.key, request.version, body)]
+    return [await asyncio.to_thread(encode_response, request.key, request.version, body)]
+
+
+def _weight(body: Body) -> int:
+    """About how many elements an answer has, two arrays deep."""
+    lists = [value for value in body.values() if isinstance(value, list)]
+    inner = (value for items in lists for item in items if isinstance(item, dict) for value in item.values())
+    return sum(map(len, lists)) + sum(len(value) for value in inner if isinstance(value, list))
+
+
+async def each(items: Sequence[T], work: Callable[[T], Coroutine[Any, Any, R]]) -> list[R]:
+    """`work` of every item, in order, a few at a time: a request names thousands of things, and the loop has others."""
+    found: list[R] = []
+    for at in range(0, len(items), AT_ONCE):
+        found += await asyncio.gather(*map(work, items[at : at + AT_ONCE]))
+    return found
 
 
 def peek(view: memoryview) -> tuple[int, int, int]:

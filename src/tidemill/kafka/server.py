@@ -3,7 +3,8 @@
     start   cache filled → socket bound → accepting; a taken port is Invalid, with the key to change
     aclose  no new connections → sessions closed → tasks ended; what was reserved in `topics` ends there
 
-A connection that stops in the middle of a frame, or says nothing for long, is closed by the sweep.
+A connection whose frame does not become whole in time, that takes no answers, or says nothing for long, is closed by
+the sweep. A fault of a connection ends that connection; the endpoint's own loops are kept (base.tasks).
 """
 
 from __future__ import annotations
@@ -11,27 +12,35 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Invalid
-from tidemill.base.tasks import Tasks
+from tidemill.base.marks import Tracker
+from tidemill.base.memory import Budget as Memory
+from tidemill.base.tasks import Tasks, keep, sentence
 from tidemill.consensus.api import Consensus
+from tidemill.kafka.budget import Budget
 from tidemill.kafka.context import Broker, Context, Nodes
-from tidemill.kafka.group_offsets import GroupOffsets
+from tidemill.kafka.door import Door
 from tidemill.kafka.pool import BufferPool
-from tidemill.kafka.session import Budget, Session
+from tidemill.kafka.session import Session
 from tidemill.kafka.settings import KafkaSettings
 from tidemill.kafka.topic_cache import TopicCache
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.topics.front import TopicLog
+from tidemill.topics.group_offsets import GroupOffsets
 from tidemill.topics.producer_ids import ProducerIds
 
 log = structlog.get_logger()
 
 _BACKLOG = 512
 _SWEEP_INTERVAL_S = 5.0
+_STEADY_S = 5.0
+"""A loop that ran for so long after a failure works again."""
 
 
 class KafkaServer:
@@ -42,6 +51,7 @@ class KafkaServer:
     node_id            its broker id where membership does not tell one
     advertised_host    what Metadata tells clients; default `host`
     advertised_port    default the bound port
+    memory             where what clients make it hold is shown
     """
 
     def __init__(
@@ -60,6 +70,8 @@ class KafkaServer:
         advertised_host: str = "",
         advertised_port: int = 0,
         settings: KafkaSettings | None = None,
+        tracker: Tracker | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self._topics = topics
         self._catalogue = catalogue
@@ -73,10 +85,17 @@ class KafkaServer:
         self._port = port
         self._advertised = (advertised_host or host, advertised_port)
         self._settings = settings or KafkaSettings()
-        self._tasks = Tasks(self._task_failed)
+        self._tracker = tracker if tracker is not None else Tracker()
+        self._units = Tasks(self._unit_broke)
+        self._requests = Tasks(_told_by_its_session)
         self._sessions: set[Session] = set()
         self._pool = BufferPool()
-        self._budget = Budget(self._settings.process_bytes_max)
+        self._budget = budget = Budget(self._settings.process_bytes_max, self._settings.answer_bytes_max)
+        if memory is not None:
+            memory.share("kafka requests", budget.requests_max, lambda: budget.request_bytes)
+            memory.share("kafka answers", budget.answers_max, lambda: budget.answer_bytes)
+        self._door = Door(self._settings)
+        self._accepted = 0
         self._listener: socket.socket | None = None
 
     @property
@@ -106,10 +125,10 @@ class KafkaServer:
             settings=self._settings,
             own=Broker(node_id, self._name, self._advertised[0], self._advertised[1] or self.port),
         )
-        self._tasks.spawn(cache.run(self._settings.topics_refresh_s), name="kafka.topics_refresh")
-        self._tasks.spawn(self._accept(listener, context), name="kafka.accept")
-        self._tasks.spawn(self._sweep(), name="kafka.sweep")
-        log.info("kafka.listening", host=self._host, port=self.port)
+        self._keep("kafka:topics", partial(cache.run, self._settings.topics_refresh_s))
+        self._keep("kafka:accept", partial(self._accept, listener, context))
+        self._keep("kafka:sweep", self._sweep)
+        log.info("kafka.listening", host=self._host, port=self.port, connections_max=self._door.connections_max)
         return self.port
 
     async def aclose(self) -> None:
@@ -120,7 +139,24 @@ class KafkaServer:
             listener.close()
         for session in list(self._sessions):
             session.close()
-        await self._tasks.aclose()
+        await self._units.aclose()
+        await self._requests.aclose()
+
+    def _keep(self, mark: str, body: Callable[[], Awaitable[None]]) -> None:
+        """Run one of the endpoint's own loops: whatever ends it is told under `mark`, and it begins anew."""
+
+        async def steady() -> None:
+            healing = asyncio.get_running_loop().call_later(_STEADY_S, self._tracker.heal, mark)
+            try:
+                await body()
+            finally:
+                healing.cancel()
+
+        self._units.spawn(keep(mark, steady, tracker=self._tracker, clock=self._clock), name=mark)
+
+    def _unit_broke(self, mark: str, error: BaseException) -> None:
+        """Supervision itself failed: told as the unit's end, which only a restart mends."""
+        self._tracker.fail(mark, sentence(error), now_ms=self._clock.now_ms(), parked=True)
 
     def _listen(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
@@ -141,22 +177,47 @@ class KafkaServer:
         return listener
 
     async def _accept(self, listener: socket.socket, context: Context) -> None:
+        """Raises OSError, of which EMFILE is worth to be told; the next try comes after a pause."""
         loop = asyncio.get_running_loop()
         while True:
             try:
                 sock, peer = await loop.sock_accept(listener)
-            except OSError as error:
+            except ConnectionError:
+                continue  # that client is gone already
+            except OSError:
                 if self._listener is None:
                     return
-                log.warning("kafka.accept_failed", error=str(error))
-                await asyncio.sleep(0.1)
-                continue
+                raise
+            self._tracker.heal("kafka:accept")
+            try:
+                self._enter(sock, peer, context)
+            except Exception as error:
+                # The fault of this connection, whatever it is.
+                log.error("kafka.connection_broke", peer=peer[0], error=repr(error), exc_info=error)
+                sock.close()
+
+    def _enter(self, sock: socket.socket, peer: tuple[str, int], context: Context) -> None:
+        address = peer[0]
+        if not self._door.enter(address, self._clock.monotonic_s()):
+            sock.close()
+            return
+
+        def ended(session: Session) -> None:
+            if session in self._sessions:
+                self._sessions.discard(session)
+                self._door.leave(address)
+
+        try:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            where = f"{peer[0]}:{peer[1]}"
+            self._accepted += 1
+            where = f"{address}:{peer[1]}"
             self._sessions.add(
-                Session(sock, where, context, self._pool, self._budget, self._tasks, self._sessions.discard)
+                Session(sock, where, context, self._pool, self._budget, self._requests, ended, self._accepted)
             )
+        except BaseException:
+            self._door.leave(address)
+            raise
 
     async def _sweep(self) -> None:
         timeouts_s = (self._settings.frame_timeout_s, self._settings.idle_timeout_s)
@@ -168,6 +229,6 @@ class KafkaServer:
                 if reason:
                     session.close(TimeoutError(reason))
 
-    def _task_failed(self, name: str, error: BaseException) -> None:
-        if name in ("kafka.topics_refresh", "kafka.accept", "kafka.sweep"):
-            log.error("kafka.task_failed", task=name, error=repr(error), exc_info=error)
+
+def _told_by_its_session(name: str, error: BaseException) -> None:
+    """A request's task: the session that began it answers its client, or ends the connection (`Session._done`)."""

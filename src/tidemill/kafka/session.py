@@ -25,45 +25,24 @@ import structlog
 
 from tidemill.base.tasks import Tasks
 from tidemill.kafka import handlers
+from tidemill.kafka.budget import Budget
 from tidemill.kafka.connection import Connection
 from tidemill.kafka.context import Context
 from tidemill.kafka.frame import Frame, FrameReader
 from tidemill.kafka.handlers.k18_api_versions import unsupported_version
 from tidemill.kafka.pool import BufferPool
 from tidemill.kafka.request import API_VERSIONS, Reply, Request, Stall, peek, read_request, response_head
-from tidemill.kafka.schema.wire import BadFrame
+from tidemill.kafka.schema.wire import BadFrame, begin_request
 from tidemill.objects.store import Buffer
 
 log = structlog.get_logger()
 
+PRODUCE = 0
+OTHER_REQUEST_BYTES = 4 << 20
+"""Only Produce carries records; all else that is larger was never meant."""
+
 _READS_AT_ONCE = 4
 """Fetches of one connection that run together; real clients send one at a time."""
-
-
-class Budget:
-    """Request bytes under way in the whole process. Sessions that wait for room are called when there is some."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._waiting: set[Session] = set()
-        self.used_bytes = 0
-
-    @property
-    def exhausted(self) -> bool:
-        return self.used_bytes > self._limit_bytes
-
-    def wait(self, session: Session) -> None:
-        self._waiting.add(session)
-
-    def give(self, size_bytes: int) -> None:
-        self.used_bytes -= size_bytes
-        if self._waiting and self.used_bytes <= self._limit_bytes // 2:
-            waiting, self._waiting = self._waiting, set()
-            for session in waiting:
-                session.consider_reading()
-
-    def forget(self, session: Session) -> None:
-        self._waiting.discard(session)
 
 
 class _Slot:
@@ -84,7 +63,9 @@ class Session:
         budget: Budget,
         tasks: Tasks,
         on_end: Callable[[Session], None],
+        number: int,
     ) -> None:
+        self._number = number
         self._context = context
         self._budget = budget
         self._tasks = tasks
@@ -102,23 +83,36 @@ class Session:
         self._reads = asyncio.Semaphore(_READS_AT_ONCE)
         self._room = asyncio.Event()
         self._room.set()
-        self._reader = FrameReader(pool, context.settings.request_bytes_max)
-        self._heard_s = context.clock.monotonic_s()
-        self._heard_bytes = 0
+        self._reader = FrameReader(pool, context.settings.request_bytes_max, self._hold)
+        self._heard_s = self._swept_s = self.took_s = context.clock.monotonic_s()
+        self._heard_bytes = self._taken_bytes = 0
+        self._frame_number = 0
+        self._frame_age_s = 0.0
         self._connection = Connection(sock, asyncio.get_running_loop(), self._reader, self._frames, self._lost)
-        self._connection.on_drained = self.consider_reading
+        self._connection.on_drained = self._connection.on_growth = self.consider_reading
         self._connection.resume()
 
     def expired(self, now_s: float) -> str:
-        """Why to close this connection now, or "": a frame that stopped half way, or long silence."""
-        received, settings = self._connection.received_bytes, self._context.settings
-        if received != self._heard_bytes or self._requests or self._connection.paused:
-            self._heard_bytes, self._heard_s = received, now_s
-            return ""
-        silent_s = now_s - self._heard_s
-        if self._reader.partial and silent_s > settings.frame_timeout_s:
-            return "a frame stopped half way"
-        return "idle" if silent_s > settings.idle_timeout_s else ""
+        """Why to close this connection now, or "". Asked by the sweep, every few seconds.
+
+        A frame has `frame_timeout_s` of the time in which we read, and twice that in all: what our own limits make it
+        wait is not its fault, but whoever holds memory for so long gives it back.
+        """
+        connection, reader, settings = self._connection, self._reader, self._context.settings
+        passed_s, self._swept_s = now_s - self._swept_s, now_s
+        if connection.sent_bytes != self._taken_bytes or not connection.unsent_bytes:
+            self._taken_bytes, self.took_s = connection.sent_bytes, now_s
+        elif now_s - self.took_s > settings.frame_timeout_s:
+            return "the client takes no answers"
+        if not reader.partial or reader.frames_begun != self._frame_number:
+            self._frame_number, self._frame_age_s = reader.frames_begun, 0.0
+        else:
+            self._frame_age_s += passed_s / 2 if connection.paused else passed_s
+            if self._frame_age_s > settings.frame_timeout_s:
+                return "a frame was not whole in time"
+        if connection.received_bytes != self._heard_bytes or self._requests or connection.paused:
+            self._heard_bytes, self._heard_s = connection.received_bytes, now_s
+        return "idle" if now_s - self._heard_s > settings.idle_timeout_s else ""
 
     def close(self, error: Exception | None = None) -> None:
         self._connection.close(error)
@@ -128,6 +122,7 @@ class Session:
         settings = self._context.settings
         unsent = self._answered_bytes + self._connection.unsent_bytes
         held = self._bytes + unsent
+        self._budget.answers(self, unsent)
         if unsent > settings.connection_bytes_max:
             self._room.clear()
         else:
@@ -135,25 +130,43 @@ class Session:
         if (
             held > settings.connection_bytes_max
             or self._requests >= settings.connection_requests_max
-            or self._budget.exhausted
             or self._stalled
+            or not self._budget.may_read(self, self._reader.growth_bytes)
         ):
             self._connection.pause()
-            if self._budget.exhausted:
-                self._budget.wait(self)
         elif held <= settings.connection_bytes_max // 2:
             self._connection.resume()
 
+    def _hold(self, delta: int) -> None:
+        """The buffer of the unfinished frame (B1)."""
+        if delta < 0:
+            self._budget.received(self, -delta)
+        else:
+            self._budget.receiving(self, delta)
+
     def _frames(self, frames: list[Frame]) -> None:
+        for frame in frames:
+            self._take(len(frame.view))
         self._backlog += frames
         if not self._stalled:
             self._work_off()
+
+    def _take(self, size: int) -> None:
+        self._bytes += size
+        self._requests += 1
+        self._budget.take(size)
+
+    def _give(self, frame: Frame) -> None:
+        """Nobody reads it any more. The buffer may be used again unless `frame` was released or is lost (S3)."""
+        self._bytes -= len(frame.view)
+        self._requests -= 1
+        self._budget.give(len(frame.view))
 
     def _work_off(self) -> None:
         """Begin what has been received, in order, up to a request that stalls."""
         while self._backlog and not self._connection.closed:
             try:
-                self._begin(self._backlog[0])
+                reserving = self._begin(self._backlog[0])
             except Stall as stall:
                 self._stalled = True
                 self._tasks.spawn(self._wait_out(stall), name="kafka.stall")
@@ -162,12 +175,25 @@ class Session:
                 self._connection.close(error)
             except Exception as error:
                 # Nobody knows who still reads the frame: it is dropped, its buffer never used again (S3).
-                self._backlog.popleft()
+                self._give(self._backlog.popleft())
                 log.error("kafka.request_broke", peer=self._peer, error=repr(error), exc_info=error)
                 self._connection.close(error)
             else:
                 self._backlog.popleft()
+                if reserving is not None:
+                    self._stalled = True
+                    self._tasks.spawn(self._wait_reserved(reserving), name="kafka.reserving")
+                    break
         self.consider_reading()
+
+    async def _wait_reserved(self, reserving: Awaitable[None]) -> None:
+        try:
+            await reserving
+        except BaseException as error:
+            self._connection.close(ConnectionAbortedError(f"a request broke while it began: {error!r}"))
+            raise
+        self._stalled = False
+        self._work_off()
 
     async def _wait_out(self, stall: Stall) -> None:
         try:
@@ -175,24 +201,30 @@ class Session:
                 await stall.until
         except TimeoutError:
             self._connection.close(TimeoutError("the catalogue could not be read in time"))
+        except BaseException as error:
+            # Also a `looked` future that was cancelled: nothing behind it may begin, so the connection ends.
+            self._connection.close(ConnectionAbortedError(f"a request could not begin: {error!r}"))
+            raise
         self._stalled = False
         self._work_off()
 
-    def _begin(self, frame: Frame) -> None:
+    def _begin(self, frame: Frame) -> Awaitable[None] | None:
+        """What must end before anything else of the connection begins, if anything. Raises BadFrame, Stall."""
+        begin_request()
         key, version, correlation_id = peek(frame.view)
         api = handlers.APIS.get(key)
         if api is None or not api.min_version <= version <= api.max_version:
             if key != API_VERSIONS:
                 raise BadFrame(f"request of an API or version that was not offered: key={key} version={version}.")
             self._answer(self._new_slot(), key, 0, correlation_id, [unsupported_version()])
+            self._give(frame)
             frame.release()
-            return
+            return None
+        if key != PRODUCE and len(frame.view) > OTHER_REQUEST_BYTES:
+            raise BadFrame(f"request too large for its API: key={key} bytes={len(frame.view)}.")
         request = read_request(frame.view, key, version, correlation_id)
+        request.sender = self._number
         work = api.begin(self._context, request)
-        size = len(frame.view)
-        self._bytes += size
-        self._requests += 1
-        self._budget.used_bytes += size
         slot = self._new_slot() if request.answered else None
         if isinstance(work, asyncio.Future):
             work.add_done_callback(lambda done: self._done(done, request, slot, frame))
@@ -208,6 +240,7 @@ class Session:
                 self._done(done, request, slot, frame)
 
             task.add_done_callback(ended)
+        return request.reserving
 
     async def _read(self, work: Awaitable[Reply], slot: _Slot) -> Reply:
         """Wait for a turn and for room (S6), then for the work, and count its answer before the next one's turn."""
@@ -225,11 +258,8 @@ class Session:
 
     def _done(self, done: asyncio.Future[Reply], request: Request, slot: _Slot | None, frame: Frame) -> None:
         self._abandonable.discard(done)
-        size = len(frame.view)
+        self._give(frame)
         frame.release()
-        self._bytes -= size
-        self._requests -= 1
-        self._budget.give(size)
         if self._connection.closed:
             if not done.cancelled():
                 done.exception()
@@ -278,7 +308,9 @@ class Session:
         for task in list(self._abandonable):
             task.cancel()
         self._slots.clear()
+        self._reader.drop()
         for frame in self._backlog:
+            self._give(frame)
             frame.release()
         self._backlog.clear()
         self._budget.forget(self)

@@ -4,6 +4,8 @@ Filled at start, by every Metadata answer and by a refresh every few seconds; a 
 
 C1  A name is called unknown only after a refresh that began after it was missed: the topic may have been
     created through another node a moment ago.
+C2  Refreshes are shared and take a fraction of the time: what clients ask for that does not exist, or for all topics
+    again and again, never costs a reading of the catalogue each.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from tidemill.metastore.catalogue import Catalogue, TopicRow
 _ABSENT_FOR_S = 0.5
 _ABSENT_COUNT_MAX = 10_000
 _RETRY_PAUSE_S = 0.5
+_REST_FACTOR = 3
+"""After a refresh on demand, rest for so many times as long as it took."""
 
 log = structlog.get_logger()
 
@@ -35,6 +39,14 @@ class TopicCache:
         self._absent: dict[str, float] = {}
         self._looking: list[asyncio.Future[None]] = []
         self._wake = asyncio.Event()
+        self._one = asyncio.Lock()
+        self._begun = 0
+        self._ended: tuple[int, TidemillError | None] = (0, None)
+
+    @property
+    def partitions(self) -> int:
+        """Of all topics that are known here."""
+        return sum(row.partitions for row in self._by_name.values())
 
     def rows(self) -> list[TopicRow]:
         return list(self._by_name.values())
@@ -85,7 +97,24 @@ class TopicCache:
             self._by_id.pop(row.topic_id, None)
 
     async def refresh(self) -> None:
-        """Read all rows. Raises what the catalogue raises; the cache is then as it was."""
+        """Read all rows, or share a reading that begins after this call (C2). Raises what the catalogue raises; the
+        cache is then as it was."""
+        wanted = self._begun + 1
+        async with self._one:
+            number, error = self._ended
+            if number < wanted:
+                self._begun += 1
+                number = self._begun
+                try:
+                    await self._read()
+                    error = None
+                except TidemillError as failed:
+                    error = failed
+                self._ended = (number, error)
+        if error is not None:
+            raise error
+
+    async def _read(self) -> None:
         missed, self._missed = self._missed, set()
         looking, self._looking = self._looking, []
         try:
@@ -118,6 +147,7 @@ class TopicCache:
             except TimeoutError:
                 pass
             self._wake.clear()
+            began_s = self._clock.monotonic_s()
             try:
                 await self.refresh()
             except TidemillError as error:
@@ -125,3 +155,5 @@ class TopicCache:
                 await asyncio.sleep(min(interval_s, _RETRY_PAUSE_S))
                 if self._looking or self._missed:
                     self._wake.set()
+            else:
+                await asyncio.sleep(_REST_FACTOR * (self._clock.monotonic_s() - began_s))

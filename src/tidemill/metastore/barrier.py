@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from tidemill.base.errors import Closed, TidemillError
-from tidemill.base.tasks import Tasks
+from tidemill.base.tasks import FailureHandler, Tasks
 
 
 class Barrier:
@@ -14,13 +14,14 @@ class Barrier:
     that one may have read before the caller's own cause was durable.
     """
 
-    def __init__(self, pass_through: Callable[[], Awaitable[None]], name: str) -> None:
+    def __init__(self, pass_through: Callable[[], Awaitable[None]], name: str, on_failure: FailureHandler) -> None:
+        """`on_failure`: the owner of what a round does; those who shared the round have heard of it already."""
         self._pass_through = pass_through
         self._name = name
         self._joinable: asyncio.Future[None] | None = None
         self._busy = False
         self._closed: TidemillError | None = None
-        self._tasks = Tasks()
+        self._tasks = Tasks(on_failure)
 
     async def passed(self) -> None:
         """Raises what the round raised, to each who shared it; Closed."""

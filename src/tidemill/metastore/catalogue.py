@@ -4,6 +4,8 @@ CA1  A write is a commit that expects the name's row (rows/names) as it was read
      other looks again.
 CA2  A write whose outcome is unknown is decided by the name's row: it holds the nonce of the newest change, and its
      seqno never comes back. A write counts once, however often it was tried, and nothing deleted comes back.
+CA3  A captured table's row has no name row: tables come and go for ever, name rows stay. It is changed by a function
+     of what it is, which must give the same when it is applied twice: a write of unknown outcome is made again.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Conflict, Fenced, Invalid, Missing, TidemillError, Unavailable, Unknown
 from tidemill.metastore.front import VersionedRow
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.rows import CAPTURES, NAMES, PIPELINES, TOPIC_IDS, TOPICS
-from tidemill.metastore.rows.captures import CapturedColumn, CaptureRow, TableSnapshot
+from tidemill.metastore.rows import CAPTURE_TABLES, CAPTURES, NAMES, PIPELINES, TOPIC_IDS, TOPICS
+from tidemill.metastore.rows.captures import CapturedColumn, CaptureRow, CaptureTableRow, TableSnapshot, of_old
 from tidemill.metastore.rows.family import Family
 from tidemill.metastore.rows.names import NameRow
 from tidemill.metastore.rows.pipelines import PipelineRow
@@ -75,6 +77,50 @@ class Catalogue:
             return [(key, value), *_by_id(family, key, found, row)] if found != value else ()
 
         await self._write(family, row.name, replaced)
+
+    async def tables(self, capture: str, *, fresh: bool = True) -> Sequence[CaptureTableRow]:
+        """The tables of a capture, by name; those that an older version kept in the capture's row included."""
+        row = await self.get(CaptureRow, capture, fresh=fresh)
+        found = {table.table: table for table in of_old(row)} if row is not None else {}
+        found |= {t.table: t for t in await self._metastore.rows(CAPTURE_TABLES, capture, fresh=False)}
+        return [found[name] for name in sorted(found)]
+
+    async def all_tables(self, *, fresh: bool = True) -> Sequence[CaptureTableRow]:
+        """The tables of all captures."""
+        found = {(row.name, t.table): t for row in await self.list(CaptureRow, fresh=fresh) for t in of_old(row)}
+        found |= {(t.capture, t.table): t for t in await self._metastore.rows(CAPTURE_TABLES, fresh=False)}
+        return [found[name] for name in sorted(found)]
+
+    async def table(self, capture: str, table: str, *, fresh: bool = True) -> CaptureTableRow | None:
+        found = await self._metastore.get(CAPTURE_TABLES, capture, table, fresh=fresh)
+        if found is None:
+            row = await self.get(CaptureRow, capture, fresh=False)
+            found = next((t for t in of_old(row) if t.table == table), None) if row is not None else None
+        return found
+
+    async def change_table(
+        self, capture: str, table: str, change: Callable[[CaptureTableRow | None], CaptureTableRow | None]
+    ) -> CaptureTableRow | None:
+        """Write what `change` makes of the row; None deletes it. Returns what is there now (CA3).
+
+        Raises what `change` raises, Invalid for a row too large for the metastore, Unknown after WRITE_BUDGET_S.
+        """
+        key = CAPTURE_TABLES.key(capture, table)
+        until_s = self._clock.monotonic_s() + WRITE_BUDGET_S
+        while True:
+            error: TidemillError
+            try:
+                found = await self._metastore.get_row(key)
+                old = CAPTURE_TABLES.decode(key, found.value) if found is not None and found.value else None
+                wanted = change(old)
+                value = CAPTURE_TABLES.encode(wanted)[1] if wanted is not None else b""
+                if value == (found.value if found is not None else b""):
+                    return wanted
+                await self._metastore.commit([(key, value)], expects={key: found.seqno if found is not None else 0})
+                return wanted
+            except (Conflict, Fenced, Unavailable, Unknown) as failed:
+                error = failed
+            await self._pause(until_s, key, error)
 
     async def create_topic(
         self, name: str, partitions: int, *, kind: str = "stream", config: dict[str, str] | None = None
@@ -179,4 +225,13 @@ def _by_id(family: Family[Any], key: bytes, found: bytes, row: Any) -> Change:
     return list(rows.items())
 
 
-__all__ = ["CaptureRow", "CapturedColumn", "Catalogue", "PipelineRow", "TableSnapshot", "TopicRow", "check_topic_name"]
+__all__ = [
+    "CaptureRow",
+    "CaptureTableRow",
+    "CapturedColumn",
+    "Catalogue",
+    "PipelineRow",
+    "TableSnapshot",
+    "TopicRow",
+    "check_topic_name",
+]

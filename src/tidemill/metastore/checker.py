@@ -22,6 +22,7 @@ from tidemill.metastore.rows import (
     ALL,
     BINDINGS,
     BY_TAG,
+    CAPTURE_TABLES,
     CAPTURES,
     CHECKPOINTS,
     EXTENTS,
@@ -33,7 +34,7 @@ from tidemill.metastore.rows import (
     TOPIC_IDS,
     TOPICS,
 )
-from tidemill.metastore.rows.captures import CaptureRow
+from tidemill.metastore.rows.captures import CaptureRow, CaptureTableRow, of_old
 from tidemill.metastore.rows.family import Family
 from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.metastore.rows.pipelines import PipelineRow
@@ -46,7 +47,6 @@ Examine = Callable[[Any], str]
 """Row → what is wrong with its opaque part, or ""."""
 
 RESTORE = "Restore from an older manifest, or report it with the row's key."
-OLDER = "Restore from a copy of the bucket that has it."
 
 
 class Checker:
@@ -67,6 +67,7 @@ class Checker:
         """By id."""
         self.partitions: dict[tuple[str, int], PartitionRow] = {}
         self.captures: dict[str, CaptureRow] = {}
+        self.captured: dict[tuple[str, str], CaptureTableRow] = {}
         self.shards: dict[str, ShardRow] = {}
         self._met: set[tuple[str, int]] = set()
         self.gathered_ms = 0
@@ -191,12 +192,16 @@ class Checker:
         names = {row.name: row for row in self.topics.values()}
         async for row in self._each(CAPTURES):
             self.captures[row.name] = row
-            for table in row.snapshots:
-                topic = names.get(row.topics.get(table, ""))
-                if topic is None:
-                    self._add(f"capture {row.name}", f"topic {row.topics.get(table, '')}",
-                              f"the topic of its table {table} does not exist",
-                              "Start the capture over: its slot dropped, it takes a new snapshot.")  # fmt: skip
+            self.captured |= {(row.name, table.table): table for table in of_old(row)}
+        async for found in self._each(CAPTURE_TABLES):
+            self.captured[found.capture, found.table] = found
+            if found.capture not in self.captures:
+                self._findings.orphans["tables of captures that are gone"] += 1
+        for table in self.captured.values():
+            if table.snapshot is not None and table.state == "captured" and table.topic not in names:
+                self._add(f"capture {table.capture}", f"topic {table.topic}",
+                          f"the topic of its table {table.table} does not exist",
+                          f"Run tidemill capture recopy {table.table}.")  # fmt: skip
 
     async def _bindings(self) -> None:
         sources = {f"capture/{name}" for name in self.captures}
@@ -255,9 +260,9 @@ class Checker:
             capture, _, table = name.partition(":")
             ready = kind == "derived"
             if kind == "capture":
-                found = self.captures.get(capture)
-                ready = found is not None and table in found.snapshots
-                if found is None or table not in found.topics:
+                found = self.captured.get((capture, table))
+                ready = found is not None and found.snapshot is not None
+                if found is None:
                     self._add(subject, f"capture {capture}", f"it does not capture {table}, which feeds {shard}",
                               "Correct the capture's tables, or the pipeline.")  # fmt: skip
             elif kind == "topic":

@@ -46,6 +46,8 @@ FOLLOW_WAIT_S = 1.0
 RETRY_FIRST_S = 0.1
 RETRY_MOST_S = 5.0
 RELEASE_TIMEOUT_S = 2.0
+TROUBLE_S = 10.0
+"""Longer than the longest pause between two attempts."""
 
 
 class Domain(Reading):
@@ -66,13 +68,18 @@ class Domain(Reading):
             rand=grounds.rand,
         )
         super().__init__(grounds.name, Follower(grounds, self._log))
-        self._requester = Requester(grounds.consensus, grounds.rand, grounds.name, grounds.settings.request_timeout_s)
-        self._barrier = Barrier(self._pass, f"sync {grounds.log}")
+        self._requester = Requester(
+            grounds.consensus, grounds.clock, grounds.rand, grounds.name, grounds.settings.request_timeout_s
+        )
+        self._barrier = Barrier(self._pass, f"sync {grounds.log}", self._task_failed)
         self._competing = False
         self._busy = False
+        self._closing = False
         self._turned = asyncio.Event()
-        self.trouble: TidemillError | None = None
+        self.failed: TidemillError | None = None
         """Why the last attempt at leading or following failed; None after one that did not."""
+        self._failed_s = float("-inf")
+        self._ended = asyncio.Event()
         self._tasks = Tasks(self._task_failed)
 
     @classmethod
@@ -145,7 +152,7 @@ class Domain(Reading):
                     self._turned.clear()
                     await self._turned.wait()
         except TimeoutError as error:
-            cause = self.trouble.message if self.trouble is not None else "another process holds the lease"
+            cause = self.failed.message if self.failed is not None else "another process holds the lease"
             raise Unavailable(
                 f"This process does not lead the domain: domain={self.name} timeout_s={timeout_s} cause={cause!r}."
             ) from error
@@ -207,10 +214,10 @@ class Domain(Reading):
             await self.until_leading(timeout_s)
         except Unavailable as error:
             # It is done, so Unavailable would be a lie. Another process may have opened it: then nothing is wrong.
-            if self.trouble is not None:
+            if self.failed is not None:
                 raise Unknown(
                     f"The domain was reset but could not be opened: domain={self.name} uuid={domain_uuid} "
-                    f"cause={self.trouble.message!r}.",
+                    f"cause={self.failed.message!r}.",
                     fix="Mend the cause; the domain then opens by itself.",
                 ) from error
 
@@ -250,12 +257,15 @@ class Domain(Reading):
             if self.leading:
                 await asyncio.sleep(FOLLOW_WAIT_S)
                 continue
+            if self._log.broken is not None:
+                # What this handle replayed can no longer be trusted: it ends, and another one replays anew.
+                raise self._log.broken
             try:
                 await self._log.wait(FOLLOW_WAIT_S)
                 if not self.leading:
                     await self._follower.advance()
             except (Unavailable, Unknown, Missing, Fenced) as error:
-                self.trouble = error
+                self._note(error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, RETRY_MOST_S)
                 continue
@@ -288,10 +298,10 @@ class Domain(Reading):
                         wanted=self._wanted,
                         ttl_ms=self._settings.lease_ttl_ms,
                     )
-                    if self.trouble is None:
+                    if self.failed is None:
                         pause_s = RETRY_FIRST_S
                 except TidemillError as error:
-                    self.trouble = error
+                    self._note(error)
                     _log.warning("could not lead", domain=self.name, cause=error.message)
                 await asyncio.sleep(grounds.rand.uniform(pause_s / 2, pause_s))
                 pause_s = min(2 * pause_s, RETRY_MOST_S)
@@ -303,16 +313,16 @@ class Domain(Reading):
         grounds = self._grounds
         leader = await Leader.open(grounds, self._log, lease.term)
         try:
-            serving = Serving(grounds.consensus, grounds.rand, self.name, self._log, leader)
+            serving = Serving(grounds.consensus, grounds.clock, grounds.rand, self.name, self._log, leader)
             leader.serve(serving.run(), name=f"serve {grounds.log}")
             if not self._settings.lead:
                 leader.serve(self._linger(leader), name=f"linger {grounds.log}")
-            self._leader, self.trouble = leader, None
+            self._leader, self.failed = leader, None
             self._turned.set()
             await self._follower.release()
             cause = await leader.run()
             if not isinstance(cause, Closed | Fenced):
-                self.trouble = cause
+                self._note(cause)
         finally:
             self._leader = None
             self._turned.set()
@@ -329,11 +339,26 @@ class Domain(Reading):
 
     # the end ------------------------------------------------------------------------------------
 
+    def trouble(self) -> str:
+        """A failure counts until this process leads, or TROUBLE_S: by then another one leads, or it failed again."""
+        if self._closed is not None:
+            return self._closed.message
+        if self.failed is None or self._grounds.clock.monotonic_s() - self._failed_s > TROUBLE_S:
+            return ""
+        return f"The domain cannot be led or followed: domain={self.name} cause={self.failed.message!r}."
+
+    async def until_ended(self) -> None:
+        await self._ended.wait()
+
+    def _note(self, error: TidemillError) -> None:
+        self.failed, self._failed_s = error, self._grounds.clock.monotonic_s()
+
     async def aclose(self) -> None:
         """Stop, and give the lease up so that others lead now. Nothing is flushed: the log has everything."""
-        if self._closed is not None:
+        if self._closing:
             return
-        self._closed = Closed(f"The domain was closed: domain={self.name}.")
+        self._closing = True
+        self._closed = self._closed or Closed(f"The domain was closed: domain={self.name}.")
         self._turned.set()
         await self._tasks.aclose()
         await self._requester.aclose()
@@ -356,6 +381,7 @@ class Domain(Reading):
     def _task_failed(self, name: str, error: BaseException) -> None:
         _log.error("a task of the domain failed", domain=self.name, task=name, cause=str(error))
         broken = error if isinstance(error, TidemillError) else Closed(f"A task broke: task={name!r} reason={error!r}.")
-        self.trouble = broken
+        self._note(broken)
         self._closed = self._closed or broken
         self._turned.set()
+        self._ended.set()

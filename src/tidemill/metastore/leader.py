@@ -59,7 +59,7 @@ class Leader:
         self._ages: deque[tuple[float, int]] = deque()
         self._trouble = ""
         self._closed = False
-        self._tasks = Tasks(self._task_failed)
+        self._tasks = Tasks(self.task_failed)
         self.database: Database
         self.writing: Writing
         self._fed_seqno = 0
@@ -243,7 +243,8 @@ class Leader:
             fix="Ask again; another leader is elected within the lease time.",
         )
 
-    def _task_failed(self, name: str, error: BaseException) -> None:
+    def task_failed(self, name: str, error: BaseException) -> None:
+        """Whatever this term runs and fails ends the term; the next one begins anew."""
         broken = error if isinstance(error, TidemillError) else Closed(f"A task broke: task={name!r} reason={error!r}.")
         self.step_down(broken)
 
@@ -334,7 +335,9 @@ class Leader:
             self.mark()
             if self.database.failure is not None:
                 # Only an opening anew starts that work again; nobody else may hear of it before writers have stopped.
-                self._task_failed("metastore database", self.database.failure)
+                self.task_failed("metastore database", self.database.failure)
+            if self._log.broken is not None:
+                self.step_down(self._log.broken)
             await asyncio.sleep(MARK_INTERVAL_S)
 
     def mark(self) -> None:

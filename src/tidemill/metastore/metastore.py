@@ -11,9 +11,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from typing import TypeVar
 
 import msgspec
+import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, Fenced, Invalid, Unavailable, Unknown
+from tidemill.base.tasks import Restarts, Tasks, sentence
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.cluster import Cluster, domain_of, open_cluster
 from tidemill.metastore.front import Rows, VersionedRow
@@ -21,6 +23,8 @@ from tidemill.metastore.imports import import_registers
 from tidemill.metastore.merged import Chunk, merged
 from tidemill.metastore.rows.family import Family
 from tidemill.metastore.rows.keys import Part, names_entity
+
+_log = structlog.get_logger()
 
 STALE_S = 1.0
 """What a caller who asks for less than the newest gets at worst."""
@@ -61,6 +65,8 @@ class Metastore:
         self._opened: _Opened | None = None
         self._opening = asyncio.Lock()
         self._closed = False
+        self._tending = Tasks(self._tending_failed)
+        self._failed = ""
 
     async def start(self) -> None:
         """Open now what would be opened at first use."""
@@ -134,9 +140,15 @@ class Metastore:
         opened = await self._open()
         return [await domain.flush(timeout_s) for domain in opened.domains]
 
+    def trouble(self) -> str:
+        """One sentence: what does not work here and now. Empty while all domains do their work. Never waits."""
+        domains = self._opened.domains if self._opened is not None else ()
+        return next((found for domain in domains if (found := domain.trouble())), self._failed)
+
     async def aclose(self) -> None:
         """Give up what is led and close. Consensus and objects stay open."""
         self._closed = True
+        await self._tending.aclose()
         async with self._opening:
             opened, self._opened = self._opened, None
         for domain in opened.domains if opened is not None else ():
@@ -163,8 +175,32 @@ class Metastore:
                 for domain in domains:
                     await domain.aclose()
                 raise
-            self._opened = _Opened(cluster, domains)
-            return self._opened
+            opened = self._opened = _Opened(cluster, domains)
+            for index in range(len(domains)):
+                self._tending.spawn(self._tend(opened, index), name=f"domain {index}")
+            return opened
+
+    async def _tend(self, opened: _Opened, index: int) -> None:
+        """A domain that failed for good is opened anew, as often as it takes; meanwhile its calls raise why."""
+        restarts = Restarts()
+        while True:
+            opened_s = self._clock.monotonic_s()
+            failed = opened.domains[index]
+            await failed.until_ended()
+            _log.error("a domain is opened anew", index=index, cause=failed.trouble())
+            await failed.aclose()
+            while opened.domains[index] is failed:
+                await asyncio.sleep(restarts.pause_s(self._clock.monotonic_s() - opened_s))
+                opened_s = self._clock.monotonic_s()
+                try:
+                    opened.domains[index] = await self._open_domain(opened.cluster, index)
+                except Exception as error:  # of whatever type: the next try may meet something else
+                    _log.warning("a domain cannot be opened anew", index=index, cause=sentence(error))
+            opened.synced_s[index] = float("-inf")
+
+    def _tending_failed(self, name: str, error: BaseException) -> None:
+        """Nobody is left to open that domain anew: told as trouble, so that the process is replaced."""
+        self._failed = f"The metastore does not tend a domain any more: task={name!r} reason={error!r}."
 
     async def _sync(self, opened: _Opened, indexes: Iterable[int], fresh: bool) -> None:
         for index in indexes:

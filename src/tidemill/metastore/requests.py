@@ -1,6 +1,6 @@
 """Commits from processes that do not lead, through two logs that any process may append to (term 0).
 
-    log metastore/<domain>/requests    [nonce, [[key, value]…], {key: seqno}]    no rows: a flush
+    log metastore/<domain>/requests    [nonce, [[key, value]…], {key: seqno}, expires_ms]    no rows: a flush
     log metastore/<domain>/replies     [nonce, kind, seqno, [[key, seqno, value]…], text]
                                        kind: 0 done, 1 conflict (rows: seqno −1 = there is none; no rows: too many
                                        to send), 2 invalid, 3 unavailable
@@ -12,6 +12,8 @@ RQ1  A request is executed at most once: the row with the next position is in th
      in one of its own when it was refused. It is executed once if anybody leads afterwards.
 RQ2  A reply is written only when what it says is durable.
 RQ3  Requests below the position are truncated. Replies are kept for the newest REPLIES_KEPT.
+RQ5  What nobody executed by `expires_ms` (the requester's wall clock) is refused, never executed: whoever was told
+     Unknown knows after that time that it did not happen, and no leader of tomorrow does the work of today.
 RQ4  Nobody needs to trust a requester: what cannot be read is passed over; one that died gets a reply nobody reads.
 
 The two deltas name the log: a domain that was restored into empty consensus has the row of its old life.
@@ -23,8 +25,9 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 import msgspec
+import structlog
 
-from tidemill.base.clock import Rand
+from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, Conflict, Corrupt, Invalid, Missing, TidemillError, Unavailable, Unknown
 from tidemill.base.limits import MIB
 from tidemill.base.tasks import Tasks
@@ -35,6 +38,12 @@ from tidemill.metastore.writing import measured
 
 POSITION_KEY = b"\x00requests\x00\x01"
 REPLIES_KEPT = 1_000
+EXPIRES_AFTER_MS = 300_000
+"""Longer than any requester waits, by more than clocks of one cluster may differ."""
+
+UNSENT_MAX = 10_000
+"""Requests of one process that wait to be sent; one more is refused at once."""
+
 BACKLOG_MAX = 10_000
 """Requests nobody has executed; a requester that finds so many adds none."""
 
@@ -55,6 +64,11 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     nonce: str
     rows: list[tuple[bytes, bytes]]
     expects: dict[bytes, int] = {}
+    expires_ms: int = 0
+    """0: never, as processes of an older version ask."""
+
+    def expired(self, now_ms: int) -> bool:
+        return 0 < self.expires_ms < now_ms
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
@@ -72,6 +86,8 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     seqno_delta: int
     epoch_delta: int
 
+
+_log = structlog.get_logger()
 
 Unsent = tuple[bytes, asyncio.Future[int]]
 
@@ -160,8 +176,9 @@ async def append_as_equal(consensus: Consensus, rand: Rand, log: str, records: S
 class Requester:
     """One process's requests to one domain. `commit` is what callers wait in."""
 
-    def __init__(self, consensus: Consensus, rand: Rand, domain: str, timeout_s: float) -> None:
+    def __init__(self, consensus: Consensus, clock: Clock, rand: Rand, domain: str, timeout_s: float) -> None:
         self._consensus = consensus
+        self._clock = clock
         self._rand = rand
         self._requests = requests_log(domain)
         self._replies = replies_log(domain)
@@ -174,7 +191,7 @@ class Requester:
         self._guess = 0
         self._backlog = 0  # requests nobody had executed, when last seen
         self._closed: TidemillError | None = None
-        self._tasks = Tasks()
+        self._tasks = Tasks(self._task_failed)
 
     @property
     def waiting(self) -> bool:
@@ -192,7 +209,12 @@ class Requester:
     async def _ask(self, rows: list[tuple[bytes, bytes]], expects: dict[bytes, int], timeout_s: float) -> int:
         if self._closed is not None:
             raise self._closed
-        request = Request(self._rand.nonce(), rows, expects)
+        if len(self._unsent) >= UNSENT_MAX:
+            raise Unavailable(
+                f"Too many requests wait to be sent: log={self._requests!r} count={len(self._unsent)}.",
+                fix="Look at the consensus database.",
+            )
+        request = Request(self._rand.nonce(), rows, expects, self._clock.now_ms() + EXPIRES_AFTER_MS)
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting[request.nonce] = future
         self._unsent.append((_encode(request), future))
@@ -323,6 +345,14 @@ class Requester:
                 future.set_exception(result)
             else:
                 future.set_result(result)
+
+    def _task_failed(self, name: str, error: BaseException) -> None:
+        """Sending or listening met what nobody foresaw: all of this moment hear of it, the next request begins anew."""
+        _log.error("requests broke", task=name, exc_info=error)
+        self._fail_unsent(Unavailable(f"The request could not be sent: task={name!r} reason={error!r}.", fix="Retry."))
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(Unknown(f"The answer was not heard: task={name!r} reason={error!r}."))
 
     async def aclose(self) -> None:
         """Those who wait hear Unknown: what was sent may still be done."""

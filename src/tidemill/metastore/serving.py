@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 import structlog
 
-from tidemill.base.clock import Rand
+from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Fenced, Missing, TidemillError, Unavailable, Unknown
 from tidemill.base.tasks import Tasks
 from tidemill.consensus.api import Consensus, LogRecord
@@ -51,9 +51,10 @@ class Serving:
     """Runs while the leader leads; whatever ends it ends the leader."""
 
     def __init__(
-        self, consensus: Consensus, rand: Rand, domain: str, log: StateLog[DomainState], leader: Leader
+        self, consensus: Consensus, clock: Clock, rand: Rand, domain: str, log: StateLog[DomainState], leader: Leader
     ) -> None:
         self._consensus = consensus
+        self._clock = clock
         self._rand = rand
         self._requests = requests_log(domain)
         self._replies = replies_log(domain)
@@ -62,7 +63,7 @@ class Serving:
         self._position = 0
         self._truncated = 0
         self._replies_from = self._replies_at = 0
-        self._flushes = Tasks()
+        self._flushes = Tasks(leader.task_failed)
 
     async def run(self) -> None:
         """Raises Fenced when the term is over."""
@@ -133,13 +134,18 @@ class Serving:
         beside = self._beside(record.position + 1)
         request = decode_request(record.data)
         writing = self._leader.writing
-        if request is not None and not request.rows:
+        late = request is not None and request.expired(self._clock.now_ms())
+        if request is not None and late:
+            _log.warning("a request came too late", log=self._requests, position=record.position)
+        if request is not None and not request.rows and not late:
             # Once, and before there is room: when there is none, this tells the requester why.
             self._flushes.spawn(self._flush(request), name="metastore requested flush")
         while True:
             try:
                 if request is None or not request.rows:
                     return request, None, await writing.admit((), {}, beside)
+                if late:
+                    return request, refusal(request.nonce, _too_late(request)), await writing.admit((), {}, beside)
                 try:
                     return request, None, await writing.admit(request.rows, request.expects, beside)
                 except (Fenced, Unavailable, Unknown):
@@ -195,6 +201,13 @@ class Serving:
     async def _truncate(self) -> None:
         await self._consensus.truncate(self._requests, self._position)
         self._truncated = self._position
+
+
+def _too_late(request: Request) -> Unavailable:
+    return Unavailable(
+        f"The request was not executed in time, and will not be: expires_ms={request.expires_ms}.",
+        fix="Ask again; if that is refused too, compare the clocks of the machines.",
+    )
 
 
 def _batches(replies: list[bytes]) -> Iterator[list[bytes]]:

@@ -1,26 +1,38 @@
 """One node, assembled from a configuration.
 
-Start order: stores → metastore → membership and topics → Kafka → shapes and HTTP → captures and binders. A client
-that can connect is served; what is not there yet answers "retry". Stop order is the reverse.
+Start order: HTTP (health and status) → consensus → marks → bucket → metastore → membership and topics → Kafka →
+shapes → captures and binders. HTTP comes first, so that a node whose stores are away can say so; a client that can
+connect is served, and what is not there yet answers "retry". Stop order is the reverse.
+
+Units: each capture and each housekeeping task is kept by `base.tasks.keep`; the node itself ends only when HTTP or
+its assembly cannot go on, or when another process took its name.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from functools import partial
 
 import msgspec
 import structlog
 from starlette.applications import Starlette
-from starlette.routing import BaseRoute
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tidemill.base import descriptors
 from tidemill.base.clock import Clock, Rand, SystemClock
-from tidemill.base.errors import Conflict, Invalid, Unavailable, Unknown
-from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
-from tidemill.base.marks import Tracker
-from tidemill.base.tasks import Tasks
+from tidemill.base.errors import Conflict, Invalid, Unavailable
+from tidemill.base.marks import Report, Tracker
+from tidemill.base.memory import Budget
+from tidemill.base.stalls import LoopWatch
+from tidemill.base.tasks import Tasks, keep
+from tidemill.base.waiting import patiently
 from tidemill.capture.config import CaptureConfig
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.consensus.board import Board
@@ -28,6 +40,12 @@ from tidemill.consensus.leading import Body, lead
 from tidemill.consensus.open import open_consensus
 from tidemill.kafka.server import KafkaServer
 from tidemill.kafka.settings import KafkaSettings
+from tidemill.keeper.grounds import Grounds, Retention
+from tidemill.keeper.jobs import Jobs
+from tidemill.keeper.machine import Keeping, check_bucket
+from tidemill.keeper.persisted import Persisted
+from tidemill.keeper.topic_holds import PipelineHolds
+from tidemill.keeper.upkeep import jobs
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.lsm.compaction.open import open_merger
 from tidemill.metastore.open import NODE, metastore_on
@@ -35,13 +53,13 @@ from tidemill.node.assignment import CaptureFirst
 from tidemill.node.binder import Binder
 from tidemill.node.config import CaptureSection, Config
 from tidemill.node.http import HttpServer
-from tidemill.node.keeping import Keeping, check_bucket
+from tidemill.node.reporting import Reporting
+from tidemill.node.served import http_limits, shape_settings
 from tidemill.node.shape_routing import ShapeRouting
-from tidemill.node.tending import tended
 from tidemill.objects.open import open_objects
-from tidemill.objects.store import ObjectStore
 from tidemill.shapes.http import shape_routes
 from tidemill.shapes.service import ShapeService
+from tidemill.shards.cpu import pooled_cpu
 from tidemill.shards.front import Shard
 from tidemill.shards.open import open_remap, open_shard
 from tidemill.topics.leadership import Membership, NodeInfo
@@ -51,8 +69,23 @@ from tidemill.topics.reader import PartitionReaderImpl
 log = structlog.get_logger()
 
 
-MoreRoutes = Callable[[Board, Callable[[], bool], Clock], Sequence[BaseRoute]]
-"""(board of marks, is the node ready?, clock) → routes to serve beside the shapes."""
+Reports = Callable[[], Awaitable[Sequence[Report]]]
+MoreRoutes = Callable[[Reports, Callable[[], str], Clock], Sequence[BaseRoute]]
+"""(reads all marks, why the node is not ready or "", clock) → routes to serve beside the shapes."""
+
+STARTING = "the node is starting."
+START_BUDGET_MS = 60_000
+"""Beside a starting JVM on two cores a node takes some seconds; one that hangs in its assembly is stuck."""
+
+
+class Door:
+    """An ASGI application that is exchanged while it is served: what can be said early first, everything later."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
 
 
 class Node:
@@ -63,31 +96,78 @@ class Node:
         self._more_routes = more_routes
         self._clock = clock or SystemClock()
         self._rand = rand or Rand()
-        self._marks = Tracker()
-        self._facts: dict[str, Callable[[], dict[str, object]]] = {}
-        """mark name → what its owner says beside it (retained WAL, snapshot rows), published with the marks"""
+        self._marks = Tracker(int(config.freshness.budget_s * 1000))
+        self._budget = Budget()
+        self._board: Board | None = None
+        self._reporting: Reporting | None = None
+        self._waiting = STARTING
         self._tasks = Tasks(self._task_failed)
         self._failed: asyncio.Future[None] | None = None
-        self._ready = False
         self._process = f"node:{config.node.name}"
         self._instance = f"{config.node.name}/{os.getpid()}/{self._rand.nonce()[:8]}"
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Serve until `stop` is set or a part fails for good. Raises what failed."""
-        self._failed = asyncio.get_running_loop().create_future()
-        config = self._config
-        objects = await open_objects(config.objects_url, self._clock, self._rand)
-        consensus = await open_consensus(config.consensus_url, self._clock, self._rand)
-        try:
-            await self._serve(objects, consensus, stop)
-        finally:
-            await self._tasks.aclose()
-            await consensus.aclose()
-            await objects.aclose()
+    def trouble(self) -> str:
+        """Why this node is not ready, in a sentence, or ""."""
+        asked = self._reporting.troubles.values() if self._reporting is not None else ()
+        return self._waiting or next((found for ask in asked if (found := ask())), "")
 
-    async def _serve(self, objects: ObjectStore, consensus: Consensus, stop: asyncio.Event) -> None:
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set or the node as a whole fails. Raises what failed."""
+        self._failed = asyncio.get_running_loop().create_future()
+        descriptors.raise_limit()
+        early = Starlette(routes=[*self._more_routes(self._reports, self.trouble, self._clock), *_not_yet()])
+        door = Door(early)
+        host, _, port = self._config.node.http.rpartition(":")
+        http = HttpServer(door, host, int(port), on_failure=self._task_failed, limits=http_limits(self._config.http))
+        async with AsyncExitStack() as stack:
+            await http.start()
+            stack.push_async_callback(http.aclose)
+            self._tasks.spawn(self._assemble(stack, door), name="assembly")
+            try:
+                await self._until(stop)
+            finally:
+                door.app = early
+                await self._tasks.aclose()
+
+    async def _reports(self) -> Sequence[Report]:
+        if self._board is None:
+            raise Unavailable(self._waiting or STARTING)
+        return await self._board.reports()
+
+    def _waits_for(self, what: str, sentence: str) -> None:
+        """`what` is a mark of this process: how its store is, as the marks and /readyz tell it."""
+        now_ms = self._clock.now_ms()
+        self._waiting = f"waiting for {what}: {sentence}" if sentence else STARTING
+        if sentence:
+            self._marks.fail(what, sentence, now_ms=now_ms)
+        else:
+            self._marks.heal(what)
+            self._marks.set(what, 1, 1, now_ms=now_ms)
+
+    async def _assemble(self, stack: AsyncExitStack, door: Door) -> None:
         config, clock, rand = self._config, self._clock, self._rand
-        await check_bucket(consensus, objects)
+        consensus = await patiently(
+            lambda: open_consensus(config.consensus_url, clock, rand),
+            clock,
+            waiting=partial(self._waits_for, "consensus"),
+        )
+        stack.push_async_callback(consensus.aclose)
+        board = self._board = Board(consensus, rand)
+        reporting = self._reporting = Reporting(self._process, board, self._marks, self._budget, clock)
+        reporting.troubles["consensus"] = consensus.trouble
+        await reporting.adopt()
+        membership_of: list[Membership] = []
+        telling = reporting.run(lambda: membership_of[0].superseded if membership_of else None)
+        self._marks.set(self._process, 0, 1, now_ms=clock.now_ms(), reason=STARTING, budget_ms=START_BUDGET_MS)
+        self._tasks.spawn(telling, name="publish-marks")
+        reporting.facts["descriptors"] = descriptors.facts
+        objects = await patiently(
+            lambda: open_objects(config.objects_url, clock, rand), clock, waiting=partial(self._waits_for, "objects")
+        )
+        stack.push_async_callback(objects.aclose)
+        reporting.troubles["objects"] = objects.trouble
+        self._tasks.spawn(objects.keep_proving(), name="prove-objects")
+        await patiently(lambda: check_bucket(consensus, objects), clock, waiting=partial(self._waits_for, "objects"))
         settings = msgspec.structs.replace(NODE, persist_interval_s=config.metastore.persist_interval_s)
         merger = open_merger(objects, config.objects_url, settings.options, clock)
         metastore = metastore_on(
@@ -102,27 +182,31 @@ class Node:
             merger=merger,
         )
         catalogue = Catalogue(metastore, clock, rand)
-        reader = PartitionReaderImpl(consensus, objects)
         host, _, kafka_port = config.node.kafka.rpartition(":")
         advertised = config.node.advertised_host or host
         http_host, _, http_port = config.node.http.rpartition(":")
         url = f"http://{config.node.advertised_host or http_host}:{http_port}"
         info = NodeInfo(advertised, int(kafka_port), url)
-        membership = Membership(consensus, config.node.name, info, clock, rand)
-        assignment = CaptureFirst(membership, consensus, catalogue)
+        membership = Membership(consensus, config.node.name, info, clock, rand, tracker=self._marks)
+        membership_of.append(membership)
+        assignment = CaptureFirst(membership, consensus, catalogue, self._marks, clock)
         topics = LocalTopics(
             consensus, objects, catalogue, clock=clock, rand=rand, assignment=assignment, tracker=self._marks
         )
-        shapes = ShapeService(clock, rand, self._marks)
+        topics.hold(PipelineHolds(consensus, catalogue, Persisted(metastore), clock, rand))
+        shapes = ShapeService(clock, rand, self._marks, shape_settings(config.shapes))
+        reporting.facts["shapes"] = shapes.facts
+        self._budget.share("shapes", shapes.budget.limit_bytes, lambda: shapes.budget.used_bytes)
+        self._budget.share("topics cache", topics.cached[1], lambda: topics.cached[0])
+        self._budget.share("topics uploads", topics.staged[1], lambda: topics.staged[0])
+        pool = ThreadPoolExecutor(1, thread_name_prefix="shape-shards")  # decodes and sums what shapes read of shards
+        stack.callback(pool.shutdown, wait=False, cancel_futures=True)
 
         async def shard(name: str) -> Shard:
-            return await open_shard(consensus, objects, clock, rand, name)
+            return await open_shard(consensus, objects, clock, rand, name, cpu=pooled_cpu(pool))
 
         shapes.add_shards(shard)
-        board = Board(consensus, rand)
-        app = Starlette(routes=[*shape_routes(shapes), *self._more_routes(board, lambda: self._ready, clock)])
-        routed = ShapeRouting(app, catalogue, consensus, self._instance, clock)
-        http = HttpServer(routed, http_host, int(http_port))
+        app = Starlette(routes=[*shape_routes(shapes), *self._more_routes(self._reports, self.trouble, clock)])
         kafka = KafkaServer(
             topics=topics,
             catalogue=catalogue,
@@ -135,11 +219,18 @@ class Node:
             host=host,
             port=int(kafka_port),
             advertised_host=advertised,
-            settings=KafkaSettings(
-                auto_create_topics=config.kafka.auto_create_topics, default_partitions=config.kafka.default_partitions
-            ),
+            settings=KafkaSettings(**config.kafka.model_dump()),
+            tracker=self._marks,
+            memory=self._budget,
         )
-        binder = Binder(catalogue, reader, lambda name: open_remap(consensus, clock, rand, name), clock)
+        binder = Binder(
+            topics,
+            lambda: PartitionReaderImpl(consensus, objects),
+            lambda name: open_remap(consensus, clock, rand, name),
+            clock,
+            self._marks,
+        )
+        assignment.on_change(binder.look_at_all)
         keeping = Keeping(
             consensus,
             objects,
@@ -152,43 +243,56 @@ class Node:
             checkpoint_interval_s=config.metastore.checkpoint_interval_s,
             alive_interval_s=config.metastore.alive_interval_s,
         )
-        async with AsyncExitStack() as stack:
-            stack.push_async_callback(merger.aclose)
-            stack.push_async_callback(metastore.aclose)
-            stack.push_async_callback(keeping.leave)
-            await metastore.start()
-            await membership.start()
-            stack.push_async_callback(membership.aclose)
-            await assignment.start()
-            stack.push_async_callback(assignment.aclose)
-            await self._create_topics(catalogue)
-            await topics.start()
-            stack.push_async_callback(topics.aclose)
-            await kafka.start()
-            stack.push_async_callback(kafka.aclose)
-            await http.start()
-            stack.push_async_callback(http.aclose)
-            stack.push_async_callback(shapes.aclose)
-            binder.start()
-            stack.push_async_callback(binder.aclose)
-            for name, section in config.capture.items():
-                make = self._capture_maker(name, section, topics, catalogue, consensus, reader, shapes)
-                leading = lead(
-                    consensus,
-                    f"capture/{name}",
-                    self._instance,
-                    url.encode(),
-                    make,
-                    own_earlier_life=lambda holder: holder.startswith(f"{config.node.name}/"),
-                )
-                self._tasks.spawn(leading, name=f"capture-{name}")
-            self._facts["checkpoint"] = keeping.facts
-            self._tasks.spawn(keeping.run(), name="keeping")
-            self._tasks.spawn(self._publish(board, membership), name="publish-marks")
-            self._ready = True
-            log.info("node serves", node=config.node.name, http=config.node.http, kafka=config.node.kafka)
-            await self._until(stop)
-            stack.push_async_callback(self._tasks.aclose)
+        retention = Retention(**config.retention.model_dump())
+        merging = ThreadPoolExecutor(1, thread_name_prefix="keeper")
+        stack.callback(merging.shutdown, wait=False)
+        grounds = Grounds(consensus, objects, metastore, clock, rand, retention, pooled_cpu(merging))
+        upkeep = Jobs(
+            jobs(grounds, self._marks), consensus, clock, holder=self._instance, tracker=self._marks
+        )  # fmt: skip
+        stack.push_async_callback(merger.aclose)
+        stack.push_async_callback(metastore.aclose)
+        stack.push_async_callback(keeping.leave)
+        await metastore.start()
+        reporting.troubles["metastore"] = metastore.trouble
+        await membership.start()
+        stack.push_async_callback(membership.aclose)
+        await assignment.start()
+        stack.push_async_callback(assignment.aclose)
+        await patiently(lambda: self._create_topics(catalogue), clock, waiting=partial(self._waits_for, "consensus"))
+        await topics.start()
+        stack.push_async_callback(topics.aclose)
+        await kafka.start()
+        stack.push_async_callback(kafka.aclose)
+        stack.push_async_callback(shapes.aclose)
+        door.app = ShapeRouting(app, catalogue, consensus, self._instance, clock, config.shapes.allowed_origins)
+        binder.start()
+        stack.push_async_callback(binder.aclose)
+        for name, section in config.capture.items():
+            make = self._capture_maker(name, section, topics, catalogue, consensus, shapes)
+            leading = partial(
+                lead,
+                consensus,
+                f"capture/{name}",
+                self._instance,
+                url.encode(),
+                make,
+                own_earlier_life=lambda holder: holder.startswith(f"{config.node.name}/"),
+            )
+            self._keep(f"capture:{name}", leading)
+        reporting.facts["checkpoint"] = keeping.facts
+        self._keep("keeper", keeping.run)
+        reporting.facts["keeper"] = upkeep.facts
+        self._tasks.spawn(upkeep.run(), name="keeper-jobs")
+        watch = LoopWatch(clock)
+        reporting.facts["loop"] = watch.facts
+        self._tasks.spawn(watch.run(), name="loop-watch")
+        self._waiting = ""
+        self._marks.set(self._process, 1, 1, now_ms=clock.now_ms())
+        log.info("node serves", node=config.node.name, http=config.node.http, kafka=config.node.kafka)
+
+    def _keep(self, mark: str, body: Callable[[], Awaitable[None]]) -> None:
+        self._tasks.spawn(keep(mark, body, tracker=self._marks, clock=self._clock), name=mark)
 
     def _capture_maker(
         self,
@@ -197,7 +301,6 @@ class Node:
         topics: LocalTopics,
         catalogue: Catalogue,
         consensus: Consensus,
-        reader: PartitionReaderImpl,
         shapes: ShapeService,
     ) -> Body:
         from tidemill.capture.machine import Capture  # psycopg is loaded only where something is captured
@@ -209,27 +312,28 @@ class Node:
         async def run() -> None:
             remap = await open_remap(consensus, self._clock, self._rand, settings.remap)
             capture = Capture(
-                settings, topics=topics, catalogue=catalogue, remap=remap, reader=reader,
+                settings, topics=topics, catalogue=catalogue, remap=remap,
                 clock=self._clock, rand=self._rand, tracker=self._marks,
             )  # fmt: skip
-            self._facts[f"capture:{name}"] = capture.facts
-            capture.add_sink(shapes.add_database(name, section.dsn, capture.relations))
+            assert self._reporting is not None
+            self._reporting.facts[f"capture:{name}"] = capture.facts
+            capture.add_tap(shapes.add_database(name, section.dsn, capture.relations))
             try:
                 await capture.run()
             finally:
-                del self._facts[f"capture:{name}"]
+                del self._reporting.facts[f"capture:{name}"]
                 await capture.aclose()
                 shapes.suspend_database(name)  # another node may capture on: what is served here would stand still
 
         async def led(_: Lease) -> None:
-            await tended(run, self._marks, settings.mark, self._clock)
+            await keep(settings.mark, run, tracker=self._marks, clock=self._clock)
 
         return led
 
     async def _create_topics(self, catalogue: Catalogue) -> None:
         for name, section in self._config.topics.items():
             try:
-                await catalogue.create_topic(name, section.partitions)
+                await catalogue.create_topic(name, section.partitions, config=section.configs)
             except Conflict as conflict:
                 current = conflict.current
                 if isinstance(current, TopicRow) and current.partitions != section.partitions:
@@ -239,23 +343,10 @@ class Node:
                         fix=f"Set topics.{name}.partitions = {current.partitions}.",
                     ) from conflict
 
-    async def _publish(self, board: Board, membership: Membership) -> None:
-        while True:
-            if membership.superseded is not None:
-                # Two processes under one node name would serve nobody: the older one ends and says why.
-                raise membership.superseded
-            facts = {name: read() for name, read in self._facts.items()}
-            report = self._marks.report(self._process, self._clock.now_ms(), facts)
-            try:
-                await board.publish(report)
-            except (Unavailable, Unknown) as error:
-                log.warning("marks not published", error=str(error))
-            await asyncio.sleep(MARK_PUBLISH_INTERVAL_S)
-
     async def _until(self, stop: asyncio.Event) -> None:
         assert self._failed is not None
         async with Tasks(lambda *_: None) as tasks:
-            stopping = tasks.spawn(stop.wait(), name="until-stop")
+            stopping = tasks.spawn(stop.wait(), name="until-stop")  # fails never
             await asyncio.wait([stopping, self._failed], return_when=asyncio.FIRST_COMPLETED)
         if self._failed.done():
             self._failed.result()
@@ -264,3 +355,10 @@ class Node:
         log.error("part of the node failed", part=name, error=str(error))
         if self._failed is not None and not self._failed.done():
             self._failed.set_exception(error)
+
+
+def _not_yet() -> list[BaseRoute]:
+    async def refuse(_: Request) -> Response:
+        return JSONResponse({"message": STARTING}, 503, headers={"retry-after": "1", "cache-control": "no-store"})
+
+    return [Route("/{rest:path}", refuse, methods=["GET", "POST", "DELETE"])]

@@ -11,10 +11,12 @@ from collections.abc import Callable
 
 import structlog
 
+from tidemill.base.clock import Clock
 from tidemill.base.errors import Unavailable
-from tidemill.base.tasks import Tasks
+from tidemill.base.marks import Tracker
+from tidemill.base.tasks import Tasks, keep
 from tidemill.consensus.api import Consensus
-from tidemill.metastore.catalogue import CaptureRow, Catalogue, TopicRow
+from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.topics.leadership import Membership
 
 POLL_S = 1.0
@@ -26,7 +28,9 @@ log = structlog.get_logger()
 class CaptureFirst:
     """An `Assignment` (topics.leadership): `holders` are the instance names of this process in capture leases."""
 
-    def __init__(self, membership: Membership, consensus: Consensus, catalogue: Catalogue) -> None:
+    def __init__(
+        self, membership: Membership, consensus: Consensus, catalogue: Catalogue, tracker: Tracker, clock: Clock
+    ) -> None:
         self.node = membership.node
         self._membership = membership
         self._consensus = consensus
@@ -34,12 +38,14 @@ class CaptureFirst:
         self._leaders: dict[str, str] = {}
         """topic id of a captured table → node that captures it, "" while none does"""
         self._callbacks: list[Callable[[], None]] = []
-        self._tasks = Tasks()
+        self._tracker = tracker
+        self._clock = clock
+        self._tasks = Tasks(self._broke)
         self._wake = asyncio.Event()
 
     async def start(self) -> None:
         await self._look()
-        self._tasks.spawn(self._follow(), name="assignment")
+        self._tasks.spawn(keep("assignment", self._follow, tracker=self._tracker, clock=self._clock), name="assignment")
 
     async def aclose(self) -> None:
         await self._tasks.aclose()
@@ -59,6 +65,10 @@ class CaptureFirst:
         self._callbacks.append(callback)
         self._membership.on_change(callback)
 
+    def _broke(self, name: str, error: BaseException) -> None:
+        """What `keep` lets through ends a process."""
+        raise error
+
     async def _follow(self) -> None:
         while True:
             self._wake.clear()
@@ -77,9 +87,9 @@ class CaptureFirst:
         holders = {lease.name.removeprefix(LEASE_PREFIX): lease.holder for lease in leases if lease.live}
         topics = {row.name: row.topic_id for row in await self._catalogue.list(TopicRow) if row.kind == "capture"}
         leaders: dict[str, str] = {}
-        for row in await self._catalogue.list(CaptureRow):
-            node = holders.get(row.name, "").partition("/")[0]
-            leaders.update({topics[name]: node for name in row.topics.values() if name in topics})
+        for table in await self._catalogue.all_tables():
+            if table.topic in topics:
+                leaders[topics[table.topic]] = holders.get(table.capture, "").partition("/")[0]
         self._set(leaders)
 
     def _set(self, leaders: dict[str, str]) -> None:

@@ -1,108 +1,151 @@
-"""Mints time for stream topics: bindings of `topic/<name>` from the high watermarks, by tick.
+"""Gives stream topics their time: bindings of `topic/<name>` from the high watermarks of what this node leads.
 
-Any number of nodes may run a binder for one topic: minting is compare-and-append, the first wins and
-the others sync. While records arrive a binding is minted every `busy_s`; without data one every
-`idle_s`, so that time (and every shard fed by the topic) moves on.
+    an append of this node     its partition moved: one binding with it, at most every BUSY_S a topic
+    a partition opened here    another node may have appended and died before it minted: likewise
+    a topic seen first, or     nobody may have minted for it: its partitions are looked at once, wherever they
+    other members              are led
+
+Every append is some node's own, so no node polls and none waits for another: a binding says what its minter leads and
+carries the rest on (`shards.minting`). An idle topic costs nothing. A fault in one topic's minting ends only that:
+told under `binding:topic/NAME`, tried again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
-
-import structlog
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Conflict, TidemillError, Unavailable, Unknown
-from tidemill.base.tasks import Tasks
-from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.shards.front import Binding, Remap
+from tidemill.base.marks import Tracker
+from tidemill.base.tasks import Tasks, keep, sentence
+from tidemill.metastore.catalogue import TopicRow
+from tidemill.shards.front import Remap
+from tidemill.shards.minting import Minter
 from tidemill.topics.front import PartitionReader
 
 BUSY_S = 0.05
-IDLE_S = 0.5
-DISCOVER_S = 1.0
+LOOKS_AT_ONCE = 8
+"""Topics whose partitions are read side by side when all are looked at: at the start, and when members change."""
 
-log = structlog.get_logger()
+
+class Led(Protocol):
+    """What the binder asks of the topics of its process (`topics.LocalTopics`)."""
+
+    def watch(self, moved: Callable[[str, int], None], listed: Callable[[Mapping[str, TopicRow]], None]) -> None: ...
+
+    def high_watermark(self, topic_id: str, partition: int) -> int | None: ...
+
+
+class _Bound:
+    """One topic: what moved since it was bound last."""
+
+    def __init__(self, row: TopicRow) -> None:
+        self.row = row
+        self.moved: set[int] = set()
+        self.look = True
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def mark(self) -> str:
+        return f"binding:topic/{self.row.name}"
 
 
 class Binder:
-    """Keeps one task per stream topic in the catalogue."""
-
     def __init__(
         self,
-        catalogue: Catalogue,
-        reader: PartitionReader,
+        topics: Led,
+        open_reader: Callable[[], PartitionReader],
         open_remap: Callable[[str], Awaitable[Remap]],
         clock: Clock,
-        *,
-        discover_s: float = DISCOVER_S,
+        tracker: Tracker,
     ) -> None:
-        self._catalogue = catalogue
-        self._reader = reader
+        self._topics = topics
+        self._open_reader = open_reader
         self._open_remap = open_remap
         self._clock = clock
-        self._discover_s = discover_s
-        self._tasks = Tasks(self._task_failed)
-        self._bound: dict[str, asyncio.Task[None]] = {}
-        """topic id → the task that binds it"""
+        self._tracker = tracker
+        self._tasks = Tasks(self._ended)
+        self._bound: dict[str, _Bound] = {}
+        """topic id → its state"""
+        self._looks = asyncio.Semaphore(LOOKS_AT_ONCE)
+        self._closed = False
 
     def start(self) -> None:
-        self._tasks.spawn(self._discover(), name="binder-discover")
+        self._topics.watch(self._moved, self._listed)
 
     async def aclose(self) -> None:
+        self._closed = True
         await self._tasks.aclose()
 
-    async def _discover(self) -> None:
-        while True:
-            try:
-                rows = await self._catalogue.list(TopicRow)
-            except TidemillError as error:
-                # Without this task no new topic would ever get a time.
-                log.warning("topics not read, looking again", error=str(error))
-            else:
-                self._follow(rows)
-            await asyncio.sleep(self._discover_s)
+    def look_at_all(self) -> None:
+        """Members changed: what one of them appended last may have no time yet. A plain call."""
+        for bound in self._bound.values():
+            bound.look = True
+            self._wake(bound)
 
-    def _follow(self, rows: Iterable[TopicRow]) -> None:
-        """One running task for every stream topic there is, none for one that is gone; a failed one starts anew."""
-        streams = {row.topic_id: row for row in rows if row.kind == "stream"}
-        for topic_id in self._bound.keys() - streams.keys():
-            log.info("topic is gone, its binder ends", topic_id=topic_id)
-            self._bound.pop(topic_id).cancel()
-        for topic_id, row in streams.items():
-            running = self._bound.get(topic_id)
-            if running is None or running.done():
-                self._bound[topic_id] = self._tasks.spawn(self._bind(row), name=f"binder-{row.name}")
+    def _listed(self, rows: Mapping[str, TopicRow]) -> None:
+        """The topics there are. A topic made anew under its name has another id."""
+        if self._closed:
+            return
+        for topic_id in self._bound.keys() - rows.keys():
+            gone = self._bound.pop(topic_id)
+            if gone.task is not None:
+                gone.task.cancel()
+            self._tracker.heal(gone.mark)
+        for topic_id, row in rows.items():
+            if row.kind == "stream" and topic_id not in self._bound:
+                self._bound[topic_id] = _Bound(row)
+                self._wake(self._bound[topic_id])
 
-    async def _bind(self, row: TopicRow) -> None:
-        remap = await self._open_remap(f"topic/{row.name}")
-        while True:
-            try:
-                await asyncio.sleep(await self._tick(row, remap))
-            except (Unavailable, Unknown) as error:
-                log.warning("binding not minted, retrying", topic=row.name, error=str(error))
-                await asyncio.sleep(IDLE_S)
+    def _moved(self, topic_id: str, partition: int) -> None:
+        bound = self._bound.get(topic_id)
+        if bound is not None:
+            bound.moved.add(partition)
+            self._wake(bound)
 
-    def _task_failed(self, name: str, error: BaseException) -> None:
-        log.error("a binder failed", task=name, error=repr(error))
+    def _wake(self, bound: _Bound) -> None:
+        if not self._closed and (bound.task is None or bound.task.done()):
+            keeping = keep(bound.mark, lambda: self._bind(bound), tracker=self._tracker, clock=self._clock)
+            bound.task = self._tasks.spawn(keeping, name=bound.mark)
 
-    async def _tick(self, row: TopicRow, remap: Remap) -> float:
-        """Mint if due; returns how long to wait until the next look."""
-        latest = await remap.latest()
-        offsets = tuple(
-            [await self._reader.high_watermark(row.topic_id, partition) for partition in range(row.partitions)]
+    async def _bind(self, bound: _Bound) -> None:
+        """Until nothing of the topic is left to bind. What moved meanwhile is in the next binding."""
+        minter = Minter(
+            await self._open_remap(f"topic/{bound.row.name}"), self._clock, interval_ms=round(BUSY_S * 1000)
         )
-        now_ms = self._clock.now_ms()
-        if latest is not None:
-            known = latest.offsets.get(row.topic_id, ())
-            # A re-created topic starts a new life under a new id; offsets of one id never go back.
-            offsets = tuple(max(o, k) for o, k in zip(offsets, known, strict=False)) if known else offsets
-            if offsets == known and now_ms - latest.time_ms < IDLE_S * 1000:
-                return BUSY_S
-        time_ms = now_ms if latest is None else max(now_ms, latest.time_ms + 1)
-        try:
-            await remap.mint(Binding(time_ms, {row.topic_id: offsets}, source_time_ms=now_ms))
-        except Conflict:
-            log.debug("another minter was first", topic=row.name)
-        return BUSY_S
+        await minter.open()
+        while bound.look or bound.moved:
+            look, moved = bound.look, frozenset(bound.moved)
+            bound.look, bound.moved = False, set()
+            try:
+                offsets = await self._offsets(bound.row, moved, look)
+                await minter.mint_missing({bound.row.topic_id: offsets}, self._clock.now_ms())
+            except BaseException:
+                bound.look |= look
+                bound.moved |= moved
+                raise
+            self._tracker.heal(bound.mark)
+            # Paced after the binding: the first record after a pause gets its time at once.
+            await minter.until_due()
+
+    async def _offsets(self, row: TopicRow, moved: frozenset[int], look: bool) -> tuple[int, ...]:
+        """Next offset by partition; 0 where nothing is known to have moved."""
+        found = [0] * row.partitions
+        elsewhere: list[int] = []
+        for partition in range(row.partitions) if look else sorted(moved):
+            here = self._topics.high_watermark(row.topic_id, partition)
+            if here is None:
+                elsewhere.append(partition)
+            else:
+                found[partition] = here
+        if elsewhere:
+            async with self._looks:
+                reader = self._open_reader()  # for once: it keeps what it replays
+                for partition in elsewhere:
+                    found[partition] = await reader.high_watermark(row.topic_id, partition)
+        return tuple(found)
+
+    def _ended(self, name: str, error: BaseException) -> None:
+        """`keep` catches every fault: only what ends a process on purpose gets here."""
+        self._tracker.fail(name, sentence(error), now_ms=self._clock.now_ms())

@@ -9,12 +9,14 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from tidemill.base.errors import Invalid
+from tidemill.base.limits import LOOPBACK_ORIGINS
 
 DEFAULT_FILE = "tidemill.toml"
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -56,9 +58,70 @@ class MetastoreSection(Section):
     alive_interval_s: float = Field(30.0, ge=0.1, le=3600.0)
 
 
+class RetentionSection(Section):
+    """How long what nobody reads any more stays, in seconds: see `keeper.grounds.Retention`."""
+
+    history_s: float = Field(60.0, ge=1.0, le=30 * 86_400.0)
+    collect_after_s: float = Field(120.0, ge=1.0, le=30 * 86_400.0)
+    orphans_after_s: float = Field(6 * 3600.0, ge=60.0, le=365 * 86_400.0)
+
+
+class FreshnessSection(Section):
+    budget_s: float = Field(5.0, ge=0.5, le=3600.0)
+
+
+class HttpSection(Section):
+    """See `node.http_limits.HttpLimits`; `node.served` makes one of it."""
+
+    connections: int = Field(4_096, ge=16, le=1_000_000)
+    per_address: int = Field(1_000, ge=1, le=1_000_000)
+    address_connections: int = Field(2_048, ge=1, le=1_000_000)
+    header_timeout_s: float = Field(20.0, ge=0.1, le=3600.0)
+    header_kb: int = Field(128, ge=8, le=1_024)
+    body_kb: int = Field(1_024, ge=1, le=1_048_576)
+
+
+class ShapesSection(Section):
+    """See `shapes.settings.ShapeSettings`; `node.served` makes one of it."""
+
+    secret: str = ""
+    allowed_origins: list[str] = list(LOOPBACK_ORIGINS)
+    allow_delete: bool = False
+    max_shapes: int = Field(1_000, ge=1, le=1_000_000)
+    memory_mb: int = Field(512, ge=1)
+    base_mb: int = Field(256, ge=1)
+    log_mb: int = Field(64, ge=1)
+    chunk_kb: int = Field(10_240, ge=1, le=102_400)
+    idle_s: float = Field(300.0, ge=1.0)
+    backlog_mb: int = Field(64, ge=1)
+    backlog_s: float = Field(10.0, ge=0.5)
+    loop_share: float = Field(0.5, ge=0.05, le=0.95)
+    max_initial: int = Field(300, ge=1)
+    max_existing: int = Field(10_000, ge=1)
+    long_poll_s: float = Field(20.0, ge=1.0, le=600.0)
+    sse_s: float = Field(60.0, ge=2.0, le=3600.0)
+    load_timeout_s: float = Field(45.0, ge=1.0, le=600.0)
+    cache_initial_s: int = Field(3_600, ge=0)
+    cache_later_s: int = Field(60, ge=0)
+    cache_live_s: int = Field(5, ge=0)
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _origins(cls, value: list[str]) -> list[str]:
+        for origin in value:
+            if origin != "*" and not re.fullmatch(r"https?://[^/*\s]+(:\*)?", origin):
+                raise ValueError(f"{origin!r}: write http(s)://host[:port], http(s)://host:* or *")
+        return value
+
+
 class KafkaSection(Section):
     auto_create_topics: bool = True
     default_partitions: int = Field(4, ge=1, le=10_000)
+    partitions_max: int = Field(20_000, ge=1)
+    connections_max: int = Field(1_000, ge=1)
+    connections_per_address_max: int = Field(500, ge=1)
+    retention_ms: int = Field(-1, ge=-1)
+    retention_bytes: int = Field(-1, ge=-1)
 
 
 class CaptureSection(Section):
@@ -68,7 +131,17 @@ class CaptureSection(Section):
 
 
 class TopicSection(Section):
+    """Retention: None leaves it out, -1 keeps everything."""
+
     partitions: int = Field(4, ge=1, le=10_000)
+    retention_ms: int | None = Field(None, ge=-1)
+    retention_bytes: int | None = Field(None, ge=-1)
+
+    @property
+    def configs(self) -> dict[str, str]:
+        """As Kafka names them."""
+        values = {"retention.ms": self.retention_ms, "retention.bytes": self.retention_bytes}
+        return {name: str(value) for name, value in values.items() if value is not None}
 
 
 class PipelineSection(Section):
@@ -84,6 +157,10 @@ class Config(Section):
     objects: ObjectsSection = ObjectsSection()
     consensus: ConsensusSection = ConsensusSection()
     metastore: MetastoreSection = MetastoreSection()
+    retention: RetentionSection = RetentionSection()
+    freshness: FreshnessSection = FreshnessSection()
+    http: HttpSection = HttpSection()
+    shapes: ShapesSection = ShapesSection()
     kafka: KafkaSection = KafkaSection()
     spark: SparkSection = SparkSection()
     capture: dict[str, CaptureSection] = {}
@@ -105,6 +182,20 @@ class Config(Section):
     @property
     def consensus_url(self) -> str:
         return self.consensus.url or f"sqlite://{Path(self.node.data).absolute()}/consensus.db"
+
+
+def exposed(config: Config) -> list[str]:
+    """`key=address` of each server that other machines can reach without authentication."""
+    found = []
+    for key, address in (("node.http", config.node.http), ("node.kafka", config.node.kafka)):
+        host = address.rpartition(":")[0].strip("[]")
+        try:
+            loopback = ip_address(host).is_loopback
+        except ValueError:
+            loopback = host == "localhost"
+        if not loopback:
+            found.append(f"{key}={address}")
+    return found
 
 
 def load(path: Path | None = None, *, environ: Mapping[str, str] | None = None) -> Config:

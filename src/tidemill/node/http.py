@@ -11,8 +11,14 @@ import logging
 import socket
 from typing import Any
 
+import structlog
+
 from tidemill.base.errors import Invalid, Unavailable
-from tidemill.base.tasks import Tasks
+from tidemill.base.tasks import FailureHandler, Tasks, sentence
+from tidemill.node.http_crowds import CHECK_S, close_crowds
+from tidemill.node.http_limits import Bounded, HttpLimits
+
+_log = structlog.get_logger()
 
 BACKLOG = 1024
 START_TIMEOUT_S = 10.0
@@ -23,13 +29,22 @@ STOP_TIMEOUT_S = 2.0
 class HttpServer:
     """`start()` binds and serves; `aclose()` stops, also with requests under way."""
 
-    def __init__(self, app: Any, host: str = "127.0.0.1", port: int = 0) -> None:
-        self._app = app
+    def __init__(
+        self,
+        app: Any,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        on_failure: FailureHandler,
+        limits: HttpLimits | None = None,
+    ) -> None:
+        self._limits = limits or HttpLimits()
+        self.bounded = Bounded(app, self._limits)
         self._host = host
         self.port = port
         self._socket: socket.socket | None = None
         self._server: Any = None
-        self._tasks = Tasks()
+        self._tasks = Tasks(on_failure)
         self._serving: asyncio.Task[Any] | None = None
 
     @property
@@ -57,25 +72,43 @@ class HttpServer:
     async def start(self) -> int:
         """Bind and serve; returns the port. Raises Invalid for a taken port."""
         from granian.constants import HTTPModes, Interfaces
+        from granian.http import HTTP1Settings
 
         self._socket = self._bind()
         self.port = int(self._socket.getsockname()[1])
         logging.getLogger("_granian").setLevel(logging.ERROR)
         self._server = _embedded_server(
             self._socket,
-            target=self._app,
+            target=self.bounded,
             address=self._host,
             port=self.port,
             interface=Interfaces.ASGINL,
             http=HTTPModes.http1,
             websockets=False,
             backlog=BACKLOG,
-            backpressure=65_536,
+            backpressure=self._limits.within_descriptors(),
+            http1_settings=HTTP1Settings(
+                header_read_timeout=int(self._limits.header_timeout_s * 1000),
+                max_buffer_size=self._limits.header_bytes,
+            ),
             log_enabled=False,
         )
         self._serving = self._tasks.spawn(self._server.serve(), name="http")
         await self._answering()
+        self._tasks.spawn(self._keep_crowds_away(), name="http-crowds")
         return self.port
+
+    async def _keep_crowds_away(self) -> None:
+        """Once a second, off the loop. What goes wrong there is told, and tried again."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            try:
+                closed = await asyncio.to_thread(close_crowds, self.port, self._limits.address_connections)
+            except Exception as error:
+                _log.error("connections not counted", error=sentence(error))
+                continue
+            if closed:
+                _log.warning("connections closed", count=closed, limit=self._limits.address_connections)
 
     async def _answering(self) -> None:
         """Return when a connection is taken; raises Unavailable when the server ended instead."""

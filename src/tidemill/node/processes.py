@@ -6,6 +6,7 @@ what the parent saw, environment variables filled in.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import Invalid
 from tidemill.node.config import Config, ConsensusSection, ObjectsSection
 from tidemill.node.supervise import ChildSpec, Supervisor
+from tidemill.spark import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 
 NODE_MODULE = "tidemill.cli.serve"
 """Started by name: the floor above puts the console into the node's process."""
@@ -24,27 +26,48 @@ def resolved_path(config: Config) -> Path:
 
 
 def start_all(
-    config: Config, clock: Clock, on_failure: Callable[[BaseException], None], *, nodes: int = 1
+    config: Config,
+    clock: Clock,
+    on_failure: Callable[[BaseException], None],
+    *,
+    nodes: int = 1,
+    say: Callable[[str], None] = lambda _: None,
+    supervisor: Supervisor | None = None,
 ) -> Supervisor:
     """Start the node (or several beside each other) and one driver a pipeline, supervised. Call on a running loop."""
-    data = Path(config.node.data).absolute()
-    supervisor = Supervisor(data / "logs", clock, on_failure)
+    supervisor = supervisor or make_supervisor(config, clock, on_failure, say)
     for number in range(1, nodes + 1):
         numbered = config if number == 1 else beside(config, number)
         path = resolved_path(config).with_name("resolved.json" if number == 1 else f"resolved-{number}.json")
         try:
-            data.mkdir(parents=True, exist_ok=True)
-            path.write_text(numbered.model_dump_json())
+            write_private(path, numbered.model_dump_json())
         except OSError as error:
             raise Invalid(
-                f"cannot write the data directory: node.data={data} error={error.strerror}.",
+                f"cannot write the data directory: node.data={path.parent} error={error.strerror}.",
                 fix="Make it writable, or set node.data to another directory.",
             ) from error
         name = "node" if number == 1 else f"node-{number}"
-        supervisor.add(ChildSpec(name, [sys.executable, "-m", NODE_MODULE, str(path)]))
+        command = [sys.executable, "-m", NODE_MODULE, str(path)]
+        supervisor.add(ChildSpec(name, command, mark=f"node:{numbered.node.name}", vital=True))
     for name in config.pipeline:
-        supervisor.add(ChildSpec(f"pipeline-{name}", driver_command(config, name)))
+        supervisor.add(driver(config, name))
     return supervisor
+
+
+def make_supervisor(
+    config: Config, clock: Clock, on_failure: Callable[[BaseException], None], say: Callable[[str], None]
+) -> Supervisor:
+    return Supervisor(Path(config.node.data).absolute() / "logs", clock, on_failure, say)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Nobody else may read it at any moment: it holds the URLs and DSNs with their passwords. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.unlink(missing_ok=True)
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
+        file.write(text)
+    fresh.replace(path)
 
 
 def beside(config: Config, number: int) -> Config:
@@ -70,23 +93,26 @@ def next_port(address: str, by: int) -> str:
     return f"{host}:{int(port) + by}"
 
 
-def driver_command(config: Config, name: str) -> list[str]:
-    return [
+def driver(config: Config, name: str) -> ChildSpec:
+    """A pipeline's driver. The URLs may hold passwords, so they travel in the environment: a command line is for all
+    to see."""
+    file = config.pipeline[name].file
+    command = [
         sys.executable,
         "-m",
         "tidemill.spark.driver",
-        "--objects",
-        config.objects_url,
-        "--consensus",
-        config.consensus_url,
         "--domains",
         str(config.metastore.domains),
         "--pipeline",
-        config.pipeline[name].file,
+        file,
         "--name",
         name,
         "--master",
         config.spark.master,
         "--scratch",
         str(Path(config.node.data).absolute() / "scratch" / name),
+        "--budget-ms",
+        str(int(config.freshness.budget_s * 1000)),
     ]
+    environ = {OBJECTS_VARIABLE: config.objects_url, CONSENSUS_VARIABLE: config.consensus_url}
+    return ChildSpec(f"pipeline-{name}", command, environ, mark=f"pipeline:{name}", watch=(file,))

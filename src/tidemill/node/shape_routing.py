@@ -7,6 +7,7 @@ Any other node answers 307 with that node's address; browsers and the published 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from urllib.parse import parse_qs
 
 import structlog
@@ -15,14 +16,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Invalid, TidemillError
+from tidemill.base.limits import LOOPBACK_ORIGINS
+from tidemill.capture.naming import table_name
 from tidemill.consensus.api import Consensus
-from tidemill.metastore.catalogue import CaptureRow, Catalogue
+from tidemill.metastore.catalogue import Catalogue
+from tidemill.shapes.http.origins import Origins
 from tidemill.shapes.plan import split_table
 
 CACHE_S = 1.0
 RETRY_AFTER_S = 1
 SHARD_PREFIXES = ("shard.", "shard:")
-CORS = {"access-control-allow-origin": "*", "cache-control": "no-store"}
+NO_STORE = {"cache-control": "no-store"}
 
 log = structlog.get_logger()
 
@@ -30,8 +34,17 @@ log = structlog.get_logger()
 class ShapeRouting:
     """ASGI middleware for `/v1/shape`. `holder` is this process's name in capture leases."""
 
-    def __init__(self, app: ASGIApp, catalogue: Catalogue, consensus: Consensus, holder: str, clock: Clock) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        catalogue: Catalogue,
+        consensus: Consensus,
+        holder: str,
+        clock: Clock,
+        origins: Sequence[str] = LOOPBACK_ORIGINS,
+    ) -> None:
         self._app = app
+        self._origins = Origins(origins)
         self._catalogue = catalogue
         self._consensus = consensus
         self._holder = holder
@@ -48,13 +61,15 @@ class ShapeRouting:
             return
         query = scope["query_string"].decode("latin-1")
         table = next(iter(parse_qs(query).get("table", [])), "")
+        origin = dict(scope["headers"]).get(b"origin", b"").decode("latin-1")
+        headers = {**NO_STORE, **self._origins.headers(origin)}
         owner = await self._owner(table) if table and not table.startswith(SHARD_PREFIXES) else ""
         if owner is None:
             message = {"message": f"no node captures this table just now: table={table}"}
-            response = JSONResponse(message, 503, headers={**CORS, "retry-after": str(RETRY_AFTER_S)})
+            response = JSONResponse(message, 503, headers={**headers, "retry-after": str(RETRY_AFTER_S)})
             await response(scope, receive, send)
         elif owner:
-            await RedirectResponse(f"{owner}/v1/shape?{query}", 307, headers=CORS)(scope, receive, send)
+            await RedirectResponse(f"{owner}/v1/shape?{query}", 307, headers=headers)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -67,7 +82,7 @@ class ShapeRouting:
         prefix, _, rest = table.partition(":")
         named = prefix in captures
         try:
-            name = ".".join(split_table(rest if named else table))
+            name = table_name(*split_table(rest if named else table))
         except Invalid:
             return ""
         found = {
@@ -95,11 +110,11 @@ class ShapeRouting:
     async def _read_owners(self) -> dict[tuple[str, str], str]:
         leases = {lease.name.removeprefix("capture/"): lease for lease in await self._consensus.leases("capture/")}
         owners: dict[tuple[str, str], str] = {}
-        for row in await self._catalogue.list(CaptureRow):
-            lease = leases.get(row.name)
+        for table in await self._catalogue.all_tables():
+            lease = leases.get(table.capture)
             if lease is not None and lease.live:
                 owner = "" if lease.holder == self._holder else lease.info.decode()
             else:
                 owner = "?"
-            owners.update({(row.name, table): owner for table in row.topics})
+            owners[table.capture, table.table] = owner
         return owners

@@ -26,7 +26,9 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Protocol
 
+from tidemill.base import descriptors
 from tidemill.base.errors import Conflict, Invalid, TidemillError, Unavailable, Unknown
+from tidemill.objects.store import Misconfigured
 
 IOVEC_MAX = 1024
 """Buffers one writev takes (Linux UIO_MAXIOV)."""
@@ -46,7 +48,7 @@ class Syscalls(Protocol):
     def close(self, fd: int) -> None: ...
     def link(self, source: str, target: str) -> None: ...
     def unlink(self, path: str) -> None: ...
-    def mkdir(self, path: str) -> None: ...
+    def mkdir(self, path: str, mode: int = 0o755) -> None: ...
     def fsync_directory(self, path: str) -> None: ...
 
 
@@ -74,8 +76,8 @@ class RealSyscalls:
     def unlink(self, path: str) -> None:
         os.unlink(path)
 
-    def mkdir(self, path: str) -> None:
-        os.mkdir(path, 0o755)
+    def mkdir(self, path: str, mode: int = 0o755) -> None:
+        os.mkdir(path, mode)
 
     def fsync_directory(self, path: str) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -214,7 +216,7 @@ def translate(error: OSError, what: str, root: str, *, appeared: bool = False) -
     if code == errno.EEXIST:
         return Conflict(f"{what} failed, the object exists already: {where}")
     if code in _CONFIGURATION:
-        return Invalid(
+        return Misconfigured(
             f"{what} is not permitted, {reason}: {where}",
             fix="Make the directory writable for this user, or point objects.url at another one.",
         )
@@ -230,6 +232,9 @@ def translate(error: OSError, what: str, root: str, *, appeared: bool = False) -
         )
     if code in _NO_SPACE:
         return Unavailable(f"{what} found no space: {where}", fix="Free space on the disk, or raise the quota.")
+    if code in descriptors.EXHAUSTED:
+        fix = "Raise the limit of open files (ulimit -n), and look for what holds them: /proc/PID/fd."
+        return Unavailable(f"{what} failed, {reason}: {where}", fix=fix)
     return Unavailable(f"{what} failed, {reason}: {where}", fix="Check the disk and the mount.")
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from obstore import exceptions as foreign
 
 from tidemill.base.errors import Conflict, Invalid, Missing, TidemillError, Unavailable, Unknown
+from tidemill.objects.store import Misconfigured
 
 # Anchored on what the library and the server print themselves: keys and endpoints also occur in the text.
 _STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})")
@@ -30,6 +31,9 @@ _BAD_CREDENTIALS = {
     "RequestTimeTooSkewed",
     "AuthorizationHeaderMalformed",
 }
+_PASSING = {"RequestTimeout", "OperationAborted", "ServiceUnavailable", "BadDigest"}
+"""Answers of 400 and so on that another attempt may not meet."""
+
 _THROTTLED = {"SlowDown", "TooManyRequests", "Throttling", "ThrottlingException", "RequestLimitExceeded"}
 
 
@@ -54,18 +58,20 @@ def translate(error: Exception, operation: str, key: str, place: Place, *, write
     where = f"operation={operation} key={key} {place}"
     detail = f"{where} status={status} code={code or 'none'}"
     if code == "NoSuchBucket":
-        return Invalid(f"The bucket of objects.url does not exist: {where}.", fix="Create it, or correct objects.url.")
+        return Misconfigured(
+            f"The bucket of objects.url does not exist: {where}.", fix="Create it, or correct objects.url."
+        )
     if isinstance(error, FileNotFoundError):
         return Missing(f"No such object: {where}.")
     if isinstance(error, foreign.AlreadyExistsError | foreign.PreconditionError | foreign.NotModifiedError):
         return Conflict(f"The object exists already: {detail}.")
     if isinstance(error, foreign.UnauthenticatedError) or code in _BAD_CREDENTIALS or _CREDENTIALS_SOURCE.search(text):
-        return Invalid(
+        return Misconfigured(
             f"The object store does not accept the credentials: {detail}.",
             fix="Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN if temporary) to valid ones.",
         )
     if isinstance(error, foreign.PermissionDeniedError):
-        return Invalid(
+        return Misconfigured(
             f"The credentials have no right to do this in the bucket: {detail}.",
             fix="Grant s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket on the bucket of objects.url.",
         )
@@ -78,7 +84,7 @@ def translate(error: Exception, operation: str, key: str, place: Place, *, write
         )
     if status == 429 or (status == 503 and code in _THROTTLED):
         return Unavailable(f"The object store is throttling: {detail}.", fix="Lower the request rate or wait.")
-    if 400 <= status < 500 and status not in (408, 409):
+    if 400 <= status < 500 and status not in (408, 409) and code not in _PASSING:
         return Invalid(f"The object store refuses the request: {detail} reason={_first_line(text)!r}.")
     if writes:
         return Unknown(f"The object store failed or did not answer a write: {detail} reason={_first_line(text)!r}.")

@@ -7,12 +7,17 @@
 Blocking calls run in a small pool of threads. Reads of up to INLINE_READ_BYTES do not: a pread from
 the page cache costs a microsecond, the trip through a thread some fifty. Larger ones, up to
 CACHED_READ_BYTES, are first asked of the page cache alone (RWF_NOWAIT), which never waits for the disk.
+
+A link is not followed where a file is read, and a new file never takes the place of one: who may write into the
+directory can take objects away, but cannot make us read or write elsewhere by a link in an object's place. The
+directories above it are trusted as they are found: an operator may mount or link them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +25,7 @@ from itertools import islice
 from typing import TypeVar
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, Invalid, Missing
+from tidemill.base.errors import Closed, Invalid, Missing, Unavailable, mendable
 from tidemill.objects.durable import (
     AppearedError,
     Directories,
@@ -75,6 +80,9 @@ class LocalObjects:
             store._prepare()
         except OSError as error:
             store._pool.shutdown(wait=False)
+            if error.errno == errno.EROFS:
+                # A file system goes read-only by itself when its disk fails, and back when somebody mends that.
+                raise mendable(translate(error, "Opening the object directory", path)) from error
             raise translate(error, "Opening the object directory", path) from error
         except BaseException:
             store._pool.shutdown(wait=False)
@@ -109,8 +117,9 @@ class LocalObjects:
     async def head(self, key: str) -> ObjectMeta | None:
         self._open()
         try:
-            found = os.stat(self._prefix + check_key(key))
+            found = os.stat(self._prefix + check_key(key), follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
+            self._present()
             return None
         except OSError as error:
             raise translate(error, f"Looking up {key}", self._root) from error
@@ -119,6 +128,7 @@ class LocalObjects:
     async def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
         self._open()
         check_prefix(prefix)
+        self._present()
         found = self._walk(prefix.rpartition("/")[0], prefix, start_after)
         while True:
             page = await self._run(lambda: list(islice(found, LIST_PAGE)))
@@ -147,11 +157,9 @@ class LocalObjects:
             self._calls.fsync_directory(os.path.dirname(self._root))
         temporary = self._prefix + _TEMPORARY
         Directories(self._calls, self._root).make(temporary)
-        if not os.access(temporary, os.W_OK | os.X_OK):
-            raise Invalid(
-                f"The object directory is read-only: root={self._root}.",
-                fix="Make the directory writable for this user, or point objects.url at another one.",
-            )
+        probe = f"{temporary}/{self._rand.nonce()}"
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        os.unlink(probe)
         horizon_ms = self._clock.now_ms() - TEMPORARY_AGE_MS
         with os.scandir(temporary) as entries:
             for entry in entries:
@@ -193,8 +201,9 @@ class LocalObjects:
     def _open_for_read(self, key: str) -> int:
         self._open()
         try:
-            return os.open(self._prefix + check_key(key), os.O_RDONLY | os.O_CLOEXEC)
+            return os.open(self._prefix + check_key(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except (FileNotFoundError, NotADirectoryError) as error:
+            self._present()
             raise Missing(f"No such object: key={key}.") from error
         except OSError as error:
             raise translate(error, f"Reading {key}", self._root) from error
@@ -216,11 +225,7 @@ class LocalObjects:
         if pieces is not None:
             os.close(fd)
             return pieces
-        try:
-            return await self._run(lambda: self._read_and_close(fd, key, whole))
-        except Closed:
-            os.close(fd)
-            raise
+        return await self._run(lambda: self._read_and_close(fd, key, whole), unless_run=lambda: os.close(fd))
 
     def _read_cached(self, fd: int, ranges: Sequence[tuple[int, int]]) -> Pieces | None:
         """The ranges if all of them are in the page cache, else None; never waits."""
@@ -279,13 +284,30 @@ class LocalObjects:
         if self._closed:
             raise Closed(f"The object store was closed: root={self._root}.")
 
-    async def _run(self, call: Callable[[], T]) -> T:
-        # A cancelled caller leaves its call to finish in the pool: the caller may not assume either way.
+    def _present(self) -> None:
+        """What is not found proves something only while the store itself is there: an unmounted directory is empty.
+
+        Raises Unavailable.
+        """
+        if not os.path.isdir(self._prefix + _TEMPORARY):
+            raise Unavailable(
+                f"The object directory is not there any more: root={self._root}.",
+                fix="Mount it again, or put it back.",
+            )
+
+    async def _run(self, call: Callable[[], T], unless_run: Callable[[], None] | None = None) -> T:
+        """`call` in the pool. A cancelled caller leaves it to finish there, or, when it has not begun, `unless_run`
+        is called in its place: whatever the call would have given up is given up exactly once."""
         try:
-            future = asyncio.get_running_loop().run_in_executor(self._pool, call)
+            queued = self._pool.submit(call)
         except RuntimeError as error:
+            if unless_run is not None:
+                unless_run()
             raise Closed(f"The object store was closed: root={self._root}.") from error
-        return await future
+        if unless_run is not None:
+            given_up = unless_run
+            queued.add_done_callback(lambda ended: given_up() if ended.cancelled() else None)
+        return await asyncio.wrap_future(queued)
 
 
 def _make_root(calls: Syscalls, root: str) -> None:
@@ -297,7 +319,7 @@ def _make_root(calls: Syscalls, root: str) -> None:
     parent = os.path.dirname(root)
     _make_root(calls, parent)
     try:
-        calls.mkdir(root)
+        calls.mkdir(root, 0o700)  # what is in it is the data of its user
     except FileExistsError:
         return _make_root(calls, root)
     calls.fsync_directory(parent)

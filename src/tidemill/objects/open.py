@@ -41,12 +41,14 @@ async def open_objects(
     concurrency: int = OBJECT_CONCURRENCY,
     retry_budget_s: float = OBJECT_RETRY_BUDGET_S,
     verify: bool = True,
-) -> ObjectStore:
+) -> ResilientObjects:
     """The store of `url`, with retries and metrics. `verify` lists one key of a bucket, so that a wrong
-    name, right or endpoint shows now. Raises Invalid (names objects.url) and Unavailable.
+    name, right or endpoint shows now. Raises Invalid (names objects.url: for the operator, now) and Unavailable (it
+    is away: `base.waiting`). Once open, also wrong rights or credentials are Unavailable: they were right before.
     """
     check_budget(retry_budget_s, concurrency)
     scheme = _scheme(url)
+
     inner: ObjectStore
     if scheme == "memory":
         inner = MemoryObjects(clock)
@@ -69,6 +71,7 @@ async def open_objects(
         concurrency=concurrency,
         budget_s=retry_budget_s,
         coalesce=scheme == "s3",
+        patient=True,
     )
 
 

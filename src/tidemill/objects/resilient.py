@@ -20,18 +20,25 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
+import structlog
+
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Conflict, Invalid, Missing, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import Conflict, Invalid, Missing, TidemillError, Unavailable, Unknown, mendable
 from tidemill.base.limits import OBJECT_CONCURRENCY, OBJECT_RETRY_BUDGET_S
 from tidemill.base.tasks import Tasks
 from tidemill.objects import metrics
 from tidemill.objects.coalesce import Request, cut, plan_reads
+from tidemill.objects.health import Health, Kind
 from tidemill.objects.keys import as_buffers, size_of
 from tidemill.objects.metrics import Operation
-from tidemill.objects.store import Buffer, ObjectMeta, ObjectStore
+from tidemill.objects.store import Buffer, Misconfigured, ObjectMeta, ObjectStore
 
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 2.0
+PROVE_AFTER_S = 2.0
+"""A store that failed and was not asked again for so long is asked by `keep_proving`."""
+
+log = structlog.get_logger()
 
 T = TypeVar("T")
 Pieces = list[bytes]  # inside the class `list` is the method
@@ -59,7 +66,10 @@ class ResilientObjects:
         concurrency: int = OBJECT_CONCURRENCY,
         budget_s: float = OBJECT_RETRY_BUDGET_S,
         coalesce: bool = False,
+        patient: bool = False,
     ) -> None:
+        """`patient`: the store was opened and answered, so that what is wrong with rights, credentials or the disk's
+        mode is waited for as what is away (Unavailable, with its fix) instead of refused (Invalid)."""
         self._inner = inner
         self._nonced = inner if isinstance(inner, NoncedObjects) else None
         self._clock = clock
@@ -68,11 +78,35 @@ class ResilientObjects:
         self._slots = asyncio.Semaphore(concurrency)
         self._budget_s = budget_s
         self._coalesce = coalesce
+        self._patient = patient
+        self._health = Health(clock)
         self._meters = {operation: _Meter(store, operation) for operation in _OPERATIONS}
 
     @property
     def inner(self) -> ObjectStore:
         return self._inner
+
+    def trouble(self) -> str:
+        """One sentence: what does not work now. Empty while the store answers and takes writes. Never waits."""
+        return self._health.trouble()
+
+    async def keep_proving(self) -> None:
+        """For ever: where writes or reads failed and nobody has tried since, write, read and delete an object of our
+        own, so that trouble ends when its cause does. It costs nothing while all is well."""
+        while True:
+            await asyncio.sleep(PROVE_AFTER_S)
+            try:
+                await self._prove()
+            except TidemillError as error:
+                log.debug("the store is still in trouble", store=self._label, cause=error.message)
+
+    async def _prove(self) -> None:
+        key = f"probe/{self._rand.nonce()}"
+        if self._health.unproven("write", PROVE_AFTER_S):
+            await self.put(key, b"probe")
+            await self.delete(key)
+        if self._health.unproven("read", PROVE_AFTER_S):
+            await self.head(key)
 
     async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
         await self._metered("put", lambda: self._put(key, data), lambda _: size_of(data))
@@ -99,11 +133,16 @@ class ResilientObjects:
                     yield meta
                     retry = _Retry(self._clock, self._rand, self._budget_s)
                 meter.ended("ok")
+                self._health.ended(0, "read", None)
                 return
-            except Unavailable:
+            except (Unavailable, Misconfigured) as error:
+                if isinstance(error, Misconfigured) and not self._patient:
+                    raise
+                failure = mendable(error)
+                self._health.ended(0, "read", failure)
                 if not await retry.again():
                     meter.ended("unavailable")
-                    raise
+                    raise failure from error
                 meter.retries.inc()
 
     async def delete(self, key: str) -> None:
@@ -123,8 +162,7 @@ class ResilientObjects:
         unsettled: Unknown | None = None
         while True:
             try:
-                async with self._slots:
-                    await self._attempt(key, data, nonce)
+                await self._once("write", lambda: self._attempt(key, data, nonce))
                 return
             except Conflict:
                 if unsettled is not None and await self._is_ours(key, data, nonce, retry):
@@ -211,13 +249,30 @@ class ResilientObjects:
         retry: _Retry | None = None
         while True:
             try:
-                async with self._slots:
-                    return await call()
+                return await self._once("write" if operation == "delete" else "read", call)
             except kinds:
                 retry = retry or _Retry(self._clock, self._rand, self._budget_s)
                 if not await retry.again():
                     raise
                 self._meters[operation].retries.inc()
+
+    async def _once(self, kind: Kind, call: Callable[[], Awaitable[T]]) -> T:
+        """One attempt, within the limit of those under way, and what it says of the store."""
+        health = self._health
+        async with self._slots:
+            number = health.began()
+            failure: BaseException | None = None
+            try:
+                return await call()
+            except Misconfigured as error:
+                told = mendable(error) if self._patient else error
+                failure = told
+                raise told from error
+            except BaseException as error:
+                failure = error
+                raise
+            finally:
+                health.ended(number, kind, failure)
 
     async def _metered(
         self, operation: Operation, call: Callable[[], Awaitable[T]], size: Callable[[T], int] | None = None

@@ -14,7 +14,16 @@ from typing import Protocol
 
 import msgspec
 
+from tidemill.base.errors import Invalid
+
 Buffer = bytes | bytearray | memoryview
+
+
+class Misconfigured(Invalid):
+    """The store says no to us, not to this request: rights, credentials, a bucket that is not there.
+
+    Where a store is opened that is for the operator, at once. Later it was right before, so it is waited for.
+    """
 
 
 class ObjectMeta(msgspec.Struct, frozen=True):

@@ -1,128 +1,274 @@
-"""One table shape's side of the stream: buffers until the snapshot is known, then makes items of changes. Synchronous.
+"""One table shape's side of the stream: an inbox of changes, from which it makes items. Synchronous, in slices.
 
-C1  Until `open` the changes are kept as they came; `open` replays them through the snapshot filter.
-C2  A transaction reaches the log whole, at its commit, or not at all; `begin` discards what an
-    interrupted delivery of the same transaction left behind.
+C1  Changes are evaluated as they come, also before the snapshot of the initial rows is known; until then transactions
+    wait, as items. `open` names the snapshot, `settle` lets go of what it had seen and stages the rest.
+C2  Items are staged in the log as they are made, and shown at their commit, all at once; a delivery that begins the
+    same transaction anew discards what an interrupted one left behind.
 C3  A row that enters the filter is an insert, one that leaves it is a delete, a no-op is nothing.
-C4  Where the stream cannot be followed row by row (truncate, changed columns, a filter that fails on a
-    row) the shape ends at that commit, and its clients refetch.
-
-Items are made as fragments arrive, so that the commit of a large transaction is short.
+C4  Where the stream cannot be followed row by row (truncate, changed columns) the shape ends at that commit, and its
+    clients refetch. A filter that fails on a row ends it there too, and its clients are answered 400.
+C5  `seen` never goes back, and never passes a transaction whose effect is not in the log.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+
+from tidemill.base.errors import Invalid
 from tidemill.capture.changes import Change, Relation, Row
-from tidemill.shapes.items import LogItem, mark_last
+from tidemill.capture.visibility import PgSnapshot
+from tidemill.shapes.budget import Full
+from tidemill.shapes.items import LogItem
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.offsets import LogOffset
 from tidemill.shapes.rows import Headers, RowWriter
-from tidemill.shapes.stitch import PgSnapshot, SnapshotFilter
-from tidemill.shapes.where import EvaluationError, Where
-
-BUFFER_CHANGES = 1_000_000
-"""Changes kept while the initial snapshot runs; beyond that the shape ends, and starts over when asked for."""
+from tidemill.shapes.share import Turn
+from tidemill.shapes.stitch import SnapshotFilter
+from tidemill.shapes.where import Equality, EvaluationError, Where
 
 
-class _Transaction:
-    """`changes` while the snapshot is unknown, `items` afterwards; `failure` ends the shape at commit (C4)."""
+class Transaction:
+    """What all shapes share of one delivery of a transaction."""
+
+    __slots__ = ("commit_lsn", "headers", "xid")
 
     def __init__(self, xid: int, commit_lsn: int) -> None:
         self.xid = xid
         self.commit_lsn = commit_lsn
         self.headers: Headers = {"lsn": str(commit_lsn), "txids": [xid]}
-        self.changes: list[Change] = []
-        self.items: list[LogItem] = []
-        self.skipped = False
+
+
+class Work:
+    """A fragment on its way through the shapes: kept for as long as one of them has not evaluated it."""
+
+    __slots__ = ("arrived_s", "left", "size_bytes")
+
+    def __init__(self, size_bytes: int, arrived_s: float) -> None:
+        self.size_bytes = size_bytes
+        self.arrived_s = arrived_s
+        self.left = 0
+        """Consumers that have not evaluated it yet."""
+
+
+class Entry:
+    """Some changes of a transaction, for one or many consumers; `commits`: it ends there."""
+
+    __slots__ = ("changes", "commits", "transaction", "work")
+
+    def __init__(self, transaction: Transaction, work: Work, changes: Sequence[Change], commits: bool) -> None:
+        self.transaction = transaction
+        self.work = work
+        self.changes = changes
+        self.commits = commits
+
+
+class _Delivery:
+    """Of one transaction to one shape. `items` wait for the snapshot; of one that follows they are in the log at once.
+    `failure` ends the shape at its commit (C4): with `error` for good, else it starts over."""
+
+    __slots__ = ("error", "failure", "items", "transaction")
+
+    def __init__(self, transaction: Transaction) -> None:
+        self.transaction = transaction
+        self.items: deque[LogItem] = deque()
         self.failure = ""
+        self.error: Invalid | None = None
 
 
 class TableConsumer:
-    """Takes the changes of one relation for one shape. Calls: begin, take…, commit; `open` once in between."""
+    """Takes the changes of one relation for one shape. `offer` and `evaluate` by its sink; `open`, then `settle` until
+    it returns False, by who loads the shape."""
 
     def __init__(self, shape: LiveShape, relation: Relation, where: Where | None, writer: RowWriter) -> None:
         self.shape = shape
-        self.oid = relation.oid
-        self._relation = relation
+        self.relation = relation
+        self.inbox: deque[Entry] = deque()
+        self.floor = 0
+        """While something is in the inbox: the newest transaction before it."""
+        self.scheduled = False
+        self.spent_s = 0.0
+        """Time used lately, for choosing who is too dear; the sink halves it once a second."""
         self._where = where
         self._writer = writer
+        self._at = 0
+        """Changes of the first entry that are done."""
         self._filter: SnapshotFilter | None = None
-        self._current: _Transaction | None = None
-        self._committed: list[_Transaction] = []
-        self._buffered = 0
+        self._following = False
+        self._current: _Delivery | None = None
+        self._waiting: deque[_Delivery] = deque()
+        self._staged: _Delivery | None = None
+        """Whose items are staged in the log."""
+        self.pending_bytes = 0
+        """Of items that wait for the snapshot."""
 
-    def begin(self, xid: int, commit_lsn: int) -> None:
-        """A transaction that touches this shape's relation starts, or is delivered again (C2)."""
-        self._current = _Transaction(xid, commit_lsn)
-        if self._filter is not None:
-            self._current.skipped = not self._filter.admits(xid)
+    @property
+    def oid(self) -> int:
+        return self.relation.oid
 
-    def take(self, change: Change) -> None:
-        assert self._current is not None, "take before begin"
-        if self._filter is not None:
-            self._convert(self._current, change)
-            return
-        self._current.changes.append(change)
-        self._buffered += 1
-        if self._buffered > BUFFER_CHANGES:
-            self.shape.drop(f"too many changes during the initial snapshot: limit={BUFFER_CHANGES}")
-            self._committed.clear()
-            self._current.changes.clear()
+    @property
+    def equality(self) -> Equality | None:
+        return None if self._where is None else self._where.equality
 
-    def commit(self) -> None:
-        transaction, self._current = self._current, None
-        assert transaction is not None, "commit before begin"
-        if self._filter is not None:
-            self._finish(transaction)
-        else:
-            self._committed.append(transaction)
+    # -- the stream, by the sink -------------------------------------------------------------------------------
+
+    def offer(self, entry: Entry, before: int) -> None:
+        """`before`: the newest transaction that is older than the entry's."""
+        if not self.inbox:
+            self.floor = max(self.floor, before)
+        self.inbox.append(entry)
+        entry.work.left += 1
+
+    def evaluate(self, turn: Turn) -> bool:
+        """Work the inbox off until it is empty (False) or the turn is over (True)."""
+        while self.inbox:
+            entry = self.inbox[0]
+            current = self._current
+            if current is None or current.transaction is not entry.transaction:
+                self._discard(current)
+                current = self._current = _Delivery(entry.transaction)
+            changes = entry.changes
+            while self._at < len(changes):
+                self._convert(current, changes[self._at])
+                if self.shape.gone:
+                    self.clear()
+                    return False
+                self._at += 1
+                if turn.over:
+                    return True
+            self._next()
+            if entry.commits:
+                self._current = None
+                self._commit(current)
+                self.floor = max(self.floor, entry.transaction.commit_lsn)
+                if turn.over:
+                    return bool(self.inbox)
+        return False
+
+    def _next(self) -> None:
+        self.inbox.popleft().work.left -= 1
+        self._at = 0
+
+    def clear(self) -> None:
+        """Let go of everything; the shape is over."""
+        while self.inbox:
+            self._next()
+        self._discard(self._current)
+        self._current = None
+        while self._waiting:
+            self._discard(self._waiting.popleft())
+
+    # -- the snapshot, by who loads ----------------------------------------------------------------------------
 
     def open(self, snapshot: PgSnapshot) -> None:
-        """The base is complete as of `snapshot`; apply what arrived meanwhile (C1)."""
+        """The base is complete as of `snapshot`."""
         self._filter = SnapshotFilter(snapshot)
-        committed, self._committed = self._committed, []
-        for transaction in committed:
-            self._replay(transaction, self._filter)
-            self._finish(transaction)
-        if self._current is not None:
-            self._replay(self._current, self._filter)
 
-    def _replay(self, transaction: _Transaction, snapshot: SnapshotFilter) -> None:
-        transaction.skipped = not snapshot.admits(transaction.xid)
-        for change in transaction.changes:
-            self._convert(transaction, change)
-        transaction.changes = []
+    def settle(self, turn: Turn) -> bool:
+        """Show what committed meanwhile and the snapshot had not seen. False: all of it; from here on at once."""
+        while self._waiting:
+            if not self._stage(self._waiting[0], turn):
+                return True
+            self._show(self._waiting.popleft())
+        if self._current is not None and not self._stage(self._current, turn):
+            return True
+        self._following = True
+        return False
 
-    def _finish(self, transaction: _Transaction) -> None:
-        if transaction.skipped or self.shape.gone:
-            return
-        if transaction.failure:
-            self.shape.drop(transaction.failure)
-            return
-        if transaction.items:
-            transaction.items[-1] = mark_last(transaction.items[-1])
-        self.shape.append(transaction.items, transaction.commit_lsn)
+    def _stage(self, delivery: _Delivery, turn: Turn) -> bool:
+        """Move what waits into the log; False when the turn was over before the end."""
+        if not self._admits(delivery) or delivery.failure:
+            self._discard(delivery)
+            return True
+        while delivery.items:
+            self._staged = delivery
+            item = delivery.items.popleft()
+            self._forget(item)
+            self.shape.stage(item)
+            if turn.over and delivery.items:
+                return False
+        return True
 
-    def _convert(self, transaction: _Transaction, change: Change) -> None:
-        if transaction.skipped or transaction.failure or self.shape.gone:
+    # -- transactions ------------------------------------------------------------------------------------------
+
+    def _commit(self, delivery: _Delivery) -> None:
+        if self._following:
+            self._show(delivery)
+        else:
+            self._waiting.append(delivery)
+
+    def _show(self, delivery: _Delivery) -> None:
+        if not self._admits(delivery) or self.shape.gone:
             return
-        transaction.failure = self._unfollowable(change)
-        if transaction.failure:
+        if delivery.error is not None:
+            self.shape.fail(delivery.error)
+        elif delivery.failure:
+            self.shape.drop(delivery.failure)
+        else:
+            self.shape.publish(delivery.transaction.commit_lsn, mark=True)
+            self._staged = None
+
+    def _admits(self, delivery: _Delivery) -> bool:
+        assert self._filter is not None, "settle before open"
+        return self._filter.admits(delivery.transaction.xid)
+
+    def _discard(self, delivery: _Delivery | None) -> None:
+        """Let go of a delivery that will not be shown."""
+        if delivery is None:
             return
+        while delivery.items:
+            self._forget(delivery.items.popleft())
+        if delivery is self._staged:
+            self.shape.log.unstage()
+            self._staged = None
+
+    def _forget(self, item: LogItem) -> None:
+        self.pending_bytes -= item.size_bytes
+        self.shape.log.budget.give(item.size_bytes)
+
+    def _convert(self, current: _Delivery, change: Change) -> None:
+        if current.failure or self.shape.gone:
+            return
+        if self._following and not self._admits(current):
+            return
+        current.failure = self._unfollowable(change)
+        if current.failure:
+            return
+        made: list[LogItem] = []
         try:
-            self._items_of(change, transaction.headers, transaction.items)
-        except (EvaluationError, KeyError) as error:
-            transaction.failure = f"the where clause failed on a row: {error}"
+            self._items_of(change, current.transaction.headers, made)
+        except EvaluationError as error:
+            current.failure = f"the where clause failed on a row: {error}"
+            current.error = failed_on_a_row(self.shape.definition.where, error)
+            return
+        for item in made:
+            if self._following:
+                self._staged = current
+                self.shape.stage(item)
+            else:
+                self._wait(current, item)
+
+    def _wait(self, current: _Delivery, item: LogItem) -> None:
+        try:
+            self.shape.log.budget.take(item.size_bytes)
+        except Full as error:
+            self.shape.drop(str(error))
+            return
+        self.pending_bytes += item.size_bytes
+        current.items.append(item)
+        limit = self.shape.log.limit_bytes
+        if self.pending_bytes > limit:
+            self.shape.drop(f"changes during the initial snapshot outgrew the log: log_bytes={limit}")
 
     def _unfollowable(self, change: Change) -> str:
         if change.op == "truncate":
             return "the table was truncated"
-        known, seen = self._relation, change.relation
+        known, seen = self.relation, change.relation
         if seen is known:
             return ""
         if (seen.schema, seen.table) != (known.schema, known.table) or _layout(seen) != _layout(known):
             return "the table's definition changed"
-        self._relation = seen
+        self.relation = seen
         return ""
 
     def _items_of(self, change: Change, headers: Headers, items: list[LogItem]) -> None:
@@ -159,6 +305,16 @@ class TableConsumer:
             items.append(writer.insert(offset, new, headers))
         elif before:
             items.append(writer.delete(offset, old if old is not None else new, headers))
+
+
+def failed_on_a_row(where: str, error: EvaluationError) -> Invalid:
+    shown = where if len(where) <= SHOWN_CHARS else where[:SHOWN_CHARS] + "…"
+    return Invalid(
+        f"the where clause failed on a row: {error} where={shown!r}.", fix="Write a clause that holds for every row."
+    )
+
+
+SHOWN_CHARS = 200
 
 
 def _layout(relation: Relation) -> list[tuple[str, int, int]]:

@@ -24,13 +24,21 @@ Operation = Literal["insert", "update", "delete"]
 MUST_REFETCH = b'[{"headers":{"control":"must-refetch"}}]'
 
 
-class LogItem(msgspec.Struct, frozen=True):
+class LogItem(msgspec.Struct, frozen=True, gc=False):
     """One item of a log, rendered."""
 
     offset: LogOffset
     operation: Operation
     key: str
     json: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.json) + ITEM_BYTES
+
+
+ITEM_BYTES = 200
+"""What an item takes beside its JSON: the objects of its place in the log."""
 
 
 class KeyWriter:
@@ -55,7 +63,7 @@ def render(
     headers: Mapping[str, object],
     old_value: Values | None = None,
 ) -> bytes:
-    """An item's JSON; its headers come last, so that `mark_last` can add to them."""
+    """An item's JSON; its headers come last, so that `marked_last` can add to them."""
     item: dict[str, object] = {"key": key, "value": value}
     if old_value is not None:
         item["old_value"] = old_value
@@ -63,9 +71,9 @@ def render(
     return orjson.dumps(item)
 
 
-def mark_last(item: LogItem) -> LogItem:
+def marked_last(item: bytes) -> bytes:
     """The same item with `last: true`: it ends its transaction."""
-    return msgspec.structs.replace(item, json=item.json[:-2] + b',"last":true}}')
+    return item[:-2] + b',"last":true}}'
 
 
 def up_to_date(last_seen: int) -> bytes:

@@ -1,6 +1,6 @@
 """A shape while it lives: its log, who waits for it, and how it ends.
 
-loading ──ready()──► live ──drop()──► dropped         loading ──fail()──► failed
+loading ──ready()──► live ──drop()──► dropped         loading, live ──fail()──► failed
 
 H2  A waiter registers first and looks at the log after that, so nothing slips between (notes/electric.md §7).
 H3  After drop or fail nothing is ever appended, every waiter is woken, and the handle answers 409.
@@ -9,9 +9,9 @@ H3  After drop or fail nothing is ever appended, every waiter is woken, and the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from tidemill.base.errors import TidemillError
+from tidemill.shapes.budget import Full
 from tidemill.shapes.items import LogItem
 from tidemill.shapes.log import LogStorage
 from tidemill.shapes.shape import ShapeDefinition
@@ -27,6 +27,9 @@ class LiveShape:
         self.log = log
         self.last_seen = 0
         self.used_s = 0.0
+        self.started_s = 0.0
+        self.broken = False
+        """It ended with a fault that nobody listed."""
         self.rows_loaded = 0
         self.error: TidemillError | None = None
         self.end_reason = ""
@@ -52,10 +55,11 @@ class LiveShape:
             self._state = "live"
             self._wake()
 
-    def fail(self, error: TidemillError) -> None:
-        """The initial rows cannot be had; requests get `error`."""
+    def fail(self, error: TidemillError, *, broken: bool = False) -> None:
+        """The shape ends with `error`: requests get it, those that wait now too."""
         if not self.gone:
             self.error = error
+            self.broken = broken
             self._end("failed", str(error))
 
     def drop(self, reason: str) -> None:
@@ -70,17 +74,23 @@ class LiveShape:
         self._over.set()
         self._wake()
 
-    def append(self, items: Sequence[LogItem], last_seen: int) -> None:
-        """Show one transaction; ignored once the shape is gone (H3). A log that outgrows its limit ends the shape."""
+    def stage(self, item: LogItem) -> None:
+        """Put an item of the transaction under way behind the log, where nobody sees it. A log that outgrows its limit,
+        or the memory of all shapes, ends the shape."""
+        try:
+            self.log.stage(item)
+        except Full as error:
+            self.drop(str(error))
+            return
+        if self.log.overgrown:
+            self.drop(f"the log outgrew its limit: log_bytes={self.log.log_bytes}")
+
+    def publish(self, last_seen: int, *, mark: bool = False) -> None:
+        """Show the transaction that was staged, whole; ignored once the shape is gone (H3)."""
         if self.gone:
             return
         self.last_seen = max(self.last_seen, last_seen)
-        if not items:
-            return
-        self.log.append(items)
-        if self.log.overgrown:
-            self.drop(f"the log outgrew its limit: log_bytes={self.log.log_bytes}")
-        else:
+        if self.log.publish(mark=mark):
             self._wake()
 
     def subscribe(self) -> asyncio.Future[None]:

@@ -24,7 +24,7 @@ def number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) <= DIGITS else None
 
 
-class LogOffset(msgspec.Struct, frozen=True, order=True):
+class LogOffset(msgspec.Struct, frozen=True, order=True, gc=False):
     """A place between two items: everything at or below it has been read."""
 
     tx: int

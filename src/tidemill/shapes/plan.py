@@ -8,6 +8,7 @@ shard.<name>, shard:<name>          a shard, name as it is; the schema name `sha
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
 
 import msgspec
 
@@ -104,12 +105,25 @@ def check_columns(wanted: tuple[str, ...], names: tuple[str, ...], key: tuple[st
     return () if shown == names else shown
 
 
+class Compiler(Protocol):
+    """`compile_request`, wherever it runs: a long clause takes longer than the loop may stand still."""
+
+    async def __call__(
+        self, request: ShapeRequest, types: Mapping[str, Type], schema: str, table: str
+    ) -> Where | None: ...
+
+
+MAX_PARAMS = 1_000
+
+
 def compile_request(request: ShapeRequest, types: Mapping[str, Type], schema: str, table: str) -> Where | None:
     """Raises FieldError."""
     if not request.where:
         if request.params:
             raise FieldError("params", "params were given without a where clause.")
         return None
+    if len(request.params) > MAX_PARAMS:
+        raise FieldError("params", f"too many parameters: limit={MAX_PARAMS}.", fix="Send an array and use = ANY($1).")
     try:
         return compile_where(request.where, request.params, types, schema=schema, table=table)
     except WhereError as error:

@@ -7,6 +7,9 @@ Order matters, and is the caller's contract with `load`:
 3. rows become the base; 4. `consumer.open(snapshot)` replays the buffer through the xid filter.
 
 Rows are PostgreSQL's text output under capture's DISPLAY_SETTINGS: snapshot and stream must spell a value alike.
+
+What arrives is bounded by FETCH_BYTES (or one row), and made into items in shapes' share of the loop. A query that
+gives no rows for STATEMENT_TIMEOUT_S ends: a filter without an index must not hold one of the few places for ever.
 """
 
 from __future__ import annotations
@@ -17,27 +20,38 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from tidemill.base.errors import Invalid, Missing, Unavailable
+from tidemill.capture.visibility import PgSnapshot
 from tidemill.capture.wire.connection import DISPLAY_SETTINGS
 from tidemill.shapes.describe import DESCRIBE_SQL, ColumnInfo, TableInfo, table_info
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.rows import RowWriter
-from tidemill.shapes.stitch import PgSnapshot
+from tidemill.shapes.share import LoopShare, Turn
 from tidemill.shapes.where import Where
 
 if TYPE_CHECKING:
     import psycopg
+    from psycopg.pq.abc import PGresult
 
     from tidemill.capture.changes import Relation
 
+STATEMENT_TIMEOUT_S = 30
 SESSION_SETTINGS = {
     **DISPLAY_SETTINGS,
-    "statement_timeout": "0",
+    "statement_timeout": f"{STATEMENT_TIMEOUT_S}s",
     "idle_in_transaction_session_timeout": "0",
 }
-FETCH_ROWS = 2_000
+FETCH_BYTES = 1 << 20
+FIRST_ROWS = 50
+MOST_ROWS = 5_000
+SAMPLES = 20
+"""Rows of each result that are weighed to choose the size of the next."""
 VISIBILITY_RETRY_S = 0.02
 VISIBILITY_TIMEOUT_S = 20.0
+REFUSALS = frozenset({"0A", "21", "22", "23", "42", "54"})
+"""Classes of SQLSTATE that blame the query: not supported, cardinality, data, constraint, syntax or access, limits."""
 SNAPSHOTS_AT_ONCE = 4
+LOOKUPS_AT_ONCE = 2
+"""Of the catalogue; they do not wait for snapshots."""
 
 
 def quote(name: str) -> str:
@@ -49,15 +63,16 @@ class PostgresSource:
 
     def __init__(self, dsn: str) -> None:
         self._dsn = dsn
-        self._slots = asyncio.Semaphore(SNAPSHOTS_AT_ONCE)
+        self._snapshots = asyncio.Semaphore(SNAPSHOTS_AT_ONCE)
+        self._lookups = asyncio.Semaphore(LOOKUPS_AT_ONCE)
 
     @asynccontextmanager
-    async def _connection(self) -> AsyncIterator[psycopg.AsyncConnection[tuple[object, ...]]]:
+    async def _connection(self, slots: asyncio.Semaphore) -> AsyncIterator[psycopg.AsyncConnection[tuple[object, ...]]]:
         """Raises Unavailable when the database does not answer or fails while in use."""
         import psycopg
 
         options = " ".join(f"-c {name}={value.replace(' ', chr(92) + ' ')}" for name, value in SESSION_SETTINGS.items())
-        async with self._slots:
+        async with slots:
             try:
                 connection = await psycopg.AsyncConnection.connect(
                     self._dsn, autocommit=True, options=options, application_name="tidemill shapes"
@@ -66,15 +81,15 @@ class PostgresSource:
                 raise Unavailable(f"the database does not answer: error={str(error).strip()!r}.") from error
             try:
                 yield connection
-            except (psycopg.errors.DataError, psycopg.errors.ProgrammingError) as error:
-                raise Invalid(_message(error)) from error
             except psycopg.Error as error:
+                if (error.sqlstate or "")[:2] in REFUSALS:
+                    raise Invalid(_message(error)) from error
                 raise Unavailable(f"the database failed: error={_message(error)!r}.") from error
             finally:
                 await connection.close()
 
     async def describe(self, relation: Relation) -> TableInfo:
-        async with self._connection() as connection:
+        async with self._connection(self._lookups) as connection:
             cursor = await connection.execute(DESCRIBE_SQL, (relation.oid,))
             rows = [ColumnInfo(*row) for row in await cursor.fetchall()]  # type: ignore[arg-type]
         return table_info(relation, rows)
@@ -87,15 +102,17 @@ class PostgresSource:
         writer: RowWriter,
         must_see: frozenset[int],
         with_rows: bool,
+        share: LoopShare,
     ) -> PgSnapshot:
         """Fill the shape's base; returns the snapshot it was read in. Raises Unavailable or Invalid."""
-        async with self._connection() as connection:
+        async with self._connection(self._snapshots) as connection:
             snapshot = await _open_snapshot(connection, must_see)
             await _check_identity(connection, info.relation)
             if with_rows:
-                async for rows in _rows(connection, info, where):
-                    shape.log.add_base([writer.base_row(row) for row in rows])
-                    shape.rows_loaded += len(rows)
+                async for result in _results(connection, info, where):
+                    await share.work(_Rendering(shape, result, info.names, writer).step)
+                    if shape.gone:
+                        break
             await connection.execute("COMMIT")
         return snapshot
 
@@ -134,10 +151,39 @@ async def _check_identity(connection: psycopg.AsyncConnection[tuple[object, ...]
         raise Unavailable(f"the table was made anew and is not captured yet: table={relation.name} oid={oid}.")
 
 
-async def _rows(
+class _Rendering:
+    """One result's rows, made into the base of a shape in slices."""
+
+    def __init__(self, shape: LiveShape, result: PGresult, names: tuple[str, ...], writer: RowWriter) -> None:
+        self._shape = shape
+        self._result = result
+        self._names = names
+        self._writer = writer
+        self._next = 0
+
+    def step(self, turn: Turn) -> bool:
+        result, names, width = self._result, self._names, range(len(self._names))
+        rows: list[bytes] = []
+        while self._next < result.ntuples:
+            values = (result.get_value(self._next, column) for column in width)
+            row = dict(zip(names, (None if v is None else bytes(v).decode() for v in values), strict=True))
+            rows.append(self._writer.base_row(row))
+            self._next += 1
+            if turn.over:
+                break
+        self._shape.log.add_base(rows)
+        self._shape.rows_loaded += len(rows)
+        return self._next < result.ntuples and not self._shape.gone
+
+
+async def _results(
     connection: psycopg.AsyncConnection[tuple[object, ...]], info: TableInfo, where: Where | None
-) -> AsyncIterator[list[dict[str, str | None]]]:
-    """Batches of rows as text, through a server-side cursor; the where clause runs in the database."""
+) -> AsyncIterator[PGresult]:
+    """The rows as text, FETCH_BYTES at a time, through a server-side cursor; the where clause runs in the database.
+
+    While it is planned there, names mean PostgreSQL's own operators and functions only. Values are printed under the
+    session's own search path, as the stream prints them.
+    """
     import psycopg
 
     names = info.names
@@ -148,20 +194,21 @@ async def _rows(
         query += f" WHERE ({where.sql})"
         params = where.params
     raw = psycopg.AsyncRawCursor(connection)
+    await connection.execute("SET LOCAL search_path = pg_catalog")
     await raw.execute(f"DECLARE shape NO SCROLL CURSOR FOR {query}", params or None)
-    width = range(len(names))
+    await connection.execute("SET LOCAL search_path TO DEFAULT")
+    rows = FIRST_ROWS
     while True:
-        await raw.execute(f"FETCH {FETCH_ROWS} FROM shape")
+        await raw.execute(f"FETCH {rows} FROM shape")
         result = raw.pgresult
         assert result is not None
         if result.ntuples == 0:
             return
-        batch: list[dict[str, str | None]] = []
-        for index in range(result.ntuples):
-            values = (result.get_value(index, column) for column in width)
-            batch.append(dict(zip(names, (None if v is None else bytes(v).decode() for v in values), strict=True)))
-        yield batch
-        await asyncio.sleep(0)
+        sampled = range(0, result.ntuples, max(1, result.ntuples // SAMPLES))
+        values = (result.get_value(row, column) for row in sampled for column in range(len(names)))
+        size = sum(len(value) for value in values if value is not None)
+        rows = max(1, min(MOST_ROWS, FETCH_BYTES * len(sampled) // max(1, size)))
+        yield result
 
 
 def _message(error: psycopg.Error) -> str:

@@ -1,34 +1,152 @@
-"""From a relation to the shapes that follow it. Plain dictionary by oid; indexes over where clauses come later.
+"""From a change to the shapes that it can match: one database's shapes by relation, and by what their filters ask for.
 
-R1  A consumer that is added sees changes from the next `route` on, one that is removed sees none.
+R1  A consumer that is added is offered changes from the next `route` on, one that is removed none.
+R2  A consumer is offered every change that can match its filter, of the old row or the new one, in order. A filter
+    that needs one column to have one of some values (`Equality`) is found by value; the others see every change of
+    their relation.
+R3  In doubt a change is offered: a value that cannot be read, an update without its old row, a truncate, and the
+    first change of a relation whose columns changed, which ends what cannot follow it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from tidemill.base.tasks import is_fault
+from tidemill.capture.changes import Change, Relation
 from tidemill.shapes.consumer import TableConsumer
+from tidemill.shapes.where import Equality, Value
+
+INDEXED_VALUES = 1_000
+"""A filter that names more values of a column is evaluated for each change instead."""
+
+Consumers = dict[TableConsumer, None]
+"""An ordered set."""
+
+
+class _Column:
+    """The filters that need this column to have one of some values."""
+
+    def __init__(self, equality: Equality) -> None:
+        self._read = equality.read
+        self._by_value: dict[Value, Consumers] = {}
+        self.members: dict[TableConsumer, frozenset[Value]] = {}
+
+    def add(self, consumer: TableConsumer, values: frozenset[Value]) -> None:
+        self.members[consumer] = values
+        for value in values:
+            self._by_value.setdefault(value, {})[consumer] = None
+
+    def remove(self, consumer: TableConsumer) -> None:
+        for value in self.members.pop(consumer, ()):
+            found = self._by_value[value]
+            del found[consumer]
+            if not found:
+                del self._by_value[value]
+
+    def find(self, change: Change) -> Iterable[TableConsumer]:
+        try:
+            if change.new is None or change.old is None:
+                if change.op == "update":
+                    return self.members
+                row = change.new if change.new is not None else change.old
+                return self._by_value.get(self._read(row), ()) if row is not None else self.members
+            new, old = self._read(change.new), self._read(change.old)
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            return self.members  # each filter finds out for itself, and ends its own shape
+        if new == old:
+            return self._by_value.get(new, ())
+        return {**self._by_value.get(new, {}), **self._by_value.get(old, {})}
+
+
+class _Table:
+    """The shapes of one relation."""
+
+    def __init__(self, relation: Relation) -> None:
+        self._relation = relation
+        self._columns: dict[tuple[str, str], _Column] = {}
+        self.scanned: Consumers = {}
+
+    @property
+    def empty(self) -> bool:
+        return not self.scanned and not self._columns
+
+    def add(self, consumer: TableConsumer) -> None:
+        equality = consumer.equality
+        if equality is None or len(equality.values) > INDEXED_VALUES:
+            self.scanned[consumer] = None
+            return
+        column = self._columns.setdefault((equality.column, equality.kind), _Column(equality))
+        column.add(consumer, equality.values)
+
+    def remove(self, consumer: TableConsumer) -> None:
+        self.scanned.pop(consumer, None)
+        for key, column in list(self._columns.items()):
+            column.remove(consumer)
+            if not column.members:
+                del self._columns[key]
+
+    def indexed(self, changes: Sequence[Change]) -> dict[TableConsumer, list[Change]]:
+        hits: dict[TableConsumer, list[Change]] = {}
+        columns = list(self._columns.values())
+        for change in changes:
+            everyone = change.op == "truncate"
+            if change.relation is not self._relation:
+                everyone = everyone or change.relation != self._relation
+                self._relation = change.relation
+            for column in columns:
+                for consumer in column.members if everyone else column.find(change):
+                    hits.setdefault(consumer, []).append(change)
+        return hits
+
+    @property
+    def has_index(self) -> bool:
+        return bool(self._columns)
 
 
 class Router:
-    """Keyed by database and relation oid, since two databases may use one oid."""
-
     def __init__(self) -> None:
-        self._by_relation: dict[tuple[str, int], list[TableConsumer]] = {}
+        self._tables: dict[int, _Table] = {}
+        self._members: Consumers = {}
 
-    def add(self, database: str, consumer: TableConsumer) -> None:
-        self._by_relation.setdefault((database, consumer.oid), []).append(consumer)
+    def __len__(self) -> int:
+        return len(self._members)
 
-    def remove(self, database: str, consumer: TableConsumer) -> None:
-        key = (database, consumer.oid)
-        left = [other for other in self._by_relation.get(key, ()) if other is not consumer]
-        if left:
-            self._by_relation[key] = left
-        else:
-            self._by_relation.pop(key, None)
+    def add(self, consumer: TableConsumer) -> None:
+        self._tables.setdefault(consumer.oid, _Table(consumer.relation)).add(consumer)
+        self._members[consumer] = None
 
-    def route(self, database: str, oid: int) -> Sequence[TableConsumer]:
-        return self._by_relation.get((database, oid), ())
+    def remove(self, consumer: TableConsumer) -> None:
+        """Idempotent."""
+        if consumer not in self._members:
+            return
+        del self._members[consumer]
+        table = self._tables[consumer.oid]
+        table.remove(consumer)
+        if table.empty:
+            del self._tables[consumer.oid]
 
-    def consumers(self, database: str) -> list[TableConsumer]:
-        return [c for (name, _), found in self._by_relation.items() if name == database for c in found]
+    def route(
+        self,
+        changes: Sequence[Change],
+        offer: Callable[[Iterable[TableConsumer], Sequence[Change]], None],
+    ) -> None:
+        """Call `offer(consumers, changes)` for each group of consumers that is offered the same changes."""
+        by_relation: dict[int, list[Change]] = {}
+        tables = self._tables
+        for change in changes:
+            oid = change.relation.oid
+            if oid in tables:
+                by_relation.setdefault(oid, []).append(change)
+        for oid, found in by_relation.items():
+            table = tables[oid]
+            if table.scanned:
+                offer(table.scanned, found)
+            if table.has_index:
+                for consumer, matched in table.indexed(found).items():
+                    offer((consumer,), matched)
+
+    def consumers(self) -> list[TableConsumer]:
+        return list(self._members)

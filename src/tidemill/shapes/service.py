@@ -1,8 +1,11 @@
 """All shapes of one process: from a definition to a live shape, one for equal definitions; bounded, and closed as one.
 
 V1  One definition has at most one live shape; a dropped one is replaced under a new handle.
-V3  At most `max_shapes` live; the least recently used one without waiting clients goes first.
-V4  Bases and logs together stay near `total_bytes`: once a second shapes beyond it end.
+V3  At most `max_shapes` live, and `memory_bytes` in all. Room is made of shapes that nobody read for `idle_s` and
+    nobody waits for; a newcomer that finds none is refused, and none in use is ended for it.
+V5  Whatever building or following a shape raises, of whatever type, ends that shape and nothing else (`_run`); what its
+    share of a stream raises ends it in the sink. Asked for again it is refused for a while (`refusals`).
+V6  A shape whose table is captured no more ends; nothing of an ended one stays, but for a fault's mark for a minute.
 """
 
 from __future__ import annotations
@@ -15,22 +18,30 @@ import structlog
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Invalid, TidemillError, Unavailable
 from tidemill.base.marks import Tracker
-from tidemill.base.tasks import Tasks
+from tidemill.base.tasks import Tasks, cancelled_from_outside, is_fault, keep, sentence
+from tidemill.shapes.budget import Budget, Full
+from tidemill.shapes.compiling import CompilerThread
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.log import LogStorage, MemoryLog
 from tidemill.shapes.offsets import LogOffset
 from tidemill.shapes.plan import Plan, ShapeRequest, shard_name
+from tidemill.shapes.refusals import Refusals
+from tidemill.shapes.reporting import LARGEST, SHARDS, Reporter, Source, mark_of, show
 from tidemill.shapes.settings import ShapeSettings
 from tidemill.shapes.shape import HandleMint, ShapeDefinition
 from tidemill.shapes.shard_shapes import ShardOpener, ShardShapes
-from tidemill.shapes.sink import ShapeSink
+from tidemill.shapes.share import LoopShare
+from tidemill.shapes.sink import ShapeSink, broken
 from tidemill.shapes.table_shapes import Relations, TableShapes
 
 _log = structlog.get_logger()
 
 HOUSEKEEPING_S = 1.0
-LOADING_BUDGET_MS = 60_000
-"""A shape that loads for longer shows as stuck."""
+ABANDONED_S = 10.0
+"""A shape that loads while nobody waits for so long gives its place among the few snapshots to others."""
+
+SHAPE_BYTES = 24 << 10
+"""What a shape takes beside its rows: definition, plan, compiled clause, task (measured: docs/shapes.md)."""
 
 
 class ShapeService:
@@ -40,53 +51,55 @@ class ShapeService:
         self.settings = settings or ShapeSettings()
         self.clock = clock
         self.rand = rand
+        self.budget = Budget(self.settings.memory_bytes, self._make_bytes)
+        self.share = LoopShare(clock, self.settings.loop_share)
         self._tracker = tracker
-        self._tasks = Tasks()
-        self._tables = TableShapes()
-        self._shards = ShardShapes(self._tasks)
+        self._reporter = Reporter(tracker)
+        self._refusals = Refusals()
+        self._tasks = Tasks(self._task_failed)
+        self._compiler = CompilerThread()
+        self._tables = TableShapes(clock, self.share, self.settings.backlog, self._compiler)
+        self._shards = ShardShapes(clock, self.share, self._compiler)
         self._handles = HandleMint(clock, rand)
         self._by_handle: dict[str, LiveShape] = {}
         self._by_definition: dict[ShapeDefinition, LiveShape] = {}
         self._plans: dict[ShapeRequest, Plan] = {}
         self._runners: dict[str, asyncio.Task[None]] = {}
+        self._pumps: dict[str, asyncio.Task[None]] = {}
+        self._evicted = 0
         self._keeping = False
         self._closed = False
 
     # -- assembly ----------------------------------------------------------------------------------
 
     def add_database(self, name: str, dsn: str, relations: Relations) -> ShapeSink:
-        """Serve the tables of a captured database; returns the Sink to register with its collector.
+        """Serve the tables of a captured database; returns the tap to add to its capture.
 
         `relations()` gives the relations captured now: their columns are what the stream carries. It may name
         none until the replication slot exists, never before. Adding a name again (a capture that was started
         anew, perhaps after another node had it) ends the shapes of its earlier life: they may have missed changes.
         """
-        self.restart_database(name, "the capture was started anew")
-        return self._tables.add(name, dsn, relations)
+        self.suspend_database(name, "the capture was started anew")
+        sink = self._tables.add(name, dsn, relations)
+        pump = keep(f"shapes:{name}", sink.run, tracker=self._tracker, clock=self.clock)
+        self._pumps[name] = self._tasks.spawn(pump, name=f"shapes:{name}")
+        return sink
 
-    def suspend_database(self, name: str) -> None:
+    def suspend_database(self, name: str, reason: str = "the capture left this node") -> None:
         """This process does not capture it now: its shapes end, requests are 503 until it is added again."""
-        self.restart_database(name, "the capture left this node")
+        self._plans.clear()
+        self._refusals.forget()
+        for shape in list(self._by_handle.values()):
+            if shape.definition.source.kind == "table" and shape.definition.source.database == name:
+                self._forget(shape, reason)
+        pump = self._pumps.pop(name, None)
+        if pump is not None:
+            pump.cancel()
         self._tables.suspend(name)
-
-    @property
-    def sink(self) -> ShapeSink:
-        """The sink of the only database. Raises Invalid when there is none or more than one."""
-        sinks = self._tables.sinks()
-        if len(sinks) != 1:
-            raise Invalid(f"no single captured database: databases={len(sinks)}.")
-        return sinks[0]
 
     def add_shards(self, opener: ShardOpener) -> None:
         """Serve shards: `opener(name)` returns a handle or raises Missing."""
         self._shards.serve(opener)
-
-    def restart_database(self, name: str, reason: str) -> None:
-        """The stream has a gap (slot lost, new slot): every shape of the database refetches."""
-        self._plans.clear()
-        for shape in list(self._by_handle.values()):
-            if shape.definition.source.kind == "table" and shape.definition.source.database == name:
-                self._forget(shape, reason)
 
     async def aclose(self) -> None:
         """End all shapes and wait for their tasks. Idempotent."""
@@ -94,6 +107,15 @@ class ShapeService:
         for shape in list(self._by_handle.values()):
             self._forget(shape, "the node is stopping")
         await self._tasks.aclose()
+        self._compiler.close()
+
+    def _task_failed(self, name: str, error: BaseException) -> None:
+        """Nothing here ends with an error unless it is a defect of the supervision itself: then nobody is served."""
+        _log.error("shapes cannot go on", part=name, error=sentence(error), exc_info=error)
+        self._tracker.fail("shapes", sentence(error), now_ms=self.clock.now_ms())
+        self._closed = True
+        for shape in list(self._by_handle.values()):
+            self._forget(shape, "shapes cannot go on")
 
     # -- look-up -----------------------------------------------------------------------------------
 
@@ -109,10 +131,41 @@ class ShapeService:
                 "rows": shape.rows_loaded,
                 "base_bytes": shape.log.base_bytes,
                 "log_bytes": shape.log.log_bytes,
+                "pending_bytes": self._tables.pending_bytes(shape),
                 "waiting": shape.waiting,
             }
             for shape in self._by_handle.values()
         ]
+
+    def facts(self) -> dict[str, object]:
+        """Counts and bytes of all shapes, and which are the largest; of bounded size."""
+        largest = sorted(self._by_handle.values(), key=lambda s: s.log.base_bytes + s.log.log_bytes, reverse=True)
+        sinks = self._tables.sinks().values()
+        return {
+            "shapes": len(self._by_handle),
+            "max_shapes": self.settings.max_shapes,
+            "memory_bytes": self.budget.used_bytes,
+            "memory_limit_bytes": self.budget.limit_bytes,
+            "memory_refused": self.budget.refused,
+            "backlog_bytes": sum(sink.held_bytes for sink in sinks),
+            "fell_behind": sum(sink.fell_behind for sink in sinks),
+            "evicted_idle": self._evicted,
+            "refused": self._refusals.count,
+            "last_refusal": self._refusals.last,
+            "loop_ms": round(self.share.busy_s * 1000, 1),
+            "longest_slice_ms": round(self.share.longest_s * 1000, 1),
+            "largest": [
+                {"handle": s.handle, "source": str(s.definition.source), "bytes": s.log.base_bytes + s.log.log_bytes}
+                for s in largest[:LARGEST]
+            ],
+        }
+
+    @property
+    def health(self) -> str:
+        """`active`; `starting` while a captured database has no relations yet."""
+        if self._closed:
+            return "stopping"
+        return "starting" if self._tables.starting() else "active"
 
     def by_handle(self, handle: str) -> LiveShape | None:
         return self._by_handle.get(handle)
@@ -122,7 +175,7 @@ class ShapeService:
         return None if shape is None or shape.gone else shape
 
     def last_seen(self, shape: LiveShape) -> int:
-        """Newest transaction seen of this shape's source, whether or not it touched the shape."""
+        """Newest transaction of this shape's source whose effect on the shape, if any, is in its log."""
         return shape.last_seen if shape.definition.source.kind == "shard" else self._tables.last_seen(shape)
 
     def covers(self, shape: LiveShape, offset: LogOffset) -> bool:
@@ -144,9 +197,8 @@ class ShapeService:
         if plan is not None and self._still_true(plan, request):
             return plan
         plan = await (self._tables.plan(request) if name is None else self._shards.plan(request, name))
-        if len(self._plans) >= 2 * self.settings.max_shapes:
-            self._plans.clear()
-        self._plans[request] = plan
+        if self.current(plan.definition) is not None:
+            self._remember(request, plan)
         return plan
 
     def _still_true(self, plan: Plan, request: ShapeRequest) -> bool:
@@ -154,10 +206,16 @@ class ShapeService:
             return self.current(plan.definition) is not None
         return self._tables.find(request.table)[1] == plan.relation
 
+    def _remember(self, request: ShapeRequest, plan: Plan) -> None:
+        if len(self._plans) >= 2 * self.settings.max_shapes:
+            self._plans.clear()
+        self._plans[request] = plan
+
     def open(self, plan: Plan) -> LiveShape:
         """The live shape of a plan; starts one when there is none (V1). Plain def: the place is taken at once.
 
-        Raises Unavailable when there is no room, or the service is closed.
+        Raises Full when there is no room, Unavailable when the service is closed, and what the definition failed
+        with lately.
         """
         if self._closed:
             raise Unavailable("the node is stopping.")
@@ -178,78 +236,131 @@ class ShapeService:
     # -- life of a shape ---------------------------------------------------------------------------
 
     def _start(self, plan: Plan) -> LiveShape:
-        self._make_room()
+        now_s = self.clock.monotonic_s()
+        self._refusals.check(plan.definition, now_s)
+        self._make_place(now_s)
+        self.budget.take(SHAPE_BYTES)
         if not self._keeping:
             self._keeping = True
-            self._tasks.spawn(self._keep_house(), name="shapes-housekeeping")
-        log: LogStorage = MemoryLog(self.settings.limits)
+            house = keep("shapes", self._keep_house, tracker=self._tracker, clock=self.clock)
+            self._tasks.spawn(house, name="shapes-housekeeping")
+        log: LogStorage = MemoryLog(self.settings.limits, self.budget)
         shape = LiveShape(self._handles.mint(plan.definition), plan.definition, plan.schema_json, log)
+        shape.started_s = shape.used_s = now_s
         self._by_handle[shape.handle] = shape
         self._by_definition[plan.definition] = shape
-        self._mark(shape)
         self._runners[shape.handle] = self._tasks.spawn(self._run(shape, plan.build), name=f"shape:{shape.handle}")
         return shape
 
-    def _make_room(self) -> None:
+    def _idle(self) -> list[LiveShape]:
+        """Shapes that nobody waits for and nobody has read for `idle_s`, least recently used first."""
+        before_s = self.clock.monotonic_s() - self.settings.idle_s
+        idle = [s for s in self._by_handle.values() if not s.waiting and s.used_s <= before_s and s.state != "loading"]
+        return sorted(idle, key=lambda shape: shape.used_s)
+
+    def _make_place(self, now_s: float) -> None:
         if len(self._by_handle) < self.settings.max_shapes:
             return
-        idle = [shape for shape in self._by_handle.values() if not shape.waiting]
-        if not idle:
-            raise Unavailable(f"too many shapes with waiting clients: limit={self.settings.max_shapes}.")
-        self._forget(min(idle, key=lambda shape: shape.used_s), "evicted: least recently used")
+        idle = self._idle()
+        if idle:
+            self._evict(idle[0])
+            return
+        left_s = [s.used_s + self.settings.idle_s - now_s for s in self._by_handle.values() if not s.waiting]
+        raise Full(
+            f"this node serves as many shapes as it may: limit={self.settings.max_shapes}.",
+            max(1, min(60, int(min(left_s, default=60.0)) + 1)),
+            fix="Raise shapes.max_shapes, or let unused ones become idle.",
+        )
+
+    def _make_bytes(self, missing_bytes: int) -> None:
+        for shape in self._idle():
+            if missing_bytes <= 0:
+                return
+            missing_bytes -= shape.log.base_bytes + shape.log.log_bytes + SHAPE_BYTES
+            self._evict(shape)
+
+    def _evict(self, shape: LiveShape) -> None:
+        self._evicted += 1
+        self._forget(shape, f"evicted: nobody read it for idle_s={self.settings.idle_s}")
 
     def _forget(self, shape: LiveShape, reason: str) -> None:
         """End a shape and every trace of it. Idempotent."""
         shape.drop(reason)
-        self._by_handle.pop(shape.handle, None)
+        if self._by_handle.pop(shape.handle, None) is None:
+            return
+        self.budget.give(SHAPE_BYTES)
         if self._by_definition.get(shape.definition) is shape:
             del self._by_definition[shape.definition]
         self._tables.detach(shape)
         runner = self._runners.pop(shape.handle, None)
         if runner is not None and runner is not asyncio.current_task():
             runner.cancel()
-        self._tracker.remove(f"shape:{shape.handle}")
+        self._reporter.ended(shape)
+        _log.info("shape over", handle=shape.handle, source=str(shape.definition.source), why=shape.end_reason)
 
     async def _run(self, shape: LiveShape, build: Callable[[LiveShape], Awaitable[None]]) -> None:
-        """Load, then stay until the shape is over; failures become the shape's error, never this task's."""
+        """Load, then stay until the shape is over. THE boundary of a shape's own work (V5)."""
         try:
             await build(shape)
             await shape.wait_over()
-        except TidemillError as error:
-            shape.fail(error)
-        except (OSError, EOFError) as error:
-            shape.fail(Unavailable(f"loading failed: error={error!r}."))
+        except asyncio.CancelledError as error:
+            if cancelled_from_outside():
+                raise
+            shape.fail(broken(error), broken=True)
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            listed = isinstance(error, TidemillError)
+            shape.fail(error if isinstance(error, TidemillError) else broken(error), broken=not listed)
         finally:
+            self._tell(shape)
             self._forget(shape, "its task ended")
-            _log.info("shape over", handle=shape.handle, source=str(shape.definition.source), why=shape.end_reason)
+
+    def _tell(self, shape: LiveShape) -> None:
+        """A failure is remembered for those who ask again; one that is not the request's own is told."""
+        error = shape.error
+        if error is None or isinstance(error, Full):
+            return
+        now_s = self.clock.monotonic_s()
+        self._refusals.add(shape.definition, error, now_s, broken=shape.broken)
+        if not isinstance(error, Invalid):
+            _log.error("shape failed", handle=shape.handle, error=str(error), exc_info=error)
+            self._reporter.fault(shape.handle, str(error), self.clock.now_ms(), now_s)
+
+    # -- once a second -----------------------------------------------------------------------------
 
     async def _keep_house(self) -> None:
-        """Once a second: marks, and the budget of all shapes together (V4)."""
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
-            self._trim()
-            for shape in self._by_handle.values():
-                self._mark(shape)
+            self._house()
 
-    def _trim(self) -> None:
-        """Shapes without waiting clients go first, the least recently used of them before the others."""
-        held = {shape: shape.log.base_bytes + shape.log.log_bytes for shape in self._by_handle.values()}
-        excess = sum(held.values()) - self.settings.total_bytes
-        for shape in sorted(held, key=lambda shape: (shape.waiting > 0, shape.used_s)):
-            if excess <= 0:
-                return
-            excess -= held[shape]
-            self._forget(shape, "evicted: all shapes together outgrew their memory")
-
-    def _mark(self, shape: LiveShape) -> None:
-        loading = shape.state == "loading"
-        seen = self.last_seen(shape)
-        self._tracker.set(
-            f"shape:{shape.handle}",
-            0 if loading else seen,
-            1 if loading else seen,
-            now_ms=self.clock.now_ms(),
-            reason=f"loads the initial rows of {shape.definition.source}" if loading else "",
-            budget_ms=LOADING_BUDGET_MS,
-            unit="ms" if shape.definition.source.kind == "shard" else "lsn",
+    def _house(self) -> None:
+        for consumer in self._tables.uncaptured():
+            self._forget(consumer.shape, "its table is not captured any more")
+        now_s = self.clock.monotonic_s()
+        for shape in list(self._by_handle.values()):
+            if shape.state == "loading" and not shape.waiting and now_s - shape.used_s > ABANDONED_S:
+                self._forget(shape, "nobody waits for its initial rows any more")
+        sinks = self._tables.sinks()
+        for sink in sinks.values():
+            sink.end_the_late()
+        sources: dict[str, Source] = {}
+        for shape in self._by_handle.values():
+            name, seen = mark_of(shape), self.last_seen(shape)
+            target = seen if name == SHARDS else sinks[shape.definition.source.database].taken
+            old = sources.get(name)
+            position = min(seen, target) if shape.state == "live" else target
+            if old is not None:
+                position, target = min(position, old.position), max(target, old.target)
+            sources[name] = Source(position, target, "ms" if name == SHARDS else "lsn")
+        words = f"; {self.budget.used_bytes >> 20} of {self.budget.limit_bytes >> 20} MiB"
+        now_ms = self.clock.now_ms()
+        self._reporter.tick(self._by_handle.values(), sources, words, now_ms, now_s)
+        show(
+            shapes=len(self._by_handle),
+            used=self.budget.used_bytes,
+            limit=self.budget.limit_bytes,
+            backlog=sum(sink.held_bytes for sink in sinks.values()),
+            busy_s=self.share.busy_s,
+            longest_s=self.share.longest_s,
         )

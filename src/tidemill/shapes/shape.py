@@ -49,14 +49,14 @@ class ShapeDefinition(msgspec.Struct, frozen=True):
 
 
 class HandleMint:
-    """Makes handles that no earlier call of this or any other process made (H1)."""
+    """Makes handles that no other call of this or any other process makes, whatever the clocks say (H1): within a life
+    of the mint they grow, and 64 random bits keep lives apart."""
 
     def __init__(self, clock: Clock, rand: Rand) -> None:
         self._clock = clock
         self._rand = rand
-        self._last = 0
+        self._last_ms = 0
 
     def mint(self, definition: ShapeDefinition) -> str:
-        unique = max(self._clock.now_ms() * 1_000_000 + self._rand.below(1_000_000), self._last + 1)
-        self._last = unique
-        return f"{definition.digest()}-{unique}"
+        self._last_ms = max(self._clock.now_ms(), self._last_ms + 1)
+        return f"{definition.digest()}-{self._last_ms << 64 | self._rand.below(1 << 64)}"

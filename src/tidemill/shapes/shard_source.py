@@ -7,21 +7,22 @@ a shard without a key is a multiset whose key is the whole row: it appears with 
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tidemill.base.errors import Invalid, Unavailable
+from tidemill.shapes.consumer import failed_on_a_row
 from tidemill.shapes.items import LogItem
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.offsets import LogOffset
 from tidemill.shapes.rows import RowWriter
 from tidemill.shapes.shape import LogMode, Replica
 from tidemill.shapes.shard_text import text_columns
+from tidemill.shapes.share import LoopShare, Turn
 from tidemill.shapes.where import EvaluationError, Type, Where
-from tidemill.shards.front import DIFF, TIME, Shard, ShardSchema
+from tidemill.shards.front import DIFF, TIME, HistoryLost, Shard, ShardSchema
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,8 +42,12 @@ _PG_NAMES = {
     "date": "date",
     "timestamp": "timestamptz",
 }
-BASE_ROWS = 2_000
-"""Rows rendered between two turns of the event loop."""
+SLICE_ROWS = 100
+"""Rows made into text at once: a millisecond or two for wide ones."""
+
+STORED_BYTES = 64 << 20
+"""Of a shard that a shape may be over, as stored (history included). It is read whole, and unpacked it is several times
+as large; the unpacked table counts against the shapes' memory while it is worked on."""
 LOAD_ATTEMPTS = 5
 
 
@@ -75,14 +80,21 @@ def shard_schema_json(schema: ShardSchema, shown: tuple[str, ...]) -> bytes:
 
 
 class ShardFeed:
-    """Feeds one shape from one shard. `load` once, then `follow` until cancelled."""
+    """Feeds one shape from one shard. `load` once, then `follow` until cancelled. Rows are worked on in `share`."""
 
     def __init__(
-        self, shard: Shard, where: Where | None, columns: tuple[str, ...], replica: Replica, log_mode: LogMode
+        self,
+        shard: Shard,
+        where: Where | None,
+        columns: tuple[str, ...],
+        replica: Replica,
+        log_mode: LogMode,
+        share: LoopShare,
     ) -> None:
         self._shard = shard
         self._where = where
         self._log_mode = log_mode
+        self._share = share
         schema = shard.schema
         self._names = tuple(column.name for column in schema.columns)
         self._shown = columns or self._names
@@ -94,18 +106,20 @@ class ShardFeed:
     async def load(self, shape: LiveShape) -> None:
         """Base = contents at the newest final time; an empty shard has an empty base.
 
-        Raises what the shard raises; Unavailable when its history is forgotten faster than it can be read.
+        Raises what the shard raises; Unavailable when its history is forgotten faster than it can be read; Invalid
+        when it is too large, or the where clause fails on a row; Full.
         """
         for _ in range(LOAD_ATTEMPTS):
             since, upper = await self._shard.frontiers()
             if upper <= since:
                 break
             try:
+                await self._check_size(upper - 1)
                 table = await self._shard.snapshot(upper - 1)
-            except Invalid:
+            except HistoryLost:
                 continue  # since passed the time in between: read at a newer one
             if self._log_mode == "full" or not self._keyed:
-                await self._add_base(shape, table)
+                await self._in_slices(shape, table, self._base(shape, table))
             break
         else:
             raise Unavailable(f"the shard's history is forgotten while it is read: shard={self._shard.name}.")
@@ -113,10 +127,38 @@ class ShardFeed:
         shape.log.seal_base()
         shape.last_seen = max(upper - 1, 0)
 
-    async def _add_base(self, shape: LiveShape, table: pa.Table) -> None:
-        for start in range(0, table.num_rows, BASE_ROWS):
+    async def _check_size(self, as_of: int) -> None:
+        batches = await self._shard.batches_until(as_of)
+        size = sum(part.size_bytes for batch in batches for part in batch.parts)
+        if size > STORED_BYTES:
+            raise Invalid(
+                f"the shard is too large for a shape: shard={self._shard.name} bytes={size} limit={STORED_BYTES}.",
+                fix="Derive a smaller table from it, and follow that one.",
+            )
+
+    async def _in_slices(self, shape: LiveShape, table: pa.Table, work: Iterator[None]) -> None:
+        """Run `work` in turns; the memory of `table` counts meanwhile. Raises Full, Invalid."""
+        size = table.nbytes
+
+        def step(turn: Turn) -> bool:
+            for _ in work:
+                if turn.over:
+                    return not shape.gone
+            return False
+
+        shape.log.budget.take(size)
+        try:
+            await self._share.work(step)
+        except EvaluationError as error:
+            raise failed_on_a_row(shape.definition.where, error) from error
+        finally:
+            shape.log.budget.give(size)
+
+    def _base(self, shape: LiveShape, table: pa.Table) -> Iterator[None]:
+        for part in _slices(table):
             rows: list[bytes] = []
-            for row in _rows(table.slice(start, BASE_ROWS), self._names):
+            for row in _rows(part, self._names):
+                yield
                 if self._where is not None and not self._where.matches(row):
                     continue
                 if not self._keyed and self._count(self._writer.key(row), 1) != 1:
@@ -125,7 +167,6 @@ class ShardFeed:
             if self._log_mode == "full":
                 shape.log.add_base(rows)
                 shape.rows_loaded += len(rows)
-            await asyncio.sleep(0)
 
     def _count(self, key: str, change: int) -> int:
         self._copies[key] += change
@@ -135,48 +176,63 @@ class ShardFeed:
         return copies
 
     async def follow(self, shape: LiveShape) -> None:
-        """Append every later update until the shape is gone. Raises what the shard raises."""
+        """Append every later update until the shape is gone. Raises what the shard raises, and what `apply` does."""
         async for delta in self._shard.listen(self._next):
             if shape.gone:
                 return
-            self.apply(shape, delta.rows, delta.upper)
+            await self.apply(shape, delta.rows, delta.upper)
 
-    def apply(self, shape: LiveShape, rows: pa.Table, upper: int) -> None:
-        """One complete step of the shard: rows of times below `upper`, in any order."""
-        items: list[LogItem] = []
+    async def apply(self, shape: LiveShape, rows: pa.Table, upper: int) -> None:
+        """One step of the shard, shown whole: rows of times below `upper`, in any order. Raises Invalid, Full."""
         if rows is not None and rows.num_rows:
-            try:
-                for time_ms, at_time in _by_time(rows, self._names):
-                    items.extend(self._items(time_ms, at_time))
-            except EvaluationError as error:
-                shape.drop(f"the where clause failed on a row: {error}")
-                return
-        shape.append(items, upper - 1)
+            await self._in_slices(shape, rows, self._collect(shape, rows))
+        shape.publish(upper - 1)
 
-    def _items(self, time_ms: int, updates: list[tuple[Row, int]]) -> list[LogItem]:
-        """Items of one time: per key one insert, update or delete, in order of first appearance."""
+    def _collect(self, shape: LiveShape, rows: pa.Table) -> Iterator[None]:
+        """Stage the items of all times, times ascending; order within a time is the table's."""
+        groups: dict[int, deque[tuple[Row, int]]] = {}
+        for part in _slices(rows):
+            times: list[Any] = part.column(TIME).to_pylist()
+            diffs: list[Any] = part.column(DIFF).to_pylist()
+            for time_ms, diff, row in zip(times, diffs, _rows(part, self._names), strict=True):
+                yield
+                if self._where is None or self._where.matches(row):
+                    groups.setdefault(time_ms, deque()).append((row, diff))
+        for time_ms in sorted(groups):
+            for item in self._items(time_ms, groups.pop(time_ms)):
+                yield
+                if item is not None:
+                    shape.stage(item)
+
+    def _items(self, time_ms: int, updates: deque[tuple[Row, int]]) -> Iterator[LogItem | None]:
+        """Items of one time: per key one insert, update or delete, in order of first appearance. None: go on.
+
+        What is done is let go of row by row: freeing many rows at once takes as long as making them.
+        """
         gone: dict[str, Row] = {}
         come: dict[str, Row] = {}
         net: Counter[str] = Counter()
         order: dict[str, None] = {}
-        for row, diff in updates:
-            if self._where is not None and not self._where.matches(row):
-                continue
+        while updates:
+            row, diff = updates.popleft()
+            yield None
             key = self._writer.key(row)
             order.setdefault(key)
             net[key] += diff
             (gone if diff < 0 else come)[key] = row
-        items: list[LogItem] = []
+        made = 0
         headers: dict[str, object] = {"lsn": str(time_ms)}
         for key in order:
-            offset = LogOffset(time_ms, 2 * len(items))
+            offset = LogOffset(time_ms, 2 * made)
+            old, new = gone.pop(key, None), come.pop(key, None)
             if self._keyed:
-                item = self._keyed_item(offset, gone.get(key), come.get(key), headers)
+                item = self._keyed_item(offset, old, new, headers)
             else:
-                item = self._counted_item(offset, key, net[key], gone.get(key) or come[key], headers)
-            if item is not None:
-                items.append(item)
-        return items
+                any_row = old or new
+                assert any_row is not None
+                item = self._counted_item(offset, key, net[key], any_row, headers)
+            made += item is not None
+            yield item
 
     def _keyed_item(
         self, offset: LogOffset, old: Row | None, new: Row | None, headers: dict[str, object]
@@ -199,18 +255,12 @@ class ShardFeed:
         return None
 
 
+def _slices(table: pa.Table) -> Iterator[pa.Table]:
+    for start in range(0, table.num_rows, SLICE_ROWS):
+        yield table.slice(start, SLICE_ROWS)
+
+
 def _rows(table: pa.Table, names: tuple[str, ...]) -> Iterator[Row]:
     columns = text_columns(table, names)
     for values in zip(*columns, strict=True):
         yield dict(zip(names, values, strict=True))
-
-
-def _by_time(table: pa.Table, names: tuple[str, ...]) -> Iterator[tuple[int, list[tuple[Row, int]]]]:
-    """Groups of (row, diff) with one time, times ascending; order within a time is the table's."""
-    times: list[Any] = table.column(TIME).to_pylist()
-    diffs: list[Any] = table.column(DIFF).to_pylist()
-    groups: dict[int, list[tuple[Row, int]]] = {}
-    for time_ms, diff, row in zip(times, diffs, _rows(table, names), strict=True):
-        groups.setdefault(time_ms, []).append((row, diff))
-    for time_ms in sorted(groups):
-        yield time_ms, groups[time_ms]

@@ -1,54 +1,19 @@
-"""Stitching a snapshot to the stream: which transactions of the stream the snapshot already holds. Pure.
+"""Stitching a snapshot to the stream: which transactions a shape skips, because its initial rows hold them. Pure.
 
-    xid < xmin                  in the snapshot: skip
-    xid ≥ xmax                  not in it: keep, and from here on nothing is skipped any more
-    else                        in it exactly when xid is not among those in progress
+The rule itself is capture's (`capture/visibility.py`). Here is until when it is asked.
 
-The stream carries 32-bit xids and the snapshot 64-bit ones. A stream xid is widened to the 64-bit xid
-nearest to xmax before *every* comparison, also for membership among those in progress.
-
-Once a transaction with xid ≥ xmax was seen, every later one committed after the snapshot was taken, so
-filtering stops; the 2³¹ window of the widening therefore never has to hold for longer than the snapshot.
+A transaction with xid ≥ xmax may come in the stream before one that the snapshot sees: of two that commit at the same
+time, the first in the WAL need not be the first that becomes visible. Only a transaction that began after the snapshot
+is later than all it sees, and one that is FAR_BEYOND xmax did. From there on nothing is skipped any more; the 2³¹
+window of the widening therefore never has to hold for much longer than the snapshot.
 """
 
 from __future__ import annotations
 
-from tidemill.base.errors import Invalid
+from tidemill.capture.visibility import PgSnapshot, widen
 
-_HALF = 1 << 31
-_FULL = 1 << 32
-
-
-def widen(xid: int, reference: int) -> int:
-    """The 64-bit xid equal to `xid` modulo 2³² that lies nearest to `reference`."""
-    return reference + ((xid - reference + _HALF) % _FULL) - _HALF
-
-
-class PgSnapshot:
-    """pg_current_snapshot(): xmin, xmax and the xids in progress, all 64-bit."""
-
-    def __init__(self, xmin: int, xmax: int, in_progress: frozenset[int]) -> None:
-        self.xmin = xmin
-        self.xmax = xmax
-        self.in_progress = in_progress
-
-    @classmethod
-    def parse(cls, text: str) -> PgSnapshot:
-        """Read `xmin:xmax:xip,…`. Raises Invalid."""
-        try:
-            xmin, xmax, xips = text.split(":")
-            return cls(int(xmin), int(xmax), frozenset(int(x) for x in xips.split(",") if x))
-        except ValueError as error:
-            raise Invalid(f"not a snapshot: snapshot={text!r}.") from error
-
-    def sees(self, xid: int) -> bool:
-        """Whether the effects of the stream's transaction `xid` are in the snapshot."""
-        wide = widen(xid, self.xmax)
-        if wide < self.xmin:
-            return True
-        if wide >= self.xmax:
-            return False
-        return wide not in self.in_progress
+FAR_BEYOND = 1 << 24
+"""No snapshot is taken while so many transactions are under way."""
 
 
 class SnapshotFilter:
@@ -67,6 +32,6 @@ class SnapshotFilter:
             return True
         if snapshot.sees(xid):
             return False
-        if widen(xid, snapshot.xmax) >= snapshot.xmax:
+        if widen(xid, snapshot.xmax) >= snapshot.xmax + FAR_BEYOND:
             self._snapshot = None
         return True

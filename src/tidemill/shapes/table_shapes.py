@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from tidemill.base.clock import Clock
 from tidemill.base.errors import Unavailable
 from tidemill.capture.changes import Relation
 from tidemill.shapes.consumer import TableConsumer
 from tidemill.shapes.describe import TableInfo
 from tidemill.shapes.items import snapshot_end
 from tidemill.shapes.live import LiveShape
-from tidemill.shapes.plan import FieldError, Plan, ShapeRequest, check_columns, compile_request, split_table
+from tidemill.shapes.plan import Compiler, FieldError, Plan, ShapeRequest, check_columns, split_table
 from tidemill.shapes.postgres_source import PostgresSource
-from tidemill.shapes.router import Router
 from tidemill.shapes.rows import RowWriter
 from tidemill.shapes.shape import ShapeDefinition, Source
-from tidemill.shapes.sink import ShapeSink
+from tidemill.shapes.share import LoopShare
+from tidemill.shapes.sink import BacklogLimits, ShapeSink
 from tidemill.shapes.where import Where
 
 Relations = Callable[[], Iterable[Relation]]
@@ -30,19 +31,29 @@ class _Database:
         self.source = source
         self.relations = relations
         self.sink = sink
+        self.suspended = False
         self.infos: dict[Relation, TableInfo] = {}
+        """Of relations captured now; one that is not any more goes at the next look."""
+
+    def forget_others(self, relations: list[Relation]) -> None:
+        if len(self.infos) > len(relations):
+            self.infos = {relation: info for relation, info in self.infos.items() if relation in relations}
 
 
 class TableShapes:
     """All captured databases of this process."""
 
-    def __init__(self) -> None:
-        self._router = Router()
+    def __init__(self, clock: Clock, share: LoopShare, backlog: BacklogLimits, compiler: Compiler) -> None:
+        self._clock = clock
+        self._share = share
+        self._backlog = backlog
+        self._compiler = compiler
         self._databases: dict[str, _Database] = {}
-        self._consumers: dict[str, tuple[str, TableConsumer]] = {}
+        self._consumers: dict[str, tuple[ShapeSink, TableConsumer]] = {}
 
     def add(self, name: str, dsn: str, relations: Relations) -> ShapeSink:
-        sink = ShapeSink(name, self._router)
+        """The database's new sink; whoever adds it keeps its `run` running."""
+        sink = ShapeSink(self._clock, self._share, self._backlog)
         self._databases[name] = _Database(PostgresSource(dsn), relations, sink)
         return sink
 
@@ -51,14 +62,32 @@ class TableShapes:
         database = self._databases.get(name)
         if database is not None:
             database.relations = tuple
+            database.suspended = True
 
-    def sinks(self) -> list[ShapeSink]:
-        return [database.sink for database in self._databases.values()]
+    def starting(self) -> bool:
+        """Is there a database that names no relations yet?"""
+        return any(not each.suspended and not list(each.relations()) for each in self._databases.values())
+
+    def uncaptured(self) -> list[TableConsumer]:
+        """Whose table is not among those captured now; none of a database where that is not known."""
+        captured = {id(each.sink): {relation.oid for relation in each.relations()} for each in self._databases.values()}
+        return [
+            consumer
+            for sink, consumer in self._consumers.values()
+            if captured.get(id(sink)) and consumer.oid not in captured[id(sink)]
+        ]
+
+    def sinks(self) -> dict[str, ShapeSink]:
+        return {name: database.sink for name, database in self._databases.items()}
 
     def last_seen(self, shape: LiveShape) -> int:
-        """Newest transaction of the shape's database, whether or not it touched the shape."""
-        database = self._databases.get(shape.definition.source.database)
-        return shape.last_seen if database is None else max(shape.last_seen, database.sink.last_seen)
+        """Newest transaction of the shape's database whose effect on the shape, if any, is in its log."""
+        registered = self._consumers.get(shape.handle)
+        return shape.last_seen if registered is None else max(shape.last_seen, registered[0].seen(registered[1]))
+
+    def pending_bytes(self, shape: LiveShape) -> int:
+        registered = self._consumers.get(shape.handle)
+        return 0 if registered is None else registered[1].pending_bytes
 
     def find(self, table: str) -> tuple[str, Relation]:
         """The captured relation a table parameter names. Raises FieldError, or Unavailable while a capture starts."""
@@ -96,9 +125,10 @@ class TableShapes:
         info = database.infos.get(relation)
         if info is None:
             info = database.infos[relation] = await database.source.describe(relation)
+            database.forget_others(list(database.relations()))
         found = info
         columns = check_columns(request.columns, found.names, found.key)
-        where = compile_request(request, found.where_types(), relation.schema, relation.table)
+        where = await self._compiler(request, found.where_types(), relation.schema, relation.table)
         definition = ShapeDefinition(
             Source("table", database_name, relation.schema, relation.table),
             request.where,
@@ -122,7 +152,8 @@ class TableShapes:
         """Stop offering changes to a shape. Idempotent."""
         registered = self._consumers.pop(shape.handle, None)
         if registered is not None:
-            self._router.remove(*registered)
+            sink, consumer = registered
+            sink.remove(consumer)
 
     async def _build(self, shape: LiveShape, database_name: str, info: TableInfo, where: Where | None) -> None:
         database, definition, relation = self._databases[database_name], shape.definition, info.relation
@@ -130,14 +161,15 @@ class TableShapes:
         writer = RowWriter(relation.schema, relation.table, columns, info.key, info.booleans, definition.replica)
         consumer = TableConsumer(shape, relation, where, writer)
         must_see = database.sink.recent
-        self._router.add(database_name, consumer)
-        self._consumers[shape.handle] = (database_name, consumer)
+        database.sink.add(consumer)
+        self._consumers[shape.handle] = (database.sink, consumer)
         with_rows = definition.log_mode == "full"
-        snapshot = await database.source.load(shape, info, where, writer, must_see, with_rows)
+        snapshot = await database.source.load(shape, info, where, writer, must_see, with_rows, self._share)
         if shape.gone:
             return
         if with_rows:
             shape.log.add_base([snapshot_end(snapshot.xmin, snapshot.xmax, sorted(snapshot.in_progress))])
         shape.log.seal_base()
         consumer.open(snapshot)
+        await self._share.work(consumer.settle)
         shape.ready()

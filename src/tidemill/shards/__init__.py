@@ -3,9 +3,9 @@
 Owns the state of a shard (schema, since, upper, batches, holds, writer tokens), the format of its parts and
 of its row hash, compare-and-append, snapshots, listeners, compaction, and remap bindings. Front: `front.py`;
 start at `open.py`. Does not own: what a pipeline computes, how records become rows, where consensus and
-objects live, when a replaced object is deleted (nothing deletes one yet: leak before lose).
+objects live, when since moves and a replaced object is deleted (keeper: leak before lose).
 
-S1  since and upper only advance; a read at t is exact when since ≤ t < upper.     state.check_step, tests/shards
+S1  since and upper only advance; a read at t is exact when since ≤ t < upper.     state.broken_step, tests/shards
 S2  compare-and-append moves upper and shows the batch, or does neither.           apply, machine M2
 S3  since never passes a live hold.                                                 apply._settle
 B1  bindings only go forward; B2: same offset, same time, for every reader.         reclock, remap

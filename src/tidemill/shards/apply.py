@@ -7,6 +7,7 @@ that changes nothing: the same append has landed before.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import assert_never
 
@@ -17,15 +18,28 @@ from tidemill.shards.commands import (
     Append,
     BatchId,
     Close,
+    Collected,
     Command,
     Create,
     DowngradeSince,
+    Drop,
     ReleaseHold,
     Replace,
     SetHold,
+    Sweep,
 )
-from tidemill.shards.front import Batch
-from tidemill.shards.state import WRITERS_KEPT, Hold, ShardState, WriterToken, batch_sums, check_step
+from tidemill.shards.front import Batch, written_ms
+from tidemill.shards.state import (
+    HOLDS_KEPT,
+    WRITERS_KEPT,
+    Garbage,
+    Hold,
+    ShardState,
+    WriterToken,
+    batch_sums,
+    broken_step,
+    garbage_full,
+)
 
 
 class Reason(StrEnum):
@@ -39,6 +53,10 @@ class Reason(StrEnum):
     HISTORY = "history"
     FENCED = "fenced"
     MOVED = "moved"
+    FULL = "full"
+    STALE = "stale"
+    DROPPED = "dropped"
+    BROKEN = "broken"
 
 
 class Rejected(msgspec.Struct, frozen=True):
@@ -69,6 +87,8 @@ def apply(state: ShardState | None, command: Command) -> ShardState | Rejected:
         return ShardState(command.name, command.shard_id, command.schema, version=1)
     if state is None:
         return Rejected(Reason.ABSENT)
+    if state.dropped:
+        return Rejected(Reason.DROPPED)
     match command:
         case Append():
             new = _append(state, command)
@@ -82,13 +102,19 @@ def apply(state: ShardState | None, command: Command) -> ShardState | Rejected:
             new = _replace(state, command)
         case Close():
             new = Rejected(Reason.CLOSED) if state.closed else replace(state, closed=True)
+        case Drop():
+            new = _drop(state, command)
+        case Collected():
+            new = replace(state, garbage=tuple(g for g in state.garbage if g.version > command.version))
+        case Sweep():
+            new = replace(state, swept_ms=max(state.swept_ms, command.before_ms))
         case _:
             assert_never(command)
     if isinstance(new, Rejected):
         return new
     new = replace(new, version=state.version + 1)
-    check_step(state, new)
-    return new
+    broken = broken_step(state, new)
+    return Rejected(Reason.BROKEN, broken) if broken else new
 
 
 def _append(state: ShardState, command: Append) -> ShardState | Rejected:
@@ -104,6 +130,8 @@ def _append(state: ShardState, command: Append) -> ShardState | Rejected:
                 return Rejected(Reason.COMMITTED)
     if state.closed:
         return Rejected(Reason.CLOSED)
+    if _stale(state, batch):
+        return Rejected(Reason.STALE, f"swept_ms={state.swept_ms}")
     if state.upper != batch.lower:
         return Rejected(Reason.UPPER, f"upper={state.upper} lower={batch.lower}")
     rows, size_bytes, inline_bytes = batch_sums(batch)
@@ -135,8 +163,13 @@ def _set_hold(state: ShardState, command: SetHold) -> ShardState | Rejected:
     old = _hold(state, command.reader)
     if old is not None and (old.expires_ms == 0 or old.since > command.since):
         return Rejected(Reason.BOUNDS, f"hold is critical or went further: reader={command.reader} since={old.since}")
-    hold = Hold(command.reader, command.since, command.expires_ms)
-    others = tuple(h for h in state.holds if h.reader != command.reader)
+    others = tuple(h for h in state.holds if h.reader != command.reader and h.live(command.now_ms))
+    if len(others) >= HOLDS_KEPT:
+        return Rejected(Reason.FULL, f"holds={len(others)}")
+    # A mere renewal keeps protecting what its reader chose long ago; one that lapsed or moves on begins from here.
+    renewed = old is not None and old.live(command.now_ms) and old.since == command.since
+    version = old.version if old is not None and renewed else state.version + 1
+    hold = Hold(command.reader, command.since, command.expires_ms, version=version)
     return _settle(state, (*others, hold), command.now_ms)
 
 
@@ -158,7 +191,7 @@ def _hold(state: ShardState, reader: str) -> Hold | None:
 
 def _settle(state: ShardState, holds: tuple[Hold, ...], now_ms: int) -> ShardState:
     """Drop expired leases, then let since follow the least hold. Leased readers alone never forget history."""
-    live = tuple(h for h in holds if h.expires_ms == 0 or h.expires_ms > now_ms)
+    live = tuple(h for h in holds if h.live(now_ms))
     since = state.since
     if any(h.expires_ms == 0 for h in live):
         since = max(since, min(min(h.since for h in live), state.upper - 1))
@@ -173,12 +206,56 @@ def _replace(state: ShardState, command: Replace) -> ShardState | Rejected:
     run = state.batches[at : at + len(old)]
     if tuple(batch_id(b) for b in run) != old:
         return Rejected(Reason.MOVED, f"lower={merged.lower} upper={merged.upper}")
+    if _stale(state, merged):
+        return Rejected(Reason.STALE, f"swept_ms={state.swept_ms}")
+    if garbage_full(state):
+        return Rejected(Reason.FULL, f"garbage={len(state.garbage)}")
     gone = [batch_sums(b) for b in run]
     rows, size_bytes, inline_bytes = batch_sums(merged)
     return replace(
         state,
+        garbage=_with_garbage(state, run, merged, command.at_ms),
         batches=(*state.batches[:at], merged, *state.batches[at + len(old) :]),
         rows=state.rows + rows - sum(g[0] for g in gone),
         size_bytes=state.size_bytes + size_bytes - sum(g[1] for g in gone),
         inline_bytes=state.inline_bytes + inline_bytes - sum(g[2] for g in gone),
     )
+
+
+def _with_garbage(state: ShardState, run: Sequence[Batch], merged: Batch, at_ms: int) -> tuple[Garbage, ...]:
+    """Garbage with the objects of `run` that `merged` does not go on naming."""
+    kept = {part.object_key for part in merged.parts}
+    gone = [part for batch in run for part in batch.parts if part.object_key and part.object_key not in kept]
+    if not gone or not at_ms:
+        return state.garbage
+    size_bytes = sum(part.size_bytes for part in gone)
+    return (*state.garbage, Garbage(state.version + 1, at_ms, size_bytes, tuple(part.object_key for part in gone)))
+
+
+def _stale(state: ShardState, batch: Batch) -> bool:
+    """Was one of its objects written so long ago that a sweep may have taken it for an orphan?"""
+    return state.swept_ms > 0 and any(0 <= written_ms(part.object_key) < state.swept_ms for part in batch.parts)
+
+
+def _drop(state: ShardState, command: Drop) -> ShardState | Rejected:
+    if command.shard_id != state.shard_id:
+        return Rejected(Reason.BOUNDS, f"another shard: id={state.shard_id} wanted={command.shard_id}")
+    batches = (Batch(0, state.upper, ()),) if state.upper else ()
+    return replace(
+        state, batches=batches, holds=(), writers=(), garbage=(), rows=0, size_bytes=0, inline_bytes=0,
+        closed=True, dropped=True,
+    )  # fmt: skip
+
+
+def collectable(state: ShardState, before_ms: int, now_ms: int) -> tuple[Garbage, ...]:
+    """Garbage, oldest first, that was replaced before `before_ms` and that no live hold may still read. Pure.
+
+    Always a prefix: `Collected` names it by its last version.
+    """
+    chosen_from = min((h.version for h in state.holds if h.expires_ms and h.live(now_ms)), default=None)
+    out: list[Garbage] = []
+    for garbage in state.garbage:
+        if garbage.at_ms >= before_ms or (chosen_from is not None and garbage.version > chosen_from):
+            break
+        out.append(garbage)
+    return tuple(out)

@@ -22,9 +22,9 @@ from tidemill.base.errors import Corrupt, Missing
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.replica import Replica
 from tidemill.shards.codec import decode_state, encode_batch, encode_state
-from tidemill.shards.front import Batch, Binding
+from tidemill.shards.front import Batch
 from tidemill.shards.machine import shard_replica
-from tidemill.shards.remap import decode_binding, log_name
+from tidemill.shards.remap import Stored, decode_stored, log_name
 from tidemill.shards.state import ShardState, batch_sums
 
 
@@ -96,8 +96,12 @@ class ShardFollower:
 
 
 def header_of(state: ShardState) -> ShardState:
-    """The state without its batches and their sums: what a shard's row holds."""
-    return replace(state, batches=(), rows=0, size_bytes=0, inline_bytes=0)
+    """The state without its batches and their sums: what a shard's row holds.
+
+    Without its garbage too, which a busy shard may have more of than fits a row: a restored shard has another id, and
+    what the old one left is swept as nobody's.
+    """
+    return replace(state, batches=(), rows=0, size_bytes=0, inline_bytes=0, garbage=())
 
 
 def shard_changes(
@@ -197,7 +201,10 @@ class StoredBinding(NamedTuple):
 
 
 class BindingFollower:
-    """Follows the bindings of one source from `last` = (time, position) on, the newest that a row holds."""
+    """Follows the bindings of one source from `last` = (time, position) on, the newest that a row holds.
+
+    `forgotten_ms` after a `gather`: rows of times below it are of bindings that the log has forgotten since.
+    """
 
     def __init__(self, consensus: Consensus, source: str, last: tuple[int, int] | None = None) -> None:
         self._consensus = consensus
@@ -206,25 +213,40 @@ class BindingFollower:
         self._last = last
         self._next: int | None = None
         self._gathered: tuple[int, int] | None = None
+        self._start = -1
+        self._new_start = -1
+        self.forgotten_ms = 0
 
     async def gather(self) -> list[StoredBinding]:
         """Bindings newer than the last one written, oldest first. Raises Corrupt, Unavailable."""
-        if self._next is None:
-            self._next = await self._resume()
-        found: list[StoredBinding] = []
-        position = self._next
         while True:
-            page = await self._consensus.read(self._log, position)
-            for record in page.records:
-                found.append(StoredBinding(record.position, decode_binding(record.data).time_ms, record.data))
-            position += len(page.records)
-            if position >= page.head.next:
+            if self._next is None:
+                self._next = await self._resume()
+            try:
+                found = await self._from(self._next)
+                self._new_start = (await self._consensus.log_head(self._log)).start
+                self.forgotten_ms = 0
+                if self._new_start > max(self._start, 0):
+                    self.forgotten_ms = (await self._at(self._new_start)).binding.time_ms
                 break
+            except Missing:
+                self._next = None  # truncated past what the rows hold: they begin anew
         self._gathered = (found[-1].time_ms, found[-1].position) if found else None
         return found
 
+    async def _from(self, position: int) -> list[StoredBinding]:
+        found: list[StoredBinding] = []
+        while True:
+            page = await self._consensus.read(self._log, position)
+            for record in page.records:
+                found.append(StoredBinding(record.position, decode_stored(record.data).binding.time_ms, record.data))
+            position += len(page.records)
+            if position >= page.head.next:
+                return found
+
     def written(self) -> None:
         """What the last `gather` returned is committed."""
+        self._start = self._new_start
         if self._gathered is not None:
             self._last, self._gathered = self._gathered, None
             self._next = self._last[1] + 1
@@ -235,25 +257,24 @@ class BindingFollower:
         if self._last is None:
             return head.start
         time_ms, position = self._last
-        if head.next <= head.start or (await self._at(head.next - 1)).time_ms < time_ms:
+        if head.next <= head.start or (await self._at(head.next - 1)).binding.time_ms < time_ms:
             raise Corrupt(
                 f"the bindings of a source are older than their rows: source={self._source} row_time_ms={time_ms}.",
                 fix="Consensus was replaced without `tidemill restore`: restore it, or start with an empty bucket.",
             )
         low, high = head.start, head.next
-        if low <= position < high and (await self._at(position)).time_ms == time_ms:
+        if low <= position < high and (await self._at(position)).binding.time_ms == time_ms:
             return position + 1
         while low < high:
             middle = (low + high) // 2
-            if (await self._at(middle)).time_ms > time_ms:
+            if (await self._at(middle)).binding.time_ms > time_ms:
                 high = middle
             else:
                 low = middle + 1
-        return low
+        # From a whole record on: what it rests on may be in no row.
+        return low - (await self._at(low)).back if low < head.next else low
 
-    async def _at(self, position: int) -> Binding:
-        try:
-            page = await self._consensus.read(self._log, position, limit_records=1)
-        except Missing as error:
-            raise Corrupt(f"a binding was truncated while it was read: source={self._source}.") from error
-        return decode_binding(page.records[0].data)
+    async def _at(self, position: int) -> Stored:
+        """Raises Missing when it is truncated meanwhile."""
+        page = await self._consensus.read(self._log, position, limit_records=1)
+        return decode_stored(page.records[0].data)

@@ -6,15 +6,20 @@
       3 hold        [3, reader, since, expires_ms, now_ms]
       4 release     [4, reader, now_ms]
       5 downgrade   [5, owner, epoch, since, now_ms]
-      6 replace     [6, [[lower, upper, token]…], batch]
+      6 replace     [6, [[lower, upper, token]…], batch, at_ms]      at_ms absent = 0
       7 close       [7]
+      8 drop        [8, shard_id]
+      9 collected   [9, version]
+     10 sweep       [10, before_ms]
     schema   = [[[name, type]…], [key…], buckets]
-    batch    = [lower, upper, writer, token, [part…]]
+    batch    = [lower, upper, writer, token, [part…], summed_to]      summed_to absent = -1
     part     = [rows, size_bytes, bucket, object_key, inline, min_hash, max_hash]
-    rollup   = [1, name, shard_id, schema, since, upper, closed, version,
-                [[reader, since, expires_ms, epoch]…], [[writer, token, lower, upper]…], [batch…]]
+    rollup   = [2, name, shard_id, schema, since, upper, closed, version,
+                [[reader, since, expires_ms, epoch, version]…], [[writer, token, lower, upper]…], [batch…],
+                [[version, at_ms, size_bytes, [object_key…]]…], swept_ms, dropped]
 
-The leading 1 of a rollup is the format's number: a reader that meets a newer one stops (Corrupt).
+The leading number of a rollup is its format: a reader that meets a newer one stops (Corrupt). Format 1 lacks a hold's
+version and everything after the batches; it is still read.
 Integers are non-negative; min_hash and max_hash are full unsigned 64 bits.
 """
 
@@ -29,17 +34,20 @@ from tidemill.shards.commands import (
     Append,
     BatchId,
     Close,
+    Collected,
     Command,
     Create,
     DowngradeSince,
+    Drop,
     ReleaseHold,
     Replace,
     SetHold,
+    Sweep,
 )
 from tidemill.shards.front import Batch, Column, Part, ShardSchema
-from tidemill.shards.state import Hold, ShardState, WriterToken, batch_sums
+from tidemill.shards.state import Garbage, Hold, ShardState, WriterToken, batch_sums
 
-ROLLUP_FORMAT = 1
+ROLLUP_FORMAT = 2
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
@@ -57,10 +65,16 @@ def encode_command(command: Command) -> bytes:
             out = [4, reader, now_ms]
         case DowngradeSince(owner, epoch, since, now_ms):
             out = [5, owner, epoch, since, now_ms]
-        case Replace(replaced, merged):
-            out = [6, [[r.lower, r.upper, r.token] for r in replaced], _batch_out(merged)]
+        case Replace(replaced, merged, at_ms):
+            out = [6, [[r.lower, r.upper, r.token] for r in replaced], _batch_out(merged), at_ms]
         case Close():
             out = [7]
+        case Drop(shard_id):
+            out = [8, shard_id]
+        case Collected(version):
+            out = [9, version]
+        case Sweep(before_ms):
+            out = [10, before_ms]
         case _:
             assert_never(command)
     return _encode(out)
@@ -80,10 +94,17 @@ def decode_command(data: bytes) -> Command:
                 return ReleaseHold(reader, now_ms)
             case [5, owner, epoch, since, now_ms, *_]:
                 return DowngradeSince(owner, epoch, since, now_ms)
-            case [6, replaced, merged, *_]:
-                return Replace(tuple(BatchId(r[0], r[1], r[2]) for r in replaced), _batch_in(merged))
+            case [6, replaced, merged, *rest]:
+                ids = tuple(BatchId(r[0], r[1], r[2]) for r in replaced)
+                return Replace(ids, _batch_in(merged), rest[0] if rest else 0)
             case [7, *_]:
                 return Close()
+            case [8, shard_id, *_]:
+                return Drop(shard_id)
+            case [9, version, *_]:
+                return Collected(version)
+            case [10, before_ms, *_]:
+                return Sweep(before_ms)
             case [tag, *_]:
                 raise Corrupt(f"unknown shard command: tag={tag!r}.", fix="Upgrade tidemill.")
     except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:
@@ -103,9 +124,12 @@ def encode_state(state: ShardState) -> bytes:
             state.upper,
             state.closed,
             state.version,
-            [[h.reader, h.since, h.expires_ms, h.epoch] for h in state.holds],
+            [[h.reader, h.since, h.expires_ms, h.epoch, h.version] for h in state.holds],
             [[w.writer, w.token, w.lower, w.upper] for w in state.writers],
             [_batch_out(b) for b in state.batches],
+            [[g.version, g.at_ms, g.size_bytes, list(g.objects)] for g in state.garbage],
+            state.swept_ms,
+            state.dropped,
         ]
     )
 
@@ -114,11 +138,12 @@ def decode_state(data: bytes) -> ShardState:
     """Raises Corrupt when the bytes are no rollup of this format."""
     try:
         fields = _decode(data)
-        if fields[0] != ROLLUP_FORMAT:
+        if fields[0] not in (1, ROLLUP_FORMAT):
             raise Corrupt(
                 f"unknown rollup format: format={fields[0]!r}.", fix="Upgrade tidemill: a newer one wrote it."
             )
         name, shard_id, schema, since, upper, closed, version, holds, writers, batches = fields[1:11]
+        garbage, swept_ms, dropped = fields[11:14] if fields[0] > 1 else ([], 0, False)
         decoded = tuple(_batch_in(b) for b in batches)
         sums = [batch_sums(b) for b in decoded]
         return ShardState(
@@ -135,6 +160,9 @@ def decode_state(data: bytes) -> ShardState:
             size_bytes=sum(s[1] for s in sums),
             inline_bytes=sum(s[2] for s in sums),
             version=version,
+            garbage=tuple(Garbage(g[0], g[1], g[2], tuple(g[3])) for g in garbage),
+            swept_ms=swept_ms,
+            dropped=dropped,
         )
     except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:
         raise Corrupt(f"shard rollup is unreadable: bytes={len(data)} ({error}).") from error
@@ -163,9 +191,9 @@ def _schema_in(fields: list[Any]) -> ShardSchema:
 
 def _batch_out(batch: Batch) -> list[Any]:
     parts = [[p.rows, p.size_bytes, p.bucket, p.object_key, p.inline, p.min_hash, p.max_hash] for p in batch.parts]
-    return [batch.lower, batch.upper, batch.writer, batch.token, parts]
+    return [batch.lower, batch.upper, batch.writer, batch.token, parts, batch.summed_to]
 
 
 def _batch_in(fields: list[Any]) -> Batch:
     parts = tuple(Part(p[0], p[1], p[2], p[3], p[4], p[5], p[6]) for p in fields[4])
-    return Batch(fields[0], fields[1], parts, fields[2], fields[3])
+    return Batch(fields[0], fields[1], parts, fields[2], fields[3], fields[5] if len(fields) > 5 else -1)

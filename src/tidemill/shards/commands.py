@@ -58,14 +58,39 @@ class BatchId(msgspec.Struct, frozen=True):
 
 
 class Replace(msgspec.Struct, frozen=True):
-    """Put `merged` in the place of consecutive batches, if they are all still there as they were."""
+    """Put `merged` in the place of consecutive batches, if they are all still there as they were.
+
+    Their objects are garbage from `at_ms` on. 0 (a record from before there was garbage): they are left to the sweep.
+    """
 
     replaced: tuple[BatchId, ...]
     merged: Batch
+    at_ms: int = 0
 
 
 class Close(msgspec.Struct, frozen=True):
     """No append is ever accepted again; reads go on."""
 
 
-Command = Create | Append | SetHold | ReleaseHold | DowngradeSince | Replace | Close
+class Drop(msgspec.Struct, frozen=True):
+    """The shard is no more: nothing is read or written again, and it refers to no object.
+
+    The same record in the shard's register frees the name for a shard with another id.
+    """
+
+    shard_id: str
+
+
+class Collected(msgspec.Struct, frozen=True):
+    """The objects of every garbage entry up to `version` are deleted."""
+
+    version: int
+
+
+class Sweep(msgspec.Struct, frozen=True):
+    """From now on no part may be shown that was written before `before_ms`: those that nobody refers to are orphans."""
+
+    before_ms: int
+
+
+Command = Create | Append | SetHold | ReleaseHold | DowngradeSince | Replace | Close | Drop | Collected | Sweep

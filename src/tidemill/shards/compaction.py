@@ -1,19 +1,27 @@
-"""Compaction: many small consecutive batches become one, off the commit path. Thin, but real.
+"""Compaction: consecutive batches become one, and what lies at or below since becomes its sum. Off the commit path.
 
 C1  The merged batch covers exactly [first lower, last upper), so the batches stay contiguous (S2).
 C2  For every readable time the sum of updates is unchanged: only times below since move, and only up to
     min(since, upper - 1); a listener at frontier f ≤ since is stopped by its own check, every other one
     filters by time and sees nothing twice.
 C3  The merge is shown only if every batch it read still stands as it was (Replace); a loser has made
-    orphans and nothing else. Replaced objects are not deleted in this step: leak before lose.
+    orphans and nothing else. Replaced objects become garbage in the same step, and are collected later.
+C4  Memory is bounded by RANGE_BYTES of parts, whatever the shard's size: hashes are uniform, so a merge goes by
+    equal ranges of them.
 
-`compact_once` is called by whoever has time (a pipeline between triggers, a node's background task).
-Any number may call it at once; one wins a run, the others find it moved.
+Two reasons to merge:
+  tiers   FAN_IN small neighbours: so that a shard has few batches
+  space   what is settled (at or below since) and not yet summed up with the oldest batch weighs as much as it: all
+          of it may be dead, so that what is stored stays within twice what lives
+
+`compact_once` is the keeper's. Any number may call it at once; one wins a run, the others find it moved.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import msgspec
@@ -27,19 +35,22 @@ from tidemill.shards.apply import batch_id
 from tidemill.shards.commands import Replace
 from tidemill.shards.consolidate import merged
 from tidemill.shards.cpu import Cpu, inline_cpu
-from tidemill.shards.front import Batch, Part
+from tidemill.shards.front import HASH, Batch, Part
 from tidemill.shards.handle import INLINE_BUDGET_BYTES, LogShard
 from tidemill.shards.hashing import bucket_of, hash_rows
-from tidemill.shards.parts import store_part
+from tidemill.shards.parts import store_part, within
 from tidemill.shards.schema import hash_columns, update_schema
-from tidemill.shards.state import batch_sums
+from tidemill.shards.state import batch_sums, garbage_full
 
 FAN_IN = 8
 """Batches of one size class before they are merged; each update is rewritten about log8(size) times."""
 
 RUN_BATCHES = 512
 RUN_BYTES = 128 * MIB
-"""One merge reads at most this much, so its memory is bounded (decoded rows take about three times as much)."""
+"""One merge of small neighbours reads at most this much."""
+
+RANGE_BYTES = 32 * MIB
+"""A merge holds at most about this much of encoded parts at once; decoded rows take about three times as much."""
 
 PART_ROWS = 1 << 20
 SMALLEST_CLASS_BYTES = 64 << 10
@@ -65,15 +76,21 @@ def size_class(batch: Batch) -> int:
     return out
 
 
-def choose(batches: Sequence[Batch]) -> tuple[int, int]:
+def choose(batches: Sequence[Batch], since: int = 0) -> tuple[int, int]:
     """[start, end) of the run to merge, (0, 0) = none. Pure.
 
-    The oldest run of at least FAN_IN consecutive batches of one class or smaller, smallest class first, within
-    the run limits. The newest batch is left alone while empty: idle ticks extend it, and would unseat every merge.
+    Space first. Else the oldest run of at least FAN_IN consecutive batches of one class or smaller, smallest class
+    first, within the run limits. The newest batch is left alone while empty: idle ticks extend it, and would unseat
+    every merge.
     """
     count = len(batches) - 1 if batches and not batches[-1].parts else len(batches)
     classes = [size_class(b) for b in batches[:count]]
     sizes = [batch_sums(b)[1] for b in batches[:count]]
+    settled = bisect_right(batches, since, hi=count, key=lambda b: b.upper - 1)
+    if settled:
+        summed = sizes[0] if batches[0].summed_to >= batches[0].upper - 1 else 0
+        if sum(sizes[:settled]) - summed >= max(summed, SMALLEST_CLASS_BYTES):
+            return 0, settled
     for top in sorted(set(classes)):
         start = 0
         while start < count:
@@ -91,36 +108,73 @@ async def compact_once(shard: LogShard, objects: ObjectStore, rand: Rand, *, cpu
     """Merge one run, or return None when there is nothing to do. When it raises, nothing changed."""
     await shard.frontiers()
     state = shard.state
-    start, end = choose(state.batches)
+    start, end = choose(state.batches, state.since)
     run = state.batches[start:end]
-    if not run:
+    if not run or garbage_full(state):
         return None
     lower, upper = run[0].lower, run[-1].upper
-    updates = await shard.reader.read_batches(run, lower, upper)
     advance_to = min(state.since, upper - 1)
+    now_ms = shard.stamp_ms()
     parts: list[Part] = []
-    if updates.num_rows:
-        kept = await cpu(lambda: merged(shard.schema, updates, advance_to))
-        for bucket, rows in await cpu(lambda: _split(shard, kept)):
-            parts.append(
-                await store_part(
-                    objects,
-                    shard.shard_id,
-                    shard.schema,
-                    rows,
-                    writer=f"c-{shard.writer}",
-                    rand=rand,
-                    bucket=bucket,
-                    codec="zstd",
-                    inline_bytes=INLINE_PART_BYTES if state.inline_bytes < INLINE_BUDGET_BYTES else 0,
-                    cpu=cpu,
-                )
+    inline_left = INLINE_BUDGET_BYTES - state.inline_bytes
+    for low, high in hash_ranges(sum(batch_sums(b)[1] for b in run)):
+        updates = await _in_range(shard, run, low, high, cpu)
+        if not updates.num_rows:
+            continue
+        for bucket, rows in await cpu(partial(_compacted, shard, updates, advance_to)):
+            part = await store_part(
+                objects,
+                shard.shard_id,
+                shard.schema,
+                rows,
+                writer=f"c-{shard.writer}",
+                rand=rand,
+                now_ms=now_ms,
+                bucket=bucket,
+                codec="zstd",
+                inline_bytes=INLINE_PART_BYTES if inline_left > 0 else 0,
+                cpu=cpu,
             )
-    batch = Batch(lower, upper, tuple(parts), shard.writer, rand.nonce())
-    shown = await shard.replace(Replace(tuple(batch_id(b) for b in run), batch))
+            inline_left -= len(part.inline)
+            parts.append(part)
+    batch = Batch(lower, upper, tuple(parts), shard.writer, rand.nonce(), advance_to if lower == 0 else -1)
+    shown = await shard.replace(Replace(tuple(batch_id(b) for b in run), batch, shard.stamp_ms()))
     sums = [batch_sums(b) for b in run]
     out = batch_sums(batch)
     return Compacted(len(run), sum(s[0] for s in sums), out[0], sum(s[1] for s in sums), out[1], shown)
+
+
+def hash_ranges(size_bytes: int) -> list[tuple[int, int]]:
+    """Equal inclusive ranges of the 64 bits of a hash, about RANGE_BYTES of parts each."""
+    count = max(1, -(-size_bytes // RANGE_BYTES))
+    cuts = [(i << 64) // count for i in range(count + 1)]
+    return [(a, b - 1) for a, b in pairwise(cuts)]
+
+
+async def _in_range(shard: LogShard, run: Sequence[Batch], low: int, high: int, cpu: Cpu) -> pa.Table:
+    """Updates of the run whose hash is in [low, high], part after part, so that one decoded part is held at a time."""
+    names = update_schema(shard.schema).names
+    found = [update_schema(shard.schema).empty_table()]
+    for batch in run:
+        for part in batch.parts:
+            if part.max_hash < low or high < part.min_hash:
+                continue
+            rows = within(await shard.reader.read_part(part), batch.lower, batch.upper)
+            if part.min_hash < low or high < part.max_hash:
+                rows = await cpu(partial(_of_hashes, rows, low, high))
+            found.append(rows.select(names))
+    return pa.concat_tables(found)
+
+
+def _of_hashes(rows: pa.Table, low: int, high: int) -> pa.Table:
+    """Rows are sorted by hash: a slice, copied so that the rest is let go."""
+    hashes = rows.column(HASH).to_numpy()
+    start, end = np.searchsorted(hashes, np.uint64(low), "left"), np.searchsorted(hashes, np.uint64(high), "right")
+    return rows.take(pa.array(np.arange(start, end)))
+
+
+def _compacted(shard: LogShard, updates: pa.Table, advance_to: int) -> list[tuple[int, pa.Table]]:
+    return _split(shard, merged(shard.schema, updates, advance_to))
 
 
 def _split(shard: LogShard, updates: pa.Table) -> list[tuple[int, pa.Table]]:

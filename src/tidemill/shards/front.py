@@ -10,6 +10,7 @@ Stored parts carry `_hash` uint64 (of the key columns) as well and are sorted by
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 import msgspec
@@ -41,6 +42,17 @@ class ShardSchema(msgspec.Struct, frozen=True):
     buckets: int = 1
 
 
+def part_key(shard_id: str, writer: str, written_at_ms: int, nonce: str) -> str:
+    """`shards/<shard id>/<writer>@<ms>-<nonce>.parquet`, never reused (O1)."""
+    return f"shards/{shard_id}/{writer}@{written_at_ms}-{nonce}.parquet"
+
+
+def written_ms(object_key: str) -> int:
+    """When the part was written, by its writer's clock; -1 when its key does not tell (inline, or an older format)."""
+    stamp = object_key.rpartition("@")[2].partition("-")[0] if "@" in object_key else ""
+    return int(stamp) if stamp.isascii() and stamp.isdigit() else -1
+
+
 class Part(msgspec.Struct, frozen=True):
     """An immutable run of rows: an object, or the Parquet bytes themselves when small (`inline`)."""
 
@@ -61,6 +73,8 @@ class Batch(msgspec.Struct, frozen=True):
     parts: tuple[Part, ...]
     writer: str = ""
     token: str = ""
+    summed_to: int = -1
+    """A merge has summed all updates up to this time: what they say of a row stands in it once."""
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -116,6 +130,13 @@ class Shard(Protocol):
         """Every update with time ≥ lower, exactly once, then waits for more. Progress-only deltas included."""
         ...
 
+    def holding(self, what: str, since: int) -> AbstractAsyncContextManager[None]:
+        """Inside, every time ≥ `since` stays readable, and so does what is chosen there, however long it takes.
+
+        For one long read; short ones need none. Raises HistoryLost, Unavailable, Unknown on entering.
+        """
+        ...
+
     async def wait_upper(self, beyond: int, timeout_s: float) -> int:
         """Current upper, returned as soon as it is > beyond or after the timeout."""
         ...
@@ -151,12 +172,19 @@ class Remap(Protocol):
         """
         ...
 
+    async def advance(self, time_ms: int) -> Binding | None:
+        """Make the newest binding's time at least `time_ms`, nothing else having changed; None while there is none."""
+        ...
+
     async def after(self, time_ms: int, limit: int = 10_000) -> list[Binding]:
-        """Bindings with time > time_ms, oldest first."""
+        """Bindings with time > time_ms, oldest first. Raises HistoryLost when some of them are forgotten."""
         ...
 
     async def at(self, time_ms: int) -> Binding | None:
-        """The binding in force at time_ms: the newest with time ≤ time_ms."""
+        """The binding in force at time_ms: the newest with time ≤ time_ms; None before the first and below 0.
+
+        Raises HistoryLost when it is forgotten.
+        """
         ...
 
     async def wait(self, beyond_ms: int, timeout_s: float) -> bool:

@@ -8,22 +8,45 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, Conflict, Fenced, Invalid, Missing, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import (
+    Closed,
+    Conflict,
+    Corrupt,
+    Fenced,
+    Invalid,
+    Missing,
+    TidemillError,
+    Unavailable,
+    Unknown,
+)
 from tidemill.base.limits import INLINE_PART_BYTES, MIB
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.apply import Reason, Rejected, bounds_error
-from tidemill.shards.commands import Append, Close, Command, DowngradeSince, ReleaseHold, Replace, SetHold
+from tidemill.shards.commands import (
+    Append,
+    Close,
+    Collected,
+    Command,
+    DowngradeSince,
+    Drop,
+    ReleaseHold,
+    Replace,
+    SetHold,
+    Sweep,
+)
 from tidemill.shards.consolidate import contents
 from tidemill.shards.cpu import Cpu, inline_cpu
 from tidemill.shards.front import HASH, Batch, Delta, HistoryLost, Part
+from tidemill.shards.holding import HOLD_ABOVE_BYTES, holding
 from tidemill.shards.machine import ShardMachine
 from tidemill.shards.parts import store_part
-from tidemill.shards.reading import PartReader
+from tidemill.shards.reading import CACHE_BYTES, PartReader
 from tidemill.shards.state import ShardState
 
 INLINE_BUDGET_BYTES = 1 * MIB
@@ -50,12 +73,13 @@ class LogShard:
         *,
         writer: str = "",
         cpu: Cpu = inline_cpu,
+        cache_bytes: int = CACHE_BYTES,
     ) -> None:
         self.name = machine.state.name
         self.shard_id = machine.state.shard_id
         self.schema = machine.state.schema
         self.writer = writer or f"w{rand.nonce()[:12]}"
-        self.reader = PartReader(objects, self.schema, cpu=cpu)
+        self.reader = PartReader(objects, self.schema, cache_bytes=cache_bytes, cpu=cpu)
         self._machine = machine
         self._objects = objects
         self._clock = clock
@@ -80,10 +104,15 @@ class LogShard:
             rows,
             writer=self.writer,
             rand=self._rand,
+            now_ms=self.stamp_ms(),
             bucket=bucket,
             inline_bytes=INLINE_PART_BYTES if self.state.inline_bytes < INLINE_BUDGET_BYTES else 0,
             cpu=self._cpu,
         )
+
+    def stamp_ms(self) -> int:
+        """Now, for the key of a part: never before the last sweep, whatever this process's clock says."""
+        return max(self._clock.now_ms(), self.state.swept_ms)
 
     async def compare_and_append(self, lower: int, upper: int, parts: Sequence[Part], token: str) -> int:
         """See the front. With an empty token a fresh one is drawn: the call itself is then its only retry.
@@ -135,6 +164,20 @@ class LogShard:
         if isinstance(result, Rejected) and result.reason is not Reason.CLOSED:
             raise self._error(result)
 
+    async def drop(self) -> None:
+        """Nothing is read or written any more, by any handle. The objects are the caller's to delete. Twice is fine."""
+        result = await self._machine.propose(Drop(self.shard_id))
+        if isinstance(result, Rejected) and result.reason is not Reason.DROPPED:
+            raise self._error(result)
+
+    async def collected(self, version: int) -> None:
+        """The objects of the garbage up to `version` are deleted."""
+        await self._settle(Collected(version))
+
+    async def sweep(self, before_ms: int) -> ShardState:
+        """From now on no part written before can be shown: what nobody refers to of them is an orphan for good."""
+        return await self._settle(Sweep(before_ms))
+
     # holds ------------------------------------------------------------------------------------------
 
     async def hold(self, reader: str, since: int, ttl_ms: int) -> None:
@@ -161,7 +204,7 @@ class LogShard:
     # reading ----------------------------------------------------------------------------------------
 
     async def frontiers(self, *, fresh: bool = True) -> tuple[int, int]:
-        state = await self._machine.refresh() if fresh else self._machine.state
+        state = await self._refresh() if fresh else self._machine.state
         return state.since, state.upper
 
     async def snapshot(self, as_of: int, timeout_s: float | None = None) -> pa.Table:
@@ -173,8 +216,40 @@ class LogShard:
         return await self._cpu(lambda: contents(self.schema, updates))
 
     async def updates_until(self, as_of: int, timeout_s: float | None = None) -> pa.Table:
-        """Every update with time ≤ as_of, as stored (columns, `_time`, `_diff`, `_hash`): what `snapshot` sums."""
-        return await self.reader.read_batches(await self.batches_until(as_of, timeout_s), 0, as_of + 1)
+        """Every update with time ≤ as_of, as stored (columns, `_time`, `_diff`, `_hash`): what `snapshot` sums.
+
+        A large read holds its time first, and chooses its batches then.
+        """
+        batches = await self.batches_until(as_of, timeout_s)
+        if _size(batches) <= HOLD_ABOVE_BYTES:
+            return await self._read(batches, as_of)
+        async with self.holding("read", as_of):
+            return await self._read(await self.batches_until(as_of), as_of)
+
+    async def _read(self, batches: Sequence[Batch], as_of: int) -> pa.Table:
+        try:
+            return await self.reader.read_batches(batches, 0, as_of + 1)
+        except Missing as error:
+            raise await self._why_missing(error, batches) from error
+
+    async def _why_missing(self, error: Missing, batches: Sequence[Batch]) -> TidemillError:
+        """An object that was chosen and is not there: collected since (read again), or lost (Corrupt)."""
+        state = await self._refresh()
+        named = {part.object_key for batch in state.batches for part in batch.parts}
+        chosen = {part.object_key for batch in batches for part in batch.parts if part.object_key}
+        if chosen <= named:
+            return Corrupt(f"an object of a shard is gone: shard={self.name} ({error.message}).", fix="Restore it.")
+        return HistoryLost(
+            f"what was chosen was merged and collected meanwhile: shard={self.name}.",
+            fix="Read again, and hold the time for as long as the read takes.",
+        )
+
+    def holding(self, what: str, since: int) -> AbstractAsyncContextManager[None]:
+        return holding(self, self.reader_name(what), since)
+
+    def reader_name(self, what: str) -> str:
+        """A name for one hold of this handle."""
+        return f"{what}/{self.writer}-{self._rand.nonce()[:8]}"
 
     async def batches_until(self, as_of: int, timeout_s: float | None = None) -> list[Batch]:
         state = await self._readable(as_of, timeout_s)
@@ -182,13 +257,16 @@ class LogShard:
 
     async def batches(self, lower: int) -> list[Batch]:
         # Choice and check rest on one state: since may move, and compaction with it, before the caller's next call.
-        state = await self._machine.refresh()
+        state = await self._refresh()
         self._check_history(state, lower)
         return self._from(state, lower)
 
     async def read_batch(self, batch: Batch, lower: int, upper: int) -> pa.Table:
         """See the front. The rows carry `_hash` too, and each part's rows are sorted by it."""
-        return await self.reader.read_batch(batch, lower, upper)
+        try:
+            return await self.reader.read_batch(batch, lower, upper)
+        except Missing as error:
+            raise await self._why_missing(error, [batch]) from error
 
     async def listen(self, lower: int) -> AsyncIterator[Delta]:
         """See the front. Raises Invalid when history at `lower` is forgotten, at the start or later (no hold).
@@ -199,18 +277,32 @@ class LogShard:
         frontier since has reached is stopped; everything else is filtered by time.
         """
         frontier = lower
-        state = await self._machine.refresh()
+        state = await self._refresh()
         while True:
             self._check_history(state, frontier)
-            ready = self._from(state, frontier)
-            for group in _groups(ready):
-                tables = await asyncio.gather(*(self.reader.read_batch(b, frontier, b.upper) for b in group))
-                for batch, rows in zip(group, tables, strict=True):
-                    start, frontier = max(frontier, batch.lower), batch.upper
-                    yield Delta(start, batch.upper, rows.drop_columns([HASH]))
+            async with self._catching_up(self._from(state, frontier), frontier) as ready:
+                for group in _groups(ready):
+                    tables = await asyncio.gather(*(self.read_batch(b, frontier, b.upper) for b in group))
+                    for batch, rows in zip(group, tables, strict=True):
+                        start, frontier = max(frontier, batch.lower), batch.upper
+                        yield Delta(start, batch.upper, rows.drop_columns([HASH]))
             if state.closed and frontier >= state.upper:
                 return
             state = await self._beyond(frontier, WAIT_SLICE_S)
+
+    @asynccontextmanager
+    async def _catching_up(self, ready: list[Batch], frontier: int) -> AsyncIterator[list[Batch]]:
+        """What a listener reads next: as chosen, or, when that is much, chosen again under a hold.
+
+        The hold is one tick behind the frontier, for a listener must tell frontier - 1 from frontier.
+        """
+        if _size(ready) <= HOLD_ABOVE_BYTES:
+            yield ready
+            return
+        async with self.holding("listen", max(0, frontier - 1)):
+            state = await self._refresh()
+            self._check_history(state, frontier)
+            yield self._from(state, frontier)
 
     async def wait_upper(self, beyond: int, timeout_s: float) -> int:
         return (await self._beyond(beyond, timeout_s)).upper
@@ -228,16 +320,24 @@ class LogShard:
     async def _beyond(self, frontier: int, timeout_s: float) -> ShardState:
         """The state once its upper is > frontier or the shard is closed, or after the timeout."""
         until_s = asyncio.get_running_loop().time() + timeout_s
-        state = await self._machine.refresh()
+        state = await self._refresh()
         while state.upper <= frontier and not state.closed:
             left_s = until_s - asyncio.get_running_loop().time()
             if left_s <= 0:
                 break
-            state = await self._machine.changed(state, left_s)
+            state = self._present(await self._machine.changed(state, left_s))
+        return state
+
+    async def _refresh(self) -> ShardState:
+        return self._present(await self._machine.refresh())
+
+    def _present(self, state: ShardState) -> ShardState:
+        if state.dropped:
+            raise self._error(Rejected(Reason.DROPPED))
         return state
 
     async def _readable(self, as_of: int, timeout_s: float | None) -> ShardState:
-        state = await self._machine.refresh()
+        state = await self._refresh()
         until_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         while state.upper <= as_of:
             if state.closed:
@@ -248,7 +348,7 @@ class LogShard:
                     f"time is not final yet: shard={self.name} as_of={as_of} upper={state.upper}.",
                     fix="Ask for a time below upper, or wait longer.",
                 )
-            state = await self._machine.changed(state, left_s)
+            state = self._present(await self._machine.changed(state, left_s))
         if as_of < state.since:
             raise self._history_lost(state, as_of)
         return state
@@ -282,10 +382,20 @@ class LogShard:
                 return HistoryLost(f"history is lost: {said}.", fix="Hold a time from since on.")
             case Reason.MOVED:
                 return Conflict(f"batches moved meanwhile: {said}.", current=state.upper)
-            case Reason.ABSENT:
-                return Missing(f"no such shard: {said}.")
+            case Reason.ABSENT | Reason.DROPPED:
+                return Missing(f"no such shard: {said}.", fix="It was dropped: open it by name again.")
+            case Reason.STALE:
+                return Unavailable(f"parts are too old to be shown: {said}.", fix="Write them again.")
+            case Reason.FULL:
+                return Unavailable(f"too many at once: {said}.", fix="Try again when some have ended.")
+            case Reason.BROKEN:
+                return Corrupt(f"refused, for it would break an invariant: {said}.", fix="Report it with the log.")
             case _:
                 return Invalid(f"refused ({rejected.reason}): {said}.")
+
+
+def _size(batches: Sequence[Batch]) -> int:
+    return sum(part.size_bytes for batch in batches for part in batch.parts)
 
 
 def _groups(batches: Sequence[Batch]) -> list[list[Batch]]:
@@ -293,7 +403,7 @@ def _groups(batches: Sequence[Batch]) -> list[list[Batch]]:
     out: list[list[Batch]] = []
     held = 0
     for batch in batches:
-        size = sum(p.size_bytes for p in batch.parts)
+        size = _size([batch])
         if not out or held + size > LISTEN_AHEAD_BYTES or len(out[-1]) >= LISTEN_AHEAD_BATCHES:
             out.append([])
             held = 0

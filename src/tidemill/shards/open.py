@@ -1,46 +1,31 @@
 """Opening by name. A shard's register `shard/<name>` decides, once, its id and schema; its log holds the rest.
 
-register shard/<name>     the encoded Create command (codec): first writer wins
+register shard/<name>     the encoded Create command (codec): first writer wins. Drop after it: the name is free again
 log      shard/<shard id> commands; the first is that same Create, put there by whoever opens first
 """
 
 from __future__ import annotations
 
 import asyncio
-
-import msgspec
+import contextlib
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Conflict, Corrupt, Invalid, Missing, Unknown
 from tidemill.consensus.api import Consensus, Versioned
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.codec import decode_command, encode_command
-from tidemill.shards.commands import Create
+from tidemill.shards.commands import Create, Drop
 from tidemill.shards.cpu import Cpu, inline_cpu
 from tidemill.shards.front import ShardSchema
 from tidemill.shards.handle import LogShard
-from tidemill.shards.machine import ShardMachine, open_machine
+from tidemill.shards.machine import open_machine, shard_replica
 from tidemill.shards.remap import LogRemap
 from tidemill.shards.schema import checked, difference
+from tidemill.shards.state import ShardState
 
 PREFIX = "shard/"
 NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
 NAME_LENGTH = 200
-
-
-class ShardInfo(msgspec.Struct, frozen=True):
-    """One line of `tidemill shard list`."""
-
-    name: str
-    schema: ShardSchema
-    since: int
-    upper: int
-    batches: int
-    rows: int
-    """Updates stored, not rows live."""
-    bytes: int
-    shard_id: str
-    closed: bool
 
 
 async def open_shard(
@@ -62,11 +47,11 @@ async def open_shard(
     _check_name(name)
     wanted = None if schema is None else checked(schema)
     found = await consensus.head(PREFIX + name)
-    if found is None:
+    created = None if found is None else _created(name, found)
+    if not isinstance(created, Create):
         if wanted is None:
             raise Missing(f"no such shard: shard={name}.", fix="See `tidemill shard list`.")
-        found = await _create(consensus, rand, Create(name, rand.uuid(), wanted))
-    created = _created(name, found)
+        created = await _create(consensus, rand, Create(name, rand.uuid(), wanted), found)
     if wanted is not None and wanted != created.schema:
         raise Invalid(
             f"shard exists with another schema: shard={name} difference=[{difference(created.schema, wanted)}].",
@@ -76,21 +61,38 @@ async def open_shard(
     return LogShard(machine, objects, clock, rand, writer=writer, cpu=cpu)
 
 
-async def list_shards(consensus: Consensus, rand: Rand | None = None) -> list[ShardInfo]:
-    """All shards in name order, as of now."""
-    rand = rand or Rand()
-    machines = await asyncio.gather(*(open_machine(consensus, rand, c) for c in await created_shards(consensus)))
-    return [describe(m) for m in machines]
+async def read_shards(consensus: Consensus) -> list[ShardState]:
+    """The states of all shards in name order, each as of now, without writing anything."""
+    replicas = [shard_replica(consensus, created.shard_id) for created in await created_shards(consensus)]
+    states = await asyncio.gather(*(replica.load() for replica in replicas))
+    return [state for state in states if state is not None and not state.dropped]
 
 
 async def created_shards(consensus: Consensus) -> list[Create]:
-    """What every shard's register says, in name order."""
-    return [_created(key[len(PREFIX) :], version) for key, version in await consensus.scan(PREFIX)]
+    """What the register of every shard that was not dropped says, in name order."""
+    return [created for _, created in await all_registered(consensus) if isinstance(created, Create)]
 
 
-def describe(machine: ShardMachine) -> ShardInfo:
-    s = machine.state
-    return ShardInfo(s.name, s.schema, s.since, s.upper, len(s.batches), s.rows, s.size_bytes, s.shard_id, s.closed)
+async def all_registered(consensus: Consensus) -> list[tuple[str, Create | Drop]]:
+    """Every name there ever was, in order, with its shard or that it was dropped."""
+    found = await consensus.scan(PREFIX)
+    return [(key[len(PREFIX) :], _created(key[len(PREFIX) :], version)) for key, version in found]
+
+
+async def registered(consensus: Consensus, name: str) -> tuple[Create | Drop, Versioned] | None:
+    """What the name's register says and its version; None when there never was such a shard."""
+    found = await consensus.head(PREFIX + name)
+    return None if found is None else (_created(name, found), found)
+
+
+async def unregister(consensus: Consensus, rand: Rand, name: str, shard_id: str) -> None:
+    """Free the name of shard `shard_id`; of another shard under that name nothing changes."""
+    while True:
+        found = await registered(consensus, name)
+        if found is None or not isinstance(found[0], Create) or found[0].shard_id != shard_id:
+            return
+        with contextlib.suppress(Conflict, Unknown):  # what stands there now tells
+            await consensus.cas(PREFIX + name, found[1].seq, encode_command(Drop(shard_id)), rand.nonce())
 
 
 async def open_remap(consensus: Consensus, clock: Clock, rand: Rand, name: str) -> LogRemap:
@@ -100,21 +102,22 @@ async def open_remap(consensus: Consensus, clock: Clock, rand: Rand, name: str) 
     return LogRemap(consensus, name, clock, rand)
 
 
-async def _create(consensus: Consensus, rand: Rand, create: Create) -> Versioned:
+async def _create(consensus: Consensus, rand: Rand, create: Create, dropped: Versioned | None) -> Create:
     """Write the register once; whoever was first decides. An unknown outcome is looked up, never guessed."""
-    key = PREFIX + create.name
     try:
-        return await consensus.cas(key, 0, encode_command(create), rand.nonce())
+        seq = 0 if dropped is None else dropped.seq
+        await consensus.cas(PREFIX + create.name, seq, encode_command(create), rand.nonce())
+        return create
     except (Conflict, Unknown) as error:
-        found = await consensus.head(key)
-        if found is None:
+        found = await registered(consensus, create.name)
+        if found is None or not isinstance(found[0], Create):
             raise Unknown(f"creation is not settled: shard={create.name}.", fix="Open it again.") from error
-        return found
+        return found[0]
 
 
-def _created(name: str, version: Versioned) -> Create:
+def _created(name: str, version: Versioned) -> Create | Drop:
     command = decode_command(version.data)
-    if not isinstance(command, Create):
+    if not isinstance(command, Create | Drop):
         raise Corrupt(f"shard register is no creation: shard={name} seq={version.seq}.")
     return command
 

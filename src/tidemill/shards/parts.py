@@ -5,8 +5,8 @@ hash, so that a key's history reads in order and its retraction precedes its ins
 lz4 (written once, read soon), merged ones zstd (half the bytes). A part at most INLINE_PART_BYTES
 travels inside the log record instead of an object.
 
-Object key: `shards/<shard uuid>/<writer>-<nonce>.parquet`, never reused (O1). An object that no batch
-names is an orphan: harmless, and collected by age in a later step. Nothing here deletes one.
+An object that no batch names is an orphan: its key says when it was written, and the keeper sweeps it by age.
+Nothing here deletes one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tidemill.base.errors import Corrupt, Invalid
 from tidemill.base.limits import INLINE_PART_BYTES
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.cpu import Cpu, inline_cpu
-from tidemill.shards.front import DIFF, HASH, TIME, Part, ShardSchema
+from tidemill.shards.front import DIFF, HASH, TIME, Part, ShardSchema, part_key
 from tidemill.shards.hashing import hash_rows
 from tidemill.shards.schema import conform, hash_columns, part_schema, update_schema
 
@@ -128,10 +128,6 @@ def within(rows: pa.Table, lower: int, upper: int) -> pa.Table:
     return rows.filter(pc.and_(pc.greater_equal(times, lower), pc.less(times, upper)))
 
 
-def object_key(shard_id: str, writer: str, nonce: str) -> str:
-    return f"shards/{shard_id}/{writer}-{nonce}.parquet"
-
-
 async def store_part(
     objects: ObjectStore,
     shard_id: str,
@@ -140,6 +136,7 @@ async def store_part(
     *,
     writer: str,
     rand: Rand,
+    now_ms: int,
     bucket: int = 0,
     codec: Codec = "lz4",
     inline_bytes: int = INLINE_PART_BYTES,
@@ -147,7 +144,8 @@ async def store_part(
 ) -> Part:
     """Encode and store updates; nothing refers to the part until it is appended.
 
-    Needs no shard handle, so executors call it with the bucket's credentials alone. Raises Invalid,
+    Needs no shard handle, so executors call it with the bucket's credentials alone. `now_ms` is stamped on the key:
+    a part that is appended hours later may have been swept as an orphan, and is refused. Raises Invalid,
     Unavailable, Unknown (the object may exist, as an orphan: write again, under a new key).
     """
     encoded = await cpu(lambda: encode_part(schema, rows, codec))
@@ -155,6 +153,6 @@ async def store_part(
     if size <= min(inline_bytes, INLINE_PART_BYTES):
         data = encoded.data.to_pybytes()
         return Part(encoded.rows, size, bucket, "", data, encoded.min_hash, encoded.max_hash)
-    key = object_key(shard_id, writer, rand.nonce())
+    key = part_key(shard_id, writer, now_ms, rand.nonce())
     await objects.put(key, memoryview(encoded.data))
     return Part(encoded.rows, size, bucket, key, b"", encoded.min_hash, encoded.max_hash)

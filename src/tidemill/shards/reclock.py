@@ -34,7 +34,7 @@ def carried(latest: Binding | None, binding: Binding) -> Binding:
         return binding
     return replace(
         binding,
-        offsets={**latest.offsets, **binding.offsets},
+        offsets={**latest.offsets, **binding.offsets} if binding.offsets else latest.offsets,
         lsn=binding.lsn or latest.lsn,
         source_time_ms=binding.source_time_ms or latest.source_time_ms,
     )

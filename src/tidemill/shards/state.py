@@ -4,25 +4,52 @@ S1  since and upper only advance, and since < upper once anything is written: th
 S2  the batches are contiguous: the first begins at 0, each begins where the last ended, the last ends at upper.
 S3  since never passes a hold that stood when it moved.
 S4  `rows`, `size_bytes` and `inline_bytes` are the sums over all parts.
+S5  garbage is in order of its versions, and no batch names an object of it.
+
+`apply` refuses what would break one of them, with the reason: a refused command changes nothing.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from tidemill.base.errors import Corrupt
 from tidemill.shards.front import Batch, ShardSchema
 
 WRITERS_KEPT = 64
 """Tokens remembered, newest last. A writer resolves an unknown outcome at once, so few are ever asked for."""
 
 
+HOLDS_KEPT = 256
+"""Holds at once. Each travels in every rollup; one more reader waits until one of them ends."""
+
+GARBAGE_OBJECTS = 20_000
+"""Replaced objects that wait for deletion: some 2 MB of a rollup. With more, nothing is merged until some went."""
+
+
 class Hold(msgspec.Struct, frozen=True):
-    """Keeps since at or below `since`. `expires_ms` 0 = critical: never expires, and `epoch` fences its owners."""
+    """Keeps since at or below `since`. `expires_ms` 0 = critical: never expires, and `epoch` fences its owners.
+
+    A leased hold also keeps every object that the state named at `version` or later: its reader chose from there.
+    """
 
     reader: str
     since: int
     expires_ms: int = 0
     epoch: int = 0
+    version: int = 0
+
+    def live(self, now_ms: int) -> bool:
+        return self.expires_ms == 0 or self.expires_ms > now_ms
+
+
+class Garbage(msgspec.Struct, frozen=True):
+    """Objects that no batch names since `version`, of `at_ms`. Whoever chose before may read them."""
+
+    version: int
+    at_ms: int
+    size_bytes: int
+    objects: tuple[str, ...]
 
 
 class WriterToken(msgspec.Struct, frozen=True):
@@ -50,6 +77,14 @@ class ShardState(msgspec.Struct, frozen=True):
     size_bytes: int = 0
     inline_bytes: int = 0
     version: int = 0
+    garbage: tuple[Garbage, ...] = ()
+    swept_ms: int = 0
+    """No part that was written before may be shown any more."""
+    dropped: bool = False
+
+
+def garbage_full(state: ShardState) -> bool:
+    return sum(len(garbage.objects) for garbage in state.garbage) >= GARBAGE_OBJECTS
 
 
 def batch_sums(batch: Batch) -> tuple[int, int, int]:
@@ -61,27 +96,49 @@ def batch_sums(batch: Batch) -> tuple[int, int, int]:
     )
 
 
-def check_step(old: ShardState, new: ShardState) -> None:
-    """S1 to S4 across one transition, at a cost that does not grow with the number of batches."""
-    assert old.since <= new.since, "S1: since went back"
-    assert old.upper <= new.upper, "S1: upper went back"
-    assert new.since == 0 or new.since < new.upper, "S1: nothing is readable"
-    assert (new.batches[-1].upper if new.batches else 0) == new.upper, "S2: the last batch does not end at upper"
-    assert len(new.batches) < 2 or new.batches[-2].upper == new.batches[-1].lower, "S2: hole before the last batch"
-    assert new.version == old.version + 1, "one command, one version"
-    if new.since != old.since:
-        assert all(h.since >= new.since for h in new.holds), "S3: since passed a hold"
-    assert min(new.rows, new.size_bytes, new.inline_bytes) >= 0, "S4: sums went below zero"
+def broken_step(old: ShardState, new: ShardState) -> str:
+    """What of S1 to S5 one transition would break, or "": at a cost that does not grow with the number of batches."""
+    if new.since < old.since:
+        return f"S1: since went back: old={old.since} new={new.since}"
+    if new.upper < old.upper:
+        return f"S1: upper went back: old={old.upper} new={new.upper}"
+    if new.since and new.since >= new.upper:
+        return f"S1: nothing is readable: since={new.since} upper={new.upper}"
+    if (new.batches[-1].upper if new.batches else 0) != new.upper:
+        return f"S2: the last batch does not end at upper: upper={new.upper}"
+    if len(new.batches) > 1 and new.batches[-2].upper != new.batches[-1].lower:
+        return f"S2: hole before the last batch: lower={new.batches[-1].lower}"
+    if new.since != old.since and any(hold.since < new.since for hold in new.holds):
+        return f"S3: since passed a hold: since={new.since}"
+    if min(new.rows, new.size_bytes, new.inline_bytes) < 0:
+        return "S4: sums went below zero"
+    if len(new.garbage) > 1 and new.garbage[-2].version >= new.garbage[-1].version:
+        return f"S5: garbage out of order: version={new.garbage[-1].version}"
+    return ""
+
+
+def broken_whole(state: ShardState) -> str:
+    """What of S1 to S5 one state breaks, walking everything, or ""."""
+    at = 0
+    for batch in state.batches:
+        if not batch.lower == at < batch.upper:
+            return f"S2: hole or overlap: at={at} lower={batch.lower} upper={batch.upper}"
+        at = batch.upper
+    if at != state.upper:
+        return f"S2: the last batch does not end at upper: at={at} upper={state.upper}"
+    if state.since and state.since >= state.upper:
+        return f"S1: nothing is readable: since={state.since} upper={state.upper}"
+    sums = [batch_sums(b) for b in state.batches]
+    if tuple(sum(s[i] for s in sums) for i in range(3)) != (state.rows, state.size_bytes, state.inline_bytes):
+        return "S4: sums drifted"
+    named = {part.object_key for batch in state.batches for part in batch.parts if part.object_key}
+    if any(not named.isdisjoint(garbage.objects) for garbage in state.garbage):
+        return "S5: a batch names garbage"
+    return ""
 
 
 def check_whole(state: ShardState) -> None:
-    """S1 to S4 of one state, walking everything: for tests, the simulation and `doctor`."""
-    at = 0
-    for batch in state.batches:
-        assert batch.lower == at < batch.upper, f"S2: hole or overlap at {at}"
-        at = batch.upper
-    assert at == state.upper, "S2: the last batch does not end at upper"
-    assert state.since == 0 or state.since < state.upper, "S1: nothing is readable"
-    sums = [batch_sums(b) for b in state.batches]
-    want = tuple(sum(s[i] for s in sums) for i in range(3))
-    assert want == (state.rows, state.size_bytes, state.inline_bytes), "S4: sums drifted"
+    """For tests, the simulation and `doctor`. Raises Corrupt."""
+    broken = broken_whole(state)
+    if broken:
+        raise Corrupt(f"a shard's state breaks its invariants: shard={state.name} {broken}.")

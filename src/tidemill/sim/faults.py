@@ -219,6 +219,10 @@ class FaultyConsensus:
         what = f"cas {key} {expected_seq} {nonce[:6]}"
         return await self._call(what, lambda: self._inner.cas(key, expected_seq, data, nonce), writes=True)
 
+    async def drop(self, key: str, expected_seq: int) -> None:
+        what = f"drop {key} {expected_seq}"
+        await self._call(what, lambda: self._inner.drop(key, expected_seq), writes=True, again=False)
+
     async def scan(self, prefix: str) -> list[tuple[str, Versioned]]:
         return await self._call(f"scan {prefix}", lambda: self._inner.scan(prefix))
 
@@ -253,6 +257,9 @@ class FaultyConsensus:
 
     async def leases(self, prefix: str) -> list[Lease]:
         return await self._call(f"leases {prefix}", lambda: self._inner.leases(prefix))
+
+    def trouble(self) -> str:
+        return self._inner.trouble()
 
     async def aclose(self) -> None:
         self._closed = True

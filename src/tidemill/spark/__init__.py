@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from tidemill.spark.session import build_session as build_session
     from tidemill.spark.source import register as register
 
-__all__ = ["Pipeline", "build_session", "register"]
+OBJECTS_VARIABLE = "TIDEMILL_OBJECTS__URL"
+CONSENSUS_VARIABLE = "TIDEMILL_CONSENSUS__URL"
+"""The configuration's own names: what a driver is told by its environment, for a command line is for all to see."""
+
+__all__ = ["CONSENSUS_VARIABLE", "OBJECTS_VARIABLE", "Pipeline", "build_session", "register"]
 
 
 def __getattr__(name: str) -> Any:

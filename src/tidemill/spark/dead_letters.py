@@ -1,93 +1,134 @@
-"""The dead-letter shard of a pipeline: every record of its stream topics that could not be read, once.
+"""The dead-letter shard of a pipeline: every record of its topics that could not be read, once.
 
-Several topics feed one shard, each at its own pace, so its upper follows the slowest of them. What a
-topic delivered ahead of that is kept here, classified by the same three-way rule as everything else.
-A process that starts finds the tables further than this shard: it decodes the gap again, for its dead
-letters only. Writers race as equals: what is malformed is a function of the records alone.
+D1  A letter is there before the table passes its record: letters of an interval are appended first, then the table.
+    A crash in between decodes the interval again and finds them there, by position. So does a driver that lost.
+D2  An append names the shard's upper, and every letter below it was looked at: two writers never add the same one.
 
-The feeds of a process call from threads of their own, so each method lets one in at a time: two flushes at once
-would append the same letters against each other, and a `take` between them be forgotten.
+So the letters need no time of their own to agree on, no table waits for another, and what has no letters costs
+nothing. The letters of a process are added by whatever thread found them, one at a time.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import structlog
 
-from tidemill.shards.front import TIME
-from tidemill.spark.decode.stream import no_dead_letters
-from tidemill.spark.table import TableWriter
+from tidemill.base.clock import Rand
+from tidemill.base.errors import Conflict
+from tidemill.base.portal import Portal
+from tidemill.shards.front import TIME, Batch, HistoryLost
+from tidemill.shards.handle import LogShard
+from tidemill.shards.schema import update_schema
 from tidemill.spark.upsert.arrays import int64s
-from tidemill.spark.upsert.classify import AT, BELOW, classify
-from tidemill.spark.upsert.resolve import Resolved, no_changes
 
-IDLE_MS = 1_000
-"""Without dead letters the upper moves this often: it has no reader who needs more."""
+log = structlog.get_logger()
+
+_Place = tuple[str, int]
 
 
 class DeadLetters:
-    def __init__(self, writer: TableWriter, sources: Iterable[str]) -> None:
-        self.writer = writer
-        self._through = dict.fromkeys(sources, writer.upper)
-        self._kept = no_dead_letters()
-        self._one_at_a_time = threading.Lock()
+    """`opened` gives the shard, creating it where it is absent; called at the first need and retried by the caller."""
+
+    def __init__(self, portal: Portal, opened: Callable[[], LogShard], rand: Rand) -> None:
         self.total = 0
+        """Letters that this process added."""
+        self._portal = portal
+        self._opened = opened
+        self._rand = rand
+        self._shard: LogShard | None = None
+        self._upper = 0
+        self._known: dict[_Place, npt.NDArray[np.int64]] = {}
+        self._one_at_a_time = threading.Lock()
 
-    @property
-    def upper(self) -> int:
-        return self.writer.upper
-
-    def missing_from(self, source: str, lower: int) -> int | None:
-        """Where the source must be decoded again from, when its next batch begins at `lower`; None = no gap."""
+    def open(self) -> None:
+        """So that the shard exists for whoever looks for it. Raises as opening a shard does."""
         with self._one_at_a_time:
-            return self._through[source] if self._through[source] < lower else None
+            self._opened_shard()
 
-    def take(self, source: str, upper: int, letters: pa.Table) -> None:
-        """All dead letters of the source from where it stood up to `upper`; those already taken are dropped."""
+    def put(self, letters: pa.Table) -> None:
+        """Add those of these letters that are not there yet. Raises Unavailable, Unknown: call again with the same."""
+        if letters.num_rows == 0:
+            return
         with self._one_at_a_time:
-            times = int64s(letters, TIME)
-            new = classify(times, max(self._through[source], self.upper), upper) != BELOW
-            if letters.num_rows:
-                self._kept = pa.concat_tables([self._kept, letters.filter(pa.array(new))])
-            self._through[source] = max(self._through[source], upper)
+            shard = self._opened_shard()
+            while True:
+                self._follow(shard)
+                new = letters.filter(pa.array(self._is_new(letters)))
+                if new.num_rows == 0:
+                    return
+                if self._append(shard, new):
+                    self.total += new.num_rows
+                    return
 
-    def flush(self) -> None:
-        """Append what all sources have passed. Losing to a peer drops what the peer wrote."""
-        with self._one_at_a_time:
-            self._flush()
+    def _opened_shard(self) -> LogShard:
+        if self._shard is None:
+            self._shard = self._opened()
+        return self._shard
 
-    def _flush(self) -> None:
-        while True:
-            end = min(self._through.values())
-            times = int64s(self._kept, TIME)
-            ready = classify(times, self.upper, end) == AT
-            due = bool(ready.any()) or end - self.upper >= IDLE_MS
-            if end <= self.upper or not due:
-                return
-            updates = self._kept.filter(pa.array(ready))
-            pending = Resolved(self.upper, end, updates, no_changes(self.writer.schema))
-            if self._append(pending):
-                self.total += updates.num_rows
-            self._drop_below()
+    def _append(self, shard: LogShard, new: pa.Table) -> bool:
+        lower = self._upper
+        at = max(lower, int(int64s(new, TIME).max()))
+        times = pa.array(np.full(new.num_rows, at, dtype=np.int64))
+        rows = new.set_column(new.schema.get_field_index(TIME), TIME, times)
+        rows = rows.select(update_schema(shard.schema).names)  # a shard from before has fewer columns
 
-    def _append(self, pending: Resolved) -> bool:
-        async def run() -> bool:
-            parts = await self.writer.write(pending.updates)
-            return await self.writer.append(pending.lower, pending.upper, parts)
+        async def run() -> None:
+            part = await shard.write_part(rows)
+            await shard.compare_and_append(lower, at + 1, (part,), self._rand.nonce())
 
-        won = self.writer.portal.call(run())
-        if won:
-            # The mirror of this shard is never looked into: only its upper is followed.
-            self.writer.committed(pending)
-        else:
-            self.writer.follow()
-        return won
+        try:
+            self._portal.call(run())
+        except Conflict:
+            return False  # a peer's letters: look at them first (D2)
+        self._upper = at + 1
+        self._learn(rows)
+        return True
 
-    def _drop_below(self) -> None:
-        keep = classify(int64s(self._kept, TIME), self.upper, np.iinfo(np.int64).max) != BELOW
-        self._kept = self._kept.filter(pa.array(keep))
-        for source, through in self._through.items():
-            self._through[source] = max(through, self.upper)
+    def _follow(self, shard: LogShard) -> None:
+        """Learn the positions of every letter below the shard's upper."""
+        _, upper = self._portal.call(shard.frontiers())
+        if upper <= self._upper:
+            return
+        batches: list[Batch] | None = None
+        if self._upper:
+            try:
+                batches = self._portal.call(shard.batches(self._upper))
+            except HistoryLost:
+                batches = None
+        if batches is None:
+            batches = self._portal.call(shard.batches_until(upper - 1))
+        for batch in batches:
+            self._learn(self._portal.call(shard.read_batch(batch, 0, batch.upper)))
+        self._upper = max(batch.upper for batch in batches)
+
+    def _learn(self, rows: pa.Table) -> None:
+        for place, offsets, _ in _by_place(rows):
+            known = self._known.get(place)
+            self._known[place] = np.unique(offsets) if known is None else np.union1d(known, offsets)
+
+    def _is_new(self, letters: pa.Table) -> npt.NDArray[np.bool_]:
+        """Of several letters of one position the first is: two tables may find the same record unreadable."""
+        new = np.zeros(letters.num_rows, dtype=bool)
+        for place, offsets, at in _by_place(letters):
+            _, first = np.unique(offsets, return_index=True)
+            known = self._known.get(place)
+            fresh = np.ones(len(first), dtype=bool) if known is None else ~np.isin(offsets[first], known)
+            new[at[first[fresh]]] = True
+        return new
+
+
+def _by_place(rows: pa.Table) -> list[tuple[_Place, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """(topic and partition, offsets, row numbers) of each partition that has rows."""
+    topics = rows.column("topic").to_pylist()
+    partitions = rows.column("partition").to_pylist()
+    offsets = int64s(rows, "offset")
+    found: dict[_Place, list[int]] = {}
+    for at, place in enumerate(zip(topics, partitions, strict=True)):
+        found.setdefault(place, []).append(at)
+    numbers = {place: np.array(at, dtype=np.int64) for place, at in found.items()}
+    return [(place, offsets[at], at) for place, at in numbers.items()]

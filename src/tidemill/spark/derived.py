@@ -9,8 +9,9 @@ output is exactly the function of its inputs; between them it stays as it was.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,15 @@ import numpy as np
 import pyarrow as pa
 import structlog
 
-from tidemill.base.errors import Corrupt, Invalid, Missing
+from tidemill.base.clock import Clock
+from tidemill.base.errors import Corrupt, Invalid, Missing, TidemillError
 from tidemill.base.portal import Portal
 from tidemill.shards.front import TIME, HistoryLost, ShardSchema
 from tidemill.shards.handle import LogShard
 from tidemill.shards.hashing import hash_rows
+from tidemill.shards.holding import MovingHold
 from tidemill.shards.schema import checked, conform, contents_schema, update_schema
+from tidemill.spark.advance import LAG_MS, advance_idle
 from tidemill.spark.pipeline import DerivedTable
 from tidemill.spark.stores import Stores
 from tidemill.spark.table import TableWriter
@@ -48,9 +52,10 @@ class InputMirror:
     move may fail half way; the derivation clears it.
     """
 
-    def __init__(self, portal: Portal, shard: LogShard) -> None:
+    def __init__(self, portal: Portal, shard: LogShard, clock: Clock) -> None:
         self.shard = shard
         self.changed = True
+        self.hold = MovingHold(shard, shard.reader_name("derived"), clock)
         self._portal = portal
         self._mirror = Mirror(shard.schema)
 
@@ -60,21 +65,28 @@ class InputMirror:
         if end <= self._mirror.upper:
             return
         try:
-            batches = self._portal.call(self.shard.batches(self._mirror.upper)) if self._mirror.upper else None
+            if self._mirror.upper:
+                self._follow(end)
         except HistoryLost:
-            batches = None
-        if batches is None:
+            pass
+        if self._mirror.upper < end:
             contents = self._portal.call(self.shard.snapshot(time_ms))
             self._mirror = Mirror.hydrate(self.shard.schema, contents, end)
             self.changed = True
-            return
-        for batch in batches:
+
+    def _follow(self, end: int) -> None:
+        for batch in self._portal.call(self.shard.batches(self._mirror.upper)):
             lower, upper = self._mirror.upper, min(batch.upper, end)
             if upper <= lower:
                 continue
             rows = self._portal.call(self.shard.read_batch(batch, lower, upper))
             self.changed |= rows.num_rows > 0
             self._mirror.apply(rows, lower, upper)
+
+    def keep(self, time_ms: int) -> None:
+        """Hold the input's history from `time_ms` on: while another input is behind, a restart reads there again."""
+        with contextlib.suppress(HistoryLost):
+            self._portal.call(self.hold.at(time_ms))
 
     def contents(self) -> pa.Table:
         return self._mirror.live_rows()
@@ -91,6 +103,8 @@ class Derivation:
         self.error = ""
         self.waits_for = ""
         self.recomputed = 0
+        self.took_s = 0.0
+        """The last round that recomputed."""
         self.writer: TableWriter | None = None
         self._portal = portal
         self._stores = stores
@@ -102,25 +116,32 @@ class Derivation:
     def upper(self) -> int:
         return self.writer.upper if self.writer is not None else 0
 
-    def run(self, stopping: threading.Event) -> None:
-        """Until `stopping`. What goes wrong is kept in `error` and tried again: an input may come back."""
+    def run(self, stopping: threading.Event, worked: Callable[[], None] = lambda: None) -> None:
+        """Until `stopping`; `worked` after every round that did. Raises whatever goes wrong: call it again later.
+
+        An input that does not exist yet is waited for. What the user's function raised leaves the inputs open; after
+        anything else they are opened anew.
+        """
         clock = self._stores.clock
         while not stopping.is_set():
-            began_s = clock.monotonic_s()
+            began_s, computed = clock.monotonic_s(), self.recomputed
             try:
                 if self.writer is None:
                     self.open()
-                    assert self.writer is not None
                 self.round()
                 self.error = ""
+                worked()
             except Missing as error:
                 self.error = error.message
-            except Exception as error:  # the function is the user's: whatever it raises is shown, and tried again
-                if stopping.is_set():
-                    return
-                self.error = str(error).splitlines()[0][:300]
-                log.warning("derived table not recomputed", table=self.table.name, error=self.error)
+                self.writer = None  # a shard may have been dropped: by name there is another one, some time
+            except FunctionRaised:
+                raise
+            except BaseException:
+                self.writer = None
+                raise
             took_s = clock.monotonic_s() - began_s
+            if self.recomputed > computed:
+                self.took_s = took_s
             stopping.wait(max(self.table.every_s - took_s, took_s * (1 / MOST_BUSY - 1), 0.05))
 
     def open(self) -> None:
@@ -133,11 +154,11 @@ class Derivation:
         inputs = []
         for name in self.table.inputs:
             self.waits_for = f"shard:{name}"
-            inputs.append(InputMirror(self._portal, self._portal.call(s.shard(name))))
+            inputs.append(InputMirror(self._portal, self._portal.call(s.shard(name)), s.clock))
         self.waits_for = ""
         self._inputs = inputs
         frames = [self._spark.createDataFrame([], spark_schema(i.shard.schema.columns)) for i in inputs]
-        result = self.table.function(self._spark, *frames)
+        result = self._called(frames)
         schema = checked(ShardSchema(columns_of(result.schema), self.table.key))
         shard = self._portal.call(s.shard(self.table.name, schema))
         writer = TableWriter(self._portal, s, shard, self._mirror_dir)
@@ -152,12 +173,17 @@ class Derivation:
         end = uppers[slowest]
         self.waits_for = f"shard:{slowest}"
         self.target = max(self.target, end)
+        newest = max(uppers.values())
+        if newest - end > LAG_MS:
+            s = self._stores
+            self._portal.call(advance_idle(s.catalogue, s.remap, slowest, end, newest - 1))
         self.writer.follow()
         lower = self.writer.upper
         if end <= lower:
             return False
         for one in self._inputs:
             one.move_to(end - 1)
+            one.keep(end - 1)
         if not any(one.changed for one in self._inputs):
             won = self._portal.call(self.writer.append(lower, end, ()))
             if won:
@@ -184,7 +210,24 @@ class Derivation:
     def _compute(self) -> pa.Table:
         assert self.writer is not None
         frames = [self._spark.createDataFrame(i.contents(), spark_schema(i.shard.schema.columns)) for i in self._inputs]
-        return conform(self.table.function(self._spark, *frames).toArrow(), contents_schema(self.writer.schema))
+        rows = self._called(frames, lambda result: result.toArrow())
+        return conform(rows, contents_schema(self.writer.schema))
+
+    def _called(self, frames: Sequence[Any], then: Callable[[Any], Any] = lambda result: result) -> Any:
+        """The user's function on the frames; Spark is lazy, so `then` may run it. Raises FunctionRaised."""
+        try:
+            return then(self.table.function(self._spark, *frames))
+        except BaseException as error:  # the function is the user's: whatever it raises is shown, and tried again
+            raise FunctionRaised(f"derived function raised: table={self.table.name} {_first_line(error)}") from error
+
+
+class FunctionRaised(TidemillError):
+    """The user's function, or the plan that it made, raised."""
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}".rstrip(": ")
 
 
 def difference(schema: ShardSchema, result: pa.Table, mirror: Mirror, time_ms: int) -> Commands:

@@ -21,7 +21,10 @@ from pathlib import Path
 
 import structlog
 
+from tidemill.base import descriptors
 from tidemill.base.errors import Invalid
+from tidemill.base.limits import FRESHNESS_BUDGET_MS
+from tidemill.spark import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 from tidemill.spark.stores import Urls
 
 log = structlog.get_logger()
@@ -31,8 +34,10 @@ EXIT_CONFIGURATION = 2
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tidemill.spark.driver", description="Run one pipeline until SIGTERM.")
-    parser.add_argument("--objects", required=True, help="URL of the bucket or directory")
-    parser.add_argument("--consensus", required=True, help="URL of consensus")
+    for name, variable in (("objects", OBJECTS_VARIABLE), ("consensus", CONSENSUS_VARIABLE)):
+        given = os.environ.get(variable, "")
+        told = f"URL of {name}; without a password, else give it in {variable}"
+        parser.add_argument(f"--{name}", default=given, required=not given, help=told)
     parser.add_argument("--domains", type=int, default=0, help="metastore.domains of the configuration")
     parser.add_argument("--pipeline", required=True, type=Path, help="file with build(p)")
     parser.add_argument("--name", required=True, help="name of the pipeline")
@@ -40,9 +45,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--scratch", required=True, type=Path, help="directory for mirrors and Spark's files")
     parser.add_argument("--instance", default="", help="tells identical drivers of one pipeline apart in the marks")
     parser.add_argument("--driver-memory", default="1g")
+    parser.add_argument("--budget-ms", type=int, default=FRESHNESS_BUDGET_MS, help="freshness.budget_s in ms")
     parser.add_argument("--conf", action="append", default=[], metavar="KEY=VALUE", help="a Spark setting; repeatable")
     options = parser.parse_args(arguments)
     _log_to_stderr()
+    descriptors.raise_limit()
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
@@ -60,6 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
         instance=options.instance,
         driver_memory=options.driver_memory,
         conf=_conf(options.conf),
+        budget_ms=options.budget_ms,
     )
     try:
         Runner(settings, stopping).run()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from tidemill.base.clock import Clock
+
 MAX_SAMPLES = 50_000
 
 
@@ -37,3 +39,42 @@ class Latency:
             return {"count": 0, "p50": None, "p99": None, "max": None}
         last = len(ordered) - 1
         return {"count": seen, "p50": ordered[int(last * 0.5)], "p99": ordered[int(last * 0.99)], "max": most}
+
+
+RATE_OVER_S = 10.0
+
+
+class Progress:
+    """How a table catches up: records read by this process, records still to go, and how long they should take.
+
+    `read` only grows, so that a mark may show it as movement where one time takes long (marks.progress).
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.read = 0
+        self.to_go = 0
+        self._clock = clock
+        self._since_s = clock.monotonic_s()
+        self._at_since = 0
+        self._per_s = 0.0
+
+    def begin(self, to_go: int) -> None:
+        self.to_go = to_go
+
+    def add(self, records: int) -> None:
+        self.read += records
+        self.to_go = max(0, self.to_go - records)
+        passed_s = self._clock.monotonic_s() - self._since_s
+        if passed_s > RATE_OVER_S or (self._per_s == 0.0 and passed_s > 0.5):
+            self._per_s = (self.read - self._at_since) / passed_s
+            self._since_s, self._at_since = self._clock.monotonic_s(), self.read
+
+    @property
+    def eta_s(self) -> float | None:
+        return self.to_go / self._per_s if self._per_s > 0 else None
+
+    def sentence(self) -> str:
+        """ "" where little is to go."""
+        eta_s = self.eta_s
+        about = f", about {eta_s:.0f} s" if eta_s is not None else ""
+        return f"catching up: {self.read:,} records read, {self.to_go:,} to go{about}" if self.to_go else ""

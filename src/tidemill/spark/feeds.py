@@ -8,30 +8,33 @@ from __future__ import annotations
 
 import msgspec
 
-from tidemill.base.errors import Corrupt, Invalid
-from tidemill.metastore.catalogue import CaptureRow, Catalogue, TopicRow
+from tidemill.base.errors import Invalid
+from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, TopicRow
 from tidemill.shards.front import ShardSchema
 from tidemill.shards.pgtypes import column_for
 from tidemill.shards.schema import checked
 
 
 class NotReady(Exception):
-    """The feed does not exist yet, or its snapshot is not done: wait. `held_by` is the mark to look at."""
+    """The feed does not exist yet, or its snapshot is not done: wait. `held_by` is the mark to look at; where it
+    `tells`, it exists and says itself whether it moves."""
 
-    def __init__(self, held_by: str, reason: str) -> None:
+    def __init__(self, held_by: str, reason: str, *, tells: bool = False) -> None:
         super().__init__(reason)
+        self.tells = tells
         self.held_by = held_by
         self.reason = reason
 
 
 class TopicFeed(msgspec.Struct, frozen=True):
-    """One topic as a table's input. `captured`: written by capture, else JSON of strangers."""
+    """One topic as a table's input. `captured`: written by capture, else JSON of strangers. `table`: schema.table."""
 
     topic: str
     topic_id: str
     partitions: int
     captured: bool
     schema: ShardSchema
+    table: str = ""
 
 
 async def captured_feed(catalogue: Catalogue, capture: str, table: str) -> TopicFeed:
@@ -41,26 +44,28 @@ async def captured_feed(catalogue: Catalogue, capture: str, table: str) -> Topic
     if row is None:
         raise NotReady(mark, f"capture {capture} has not started")
     if not row.snapshot_done:
-        raise NotReady(mark, f"capture {capture} is still taking its snapshot")
-    if table not in row.topics:
+        raise NotReady(mark, f"capture {capture} is still taking its snapshot", tells=True)
+    found = await catalogue.table(capture, table, fresh=False)
+    if found is None:
+        known = sorted(t.table for t in await catalogue.tables(capture, fresh=False))
         raise Invalid(
             f"captured database has no such table: capture={capture} table={table}.",
-            fix=f"Captured are: {', '.join(sorted(row.topics)) or 'none'}.",
+            fix=f"Captured are: {', '.join(known) or 'none'}.",
         )
-    topic = await catalogue.get(TopicRow, row.topics[table])
+    if not found.columns:
+        raise NotReady(f"table:{capture}/{table}", found.reason or f"table {table} is not copied yet", tells=True)
+    topic = await catalogue.get(TopicRow, found.topic)
     if topic is None:
-        raise NotReady(mark, f"topic {row.topics[table]} does not exist yet")
-    return TopicFeed(topic.name, topic.topic_id, topic.partitions, True, captured_schema(row, table))
+        raise NotReady(mark, f"topic {found.topic} does not exist yet")
+    return TopicFeed(topic.name, topic.topic_id, topic.partitions, True, captured_schema(found), table)
 
 
-def captured_schema(row: CaptureRow, table: str) -> ShardSchema:
-    """The shard of a captured table. Raises Corrupt (not described), Invalid (no key)."""
-    described = row.columns.get(table, ())
-    if not described:
-        raise Corrupt(f"capture does not describe its table: capture={row.name} table={table}.")
+def captured_schema(row: CaptureTableRow) -> ShardSchema:
+    """The shard of a captured table. Raises Invalid (no key)."""
+    described = row.columns
     key = sorted((c for c in described if c.key_index >= 0), key=lambda c: c.key_index)
     if not key:
-        raise Invalid(f"table has no primary key: capture={row.name} table={table}.", fix="Give it one.")
+        raise Invalid(f"table has no primary key: capture={row.capture} table={row.table}.", fix="Give it one.")
     columns = tuple(column_for(c.name, c.type_name) for c in described)
     return checked(ShardSchema(columns, tuple(c.name for c in key)))
 

@@ -13,6 +13,8 @@ import msgspec
 import structlog
 
 from tidemill.base.errors import Invalid, Unavailable, Unknown
+from tidemill.base.limits import FRESHNESS_BUDGET_MS
+from tidemill.base.marks import Tracker
 from tidemill.base.portal import Portal
 from tidemill.shards.front import ShardSchema
 from tidemill.spark.facts import Latency
@@ -46,6 +48,7 @@ class Settings(msgspec.Struct, frozen=True):
     driver_memory: str = "1g"
     conf: dict[str, str] = {}
     domains: int = 0
+    budget_ms: int = FRESHNESS_BUDGET_MS
 
 
 class Host:
@@ -62,6 +65,16 @@ class Host:
         self.spark: SparkSession | None = None
         self.session_ready = threading.Event()
         self.ending = threading.Event()
+        self.tracker = Tracker(settings.budget_ms)
+        """Marks of the pipeline and its units; their supervision tells failures here."""
+
+    def session_is_lost(self) -> bool:
+        """Has the JVM that a session was opened on ended? A session of somebody else's JVM is not ours to judge."""
+        from pyspark import SparkContext
+
+        gateway = SparkContext._gateway
+        process = getattr(gateway, "proc", None)
+        return process is not None and process.poll() is not None
 
     def retried(self, call: Callable[[], T]) -> T:
         """Call until storage answers or the pipeline ends."""
@@ -74,10 +87,11 @@ class Host:
                     raise
 
     def writer(self, name: str, schema: ShardSchema, feed: TopicFeed | None = None) -> TableWriter:
-        """The shard, created when absent, with a hydrated mirror. Raises Invalid when its schema is another."""
-        shard = self.retried(lambda: self.portal.call(self.stores.shard(name, schema)))
+        """The shard, created when absent, with a hydrated mirror. Raises Invalid when its schema is another, and what
+        storage raises."""
+        shard = self.portal.call(self.stores.shard(name, schema))
         table = TableWriter(self.portal, self.stores, shard, self.mirror_dir(name), feed)
-        self.retried(table.hydrate)
+        table.hydrate()
         return table
 
     def mirror_dir(self, name: str) -> Path:

@@ -14,6 +14,7 @@ def build(p: Pipeline) -> None:
 from __future__ import annotations
 
 import runpy
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,11 @@ class CapturedTable(msgspec.Struct, frozen=True):
     def fed_by(self) -> str:
         return f"capture:{self.capture}:{self.table}"
 
+    @property
+    def upstream(self) -> str:
+        """The mark of the captured table."""
+        return f"table:{self.capture}/{self.table}"
+
 
 class Capture:
     """A captured database, by the name it has in tidemill.toml."""
@@ -62,6 +68,10 @@ class StreamTopic(msgspec.Struct, frozen=True):
 
     @property
     def fed_by(self) -> str:
+        return f"topic:{self.topic}"
+
+    @property
+    def upstream(self) -> str:
         return f"topic:{self.topic}"
 
 
@@ -124,8 +134,8 @@ class Pipeline:
 
     @property
     def dead_letters(self) -> str:
-        """The shard of unreadable records, or "" when no input can have any."""
-        return f"{self.name}.dead_letters" if any(isinstance(s, StreamTopic) for s in self.tables.values()) else ""
+        """The shard of unreadable records, or "" when nothing is read from a topic."""
+        return f"{self.name}.dead_letters" if self.tables else ""
 
     def fed_by(self) -> dict[str, str]:
         """Shard → what feeds it, as the catalogue names it."""
@@ -144,17 +154,33 @@ class Pipeline:
 
 
 def load_pipeline(path: Path, name: str) -> Pipeline:
-    """Run the file's `build(p)`. Raises Invalid: no such file, no build, or what the declarations say."""
+    """Run the file's `build(p)`. Raises Invalid: no such file, no build, what the declarations say, and whatever
+    the file itself raises, in one sentence with its line."""
     if not path.is_file():
         raise Invalid(f"no such pipeline file: file={path}.", fix="Correct pipeline.<name>.file.")
+    pipeline = Pipeline(name)
     try:
-        found = runpy.run_path(str(path), run_name=f"tidemill_pipeline_{name}")
+        build = runpy.run_path(str(path), run_name=f"tidemill_pipeline_{name}").get("build")
+        if callable(build):
+            build(pipeline)
+    except Invalid:
+        raise
     except SyntaxError as error:
         raise Invalid(f"pipeline file does not parse: file={path} line={error.lineno}.", fix="Correct it.") from error
-    build = found.get("build")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # also sys.exit: the file is the user's, the process is not
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(": ")
+        raise Invalid(
+            f"pipeline file raises: file={path} line={_line_in(path, error)} error={said}.", fix="Correct it."
+        ) from error
     if not callable(build):
         raise Invalid(f"pipeline file has no build: file={path}.", fix="Define build(p: Pipeline).")
-    pipeline = Pipeline(name)
-    build(pipeline)
     pipeline.check()
     return pipeline
+
+
+def _line_in(path: Path, error: BaseException) -> int:
+    """The innermost line of the file itself; 0 when it was not reached."""
+    lines = [f.lineno or 0 for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+    return lines[-1] if lines else 0

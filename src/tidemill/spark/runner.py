@@ -1,8 +1,8 @@
-"""One pipeline, assembled: feeds to sinks to queries, derived tables to threads, everything to marks.
+"""One pipeline, assembled: feeds with their tables, derived tables, the session, the report: each a unit of its own.
 
-Threads: the caller waits for the end; one opens the JVM; one a feed (feeding.py); one a derived table; one
-publishes marks and compacts. Whatever fails ends the run with that error, except what may heal: storage that
-is away, and feeds that do not exist yet, are waited for.
+Threads: the caller waits for the end; one opens the JVM; one a feed (feeding.py); one a table (unit.py); one a
+derived table; one publishes marks. Whatever a unit raises is told under its mark and tried again (keep_thread).
+The run ends by `stopping`, or when Spark's JVM is gone: only a new process gets another.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from tidemill.base.errors import Closed, TidemillError
+from tidemill.base.errors import Closed, Invalid, TidemillError
+from tidemill.base.tasks import keep_thread, sentence
 from tidemill.metastore.catalogue import PipelineRow
+from tidemill.shards.handle import LogShard
 from tidemill.spark.dead_letters import DeadLetters
-from tidemill.spark.decode.stream import DEAD_LETTERS
+from tidemill.spark.decode.letters import DEAD_LETTERS, FIRST_DEAD_LETTERS
 from tidemill.spark.derived import Derivation
 from tidemill.spark.feeding import Feed
 from tidemill.spark.host import Host, Settings, own_directory
 from tidemill.spark.pipeline import DerivedTable, Pipeline, load_pipeline
 from tidemill.spark.reporting import Reporter
+from tidemill.spark.scratch import sweep
 from tidemill.spark.stores import open_stores
 from tidemill.spark.table import TableWriter
 
@@ -36,15 +39,15 @@ log = structlog.get_logger()
 
 
 class Runner(Host):
-    """`run` blocks until `stopping` is set or something fails for good, and raises that."""
+    """`run` blocks until `stopping` is set or the process is of no use any more, and raises why."""
 
     def __init__(self, settings: Settings, stopping: threading.Event, spark: SparkSession | None = None) -> None:
         pipeline = load_pipeline(settings.file, settings.name)
         super().__init__(settings)
         self.pipeline: Pipeline = pipeline
-        self.feeds = [Feed(source, tables, self) for source, tables in pipeline.sources().items()]
-        self.derivations: list[Derivation] = []
-        self.dead_letters: DeadLetters | None = None
+        self.feeds: list[Feed] = []
+        self.derivations: dict[str, Derivation] = {}
+        self.dead_letters: DeadLetters
         self.spark = spark
         self._own_spark = spark is None
         self._stopping = stopping
@@ -53,6 +56,7 @@ class Runner(Host):
 
     def run(self) -> None:
         with own_directory(self.settings.scratch):
+            sweep(self.settings.scratch, {*self.pipeline.tables, *self.pipeline.derived_tables})
             self._run()
 
     def _run(self) -> None:
@@ -68,20 +72,22 @@ class Runner(Host):
 
     # start and stop ---------------------------------------------------------------------------------
     def _start(self) -> None:
-        row = PipelineRow(self.settings.name, self.pipeline.fed_by(), self.pipeline.dead_letters)
-        self.retried(lambda: self.portal.call(self.stores.catalogue.put(row)))
+        self.dead_letters = DeadLetters(self.portal, self._dead_letter_shard, self.stores.rand)
+        sources = self.pipeline.sources().items()
+        self.feeds = [Feed(source, tables, self, self.dead_letters) for source, tables in sources]
+        reporter = Reporter(self)
+        self.retried(reporter.adopt)
+        self._unit("catalogue", self._register)
         if self.spark is None:
-            self._thread(SESSION_THREAD, self._open_session)
+            self._unit(SESSION_THREAD, self._open_session, mark="spark")
         else:
             self.session_ready.set()
-        if self.pipeline.dead_letters:
-            writer = self.writer(self.pipeline.dead_letters, DEAD_LETTERS)
-            self.dead_letters = DeadLetters(writer, [feed.source for feed in self.feeds if not feed.captured])
         for feed in self.feeds:
-            self._thread(f"feed-{feed.source}", partial(feed.run, self.dead_letters))
+            self._thread(f"feed-{feed.source}", feed.run)
         for table in self.pipeline.derived_tables.values():
-            self._thread(f"derived-{table.name}", partial(self._run_derived, table))
-        self._thread("report", Reporter(self).run)
+            body = partial(self._run_derived, table)
+            self._unit(f"derived-{table.name}", body, mark_name=f"shard:{table.name}")
+        self._thread("report", reporter.run)
 
     def _stop(self) -> None:
         """In order: sinks end their batch, queries stop between batches, then the session, then the stores.
@@ -101,20 +107,32 @@ class Runner(Host):
         for feed in self.feeds:
             if feed.query is not None and feed.sink is not None and feed.sink.idle.wait(STOP_TIMEOUT_S):
                 _bounded(feed.query.stop, STOP_TIMEOUT_S)
-        for table in self.tables():
-            _quietly(table.save)
+        for feed in self.feeds:
+            for table in feed.sink.resting if feed.sink is not None else ():
+                _quietly(table.save)
         if self.spark is not None and self._own_spark:
             _bounded(self.spark.stop, STOP_TIMEOUT_S)
         _quietly(lambda: self.portal.call(self.stores.aclose(), STOP_TIMEOUT_S))
         self.portal.close()
 
+    def _unit(self, name: str, body: Callable[[], None], *, mark: str = "", mark_name: str = "") -> None:
+        """A thread whose body is tried again until it returns; its failures are told under the mark."""
+        told = mark_name or f"pipeline:{self.settings.name}:{mark or name}"
+        self._thread(
+            name, lambda: keep_thread(told, body, tracker=self.tracker, clock=self.stores.clock, ending=self.ending)
+        )
+
     def _thread(self, name: str, body: Callable[[], None]) -> None:
+        """What leaves the body makes the process of no use: it ends, and is started anew."""
+
         def run() -> None:
             try:
                 body()
             except BaseException as error:
                 if not self.ending.is_set():
-                    log.error("pipeline failed", part=name, error=str(error))
+                    log.error("pipeline failed", part=name, error=sentence(error))
+                    mark = f"pipeline:{self.settings.name}"
+                    self.tracker.fail(mark, sentence(error), now_ms=self.stores.clock.now_ms())
                     self._failure = self._failure or error
                 self.ending.set()
 
@@ -125,8 +143,25 @@ class Runner(Host):
     def tables(self) -> list[TableWriter]:
         """Every table that is open, derived ones too."""
         out = [t for feed in self.feeds if feed.sink is not None for t in feed.sink.tables]
-        out += [d.writer for d in self.derivations if d.writer is not None]
-        return out + ([self.dead_letters.writer] if self.dead_letters is not None else [])
+        return out + [d.writer for d in list(self.derivations.values()) if d.writer is not None]
+
+    # bodies of units --------------------------------------------------------------------------------
+    def _register(self) -> None:
+        row = PipelineRow(self.settings.name, self.pipeline.fed_by(), self.pipeline.dead_letters)
+        self.portal.call(self.stores.catalogue.put(row))
+        if self.pipeline.dead_letters:
+            self.dead_letters.open()
+
+    def _dead_letter_shard(self) -> LogShard:
+        """Raises Invalid when a shard of that name is none of dead letters."""
+        name = self.pipeline.dead_letters
+        try:
+            return self.portal.call(self.stores.shard(name, DEAD_LETTERS))
+        except Invalid:
+            found = self.portal.call(self.stores.shard(name))
+            if found.schema != FIRST_DEAD_LETTERS:
+                raise
+            return found
 
     def _open_session(self) -> None:
         from tidemill.spark.session import build_session
@@ -151,9 +186,11 @@ class Runner(Host):
             if self.ending.is_set():
                 return
         assert self.spark is not None
-        found = Derivation(self.portal, self.stores, self.spark, table, self.mirror_dir(table.name))
-        self.derivations.append(found)
-        found.run(self.ending)
+        found = self.derivations.get(table.name)
+        if found is None:
+            found = Derivation(self.portal, self.stores, self.spark, table, self.mirror_dir(table.name))
+            self.derivations[table.name] = found
+        found.run(self.ending, partial(self.tracker.heal, f"shard:{table.name}"))
 
 
 def _bounded(call: Callable[[], Any], timeout_s: float) -> None:

@@ -1,70 +1,99 @@
-"""The `foreachBatch` body: every table of one feed, from its own upper to the end of the micro-batch.
+"""The `foreachBatch` body: every table of one feed, from its own upper to the end of the micro-batch, in steps.
 
-    p = the table's upper → cut [p, end) by the bindings → decode → drain → one part → one compare-and-append
+    p = the table's upper → a step [p, e) by the bindings → decode → dead letters → drain → one part → one append
 
 Spark's batch says only "time has come to `end`". What is read follows from the shard's upper and remap, so
 a replay after a crash (p ≥ end) does nothing, a hole or a foreign checkpoint (p < start) is simply read, and
-a batch id never identifies anything (U5). Small batches are computed here; big ones by Spark tasks through
+a batch id never identifies anything (U5). Small steps are computed here; bigger ones by Spark tasks through
 the same functions, with the append still here. A lost race is recomputed from the peer's upper, never trimmed.
+
+Tables share a round, so that a hundred small ones cost one round trip, and nothing else: whatever one of them
+raises, of whatever type, is that table's own. It leaves its seat and its owner hears of it (unit.py); storage that
+is away is waited for in the seat. Time that is too large for a step is taken aside, in a thread of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import pyarrow as pa
 import structlog
 
-from tidemill.base.errors import TidemillError, Unavailable, Unknown
+from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.base.portal import Portal
-from tidemill.metastore.catalogue import TopicRow
-from tidemill.shards.front import Binding, Remap
+from tidemill.base.tasks import Restarts, is_fault, sentence
+from tidemill.shards.front import Remap
+from tidemill.spark.bytasks import ByTasks
 from tidemill.spark.dead_letters import DeadLetters
-from tidemill.spark.decode.slices import Descriptor, Slice, cut, record_count
-from tidemill.spark.decode.stream import no_dead_letters
+from tidemill.spark.decode.captured import Stop
 from tidemill.spark.facts import Latency
-from tidemill.spark.feeds import TopicFeed
-from tidemill.spark.planning import bindings_between, locate
+from tidemill.spark.large import LargeStep
+from tidemill.spark.steps import STEP_BYTES, STEP_RECORDS, Planner, Step
 from tidemill.spark.stores import Stores
 from tidemill.spark.table import TableWriter
-from tidemill.spark.tasks import Task, TaskResult, boot_id, concat_changes, decode, fetch, from_ipc, run_task
-from tidemill.spark.upsert.resolve import KeyChanges
-from tidemill.spark.upsert.runs import Run, open_run
+from tidemill.spark.tasks import decode, fetch
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
 INLINE_ROWS = 20_000
-"""A batch of at most this many records is computed on the driver: a Spark job costs more than it (notes §2)."""
-TASKS_MAX = 8
-"""Hash ranges of one table's big batch."""
+"""A step of at most this many records is computed on the driver: a Spark job costs more than it (notes §2)."""
+IDLE_MOVE_S = 1.0
+"""A table that got nothing moves its upper this often at most: a hundred idle tables beside a busy one would else
+cost a hundred appends for every binding. Whoever reads them at one time with the busy one waits that long."""
 RETRY_S = 0.2
 SLOWEST_RETRY_S = 5.0
+
+Told = Callable[[BaseException, bool], None]
+"""(what a table failed with, whether it left its seat). Called from the thread that brings tables forward."""
 
 log = structlog.get_logger()
 
 
-class _Work(msgspec.Struct):
-    """One table's share of a micro-batch."""
+class TableStops(Invalid):
+    """The table is brought to the last time before what it cannot carry, and no further."""
 
-    table: TableWriter
-    lower: int
-    slices: list[Slice]
-    descriptors: list[Descriptor] = []
+
+class Seat:
+    """One table while it takes part."""
+
+    def __init__(self, table: TableWriter, told: Told | None) -> None:
+        self.table = table
+        self.told = told
+        self.aside = False
+        """A thread of its own works on it."""
+        self.due_s = 0.0
+        self.moved_s = float("-inf")
+        self.nothing_until = 0
+        """Up to this time there was nothing for the table when it was last looked at."""
+        self.pauses = Restarts(RETRY_S, SLOWEST_RETRY_S)
 
     @property
-    def feed(self) -> TopicFeed:
-        assert self.table.feed is not None
-        return self.table.feed
+    def name(self) -> str:
+        return self.table.name
+
+
+class _Work(msgspec.Struct):
+    """One table's share of a round. `upper` shrinks where the table stops."""
+
+    seat: Seat
+    step: Step
+    upper: int
+    pending: Any = None
+    parts: Any = ()
+
+    @property
+    def table(self) -> TableWriter:
+        return self.seat.table
 
 
 class FeedSink:
-    """`process` may be called by any thread and lets one in at a time; so may `stop`."""
+    """`process` may be called by any thread and lets one in at a time; so may `stop`, `attach` and `detach`."""
 
     def __init__(
         self,
@@ -78,35 +107,63 @@ class FeedSink:
         *,
         dead_letters: DeadLetters | None = None,
         inline_rows: int = INLINE_ROWS,
+        idle_move_s: float = IDLE_MOVE_S,
+        scratch: Path | None = None,
     ) -> None:
         self.source = source
         self.remap = remap
-        self.tables = list(tables)
         self.target = 0
         """One past the newest binding that this sink has seen."""
-        self._topics_seen: set[str] = set()
-        """Topic ids of bindings after which the catalogue was looked at."""
         self.error = ""
-        self.failure: BaseException | None = None
-        """What no retry can heal, raised by a batch."""
+        """Why nothing of the whole feed goes on."""
+        self.taken_bytes = 0
+        """Stored bytes of the round under way; at most two steps' worth."""
+        self.failed: dict[str, BaseException] = {}
+        """What tables left their seats with."""
         self._portal = portal
         self._stores = stores
         self._latency = latency
         self._bound = bound
         self._dead = dead_letters
         self._inline_rows = inline_rows
-        self._context: SparkContext | None = None
+        self._idle_move_s = idle_move_s
+        self._scratch = scratch
+        self._planner = Planner(stores, remap)
+        self._by_tasks: ByTasks | None = None
         self._stopping = threading.Event()
         self.called = threading.Event()
         """Set when Spark has brought a batch."""
+        self._seats: dict[str, Seat] = {}
         self._one_at_a_time = threading.Lock()
         self.idle = threading.Event()
         """Set while no batch is under way."""
         self.idle.set()
+        for table in tables:
+            self.attach(table)
+
+    # who takes part -----------------------------------------------------------------------------------
+    @property
+    def tables(self) -> list[TableWriter]:
+        return [seat.table for _, seat in sorted(self._seats.items())]
+
+    @property
+    def resting(self) -> list[TableWriter]:
+        """Tables that nobody works on, so that their mirrors may be saved: half of a change would be trusted later."""
+        if not self.idle.is_set():
+            return []
+        return [seat.table for seat in self._seats.values() if not seat.aside]
+
+    def attach(self, table: TableWriter, told: Told | None = None) -> None:
+        """From the next round on."""
+        self.failed.pop(table.name, None)
+        self._seats = {**self._seats, table.name: Seat(table, told)}
+
+    def detach(self, name: str) -> None:
+        self._seats = {n: seat for n, seat in self._seats.items() if n != name}
 
     def use(self, context: SparkContext) -> None:
-        """From now on big batches may run as Spark tasks; until then everything is computed here."""
-        self._context = context
+        """From now on bigger steps may run as Spark tasks; until then everything is computed here."""
+        self._by_tasks = ByTasks(context, self._stores)
 
     def stop(self) -> None:
         """The batch under way ends as soon as it may; nothing new begins."""
@@ -128,203 +185,233 @@ class FeedSink:
         self.target = max(self.target, newest.time_ms + 1 if newest is not None else 0)
         return self.target
 
+    @property
+    def behind(self) -> bool:
+        """Is there a table that a call of `process` would bring forward now?"""
+        return bool(self._due(self.target))
+
     def process(self, end: int) -> None:
-        """Bring every table to `end`. Storage that is away is waited for, visibly; other errors end the query."""
+        """Bring every table to `end` that can come there now; one that fails, waits or is aside is left behind."""
         self.target = max(self.target, end)
         with self._one_at_a_time:
             self.idle.clear()
             try:
-                self._until(end)
-            except BaseException as error:
-                self.failure = error
-                raise
+                while not self._stopping.is_set():
+                    due = self._due(end)
+                    if not due:
+                        return
+                    self._round(due, end)
             finally:
+                self.taken_bytes = 0
                 self.idle.set()
 
-    def _until(self, end: int) -> None:
-        pause_s = RETRY_S
-        while not self._stopping.is_set():
-            try:
-                if self._step(end):
-                    self.error = ""
-                    return
-                pause_s = RETRY_S
-            except (Unavailable, Unknown) as error:
-                self.error = str(error)
-                log.warning("micro-batch waits", source=self.source, error=str(error), retry_in_s=pause_s)
-                self._stopping.wait(pause_s)
-                pause_s = min(pause_s * 2, SLOWEST_RETRY_S)
+    def _due(self, end: int) -> list[Seat]:
+        now_s = self._stores.clock.monotonic_s()
+        return [
+            s
+            for s in self._seats.values()
+            if s.table.upper < end
+            and not s.aside
+            and s.due_s <= now_s
+            and not (end <= s.nothing_until and self._moved_lately(s))
+        ]
 
-    def _step(self, end: int) -> bool:
-        """One round over the tables that are behind; True when none is. Losers of a race take another round."""
-        behind = [table for table in self.tables if table.upper < end]
-        if not behind:
-            return True
-        lowest = min(table.upper for table in behind)
-        bindings, bases = self._portal.call(self._bindings(lowest, end, {t.upper for t in behind}))
-        self._portal.call(self._check_topics(bindings))
-        work = []
-        for table in behind:
-            assert table.feed is not None
-            mine = [b for b in bindings if b.time_ms >= table.upper]
-            slices = cut(bases[table.upper], mine, table.feed.topic, table.feed.topic_id)
-            work.append(_Work(table, table.upper, slices))
-        self._portal.call(self._locate(work))
-        if self._dead is not None:
-            self._fill_gap(max(w.lower for w in work), work[0].feed)
-        big = [w for w in work if record_count(w.slices) > self._inline_rows and self._context is not None]
-        self._inline([w for w in work if w not in big], end)
-        if big:
-            self._by_tasks(big, end)
-        if self._dead is not None:
-            self._dead.flush()
-        done = all(table.upper >= end for table in behind)
-        if done:
-            self._observe(work, bindings)
-        return done
+    def _moved_lately(self, seat: Seat) -> bool:
+        return seat.moved_s + self._idle_move_s > self._stores.clock.monotonic_s()
 
-    # reading ----------------------------------------------------------------------------------------
-    async def _bindings(
-        self, lower: int, end: int, lowers: set[int]
-    ) -> tuple[list[Binding], dict[int, Binding | None]]:
-        bases = {at: await self.remap.at(at - 1) for at in lowers}
-        return await bindings_between(self.remap, lower, end), bases
-
-    async def _check_topics(self, bindings: Sequence[Binding]) -> None:
-        """A binding with a topic never seen may be where a captured table was started over, on a new topic under the
-        old name. Nothing may be appended past it from the old one. Raises TidemillError, for the pipeline to reopen."""
-        found = {topic_id for binding in bindings for topic_id in binding.offsets}
-        if found <= self._topics_seen:
-            return
-        for table in self.tables:
-            assert table.feed is not None
-            row = await self._stores.catalogue.get(TopicRow, table.feed.topic) if table.feed.captured else None
-            if row is not None and row.topic_id != table.feed.topic_id:
-                raise TidemillError(f"a captured table was started over: shard={table.name} topic={table.feed.topic}.")
-        self._topics_seen |= found
-
-    async def _locate(self, work: Sequence[_Work]) -> None:
-        for item in work:
-            item.descriptors = await locate(self._stores.topics, item.slices)
-
-    def _fill_gap(self, lower: int, feed: TopicFeed) -> None:
-        """Decode again what the dead-letter shard still lacks below this batch, for its dead letters only."""
-        assert self._dead is not None
-        start = self._dead.missing_from(self.source, lower)
-        if start is None:
-            return
-        bindings, bases = self._portal.call(self._bindings(start, lower, {start}))
-        again = [_Work(self.tables[0], start, cut(bases[start], bindings, feed.topic, feed.topic_id))]
-        self._portal.call(self._locate(again))
-        batches = self._portal.call(fetch(self._stores.objects, again[0].descriptors))
-        self._dead.take(self.source, lower, decode(feed, again[0].descriptors, batches).dead)
-
-    # computing and appending --------------------------------------------------------------------------
-    def _inline(self, work: Sequence[_Work], end: int) -> None:
-        """Decode and resolve on this thread; then all parts and appends of all tables at once."""
-
-        async def fetch_all() -> list[list[list[bytes]]]:
-            return list(await asyncio.gather(*(fetch(self._stores.objects, w.descriptors) for w in work)))
-
-        pending = []
-        for item, batches in zip(work, self._portal.call(fetch_all()), strict=True):
-            decoded = decode(item.feed, item.descriptors, batches)
-            if self._dead is not None and item is work[0]:
-                self._dead.take(self.source, end, decoded.dead)
-            operator = item.table.operator
-            operator.ingest(decoded.commands)
-            operator.advance(end)
-            pending.append(operator.drain())
-        ready = [(item.table, found) for item, found in zip(work, pending, strict=True) if found.upper > found.lower]
-
-        async def append_all() -> list[bool]:
-            async def one(table: TableWriter, found: Any) -> bool:
-                return await table.append(found.lower, found.upper, await table.write(found.updates))
-
-            return list(await asyncio.gather(*(one(table, found) for table, found in ready)))
-
-        for (table, found), won in zip(ready, self._portal.call(append_all()), strict=True):
-            if won:
-                table.committed(found)
+    # one round ----------------------------------------------------------------------------------------
+    def _round(self, due: Sequence[Seat], end: int) -> None:
+        """One step of every table that fits into the round's share of memory; of one at least."""
+        self._planner.begin()
+        planned = self._gather([(s, self._planner.next(s.name, _feed(s), s.table.upper, end)) for s in due])
+        small: list[_Work] = []
+        for seat, step in planned:
+            if step.large:
+                self._take_aside(seat, step)
+            elif not step.slices and step.upper >= end and self._moved_lately(seat):
+                seat.nothing_until = step.upper
             else:
-                table.follow()
+                small.append(_Work(seat, step, step.upper))
+        work = _share(small)
+        self.taken_bytes = sum(w.step.bytes for w in work)
+        big = [w for w in work if w.step.records > self._inline_rows and self._by_tasks is not None]
+        self._inline([w for w in work if w not in big])
+        if big:
+            self._in_spark(big)
 
-    def _by_tasks(self, work: Sequence[_Work], end: int) -> None:
+    def _gather(self, calls: Sequence[tuple[Seat, Any]]) -> list[tuple[Seat, Any]]:
+        """All at once on the portal's loop; those that fail are told, the others returned."""
+
+        async def run() -> list[Any]:
+            return list(await asyncio.gather(*(call for _, call in calls), return_exceptions=True))
+
+        out = []
+        for (seat, _), found in zip(calls, self._portal.call(run()), strict=True):
+            if isinstance(found, BaseException):
+                self._fault(seat, found)
+            else:
+                out.append((seat, found))
+        return out
+
+    def _inline(self, work: Sequence[_Work]) -> None:
+        """Decode and resolve on this thread; then all parts and appends of all tables at once."""
+        objects = self._stores.objects
+        by_seat = {w.seat.name: w for w in work}
+        fetched = self._gather([(w.seat, fetch(objects, w.step.descriptors)) for w in work])
+        ready = []
+        for seat, batches in fetched:
+            item = by_seat[seat.name]
+            if self._alone(seat, partial(self._drain, item, batches)):
+                ready.append(item)
+        appended = self._gather([(w.seat, self._append(w)) for w in ready])
+        for seat, won in appended:
+            item = by_seat[seat.name]
+            self._alone(seat, partial(self._settle, item, won))
+
+    def _drain(self, item: _Work, batches: Sequence[Sequence[bytes]]) -> None:
+        table, step = item.table, item.step
+        decoded = decode(_feed(item.seat), step.descriptors, batches)
+        if decoded.stop is not None:
+            item.upper = _before(decoded.stop, step.lower)
+        self._bury(decoded.dead)
+        table.operator.ingest(decoded.commands)
+        table.operator.advance(item.upper)
+        item.pending = table.operator.drain()
+
+    async def _append(self, item: _Work) -> bool:
+        found = item.pending
+        if found.upper <= found.lower:
+            return True
+        return await item.table.append(found.lower, found.upper, await item.table.write(found.updates))
+
+    def _settle(self, item: _Work, won: bool) -> None:
+        if won and item.pending.upper > item.pending.lower:
+            item.table.committed(item.pending)
+        elif not won:
+            item.table.follow()
+        self._went_on(item.seat, item.step, item.step.records)
+
+    def _in_spark(self, work: Sequence[_Work]) -> None:
         """The same through Spark: tasks by table and hash range write parts, the driver appends."""
-        assert self._context is not None
-        payloads = []
+        assert self._by_tasks is not None
+        results = self._by_tasks.run([(w.table, w.step) for w in work])
+        over = []
         for item in work:
-            item.table.save()
-            buckets = min(TASKS_MAX, max(1, self._context.defaultParallelism), 1 + record_count(item.slices) // 50_000)
-            for bucket in range(buckets):
-                task = Task(
-                    item.table.name,
-                    item.table.shard.shard_id,
-                    item.table.shard.writer,
-                    item.feed,
-                    item.table.schema,
-                    tuple(item.descriptors),
-                    item.lower,
-                    end,
-                    bucket,
-                    buckets,
-                    self._stores.urls,
-                    str(item.table.mirror_dir),
-                    boot_id(),
-                )
-                payloads.append(msgspec.msgpack.encode(task))
-        found = self._context.parallelize(payloads, len(payloads)).map(run_task).collect()
-        results = [msgspec.msgpack.decode(f, type=TaskResult) for f in found]
-        for item in work:
-            mine = sorted((r for r in results if r.table == item.table.name), key=lambda r: r.bucket)
-            if any(r.truncates for r in mine):  # needs every live key at once
-                self._inline([item], end)
-                continue
-            if self._dead is not None and item is work[0]:
-                letters = [from_ipc(r.dead, no_dead_letters()) for r in mine]
-                self._dead.take(self.source, end, pa.concat_tables(letters))
-            self._append_tasks(item, mine, end)
+            found = results[item.seat.name]
+            if found.inline:
+                over.append(item)
+            elif self._alone(item.seat, partial(self._take_results, item, found)):
+                self._went_on(item.seat, item.step, item.step.records)
+        self._inline(over)
 
-    def _append_tasks(self, item: _Work, results: Sequence[TaskResult], end: int) -> None:
-        table = item.table
-        parts = [r.part for r in results if r.part is not None]
-        won = self._portal.call(table.append(item.lower, end, parts))
-        runs = [Path(r.run) for r in results if r.run]
+    def _take_results(self, item: _Work, found: Any) -> None:
+        assert self._by_tasks is not None
+        self._bury(found.dead)
+        self._by_tasks.append(item.table, item.step, found)
+
+    def _bury(self, letters: Any) -> None:
+        if letters.num_rows and self._dead is not None:
+            self._dead.put(letters)
+
+    # a time larger than a step --------------------------------------------------------------------------
+    def _take_aside(self, seat: Seat, step: Step) -> None:
+        seat.aside = True
+        threading.Thread(target=self._large, args=(seat, step), name=f"large-{seat.name}", daemon=True).start()
+
+    def _large(self, seat: Seat, step: Step) -> None:
         try:
-            if won and len(runs) == len(parts):
-                opened: list[Run] = [open_run(table.schema, path) for path in runs]
-                changes = _joined(table, opened)
-                table.operator.mirror.advance(changes, item.lower, end)
-                table.operator.advance(end)
-                table.rows += sum(r.rows for r in results)
-            else:  # lost, or the runs are on another machine: what the shard holds says it all
-                table.follow()
+            self._alone(seat, partial(self._large_step, seat, step))
         finally:
-            for path in runs:
-                path.unlink(missing_ok=True)
+            seat.aside = False
 
-    # watching ---------------------------------------------------------------------------------------
-    def _observe(self, work: Sequence[_Work], bindings: Sequence[Binding]) -> None:
+    def _large_step(self, seat: Seat, step: Step) -> None:
+        table = seat.table
+        scratch = (self._scratch or table.mirror_dir.parent.parent) / "large" / seat.name
+        table.progress.begin(step.records + step.to_go)
+        large = LargeStep(self._stores, table, step, scratch, table.progress.add)
+        if not large.run(self._bury, self._stopping.is_set):
+            return
+        if large.stop is not None:
+            large.upper = _before(large.stop, step.lower)
+        if self._portal.call(table.append(step.lower, large.upper, large.parts)):
+            table.took(large.changes, step.lower, large.upper, large.rows)
+        else:
+            table.follow()
+        self._went_on(seat, step, 0)
+
+    # telling ------------------------------------------------------------------------------------------
+    def _alone(self, seat: Seat, call: Callable[[], None]) -> bool:
+        """Run one table's share: what it raises is that table's own."""
+        try:
+            call()
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            self._fault(seat, error)
+            return False
+        return True
+
+    def _fault(self, seat: Seat, error: BaseException) -> None:
+        """Storage that is away is waited for where the table sits; anything else makes it leave."""
+        leaves = not isinstance(error, Unavailable | Unknown)
+        if leaves:
+            self.failed[seat.name] = error
+            if self._seats.get(seat.name) is seat:
+                self.detach(seat.name)
+        else:
+            pause_s = seat.pauses.pause_s(0.0)
+            seat.due_s = self._stores.clock.monotonic_s() + pause_s
+            log.warning("table waits", table=seat.name, error=sentence(error), retry_in_s=pause_s)
+        if seat.told is not None:
+            seat.told(error, leaves)
+
+    def _went_on(self, seat: Seat, step: Step, records: int) -> None:
+        seat.pauses = Restarts(RETRY_S, SLOWEST_RETRY_S)
+        seat.moved_s = self._stores.clock.monotonic_s()
+        seat.table.progress.add(records)
+        seat.table.progress.to_go = step.to_go
+        self._observe(step)
+
+    def _observe(self, step: Step) -> None:
         """Commit at the source → visible in the shard, and binding → visible: our own share of it.
 
         Once for every binding that brought a table something.
         """
         now_ms = self._stores.clock.now_ms()
-        times = {t for item in work for s in item.slices for t in s.times}
-        for binding in bindings:
+        times = {t for s in step.slices for t in s.times}
+        for binding in step.bindings:
             if binding.time_ms in times:
                 self._bound.add(now_ms - binding.time_ms)
                 if binding.source_time_ms:
                     self._latency.add(now_ms - binding.source_time_ms)
 
 
-def _joined(table: TableWriter, runs: Sequence[Run]) -> KeyChanges:
-    if not runs:
-        from tidemill.spark.upsert.resolve import no_changes
+def _feed(seat: Seat) -> Any:
+    feed = seat.table.feed
+    assert feed is not None
+    return feed
 
-        return no_changes(table.schema)
-    run = concat_changes(table.schema, runs)
-    return KeyChanges(run.rows, run.hashes, run.live)
+
+def _share(work: Sequence[_Work]) -> list[_Work]:
+    """Small steps first, as many as a step's worth of memory; and the table that is furthest behind in any case."""
+    if not work:
+        return []
+    chosen = [min(work, key=lambda w: w.step.lower)]
+    records = size = 0
+    for item in sorted(work, key=lambda w: w.step.records):
+        records, size = records + item.step.records, size + item.step.bytes
+        if records > STEP_RECORDS or size > STEP_BYTES:
+            break
+        if item is not chosen[0]:
+            chosen.append(item)
+    return chosen
+
+
+def _before(stop: Stop, lower: int) -> int:
+    """How far a table comes that stops. Raises TableStops where it is there already."""
+    if stop.time_ms <= lower:
+        raise TableStops(stop.reason, fix=stop.fix)
+    return stop.time_ms
 
 
 def planned_end(checkpoint: Path, batch_id: int) -> int | None:

@@ -27,6 +27,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 
 from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.shards.front import Batch, Binding, Column, Remap, ShardSchema
+from tidemill.shards.holding import HOLD_ABOVE_BYTES
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.decode.slices import Descriptor
 from tidemill.spark.feeds import NotReady, TopicFeed, captured_feed, stream_feed
@@ -155,6 +156,10 @@ class ShardPartition(InputPartition):  # type: ignore[misc]
         self.payload = msgspec.msgpack.encode((schema, list(batches), as_of))
 
 
+JOB_HOLD_MS = 15 * 60_000
+"""How long what a batch read planned stays readable to its executors; a longer job is told that history is lost."""
+
+
 class ShardReader(DataSourceReader):  # type: ignore[misc]
     """Contents of one shard at one time."""
 
@@ -176,6 +181,10 @@ class ShardReader(DataSourceReader):  # type: ignore[misc]
                 fix="Read at a time from since to upper - 1.",
             )
         batches = [b for b in portal.call(shard.batches_until(as_of)) if b.parts]
+        if sum(part.size_bytes for batch in batches for part in batch.parts) > HOLD_ABOVE_BYTES:
+            # Executors read while nobody here is called any more, so the hold is as long as a job may take: hold first.
+            portal.call(shard.hold(shard.reader_name("spark"), as_of, JOB_HOLD_MS))
+            batches = [b for b in portal.call(shard.batches_until(as_of)) if b.parts]
         return [ShardPartition(self._options.urls.objects, shard.schema, batches, as_of)] if batches else []
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -254,7 +263,10 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
             from tidemill.spark.tasks import decode_here
 
             feed = msgspec.msgpack.decode(partition.feed, type=TopicFeed)
-            yield from decode_here(partition.objects, feed, [descriptor]).commands.rows.to_batches(20_000)
+            decoded = decode_here(partition.objects, feed, [descriptor])
+            if decoded.stop is not None:
+                raise Invalid(decoded.stop.reason, fix=decoded.stop.fix)
+            yield from decoded.commands.rows.to_batches(20_000)
             return
         piece = descriptor.slice
         row = (piece.topic, piece.partition, piece.start, piece.end, partition.payload)

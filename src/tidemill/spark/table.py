@@ -10,25 +10,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
-import structlog
 
-from tidemill.base.errors import Conflict, Corrupt, Unavailable, Unknown
+from tidemill.base.errors import Conflict, Corrupt, Unavailable
 from tidemill.base.portal import Portal
 from tidemill.shards.front import HistoryLost, Part, ShardSchema
 from tidemill.shards.handle import LogShard
+from tidemill.spark.facts import Progress
 from tidemill.spark.feeds import TopicFeed
 from tidemill.spark.stores import Stores
 from tidemill.spark.tasks import boot_id
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.operator import Fault, Upsert
-from tidemill.spark.upsert.resolve import Resolved
+from tidemill.spark.upsert.resolve import KeyChanges, Resolved
 
 SAVE_EVERY = 500
 """Appends between two saves of the mirror: what a restart after a crash has to read again is that much at most."""
 
 START_ATTEMPTS = 5
-
-log = structlog.get_logger()
 
 
 class TableWriter:
@@ -51,6 +49,7 @@ class TableWriter:
         self.won = 0
         self.lost = 0
         self.rows = 0
+        self.progress = Progress(stores.clock)
         self._fault = fault
         self._tokens = 0
         self._prefix = stores.rand.nonce()
@@ -96,13 +95,15 @@ class TableWriter:
         if batches is None:
             self._start_over()
             return
-        for batch in batches:
-            if batch.upper <= self.operator.upper:
-                continue
-            lower = self.operator.upper
-            self.operator.feedback(
-                self.portal.call(self.shard.read_batch(batch, lower, batch.upper)), lower, batch.upper
-            )
+        try:
+            for batch in batches:
+                if batch.upper <= self.operator.upper:
+                    continue
+                lower = self.operator.upper
+                rows = self.portal.call(self.shard.read_batch(batch, lower, batch.upper))
+                self.operator.feedback(rows, lower, batch.upper)
+        except HistoryLost:
+            self._start_over()
 
     def _start_over(self) -> None:
         """A new mirror from the shard's contents: what changed since the old one can no longer be told."""
@@ -130,20 +131,16 @@ class TableWriter:
         return (await self.shard.write_part(updates),) if updates.num_rows else ()
 
     async def append(self, lower: int, upper: int, parts: Sequence[Part]) -> bool:
-        """Our one compare-and-append; False when a peer was first or nobody knows.
+        """Our one compare-and-append; False when a peer was first.
 
-        An unknown outcome needs no more than a look at the upper, which `follow` takes: whoever wrote the
-        interval, its content is the same. Parts that did not get in stay as orphans: nothing is deleted (U4).
+        Raises Unavailable, Unknown: to be computed again, where a peer or our own lost success then shows as lost.
+        Whoever wrote the interval, its content is the same. Parts that did not get in stay as orphans: nothing is
+        deleted (U4).
         """
         try:
             await self.shard.compare_and_append(lower, upper, parts, self.token())
         except Conflict:
             self.lost += 1
-            return False
-        except (Unknown, Unavailable) as error:
-            log.warning(
-                "append not settled, looking again", shard=self.name, lower=lower, upper=upper, error=str(error)
-            )
             return False
         self.won += 1
         return True
@@ -153,6 +150,12 @@ class TableWriter:
         self.rows += pending.updates.num_rows
         if self.won % SAVE_EVERY == 0:
             self.save()
+
+    def took(self, changes: KeyChanges, lower: int, upper: int, rows: int) -> None:
+        """Our append [lower, upper) of what was computed elsewhere landed."""
+        self.operator.mirror.advance(changes, lower, upper)
+        self.operator.advance(upper)
+        self.rows += rows
 
     def save(self) -> None:
         """Let other processes of this machine open the mirror."""

@@ -7,7 +7,7 @@ the bucket; consensus only if no mirror as of the right upper is found on its ma
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,18 +15,20 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from tidemill.base.clock import Rand
+from tidemill.base.clock import Rand, SystemClock
 from tidemill.objects.store import ObjectStore
-from tidemill.shards.front import Part, ShardSchema
+from tidemill.shards.front import TIME, Part, ShardSchema
 from tidemill.shards.hashing import bucket_of, hash_rows
 from tidemill.shards.parts import store_part
-from tidemill.spark.decode.captured import CapturedDecoder
-from tidemill.spark.decode.records import cut_records
+from tidemill.spark.decode.captured import CapturedDecoder, Stop
+from tidemill.spark.decode.letters import no_dead_letters
+from tidemill.spark.decode.records import Records, blocks_of
 from tidemill.spark.decode.slices import Descriptor
-from tidemill.spark.decode.stream import StreamDecoder, no_dead_letters
+from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.feeds import TopicFeed
 from tidemill.spark.stores import Urls, shared, shared_objects
-from tidemill.spark.upsert.commands import BEFORE_ALL, Commands, Truncate, join, no_commands
+from tidemill.spark.upsert.arrays import int64s
+from tidemill.spark.upsert.commands import BEFORE_ALL, Commands, Truncate, join, no_commands, select, times_of
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import Resolved, resolve
 from tidemill.spark.upsert.runs import Run, write_run
@@ -34,38 +36,51 @@ from tidemill.topics.reader import PartitionReaderImpl
 
 
 class Decoded(msgspec.Struct, frozen=True):
-    """Commands of some descriptors, and updates of the dead-letter shard."""
+    """Commands of some descriptors, and updates of the dead-letter shard; of a table that stops, those before it."""
 
     commands: Commands
     dead: pa.Table
+    stop: Stop | None = None
 
 
 @lru_cache(maxsize=256)
 def _decoder(feed: TopicFeed) -> CapturedDecoder | StreamDecoder:
-    return CapturedDecoder(feed.schema) if feed.captured else StreamDecoder(feed.schema)
+    return CapturedDecoder(feed.schema, feed.table) if feed.captured else StreamDecoder(feed.schema)
 
 
 def decode(feed: TopicFeed, descriptors: Sequence[Descriptor], batches: Sequence[Sequence[bytes]]) -> Decoded:
-    """`batches[i]` are the record batches of `descriptors[i]`. Raises Corrupt, CorruptBatch."""
-    decoder = _decoder(feed)
-    commands, dead = [], []
-    begins: set[int] = set()
+    """`batches[i]` are the record batches of `descriptors[i]`. What cannot be read is in the result, never raised."""
+    parts = list(decode_blocks(feed, descriptors, batches))
+    stop = min((part.stop for part in parts if part.stop is not None), default=None)
+    commands = join(feed.schema, [part.commands for part in parts])
+    dead = pa.concat_tables([part.dead for part in parts]) if parts else no_dead_letters()
+    if stop is not None:
+        commands = select(commands, times_of(commands) < stop.time_ms)
+        dead = dead.filter(pa.array(int64s(dead, TIME) < stop.time_ms))
+    return Decoded(commands, dead, stop)
+
+
+def decode_blocks(
+    feed: TopicFeed, descriptors: Sequence[Descriptor], batches: Sequence[Sequence[bytes]]
+) -> Iterator[Decoded]:
+    """The same block by block: what a block was made from is gone when the next one comes."""
     for descriptor, data in zip(descriptors, batches, strict=True):
-        records = cut_records(descriptor.slice, data)
-        if isinstance(decoder, CapturedDecoder):
-            commands.append(decoder.decode(records))
-            if descriptor.slice.begins_ms >= 0:
-                begins.add(descriptor.slice.begins_ms)
-        else:
-            found, letters = decoder.decode(records)
-            commands.append(found)
-            dead.append(letters)
+        for records in blocks_of(descriptor.slice, data, descriptor.refs):
+            yield decode_block(feed, records)
+    # The table was started over in its database, on this topic: what is not in the new copy is gone. All partitions
+    # at one time, whichever of them this interval has records of: equal results, however it was cut (U5).
+    begins = {d.slice.begins_ms for d in descriptors if d.slice.begins_ms >= 0} if feed.captured else set()
     if begins:
-        # The table was started over in its database, on this topic: what is not in the new copy is gone. All partitions
-        # at one time, whichever of them this interval has records of: equal results, however it was cut (U5).
         gone = tuple(Truncate(time_ms, p, BEFORE_ALL) for time_ms in begins for p in range(feed.partitions))
-        commands.append(Commands(no_commands(feed.schema).rows, gone))
-    return Decoded(join(feed.schema, commands), pa.concat_tables(dead) if dead else no_dead_letters())
+        yield Decoded(Commands(no_commands(feed.schema).rows, gone), no_dead_letters())
+
+
+def decode_block(feed: TopicFeed, records: Records) -> Decoded:
+    decoder = _decoder(feed)
+    if isinstance(decoder, CapturedDecoder):
+        found = decoder.decode(records)
+        return Decoded(found.commands, found.dead, found.stop)
+    return Decoded(*decoder.decode(records))
 
 
 async def fetch(objects: ObjectStore, descriptors: Sequence[Descriptor]) -> list[list[bytes]]:
@@ -78,6 +93,10 @@ def decode_here(objects_url: str, feed: TopicFeed, descriptors: Sequence[Descrip
     """Fetch and decode in a worker process."""
     portal, objects = shared_objects(objects_url)
     return decode(feed, descriptors, portal.call(fetch(objects, descriptors)))
+
+
+PENDING = "pending-{}-{}.arrow"
+"""A task's run beside the mirror, by bucket and attempt: the driver takes it in or removes it."""
 
 
 # a whole task -------------------------------------------------------------------------------------------
@@ -103,7 +122,8 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class TaskResult(msgspec.Struct, frozen=True):
-    """`run`: file of the pending run beside the mirror, or "" where there is none. `truncates`: do it over, inline."""
+    """`run`: file of the pending run beside the mirror, or "" where there is none. `inline`: do it over on the driver,
+    for a truncation needs every live key at once, and a stop shortens the interval."""
 
     table: str
     bucket: int
@@ -112,7 +132,7 @@ class TaskResult(msgspec.Struct, frozen=True):
     commands: int
     run: str
     dead: bytes
-    truncates: bool
+    inline: bool
 
 
 def run_task(payload: bytes) -> bytes:
@@ -121,7 +141,8 @@ def run_task(payload: bytes) -> bytes:
     decoded = decode_here(task.urls.objects, task.feed, task.descriptors)
     dead = to_ipc(decoded.dead) if task.bucket == 0 else b""
     mirror = _mirror(task)
-    if any(t.order != BEFORE_ALL or not mirror.empty for t in decoded.commands.truncates):
+    truncates = any(t.order != BEFORE_ALL or not mirror.empty for t in decoded.commands.truncates)
+    if truncates or decoded.stop is not None:
         return msgspec.msgpack.encode(TaskResult(task.table, task.bucket, None, 0, 0, "", dead, True))
     commands = _of_bucket(decoded.commands, task)
     resolved = resolve(task.schema, commands, mirror, task.lower, task.upper)
@@ -129,8 +150,11 @@ def run_task(payload: bytes) -> bytes:
     if resolved.updates.num_rows:
         portal, objects = shared_objects(task.urls.objects)
         rand = Rand()
+        now_ms = SystemClock().now_ms()
         part = portal.call(
-            store_part(objects, task.shard_id, task.schema, resolved.updates, writer=task.writer, rand=rand, bucket=0)
+            store_part(
+                objects, task.shard_id, task.schema, resolved.updates, writer=task.writer, rand=rand, now_ms=now_ms
+            )
         )
         run = _keep_run(task, resolved, rand)
     result = TaskResult(
@@ -163,7 +187,7 @@ def _keep_run(task: Task, resolved: Resolved, rand: Rand) -> str:
     directory = Path(task.mirror)
     if not directory.is_dir() or not os.access(directory, os.W_OK):
         return ""
-    path = directory / f"pending-{task.bucket}-{rand.nonce()}.arrow"
+    path = directory / PENDING.format(task.bucket, rand.nonce())
     changes = resolved.changes
     write_run(Run(changes.rows, changes.hashes, changes.live), path)
     return str(path)

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 
 from tidemill.base.errors import Corrupt, Missing, TidemillError
 from tidemill.objects.store import Buffer, ObjectStore
-from tidemill.topics.batch.header import patch
+from tidemill.topics.batch.header import base_offset_at, patch
 from tidemill.topics.front import BatchRef
 from tidemill.topics.l0.cache import ObjectCache
 
 
-def choose(sizes: Sequence[int], first: int, max_bytes: int, *, at_least_one: bool) -> tuple[int, int]:
-    """(end index, bytes): whole batches from `first` on that fit max_bytes; the first one regardless if asked."""
+def choose(sizes: Sequence[int], first: int, max_bytes: int, max_count: int, *, at_least_one: bool) -> tuple[int, int]:
+    """(end index, bytes): at most max_count whole batches from `first` on that fit max_bytes; the first one regardless
+    if asked."""
     total = 0
     index = first
-    end = len(sizes)
+    end = min(len(sizes), first + max_count)
     while index < end:
         size = sizes[index]
         if total + size > max_bytes and not (at_least_one and index == first):
@@ -39,6 +40,9 @@ async def read_batches(
         for ref in refs:
             cached = cache.get(ref.object_key) if cache is not None else None
             if cached is not None:
+                # An append whose outcome its leader never learned leaves the batch as it was sent.
+                if base_offset_at(cached, ref.first_byte) != ref.base_offset:
+                    patch(cached, ref.first_byte, ref.base_offset)
                 buffers[ref.object_key, ref.first_byte] = memoryview(cached)[
                     ref.first_byte : ref.first_byte + ref.size_bytes
                 ]

@@ -10,12 +10,12 @@ partition leader epoch are patched in place (outside the CRC, which covers byte 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 import msgspec
 
-from tidemill.base.errors import Fenced, Invalid, Unavailable
+from tidemill.base.errors import Corrupt, Fenced, Invalid, Unavailable
 from tidemill.objects.store import Buffer
 
 
@@ -36,7 +36,44 @@ class InvalidProducerEpoch(Fenced):
 
 
 class CorruptBatch(Invalid):
-    """The producer's bytes are not one well-formed record batch v2 (Kafka CORRUPT_MESSAGE / INVALID_RECORD)."""
+    """The producer's bytes are not what it sent: size or checksum are wrong (Kafka CORRUPT_MESSAGE: sent again)."""
+
+
+class InvalidRecords(CorruptBatch):
+    """The producer sent what is no well-formed record batch v2 (Kafka INVALID_RECORD: never sent again).
+
+    `record_errors`: (index in the batch, what is wrong with that record), as Kafka answers them; may be empty.
+    """
+
+    def __init__(self, message: str, *, fix: str = "", record_errors: tuple[tuple[int, str], ...] = ()) -> None:
+        super().__init__(message, fix=fix)
+        self.record_errors = record_errors
+
+
+class BatchTooLarge(CorruptBatch):
+    """More than the topic takes, or than is ever decompressed (Kafka MESSAGE_TOO_LARGE: clients may split it)."""
+
+
+class BadBatch(Corrupt):
+    """A stored batch cannot be read: what offsets [base_offset, last_offset] hold is lost, everything beside is not.
+
+    Both offsets are inclusive, −1 where not even the header can be read and nobody said where the batch stands.
+    """
+
+    def __init__(self, reason: str, *, base_offset: int = -1, last_offset: int = -1) -> None:
+        super().__init__(
+            f"a stored record batch cannot be read: base_offset={base_offset} last_offset={last_offset} cause={reason}."
+        )
+        self.base_offset = base_offset
+        self.last_offset = last_offset
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _bad_batch, (self.reason, self.base_offset, self.last_offset)
+
+
+def _bad_batch(reason: str, base_offset: int, last_offset: int) -> BadBatch:
+    return BadBatch(reason, base_offset=base_offset, last_offset=last_offset)
 
 
 class OffsetOutOfRange(Invalid):
@@ -76,10 +113,14 @@ class PartitionOffsets(msgspec.Struct, frozen=True):
 class TopicLog(Protocol):
     """One process's access to all partitions: the writer front (when it leads them) and the serving reader."""
 
-    def produce_nowait(self, topic_id: str, partition: int, batch: Buffer) -> asyncio.Future[ProduceResult]:
+    def produce_nowait(
+        self, topic_id: str, partition: int, batch: Buffer, *, sender: Hashable = None
+    ) -> asyncio.Future[ProduceResult]:
         """Reserve the place in line now, in a plain call; the future ends when the batch is durable and committed.
 
-        Calls for one producer id and partition take effect in call order, though their uploads overlap.
+        Calls for one producer id and partition take effect in call order, though their uploads overlap; so do those
+        without a producer id that name one `sender` (a connection; None is this process itself). The batch is checked
+        whole before anything of it is stored.
         The future fails with NotLeader, OutOfOrderSequence, InvalidProducerEpoch, CorruptBatch, Missing,
         Unavailable (did not happen: retry) or Unknown (may have: retry with the same sequence). Cancelling
         the future never cancels reserved work. The buffer must stay unchanged until the future ends.
@@ -98,7 +139,10 @@ class TopicLog(Protocol):
     async def offsets(self, topic_id: str, partition: int) -> PartitionOffsets: ...
 
     async def offset_for_time(self, topic_id: str, partition: int, timestamp_ms: int) -> tuple[int, int] | None:
-        """(offset, timestamp) of the first batch whose max timestamp ≥ timestamp_ms, or None."""
+        """(offset, timestamp) of the first record at or after timestamp_ms, or None. Decodes one batch, off the loop.
+
+        Raises NotLeader, Missing, Unavailable.
+        """
         ...
 
     def leader_of(self, topic_id: str, partition: int) -> str:
@@ -123,7 +167,8 @@ class PartitionReader(Protocol):
     async def high_watermark(self, topic_id: str, partition: int) -> int: ...
 
     async def plan(self, topic_id: str, partition: int, start: int, end: int) -> list[BatchRef]:
-        """Batches that overlap offsets [start, end), in order. Raises OffsetOutOfRange when end passes the log."""
+        """Batches that overlap offsets [start, end) and are still there (retention), in order. Raises OffsetOutOfRange
+        when end passes the log."""
         ...
 
     async def read(self, refs: Sequence[BatchRef]) -> list[bytes]:

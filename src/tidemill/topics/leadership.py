@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import msgspec
@@ -24,7 +24,8 @@ import structlog
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Conflict, Fenced, TidemillError, Unavailable, Unknown
 from tidemill.base.limits import LEASE_TTL_MS
-from tidemill.base.tasks import Tasks
+from tidemill.base.marks import Tracker
+from tidemill.base.tasks import Tasks, keep, sentence
 from tidemill.consensus.api import Consensus, Lease
 
 _log = structlog.get_logger()
@@ -109,6 +110,7 @@ class Membership:
         *,
         ttl_ms: int = LEASE_TTL_MS,
         poll_s: float = POLL_S,
+        tracker: Tracker | None = None,
     ) -> None:
         self.node = node
         self._consensus = consensus
@@ -125,7 +127,8 @@ class Membership:
         self._leaders: dict[tuple[str, int], str] = {}
         self._callbacks: list[Callable[[], None]] = []
         self._wake = asyncio.Event()
-        self._tasks = Tasks()
+        self._tracker = tracker if tracker is not None else Tracker()
+        self._tasks = Tasks(self._unit_broke)
         self.superseded: Fenced | None = None
         """Set once a later process has taken this node's name: this one leads nothing any more and should exit."""
 
@@ -134,8 +137,15 @@ class Membership:
         await self._register()
         await self._acquire()
         await self._look()
-        self._tasks.spawn(self._keep_lease(), name=f"lease {self.node}")
-        self._tasks.spawn(self._keep_view(), name=f"members {self.node}")
+        self._keep("membership:lease", self._keep_lease)
+        self._keep("membership:view", self._keep_view)
+
+    def _keep(self, mark: str, body: Callable[[], Awaitable[None]]) -> None:
+        """Neither may ever stop: without its lease this node is none, without a view it leads what is not its own."""
+        self._tasks.spawn(keep(mark, body, tracker=self._tracker, clock=self._clock), name=mark)
+
+    def _unit_broke(self, mark: str, error: BaseException) -> None:
+        self._tracker.fail(mark, sentence(error), now_ms=self._clock.now_ms(), parked=True)
 
     async def aclose(self) -> None:
         """Stop and give the lease up, so that others take over now rather than after its time to live."""
@@ -215,6 +225,7 @@ class Membership:
             await asyncio.sleep(self._ttl_ms / 3000 * self._rand.uniform(0.8, 1.0))
             try:
                 self._lease = await self._consensus.acquire(name, self._holder, self._ttl_ms, info)
+                self._tracker.heal("membership:lease")
             except Conflict as conflict:
                 # N3: a later process has this name; two that kept taking it back would serve nobody.
                 _log.error("another process runs under this node's name; this one stops", node=self.node)
@@ -240,6 +251,7 @@ class Membership:
                 pass
             try:
                 await self._look()
+                self._tracker.heal("membership:view")
             except (Unavailable, Unknown) as error:
                 _log.warning("members not read", node=self.node, cause=str(error))
 

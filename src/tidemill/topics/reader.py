@@ -35,6 +35,8 @@ class PartitionReaderImpl:
         return (await self._follow(topic_id, partition)).log_start
 
     async def plan(self, topic_id: str, partition: int, start: int, end: int) -> list[BatchRef]:
+        """See front.PartitionReader. Of what retention took nothing is planned: a reader that began before it, and
+        was held by nobody, begins where the log starts."""
         known = self._states.get(partition_log(topic_id, partition))
         state = known if known is not None and end <= known.high_watermark else await self._follow(topic_id, partition)
         if end > state.high_watermark:
@@ -42,15 +44,10 @@ class PartitionReaderImpl:
                 f"the range passes the log: end={end} high_watermark={state.high_watermark} "
                 f"partition={topic_id}/{partition}."
             )
+        start = max(start, state.log_start)
         if start >= end:
             return []
         return [state.ref(index) for index in range(state.first_batch(start), state.end_batch(end))]
-
-    async def offset_for_time(self, topic_id: str, partition: int, timestamp_ms: int) -> tuple[int, int] | None:
-        """See front.TopicLog.offset_for_time."""
-        state = await self._follow(topic_id, partition)
-        index = state.batch_for_time(timestamp_ms)
-        return None if index is None else (state.bases[index], state.max_timestamps[index])
 
     async def read(self, refs: Sequence[BatchRef]) -> list[bytes]:
         (found,) = await read_batches(self._objects, [refs])

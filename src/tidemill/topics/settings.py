@@ -19,8 +19,6 @@ class TopicSettings(msgspec.Struct, frozen=True):
     staged_expiry_s: float = 30.0
     """A batch that waited longer for its upload never enters an object."""
     cache_bytes: int = 128 * MIB
-    anonymous_in_flight: int = 1024
-    """Batches without producer id under way at once in one partition."""
     group_batches: int = 1024
     """Batches placed by one append at most."""
     append_budget_s: float = 10.0
@@ -28,7 +26,13 @@ class TopicSettings(msgspec.Struct, frozen=True):
     retry_pause_s: float = 0.05
     rollup_records: int = 4096
     """Log records between rollups at least; more when the partition is large, so that the cost stays linear."""
+    retention_check_s: float = 30.0
+    """How often the leader looks what its topics' retention lets go."""
+    settle_after_s: float = 3600.0
+    """A partition that was written to says once in so long what is decided, so that the bucket's objects can go."""
     catalogue_poll_s: float = 2.0
     mark_interval_s: float = 0.5
     reserve_after_upload: bool = False
     """Test-only fault of seed 000: the place in line is taken when the upload ends, not when the batch arrives."""
+    unordered_without_id: bool = False
+    """Test-only fault: batches without producer id are placed as their uploads end, whoever sent them."""

@@ -9,6 +9,8 @@ One task uses a `Wire` at a time, with one exception: while one task receives th
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
@@ -28,8 +30,29 @@ DISPLAY_SETTINGS: Mapping[str, str] = {
 }
 """Whoever reads rows of a captured database sets these, or snapshot and stream differ in their text."""
 
+NO_TIMEOUTS: Mapping[str, tuple[int, str]] = {
+    "statement_timeout": (0, "0"),
+    "lock_timeout": (0, "0"),
+    "idle_in_transaction_session_timeout": (0, "0"),
+    "idle_session_timeout": (140_000, "0"),
+    "transaction_timeout": (170_000, "0"),
+}
+"""Setting → (server version that knows it, value). A default of the role or database would cut a long copy short or
+end the session that holds the capture's lock; where a time limit is wanted it is set for that statement."""
+
 CONNECT_TIMEOUT_S = 10
+TCP: Mapping[str, int] = {
+    "connect_timeout": CONNECT_TIMEOUT_S,
+    "keepalives": 1,
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 15_000,
+}
+"""libpq's settings where the DSN has none of its own: a peer that is gone without a word ends a connection within 15 s.
+One whose kernel still answers is found by watch.py."""
 _BURST_BYTES = 256 << 10
+_APPLICATION_NAME_BYTES = 63
 
 SqlRow = tuple[str | None, ...]
 
@@ -48,25 +71,43 @@ def literal(text: str) -> str:
 
 
 def where(dsn: str) -> str:
-    """Host, port, database and user of a DSN for messages, never the password. Raises Invalid on nonsense."""
+    """Server, database and user of a DSN for messages, never the password. Raises Invalid on nonsense."""
+    parts = _parts(dsn)
+    names = ("dbname", "user")
+    return " ".join([f"server={server(dsn)}", *(f"{name}={parts[name]}" for name in names if parts.get(name))])
+
+
+def server(dsn: str) -> str:
+    """`host:port` (or the directory of the socket), as libpq will take it. Raises Invalid on nonsense."""
+    parts = _parts(dsn)
+    host = parts.get("host") or parts.get("hostaddr")
+    if host is None and parts.get("service"):
+        return f"service {parts['service']}"
+    host = host or os.environ.get("PGHOST") or "localhost"
+    return f"{host}:{parts.get('port') or os.environ.get('PGPORT') or 5432}"
+
+
+def _parts(dsn: str) -> dict[str, Any]:
     import psycopg
     from psycopg.conninfo import conninfo_to_dict
 
     try:
-        parts = conninfo_to_dict(dsn)
+        return conninfo_to_dict(dsn)
     except psycopg.ProgrammingError as error:
         # libpq quotes the offending text, which may hold a password: name the kind of error only.
         raise Invalid(
             "the DSN cannot be read.", fix="Write it as postgresql://user:password@host:5432/database."
         ) from error
-    names = ("host", "port", "dbname", "user")
-    return " ".join(f"{name}={parts[name]}" for name in names if parts.get(name)) or "dsn=default"
+
+
+def _application_name(purpose: str) -> str:
+    """Says to whoever looks at pg_stat_activity which process this is."""
+    return f"tidemill {purpose} {socket.gethostname()}/{os.getpid()}"[:_APPLICATION_NAME_BYTES]
 
 
 class Wire:
     def __init__(self, connection: Any, target: str) -> None:
         self._connection = connection
-        self._copy_ended = False
         self._pgconn: PGconn = connection.pgconn
         self._target = target
         self._pgconn.nonblocking = 1
@@ -77,27 +118,30 @@ class Wire:
         """Connect and set DISPLAY_SETTINGS. Raises Invalid (DSN, credentials, database) or Unavailable."""
         import psycopg
 
-        target = where(dsn)
-        extra: dict[str, Any] = {"replication": "database"} if replication else {}
+        target, given = where(dsn), _parts(dsn)
+        extra: dict[str, Any] = {name: value for name, value in TCP.items() if name not in given}
+        if replication:
+            extra["replication"] = "database"
         try:
             connection = await psycopg.AsyncConnection.connect(
-                dsn,
-                autocommit=True,
-                connect_timeout=CONNECT_TIMEOUT_S,
-                application_name=f"tidemill {purpose}",
-                **extra,
+                dsn, autocommit=True, application_name=_application_name(purpose), **extra
             )
         except psycopg.Error as error:
             raise connect_error(str(error), target) from error
         wire = cls(connection, target)
         try:
-            settings = {**DISPLAY_SETTINGS, "statement_timeout": "0", "idle_in_transaction_session_timeout": "0"}
-            for name, value in settings.items():
+            known = {n: value for n, (version, value) in NO_TIMEOUTS.items() if wire.server_version >= version}
+            for name, value in {**DISPLAY_SETTINGS, **known}.items():
                 await wire.query(f"SET {name} = {literal(value)}")
         except BaseException:
             await wire.aclose()
             raise
         return wire
+
+    @property
+    def target(self) -> str:
+        """Server, database and user, for messages."""
+        return self._target
 
     @property
     def backend_pid(self) -> int:
@@ -212,8 +256,6 @@ class Wire:
             self._copy_ended = False
             return []
         burst: list[bytes] = []
-        if self._copy_ended:
-            return burst
         size = 0
         get = self._pgconn.get_copy_data
         try:

@@ -123,6 +123,8 @@ Message = Begin | Commit | RelationMessage | Insert | Update | Delete | Truncate
 
 _BEGIN = struct.Struct(">qqI")
 _COMMIT = struct.Struct(">Bqqq")
+_TRUNCATE_HEAD = struct.Struct(">IB")
+_I64 = struct.Struct(">q")
 _U16 = struct.Struct(">H")
 _U32 = struct.Struct(">I")
 _COLUMN_TAIL = struct.Struct(">Ii")
@@ -146,29 +148,51 @@ def decode(data: bytes) -> Message:
                 _expect(data[5:6] in (b"K", b"O") and end == len(data), data)
                 return Delete(_U32.unpack_from(data, 1)[0], "O" if data[5:6] == b"O" else "K", old)
             case b"B":
+                _expect(len(data) == 1 + _BEGIN.size, data)
                 final_lsn, time_us, xid = _BEGIN.unpack_from(data, 1)
                 return Begin(final_lsn, _time_ms(time_us), xid)
             case b"C":
+                _expect(len(data) == 1 + _COMMIT.size, data)
                 _, commit_lsn, end_lsn, time_us = _COMMIT.unpack_from(data, 1)
                 return Commit(commit_lsn, end_lsn, _time_ms(time_us))
             case b"R":
                 return _relation(data)
             case b"T":
-                count, flags = struct.unpack_from(">IB", data, 1)
-                oids = struct.unpack_from(f">{count}I", data, 6)
+                count, flags = _TRUNCATE_HEAD.unpack_from(data, 1)
+                _expect(len(data) == 6 + 4 * count, data)
+                oids = [_U32.unpack_from(data, at)[0] for at in range(6, len(data), 4)]
                 return Truncate(tuple(oids), bool(flags & 1), bool(flags & 2))
             case b"M":
                 return _logical_message(data)
             case b"Y":
                 schema, at = _cstring(data, 5)
-                name, _ = _cstring(data, at)
+                name, end = _cstring(data, at)
+                _expect(end == len(data), data)
                 return TypeMessage(_U32.unpack_from(data, 1)[0], schema or "pg_catalog", name)
             case b"O":
-                name, _ = _cstring(data, 9)
-                return Origin(struct.unpack_from(">q", data, 1)[0], name)
+                name, end = _cstring(data, 9)
+                _expect(end == len(data), data)
+                return Origin(_I64.unpack_from(data, 1)[0], name)
     except (struct.error, IndexError, ValueError) as error:
         raise Corrupt(f"malformed pgoutput message: head={data[:24].hex()} size={len(data)}.") from error
     raise Corrupt(f"unknown pgoutput message: kind={kind!r} size={len(data)}.")
+
+
+_KINDS = {
+    b"B": "begin", b"C": "commit", b"R": "relation", b"I": "insert", b"U": "update", b"D": "delete",
+    b"T": "truncate", b"M": "message", b"Y": "type", b"O": "origin",
+}  # fmt: skip
+_OF_ONE_TABLE = (b"R", b"I", b"U", b"D")
+
+
+def kind_of(data: bytes) -> str:
+    """What a message calls itself, for people; also of one that cannot be decoded."""
+    return _KINDS.get(data[:1], repr(data[:1]))
+
+
+def oid_of(data: bytes) -> int | None:
+    """The one relation that a message is about, also of one that cannot be decoded; None when it names none or many."""
+    return _U32.unpack_from(data, 1)[0] if data[:1] in _OF_ONE_TABLE and len(data) >= 5 else None
 
 
 def _update(data: bytes) -> Update:

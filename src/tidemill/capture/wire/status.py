@@ -48,10 +48,15 @@ def decode_keepalive(data: bytes) -> Keepalive:
     return Keepalive(wal_end, bool(reply))
 
 
-def encode_status(received: int, flushed: int, now_ms: int) -> bytes:
-    """A standby status update for inclusive positions `received` and `flushed`."""
+def wal_start(frame: bytes) -> int:
+    """Of an XLogData frame."""
+    return int.from_bytes(frame[1:9], "big")
+
+
+def encode_status(received: int, flushed: int, now_ms: int, *, ask: bool = False) -> bytes:
+    """A standby status update for inclusive positions `received` and `flushed`. `ask` for a keepalive in return."""
     clock_us = (now_ms - POSTGRES_EPOCH_MS) * 1000
-    return _STATUS.pack(b"r", received + 1, flushed + 1, flushed + 1, clock_us, 0)
+    return _STATUS.pack(b"r", received + 1, flushed + 1, flushed + 1, clock_us, int(ask))
 
 
 class Status:
@@ -64,6 +69,8 @@ class Status:
         self.confirmed = start
         self.last_seen_txn = start
         self.up_to_date = True
+        self.hold: int | None = None
+        """Not told to the server beyond this position, whatever is flushed: a table is copied beside the stream."""
         self._recompute_at_commit = recompute_at_commit
 
     def commit_handled(self, commit_lsn: int) -> None:
@@ -90,8 +97,9 @@ class Status:
     def _recompute(self) -> None:
         self.up_to_date = self.confirmed >= self.last_seen_txn
 
-    def encode(self, now_ms: int) -> bytes:
-        return encode_status(self.received, self.flushed, now_ms)
+    def encode(self, now_ms: int, *, ask: bool = False) -> bytes:
+        flushed = self.flushed if self.hold is None else min(self.flushed, self.hold)
+        return encode_status(self.received, flushed, now_ms, ask=ask)
 
 
 def keepalive_interval_s(wal_sender_timeout_ms: int) -> float:

@@ -5,16 +5,26 @@ from __future__ import annotations
 import msgspec
 
 from tidemill.base.errors import Corrupt
+from tidemill.base.limits import KAFKA_REQUEST_BYTES
 from tidemill.capture.wire.connection import Wire, identifier, literal
-from tidemill.capture.wire.pgoutput import Message, decode
-from tidemill.capture.wire.status import PAYLOAD_START, Keepalive, decode_keepalive
+from tidemill.capture.wire.status import PAYLOAD_START, Keepalive, decode_keepalive, wal_start
+
+MESSAGE_BYTES = 2 * KAFKA_REQUEST_BYTES
+"""An UPDATE carries the old row and the new one, each no larger than a record may be. PostgreSQL's own limit is 1 GiB,
+and a message takes several times its size while it is decoded and encoded: of a larger one only the head is kept."""
+HEAD_BYTES = 64
 
 
 class Framed(msgspec.Struct, frozen=True):
-    """A pgoutput message and the size of its payload."""
+    """The bytes of one pgoutput message, and where in the WAL it comes from. `left_out`: bytes that were cut off."""
 
-    message: Message
-    size_bytes: int
+    lsn: int
+    payload: bytes
+    left_out: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.payload) + self.left_out
 
 
 class ReplicationStream:
@@ -30,17 +40,17 @@ class ReplicationStream:
         )
 
     async def receive(self) -> list[Framed | Keepalive]:
-        """Everything at hand, in order, at least one item."""
+        """Everything at hand, in order, at least one item. Raises Corrupt for what is no frame of a stream."""
         items: list[Framed | Keepalive] = []
         for frame in await self._wire.receive():
-            kind = frame[0]
-            if kind == 0x77:  # w
-                payload = frame[PAYLOAD_START:]
-                items.append(Framed(decode(payload), len(payload)))
-            elif kind == 0x6B:  # k
+            kind = frame[:1]
+            if kind == b"w" and len(frame) >= PAYLOAD_START:
+                left_out = len(frame) - PAYLOAD_START - HEAD_BYTES if len(frame) > MESSAGE_BYTES else 0
+                items.append(Framed(wal_start(frame), frame[PAYLOAD_START : len(frame) - left_out], left_out))
+            elif kind == b"k":
                 items.append(decode_keepalive(frame))
             else:
-                raise Corrupt(f"unknown frame in the replication stream: kind={kind} size={len(frame)}.")
+                raise Corrupt(f"unknown frame in the replication stream: kind={kind!r} size={len(frame)}.")
         return items
 
     async def send_status(self, update: bytes) -> None:

@@ -14,8 +14,8 @@ import msgspec
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Invalid
 from tidemill.cli.demo import shop
+from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.node.config import Config, load
-from tidemill.node.postgres import EmbeddedPostgres
 
 MARKER = "harbour-shop"
 DATABASE = "shop"

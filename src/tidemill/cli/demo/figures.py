@@ -39,7 +39,8 @@ def percentile(samples: Sequence[float], fraction: float) -> float | None:
 
 
 class Report(msgspec.Struct):
-    """What `--json` prints. `stuck` names marks that did not reach their target while draining."""
+    """What `--json` prints. `stuck` names marks that stood still past their budget at any
+    moment of the run, and those that did not reach their target while draining."""
 
     verify: dict[str, dict[str, int]] = {}
     commit_to_shard_ms: dict[str, float | int | None] = {}
@@ -58,6 +59,6 @@ class Report(msgspec.Struct):
 
     @property
     def clean(self) -> bool:
-        counts = [t[k] for t in self.verify.values() for k in ("missing", "extra", "different")]
+        counts = [t[k] for t in self.verify.values() for k in ("missing", "extra", "different", "poisoned")]
         return bool(counts) and not any(counts) and not self.stuck and not self.money_unequal \
             and self.dead_letters == self.malformed  # fmt: skip

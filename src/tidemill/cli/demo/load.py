@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import signal
+import sys
 
 import psycopg
 
@@ -33,10 +34,16 @@ class Load:
     def stop(self) -> None:
         self._stopping.set()
 
+    def _lost(self, name: str, error: BaseException) -> None:
+        """Fewer connections than asked for would be another load: it ends, and its exit code says so."""
+        print(f"{name}: {error!r}", file=sys.stderr)
+        self.errors += 1
+        self._stopping.set()
+
     async def run(self) -> None:
         """Open loop: work is due by the clock, so a slow database shows as a backlog, not as a lower rate."""
         due: asyncio.Queue[tuple[str, tuple[object, ...]]] = asyncio.Queue(maxsize=1000)
-        async with Tasks() as tasks:
+        async with Tasks(self._lost) as tasks:
             for number in range(CONNECTIONS):
                 tasks.spawn(self._worker(due), name=f"load-{number}")
             started_s = self._clock.monotonic_s()

@@ -13,6 +13,7 @@ import msgspec
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Invalid, Unavailable, Unknown
+from tidemill.base.frontier import Lsn
 from tidemill.shards.front import Binding, Remap, Shard
 
 LOCK_TIMEOUT = "2s"
@@ -49,15 +50,16 @@ class Money:
             if sums is None:
                 return None
             binding = await self._binding(nonce, before.time_ms if before else 0)
-            if binding is None:
-                return None
+            if binding is None or not sums[2] <= binding.lsn <= sums[3]:
+                return None  # while a snapshot is stitched in, capture carries markers on to where it ends
             rows = await self._warehouse.snapshot(binding.time_ms, timeout_s=WAIT_S)
         except (Unavailable, Unknown, TimeoutError):
             return None
         shard = sum((Decimal(value) for value in rows.column("ytd").to_pylist()), Decimal(0))
         return MoneyCheck(binding.lsn, binding.time_ms, f"{sums[0]:.2f}", f"{sums[1]:.2f}", f"{shard:.2f}")
 
-    async def _source(self, nonce: str) -> tuple[Decimal, Decimal] | None:
+    async def _source(self, nonce: str) -> tuple[Decimal, Decimal, int, int] | None:
+        """(sum of warehouses, sum of payments, and between which LSNs the marker's commit is), or None."""
         import psycopg
 
         async with await psycopg.AsyncConnection.connect(self._dsn) as connection:
@@ -68,16 +70,18 @@ class Money:
                 await connection.execute("LOCK TABLE warehouse IN SHARE MODE")
                 cursor = await connection.execute(
                     "SELECT (SELECT sum(ytd) FROM warehouse), (SELECT coalesce(sum(amount), 0) FROM payment),"
-                    " pg_logical_emit_message(true, 'tidemill', %s)",
+                    " pg_logical_emit_message(true, 'tidemill', %s)::text",
                     (nonce,),
                 )
                 row = await cursor.fetchone()
                 await connection.commit()
+                cursor = await connection.execute("SELECT pg_current_wal_insert_lsn()::text")
+                after = await cursor.fetchone()
             except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
                 return None
-        if row is None:
+        if row is None or after is None:
             raise Invalid("the shop has no warehouse table.", fix="Start over with --fresh.")
-        return row[0], row[1]
+        return row[0], row[1], Lsn.parse(row[2]).value, Lsn.parse(after[0]).value
 
     async def _binding(self, nonce: str, after_ms: int) -> Binding | None:
         for _ in range(int(WAIT_S / 0.5)):

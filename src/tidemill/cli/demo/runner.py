@@ -19,9 +19,10 @@ from importlib.metadata import version
 
 import msgspec
 
+from tidemill.base.chain import walk
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.errors import Missing, Unavailable
-from tidemill.base.marks import Derived, derive_all, why
+from tidemill.base.marks import Derived, State, derive_all
 from tidemill.base.marks import Report as MarksReport
 from tidemill.base.tasks import Tasks
 from tidemill.cli.demo import shop
@@ -42,8 +43,12 @@ from tidemill.shards.open import open_remap, open_shard
 TABLES = (*shop.TABLES, "clicks", "conversion_by_product")
 OPEN_ORDERS = {"table": "public.orders", "where": "w_id = 1 AND status = 'open'"}
 CRASH_EVERY_S = 14.0
+CRASH_GRACE_S = 30.0
+"""What we killed may stand still for so long: a lease, a restart, a JVM."""
 MONEY_EVERY_S = 2.0
 DRAIN_TIMEOUT_S = 180.0
+START_GRACE_S = 45.0
+"""A JVM, a database, a browser and a first snapshot share two cores at the start: what stands then is not counted."""
 KEPT_CHECKS = 30
 
 
@@ -58,6 +63,8 @@ class Runner:
         self.load_counts: dict[str, int] = {}
         self.click_counts: dict[str, int] = {}
         self.phase = "starting"
+        self.supervisor: Supervisor
+        """The demo's processes, once `run` has started them."""
         self._rate = rate
         self._click_rate = click_rate
         self._crash = crash
@@ -71,6 +78,8 @@ class Runner:
         self._failure: BaseException | None = None
         self._loads: list[asyncio.subprocess.Process] = []
         self._dead_letters_before = 0
+        self._stuck: dict[str, str] = {}
+        self._graced_until_s = self._clock.monotonic_s() + START_GRACE_S
         # the follower asks the last node: a table captured elsewhere must be reachable through any of them
         last_http = next_port(environment.config.node.http, nodes - 1)
         self._follower = Follower(last_http, OPEN_ORDERS, self._clock, self._client_row)
@@ -83,7 +92,7 @@ class Runner:
         config = self.environment.config
         objects = await open_objects(config.objects_url, self._clock, self._rand)
         consensus = await open_consensus(config.consensus_url, self._clock, self._rand)
-        supervisor = start_all(config, self._clock, self._failed, nodes=self._nodes)
+        supervisor = self.supervisor = start_all(config, self._clock, self.fail, nodes=self._nodes)
         self._consensus, self._objects = consensus, objects
         self._board = Board(consensus, self._rand)
         domains = config.metastore.domains
@@ -92,7 +101,7 @@ class Runner:
         self._dead_letters_before = await self._dead_letters()
         self._follower.start()
         try:
-            async with Tasks(lambda _, error: self._failed(error)) as tasks:
+            async with Tasks(lambda _, error: self.fail(error)) as tasks:
                 tasks.spawn(self._watch_marks(), name="demo-marks")
                 await self._start_load(tasks)
                 self.phase = "running"
@@ -175,9 +184,20 @@ class Runner:
         while True:
             with contextlib.suppress(Unavailable):
                 self.marks = derive_all(await self._board.reports(), self._clock.now_ms())
+                self._note_stuck()
                 facts: dict[str, object] = {"money": [msgspec.to_builtins(c) for c in self.checks[-KEPT_CHECKS:]]}
                 await self._board.publish(MarksReport("demo", self._clock.now_ms(), (), facts))
             await asyncio.sleep(1)
+
+    def _note_stuck(self) -> None:
+        """Every mark that is stuck at any moment of the run counts, once; after a kill of ours it has its grace."""
+        if self._clock.monotonic_s() < self._graced_until_s:
+            return
+        for name, derived in self.marks.items():
+            if derived.state is State.STUCK and name not in self._stuck:
+                mark = derived.mark
+                held = f" held by {mark.held_by}" if mark.held_by else ""
+                self._stuck[name] = f"{name} stuck for {derived.standing_ms / 1000:.1f} s: {mark.reason}{held}"
 
     def _client_row(self, operation: str, row: dict[str, str | None], received_ms: int) -> None:
         placed_at = row.get("placed_at")
@@ -231,6 +251,7 @@ class Runner:
         async for name in self._victims(list(supervisor.children)):
             if supervisor.children[name].kill():
                 self.report.crashes += 1
+                self._graced_until_s = self._clock.monotonic_s() + CRASH_GRACE_S
 
     @staticmethod
     async def _victims(names: list[str]) -> AsyncIterator[str]:
@@ -239,7 +260,7 @@ class Runner:
                 await asyncio.sleep(CRASH_EVERY_S)
                 yield name
 
-    def _failed(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
         self._stopping.set()
 
@@ -275,7 +296,11 @@ class Runner:
         )
         for verified in await verifier.tables():
             counts = {"rows": verified.rows, "missing": verified.missing}
-            self.report.verify[verified.table] = counts | {"extra": verified.extra, "different": verified.different}
+            self.report.verify[verified.table] = counts | {
+                "extra": verified.extra,
+                "different": verified.different,
+                "poisoned": verified.poisoned,
+            }
         self.report.dead_letters = await self._dead_letters() - self._dead_letters_before
         self.phase = "done"
 
@@ -296,9 +321,10 @@ class Runner:
         while True:
             behind = [name for name in TABLES if await self._upper(name) <= stopped_ms]
             if not behind:
+                self.report.stuck = list(self._stuck.values())
                 return
             if self._clock.monotonic_s() > deadline_s:
-                self.report.stuck = [self._explain(name) for name in behind]
+                self.report.stuck = [*self._stuck.values(), *(self._explain(name) for name in behind)]
                 return
             await asyncio.sleep(0.2)
 
@@ -308,7 +334,8 @@ class Runner:
         return 0
 
     def _explain(self, table: str) -> str:
-        chain = why(self.marks, f"shard:{table}")
+        name = f"shard:{table}"
+        chain = list(walk(self.marks, name)) if name in self.marks else []
         return f"{table}: " + (" <- ".join(f"{d.mark.name} {d.state} {d.mark.reason}" for d in chain) or "no mark")
 
 

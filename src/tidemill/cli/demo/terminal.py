@@ -22,7 +22,7 @@ PLAIN_EVERY_S = 5.0
 @asynccontextmanager
 async def live_view(runner: Runner) -> AsyncIterator[None]:
     """Show `runner` while the body runs."""
-    async with Tasks() as tasks:
+    async with Tasks(lambda _, error: runner.fail(error)) as tasks:
         tasks.spawn(_live(runner) if sys.stderr.isatty() else _plain(runner), name="demo-view")
         yield
 

@@ -36,7 +36,8 @@ def select_expression(column: Column) -> str:
     name = identifier(column.name)
     if column.type == "timestamp":
         # Without a zone the digits are taken as UTC; the session's TimeZone is UTC, so both kinds cast alike.
-        finite = f"(extract(epoch FROM {name}::timestamptz) * 1000000)::int8"
+        # The last days that PostgreSQL has lie beyond int64: no shard holds them, so they may be any number no row has.
+        finite = f"least(extract(epoch FROM {name}::timestamptz) * 1000000, {TIMESTAMP_INFINITY - 1})::int8"
         return _with_infinity(name, finite, TIMESTAMP_INFINITY, "int8")
     if column.type == "date":
         return _with_infinity(name, f"({name} - DATE '1970-01-01')::int8", DATE_INFINITY, "int8")

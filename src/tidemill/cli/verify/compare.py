@@ -8,7 +8,7 @@ one side is one row too many there.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -21,7 +21,8 @@ EXAMPLES = 5
 
 class Outcome(msgspec.Struct, frozen=True):
     """rows: rows of the source. missing: only in the source; extra: only in the shard; different: same key, other
-    values. The hashes are of the two streams, equal exactly when the streams are. `examples` names a few keys."""
+    values; poisoned: only in the source, for it is a dead letter. The hashes are of the two streams, equal exactly when
+    the streams are. `examples` names a few keys."""
 
     rows: int
     shard_rows: int
@@ -31,21 +32,24 @@ class Outcome(msgspec.Struct, frozen=True):
     source_hash: str
     shard_hash: str
     examples: tuple[str, ...] = ()
+    poisoned: int = 0
 
     @property
     def clean(self) -> bool:
-        return self.source_hash == self.shard_hash and not (self.missing or self.extra or self.different)
+        wrong = self.missing or self.extra or self.different or self.poisoned
+        return self.source_hash == self.shard_hash and not wrong
 
 
 class Comparison:
     """Push chunks of both sides with `step`; whatever it did not consume is offered again, with more behind it."""
 
-    def __init__(self, key_length: int) -> None:
+    def __init__(self, key_length: int, poisoned: Collection[Row] = ()) -> None:
         self._key_length = key_length
+        self._poisoned = poisoned
         self._hashes = (hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16))
         self._rows = [0, 0]
         self._last: list[Any] = [None, None]
-        self.missing = self.extra = self.different = 0
+        self.missing = self.extra = self.different = self.poisoned = 0
         self._examples: list[str] = []
 
     @property
@@ -70,8 +74,7 @@ class Comparison:
                 self.different += 1
                 i, j = i + 1, j + 1
             elif ka < kb:
-                self._note("missing", a[:n])
-                self.missing += 1
+                self._lacks(a[:n])
                 i += 1
             else:
                 self._note("extra", b[:n])
@@ -79,8 +82,7 @@ class Comparison:
                 j += 1
         if shard_ended and j == len(shard):
             for row in source[i:]:
-                self._note("missing", row[:n])
-            self.missing += len(source) - i
+                self._lacks(row[:n])
             i = len(source)
         if source_ended and i == len(source):
             for row in shard[j:]:
@@ -94,8 +96,17 @@ class Comparison:
     def outcome(self) -> Outcome:
         source, shard = (h.hexdigest() for h in self._hashes)
         return Outcome(
-            self._rows[0], self._rows[1], self.missing, self.extra, self.different, source, shard, tuple(self._examples)
-        )
+            self._rows[0], self._rows[1], self.missing, self.extra, self.different, source, shard,
+            tuple(self._examples), self.poisoned,
+        )  # fmt: skip
+
+    def _lacks(self, key: Row) -> None:
+        if key in self._poisoned:
+            self._note("poisoned", key)
+            self.poisoned += 1
+        else:
+            self._note("missing", key)
+            self.missing += 1
 
     def _take(self, side: int, rows: Sequence[Row]) -> None:
         """Count and hash consumed rows, and hold them to the order this merge relies on."""

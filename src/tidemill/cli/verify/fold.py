@@ -8,7 +8,7 @@ from pathlib import Path
 from tidemill.cli.verify.compare import Row
 from tidemill.cli.verify.spool import Spool
 from tidemill.shards.front import TIME, Binding, Remap
-from tidemill.spark.decode.records import cut_records
+from tidemill.spark.decode.records import blocks_of
 from tidemill.spark.decode.slices import cut
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.feeds import TopicFeed
@@ -58,12 +58,12 @@ class TopicFold:
         for piece in cut(base, page, self._feed.topic, self._feed.topic_id):
             refs = await self._reader.plan(piece.topic_id, piece.partition, piece.start, piece.end)
             for at in range(0, len(refs), REFS_AT_ONCE):
-                batches = await self._reader.read(refs[at : at + REFS_AT_ONCE])
-                records = cut_records(piece, batches)
-                commands, dead = decoder.decode(records)
-                self.records += len(records)
-                self.malformed += dead.num_rows
-                rows = commands.rows
-                await spool.add_commands(
-                    rows, rows.column(LIVE), rows.column(TIME), rows.column(PARTITION), rows.column(ORDER)
-                )
+                some = refs[at : at + REFS_AT_ONCE]
+                for records in blocks_of(piece, await self._reader.read(some), some):
+                    commands, dead = decoder.decode(records)
+                    self.records += len(records)
+                    self.malformed += dead.num_rows
+                    rows = commands.rows
+                    await spool.add_commands(
+                        rows, rows.column(LIVE), rows.column(TIME), rows.column(PARTITION), rows.column(ORDER)
+                    )

@@ -13,10 +13,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tidemill.base.errors import Invalid, Missing, Unavailable
 from tidemill.base.frontier import Lsn
+from tidemill.capture.naming import split_name
 from tidemill.capture.wire.connection import DISPLAY_SETTINGS, qualified, where
 from tidemill.cli.verify.canonical import fix_floats, order_expression, ordered_columns, select_expression
 from tidemill.cli.verify.compare import Row
@@ -25,11 +26,21 @@ from tidemill.shards.front import ShardSchema
 if TYPE_CHECKING:
     import psycopg
 
-LOCK_TIMEOUT_S = 5
-LOCK_ATTEMPTS = 6
+LOCK_TIMEOUT_MS = 50
+LOCK_BUDGET_S = 60.0
 LOCK_PAUSE_S = 0.5
+LOCK_SHARE = 0.05
+"""Writers queue behind a lock that is waited for: at most this share of the time."""
 FETCH_ROWS = 20_000
 MARKER_PREFIX = "tidemill"
+
+
+class SourceColumn(NamedTuple):
+    """`generated`: "" not, s stored, v virtual."""
+
+    name: str
+    type_name: str
+    generated: str
 
 
 class SourcePoint:
@@ -51,6 +62,22 @@ class SourcePoint:
         found = await cursor.fetchone()
         return int(found[0]) if found else 0
 
+    async def columns(self, table: str) -> tuple[list[SourceColumn], list[str]]:
+        """All columns, those included that the stream does not carry, and the primary key's."""
+        cursor = await self._connection.execute(
+            "SELECT a.attname, format_type(a.atttypid, a.atttypmod), a.attgenerated::text FROM pg_attribute a"
+            " WHERE a.attrelid = %s::regclass AND a.attnum > 0 AND NOT a.attisdropped ORDER BY a.attnum",
+            (_quoted(table),),
+        )
+        columns = [SourceColumn(*row) for row in await cursor.fetchall()]
+        cursor = await self._connection.execute(
+            "SELECT a.attname FROM pg_index i, unnest(i.indkey::int2[]) WITH ORDINALITY AS k(attnum, place)"
+            " JOIN pg_attribute a ON a.attnum = k.attnum"
+            " WHERE i.indrelid = %s::regclass AND i.indisprimary AND a.attrelid = i.indrelid ORDER BY k.place",
+            (_quoted(table),),
+        )
+        return columns, [str(name) for (name,) in await cursor.fetchall()]
+
     async def rows(self, table: str, schema: ShardSchema) -> AsyncIterator[list[Row]]:
         """Chunks of canonical rows in key order. Raises Invalid when the table lacks a column of the shard."""
         import psycopg
@@ -59,7 +86,7 @@ class SourcePoint:
         fix = fix_floats(columns)
         keys = [c for c in columns if c.name in schema.key]
         query = (
-            f"SELECT {', '.join(select_expression(c) for c in columns)} FROM {_quoted(table)}"
+            f"SELECT {', '.join(select_expression(c) for c in columns)} FROM {await self._scope(table)}"
             f" ORDER BY {', '.join(order_expression(c) for c in keys)}"
         )
         async with self._connection.cursor(name="tidemill_verify") as cursor:
@@ -69,6 +96,14 @@ class SourcePoint:
                 raise Invalid(f"table lacks a column of its shard: table={table} ({_said(error)}).") from error
             while chunk := await cursor.fetchmany(FETCH_ROWS):
                 yield [fix(r) for r in chunk] if fix else chunk
+
+    async def _scope(self, table: str) -> str:
+        """Without the tables that inherit from it: they are tables of their own."""
+        cursor = await self._connection.execute(
+            "SELECT relkind::text FROM pg_class WHERE oid = %s::regclass", (_quoted(table),)
+        )
+        found = await cursor.fetchone()
+        return _quoted(table) if found is not None and found[0] == "p" else f"ONLY {_quoted(table)}"
 
 
 @asynccontextmanager
@@ -81,17 +116,22 @@ async def source_point(dsn: str, tables: Sequence[str], nonce: str) -> AsyncIter
 
     reader = await _connect(dsn)
     try:
-        for attempt in range(LOCK_ATTEMPTS):
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + LOCK_BUDGET_S
+        while True:
+            began_s = loop.time()
             try:
                 lsns = await _mark(dsn, tables, nonce, reader)
                 break
             except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected) as error:
-                if attempt == LOCK_ATTEMPTS - 1:
+                took_s = loop.time() - began_s
+                if loop.time() > until_s:
                     raise Unavailable(
-                        f"the tables could not be locked for a moment: tables={','.join(tables)}.",
-                        fix="End the long transactions that write them (pg_stat_activity), and try again.",
+                        f"the tables could not be locked for a moment: tables={','.join(tables)}"
+                        f" {await _holder(reader, tables)}.",
+                        fix="End that transaction, and try again.",
                     ) from error
-                await asyncio.sleep(LOCK_PAUSE_S)
+                await asyncio.sleep(max(LOCK_PAUSE_S, took_s / LOCK_SHARE))
             except psycopg.errors.UndefinedTable as error:
                 raise Missing(f"no such table: tables={','.join(tables)} ({_said(error)}).") from error
             except psycopg.Error as error:
@@ -107,7 +147,7 @@ async def _mark(dsn: str, tables: Sequence[str], nonce: str, reader: psycopg.Asy
     marker = await _connect(dsn)
     try:
         await reader.rollback()
-        await marker.execute(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'".encode())
+        await marker.execute(f"SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}".encode())
         # In one order always, so that two verifications never wait for each other.
         names = ", ".join(_quoted(t) for t in sorted(tables))
         await marker.execute(f"LOCK TABLE {names} IN SHARE MODE".encode())
@@ -146,9 +186,22 @@ async def _connect(dsn: str) -> psycopg.AsyncConnection[Any]:
     return connection
 
 
+async def _holder(reader: psycopg.AsyncConnection[Any], tables: Sequence[str]) -> str:
+    """The oldest transaction that writes one of the tables: pid, age, query."""
+    cursor = await reader.execute(
+        "SELECT a.pid, extract(epoch FROM clock_timestamp() - a.xact_start)::int, left(a.query, 120)"
+        " FROM pg_locks l JOIN pg_stat_activity a USING (pid)"
+        " WHERE l.granted AND l.relation = ANY(%s::regclass[]) AND l.mode <> 'AccessShareLock'"
+        " ORDER BY a.xact_start LIMIT 1",
+        ([_quoted(table) for table in tables],),
+    )
+    found = await cursor.fetchone()
+    await reader.rollback()
+    return f"pid={found[0]} for_s={found[1]} query={found[2]!r}" if found else "pid=gone"
+
+
 def _quoted(table: str) -> str:
-    schema, dot, name = table.partition(".")
-    return qualified(schema, name) if dot else qualified("public", table)
+    return qualified(*split_name(table))
 
 
 def _said(error: Exception) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -13,12 +14,17 @@ from tidemill.base.clock import Rand
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.frontier import Lsn
 from tidemill.cli.verify.compare import Comparison, Outcome, Row
-from tidemill.cli.verify.postgres import SourcePoint, source_point
+from tidemill.cli.verify.postgres import SourceColumn, SourcePoint, source_point
 from tidemill.cli.verify.spool import Spool
-from tidemill.shards.front import Binding, Remap, Shard
+from tidemill.shards.front import Binding, Remap, Shard, ShardSchema
+from tidemill.shards.pgtypes import column_for
+from tidemill.shards.schema import canonical_type
 
 Progress = Callable[[str, int, int], None]
 """(table, rows of the source compared, rows expected; 0 = not known)"""
+
+Poisoned = Callable[[str, Shard], Awaitable[Collection[Row]]]
+"""(schema.table, its shard) → keys whose rows are dead letters"""
 
 BINDING_TIMEOUT_S = 60.0
 SHARD_TIMEOUT_S = 120.0
@@ -38,10 +44,16 @@ class Verified(msgspec.Struct, frozen=True):
     lsn: int
     time_ms: int
     examples: tuple[str, ...] = ()
+    poisoned: int = 0
+    columns: str = ""
+    """How the columns of the source differ from the shard's; rows are compared by those that both have."""
+    parked: str = ""
+    """Why the table does not flow: its rows are not compared, and it is never equal."""
 
     @property
     def clean(self) -> bool:
-        return self.source_hash == self.shard_hash and not (self.missing or self.extra or self.different)
+        wrong = self.missing or self.extra or self.different or self.poisoned or self.columns or self.parked
+        return self.source_hash == self.shard_hash and not wrong
 
 
 async def verify_captured(
@@ -52,6 +64,7 @@ async def verify_captured(
     *,
     progress: Progress | None = None,
     timeout_s: float = SHARD_TIMEOUT_S,
+    poisoned: Poisoned | None = None,
 ) -> list[Verified]:
     """Compare captured tables, all at one commit. `tables`: (schema.table, its shard); results in that order.
 
@@ -68,16 +81,44 @@ async def verify_captured(
                 f"capture bound the marker at another commit: remap={remap.name} lsn={Lsn(binding.lsn)}.",
                 fix="Verify again once the capture's snapshot is done.",
             )
-        return [await _captured(point, name, shard, binding, progress, timeout_s) for name, shard in tables]
+        return [await _captured(point, name, shard, binding, progress, timeout_s, poisoned) for name, shard in tables]
 
 
 async def _captured(
-    point: SourcePoint, name: str, shard: Shard, binding: Binding, progress: Progress | None, timeout_s: float
+    point: SourcePoint,
+    name: str,
+    shard: Shard,
+    binding: Binding,
+    progress: Progress | None,
+    timeout_s: float,
+    poisoned: Poisoned | None,
 ) -> Verified:
+    columns, key = await point.columns(name)
+    difference = column_difference(columns, key, shard.schema)
+    if any(column.name not in {c.name for c in columns} for column in shard.schema.columns):
+        return Verified(shard.name, 0, 0, 0, 0, "", "", binding.lsn, binding.time_ms, columns=difference)
     expected = await point.count(name)
     source = point.rows(name, shard.schema)
-    outcome = await compare_shard(shard, binding.time_ms, source, _for_table(progress, shard.name, expected), timeout_s)
-    return _verdict(shard.name, outcome, binding.lsn, binding.time_ms)
+    told = _for_table(progress, shard.name, expected)
+    keys = partial(poisoned, name, shard) if poisoned is not None else None
+    outcome = await compare_shard(shard, binding.time_ms, source, told, timeout_s, keys)
+    verdict = _verdict(shard.name, outcome, binding.lsn, binding.time_ms)
+    return msgspec.structs.replace(verdict, columns=difference)
+
+
+def column_difference(columns: Sequence[SourceColumn], key: Sequence[str], schema: ShardSchema) -> str:
+    """What the source has that the shard has not, and the other way round, generated columns too; "" = nothing."""
+    ours = {column.name: canonical_type(column.type) for column in schema.columns}
+    kinds = {"s": "generated ", "v": "virtual generated "}
+    said = [f"{kinds.get(c.generated, '')}column {c.name!r} is not in the shard" for c in columns if c.name not in ours]
+    said += [f"column {name!r} is not in the source" for name in ours if name not in {c.name for c in columns}]
+    for column in columns:
+        wanted = canonical_type(column_for(column.name, column.type_name).type)
+        if column.name in ours and ours[column.name] != wanted:
+            said.append(f"column {column.name!r} is {column.type_name} in the source, {ours[column.name]} in the shard")
+    if tuple(key) != schema.key:
+        said.append(f"the primary key is ({', '.join(key)}) in the source, ({', '.join(schema.key)}) in the shard")
+    return "; ".join(said)
 
 
 async def verify_expected(
@@ -125,15 +166,18 @@ async def compare_shard(
     source: AsyncIterator[list[Row]],
     progress: Callable[[int], None] | None = None,
     timeout_s: float = SHARD_TIMEOUT_S,
+    poisoned: Callable[[], Awaitable[Collection[Row]]] | None = None,
 ) -> Outcome:
     """Stream both sides in key order; memory is bounded by chunks and the spool's limit."""
     if not shard.schema.key:
         raise Invalid(f"shard has no key to compare by: shard={shard.name}.", fix="Verify it by its aggregates.")
-    comparison = Comparison(len(shard.schema.key))
     with tempfile.TemporaryDirectory(prefix="tidemill-verify-") as scratch:
         spool = Spool(Path(scratch), "shard", shard.schema)
         try:
-            await spool_shard(shard, time_ms, spool, timeout_s)
+            async with shard.holding("verify", time_ms):
+                await spool_shard(shard, time_ms, spool, timeout_s)
+            # Dead letters are there before the shard passes their records, so not before this.
+            comparison = Comparison(len(shard.schema.key), await poisoned() if poisoned is not None else ())
             await _merge(comparison, source, spool.contents(), progress)
         finally:
             await spool.aclose()
@@ -186,5 +230,15 @@ def _for_table(progress: Progress | None, table: str, expected: int) -> Callable
 
 def _verdict(table: str, o: Outcome, lsn: int, time_ms: int) -> Verified:
     return Verified(
-        table, o.rows, o.missing, o.extra, o.different, o.source_hash, o.shard_hash, lsn, time_ms, o.examples
+        table,
+        o.rows,
+        o.missing,
+        o.extra,
+        o.different,
+        o.source_hash,
+        o.shard_hash,
+        lsn,
+        time_ms,
+        o.examples,
+        o.poisoned,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import msgspec
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Invalid, Missing
+from tidemill.cli.verify.compare import Row
 from tidemill.cli.verify.derived import Recomputed
 from tidemill.cli.verify.fold import TopicFold
+from tidemill.cli.verify.poisoned import poisoned_keys
 from tidemill.cli.verify.table import Progress, Verified, verify_captured, verify_expected
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
@@ -90,8 +93,30 @@ class Verifier:
         if section is None:
             raise Invalid(f"this configuration has no such capture: key=capture.{capture}.", fix="Add its DSN.")
         remap = await open_remap(self._consensus, self._clock, self._rand, f"capture/{capture}")
-        tables = [(source, await self._shard(name)) for source, name in pairs]
-        return await verify_captured(section.dsn, remap, tables, self._rand, progress=self._progress)
+        parked: dict[str, Verified] = {}
+        tables = []
+        for source, name in pairs:
+            row = await self._catalogue.table(capture, source)
+            if row is None or not row.flows:
+                why = row.reason if row is not None and row.reason else "the table is not captured yet"
+                parked[name] = Verified(name, 0, 0, 0, 0, "", "", 0, 0, parked=why)
+            else:
+                tables.append((source, await self._shard(name)))
+        found = dict(parked)
+        if tables:
+            done = await verify_captured(
+                section.dsn, remap, tables, self._rand, progress=self._progress, poisoned=self._poisoned
+            )
+            found |= {verified.table: verified for verified in done}
+        return [found[name] for _, name in pairs]
+
+    async def _poisoned(self, table: str, shard: Shard) -> frozenset[Row]:
+        found: frozenset[Row] = frozenset()
+        for row in await self._catalogue.list(PipelineRow):
+            if shard.name in row.tables and row.dead_letters:
+                with contextlib.suppress(Missing):
+                    found |= await poisoned_keys(await self._shard(row.dead_letters), table, shard.schema)
+        return found
 
     async def _stream(self, name: str, topic: str) -> Verified:
         row = await self._catalogue.get(TopicRow, topic)

@@ -12,9 +12,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import psycopg
+import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, TidemillError, Unavailable, Unknown
@@ -22,12 +24,18 @@ from tidemill.base.tasks import Tasks
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.commands import AnyOp, Append, Cas, Truncate, Wait
 from tidemill.consensus.facade import Facade
+from tidemill.consensus.kept import kept
 from tidemill.consensus.postgres import groups, lanes, schema, singles, statements
 from tidemill.consensus.postgres.groups import Queued
 from tidemill.consensus.postgres.lanes import Connection, Lane
 from tidemill.consensus.postgres.wakeups import Wakeups
 
 READ_GROUP_OPS = 256
+
+SLOW_AFTER_S = 2.0
+"""Without any answer for this long the client says that the server is away (`trouble`)."""
+
+log = structlog.get_logger()
 
 
 class _Line:
@@ -49,7 +57,8 @@ class PostgresConsensus(Facade):
         self._reads = _Line(Lane(url, rand, writes=False))
         self._log_ids: dict[str, int] = {}
         self._tasks = Tasks(self._task_failed)
-        self._wakeups = Wakeups(url, rand, self._notify, self._heads)
+        self._wakeups = Wakeups(url, rand, self._notify, self._heads, self._told)
+        self._fault = ""
         self._sweeping: set[str] = set()
         self._closed: TidemillError | None = None
 
@@ -66,9 +75,13 @@ class PostgresConsensus(Facade):
             raise lanes.translate(error) from error
         finally:
             await connection.close()
-        self._tasks.spawn(self._serve(self._groups, self._serve_group), name="consensus-postgres-groups")
-        self._tasks.spawn(self._serve(self._singles, self._serve_single), name="consensus-postgres-singles")
-        self._tasks.spawn(self._serve(self._reads, self._serve_reads), name="consensus-postgres-reads")
+        for name, line, serve in (
+            ("groups", self._groups, self._serve_group),
+            ("singles", self._singles, self._serve_single),
+            ("reads", self._reads, self._serve_reads),
+        ):
+            serving = partial(self._serve, line, serve)
+            self._tasks.spawn(kept(f"consensus-postgres-{name}", serving, self._told), name=name)
         self._wakeups.start(self._tasks)
 
     # requests ------------------------------------------------------------------------------------
@@ -109,10 +122,11 @@ class PostgresConsensus(Facade):
 
     async def _serve(self, line: _Line, serve: Callable[[_Line], Awaitable[None]]) -> None:
         while True:
-            await line.filled.wait()
-            line.filled.clear()
             while line.queue:
                 await serve(line)
+                self._fault = ""
+            line.filled.clear()
+            await line.filled.wait()
 
     async def _serve_group(self, line: _Line) -> None:
         group = groups.take(line.queue)
@@ -181,26 +195,41 @@ class PostgresConsensus(Facade):
             if line.lane.owing:
                 await line.lane.run(_nothing)
 
-    async def _sweep(self, log: str, start: int) -> None:
+    async def _sweep(self, log_name: str, start: int) -> None:
         """Delete truncated rows piece by piece, between other work. What is left over, a later sweep takes."""
-        log_id = self._log_ids.get(log)
+        log_id = self._log_ids.get(log_name)
         try:
             more = True
             while more:
 
                 async def piece(connection: Connection) -> bool:
-                    found = log_id if log_id is not None else await groups.log_id(connection, log, self._log_ids)
+                    found = log_id if log_id is not None else await groups.log_id(connection, log_name, self._log_ids)
                     return await singles.sweep(connection, found, start)
 
                 more = await self._enqueue(self._singles, piece)
-        except TidemillError:
-            return
+        except Exception as error:
+            log.info("truncated rows are left to a later sweep", log=log_name, reason=str(error))
         finally:
-            self._sweeping.discard(log)
+            self._sweeping.discard(log_name)
 
     # the end -------------------------------------------------------------------------------------
 
+    def trouble(self) -> str:
+        if self._closed is not None:
+            return self._closed.message
+        lanes = [line.lane for line in (self._groups, self._singles, self._reads)]
+        # One lane's word that the server is away counts while it answers none of them: a connection that broke long
+        # ago is found to be broken only when it is used.
+        latest, answered_s = max(lanes, key=lambda lane: lane.away_s), max(lane.answered_s for lane in lanes)
+        if latest.away_s > answered_s and self._loop.time() - answered_s > SLOW_AFTER_S:
+            return latest.away
+        return next((lane.refusal for lane in lanes if lane.refusal), self._fault)
+
+    def _told(self, fault: str) -> None:
+        self._fault = fault
+
     def _task_failed(self, name: str, error: BaseException) -> None:
+        """Only what ends a process gets here: `kept` holds everything else."""
         self._end(Unavailable(f"The consensus client broke: task={name} reason={error!r}."))
 
     def _end(self, error: TidemillError) -> None:

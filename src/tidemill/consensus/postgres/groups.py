@@ -56,25 +56,35 @@ class Group:
 
 def take(line: deque[Queued]) -> Group:
     """Take what may share a commit from the front; what may not stays, in order."""
-    group = Group()
-    left: list[Queued] = []
+    group, left = Group(), deque[Queued]()
+    try:
+        _take(line, group, left)
+    except BaseException as error:
+        # Taken from the line and not sent: nobody else would ever answer them.
+        for queued in (*group.members, *left):
+            queued.fail(Unavailable(f"The group could not be put together: reason={error!r}."))
+        raise
+    line.extendleft(reversed(left))
+    return group
+
+
+def _take(line: deque[Queued], group: Group, left: deque[Queued]) -> None:
     waiting: set[tuple[str, str]] = set()
     count = size_bytes = 0
     while line and count < GROUP_OPS and size_bytes < GROUP_BYTES:
         queued = line.popleft()
         if queued.future.done():
             continue
+        left.append(queued)
         op = queued.op
         place = ("log", op.log) if isinstance(op, Append) else ("key", op.key)
         if place in waiting or not _joins(group, queued):
             # Whoever comes later to the same place must not overtake.
             waiting.add(place)
-            left.append(queued)
             continue
+        left.pop()
         count += 1
         size_bytes += sum(map(len, op.records)) if isinstance(op, Append) else len(op.data)
-    line.extendleft(reversed(left))
-    return group
 
 
 def _joins(group: Group, queued: Queued) -> bool:

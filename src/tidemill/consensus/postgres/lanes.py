@@ -20,7 +20,7 @@ import psycopg
 from psycopg import errors as pgerrors
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Invalid, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import Invalid, TidemillError, Unavailable, Unknown, mendable
 from tidemill.consensus.postgres import schema
 
 T = TypeVar("T")
@@ -68,6 +68,11 @@ class Lane:
         self._previous_backend = 0
         self._one_at_a_time = asyncio.Lock()
         self.owing = False
+        self.refusal = ""
+        """What the server said to the last work; "" when it did it."""
+        self.away = ""
+        """Why the last attempt got no answer; said at `away_s`. The server answered last at `answered_s`."""
+        self.away_s = self.answered_s = float("-inf")
 
     async def run(self, work: Callable[[Connection], Awaitable[T]]) -> T:
         """Do `work` on the connection. Raises what `work` raises, Invalid, Unavailable, or Unknown (writes)."""
@@ -80,17 +85,28 @@ class Lane:
             connection = await self._connected(deadline_s)
             try:
                 async with asyncio.timeout(WORK_S):
-                    return await work(connection)
+                    done = await work(connection)
+                self._answered("")
+                return done
             except (psycopg.Error, TimeoutError, OSError) as error:
                 lost = await self._lost(error)
                 if lost is None and asyncio.get_running_loop().time() > deadline_s:
                     lost = Unavailable(f"The connection to PostgreSQL keeps breaking: reason={_first_line(error)!r}.")
                 if lost is not None:
                     raise lost from error
+            except TidemillError:
+                self._answered("")  # an outcome: the server did the work, and the answer is no
+                raise
             except BaseException:
                 # Work cut off in the middle leaves a connection nobody can reason about.
                 await self._drop(owing=self._writes)
                 raise
+
+    def _answered(self, refusal: str) -> None:
+        self.refusal, self.answered_s = refusal, asyncio.get_running_loop().time()
+
+    def _unanswered(self, why: str) -> None:
+        self.away, self.away_s = why, asyncio.get_running_loop().time()
 
     async def _lost(self, error: BaseException) -> TidemillError | None:
         """The outcome of failed work; None: nothing happened, try again."""
@@ -98,8 +114,13 @@ class Lane:
         refused = isinstance(error, psycopg.Error) and error.sqlstate is not None
         if refused and connection is not None and not connection.closed and not connection.broken:
             assert isinstance(error, psycopg.Error)
-            return translate(error)
+            refused_for = mendable(translate(error))
+            self._answered(refused_for.message)
+            return refused_for
+        self._unanswered(f"The connection to PostgreSQL was lost: reason={_first_line(error)!r}.")
         await self._drop(owing=self._writes)
+        if isinstance(error, psycopg.DataError | psycopg.ProgrammingError) and not self._writes:
+            return Unavailable(f"The driver cannot say this to PostgreSQL: reason={_first_line(error)!r}.")
         if self._writes:
             return Unknown(f"The connection to PostgreSQL was lost before the answer: reason={_first_line(error)!r}.")
         return None
@@ -114,8 +135,10 @@ class Lane:
                 self._connection = await self.reconnect()
                 return self._connection
             except (psycopg.Error, TimeoutError, OSError) as error:
-                outcome = translate_connect(error, self._url)
-                if isinstance(outcome, Invalid) or loop.time() + backoff_s > deadline_s:
+                # It was right at the start: what is wrong now may be mended, so it is waited for.
+                outcome = mendable(translate_connect(error, self._url))
+                self._unanswered(outcome.message)
+                if loop.time() + backoff_s > deadline_s:
                     raise outcome from error
             await asyncio.sleep(self._rand.uniform(backoff_s / 2, backoff_s))
             backoff_s = min(backoff_s * 2, BACKOFF_MOST_S)
@@ -170,13 +193,16 @@ def translate_connect(error: BaseException, url: str) -> TidemillError:
     where = _without_password(url)
     wrong = (
         "authentication failed", "no password supplied", "does not exist", "no pg_hba.conf entry", "permission denied",
-        "could not translate host name", "failed to resolve", "invalid", "missing \"=\"", "not permitted to log in",
+        "invalid", "missing \"=\"", "not permitted to log in",
     )  # fmt: skip
-    if isinstance(error, psycopg.ProgrammingError) or any(words in str(error) for words in wrong):
+    unresolved = any(words in str(error) for words in ("could not translate host name", "failed to resolve"))
+    mistaken = isinstance(error, psycopg.ProgrammingError) or any(words in str(error) for words in wrong)
+    if mistaken and not unresolved:
         return Invalid(
             f"PostgreSQL does not let us in: consensus.url={where!r} reason={reason!r}.",
             fix="Correct user, password, host and database in consensus.url.",
         )
+    # A name that is not known is waited for like a server that is down: where both start together it comes later.
     return Unavailable(
         f"PostgreSQL cannot be reached: consensus.url={where!r} reason={reason!r}.",
         fix="Start it, or correct host and port in consensus.url.",

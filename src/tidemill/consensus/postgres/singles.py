@@ -9,6 +9,7 @@ from tidemill.consensus import rules
 from tidemill.consensus.api import LogHead, LogRecord, LogSlice, Versioned
 from tidemill.consensus.commands import (
     Acquire,
+    Drop,
     Fence,
     Head,
     HeadOfLog,
@@ -24,7 +25,7 @@ from tidemill.consensus.rules import UNWRITTEN, LeaseRow
 
 SWEEP_ROWS = 5_000
 
-Single = Fence | Truncate | Acquire | Release
+Single = Drop | Fence | Truncate | Acquire | Release
 
 
 async def write(connection: Connection, op: Single, log_ids: dict[str, int]) -> Any:
@@ -49,6 +50,10 @@ async def write(connection: Connection, op: Single, log_ids: dict[str, int]) -> 
             if not rows:
                 raise Unavailable(f"The lease vanished: name={name!r}.")
             raise rules.lease_conflict(_lease(rows[0]))
+        case Drop(key=key, expected_seq=expected):
+            if await _rows(connection, statements.DROP, (key, expected)):
+                return None
+            raise rules.cas_conflict((await groups.registers(connection, [key])).get(key), op)
         case Release(name=name, holder=holder, term=term):
             await connection.execute(statements.RELEASE, (name, holder, term))
             return None

@@ -59,6 +59,8 @@ ON CONFLICT (key) DO NOTHING
 RETURNING key
 """
 
+DROP = "DELETE FROM tidemill.registers WHERE key = %b::text AND seq = %b::int8 RETURNING key"
+
 REGISTERS = "SELECT key, seq, data, nonce FROM tidemill.registers WHERE key = ANY(%b::text[])"
 HEADS = "SELECT name, term, start, next FROM tidemill.logs WHERE name = ANY(%b::text[])"
 SCAN = "SELECT key, seq, data, nonce FROM tidemill.registers WHERE key ^@ %b::text ORDER BY key"

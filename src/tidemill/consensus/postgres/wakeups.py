@@ -2,7 +2,7 @@
 
 NOTIFY inside commits takes a lock over the whole server's commits (measured 2-10 times slower), so one waker
 tells what grew at most every few milliseconds, in transactions that write nothing. A lost notification costs a
-poll interval.
+poll interval. Everybody who may connect to the database may notify: a payload that is none of ours is ignored.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 
-import psycopg
+import msgspec
 import structlog
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import TidemillError
 from tidemill.base.tasks import Tasks
 from tidemill.consensus.api import LogHead
+from tidemill.consensus.kept import kept
 from tidemill.consensus.postgres import lanes
 
 NOTIFY_INTERVAL_S = 0.005
@@ -29,23 +30,35 @@ log = structlog.get_logger()
 
 Heads = Callable[[list[str]], Awaitable[dict[str, LogHead]]]
 
+_decode = msgspec.json.Decoder(list[tuple[str, int]]).decode
+
 
 class Wakeups:
-    """`notify` sends payloads; `heads` reads the heads of logs. Both may raise TidemillError."""
+    """`notify` sends payloads; `heads` reads the heads of logs. Both may raise TidemillError.
 
-    def __init__(self, url: str, rand: Rand, notify: Callable[[list[str]], Awaitable[None]], heads: Heads) -> None:
+    `told(sentence)` hears of a loop that began again.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        rand: Rand,
+        notify: Callable[[list[str]], Awaitable[None]],
+        heads: Heads,
+        told: Callable[[str], None],
+    ) -> None:
         self._url = url
         self._rand = rand
         self._notify = notify
         self._heads = heads
+        self._told = told
         self._waiters: dict[str, set[tuple[int, asyncio.Future[bool]]]] = {}
         self._grown: dict[str, int] = {}
         self._has_grown = asyncio.Event()
 
     def start(self, tasks: Tasks) -> None:
-        tasks.spawn(self._tell(), name="consensus-postgres-tell")
-        tasks.spawn(self._listen(), name="consensus-postgres-listen")
-        tasks.spawn(self._poll(), name="consensus-postgres-poll")
+        for name, body in (("tell", self._tell), ("listen", self._listen), ("poll", self._poll)):
+            tasks.spawn(kept(f"consensus-postgres-{name}", body, self._told), name=f"consensus-postgres-{name}")
 
     async def wait(self, name: str, beyond: int, timeout_s: float) -> bool:
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -101,18 +114,32 @@ class Wakeups:
     async def _listen(self) -> None:
         while True:
             try:
-                connection = await lanes.connect(self._url)
-                try:
-                    await connection.execute("LISTEN tidemill")
-                    await self._look()
-                    async for notification in connection.notifies():
-                        for name, next_position in json.loads(notification.payload):
-                            self._wake(name, next_position)
-                finally:
-                    await connection.close()
-            except (psycopg.Error, OSError, TimeoutError) as error:
+                await self._listen_once()
+            except Exception as error:
+                # Whatever it is, also what a driver raises over a payload: a new connection, and polling meanwhile.
                 log.info("listening for wake-ups again", reason=str(error))
             await asyncio.sleep(self._rand.uniform(0.5, 1.0) * lanes.BACKOFF_MOST_S)
+
+    async def _listen_once(self) -> None:
+        """Until the connection ends."""
+        connection = await lanes.connect(self._url)
+        try:
+            await connection.execute("LISTEN tidemill")
+            await self._look()
+            async for notification in connection.notifies():
+                self._heard(notification.payload)
+        finally:
+            await connection.close()
+
+    def _heard(self, payload: str) -> None:
+        """Positions are a hint, so a forged one costs its waiters a read; what cannot be read costs nothing."""
+        try:
+            grown = _decode(payload)
+        except (msgspec.MsgspecError, ValueError) as error:
+            log.debug("a foreign notification", reason=str(error), payload=payload[:80])
+            return
+        for name, next_position in grown:
+            self._wake(name, next_position)
 
     async def _poll(self) -> None:
         while True:

@@ -3,6 +3,10 @@
 First choice is a socket beside the database (also right for containers that share only that directory). A
 path too long for sun_path (108 bytes with its NUL) goes through /proc/self/fd; a file system without sockets
 falls back to a private directory under /tmp. Clients try the addresses in the same order.
+
+Who may speak to whom: the socket is made 0600, and both ends ask the kernel who the other is (SO_PEERCRED). The
+sequencer serves its own user and root; a client trusts its own user, root, and the owner of the database. The fallback
+directory must be a real directory of ours that nobody else may enter: a link there could lead to an impostor.
 """
 
 from __future__ import annotations
@@ -10,10 +14,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import socket
+import stat
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 SUN_PATH_BYTES = 100
+FALLBACK = f"/tmp/tidemill-{os.getuid()}"
 
 
 def lock_path(database: Path) -> Path:
@@ -38,15 +46,39 @@ def addresses(database: Path, *, create: bool) -> Iterator[list[str]]:
             with contextlib.suppress(OSError):
                 directory_fd = os.open(database.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 candidates.append(f"/proc/self/fd/{directory_fd}/{name}")
-        private = f"/tmp/tidemill-{os.getuid()}"
+        private = FALLBACK
         if create:
             with contextlib.suppress(OSError):
                 os.mkdir(private, 0o700)
         with contextlib.suppress(OSError):
-            # Somebody else's directory of this name could host an impostor.
-            if os.stat(private).st_uid == os.getuid():
+            found = os.lstat(private)
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
                 candidates.append(f"{private}/{digest}.sock")
         yield candidates
     finally:
         if directory_fd >= 0:
             os.close(directory_fd)
+
+
+def peer_uid(sock: socket.socket) -> int | None:
+    """The user at the other end, as the kernel knows it; None where it cannot say. Raises OSError."""
+    option = getattr(socket, "SO_PEERCRED", None)
+    if option is None:
+        return None
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, option, struct.calcsize("3i")))
+    return int(uid)
+
+
+def serves(uid: int | None) -> bool:
+    """Does the sequencer of this process serve that user?"""
+    return uid is None or uid in (os.getuid(), 0)
+
+
+def trusts(uid: int | None, database: Path) -> bool:
+    """Does a client of this process believe a sequencer of that user?"""
+    if uid is None or uid in (os.getuid(), 0):
+        return True
+    try:
+        return os.lstat(database).st_uid == uid
+    except OSError:
+        return False

@@ -14,12 +14,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, Corrupt, Invalid, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import Closed, Corrupt, Invalid, TidemillError, Unavailable, Unknown, mendable
 from tidemill.base.tasks import Tasks
 from tidemill.consensus.commands import AnyOp, HeadOfLog, Wait
 from tidemill.consensus.facade import Facade
-from tidemill.consensus.sqlite import address, frames, hosting
+from tidemill.consensus.kept import kept
+from tidemill.consensus.sqlite import address, frames, holders, hosting
 
 UNSENT_AFTER_S = 15.0
 """An operation that found no sequencer for this long ends as Unavailable."""
@@ -30,9 +33,17 @@ UNANSWERED_AFTER_S = 30.0
 GREETING_S = 5.0
 """A socket whose owner is stopped, or that only a leftover copy keeps open, accepts but does not answer."""
 
+LOOK_S = 1.0
+"""Not greeted for so long, a client looks who holds the lock: a stopped process is named instead of waited for."""
+
+SLOW_AFTER_S = 2.0
+"""Without a sequencer or an answer for this long the client says so (`trouble`)."""
+
 SWEEP_S = 1.0
 BACKOFF_FIRST_S = 0.002
 BACKOFF_MOST_S = 0.1
+
+log = structlog.get_logger()
 
 
 class _Pending:
@@ -63,7 +74,9 @@ class _Link(asyncio.Protocol):
             for body in self._splitter.feed(data):
                 for answer in frames.decode_answers(body):
                     self._client._answered(answer)
-        except Corrupt:
+        except Exception as error:
+            # Whatever it is: after an answer that cannot be read, nothing of this connection is trusted.
+            self._client._misled(error)
             self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -90,7 +103,11 @@ class SqliteConsensus(Facade):
         self._link: _Link | None = None
         self._flushing = False
         self._goodbye = False
+        self._away_s = 0.0  # since when there is no sequencer; only while `_link` is None
+        self._misled_at_s = float("-inf")
+        self._served = False
         self._reason = ""
+        self._refusal = ""
         self._closed = False
         self._broken: TidemillError | None = None
         self._tasks = Tasks(self._task_failed)
@@ -101,7 +118,8 @@ class SqliteConsensus(Facade):
         """Attach, connect, and host the sequencer if nobody does. Raises Invalid, Corrupt or Unavailable."""
         self._loop = asyncio.get_running_loop()
         self._seat = hosting.attach(self._database, self._clock)
-        self._tasks.spawn(self._stay_connected(), name="consensus-sqlite-link")
+        self._away_s = self._loop.time()
+        self._tasks.spawn(kept("consensus-sqlite-link", self._stay_connected, self._told), name="consensus-sqlite-link")
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
         try:
             # Any answer will do: a sequencer serves, here or elsewhere.
@@ -109,6 +127,7 @@ class SqliteConsensus(Facade):
         except BaseException:
             await self.aclose()
             raise
+        self._served = True
 
     # requests ------------------------------------------------------------------------------------
 
@@ -164,21 +183,53 @@ class SqliteConsensus(Facade):
             batch.append((request_id, pending.op))
         self._unsent.clear()
         if batch:
-            link.transport.write(frames.encode(batch))
+            link.transport.write(self._encoded(batch))
+
+    def _encoded(self, batch: list[tuple[int, object]]) -> bytes:
+        """One request that cannot be coded is refused; its neighbours go."""
+        try:
+            return frames.encode(batch)
+        except Exception:
+            coded = []
+            for request in batch:
+                try:
+                    coded.append(frames.encode([request]))
+                except Exception as error:
+                    refused = Invalid(f"The operation cannot be coded: reason={error!r}.")
+                    self._settle(self._pending.pop(request[0], None), refused)
+            return b"".join(coded)
 
     def _answered(self, answer: frames.Answer) -> None:
         if answer.outcome == frames.BYE:
             self._goodbye = True
             return
         pending = self._pending.pop(answer.id, None)
-        if pending is None:
+        if pending is None or pending.future.done():
             return
-        if pending.future.done():
-            return
-        if answer.outcome == frames.OK:
-            pending.future.set_result(frames.decode_result(pending.op, answer))
-        else:
-            pending.future.set_exception(frames.decode_error(pending.op, answer))
+        try:
+            if answer.outcome == frames.OK:
+                result: Any = frames.decode_result(pending.op, answer)
+                if pending.op.writes:
+                    self._refusal = ""
+                pending.future.set_result(result)
+                return
+            error = frames.decode_error(pending.op, answer)
+        except Exception as unread:
+            said = f"The sequencer's answer cannot be read: op={type(pending.op).__name__} reason={unread}."
+            self._settle(pending, Unknown(said) if pending.op.writes else Unavailable(said))
+            raise
+        if isinstance(error, Unavailable | Unknown | Corrupt):
+            self._refusal = error.message
+        pending.future.set_exception(error)
+
+    def _misled(self, error: Exception) -> None:
+        self._misled_at_s = self._loop.time()
+        self._reason = f"the sequencer's answer cannot be read: {error}"
+        log.error("an answer of the sequencer cannot be read", database=str(self._database), reason=str(error))
+
+    def _settle(self, pending: _Pending | None, error: TidemillError) -> None:
+        if pending is not None and not pending.future.done():
+            pending.future.set_exception(error)
 
     # the connection ------------------------------------------------------------------------------
 
@@ -187,16 +238,22 @@ class SqliteConsensus(Facade):
         while True:
             link = await self._connect()
             if link is not None and await self._greeted(link):
-                backoff_s = BACKOFF_FIRST_S
-                self._link = link
-                self._flush()
-                await link.lost
-                self._link = None
-                self._settle_lost()
-                continue
-            if link is not None:
-                link.abort()
-            self._host()
+                served_s = self._loop.time()
+                self._link, self._reason = link, ""
+                try:
+                    self._flush()
+                    await link.lost
+                finally:
+                    link.abort()
+                    self._link, self._away_s = None, self._loop.time()
+                    self._settle_lost()
+                if self._misled_at_s < served_s:
+                    backoff_s = BACKOFF_FIRST_S
+                    continue
+            else:
+                if link is not None:
+                    link.abort()
+                self._host()
             await asyncio.sleep(self._rand.uniform(backoff_s / 2, backoff_s))
             backoff_s = min(backoff_s * 1.6, BACKOFF_MOST_S)
 
@@ -209,18 +266,21 @@ class SqliteConsensus(Facade):
         hello = frames.Hello(frames.WIRE_VERSION, self._name)
         pending = self._pending[0] = _Pending(hello, self._loop.create_future(), self._loop.time())
         link.transport.write(frames.encode([(0, hello)]))
+        deadline_s = self._loop.time() + GREETING_S
         try:
-            async with asyncio.timeout(GREETING_S):
-                await asyncio.wait([pending.future, link.lost], return_when=asyncio.FIRST_COMPLETED)
-        except TimeoutError:
-            return False
+            done: set[asyncio.Future[Any]] = set()
+            while not done and self._loop.time() < deadline_s and not self._give_up_on_stopped():
+                done, _ = await asyncio.wait(
+                    [pending.future, link.lost], timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED
+                )
         finally:
             self._pending.pop(0, None)
         if not pending.future.done():
             return False
         error = pending.future.exception()
         if isinstance(error, Invalid):
-            self._fail_all(error)
+            self._reason = error.message
+            self._fail_all(mendable(error) if self._served else error)
         return error is None
 
     async def _connect(self) -> _Link | None:
@@ -228,8 +288,12 @@ class SqliteConsensus(Facade):
             for path in candidates:
                 try:
                     async with asyncio.timeout(5):
-                        _, link = await self._loop.create_unix_connection(lambda: _Link(self), path)
-                    return link
+                        transport, link = await self._loop.create_unix_connection(lambda: _Link(self), path)
+                    uid = address.peer_uid(transport.get_extra_info("socket"))
+                    if address.trusts(uid, self._database):
+                        return link
+                    self._reason = f"another user serves the socket: path={path} uid={uid}"
+                    link.abort()
                 except (OSError, TimeoutError):
                     continue
         return None
@@ -239,13 +303,38 @@ class SqliteConsensus(Facade):
         try:
             self._seat.try_host()
             failure = self._seat.take_failure()
-        except Invalid as error:
+        except TidemillError as error:
             failure = error
-        if isinstance(failure, (Invalid, Corrupt)):
-            # Opening again would fail the same way: say so to everybody instead of timing out.
-            self._fail_all(failure)
-        elif failure is not None:
+        except (OSError, RuntimeError) as error:
+            failure = Unavailable(f"This process cannot host the sequencer: reason={error}.")
+        if isinstance(failure, Invalid) and self._served:
+            failure = mendable(failure)
+        if failure is not None:
             self._reason = failure.message
+            if isinstance(failure, Invalid | Corrupt) or not self._served:
+                # Opening again would fail the same way: say so to everybody instead of timing out.
+                self._fail_all(failure)
+        elif not self._seat.hosting:
+            self._give_up_on_stopped()
+
+    def _give_up_on_stopped(self) -> bool:
+        """True when the process that should serve us cannot, as anybody can see. Who just opens hears it at once; who
+        was served before waits as long as always, for it may go on."""
+        if self._loop.time() - self._away_s < LOOK_S:
+            return False
+        held = holders.lock_holders(address.lock_path(self._database))
+        stopped = next((holder for holder in held if holder.state), None)
+        if stopped is None:
+            return False
+        self._reason = f"the process that holds its lock does not run: {stopped}"
+        if not self._served:
+            self._fail_all(
+                Unavailable(
+                    f"The process that serves the database does not run: database={self._database} {stopped}.",
+                    fix=f"Let it go on (kill -CONT {stopped.pid}) or end it.",
+                )
+            )
+        return True
 
     def _settle_lost(self) -> None:
         goodbye, self._goodbye = self._goodbye, False
@@ -276,11 +365,17 @@ class SqliteConsensus(Facade):
                 if not pending.future.done():
                     pending.future.set_exception(
                         Unavailable(
-                            f"No sequencer answers for the database: database={self._database} last={self._reason!r}.",
+                            f"No sequencer answers for the database: database={self._database} last={self._reason!r}"
+                            f" {holders.who_locks(address.lock_path(self._database))}.",
                             fix="Look for a stopped process that holds the lock file beside it.",
                         )
                     )
             elif age_s > UNANSWERED_AFTER_S and self._link is not None:
+                if not pending.op.writes:
+                    # Not asked again for ever; a write is settled with its connection.
+                    del self._pending[request_id]
+                    said = f"The sequencer does not answer: database={self._database} waited_s={age_s:.0f}."
+                    self._settle(pending, Unavailable(said))
                 self._link.abort()
                 return
 
@@ -296,7 +391,23 @@ class SqliteConsensus(Facade):
         self._pending.clear()
         self._unsent.clear()
 
+    def trouble(self) -> str:
+        if self._closed or self._broken is not None:
+            return self._broken.message if self._broken is not None else "The consensus client was closed."
+        now_s = self._loop.time()
+        if self._link is None and now_s - self._away_s > SLOW_AFTER_S:
+            return f"No sequencer answers for the database: database={self._database} last={self._reason!r}."
+        waited_s = max((now_s - p.started_s for p in self._pending.values() if not isinstance(p.op, Wait)), default=0.0)
+        if waited_s > SLOW_AFTER_S:
+            who = holders.who_locks(address.lock_path(self._database))
+            return f"The sequencer is slow to answer: database={self._database} waited_s={waited_s:.0f} {who}."
+        return self._refusal
+
+    def _told(self, fault: str) -> None:
+        self._reason = fault
+
     def _task_failed(self, name: str, error: BaseException) -> None:
+        """Only what ends a process gets here: `kept` holds everything else."""
         self._broken = Unavailable(f"The consensus client broke: task={name} reason={error!r}.")
         self._fail_all(self._broken)
 

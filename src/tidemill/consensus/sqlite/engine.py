@@ -9,6 +9,7 @@ away when SQLite's data_version says that another connection wrote.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tidemill.consensus.commands import (
     AnyOp,
     Append,
     Cas,
+    Drop,
     Fence,
     Head,
     HeadOfLog,
@@ -45,6 +47,13 @@ Outcome = Any
 CACHED_ENTRIES = 50_000
 CACHED_VALUE_BYTES = 4_096
 
+SPACE_RESERVE_BYTES = 32 << 20
+"""With less than this free, writes are refused for certain, before a COMMIT that runs out of space leaves an unknown
+outcome. It holds the largest append and the write-ahead log's checkpoint."""
+
+SPACE_LOOK_S = 0.25
+"""How old the knowledge of the free space may be."""
+
 
 class Doubtful(Exception):
     """COMMIT itself failed: nobody knows whether the group happened until the file is opened anew."""
@@ -54,7 +63,7 @@ class _Staged:
     """What a group will write, over what is stored."""
 
     def __init__(self) -> None:
-        self.registers: dict[str, Versioned] = {}
+        self.registers: dict[str, Versioned | None] = {}
         self.heads: dict[str, LogHead] = {}
         self.leases: dict[str, LeaseRow] = {}
         self.appends: list[Append] = []
@@ -72,6 +81,9 @@ class Engine:
         self._db = tables.connect(path)
         last_seen_ms = self._rows("SELECT clock_ms FROM meta")[0][0]
         self._clock = EngineClock(clock, last_seen_ms)
+        self._steady = clock
+        self._free_bytes = 0
+        self._look_at_s = float("-inf")
         self._heads: dict[str, LogHead] = {}
         self._ids: dict[str, int] = {}
         self._versions: dict[str, Versioned] = {}
@@ -82,6 +94,7 @@ class Engine:
 
     def commit(self, ops: list[WriteOp]) -> list[Outcome]:
         """One outcome per operation, durable on return. Raises Doubtful, or Unavailable when nothing happened."""
+        self._check_space()
         staged = _Staged()
         try:
             self._db.execute("BEGIN IMMEDIATE")
@@ -109,6 +122,18 @@ class Engine:
         self._remember(staged)
         return outcomes
 
+    def _check_space(self) -> None:
+        now_s = self._steady.monotonic_s()
+        if now_s >= self._look_at_s:
+            found = os.statvfs(self._path.parent)
+            self._free_bytes = found.f_bavail * found.f_frsize
+            self._look_at_s = now_s + SPACE_LOOK_S
+        if self._free_bytes < SPACE_RESERVE_BYTES:
+            raise Unavailable(
+                f"The disk is full: path={self._path} free_bytes={self._free_bytes} kept_bytes={SPACE_RESERVE_BYTES}.",
+                fix="Free space on the database's disk.",
+            )
+
     def _decide(self, op: WriteOp, staged: _Staged) -> Any:
         match op:
             case Append(log=log):
@@ -118,9 +143,13 @@ class Engine:
                 staged.appends.append(op)
                 return grown
             case Cas(key=key):
-                version = rules.cas(staged.registers.get(key) or self._version(key), op)
+                version = rules.cas(self._staged_version(key, staged), op)
                 staged.registers[key] = version
                 return version
+            case Drop(key=key):
+                rules.drop(self._staged_version(key, staged), op)
+                staged.registers[key] = None
+                return None
             case Fence(log=log):
                 head = staged.heads.get(log) or self._head(log)
                 raised = rules.fence(head, op)
@@ -145,6 +174,9 @@ class Engine:
                 if given_up is not None:
                     staged.leases[name] = given_up
                 return None
+
+    def _staged_version(self, key: str, staged: _Staged) -> Versioned | None:
+        return staged.registers[key] if key in staged.registers else self._version(key)
 
     def _write(self, staged: _Staged) -> None:
         execute = self._db.executemany
@@ -174,8 +206,9 @@ class Engine:
             execute(
                 "INSERT INTO registers (key, seq, nonce, data) VALUES (?, ?, ?, ?)"
                 " ON CONFLICT (key) DO UPDATE SET seq = excluded.seq, nonce = excluded.nonce, data = excluded.data",
-                [(key, version.seq, version.nonce, version.data) for key, version in staged.registers.items()],
+                [(key, v.seq, v.nonce, v.data) for key, v in staged.registers.items() if v is not None],
             )
+            execute("DELETE FROM registers WHERE key = ?", [(key,) for key, v in staged.registers.items() if v is None])
         if staged.leases:
             execute(
                 "REPLACE INTO leases (name, holder, term, ttl_ms, expires_ms, info) VALUES (?, ?, ?, ?, ?, ?)",
@@ -195,7 +228,7 @@ class Engine:
                 self._records.unswept.add(self._ids[name])
             self._heads[name] = head
         for key, version in staged.registers.items():
-            if len(version.data) <= CACHED_VALUE_BYTES:
+            if version is not None and len(version.data) <= CACHED_VALUE_BYTES:
                 self._versions[key] = version
             else:
                 self._versions.pop(key, None)

@@ -31,6 +31,7 @@ from tidemill.consensus.commands import (
     AnyOp,
     Append,
     Cas,
+    Drop,
     Fence,
     Head,
     HeadOfLog,
@@ -43,7 +44,7 @@ from tidemill.consensus.commands import (
     Wait,
 )
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 FRAME_BYTES = 96 << 20
 """More than the largest append; a longer frame means the peer does not speak this protocol."""
 
@@ -96,6 +97,7 @@ _OUTCOMES = {kind: number for number, kind in ERRORS.items()}
 _RESULTS: dict[type, Any] = {
     Head: Versioned | None,
     Cas: Versioned,
+    Drop: None,
     Scan: list[tuple[str, Versioned]],
     HeadOfLog: LogHead,
     Fence: LogHead,
@@ -108,7 +110,13 @@ _RESULTS: dict[type, Any] = {
     Leases: list[Lease],
     Hello: None,
 }
-_CURRENTS: dict[type, Any] = {Cas: Versioned | None, Append: LogHead, Fence: LogHead, Acquire: Lease | None}
+_CURRENTS: dict[type, Any] = {
+    Cas: Versioned | None,
+    Drop: Versioned | None,
+    Append: LogHead,
+    Fence: LogHead,
+    Acquire: Lease | None,
+}
 
 _encoder = msgspec.msgpack.Encoder()
 _requests_decoder = msgspec.msgpack.Decoder(list[Request])

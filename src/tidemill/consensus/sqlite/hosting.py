@@ -17,8 +17,8 @@ import threading
 from pathlib import Path
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Invalid, TidemillError
-from tidemill.consensus.sqlite import address
+from tidemill.base.errors import TidemillError
+from tidemill.consensus.sqlite import address, tables
 from tidemill.consensus.sqlite.sequencer import Sequencer
 
 _guard = threading.Lock()
@@ -48,8 +48,14 @@ class Seat:
             if fd < 0:
                 return
             self._lock_fd = fd
-            self._sequencer = Sequencer(self._database, self._clock, self._ended)
-            self._sequencer.start()
+            try:
+                self._sequencer = Sequencer(self._database, self._clock, self._ended)
+                self._sequencer.start()
+            except BaseException:
+                # No descriptor or no thread to be had: a lock that nobody serves would shut everybody out.
+                self._sequencer, self._lock_fd = None, -1
+                os.close(fd)
+                raise
 
     @property
     def hosting(self) -> bool:
@@ -109,16 +115,14 @@ def detach(seat: Seat) -> None:
 
 
 def _take_lock(path: Path) -> int:
-    """An open, locked descriptor, or -1 when another process holds the lock. Raises Invalid."""
+    """An open, locked descriptor, or -1 when another process holds the lock. Raises Invalid, Unavailable."""
     while True:
+        tables.make_directory(path.parent)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise Invalid(
-                f"The lock beside the database of consensus.url cannot be opened: path={path} reason={error.strerror}.",
-                fix="Point consensus.url at a file in a directory this user may write.",
-            ) from error
+            what = "The lock beside the database of consensus.url cannot be opened"
+            raise tables.translate_os(error, what, path) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -18,13 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import structlog
 
+from tidemill.base import descriptors
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Corrupt, Invalid, TidemillError, Unavailable, Unknown
 from tidemill.consensus.commands import AnyOp, Append, Wait
-from tidemill.consensus.sqlite import frames
+from tidemill.consensus.sqlite import address, frames
 from tidemill.consensus.sqlite.engine import Doubtful, Engine
 from tidemill.consensus.sqlite.sockets import Connection, listen
 
@@ -33,6 +33,9 @@ RECEIVE_BYTES = 1 << 20
 
 UNREAD_ANSWER_BYTES = 64 << 20
 """A client that does not read its answers is not read from either."""
+
+REST_S = 0.2
+"""After an accept that failed although the reserve was given up, nobody is accepted for so long."""
 
 log = structlog.get_logger()
 
@@ -54,6 +57,9 @@ class Sequencer:
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
+        self._reserve = descriptors.Reserve()
+        self._most_clients = descriptors.current().sequencer
+        self._rests = False
         self._thread = threading.Thread(target=self._run, name="tidemill-sequencer", daemon=True)
 
     def start(self) -> None:
@@ -83,23 +89,29 @@ class Sequencer:
         except TidemillError as error:
             self.failure = error
             log.error("sequencer stopped", database=str(self._database), error=str(error))
-        except Exception as error:
+        except BaseException as error:
             self.failure = Unavailable(f"The sequencer failed: database={self._database} reason={error!r}.")
             log.exception("sequencer failed", database=str(self._database))
         finally:
             for connection in list(self._connections.values()):
                 self._drop(connection)
             self._wake_receiver.close()
+            self._reserve.close()
             self._on_end()
             self.opened.set()
 
     def _serve(self) -> None:
-        engine = Engine(self._database, self._clock)
+        with self._reserve.released(), contextlib.ExitStack() as opening:
+            engine = Engine(self._database, self._clock)
+            opening.callback(engine.close)
+            listener, bound = listen(self._database)
+            opening.callback(listener.close)
+            selector = selectors.DefaultSelector()
+            opening.pop_all()
         try:
             with contextlib.ExitStack() as stack:
-                listener, bound = listen(self._database)
                 self._listener = stack.enter_context(listener)
-                selector = self._selector = stack.enter_context(selectors.DefaultSelector())
+                self._selector = stack.enter_context(selector)
                 selector.register(listener, selectors.EVENT_READ)
                 selector.register(self._wake_receiver, selectors.EVENT_READ)
                 self.opened.set()
@@ -115,7 +127,7 @@ class Sequencer:
     def _round(self, engine: Engine, listener: socket.socket) -> None:
         writes: list[tuple[Connection, int, Any]] = []
         reads: list[tuple[Connection, int, AnyOp]] = []
-        for key, events in self._selector.select():
+        for key, events in self._selector.select(REST_S if self._rests else None):
             if key.fileobj is listener:
                 self._accept(listener)
             elif key.fileobj is self._wake_receiver:
@@ -134,6 +146,8 @@ class Sequencer:
                 connection.answers.append(frames.refusal(request_id, error))
                 if isinstance(error, Corrupt):
                     log.error("database damaged", database=str(self._database), error=str(error))
+            except Exception as error:
+                connection.answers.append(frames.refusal(request_id, _foreign(op, error)))
             else:
                 if isinstance(op, Wait) and not answer:
                     self._park(connection, request_id, op)
@@ -142,6 +156,8 @@ class Sequencer:
         for connection in [*self._connections.values()]:
             if connection.answers or connection.out:
                 self._flush(connection)
+        if self._rests or len(self._reserve) < descriptors.RESERVE:
+            self._knocks(listener)
 
     def _commit(self, engine: Engine, writes: list[tuple[Connection, int, Any]], reads: list[Any]) -> None:
         try:
@@ -157,6 +173,14 @@ class Sequencer:
             raise
         except TidemillError as error:
             self._refuse_all(writes, error if isinstance(error, Unavailable) else Unavailable(str(error)))
+            return
+        except Exception as error:
+            # It was rolled back. One of them does what nobody foresaw: the others are made without it.
+            if len(writes) == 1:
+                self._refuse_all(writes, _foreign(writes[0][2], error))
+                return
+            for write in writes:
+                self._commit(engine, [write], reads)
             return
         advanced: dict[str, int] = {}
         for (connection, request_id, op), outcome in zip(writes, outcomes, strict=True):
@@ -201,12 +225,53 @@ class Sequencer:
     # sockets -------------------------------------------------------------------------------------
 
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionError):
+        try:
             sock, _ = listener.accept()
-            sock.setblocking(False)
-            connection = Connection(sock)
-            self._connections[sock.fileno()] = connection
-            self._selector.register(sock, selectors.EVENT_READ, connection)
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:
+            if error.errno not in descriptors.EXHAUSTED:
+                log.warning("a client could not be accepted", reason=str(error))
+                self._rest(listener)
+                return
+            late = self._accept_from_reserve(listener)
+            if late is None:
+                return
+            sock = late
+        try:
+            welcome = len(self._connections) < self._most_clients and address.serves(address.peer_uid(sock))
+            if welcome:
+                sock.setblocking(False)
+                self._selector.register(sock, selectors.EVENT_READ, Connection(sock))
+        except OSError as error:
+            welcome = False
+            log.warning("a client could not be served", reason=str(error))
+        if not welcome:
+            log.warning("a client is turned away", clients=len(self._connections), most=self._most_clients)
+            sock.close()
+            return
+        self._connections[sock.fileno()] = self._selector.get_key(sock).data
+
+    def _accept_from_reserve(self, listener: socket.socket) -> socket.socket | None:
+        """This process has no descriptor left: the others still get theirs, from what was kept for them."""
+        log.warning("no descriptor is left for a client", open=descriptors.open_count(), reserve=len(self._reserve))
+        with self._reserve.released():
+            try:
+                return listener.accept()[0]
+            except OSError:
+                self._rest(listener)
+                return None
+
+    def _rest(self, listener: socket.socket) -> None:
+        """Not even the reserve helped: whoever knocks waits, instead of waking this thread without end."""
+        self._selector.unregister(listener)
+        self._rests = True
+
+    def _knocks(self, listener: socket.socket) -> None:
+        self._reserve.fill()
+        if self._rests:
+            self._rests = False
+            self._selector.register(listener, selectors.EVENT_READ)
 
     def _receive(self, connection: Connection, writes: list[Any], reads: list[Any]) -> None:
         try:
@@ -230,7 +295,7 @@ class Sequencer:
                         self._forget(connection, op.request)
                     else:
                         reads.append((connection, request.id, op))
-        except (Corrupt, msgspec.MsgspecError) as error:
+        except Exception as error:
             log.warning("peer does not speak the protocol", reason=str(error))
             self._drop(connection)
 
@@ -291,3 +356,9 @@ class Sequencer:
         with contextlib.suppress(KeyError, ValueError, RuntimeError):
             self._selector.unregister(connection.sock)
         connection.sock.close()
+
+
+def _foreign(op: object, error: Exception) -> Unavailable:
+    """A request that does what nobody foresaw is refused, and nothing larger."""
+    log.error("an operation failed", op=type(op).__name__, exc_info=error)
+    return Unavailable(f"The sequencer could not do it: op={type(op).__name__} reason={error!r}.")

@@ -37,7 +37,9 @@ def listen(database: Path) -> tuple[socket.socket, str]:
         for path in candidates:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             try:
+                os.fchmod(listener.fileno(), 0o600)  # Linux gives the name this mode at once, not a moment later
                 listener.bind(path)
+                os.chmod(path, 0o600)
                 listener.listen(128)
                 return listener, os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
             except OSError as error:

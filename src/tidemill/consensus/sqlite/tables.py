@@ -9,18 +9,30 @@ leases         one row per lease; a released one has holder ''
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import apsw
 
 from tidemill.base.errors import Corrupt, Invalid, TidemillError, Unavailable
+from tidemill.consensus.sqlite import holders
 
 LAYOUT_VERSION = 3
 OLDEST_SQLITE = (3, 51, 3)
 """3.7.0 to 3.51.2 can corrupt a database whose connections write and checkpoint a WAL at once (WAL-reset bug)."""
 
 CHECKPOINT_PAGES = 4000
+
+BUSY_MS = 1_000
+"""How long a statement waits for another process's lock on the file. Nobody but the sequencer should hold one."""
+
+_CONFIGURATION = {
+    errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO,
+}  # fmt: skip
+"""What trying again cannot mend. Everything else may pass: no descriptors, no space, a disk that went read-only."""
+
+OPEN_FLAGS = apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE | apsw.SQLITE_OPEN_NOFOLLOW
 
 LAYOUT = """
 CREATE TABLE IF NOT EXISTS meta (
@@ -51,18 +63,16 @@ def check_library() -> None:
 def connect(path: Path) -> apsw.Connection:
     """Open or create the database, durable in every commit. Raises Invalid, Corrupt or Unavailable."""
     check_library()
+    make_directory(path.parent)
     try:
-        _make_parents(path.parent)
-        connection = apsw.Connection(str(path), statementcachesize=256)
+        _make_private(path)
+        connection = apsw.Connection(str(path), OPEN_FLAGS, statementcachesize=256)
     except OSError as error:
-        raise Invalid(
-            f"The directory of consensus.url cannot be made: path={path.parent} reason={error.strerror}.",
-            fix="Point consensus.url at a writable directory.",
-        ) from error
+        raise translate_os(error, "The database of consensus.url cannot be made", path) from error
     except apsw.Error as error:
-        raise translate(error, path) from error
+        raise _why_not_opened(error, path) or translate(error, path, opening=True) from error
     try:
-        connection.set_busy_timeout(5_000)
+        connection.set_busy_timeout(BUSY_MS)
         mode = connection.execute("PRAGMA journal_mode = WAL").fetchall()[0][0]
         if mode != "wal":
             raise Invalid(
@@ -84,19 +94,28 @@ def connect(path: Path) -> apsw.Connection:
         connection.execute("COMMIT")
     except apsw.Error as error:
         connection.close(True)
-        raise translate(error, path) from error
+        raise _why_not_opened(error, path) or translate(error, path, opening=True) from error
     except TidemillError:
         connection.close(True)
         raise
     return connection
 
 
-def translate(error: apsw.Error, path: Path) -> TidemillError:
-    """An apsw error as one of ours; certain that the statement it came from took no effect, except for COMMIT."""
+def translate(error: apsw.Error, path: Path, *, opening: bool = False) -> TidemillError:
+    """An apsw error as one of ours; certain that the statement it came from took no effect, except for COMMIT.
+
+    `opening`: what is wrong with the path is for the operator. Later the same is waited for, since it was right once.
+    """
     if isinstance(error, (apsw.CorruptError, apsw.NotADBError)):
         return Corrupt(f"SQLite finds the database damaged: path={path} reason={error}.", fix="Restore it from a copy.")
+    if isinstance(error, (apsw.BusyError, apsw.LockedError)):
+        return Unavailable(
+            f"Another process has locked the database: path={path} {holders.who_locks(path)}.",
+            fix="Let that process end its transaction, or end it; only tidemill may open this file.",
+        )
     if isinstance(error, (apsw.CantOpenError, apsw.ReadOnlyError, apsw.PermissionsError)):
-        return Invalid(
+        kind = Invalid if opening else Unavailable
+        return kind(
             f"The database of consensus.url cannot be written: path={path} reason={error}.",
             fix="Point consensus.url at a file in a directory this user may write.",
         )
@@ -105,16 +124,49 @@ def translate(error: apsw.Error, path: Path) -> TidemillError:
     return Unavailable(f"SQLite refused: path={path} reason={error}.")
 
 
-def _make_parents(directory: Path) -> None:
-    """mkdir -p whose new entries survive power loss."""
+def translate_os(error: OSError, what: str, path: Path) -> TidemillError:
+    """An operating system error on the way to the database."""
+    if error.errno in _CONFIGURATION:
+        return Invalid(
+            f"{what}: path={path} reason={error.strerror}.",
+            fix="Point consensus.url at a file in a directory this user may write.",
+        )
+    return Unavailable(f"{what}: path={path} reason={error.strerror}.", fix="Check the disk and the open files.")
+
+
+def make_directory(directory: Path) -> None:
+    """mkdir -p whose new entries survive power loss and are nobody else's to look into. Raises Invalid, Unavailable."""
     missing = []
-    while not directory.exists():
-        missing.append(directory)
-        directory = directory.parent
-    for child in reversed(missing):
-        child.mkdir(exist_ok=True)
-        fd = os.open(child.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    try:
+        while not directory.exists():
+            missing.append(directory)
+            directory = directory.parent
+        for child in reversed(missing):
+            child.mkdir(mode=0o700, exist_ok=True)
+            fd = os.open(child.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+    except OSError as error:
+        raise translate_os(error, "The directory of consensus.url cannot be made", directory) from error
+
+
+def _make_private(path: Path) -> None:
+    """A new database is readable by its user only. An existing one is not opened here: to close any descriptor of a
+    file gives up all locks that this process has on it."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+    except FileExistsError:
+        return
+
+
+def _why_not_opened(error: apsw.Error, path: Path) -> TidemillError | None:
+    """SQLite says only that it cannot open; the system says why. None: the file itself is not what is wrong."""
+    if not isinstance(error, (apsw.CantOpenError, apsw.ReadOnlyError, apsw.PermissionsError, apsw.IOError)):
+        return None
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
+    except OSError as cause:
+        return translate_os(cause, "The database of consensus.url cannot be opened", path)
+    return None

@@ -1,4 +1,4 @@
-"""handlers: one file per API, named by its key; SKIPPED.md lists what is left out and why.
+"""handlers: one file per API, named by its key; each says what it leaves out and why.
 
 `APIS` is the whole table; ApiVersions advertises exactly this. Ranges follow Kafka 4.1 as far as served.
 """

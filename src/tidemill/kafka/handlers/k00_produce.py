@@ -2,14 +2,16 @@
 
 `begin` is one plain call that reserves every partition batch of the request, in order, through
 `TopicLog.produce_nowait`: the session calls it while it handles the frame, so the order of requests on a
-connection is the order of reservations, whatever the uploads do (K1, seed 000). Nor does the endpoint refuse a
+connection is the order of reservations, whatever the uploads do (K1, seed 000). A request of very many partitions
+reserves in stretches, and nothing of its connection begins before the last. Nor does the endpoint refuse a
 request for a passing reason of its own: a topic that nobody has looked for yet stalls the connection, a row that
 turned out stale closes it, and the client sends what it has under way again, in order.
 
 Advertised from version 0 because older librdkafka silently stops compressing otherwise (KAFKA-18659); a
 request below 3 closes the connection. One record batch v2 per partition, checked here as far as its header
-tells; the CRC is checked where the batch is stored. acks 1 and all are the same: durable, then answered.
-acks=0: no response, and the connection closes when it fails, as Kafka does.
+tells, and whole, record by record, where it is stored. Batches without producer id keep the order of their
+connection. acks 1 and all are the same: durable, then answered. acks=0: no response, and the connection closes when
+it fails, as Kafka does.
 
 Left out: transactions (53), the request's timeout (the store's own retry budget is shorter), KIP-951 tags.
 """
@@ -17,18 +19,20 @@ Left out: transactions (53), the request's timeout (the store's own retry budget
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import structlog
 
 from tidemill.base.errors import Missing, Unavailable
+from tidemill.base.pace import Pace
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
 from tidemill.kafka.request import Api, Reply, Request, Stall
-from tidemill.kafka.schema.produce import PartitionAnswer, ProduceRequest, decode, encode
+from tidemill.kafka.schema.produce import PartitionAnswer, PartitionData, ProduceRequest, decode, encode
 from tidemill.kafka.schema.wire import I32
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.front import ProduceResult
+from tidemill.topics.front import InvalidRecords, ProduceResult
 
 log = structlog.get_logger()
 
@@ -47,29 +51,73 @@ def begin(context: Context, request: Request) -> asyncio.Future[Reply]:
     if None in rows:
         raise Stall(context.cache.looked())
     gathering = _Gathering(context, request, produce)
+    work = _reserve(context, request, produce, rows, gathering)
+    pace = Pace(context.clock)
+    for _ in work:
+        if pace.due:
+            request.reserving = _go_on(work, pace, gathering)
+            return gathering.future
+    return gathering.complete()
+
+
+async def _go_on(work: Iterator[None], pace: Pace, gathering: _Gathering) -> None:
+    """The rest of a long request. Nothing of its connection begins meanwhile (`Request.reserving`)."""
+    try:
+        await pace.rest()
+        for _ in work:
+            if pace.due:
+                await pace.rest()
+    except BaseException as error:
+        if not gathering.future.done():
+            gathering.future.set_exception(error)  # its frame is given back; what was reserved goes on
+        raise
+    gathering.complete()
+
+
+def _reserve(
+    context: Context,
+    request: Request,
+    produce: ProduceRequest,
+    rows: Sequence[TopicRow | int | None],
+    gathering: _Gathering,
+) -> Iterator[None]:
+    """Reserve or refuse one partition's batch at each step, in order."""
     for topic_number, (topic, row) in enumerate(zip(produce.topics, rows, strict=True)):
         for place, data in enumerate(topic.partitions):
-            refused: tuple[int, str | None] | None
-            if row is None or isinstance(row, int):
-                refused = (row or errors.UNKNOWN_TOPIC_OR_PARTITION, None)
-            elif row.kind == "capture":
-                refused = (errors.TOPIC_AUTHORIZATION_FAILED, f"written by capture only: topic={row.name}")
-            elif not 0 <= data.partition < row.partitions:
-                refused = (errors.UNKNOWN_TOPIC_OR_PARTITION, None)
-            else:
-                refused = _refuse(produce, data.records, request.version)
-            if refused is not None or data.records is None or row is None or isinstance(row, int):
-                code, message = refused or (errors.INVALID_RECORD, None)
-                gathering.answer(topic_number, place, PartitionAnswer(data.partition, code, error_message=message))
-                continue
-            try:
-                future = context.topics.produce_nowait(row.topic_id, data.partition, data.records)
-            except Exception as error:
-                # Also a bug of ours: batches before this one are reserved, so the request must be seen to its end.
-                gathering.fail(topic_number, place, data.partition, error, row)
-                continue
-            gathering.wait_for(topic_number, place, data.partition, future, row)
-    return gathering.complete()
+            _reserve_one(context, request, produce, row, gathering, topic_number, place, data)
+            yield
+
+
+def _reserve_one(
+    context: Context,
+    request: Request,
+    produce: ProduceRequest,
+    row: TopicRow | int | None,
+    gathering: _Gathering,
+    topic_number: int,
+    place: int,
+    data: PartitionData,
+) -> None:
+    refused: tuple[int, str | None] | None
+    if row is None or isinstance(row, int):
+        refused = (row or errors.UNKNOWN_TOPIC_OR_PARTITION, None)
+    elif row.kind == "capture":
+        refused = (errors.TOPIC_AUTHORIZATION_FAILED, f"written by capture only: topic={row.name}")
+    elif not 0 <= data.partition < row.partitions:
+        refused = (errors.UNKNOWN_TOPIC_OR_PARTITION, None)
+    else:
+        refused = _refuse(produce, data.records, request.version)
+    if refused is not None or data.records is None or row is None or isinstance(row, int):
+        code, message = refused or (errors.INVALID_RECORD, None)
+        gathering.answer(topic_number, place, PartitionAnswer(data.partition, code, error_message=message))
+        return
+    try:
+        future = context.topics.produce_nowait(row.topic_id, data.partition, data.records, sender=request.sender)
+    except Exception as error:
+        # Also a bug of ours: batches before this one are reserved, so the request must be seen to its end.
+        gathering.fail(topic_number, place, data.partition, error, row)
+        return
+    gathering.wait_for(topic_number, place, data.partition, future, row)
 
 
 def _refuse(produce: ProduceRequest, records: memoryview | None, version: int) -> tuple[int, str | None] | None:
@@ -105,7 +153,7 @@ class _Gathering:
         self._names = [topic.topic for topic in produce.topics]
         self._answers: list[list[PartitionAnswer | None]] = [[None] * len(t.partitions) for t in produce.topics]
         self._missing = sum(len(t.partitions) for t in produce.topics)
-        self._future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self.future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._begun = False
         self._stale = ""
 
@@ -134,13 +182,15 @@ class _Gathering:
             self._stale = row.name
         elif not errors.is_expected(error):
             log.error("kafka.produce_failed", topic=row.name, partition=index, error=repr(error), exc_info=error)
-        self.answer(topic, place, PartitionAnswer(index, errors.code_of(error), error_message=str(error)))
+        record_errors = error.record_errors if isinstance(error, InvalidRecords) else ()
+        answer = PartitionAnswer(index, errors.code_of(error), error_message=str(error), record_errors=record_errors)
+        self.answer(topic, place, answer)
 
     def complete(self) -> asyncio.Future[Reply]:
         self._begun = True
         if not self._missing:
             self._finish()
-        return self._future
+        return self.future
 
     def _finish(self) -> None:
         topics = [
@@ -149,14 +199,14 @@ class _Gathering:
         ]
         failed = [answer for _, answers in topics for answer in answers if answer.error_code]
         if self._stale:
-            self._future.set_exception(Unavailable(f"the topic was deleted, or made anew: topic={self._stale}."))
+            self.future.set_exception(Unavailable(f"the topic was deleted, or made anew: topic={self._stale}."))
             return
         if not self._request.answered and failed:
-            self._future.set_exception(
+            self.future.set_exception(
                 Unavailable(f"a Produce without acknowledgement failed: error_code={failed[0].error_code}.")
             )
             return
-        self._future.set_result([encode(topics, self._request.version)])
+        self.future.set_result([encode(topics, self._request.version)])
 
 
 API = Api(0, "produce", 3, 13, begin, advertised_min=0)

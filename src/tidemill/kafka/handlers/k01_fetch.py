@@ -11,15 +11,18 @@ leader epoch checks, divergence (tags of v12), `rack_id`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 from typing import Final
 
 import structlog
 
 from tidemill.base.errors import Missing, TidemillError
+from tidemill.base.pace import Pace
+from tidemill.base.tasks import cancelled_from_outside, is_fault, sentence
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
-from tidemill.kafka.request import Api, Reply, Request
+from tidemill.kafka.request import LARGE_ANSWER_ELEMENTS, Api, Reply, Request
 from tidemill.kafka.schema.fetch import FetchRequest, PartitionRecords, decode, encode
 from tidemill.topics.front import Fetched, FetchRead
 
@@ -30,7 +33,25 @@ FETCH_SESSION_ID_NOT_FOUND: Final = 70
 
 
 def begin(context: Context, request: Request) -> Awaitable[Reply]:
-    return _fetch(context, request.version, decode(request.view, request.position, request.version))
+    return _answered(context, request, decode(request.view, request.position, request.version))
+
+
+async def _answered(context: Context, request: Request, fetch: FetchRequest) -> Reply:
+    """A fault of ours, of whatever type, is this request's: its partitions are asked for again."""
+    try:
+        return await _fetch(context, request.version, fetch)
+    except asyncio.CancelledError as error:
+        if cancelled_from_outside():
+            raise
+        fault: BaseException = error
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        fault = error
+    log.error("kafka.request_fault", key=1, client_id=request.client_id, error=sentence(fault), exc_info=fault)
+    code = errors.code_of(fault)
+    failed = [(t.topic, [PartitionRecords(p.partition, code) for p in t.partitions]) for t in fetch.topics]
+    return encode(failed, request.version)
 
 
 async def _fetch(context: Context, version: int, fetch: FetchRequest) -> Reply:
@@ -40,6 +61,7 @@ async def _fetch(context: Context, version: int, fetch: FetchRequest) -> Reply:
     reads: list[FetchRead] = []
     places: list[tuple[int, int]] = []
     refused = False
+    pace = Pace(context.clock)
     for topic in fetch.topics:
         row = context.cache.resolve(topic.topic, is_id=version >= FIRST_WITH_IDS)
         partitions: list[PartitionRecords] = []
@@ -54,13 +76,19 @@ async def _fetch(context: Context, version: int, fetch: FetchRequest) -> Reply:
                 places.append((len(answers), len(partitions)))
                 reads.append(FetchRead(row.topic_id, asked.partition, asked.offset, max(asked.max_bytes, 1)))
                 partitions.append(PartitionRecords(asked.partition, 0))
+            if pace.due:
+                await pace.rest()
         answers.append((topic.topic, partitions))
     if reads:
         max_wait_s = 0.0 if refused else max(fetch.max_wait_ms, 0) / 1000
         found = await _read(context, fetch, reads, max_wait_s)
         for (topic_number, place), read, got in zip(places, reads, found, strict=True):
             answers[topic_number][1][place] = _answer(context, read, got)
-    return encode(answers, version)
+            if pace.due:
+                await pace.rest()
+    if len(reads) < LARGE_ANSWER_ELEMENTS:
+        return encode(answers, version)
+    return await asyncio.to_thread(encode, answers, version)
 
 
 async def _read(context: Context, fetch: FetchRequest, reads: list[FetchRead], max_wait_s: float) -> list[Fetched]:

@@ -1,71 +1,84 @@
 """ListOffsets (2), versions 1 to 10.
 
 −1 latest (the high watermark, for either isolation level), −2 earliest, −4 earliest local (the same: there is
-no second tier), ≥ 0 the first record whose timestamp is at or after it. `topics` finds the batch; its records
-are looked through here, so the answer is exact to the record, as Kafka's is.
+no second tier), ≥ 0 the first record whose timestamp is at or after it: `topics` answers, exact to the record, with
+one batch decoded a partition, off the loop. A partition named twice is INVALID_REQUEST, as in Kafka. A request looks
+for times for BY_TIME_S at most; what is left is REQUEST_TIMED_OUT, which clients ask again.
 
 Left out: −3 (record with the greatest timestamp) and −5 (last tiered offset): UNSUPPORTED_VERSION per partition.
 """
 
 from __future__ import annotations
 
-import asyncio
+from collections import Counter
 from typing import Final
 
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
-from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.request import Api, Request, cold, each
 from tidemill.kafka.schema.compiled import Body
-from tidemill.topics.batch import decode_columns
-from tidemill.topics.front import FetchRead
 
 LATEST: Final = -1
 EARLIEST: Final = -2
 EARLIEST_LOCAL: Final = -4
 
+BY_TIME_S: Final = 10.0
+"""Below the 30 s after which clients give a request up."""
+
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
-    async def topic(asked: Body) -> Body:
-        answers = await asyncio.gather(*(_partition(context, asked["name"], p) for p in asked["partitions"]))
-        return {"name": asked["name"], "partitions": answers}
+    until_s = context.clock.monotonic_s() + BY_TIME_S
+    places = [(asked["name"], partition) for asked in body["topics"] for partition in asked["partitions"]]
+    named = Counter((name, partition["partition_index"]) for name, partition in places)
 
-    return {"topics": await asyncio.gather(*(topic(asked) for asked in body["topics"]))}
+    async def answer(place: tuple[str, Body]) -> Body:
+        name, asked = place
+        if named[name, asked["partition_index"]] > 1:
+            return _answer(asked, error_code=errors.INVALID_REQUEST)
+        return await _partition(context, name, asked, until_s)
+
+    answers = iter(await each(places, answer))
+    return {
+        "topics": [
+            {"name": asked["name"], "partitions": [next(answers) for _ in asked["partitions"]]}
+            for asked in body["topics"]
+        ]
+    }
 
 
-async def _partition(context: Context, name: str, asked: Body) -> Body:
+def failed(body: Body, code: int) -> Body:
+    return {
+        "topics": [
+            {"name": topic["name"], "partitions": [_answer(asked, error_code=code) for asked in topic["partitions"]]}
+            for topic in body["topics"]
+        ]
+    }
+
+
+def _answer(asked: Body, **values: int) -> Body:
+    nothing = {"partition_index": asked["partition_index"], "error_code": 0, "timestamp": -1, "offset": -1}
+    return {**nothing, **values}
+
+
+async def _partition(context: Context, name: str, asked: Body, until_s: float) -> Body:
     index, timestamp_ms = asked["partition_index"], asked["timestamp"]
-    answer: Body = {"partition_index": index, "error_code": 0, "timestamp": -1, "offset": -1}
     row = context.cache.resolve(name, is_id=False)
     if isinstance(row, int) or not 0 <= index < row.partitions:
-        return {**answer, "error_code": row if isinstance(row, int) else errors.UNKNOWN_TOPIC_OR_PARTITION}
+        return _answer(asked, error_code=row if isinstance(row, int) else errors.UNKNOWN_TOPIC_OR_PARTITION)
     try:
         if timestamp_ms == LATEST:
-            return {**answer, "offset": (await context.topics.offsets(row.topic_id, index)).high_watermark}
+            return _answer(asked, offset=(await context.topics.offsets(row.topic_id, index)).high_watermark)
         if timestamp_ms in (EARLIEST, EARLIEST_LOCAL):
-            return {**answer, "offset": (await context.topics.offsets(row.topic_id, index)).log_start_offset}
+            return _answer(asked, offset=(await context.topics.offsets(row.topic_id, index)).log_start_offset)
         if timestamp_ms < 0:
-            return {**answer, "error_code": errors.UNSUPPORTED_VERSION}
-        found = await _by_time(context, row.topic_id, index, timestamp_ms)
-        return answer if found is None else {**answer, "offset": found[0], "timestamp": found[1]}
+            return _answer(asked, error_code=errors.UNSUPPORTED_VERSION)
+        if context.clock.monotonic_s() > until_s:
+            return _answer(asked, error_code=errors.REQUEST_TIMED_OUT)
+        found = await context.topics.offset_for_time(row.topic_id, index, timestamp_ms)
+        return _answer(asked) if found is None else _answer(asked, offset=found[0], timestamp=found[1])
     except TidemillError as error:
-        return {**answer, "error_code": errors.code_of(error)}
+        return _answer(asked, error_code=errors.code_of(error))
 
 
-async def _by_time(context: Context, topic_id: str, partition: int, timestamp_ms: int) -> tuple[int, int] | None:
-    found = await context.topics.offset_for_time(topic_id, partition, timestamp_ms)
-    if found is None:
-        return None
-    read = FetchRead(topic_id, partition, found[0], 1)
-    (got,) = await context.topics.fetch([read], max_wait_s=0, min_bytes=0, max_bytes=1)
-    if got.error is not None:
-        raise got.error
-    for batch in got.batches:
-        _, columns = decode_columns(batch, check_crc=False)
-        for offset, record_ms in zip(columns.offsets, columns.timestamps_ms, strict=True):
-            if record_ms >= timestamp_ms:
-                return offset, record_ms
-    return found
-
-
-API = Api(2, "list_offsets", 1, 10, cold(handle))
+API = Api(2, "list_offsets", 1, 10, cold(handle, failed), abandon=True)

@@ -3,7 +3,8 @@
 Topics by name, by id (v12), or all (null; in v0 the empty list). The catalogue is read for every answer, so a
 topic created through another node is seen at once; the answer also fills the cache Produce resolves from. While
 the catalogue cannot be read, known topics are answered from that cache, others with LEADER_NOT_AVAILABLE.
-A missing topic is created when the settings and the request (v4; before that always) allow it.
+A missing topic is created when the settings and the request (v4; before that always) allow it: AUTO_CREATED_MAX a
+request, and as many as keep the cluster within `partitions_max`.
 
 Leader epoch is −1: terms are not shown to clients yet, and −1 switches their epoch checks off. Replicas and
 in-sync replicas are the leader alone: durability is the bucket's. Left out: authorized operations.
@@ -16,40 +17,43 @@ from typing import Final
 import structlog
 
 from tidemill.base.errors import Conflict, Invalid, TidemillError
+from tidemill.base.pace import Pace
 from tidemill.kafka import errors
 from tidemill.kafka.context import Broker, Context
 from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
 from tidemill.kafka.schema.wire import ZERO_UUID
-from tidemill.metastore.catalogue import TopicRow
+from tidemill.metastore.catalogue import TopicRow, check_topic_name
 
 log = structlog.get_logger()
 
 _ONE_BY_ONE_MAX: Final = 8
 """More topics than this are read from the catalogue in one scan."""
 
+AUTO_CREATED_MAX: Final = 16
+"""Topics that one request may create. The rest is unknown to it; clients ask again."""
+
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
     brokers = context.brokers()
     asked = body["topics"]
     every = asked is None or (request.version == 0 and not asked)
-    if every or len(asked) > _ONE_BY_ONE_MAX:
+    just_read = every or len(asked) > _ONE_BY_ONE_MAX
+    if just_read:
         try:
             await context.cache.refresh()
         except TidemillError as error:
             log.warning("kafka.catalogue_not_read", error=str(error))
-    if every:
-        topics = [_describe(context, row, brokers) for row in context.cache.rows()]
-    else:
-        may_create = context.settings.auto_create_topics and body.get("allow_auto_topic_creation", True)
-        just_read = len(asked) > _ONE_BY_ONE_MAX
-        topics = []
-        for topic in asked:
-            row = context.cache.by_name(topic.get("name") or "") if just_read else None
-            if row is not None:
-                topics.append(_describe(context, row, brokers))
-            else:
-                topics.append(await _one(context, brokers, topic, may_create))
+            just_read = False
+    answering = _Answering(context, brokers, just_read)
+    if context.settings.auto_create_topics and body.get("allow_auto_topic_creation", True):
+        answering.may_create = AUTO_CREATED_MAX
+    topics: list[Body] = []
+    pace = Pace(context.clock)
+    for topic in context.cache.rows() if every else asked:
+        topics.append(answering.describe(topic) if isinstance(topic, TopicRow) else await answering.one(topic))
+        if pace.due:
+            await pace.rest()
     return {
         "brokers": [{"node_id": b.node_id, "host": b.host, "port": b.port} for b in brokers],
         "cluster_id": context.settings.cluster_id,
@@ -59,63 +63,98 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     }
 
 
-async def _one(context: Context, brokers: list[Broker], asked: Body, may_create: bool) -> Body:
-    name, topic_id = asked.get("name"), asked.get("topic_id", ZERO_UUID)
-    row: TopicRow | None
-    try:
-        row = await _find(context, name, topic_id, may_create)
-    except Invalid:
-        return _refused(name, topic_id, errors.INVALID_TOPIC_EXCEPTION)
-    except TidemillError:
-        row = context.cache.by_name(name) if name else context.cache.by_id(topic_id)
-        if row is None:
-            return _refused(name, topic_id, errors.LEADER_NOT_AVAILABLE)
-    if row is None:
-        unknown = errors.UNKNOWN_TOPIC_OR_PARTITION if name else errors.UNKNOWN_TOPIC_ID
-        return _refused(name, topic_id, unknown)
-    return _describe(context, row, brokers)
+def failed(body: Body, code: int) -> Body:
+    asked = body["topics"] or []
+    topics = [_refused(topic.get("name"), topic.get("topic_id", ZERO_UUID), code) for topic in asked]
+    return {"brokers": [], "cluster_id": None, "controller_id": -1, "topics": topics, "error_code": code}
 
 
-async def _find(context: Context, name: str | None, topic_id: str, may_create: bool) -> TopicRow | None:
-    if not name:
-        row = context.cache.by_id(topic_id)
-        if row is None:
-            await context.cache.refresh()
-            row = context.cache.by_id(topic_id)
-        return row
-    row = await context.catalogue.get(TopicRow, name)
-    if row is None and may_create:
+class _Answering:
+    """One request's answers. `just_read`: the cache was read from the catalogue for it a moment ago."""
+
+    def __init__(self, context: Context, brokers: list[Broker], just_read: bool) -> None:
+        self._context = context
+        self._node_ids = {broker.name: broker.node_id for broker in brokers}
+        self._just_read = just_read
+        self.may_create = 0
+
+    async def one(self, asked: Body) -> Body:
+        cache = self._context.cache
+        name, topic_id = asked.get("name"), asked.get("topic_id", ZERO_UUID)
+        row: TopicRow | None
         try:
-            row = await context.catalogue.create_topic(name, context.settings.default_partitions)
+            row = await self._find(name, topic_id)
+        except Invalid:
+            return _refused(name, topic_id, errors.INVALID_TOPIC_EXCEPTION)
+        except TidemillError:
+            row = cache.by_name(name) if name else cache.by_id(topic_id)
+            if row is None:
+                return _refused(name, topic_id, errors.LEADER_NOT_AVAILABLE)
+        if row is None:
+            unknown = errors.UNKNOWN_TOPIC_OR_PARTITION if name else errors.UNKNOWN_TOPIC_ID
+            return _refused(name, topic_id, unknown)
+        return self.describe(row)
+
+    async def _find(self, name: str | None, topic_id: str) -> TopicRow | None:
+        cache = self._context.cache
+        if not name:
+            row = cache.by_id(topic_id)
+            if row is None and not self._just_read:
+                await cache.refresh()
+                self._just_read = True
+                row = cache.by_id(topic_id)
+            return row
+        if self._just_read:
+            row = cache.by_name(name)
+        else:
+            row = await self._context.catalogue.get(TopicRow, name)
+        if row is None:
+            row = await self._create(name)
+        if row is None:
+            cache.forget(name)
+        else:
+            cache.learn(row)
+        return row
+
+    async def _create(self, name: str) -> TopicRow | None:
+        """None where it may not be. Raises Invalid for a bad name."""
+        context, settings = self._context, self._context.settings
+        check_topic_name(name)
+        if self.may_create <= 0:
+            return None
+        if context.cache.partitions + settings.default_partitions > settings.partitions_max:
+            log.warning(
+                "kafka.topic_not_created", topic=name, key="kafka.partitions_max", limit=settings.partitions_max
+            )
+            self.may_create = 0
+            return None
+        self.may_create -= 1
+        try:
+            return await context.catalogue.create_topic(
+                name, settings.default_partitions, config=settings.topic_defaults
+            )
         except Conflict as lost:
-            row = lost.current if isinstance(lost.current, TopicRow) else None
-    if row is None:
-        context.cache.forget(name)
-    else:
-        context.cache.learn(row)
-    return row
+            return lost.current if isinstance(lost.current, TopicRow) else None
+
+    def describe(self, row: TopicRow) -> Body:
+        partitions = []
+        for index in range(row.partitions):
+            leader = self._node_ids.get(self._context.topics.leader_of(row.topic_id, index))
+            replicas = [] if leader is None else [leader]
+            partitions.append(
+                {
+                    "error_code": errors.LEADER_NOT_AVAILABLE if leader is None else 0,
+                    "partition_index": index,
+                    "leader_id": -1 if leader is None else leader,
+                    "replica_nodes": replicas,
+                    "isr_nodes": replicas,
+                }
+            )
+        return {"error_code": 0, "name": row.name, "topic_id": row.topic_id, "partitions": partitions}
 
 
 def _refused(name: str | None, topic_id: str, code: int) -> Body:
     return {"error_code": code, "name": name, "topic_id": topic_id, "partitions": []}
 
 
-def _describe(context: Context, row: TopicRow, brokers: list[Broker]) -> Body:
-    by_name = {broker.name: broker.node_id for broker in brokers}
-    partitions = []
-    for index in range(row.partitions):
-        leader = by_name.get(context.topics.leader_of(row.topic_id, index))
-        replicas = [] if leader is None else [leader]
-        partitions.append(
-            {
-                "error_code": errors.LEADER_NOT_AVAILABLE if leader is None else 0,
-                "partition_index": index,
-                "leader_id": -1 if leader is None else leader,
-                "replica_nodes": replicas,
-                "isr_nodes": replicas,
-            }
-        )
-    return {"error_code": 0, "name": row.name, "topic_id": row.topic_id, "partitions": partitions}
-
-
-API = Api(3, "metadata", 0, 13, cold(handle))
+API = Api(3, "metadata", 0, 13, cold(handle, failed))

@@ -10,9 +10,9 @@ from __future__ import annotations
 from tidemill.base.errors import Invalid, TidemillError
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
-from tidemill.kafka.group_offsets import METADATA_CHARS_MAX, Committed, Offsets
 from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
+from tidemill.topics.group_offsets import METADATA_CHARS_MAX, Committed, Offsets
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
@@ -58,4 +58,18 @@ async def _commit(context: Context, group: str, commits: Offsets) -> int:
     return 0
 
 
-API = Api(8, "offset_commit", 2, 9, cold(handle))
+def failed(body: Body, code: int) -> Body:
+    return {
+        "topics": [
+            {
+                "name": topic["name"],
+                "partitions": [
+                    {"partition_index": p["partition_index"], "error_code": code} for p in topic["partitions"]
+                ],
+            }
+            for topic in body["topics"]
+        ]
+    }
+
+
+API = Api(8, "offset_commit", 2, 9, cold(handle, failed))

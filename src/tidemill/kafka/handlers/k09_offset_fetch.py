@@ -9,9 +9,9 @@ from __future__ import annotations
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
-from tidemill.kafka.group_offsets import Committed, Offsets
 from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
+from tidemill.topics.group_offsets import Committed, Offsets
 
 _NOTHING = Committed(-1)
 
@@ -61,4 +61,14 @@ def _topic(context: Context, offsets: Offsets, asked: Body) -> Body:
     return {"name": asked["name"], "partitions": partitions}
 
 
-API = Api(9, "offset_fetch", 1, 9, cold(handle))
+def failed(body: Body, code: int) -> Body:
+    groups = [{"group_id": g["group_id"], "error_code": code, "topics": []} for g in body.get("groups") or []]
+    topics = []
+    for asked in body.get("topics") or []:
+        nothing = {"committed_offset": -1, "committed_leader_epoch": -1, "metadata": "", "error_code": code}
+        partitions = [{"partition_index": index, **nothing} for index in asked["partition_indexes"]]
+        topics.append({"name": asked["name"], "partitions": partitions})
+    return {"groups": groups, "error_code": code, "topics": topics}
+
+
+API = Api(9, "offset_fetch", 1, 9, cold(handle, failed))

@@ -43,4 +43,10 @@ def _coordinator(context: Context, key: str, key_type: int) -> Body:
     return {"key": key, "node_id": -1, "host": "", "port": -1, "error_code": code, "error_message": message}
 
 
-API = Api(10, "find_coordinator", 0, 6, cold(handle))
+def failed(body: Body, code: int) -> Body:
+    nobody: Body = {"node_id": -1, "host": "", "port": -1, "error_code": code, "error_message": None}
+    keys = body.get("coordinator_keys") or []
+    return {"key": body.get("key", ""), **nobody, "coordinators": [{"key": key, **nobody} for key in keys]}
+
+
+API = Api(10, "find_coordinator", 0, 6, cold(handle, failed))

@@ -1,7 +1,7 @@
 """DeleteTopics (20), versions 1 to 6: by name, from v6 also by topic id.
 
-Takes the row out of the catalogue; `topics` gives the data up in its own time. Topics written by capture are
-refused: they belong to their database's pipeline.
+Takes the row out of the catalogue; `topics` gives the data up in its own time. A topic that a capture writes or a
+pipeline reads is POLICY_VIOLATION: only `tidemill topic delete` takes it, when told twice.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
 from tidemill.kafka.schema.wire import ZERO_UUID
 from tidemill.metastore.catalogue import TopicRow
+from tidemill.topics.uses import users_of
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
@@ -33,9 +34,10 @@ async def _delete(context: Context, name: str | None, topic_id: str | None) -> B
             missing = errors.UNKNOWN_TOPIC_ID if by_id else errors.UNKNOWN_TOPIC_OR_PARTITION
             return {**answer, "error_code": missing}
         answer |= {"name": row.name, "topic_id": row.topic_id}
-        if row.kind == "capture":
-            message = f"Written by capture only: topic={row.name}."
-            return {**answer, "error_code": errors.TOPIC_AUTHORIZATION_FAILED, "error_message": message}
+        users = await users_of(context.catalogue, row) or (["capture"] if row.kind == "capture" else [])
+        if users:
+            message = f"The topic is in use: topic={row.name} by={', '.join(users)}."
+            return {**answer, "error_code": errors.POLICY_VIOLATION, "error_message": message}
         await context.catalogue.delete(TopicRow, row.name)
         context.cache.forget(row.name)
     except Missing:
@@ -45,4 +47,9 @@ async def _delete(context: Context, name: str | None, topic_id: str | None) -> B
     return answer
 
 
-API = Api(20, "delete_topics", 1, 6, cold(handle))
+def failed(body: Body, code: int) -> Body:
+    asked = body.get("topics") or [{"name": name} for name in body.get("topic_names") or []]
+    return {"responses": [{"name": t.get("name"), "topic_id": t.get("topic_id"), "error_code": code} for t in asked]}
+
+
+API = Api(20, "delete_topics", 1, 6, cold(handle, failed))

@@ -24,4 +24,8 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     return {**answer, "producer_id": producer_id, "producer_epoch": 0}
 
 
-API = Api(22, "init_producer_id", 0, 5, cold(handle))
+def failed(body: Body, code: int) -> Body:
+    return {"error_code": code, "producer_id": -1, "producer_epoch": -1}
+
+
+API = Api(22, "init_producer_id", 0, 5, cold(handle, failed))

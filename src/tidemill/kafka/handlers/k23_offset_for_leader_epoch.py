@@ -6,18 +6,31 @@ Metadata shows epoch −1, so clients seldom ask.
 
 from __future__ import annotations
 
+from functools import partial
+
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
-from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.request import Api, Request, cold, each
 from tidemill.kafka.schema.compiled import Body
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
+    async def topic(asked: Body) -> Body:
+        name = asked["topic"]
+        return {"topic": name, "partitions": await each(asked["partitions"], partial(_partition, context, name))}
+
+    return {"topics": await each(body["topics"], topic)}
+
+
+def failed(body: Body, code: int) -> Body:
     return {
         "topics": [
-            {"topic": t["topic"], "partitions": [await _partition(context, t["topic"], p) for p in t["partitions"]]}
-            for t in body["topics"]
+            {
+                "topic": topic["topic"],
+                "partitions": [{"error_code": code, "partition": p["partition"]} for p in topic["partitions"]],
+            }
+            for topic in body["topics"]
         ]
     }
 
@@ -35,4 +48,4 @@ async def _partition(context: Context, name: str, asked: Body) -> Body:
     return {**answer, "leader_epoch": asked["leader_epoch"], "end_offset": offsets.high_watermark}
 
 
-API = Api(23, "offset_for_leader_epoch", 2, 4, cold(handle))
+API = Api(23, "offset_for_leader_epoch", 2, 4, cold(handle, failed))

@@ -28,4 +28,8 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     return answer
 
 
-API = Api(60, "describe_cluster", 0, 2, cold(handle))
+def failed(body: Body, code: int) -> Body:
+    return {"error_code": code, "cluster_id": "", "controller_id": -1, "brokers": []}
+
+
+API = Api(60, "describe_cluster", 0, 2, cold(handle, failed))

@@ -32,6 +32,7 @@ from tidemill.kafka.schema.wire import (
     read_uuid,
     read_uvarint,
     short,
+    spend,
     uuid_bytes,
     write_length,
     write_string,
@@ -135,6 +136,8 @@ def _struct_reader(schema: Any) -> Read:
         if not flexible:
             return body, position
         count, position = read_uvarint(view, position)
+        if count:
+            spend(count)
         for _ in range(count):
             tag, position = read_uvarint(view, position)
             size, position = read_uvarint(view, position)
@@ -192,6 +195,7 @@ def _array_reader(element: Read, flexible: bool) -> Read:
         count, position = read_length(view, position, compact=flexible, wide=True)
         if count < 0:
             return None, position
+        spend(count)
         items = []
         for _ in range(count):
             item, position = element(view, position)

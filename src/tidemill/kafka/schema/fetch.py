@@ -29,6 +29,7 @@ from tidemill.kafka.schema.wire import (
     read_uuid,
     short,
     skip_tags,
+    spend,
     uuid_bytes,
     write_length,
     write_string,
@@ -92,10 +93,12 @@ def decode(view: memoryview, position: int, version: int) -> FetchRequest:
         session_epoch, position = read_i32(view, position)
     topics: list[FetchTopic] = []
     topic_count, position = read_length(view, position, compact=flexible, wide=True)
+    spend(topic_count)
     for _ in range(topic_count):
         name, position = _read_topic(view, position, version)
         partitions: list[FetchPartition] = []
         partition_count, position = read_length(view, position, compact=flexible, wide=True)
+        spend(partition_count)
         for _ in range(partition_count):
             index, position = read_i32(view, position)
             if version >= 9:
@@ -133,6 +136,7 @@ def _read_topic(view: memoryview, position: int, version: int) -> tuple[str, int
 def _skip_forgotten(view: memoryview, position: int, version: int) -> int:
     flexible = version >= _FIRST_FLEXIBLE
     count, position = read_length(view, position, compact=flexible, wide=True)
+    spend(count)
     for _ in range(count):
         _, position = _read_topic(view, position, version)
         partition_count, position = read_length(view, position, compact=flexible, wide=True)

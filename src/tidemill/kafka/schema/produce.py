@@ -8,7 +8,8 @@ request   transactional_id  nullable string
 response  topics            [ name | topic id
                               [ index int32 · error int16 · base offset int64 · log append time int64
                                 log start offset int64 (v5)
-                                record errors [ ] · error message nullable string (v8) ] ]
+                                record errors [ index int32 · message nullable string ] (v8)
+                                error message nullable string (v8) ] ]
           throttle          int32
 v9 and later: compact lengths, tagged fields after every struct (the tags of v10 are left out).
 """
@@ -29,6 +30,7 @@ from tidemill.kafka.schema.wire import (
     read_string,
     read_uuid,
     skip_tags,
+    spend,
     uuid_bytes,
     write_length,
     write_string,
@@ -66,6 +68,7 @@ class PartitionAnswer(NamedTuple):
     base_offset: int = -1
     log_start_offset: int = -1
     error_message: str | None = None
+    record_errors: tuple[tuple[int, str], ...] = ()
 
 
 def decode(view: memoryview, position: int, version: int) -> ProduceRequest:
@@ -76,6 +79,7 @@ def decode(view: memoryview, position: int, version: int) -> ProduceRequest:
     timeout_ms, position = read_i32(view, position)
     topics: list[TopicData] = []
     topic_count, position = read_length(view, position, compact=flexible, wide=True)
+    spend(topic_count)
     for _ in range(topic_count):
         name: str | None
         if version >= _FIRST_WITH_IDS:
@@ -86,6 +90,7 @@ def decode(view: memoryview, position: int, version: int) -> ProduceRequest:
             raise BadFrame("null topic name in a Produce request.")
         partitions: list[PartitionData] = []
         partition_count, position = read_length(view, position, compact=flexible, wide=True)
+        spend(partition_count)
         for _ in range(partition_count):
             index, position = read_i32(view, position)
             records, position = read_bytes(view, position, compact=flexible)
@@ -117,7 +122,12 @@ def encode(topics: Iterable[tuple[str, list[PartitionAnswer]]], version: int) ->
             else:
                 out += _V3.pack(answer.partition, answer.error_code, answer.base_offset, -1)
             if version >= 8:
-                write_length(out, 0, compact=flexible, wide=True)
+                write_length(out, len(answer.record_errors), compact=flexible, wide=True)
+                for index, message in answer.record_errors:
+                    out += I32.pack(index)
+                    write_string(out, message, compact=flexible)
+                    if flexible:
+                        write_uvarint(out, 0)
                 write_string(out, answer.error_message, compact=flexible)
             if flexible:
                 write_uvarint(out, 0)

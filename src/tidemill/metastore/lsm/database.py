@@ -38,7 +38,7 @@ from tidemill.metastore.lsm.pin import Pin
 from tidemill.metastore.lsm.room import Room
 from tidemill.metastore.lsm.scan import Scan
 from tidemill.metastore.lsm.snapshot import Snapshot
-from tidemill.metastore.lsm.stats import Stats
+from tidemill.metastore.lsm.stats import LevelStats, Stats
 from tidemill.metastore.lsm.table import Tables
 from tidemill.metastore.lsm.version import Edit, Version, prefix_end
 from tidemill.metastore.lsm.versions import Versions
@@ -219,6 +219,11 @@ class Database:
             f"Seqnos must increase from batch to batch: seqno={seqno} last_seqno={self.max_applied_seqno}.",
             fix="Apply batches in the order of their log, each once.",
         )
+
+    @property
+    def struggle(self) -> object:
+        """How the last flush or merge failed; falsy while neither does."""
+        return self.flusher.error or self.compactor.stats.failure
 
     @property
     def buffer_is_full(self) -> bool:
@@ -430,7 +435,36 @@ class Database:
 
     def stats(self) -> Stats:
         """Sizes now and totals since the database was opened."""
-        return Stats.of(self)
+        flusher, merging, room, tables = self.flusher, self.compactor.stats, self.room_keeper, self.tables
+        flushed = flusher.file_bytes
+        return Stats(
+            levels=tuple(
+                LevelStats(len(level), sum(file.rows for file in level), sum(file.size_bytes for file in level))
+                for level in self.version.levels
+            ),
+            memtable_rows=self.memtable.rows,
+            memtable_bytes=self.memtable.size_bytes,
+            layers=len(self.memtable.layers),
+            pins=self.versions.pins,
+            max_applied_seqno=self.max_applied_seqno,
+            max_persisted_seqno=self.max_persisted_seqno,
+            flushes=flusher.flushes,
+            flushed_bytes=flushed,
+            merges=merging.merges,
+            merged_rows=merging.rows_written,
+            merged_bytes=merging.bytes_written,
+            write_amplification=(flushed + merging.bytes_written) / flushed if flushed else 0.0,
+            cache_bytes=tables.cache.used_bytes,
+            cache_dropped=tables.cache.dropped,
+            object_reads=tables.reads,
+            read_bytes=tables.read_bytes,
+            slowed=room.slowed,
+            stopped=room.stopped,
+            waited_s=room.waited_s,
+            flush_error=str(flusher.error or ""),
+            merge_error=merging.failure,
+            collection_error=str(self.collection_error or ""),
+        )
 
     async def aclose(self) -> None:
         """Stop the background work; flushes nothing. Idempotent."""

@@ -14,17 +14,14 @@ import asyncio
 from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import repeat
-from typing import TYPE_CHECKING
 
 from tidemill.base.errors import Closed, Conflict, Unavailable, Unknown
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.memtable import Layer
 from tidemill.metastore.lsm.merge import sort
+from tidemill.metastore.lsm.owner import Owner
 from tidemill.metastore.lsm.sst import SstWriter
 from tidemill.metastore.lsm.version import Edit
-
-if TYPE_CHECKING:
-    from tidemill.metastore.lsm.database import Database
 
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 5.0
@@ -34,7 +31,7 @@ RETRY_MAX_S = 5.0
 class Flusher:
     """Owns the frozen part of the memtable. `error` is how the last flush failed, None after one that did not."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Owner) -> None:
         self._database = database
         self._waiters: list[tuple[int, asyncio.Future[None]]] = []
         self._ended = False

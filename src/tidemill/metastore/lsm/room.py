@@ -8,12 +8,9 @@ two make room whatever writers do, so nobody waits for himself.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 from tidemill.base.errors import Unavailable
-
-if TYPE_CHECKING:
-    from tidemill.metastore.lsm.database import Database
+from tidemill.metastore.lsm.owner import Owner
 
 SLOW_STEP_S = 0.001
 """One batch waits so long for each file of level 0 from `l0_slow` on."""
@@ -31,7 +28,7 @@ PATIENCE_S = 10.0
 class Room:
     """Counts the stops and the time that writers waited."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Owner) -> None:
         self._database = database
         self.slowed = 0
         self.stopped = 0
@@ -78,7 +75,7 @@ class Room:
                 f"domain_uuid={database.domain_uuid} cause={database.failure!r}.",
                 fix="Close the database and open it again.",
             ) from database.failure
-        failing = database.flusher.error or database.compactor.stats.failure
+        failing = database.struggle
         if failing and waited_s >= PATIENCE_S:
             raise Unavailable(
                 "No room for writes, and the work that makes room keeps failing: "

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
-
-if TYPE_CHECKING:
-    from tidemill.metastore.lsm.database import Database
 
 
 class LevelStats(msgspec.Struct, frozen=True):
@@ -51,38 +46,3 @@ class Stats(msgspec.Struct, frozen=True):
     flush_error: str
     merge_error: str
     collection_error: str
-
-    @classmethod
-    def of(cls, database: Database) -> Stats:
-        levels = tuple(
-            LevelStats(len(level), sum(file.rows for file in level), sum(file.size_bytes for file in level))
-            for level in database.version.levels
-        )
-        flusher, merging, room = database.flusher, database.compactor.stats, database.room_keeper
-        tables = database.tables
-        flushed = flusher.file_bytes
-        return cls(
-            levels=levels,
-            memtable_rows=database.memtable.rows,
-            memtable_bytes=database.memtable.size_bytes,
-            layers=len(database.memtable.layers),
-            pins=database.versions.pins,
-            max_applied_seqno=database.max_applied_seqno,
-            max_persisted_seqno=database.max_persisted_seqno,
-            flushes=flusher.flushes,
-            flushed_bytes=flushed,
-            merges=merging.merges,
-            merged_rows=merging.rows_written,
-            merged_bytes=merging.bytes_written,
-            write_amplification=(flushed + merging.bytes_written) / flushed if flushed else 0.0,
-            cache_bytes=tables.cache.used_bytes,
-            cache_dropped=tables.cache.dropped,
-            object_reads=tables.reads,
-            read_bytes=tables.read_bytes,
-            slowed=room.slowed,
-            stopped=room.stopped,
-            waited_s=room.waited_s,
-            flush_error=str(flusher.error or ""),
-            merge_error=merging.failure,
-            collection_error=str(database.collection_error or ""),
-        )

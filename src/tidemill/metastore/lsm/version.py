@@ -58,9 +58,6 @@ class Version:
     def size_bytes(self) -> int:
         return sum(file.size_bytes for level in self.levels for file in level)
 
-    def level_bytes(self, level: int) -> int:
-        return sum(file.size_bytes for file in self.levels[level]) if level < len(self.levels) else 0
-
     def candidates(self, key: bytes) -> Iterator[FileMeta]:
         """The files that may hold `key`, in the order in which the first row found is the right one."""
         for file in self.levels[0] if self.levels else ():

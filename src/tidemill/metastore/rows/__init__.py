@@ -1,7 +1,7 @@
 """rows: one module per row family; each draws the layout of its keys and values.
 
     01 topic      02 topic id   03 capture    04 pipeline                    entity "": the catalogue itself
-    05 node       06 name                                                    entity "" as well
+    05 node       06 name       07 captured table                            entity "" as well
     10 partition  11 extent                                                  entity: topic id
     20 object                                                                entity: object key
     30 group offset                                                          entity: group
@@ -19,7 +19,7 @@ from typing import Any
 
 from tidemill.base.errors import Corrupt
 from tidemill.metastore.rows.bindings import BINDINGS
-from tidemill.metastore.rows.captures import CAPTURES
+from tidemill.metastore.rows.captures import CAPTURE_TABLES, CAPTURES
 from tidemill.metastore.rows.checkpoints import CHECKPOINTS
 from tidemill.metastore.rows.extents import EXTENTS
 from tidemill.metastore.rows.family import Family
@@ -37,6 +37,7 @@ ALL: tuple[Family[Any], ...] = (
     TOPICS,
     TOPIC_IDS,
     CAPTURES,
+    CAPTURE_TABLES,
     PIPELINES,
     NODES,
     NAMES,
@@ -66,6 +67,7 @@ __all__ = [
     "BINDINGS",
     "BY_TAG",
     "CAPTURES",
+    "CAPTURE_TABLES",
     "CHECKPOINTS",
     "EXTENTS",
     "GROUP_OFFSETS",

@@ -22,3 +22,9 @@ class PipelineRow(msgspec.Struct, frozen=True):
 
 
 PIPELINES = Family(0x04, "pipeline", PipelineRow, Column("name", Kind.TEXT), own_entity=False)
+
+
+def source_of(fed_by: str) -> str:
+    """The source of bindings that a pipeline's `capture:<name>:<table>` or `topic:<name>` names."""
+    kind, _, name = fed_by.partition(":")
+    return f"{kind}/{name.partition(':')[0]}"

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Self
 
+import structlog
 from starlette.requests import Request
 
-from tidemill.base.tasks import Tasks
+from tidemill.base.tasks import Tasks, sentence
+
+_log = structlog.get_logger()
 
 
 class Disconnect:
@@ -15,12 +18,16 @@ class Disconnect:
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._tasks = Tasks()
+        self._tasks = Tasks(self._lost)
         self.future: asyncio.Future[None]
 
     @property
     def happened(self) -> bool:
         return self.future.done()
+
+    def _lost(self, name: str, error: BaseException) -> None:
+        """The connection cannot be listened to any more, which is as good as gone: `future` is done either way."""
+        _log.debug("connection lost", error=sentence(error))
 
     async def _watch(self) -> None:
         while True:

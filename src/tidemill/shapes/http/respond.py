@@ -1,8 +1,8 @@
 """Answers of the shape endpoint: bodies, headers, and how long a cache may keep them (notes/electric.md §3).
 
-offset -1                public, max-age=604800, s-maxage=3600, stale-while-revalidate=2629746
-later, not live          public, max-age=60, stale-while-revalidate=300
-live long poll           public, max-age=5, stale-while-revalidate=5
+offset -1                public, max-age=604800, s-maxage=3600, stale-while-revalidate=2629746    cache.initial_s
+later, not live          public, max-age=60, stale-while-revalidate=300                           cache.later_s
+live long poll           public, max-age=5, stale-while-revalidate=5                              cache.live_s
 live event stream        public, max-age = its length − 1
 409                      public, max-age=60 (1 without a handle in the request), must-revalidate
 other errors             no-store, for surrogates too
@@ -19,16 +19,17 @@ from starlette.responses import Response
 from tidemill import __version__
 from tidemill.base.clock import Clock, Rand
 from tidemill.shapes.http.params import ShapeParams
+from tidemill.shapes.http.sending import ItemsResponse
 from tidemill.shapes.items import MUST_REFETCH
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.offsets import LogOffset
+from tidemill.shapes.settings import CacheAges, ShapeSettings
 
 EXPOSED = (
     "electric-cursor, electric-handle, electric-offset, electric-schema, electric-up-to-date, "
     "electric-has-data, electric-internal-known-error, etag, retry-after, x-request-id"
 )
 BASE_HEADERS = {
-    "access-control-allow-origin": "*",
     "access-control-expose-headers": EXPOSED,
     "access-control-allow-methods": "GET, POST, HEAD, DELETE, OPTIONS",
     "electric-server": f"tidemill/{__version__}",
@@ -36,10 +37,15 @@ BASE_HEADERS = {
 CURSOR_EPOCH_MS = 1_728_432_000_000
 """2024-10-09T00:00:00Z, where cursors count from."""
 
-CACHE_INITIAL = "public, max-age=604800, s-maxage=3600, stale-while-revalidate=2629746"
-CACHE_LATER = "public, max-age=60, stale-while-revalidate=300"
-CACHE_LIVE = "public, max-age=5, stale-while-revalidate=5"
 NO_STORE = {"cache-control": "no-store", "surrogate-control": "no-store"}
+
+
+def cache_control(params: ShapeParams, ages: CacheAges) -> str:
+    if params.live:
+        return f"public, max-age={ages.live_s}, stale-while-revalidate={ages.live_s}"
+    if params.initial:
+        return f"public, max-age=604800, s-maxage={ages.initial_s}, stale-while-revalidate=2629746"
+    return f"public, max-age={ages.later_s}, stale-while-revalidate={5 * ages.later_s}"
 
 
 def next_cursor(now_ms: int, sent: int | None, interval_s: float, rand: Rand) -> int:
@@ -63,17 +69,17 @@ def shape_headers(
     up_to_date: bool,
     clock: Clock,
     rand: Rand,
-    long_poll_s: float,
+    settings: ShapeSettings,
 ) -> dict[str, str]:
     headers = {**BASE_HEADERS, "electric-handle": shape.handle, "electric-offset": str(end)}
     if up_to_date:
         headers["electric-up-to-date"] = ""
     if params.live:
-        headers["electric-cursor"] = str(next_cursor(clock.now_ms(), params.cursor, long_poll_s, rand))
-        headers["cache-control"] = CACHE_LIVE
+        cursor = next_cursor(clock.now_ms(), params.cursor, settings.long_poll_s, rand)
+        headers["electric-cursor"] = str(cursor)
     else:
         headers["electric-schema"] = shape.schema_json.decode("utf-8")
-        headers["cache-control"] = CACHE_INITIAL if params.initial else CACHE_LATER
+    headers["cache-control"] = cache_control(params, settings.cache)
     return headers
 
 
@@ -84,17 +90,8 @@ def etag(shape: LiveShape, params: ShapeParams, end: LogOffset, unchanged: int |
     return f'"{shape.handle}:{asked}:{end}{tail}"'
 
 
-def body_of(items: Sequence[bytes]) -> bytes:
-    return b"[" + b",\n".join(items) + b"]"
-
-
 def items_response(items: Sequence[bytes], headers: Mapping[str, str], has_data: bool) -> Response:
-    return Response(
-        body_of(items),
-        200,
-        {**headers, "electric-has-data": "true" if has_data else "false"},
-        media_type="application/json",
-    )
+    return ItemsResponse(items, 200, {**headers, "electric-has-data": "true" if has_data else "false"})
 
 
 def must_refetch(new_handle: str, had_handle: bool) -> Response:

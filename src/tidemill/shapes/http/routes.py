@@ -1,6 +1,6 @@
 """GET, OPTIONS and DELETE /v1/shape; GET /v1/health; GET /api/shapes, the list of live shapes.
 
-One request: check the secret → parse → plan against the table → find the shape the handle names →
+One request: check the secret → take a place → parse → plan against the table → find the shape the handle names →
 wait for its initial rows → answer a chunk, or wait for news.
 
 A handle that is unknown, dropped, or of another definition answers 409 with the current handle, always
@@ -17,10 +17,15 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from tidemill.base.errors import Invalid, Missing, TidemillError, Unavailable
+from tidemill.base.tasks import is_fault, sentence
+from tidemill.shapes.budget import Full
 from tidemill.shapes.http import sse
+from tidemill.shapes.http.admission import Admission, Slot
 from tidemill.shapes.http.disconnect import Disconnect, wait_any
+from tidemill.shapes.http.origins import Origins
 from tidemill.shapes.http.params import BadRequest, ShapeParams, parse
 from tidemill.shapes.http.respond import (
     BASE_HEADERS,
@@ -33,7 +38,7 @@ from tidemill.shapes.http.respond import (
 from tidemill.shapes.items import up_to_date
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.offsets import LogOffset
-from tidemill.shapes.plan import FieldError, Plan
+from tidemill.shapes.plan import FieldError
 from tidemill.shapes.service import ShapeService
 
 _log = structlog.get_logger()
@@ -44,25 +49,51 @@ Handler = Callable[[Request], Awaitable[Response]]
 def shape_routes(service: ShapeService) -> list[Route]:
     """Routes to mount at the root of the node's application."""
     endpoint = _ShapeEndpoint(service)
+    origins = Origins(service.settings.allowed_origins)
+
+    def served(handler: Handler) -> _Served:
+        return _Served(handler, origins)
+
     return [
-        Route("/v1/shape", endpoint.guarded(endpoint.get), methods=["GET"]),
-        Route("/v1/shape", endpoint.guarded(endpoint.delete), methods=["DELETE"]),
-        Route("/v1/shape", endpoint.options, methods=["OPTIONS"]),
-        Route("/v1/health", endpoint.health, methods=["GET"]),
-        Route("/api/shapes", endpoint.guarded(endpoint.live_shapes), methods=["GET"]),
+        Route("/v1/shape", served(endpoint.guarded(endpoint.get)), methods=["GET", "HEAD"]),
+        Route("/v1/shape", served(endpoint.guarded(endpoint.delete)), methods=["DELETE"]),
+        Route("/v1/shape", served(endpoint.options), methods=["OPTIONS"]),
+        Route("/v1/health", served(endpoint.health), methods=["GET"]),
+        Route("/api/shapes", served(endpoint.guarded(endpoint.live_shapes)), methods=["GET"]),
     ]
+
+
+class _Served:
+    """An ASGI application: one handler's answers, sent with what the origin may read, in the place of `_SLOT`."""
+
+    def __init__(self, handler: Handler, origins: Origins) -> None:
+        self._handler = handler
+        self._origins = origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        try:
+            response = await self._handler(request)
+            response.headers.update(self._origins.headers(request.headers.get("origin", "")))
+            await response(scope, receive, send)
+        finally:
+            slot: Slot | None = scope.pop(_SLOT, None)
+            if slot is not None:
+                slot.release()
+
+
+_SLOT = "tidemill.shapes.slot"
 
 
 class _ShapeEndpoint:
     def __init__(self, service: ShapeService) -> None:
         self._service = service
         self._settings = service.settings
-        self._initial = 0
-        self._existing = 0
+        self._admission = Admission(service.settings.max_initial, service.settings.max_existing)
         self._quiet_answers = 0
 
     def guarded(self, handler: Handler) -> Handler:
-        """Check the secret, and turn errors into the protocol's answers."""
+        """Check the secret, and turn errors of any type into the protocol's answers."""
 
         async def handle(request: Request) -> Response:
             secret = self._settings.secret
@@ -80,10 +111,17 @@ class _ShapeEndpoint:
                 # What the database refuses while it reads the initial rows: the clause compiled, a row breaks it.
                 field = "where" if request.query_params.get("where") else "table"
                 return error_response(400, "Invalid request", {field: [str(error)]})
+            except Full as error:
+                return error_response(503, str(error), retry_after_s=error.retry_after_s)
             except Unavailable as error:
                 return error_response(503, str(error), retry_after_s=1)
             except TidemillError as error:
                 _log.error("shape request failed", error=str(error))
+                return error_response(500, "Internal error")
+            except BaseException as error:  # THE boundary of a request: whatever it is, it is this request's
+                if not is_fault(error):
+                    raise
+                _log.error("shape request failed", error=sentence(error), exc_info=error)
                 return error_response(500, "Internal error")
 
         return handle
@@ -97,7 +135,9 @@ class _ShapeEndpoint:
 
     async def health(self, request: Request) -> Response:
         headers = {**BASE_HEADERS, "cache-control": "no-cache, no-store, must-revalidate"}
-        return Response(b'{"status":"active"}', 200, headers, media_type="application/json")
+        status = self._service.health
+        code = {"active": 200, "starting": 202}.get(status, 503)
+        return Response(orjson.dumps({"status": status}), code, headers, media_type="application/json")
 
     async def live_shapes(self, request: Request) -> Response:
         headers = {**BASE_HEADERS, "cache-control": "no-cache"}
@@ -119,21 +159,12 @@ class _ShapeEndpoint:
 
     async def get(self, request: Request) -> Response:
         params = parse(request.query_params)
-        if params.initial or params.offset is None:
-            if self._initial >= self._settings.max_initial:
-                return self._busy("Concurrent initial requests exceeded.")
-            self._initial += 1
-            try:
-                return await self._get(request, params)
-            finally:
-                self._initial -= 1
-        if self._existing >= self._settings.max_existing:
-            return self._busy("Concurrent existing requests exceeded.")
-        self._existing += 1
-        try:
-            return await self._get(request, params)
-        finally:
-            self._existing -= 1
+        initial = params.initial or params.offset is None
+        slot = self._admission.take(initial)
+        if slot is None:
+            return self._busy(f"Concurrent {'initial' if initial else 'existing'} requests exceeded.")
+        request.scope[_SLOT] = slot
+        return await self._get(request, params)
 
     async def _get(self, request: Request, params: ShapeParams) -> Response:
         plan = await self._service.plan(params.request)
@@ -145,23 +176,25 @@ class _ShapeEndpoint:
         if shape.error is not None:
             raise shape.error
         if shape.gone:
-            return self._refetch(plan, params)
+            return await self._refetch(params)
         if params.offset is None:
             return self._now(shape, params)
         if not self._service.covers(shape, params.offset):
-            return await self._out_of_bounds(request, shape, plan, params)
+            return await self._out_of_bounds(request, shape, params)
         if params.live:
             if params.sse:
                 return sse.response(self._service, shape, params)
-            return await self._long_poll(request, shape, plan, params)
+            return await self._long_poll(request, shape, params)
         return self._chunk(request, shape, params)
 
-    def _refetch(self, plan: Plan, params: ShapeParams) -> Response:
+    async def _refetch(self, params: ShapeParams) -> Response:
+        """Planned anew: what ended the shape may be that its table is another one now, or none."""
+        plan = await self._service.plan(params.request)
         return must_refetch(self._service.open(plan).handle, bool(params.handle))
 
     def _headers(self, shape: LiveShape, params: ShapeParams, end: LogOffset, current: bool) -> dict[str, str]:
         service = self._service
-        return shape_headers(shape, params, end, current, service.clock, service.rand, self._settings.long_poll_s)
+        return shape_headers(shape, params, end, current, service.clock, service.rand, self._settings)
 
     def _now(self, shape: LiveShape, params: ShapeParams) -> Response:
         headers = self._headers(shape, params, shape.log.end, True) | {"cache-control": "no-cache"}
@@ -181,7 +214,7 @@ class _ShapeEndpoint:
             return Response(status_code=304, headers=headers)
         return items_response(items, headers, has_data)
 
-    async def _long_poll(self, request: Request, shape: LiveShape, plan: Plan, params: ShapeParams) -> Response:
+    async def _long_poll(self, request: Request, shape: LiveShape, params: ShapeParams) -> Response:
         assert params.offset is not None
         deadline = self._service.clock.monotonic_s() + self._settings.long_poll_s
         async with Disconnect(request) as disconnect:
@@ -189,7 +222,7 @@ class _ShapeEndpoint:
                 news = shape.subscribe()
                 try:
                     if shape.gone:
-                        return self._refetch(plan, params)
+                        return await self._refetch(params)
                     chunk = shape.log.read(params.offset)
                     if chunk.items or not chunk.complete:
                         return self._news(shape, params, chunk.items, chunk.end, chunk.complete)
@@ -220,7 +253,7 @@ class _ShapeEndpoint:
         headers["etag"] = etag(shape, params, params.offset, self._quiet_answers)
         return items_response([up_to_date(self._service.last_seen(shape))], headers, False)
 
-    async def _out_of_bounds(self, request: Request, shape: LiveShape, plan: Plan, params: ShapeParams) -> Response:
+    async def _out_of_bounds(self, request: Request, shape: LiveShape, params: ShapeParams) -> Response:
         """The client is ahead of this log: wait half a poll for it to come, then refuse."""
         assert params.offset is not None
         deadline = self._service.clock.monotonic_s() + self._settings.long_poll_s / 2
@@ -235,9 +268,9 @@ class _ShapeEndpoint:
                 if disconnect.happened:
                     return Response(status_code=499)
                 if shape.gone:
-                    return self._refetch(plan, params)
+                    return await self._refetch(params)
         if params.live and not params.sse:
-            return await self._long_poll(request, shape, plan, params)
+            return await self._long_poll(request, shape, params)
         return sse.response(self._service, shape, params) if params.sse else self._chunk(request, shape, params)
 
 

@@ -8,6 +8,7 @@ what is on it gives exactly what PostgreSQL gives for `SELECT (expression)`.
 from __future__ import annotations
 
 from tidemill.shapes.where.compile import Where, compile_where
-from tidemill.shapes.where.types import EvaluationError, Type, WhereError
+from tidemill.shapes.where.expressions import Equality
+from tidemill.shapes.where.types import EvaluationError, Type, Value, WhereError
 
-__all__ = ["EvaluationError", "Type", "Where", "WhereError", "compile_where"]
+__all__ = ["Equality", "EvaluationError", "Type", "Value", "Where", "WhereError", "compile_where"]

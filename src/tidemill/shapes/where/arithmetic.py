@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from decimal import ROUND_HALF_UP, Decimal
+from decimal import ROUND_HALF_UP, Decimal, Inexact, Overflow
 
 from tidemill.shapes.where.expressions import UNKNOWN, Expression, resolve, strict
 from tidemill.shapes.where.operators import no_operator, promote
 from tidemill.shapes.where.types import (
     INTEGERS,
     NUMBERS,
+    ROUNDING,
     WIDE,
     EvaluationError,
     Type,
     Value,
     WhereError,
     check_integer,
+    check_numeric,
     to_float4,
+    too_wide,
 )
 
 
@@ -52,7 +55,8 @@ def negate(operand: Expression, location: str) -> Expression:
     name = operand.type.name
     if name in INTEGERS:
         return Expression(Type(name), strict(lambda x: check_integer(name, -x), operand), constant=operand.constant)
-    return Expression(Type(name), strict(operator.neg, operand), constant=operand.constant)
+    flip: Callable[..., Value] = operator.neg if name.startswith("float") else Decimal.copy_negate  # neg would round
+    return Expression(Type(name), strict(flip, operand), constant=operand.constant)
 
 
 def _nonzero(divisor: Value) -> None:
@@ -77,10 +81,14 @@ def _float_divide(a: float, b: float) -> float:
 
 
 def _float_checked(function: Callable[[float, float], float], name: str) -> Callable[[float, float], float]:
+    scales = function in (operator.mul, _float_divide)
+
     def call(a: float, b: float) -> float:
         value = function(a, b)
         if math.isinf(value) and not math.isinf(a) and not math.isinf(b):
             raise EvaluationError("value out of range: overflow")
+        if value == 0 and scales and a != 0 and b != 0 and not math.isinf(b):
+            raise EvaluationError("value out of range: underflow")
         return to_float4(value) if name == "float4" else value
 
     return call
@@ -91,7 +99,7 @@ def _leading_group(value: Decimal) -> tuple[int, int]:
     if value == 0:
         return 0, 0
     weight = value.adjusted() // 4
-    return weight, int(abs(value).scaleb(-4 * weight, WIDE))
+    return weight, int(value.copy_abs().scaleb(-4 * weight, ROUNDING))
 
 
 def _numeric_divide(a: Decimal, b: Decimal) -> Decimal:
@@ -108,25 +116,29 @@ def _numeric_divide(a: Decimal, b: Decimal) -> Decimal:
     scale = max(16 - quotient_weight * 4, -int(a.as_tuple().exponent), -int(b.as_tuple().exponent), 0)
     scale = min(scale, 1000)
     exact_digits = max(a.adjusted() - b.adjusted(), 0) + scale + 5
-    context = WIDE.copy()
+    context = ROUNDING.copy()
     context.prec = exact_digits + 30
     quotient = context.divide(a, b)
-    return quotient.quantize(Decimal(1).scaleb(-scale), rounding=ROUND_HALF_UP, context=WIDE)
+    return check_numeric(quotient.quantize(Decimal(1).scaleb(-scale), rounding=ROUND_HALF_UP, context=context))
 
 
 def _numeric_modulo(a: Decimal, b: Decimal) -> Decimal:
     if a.is_nan() or b.is_nan() or a.is_infinite():
         return Decimal("nan")
     _nonzero(b)
+    if b.is_infinite():
+        return a
     return WIDE.remainder(a, b)
 
 
 def _decimal(function: Callable[[Decimal, Decimal], Decimal]) -> Callable[[Decimal, Decimal], Decimal]:
     def call(a: Decimal, b: Decimal) -> Decimal:
         if a.is_infinite() or b.is_infinite():
-            value = function(a, b) if not (a.is_nan() or b.is_nan()) else Decimal("nan")
-            return value
-        return function(a, b)
+            return function(a, b) if not (a.is_nan() or b.is_nan()) else Decimal("nan")
+        try:
+            return check_numeric(function(a, b))
+        except (Inexact, Overflow) as error:
+            raise too_wide() from error
 
     return call
 

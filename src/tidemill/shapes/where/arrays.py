@@ -7,9 +7,14 @@ from typing import Any
 
 from tidemill.shapes.where.types import EvaluationError
 
+ARRAY_CHARS = 100_000
+"""Read character by character: 20 ms."""
+
 
 def read_array(text: str, read: Callable[[str], Any]) -> list[Any]:
     """Parse array text; elements go through `read`, NULL becomes None. Raises EvaluationError."""
+    if len(text) > ARRAY_CHARS:
+        raise EvaluationError(f"an array of more than {ARRAY_CHARS} characters is not supported in a where clause")
     body = text.strip()
     if body.startswith("[") and "=" in body:
         body = body.split("=", 1)[1].strip()

@@ -11,7 +11,7 @@ from tidemill.shapes.where.types import (
     ALIASES,
     INTEGERS,
     READERS,
-    WIDE,
+    ROUNDING,
     EvaluationError,
     Type,
     Value,
@@ -19,6 +19,7 @@ from tidemill.shapes.where.types import (
     check_integer,
     reader,
     to_float4,
+    to_float8,
 )
 
 
@@ -71,7 +72,7 @@ def _to_text(expression: Expression, location: str) -> Expression:
 def _round_away(value: Decimal) -> int:
     if not value.is_finite():
         raise EvaluationError("cannot convert NaN or infinity to integer")
-    return int(value.quantize(Decimal(1), rounding=ROUND_HALF_UP, context=WIDE))
+    return int(value.quantize(Decimal(1), rounding=ROUND_HALF_UP, context=ROUNDING))
 
 
 def _round_even(value: float) -> int:
@@ -99,7 +100,7 @@ def _between(source: str, target: str) -> Callable[[Value], Value] | None:
         digits = {"float4": 6, "float8": 15}.get(source)
         return None if digits is None else lambda value: Decimal(f"{value:.{digits}g}")
     if target in ("float4", "float8") and (source in INTEGERS or source in ("numeric", "float4", "float8")):
-        return (lambda value: to_float4(float(value))) if target == "float4" else float
+        return (lambda value: to_float4(to_float8(value))) if target == "float4" else to_float8
     if target in ("timestamp", "timestamptz") and source in ("timestamp", "timestamptz"):
         return lambda value: value
     if target in ("timestamp", "timestamptz") and source == "date":

@@ -3,6 +3,11 @@
 `SELECT 1 WHERE <text>` is parsed by PostgreSQL's own parser; every node must be one of those handled
 below, anything else is refused with its name and place. Places are counted as PostgreSQL does, from the
 start of that statement, so `1 x 1` fails "At location 17".
+
+    W1  What reaches the database is printed from the tree that was checked here, node by node: operators, functions,
+        types and collations are looked up in tables, never passed on, and only PostgreSQL's own can be meant.
+    W2  Whatever evaluation raises, of whatever type, is an EvaluationError of this clause; what compiling raises is a
+        WhereError. Nothing else leaves this room.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tidemill.base.tasks import is_fault, sentence
 from tidemill.shapes.where import arithmetic, casts, operators, strings
 from tidemill.shapes.where.expressions import (
     BOOL,
@@ -20,15 +26,19 @@ from tidemill.shapes.where.expressions import (
     Row,
     column,
     constant,
+    either,
+    narrowest,
     resolve,
     strict,
     unknown,
 )
+from tidemill.shapes.where.printing import sql_of
 from tidemill.shapes.where.types import (
     ALIASES,
     INTEGER_DIGITS,
     INTEGERS,
     NUMBERS,
+    EvaluationError,
     Type,
     WhereError,
     read_numeric,
@@ -37,35 +47,63 @@ from tidemill.shapes.where.types import (
 PREFIX = "SELECT 1 WHERE "
 MAX_WHERE_BYTES = 64 << 10
 MAX_DEPTH = 200
+MAX_NODES = 10_000
+"""Compiling them takes a tenth of a second (off the event loop), evaluating them on one row a few milliseconds."""
 
 
 class Where:
     """A compiled filter.
 
-    sql       the clause as PostgreSQL prints it from the parse tree; safe to embed in a query
+    sql       the clause printed from the checked tree; safe to embed in a query
     params    values for the $n in `sql`
     columns   names of the columns it reads
+    equality  what a row must have to match, where the clause says so; see `Equality`
     """
 
     def __init__(self, sql: str, params: tuple[str, ...], columns: frozenset[str], expression: Expression) -> None:
+        self.equality = expression.equality
         self.sql = sql
         self.params = params
         self.columns = columns
         self._evaluate = expression.evaluate
 
     def evaluate(self, row: Row) -> bool | None:
-        """True, False or None (NULL). Raises EvaluationError as PostgreSQL would; KeyError on a partial row."""
-        value: bool | None = self._evaluate(row)
+        """True, False or None (NULL). Raises EvaluationError, as PostgreSQL would, and for any other fault (W2)."""
+        try:
+            value: bool | None = self._evaluate(row)
+        except EvaluationError:
+            raise
+        except BaseException as error:
+            raise _failure(error) from error
         return value
 
     def matches(self, row: Row) -> bool:
-        return self._evaluate(row) is True
+        return self.evaluate(row) is True
+
+
+def _failure(error: BaseException) -> BaseException:
+    return EvaluationError(sentence(error)) if is_fault(error) else error
 
 
 def compile_where(
     text: str, params: Sequence[str], columns: Mapping[str, Type], *, table: str = "", schema: str = ""
 ) -> Where:
     """Compile a where clause over `columns` (name → type). Raises WhereError with the exact reason."""
+    try:
+        return _compile(text, params, columns, schema, table)
+    except WhereError:
+        raise
+    except EvaluationError as error:  # a constant part of it fails whatever the row
+        raise WhereError(f"the clause can never be evaluated: {error}.") from error
+    except RecursionError as error:
+        raise WhereError("where clause is nested too deeply.") from error
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        raise WhereError(f"the clause cannot be compiled: error={sentence(error)}.") from error
+
+
+def _compile(text: str, params: Sequence[str], columns: Mapping[str, Type], schema: str, table: str) -> Where:
     import postgast
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
@@ -85,17 +123,13 @@ def compile_where(
     if _other_clauses(select) or not select.HasField("where_clause"):
         raise WhereError("a where clause must be one expression, without other clauses.")
     compiler = _Compiler(params, columns, schema, table)
-    try:
-        expression = resolve(compiler.visit(select.where_clause, 0), BOOL)
-    except RecursionError as error:
-        raise WhereError("where clause is nested too deeply.") from error
+    expression = resolve(compiler.visit(select.where_clause, 0), BOOL)
     if expression.type != BOOL:
         raise WhereError(f"argument of WHERE must be type boolean, not type {expression.type}")
     used = compiler.used_params
     if used != set(range(1, len(used) + 1)):
         raise WhereError("parameters must be numbered sequentially from $1.")
-    sql = postgast.deparse(parsed).removeprefix(PREFIX)
-    return Where(sql, tuple(params[: len(used)]), frozenset(compiler.used_columns), expression)
+    return Where(sql_of(select.where_clause), tuple(params[: len(used)]), frozenset(compiler.used_columns), expression)
 
 
 def _other_clauses(select: Any) -> bool:
@@ -117,9 +151,13 @@ class _Compiler:
         self._table = table
         self.used_params: set[int] = set()
         self.used_columns: set[str] = set()
+        self._nodes = 0
 
     def visit(self, node: Any, depth: int) -> Expression:
         kind = node.WhichOneof("node")
+        self._nodes += 1
+        if self._nodes > MAX_NODES:
+            raise WhereError(f"where clause is too long: limit_nodes={MAX_NODES}.")
         if depth > MAX_DEPTH:
             raise WhereError(f"where clause is nested too deeply: limit={MAX_DEPTH}.")
         method = getattr(self, f"_visit_{kind}", None)
@@ -176,8 +214,8 @@ class _Compiler:
         return casts.cast(self.visit(node.arg, depth), target, _at(node))
 
     def _visit_collate_clause(self, node: Any, depth: int) -> Expression:
-        name = _strings(node.collname)[-1]
-        if name not in ("C", "POSIX"):
+        *qualifier, name = _strings(node.collname)
+        if name not in ("C", "POSIX") or qualifier not in _OWN:
             raise WhereError(f'{_at(node)}collation "{name}" is not supported.', fix='Use COLLATE "C".')
         operand = resolve(self.visit(node.arg, depth), TEXT)
         if operand.type.array or operand.type.name not in ("text", "bpchar"):
@@ -189,9 +227,9 @@ class _Compiler:
         arguments = [self._boolean(self.visit(argument, depth), _at(node)) for argument in node.args]
         tests = [argument.evaluate for argument in arguments]
         if node.boolop == _enum("AND_EXPR"):
-            return Expression(BOOL, operators.all_true(tests))
+            return Expression(BOOL, operators.all_true(tests), equality=narrowest(arguments))
         if node.boolop == _enum("OR_EXPR"):
-            return Expression(BOOL, operators.any_true(tests))
+            return Expression(BOOL, operators.any_true(tests), equality=either(arguments))
         return Expression(BOOL, strict(lambda value: not value, arguments[0]))
 
     def _boolean(self, expression: Expression, location: str) -> Expression:
@@ -242,7 +280,7 @@ class _Compiler:
         name = names[-1]
         special = (node.agg_star, node.agg_distinct, node.func_variadic, node.agg_order, node.agg_within_group)
         plain = not any(special) and not node.HasField("over") and not node.HasField("agg_filter")
-        if names[:-1] not in ([], ["pg_catalog"]) or name not in ("lower", "upper") or not plain or len(node.args) != 1:
+        if names[:-1] not in _OWN or name not in ("lower", "upper") or not plain or len(node.args) != 1:
             raise WhereError(f"{_at(node)}function {'.'.join(names)} is not supported in a where clause.")
         operand = resolve(self.visit(node.args[0], depth), TEXT, _at(node))
         if operand.type.array or operand.type.name != "text":
@@ -258,8 +296,8 @@ class _Compiler:
         return Expression(Type(type_.name, True, type_.ordered), lambda row: [test(row) for test in tests])
 
     def _visit_a_expr(self, node: Any, depth: int) -> Expression:
-        name = _strings(node.name)[-1] if node.name else ""
         location = _at(node)
+        name = _operator(node, location)
         kind = node.kind
         if kind in (_enum("AEXPR_IN"), *_betweens()):
             return self._listed(node, name, location, depth)
@@ -296,7 +334,7 @@ class _Compiler:
             raise WhereError(f"{location}this list is not supported in a where clause.")
         items = [self.visit(item, depth) for item in node.rexpr.list.items]
         if node.kind == _enum("AEXPR_IN"):
-            result = Expression(BOOL, operators.member(left, items, location))
+            result = operators.member(left, items, location)
             return result if name == "=" else Expression(BOOL, strict(lambda value: not value, result))
         low, high = items
         kinds = _betweens()
@@ -320,9 +358,21 @@ def _at(node: Any) -> str:
     return f"At location {location}: " if isinstance(location, int) and location > 0 else ""
 
 
+def _operator(node: Any, location: str) -> str:
+    """The operator's name. One of another schema may do anything at all, and is refused (W1)."""
+    names = _strings(node.name)
+    if names and names[:-1] not in _OWN:
+        raise WhereError(f"{location}operator {'.'.join(names)} is not supported in a where clause.")
+    return names[-1] if names else ""
+
+
+_OWN: tuple[list[str], ...] = ([], ["pg_catalog"])
+"""Qualifiers that mean PostgreSQL's own: the snapshot query runs with nothing else in its search path."""
+
+
 def _type_of(node: Any) -> Type:
     names = _strings(node.names)
-    if node.typmods or node.setof or node.pct_type or names[:-1] not in ([], ["pg_catalog"]):
+    if node.typmods or node.setof or node.pct_type or names[:-1] not in _OWN:
         raise WhereError(f"cast to {'.'.join(names)} in this form is not supported in a where clause.")
     if len(node.array_bounds) > 1:
         raise WhereError("casts to arrays of several dimensions are not supported in a where clause.")

@@ -7,7 +7,7 @@ it one, and is then read once, when the filter is compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -21,12 +21,25 @@ BOOL = Type("bool")
 TEXT = Type("text")
 
 
+class Equality(msgspec.Struct, frozen=True):
+    """A condition without which the expression is never true: the column's value, read as `kind`, is one of `values`.
+
+    An index may offer a row only to filters that have its value here. The rest of the filter is still to be evaluated.
+    """
+
+    column: str
+    kind: str
+    read: Evaluate
+    values: frozenset[Value]
+
+
 class Expression(msgspec.Struct, frozen=True):
     """
     literal    text of an unresolved literal, for type unknown
     constant   evaluate does not depend on the row
     column     name, when this is a bare column reference
     collated   an explicit COLLATE "C"
+    equality   for conditions: what a row must have, if one column's values say so
     """
 
     type: Type
@@ -35,6 +48,22 @@ class Expression(msgspec.Struct, frozen=True):
     constant: bool = False
     column: str = ""
     collated: bool = False
+    equality: Equality | None = None
+
+
+def narrowest(parts: Sequence[Expression]) -> Equality | None:
+    """Of conditions that must all hold: the one with the fewest values."""
+    found = [part.equality for part in parts if part.equality is not None]
+    return min(found, key=lambda equality: len(equality.values)) if found else None
+
+
+def either(parts: Sequence[Expression]) -> Equality | None:
+    """Of conditions of which one must hold: their values together, where all are about one column."""
+    found = [part.equality for part in parts if part.equality is not None]
+    if not found or len(found) != len(parts) or len({(each.column, each.kind) for each in found}) != 1:
+        return None
+    values = frozenset[Value]().union(*(each.values for each in found))
+    return Equality(found[0].column, found[0].kind, found[0].read, values)
 
 
 def constant(type_: Type, value: Value) -> Expression:

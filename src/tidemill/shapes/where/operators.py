@@ -15,9 +15,12 @@ from tidemill.shapes.where.expressions import (
     BOOL,
     TEXT,
     UNKNOWN,
+    Equality,
     Evaluate,
     Expression,
     Row,
+    constant,
+    either,
     resolve,
     strict,
 )
@@ -29,6 +32,7 @@ from tidemill.shapes.where.types import (
     Type,
     Value,
     WhereError,
+    to_float8,
 )
 
 COMPARISONS: dict[str, Callable[[Value, Value], bool]] = {
@@ -78,7 +82,7 @@ def promote(left: Expression, right: Expression) -> tuple[Expression, Expression
     if a == b or (a in INTEGERS and b in INTEGERS):
         return left, right
     if "float4" in (a, b) or "float8" in (a, b):
-        return _convert(left, "float8", float), _convert(right, "float8", float)
+        return _convert(left, "float8", to_float8), _convert(right, "float8", to_float8)
     return _convert(left, "numeric", Decimal), _convert(right, "numeric", Decimal)
 
 
@@ -110,7 +114,19 @@ def _stripped(expression: Expression) -> Expression:
 
 def compare(name: str, left: Expression, right: Expression, location: str) -> Expression:
     left, right = unify(name, left, right, location)
-    return Expression(BOOL, strict(comparator(name, left, right, location), left, right))
+    test = strict(comparator(name, left, right, location), left, right)
+    return Expression(BOOL, test, equality=_equality(left, right) or _equality(right, left) if name == "=" else None)
+
+
+def _equality(left: Expression, right: Expression) -> Equality | None:
+    """For a bare column and a constant that are compared as one hashable kind."""
+    kind = left.type.name
+    if not left.column or not right.constant or not _hash_alike(kind, right.type.name):
+        return None
+    if left.type.array or right.type.array:
+        return None
+    value = right.evaluate({})
+    return Equality(left.column, kind, left.evaluate, frozenset() if value is None else frozenset((value,)))
 
 
 def comparator(name: str, left: Expression, right: Expression, location: str) -> Callable[[Value, Value], bool]:
@@ -171,6 +187,11 @@ def quantified(name: str, left: Expression, right: Expression, every: bool, loca
     unified_left, unified_right = unify(name, left, probe, location)
     test = comparator(name, unified_left, unified_right, location)
     lift = _lifter(right.type.element, unified_right.type)
+    kind = unified_left.type.name
+    if name == "=" and not every and right.constant and _hash_alike(kind, right.type.name):
+        values = right.evaluate({})
+        if values is not None:
+            return _lookup_any(unified_left, flatten(values))
     value_of, array_of = unified_left.evaluate, right.evaluate
     decisive = not every
 
@@ -195,13 +216,18 @@ def quantified(name: str, left: Expression, right: Expression, every: bool, loca
     return Expression(BOOL, evaluate)
 
 
+def _lookup_any(left: Expression, values: list[Value]) -> Expression:
+    """`left = ANY(constant array)`; an empty array is false also for NULL."""
+    return _lookup_expression(left, values) if values else constant(BOOL, False)
+
+
 def _lifter(source: Type, target: Type) -> Callable[[Value], Value]:
     if source.name == "bpchar":
         return lambda text: text.rstrip(" ")
     if source.name == target.name:
         return lambda value: value
     if target.name == "float8":
-        return float
+        return to_float8
     if target.name == "numeric":
         return Decimal
     return lambda days: days * DAY_US
@@ -239,7 +265,13 @@ def all_true(tests: list[Evaluate]) -> Evaluate:
     return evaluate
 
 
-HASHABLE = frozenset({"int2", "int4", "int8", "text", "uuid", "bool", "date", "timestamptz"})
+HASHABLE = frozenset({"int2", "int4", "int8", "text", "enum", "uuid", "bool", "date", "timestamp", "timestamptz"})
+"""Kinds whose values are equal exactly where Python's are, and hash so. Not numbers with NaN, nor padded text."""
+
+
+def _hash_alike(kind: str, other: str) -> bool:
+    """Whether values of the two kinds have one representation, with equal hashes where they are equal."""
+    return kind in HASHABLE and (kind == other or (kind in INTEGERS and other in INTEGERS))
 
 
 def _lookup(value_of: Evaluate, values: list[Value]) -> Evaluate:
@@ -257,12 +289,19 @@ def _lookup(value_of: Evaluate, values: list[Value]) -> Evaluate:
     return evaluate
 
 
-def member(left: Expression, items: list[Expression], location: str) -> Evaluate:
+def _lookup_expression(left: Expression, values: list[Value]) -> Expression:
+    known = frozenset(value for value in values if value is not None)
+    equality = Equality(left.column, left.type.name, left.evaluate, known) if left.column else None
+    return Expression(BOOL, _lookup(left.evaluate, values), equality=equality)
+
+
+def member(left: Expression, items: list[Expression], location: str) -> Expression:
     """IN over expressions. Constants of a hashable kind become one set lookup."""
     if left.type == UNKNOWN and items and all(item.type == UNKNOWN for item in items):
         left = resolve(left, TEXT, location)
     pairs = [unify("=", left, item, location) for item in items]
     kinds = {pair[0].type.name for pair in pairs} | {pair[1].type.name for pair in pairs}
     if len(kinds) == 1 and kinds <= HASHABLE and all(right.constant for _, right in pairs):
-        return _lookup(pairs[0][0].evaluate, [right.evaluate({}) for _, right in pairs])
-    return any_true([strict(comparator("=", a, b, location), a, b) for a, b in pairs])
+        return _lookup_expression(pairs[0][0], [right.evaluate({}) for _, right in pairs])
+    parts = [compare("=", a, b, location) for a, b in pairs]
+    return Expression(BOOL, any_true([part.evaluate for part in parts]), equality=either(parts))

@@ -19,23 +19,87 @@ def concat(left: Expression, right: Expression, location: str) -> Expression:
     return Expression(Type("text", ordered=ordered), strict(operator.add, left, right))
 
 
-@lru_cache(maxsize=1024)
-def like_pattern(pattern: str) -> re.Pattern[str]:
-    """A LIKE pattern (escape character backslash) as a regular expression. Raises EvaluationError.
+class LikePattern:
+    """A LIKE pattern (escape character backslash), ready to match texts.
 
     What lies between two % may as well match at its first place, for all that follows could only have less room. So
-    those pieces are atomic, and never tried again: else a pattern of a few % takes years on a row of a hundred bytes.
+    those pieces are searched one after the other and never tried again: else a pattern of a few % takes years on a
+    row of a hundred bytes. Pieces without _ are searched in linear time. Raises EvaluationError.
     """
-    first, *rest = _pieces(pattern)
-    if not rest:
-        return re.compile(first, re.DOTALL)
-    *middle, last = rest
-    return re.compile(first + "".join(f"(?>.*?{piece})" for piece in middle) + ".*" + last, re.DOTALL)
+
+    def __init__(self, pattern: str) -> None:
+        first, *rest = [_Piece(piece) for piece in _pieces(pattern)]
+        self._first = first
+        self._rest = rest
+
+    def matches(self, text: str) -> bool:
+        """Raises EvaluationError when pattern and text together are too long to be compared in a moment."""
+        first, rest = self._first, self._rest
+        if not rest:
+            return len(text) == first.length and first.at(text, 0)
+        *middle, last = rest
+        if not first.at(text, 0):
+            return False
+        place, end = first.length, len(text) - last.length
+        for piece in middle:
+            place = piece.search(text, place, end)
+            if place < 0:
+                return False
+        return place <= end and last.at(text, end)
 
 
-def _pieces(pattern: str) -> list[str]:
-    """What lies before, between and behind the %, as regular expressions of fixed length."""
-    pieces = [""]
+class _Piece:
+    """Literal text with _ as wildcard (None)."""
+
+    def __init__(self, chars: list[str | None]) -> None:
+        self.length = len(chars)
+        literal = "".join(char for char in chars if char is not None)
+        self._literal = literal if len(literal) == len(chars) else None
+        if self._literal is None:
+            escaped = ("." if char is None else re.escape(char) for char in chars)
+            self._pattern = re.compile("".join(escaped), re.DOTALL)
+
+    def at(self, text: str, place: int) -> bool:
+        if self._literal is not None:
+            return text.startswith(self._literal, place)
+        return self._pattern.match(text, place) is not None
+
+    def search(self, text: str, start: int, end: int) -> int:
+        """Where its first place between `start` and `end` ends; -1 = none."""
+        if self._literal is not None:
+            found = text.find(self._literal, start, max(start, end))
+            return -1 if found < 0 else found + self.length
+        if (end - start) * self.length > LIKE_STEPS:
+            raise EvaluationError(f"LIKE with _ is too dear on this row: text={len(text)} piece={self.length}")
+        match = self._pattern.search(text, start, max(start, end))
+        return -1 if match is None else match.end()
+
+
+LIKE_STEPS = 1_000_000
+"""Places times length of a piece with wildcards: 20 ms at worst."""
+
+CACHED_PATTERN = 1_000
+"""Of patterns that come from rows, longer ones are made anew each time, so that those of many rows do not stay."""
+
+ROW_PATTERN = 10_000
+"""Of patterns that come from rows, longer ones are refused: making one takes milliseconds."""
+
+
+@lru_cache(maxsize=1024)
+def _cached(pattern: str) -> LikePattern:
+    return LikePattern(pattern)
+
+
+def like_pattern(pattern: str) -> LikePattern:
+    """Raises EvaluationError."""
+    if len(pattern) > ROW_PATTERN:
+        raise EvaluationError(f"a LIKE pattern of more than {ROW_PATTERN} characters is not supported on rows")
+    return _cached(pattern) if len(pattern) <= CACHED_PATTERN else LikePattern(pattern)
+
+
+def _pieces(pattern: str) -> list[list[str | None]]:
+    """What lies before, between and behind the %."""
+    pieces: list[list[str | None]] = [[]]
     at = 0
     while at < len(pattern):
         char = pattern[at]
@@ -43,11 +107,11 @@ def _pieces(pattern: str) -> list[str]:
             at += 1
             if at >= len(pattern):
                 raise EvaluationError("LIKE pattern must not end with escape character")
-            pieces[-1] += re.escape(pattern[at])
+            pieces[-1].append(pattern[at])
         elif char == "%":
-            pieces.append("")
+            pieces.append([])
         else:
-            pieces[-1] += "." if char == "_" else re.escape(char)
+            pieces[-1].append(None if char == "_" else char)
         at += 1
     return pieces
 
@@ -60,10 +124,18 @@ def like(name: str, left: Expression, right: Expression, location: str) -> Expre
             raise no_operator(name, left.type, right.type, location)
     wanted = not name.startswith("!")
     fold = name.endswith("*")
+    known = right.evaluate({}) if right.constant else None
+    if known is not None:
+        fixed = LikePattern(known.lower() if fold else known)
+
+        def match_fixed(text: str) -> bool:
+            return fixed.matches(text.lower() if fold else text) is wanted
+
+        return Expression(BOOL, strict(match_fixed, left))
 
     def match(text: str, pattern: str) -> bool:
         if fold:
             text, pattern = text.lower(), pattern.lower()
-        return (like_pattern(pattern).fullmatch(text) is not None) is wanted
+        return like_pattern(pattern).matches(text) is wanted
 
     return Expression(BOOL, strict(match, left, right))

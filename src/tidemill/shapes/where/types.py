@@ -17,10 +17,11 @@ Text is what sessions of `SESSION_SETTINGS` print (ISO dates, UTC). What is not 
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Callable
-from decimal import Context, Decimal, InvalidOperation
+from decimal import Context, Decimal, Inexact, InvalidOperation, Overflow
 from typing import Any
 
 import msgspec
@@ -34,8 +35,15 @@ NUMBERS = {"int2": 0, "int4": 1, "int8": 2, "numeric": 3, "float4": 4, "float8":
 TEXTS = frozenset({"text", "bpchar", "enum"})
 MOMENTS = {"date": 0, "timestamp": 1, "timestamptz": 2}
 
-WIDE = Context(prec=20_000, Emax=999_999, Emin=-999_999, traps=[InvalidOperation])
-"""Wide enough for exact +, -, * and % on any numeric a filter meets."""
+NUMERIC_DIGITS = 16_000
+"""Numbers with more digits, on either side of the point, are refused: PostgreSQL goes further (131,072 and 16,383), but
+one operation on such numbers must not cost the loop more than a few milliseconds."""
+
+WIDE = Context(prec=70_000, Emax=999_999, Emin=-999_999, traps=[InvalidOperation, Inexact, Overflow])
+"""+, -, * and % are exact on numbers of NUMERIC_DIGITS, or raise; a result is held to the same size again."""
+
+ROUNDING = Context(prec=70_000, Emax=999_999, Emin=-999_999, traps=[InvalidOperation, Overflow])
+"""For what rounds on purpose: quotients, casts."""
 
 
 class WhereError(Invalid):
@@ -84,6 +92,7 @@ _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
 _INT = re.compile(r"[ \t\n\r\f\v]*[+-]?\d+[ \t\n\r\f\v]*\Z")
 _NUMERIC = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\Z")
+_NONZERO = re.compile(r"[+-]?[0.]*[1-9]")
 _DATE = re.compile(r"(\d{4,7})-(\d{1,2})-(\d{1,2})( BC)?\Z")
 _TIME = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2})(?:\.(\d{1,6}))?)?\Z")
 _MOMENT = re.compile(
@@ -145,7 +154,22 @@ def read_numeric(text: str) -> Decimal:
         return Decimal(special)
     if not _NUMERIC.match(word):
         raise _fail("numeric", text)
-    return Decimal(word)
+    if len(word) > 2 * NUMERIC_DIGITS:
+        raise too_wide()
+    try:
+        return check_numeric(Decimal(word))
+    except InvalidOperation as error:  # an exponent beyond any
+        raise too_wide() from error
+
+
+def too_wide() -> EvaluationError:
+    return EvaluationError(f"a number of more than {NUMERIC_DIGITS} digits is not supported in a where clause")
+
+
+def check_numeric(value: Decimal) -> Decimal:
+    if value and value.is_finite() and not -NUMERIC_DIGITS <= value.adjusted() <= NUMERIC_DIGITS:
+        raise too_wide()
+    return value
 
 
 def read_float8(text: str) -> float:
@@ -155,14 +179,30 @@ def read_float8(text: str) -> float:
         return float(special)
     if not _NUMERIC.match(word):
         raise _fail("float8", text)
-    return float(word)
+    value = float(word)
+    if math.isinf(value) or (value == 0 and _NONZERO.match(word)):
+        raise EvaluationError(f'"{text}" is out of range for type double precision')
+    return value
+
+
+def to_float8(value: int | Decimal | float) -> float:
+    """Raises EvaluationError where a finite number has no double."""
+    result = float(value)  # of a Decimal beyond any double it is infinite without a word
+    if math.isinf(result) and value != result:
+        raise EvaluationError("value out of range: overflow")
+    if result == 0 and value != 0:
+        raise EvaluationError("value out of range: underflow")
+    return result
 
 
 def to_float4(value: float) -> float:
     try:
-        return float(struct.unpack("f", struct.pack("f", value))[0])
+        result = float(struct.unpack("f", struct.pack("f", value))[0])
     except OverflowError as error:
         raise EvaluationError("value out of range: overflow") from error
+    if result == 0 and value != 0:
+        raise EvaluationError("value out of range: underflow")
+    return result
 
 
 def read_float4(text: str) -> float:

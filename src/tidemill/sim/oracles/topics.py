@@ -1,9 +1,9 @@
 """What a topic must look like after any run: checked on the durable log, read without faults.
 
-contiguous      offsets of a partition are 0, 1, 2, … without gap or repeat
+contiguous      offsets of a partition are those from its log's start on, without gap or repeat
 acknowledged    every acknowledged record stands at the offset it was acknowledged with
-once            a record of an idempotent producer stands in the log at most once
-in order        records of an idempotent producer stand in the order they were sent
+once            a record of an idempotent producer, or of one connection, stands in the log at most once
+in order        records of an idempotent producer, or of one connection, stand in the order they were sent
 stable          whatever a consumer was ever given stands in the log, at that offset
 """
 
@@ -17,17 +17,23 @@ Place = tuple[int, int]
 """(partition, offset)"""
 
 
-def check_log(partition: int, found: Sequence[tuple[int, bytes]]) -> None:
+Log = Mapping[int, bytes]
+"""offset → record, of what retention left"""
+
+
+def check_log(partition: int, found: Sequence[tuple[int, bytes]], start: int = 0) -> None:
     offsets = [offset for offset, _ in found]
-    if offsets != list(range(len(offsets))):
+    if offsets != list(range(start, start + len(offsets))):
         raise Violated(f"offsets are not contiguous: partition={partition} offsets={offsets}")
 
 
-def check_acknowledged(logs: Mapping[int, Sequence[tuple[int, bytes]]], acknowledged: Mapping[bytes, Place]) -> None:
+def check_acknowledged(
+    logs: Mapping[int, Log], acknowledged: Mapping[bytes, Place], starts: Mapping[int, int] | None = None
+) -> None:
+    """`starts`: where each log begins; what is below was taken by retention."""
     for value, (partition, offset) in acknowledged.items():
-        log = logs[partition]
-        standing = log[offset][1] if offset < len(log) else None
-        if standing != value:
+        standing = logs[partition].get(offset)
+        if standing != value and offset >= (starts or {}).get(partition, 0):
             raise Violated(
                 f"an acknowledged record is lost: record={value!r} partition={partition} offset={offset} "
                 f"found={standing!r}"
@@ -39,15 +45,14 @@ def check_producer(producer: str, sent: Sequence[bytes], log: Sequence[tuple[int
     position = {value: index for index, value in enumerate(sent)}
     standing = [position[value] for _, value in log if value in position]
     if len(set(standing)) != len(standing):
-        raise Violated(f"a record of an idempotent producer stands twice: producer={producer} order={standing}")
+        raise Violated(f"a record stands twice: producer={producer} order={standing}")
     if standing != sorted(standing):
         raise Violated(f"records of a producer are out of order: producer={producer} order={standing}")
 
 
-def check_stable(seen: Mapping[Place, bytes], logs: Mapping[int, Sequence[tuple[int, bytes]]]) -> None:
+def check_stable(seen: Mapping[Place, bytes], logs: Mapping[int, Log], starts: Mapping[int, int] | None = None) -> None:
     for (partition, offset), value in seen.items():
-        log = logs[partition]
-        if offset >= len(log) or log[offset][1] != value:
+        if offset >= (starts or {}).get(partition, 0) and logs[partition].get(offset) != value:
             raise Violated(
                 f"a consumer was given what did not last: partition={partition} offset={offset} record={value!r}"
             )

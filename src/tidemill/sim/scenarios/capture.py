@@ -47,7 +47,7 @@ class Server:
                     ordinal += 1
                 begins, commits = index == 0, index == count - 1
                 last = changes[-1].position
-                fragments.append(Fragment(lsn, lsn, lsn + 1, 0, begins, commits, tuple(changes), last))
+                fragments.append(Fragment(lsn, lsn, 0, begins, commits, tuple(changes), last))
             self.transactions.append(fragments)
         self.last_lsn = lsn
 
@@ -131,7 +131,7 @@ class Process:
         self._world = world
         self._server = server
         self._storages = storages
-        self._tasks = Tasks()
+        self._tasks = Tasks(self._failed)
         consumers = {name: Consumer(storage, fault) for name, storage in storages.items()}
         self._status = Status(server.confirmed, recompute_at_commit=fault != "early-keepalive")
         self._collector = Collector(
@@ -142,6 +142,9 @@ class Process:
             queue_changes=world.source.choice((2, 20_000)),
             tracker=FlushTracker(),
         )
+
+    def _failed(self, name: str, error: BaseException) -> None:
+        self._world.loop.call_exception_handler({"message": f"{name} failed: {error}", "exception": error})
 
     def start(self) -> None:
         self._tasks.spawn(self._collector.run(), name="collector")

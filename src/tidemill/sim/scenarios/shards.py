@@ -1,10 +1,11 @@
-"""Writers, readers and a compactor on one real shard.
+"""Writers, readers, and a keeper that merges, collects and sweeps, on one real shard.
 
 Faults: every store fault; every actor dies at any step and starts again from the stores; several writers
 race for every upper. A writer that hears Unknown repeats the append with its token until it knows.
 Oracle: replaying the log, acknowledged appends stand once and refused ones never, bounds contiguous;
 contents at every time ever read equal the sequential model and never change; a listener sees every update
-once; compaction changes nothing readable; after healing every writer is done.
+once; compaction changes nothing readable; what was chosen under a live hold is there until it ends, whatever
+was collected and swept meanwhile; after healing every writer is done and every object named is there.
 Replay: python -m tidemill.sim --room shards --seed K --trace
 """
 
@@ -19,23 +20,30 @@ import msgspec
 import pyarrow as pa
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Conflict, Invalid, Unavailable, Unknown
+from tidemill.base.errors import Conflict, Invalid, Missing, Unavailable, Unknown
 from tidemill.consensus import staterecords
-from tidemill.shards import machine, reading
+from tidemill.keeper.collection import collect
+from tidemill.keeper.grounds import Grounds, Retention
+from tidemill.keeper.jobs import Budget
+from tidemill.keeper.orphans import Orphans
+from tidemill.shards import apply as apply_rules
+from tidemill.shards import compaction, machine, reading
 from tidemill.shards.apply import Rejected, apply
 from tidemill.shards.codec import decode_command
 from tidemill.shards.commands import Append
 from tidemill.shards.compaction import compact_once
-from tidemill.shards.front import DIFF, TIME, Column, Part, ShardSchema
+from tidemill.shards.consolidate import contents
+from tidemill.shards.front import DIFF, TIME, Column, HistoryLost, Part, ShardSchema
 from tidemill.shards.handle import LogShard
 from tidemill.shards.open import open_shard
 from tidemill.shards.parts import decode_part
-from tidemill.shards.state import ShardState, check_whole
+from tidemill.shards.state import Garbage, ShardState, check_whole
 from tidemill.sim.world import Actor, Crew, Down, Violated, World, swapped
 
 SCHEMA = ShardSchema((Column("k", "string"), Column("v", "string")), ("k",))
 NAME = "t"
-OWNER = "compactor"
+OWNER = "keeper"
+HOLD_MS = 10**9
 
 Row = tuple[str, str]
 Update = tuple[str, str, int, int]
@@ -75,11 +83,12 @@ class Shared:
 class Node:
     """One process with a handle on the shard."""
 
-    def __init__(self, actor: Actor[Any], shard: LogShard, rand: Rand, objects: Any) -> None:
+    def __init__(self, actor: Actor[Any], shard: LogShard, rand: Rand, objects: Any, consensus: Any) -> None:
         self.actor = actor
         self.shard = shard
         self.rand = rand
         self.objects = objects
+        self.consensus = consensus
 
 
 async def write(shared: Shared, node: Node) -> None:
@@ -142,6 +151,11 @@ def _settle(shared: Shared, name: str, attempt: Attempt) -> None:
     shared.rows[name] += [update for update in attempt.updates if update[3] > 0]
 
 
+def _deaf(state: ShardState, before_ms: int, now_ms: int) -> tuple[Garbage, ...]:
+    """Plants collect-held: everything that was replaced goes."""
+    return state.garbage
+
+
 def _table(updates: Iterable[Update]) -> pa.Table:
     listed = list(updates)
     return pa.table(
@@ -172,6 +186,41 @@ async def read(shared: Shared, node: Node) -> None:
             continue
 
 
+async def read_long(shared: Shared, node: Node) -> None:
+    """Chooses under a hold and reads much later: the objects must still be there."""
+    source = shared.world.source
+    while True:
+        await asyncio.sleep(source.uniform(0, 0.4))
+        shared.numbers += 1
+        reader = f"long-{shared.numbers}"
+        try:
+            since, upper = await node.shard.frontiers()
+            if upper <= since:
+                continue
+            as_of = source.randrange(since, upper)
+            if shared.fault == "choose-before-hold":
+                chosen = await node.shard.batches_until(as_of)
+                await asyncio.sleep(source.uniform(0, 1.0))
+                await node.shard.hold(reader, as_of, HOLD_MS)
+            else:
+                await node.shard.hold(reader, as_of, HOLD_MS)
+                chosen = await node.shard.batches_until(as_of)
+        except (Unavailable, Unknown, Invalid):
+            continue
+        while True:
+            await asyncio.sleep(source.uniform(0, 0.8))
+            try:
+                updates = await node.shard.reader.read_batches(chosen, 0, as_of + 1)
+                shared.reads.append((as_of, _rows(contents(SCHEMA, updates))))
+                if source.random() < 0.7:
+                    await node.shard.release(reader)  # the others lapse some time
+                break
+            except Missing as error:
+                raise Violated(f"an object went under a hold: as_of={as_of} {error.message}") from error
+            except (Unavailable, Unknown):
+                continue
+
+
 async def listen(shared: Shared, node: Node) -> None:
     """From where the last life of this listener durably was; progress and rows are kept in one step."""
     while True:
@@ -182,13 +231,17 @@ async def listen(shared: Shared, node: Node) -> None:
                 columns = [delta.rows.column(name).to_pylist() for name in ("k", "v", TIME, DIFF)]
                 shared.heard.update(zip(*columns, strict=True))
                 shared.frontier = delta.upper
-        except (Unavailable, Unknown):
+        except (Unavailable, Unknown, HistoryLost):
+            # Without a hold what it chose may be collected; since stays behind it, so it may choose again.
             await asyncio.sleep(0.05)
 
 
-async def compact(shared: Shared, node: Node) -> None:
-    """Merge runs, and let history go up to where the listener is."""
+async def keep_up(shared: Shared, node: Node) -> None:
+    """Let history go up to where the listener is, merge runs, collect what was replaced, sweep orphans."""
     source, epoch = shared.world.source, node.actor.life.number
+    metastore: Any = None  # there is no other shard, and no restore
+    retention = Retention(orphans_after_s=source.choice((0.1, 1.0)))
+    orphans = Orphans(Grounds(node.consensus, node.objects, metastore, node.actor.clock, node.rand, retention))
     while True:
         await asyncio.sleep(source.uniform(0, 0.3))
         try:
@@ -196,6 +249,12 @@ async def compact(shared: Shared, node: Node) -> None:
                 since = source.randrange(shared.frontier)
                 await node.shard.downgrade_since(OWNER, epoch, min(since, shared.frontier - 1))
             await compact_once(node.shard, node.objects, node.rand)
+            if source.random() < 0.7:
+                await collect(
+                    node.shard, node.objects, node.actor.clock, after_ms=source.choice((-1, 100)), persisted=1 << 60
+                )
+            if source.random() < 0.2:
+                await orphans.run(Budget(node.actor.clock, epoch))
         except (Unavailable, Unknown, Conflict):
             continue
 
@@ -230,7 +289,10 @@ async def run(world: World, fault: str = "") -> None:
 
     with (
         swapped(machine, "ROLLUP_AFTER_RECORDS", world.source.choice((5, 512))),
+        swapped(compaction, "FAN_IN", world.source.choice((2, 4, 8))),
+        swapped(compaction, "SMALLEST_CLASS_BYTES", world.source.choice((1 << 10, 64 << 10))),
         swapped(reading, "decode_part", decode_once),
+        swapped(apply_rules, "collectable", _deaf if fault == "collect-held" else apply_rules.collectable),
     ):
         await play(world, shared)
         await check(shared)
@@ -244,10 +306,11 @@ async def play(world: World, shared: Shared) -> None:
         shard = await open_shard(
             consensus, objects, actor.clock, rand, NAME, SCHEMA, writer=str(actor.life).replace("#", ".")
         )
-        return Node(actor, shard, rand, objects)
+        return Node(actor, shard, rand, objects, consensus)
 
     writers = [Actor(world, f"writer-{i}", build) for i in range(source.randint(1, 3))]
-    reader, listener, compactor = (Actor(world, name, build) for name in ("reader", "listener", "compactor"))
+    names = ("reader", "long-reader", "listener", "keeper")
+    reader, long_reader, listener, keeper = (Actor(world, name, build) for name in names)
     for writer in writers:
         shared.remaining[writer.name] = source.randint(2, 6)
         shared.rows[writer.name] = []
@@ -256,10 +319,11 @@ async def play(world: World, shared: Shared) -> None:
         writing = [crew.spawn(keep(shared, writer, write, stop)) for writer in writers]
         others = [
             crew.spawn(keep(shared, reader, read, stop)),
+            crew.spawn(keep(shared, long_reader, read_long, stop)),
             crew.spawn(keep(shared, listener, listen, stop)),
         ]
         if source.random() < 0.7:
-            others.append(crew.spawn(keep(shared, compactor, compact, stop)))
+            others.append(crew.spawn(keep(shared, keeper, keep_up, stop)))
         for _ in range(source.choice((0, 1, 3))):
             await asyncio.sleep(source.uniform(0, 0.8))
             victim = source.choice(world.actors)
@@ -291,6 +355,9 @@ async def check(shared: Shared) -> None:
             model += attempt.updates
     state = shard.state
     check_whole(state)
+    for key in {part.object_key for batch in state.batches for part in batch.parts if part.object_key}:
+        if await shared.world.objects.head(key) is None:
+            raise Violated(f"an object of the shard is gone: object={key}")
 
     def at(as_of: int) -> Counter[Row]:
         out: Counter[Row] = Counter()

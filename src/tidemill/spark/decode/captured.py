@@ -1,23 +1,31 @@
-"""Topics written by capture → commands. These records are our own: one that cannot be read is Corrupt.
+"""Topics written by capture → commands, dead letters, and the place where the table must stop.
 
 key      JSON object of the key columns
 value    JSON object of all columns; numbers and booleans as such, else PostgreSQL's text; null = deletion
 headers  tm.op = "truncate": every live key of the table is gone at this place
+
+A value that its column cannot hold (NaN in numeric(6,2), a timestamp past the year 294246) makes the row a dead
+letter, and its key absent: an old value never stays as if it were current. The next good value of the key heals it.
+A record with other columns than the table is no matter of one row: the table stops before its time, at a `Stop`.
+So it does before a batch that cannot be read, for nobody knows which keys were in it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 
-from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.tasks import is_fault, sentence
 from tidemill.shards.front import Column, ShardSchema
 from tidemill.shards.pgtypes import parse_column
 from tidemill.shards.schema import arrow_type
 from tidemill.spark.decode.build import command_table
+from tidemill.spark.decode.fields import columns_of_rows, row_decoder
+from tidemill.spark.decode.letters import Letter, letter_table
 from tidemill.spark.decode.records import Records
 from tidemill.spark.upsert.commands import Commands, Truncate
 
@@ -34,92 +42,156 @@ _NATIVE: dict[str, Any] = {
 }
 
 
+class Stop(msgspec.Struct, frozen=True, order=True):
+    """The table cannot be brought to `time_ms` or beyond; `reason` says what is there, and where."""
+
+    time_ms: int
+    partition: int
+    offset: int
+    reason: str
+    fix: str
+
+
+class Captured(msgspec.Struct, frozen=True):
+    commands: Commands
+    dead: pa.Table
+    stop: Stop | None = None
+
+
 class CapturedDecoder:
-    """Of one table. Columns that a record lacks are null; columns that the schema lacks are ignored."""
+    """Of one table."""
 
-    def __init__(self, schema: ShardSchema) -> None:
+    def __init__(self, schema: ShardSchema, table: str = "") -> None:
         self.schema = schema
+        self.table = table
         self._key_columns = [c for c in schema.columns if c.name in schema.key]
-        self._value = _decoder("Value", schema.columns)
-        self._key = _decoder("Key", self._key_columns)
+        self._names = {c.name for c in schema.columns}
+        self._value = row_decoder(schema.columns, _NATIVE, str | None, exact=True)
+        self._key = row_decoder(self._key_columns, _NATIVE, str | None)
 
-    def decode(self, records: Records) -> Commands:
-        """All records as commands and truncations."""
+    def decode(self, records: Records) -> Captured:
+        """The records before the stop, if there is one; else all."""
+        stop = min((self._unread(letter) for letter in records.unread), default=None)
         live_at: list[int] = []
         rows: list[Any] = []
         absent_at: list[int] = []
         keys: list[Any] = []
         truncates: list[Truncate] = []
+        dead: list[tuple[int, str]] = []
         for at, value in enumerate(records.values):
-            if value is not None:
-                live_at.append(at)
-                rows.append(self._read(self._value, value, records, at))
-            elif records.headers[at] and dict(records.headers[at]).get(OP_HEADER) == TRUNCATE:
-                truncates.append(Truncate(int(records.times[at]), records.partition, int(records.offsets[at])))
-            elif records.keys[at] is not None:
-                absent_at.append(at)
-                keys.append(self._read(self._key, records.keys[at], records, at))
-            else:
-                raise Corrupt(f"record has neither key nor value: {_place(records, at)}.")
+            try:
+                if value is not None:
+                    rows.append(self._value.decode(value))
+                    live_at.append(at)
+                elif records.headers[at] and dict(records.headers[at]).get(OP_HEADER) == TRUNCATE:
+                    truncates.append(Truncate(int(records.times[at]), records.partition, int(records.offsets[at])))
+                else:
+                    keys.append(self._key_of(records.keys[at]))
+                    absent_at.append(at)
+            except BaseException as error:
+                if not is_fault(error):
+                    raise
+                difference = self._difference(value)
+                if difference:
+                    found = self._differs(records, at, difference)
+                    stop = found if stop is None else min(stop, found)
+                    break  # in offset order, so in time order: what follows is beyond it
+                dead.append((at, sentence(error)))
+        live, kept, bad = columns_of_rows(self.schema.columns, rows, _array)
+        dead += [(live_at[at], reason) for at, reason in bad]
+        live_at = [live_at[at] for at in kept] if bad else live_at
+        # What a poisoned row was before is not what it is: its key is absent until a good value comes.
+        for at, _ in dead:
+            if records.values[at] is not None:
+                try:
+                    keys.append(self._key_of(records.keys[at]))
+                    absent_at.append(at)
+                except BaseException as error:
+                    if not is_fault(error):
+                        raise
+        absent, kept, bad = columns_of_rows(self._key_columns, keys, _array)
+        named = {at for at, _ in dead}
+        dead += [(absent_at[at], reason) for at, reason in bad if absent_at[at] not in named]
+        absent_at = [absent_at[at] for at in kept] if bad else absent_at
         table = command_table(
             self.schema,
-            _held(self.schema.columns, rows, records),
+            live,
             np.array(live_at, dtype=np.int64),
-            _held(self._key_columns, keys, records),
+            absent,
             np.array(absent_at, dtype=np.int64),
             records.offsets,
             records.times,
             records.partition,
         )
-        return Commands(table, tuple(truncates))
+        letters = letter_table([self._letter(records, at, reason) for at, reason in dead])
+        return Captured(Commands(table, tuple(truncates)), letters, stop)
 
-    @staticmethod
-    def _read(decoder: msgspec.json.Decoder[Any], data: bytes | None, records: Records, at: int) -> Any:
+    def _key_of(self, key: bytes | None) -> Any:
+        if key is None:
+            raise ValueError("record has neither key nor value")
+        return self._key.decode(key)
+
+    def _difference(self, value: bytes | None) -> str:
+        """How the columns of a record differ from the table's; "" when they do not, or when it is no JSON object."""
+        if value is None:
+            return ""
         try:
-            return decoder.decode(data or b"")
-        except msgspec.MsgspecError as error:
-            raise Corrupt(f"captured record is unreadable: {_place(records, at)} ({error}).") from error
+            found = msgspec.json.decode(value, type=dict[str, msgspec.Raw]).keys()
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            return ""
+        out = [f"+{name}" for name in found if name not in self._names]
+        out += [f"-{name}" for name in sorted(self._names - found)]
+        return " ".join(out)
+
+    def _differs(self, records: Records, at: int, difference: str) -> Stop:
+        place = f"topic={records.topic} partition={records.partition} offset={int(records.offsets[at])}"
+        return Stop(
+            int(records.times[at]),
+            records.partition,
+            int(records.offsets[at]),
+            f"the source has other columns than the table: table={self.table} difference=[{difference}] {place}.",
+            _start_over(self.table),
+        )
+
+    def _unread(self, letter: Letter) -> Stop:
+        return Stop(
+            letter.time_ms,
+            letter.partition,
+            letter.offset,
+            f"records of a captured table cannot be read: table={self.table} topic={letter.topic}"
+            f" partition={letter.partition} offsets={letter.offset}..{letter.last_offset} {letter.reason}.",
+            _start_over(self.table),
+        )
+
+    def _letter(self, records: Records, at: int, reason: str) -> Letter:
+        value, key = records.values[at], records.keys[at]
+        offset = int(records.offsets[at])
+        place = f"table={self.table} {reason}" if self.table else reason
+        return Letter(
+            records.topic,
+            records.partition,
+            offset,
+            offset,
+            int(records.times[at]),
+            place,
+            value if value is not None else key,
+            self.table,
+            (key or b"").decode("utf-8", "replace"),
+        )
 
 
-def _place(records: Records, at: int) -> str:
-    return f"topic={records.topic} partition={records.partition} offset={int(records.offsets[at])}"
+def _start_over(table: str) -> str:
+    return f"Run `tidemill capture recopy {table}`, or `tidemill shard drop` for a shard of another make."
 
 
-def _decoder(name: str, columns: list[Column] | tuple[Column, ...]) -> msgspec.json.Decoder[Any]:
-    """Into a struct with fields c0, c1, …: a column's name need not be a Python name."""
-    fields = [(f"c{i}", _NATIVE.get(c.type, str | None), None) for i, c in enumerate(columns)]
-    names = {f"c{i}": c.name for i, c in enumerate(columns)}
-    return msgspec.json.Decoder(msgspec.defstruct(name, fields, rename=names, gc=False))
-
-
-def _held(columns: list[Column] | tuple[Column, ...], rows: list[Any], records: Records) -> dict[str, pa.Array]:
-    """As columns of the table. What PostgreSQL has and the table cannot hold is the data's fault, not the pipeline's:
-    Corrupt, for Invalid would say that its configuration is wrong, and end everything beside it."""
-    try:
-        return _arrays(columns, rows)
-    except Invalid as error:
-        first, last = int(records.offsets[0]), int(records.offsets[-1])
-        raise Corrupt(
-            f"the table cannot hold a captured value: topic={records.topic} partition={records.partition}"
-            f" offsets={first}..{last} {error.message}",
-            fix="Correct the value and start the capture over; numeric without precision holds any.",
-        ) from error
-
-
-def _arrays(columns: list[Column] | tuple[Column, ...], rows: list[Any]) -> dict[str, pa.Array]:
-    out = {}
-    for i, column in enumerate(columns):
-        field = f"c{i}"
-        values = [getattr(row, field) for row in rows]
-        if column.type not in _NATIVE:
-            out[column.name] = parse_column(values, column)
-            continue
-        if any(type(v) is str for v in values):  # NaN, Infinity, an oid: text where JSON has no number
-            values = [None if v is None else _text(v) for v in values]
-            out[column.name] = parse_column(values, column)
-        else:
-            out[column.name] = pa.array(values, arrow_type(column.type))
-    return out
+def _array(values: Sequence[Any], column: Column) -> pa.Array:
+    if column.type not in _NATIVE:
+        return parse_column(values, column)
+    if any(type(v) is str for v in values):  # NaN, Infinity, an oid: text where JSON has no number
+        return parse_column([None if v is None else _text(v) for v in values], column)
+    return pa.array(values, arrow_type(column.type))
 
 
 def _text(value: object) -> str:

@@ -118,6 +118,11 @@ class Mirror:
         """True only when nothing is live."""
         return not self.runs
 
+    @property
+    def held_bytes(self) -> int:
+        """Of the runs that are in memory; the others are mapped files."""
+        return sum(run.rows.nbytes + run.hashes.nbytes for run in list(self.runs) if run.path is None)
+
     def __len__(self) -> int:
         """Rows in all runs: at least the number of live keys."""
         return sum(len(run) for run in self.runs)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import islice
+from operator import lt
+
 import crc32c
 import msgspec
 
@@ -9,7 +12,9 @@ from tidemill.objects.store import Buffer
 from tidemill.topics.batch.codecs import decompress
 from tidemill.topics.batch.header import APPEND_TIME, CRC_START, HEADER_BYTES, BatchHeader, parse_header
 from tidemill.topics.batch.records import Headers, Record
-from tidemill.topics.front import CorruptBatch
+from tidemill.topics.front import BadBatch, BatchRef, CorruptBatch
+
+_INT64 = 2**63
 
 
 class Columns(msgspec.Struct, frozen=True):
@@ -27,30 +32,49 @@ class DecodedBatch(msgspec.Struct, frozen=True):
     records: list[Record]
 
 
-def decode_batch(buffer: Buffer, *, check_crc: bool = True) -> DecodedBatch:
-    """Header and records, offsets absolute. Raises CorruptBatch."""
-    header, columns = decode_columns(buffer, check_crc=check_crc)
+def decode_batch(buffer: Buffer, *, check_crc: bool = True, ref: BatchRef | None = None) -> DecodedBatch:
+    """Header and records, offsets absolute. Raises BadBatch."""
+    header, columns = decode_columns(buffer, check_crc=check_crc, ref=ref)
     rows = zip(columns.keys, columns.values, columns.headers, columns.timestamps_ms, columns.offsets, strict=True)
     return DecodedBatch(header, [Record(*row) for row in rows])
 
 
-def decode_columns(buffer: Buffer, *, check_crc: bool = True) -> tuple[BatchHeader, Columns]:
-    """Header and records as columns, offsets absolute. Raises CorruptBatch.
+def decode_columns(
+    buffer: Buffer, *, check_crc: bool = True, ref: BatchRef | None = None
+) -> tuple[BatchHeader, Columns]:
+    """Header and records as columns, offsets absolute and strictly ascending. Raises BadBatch and nothing else.
 
+    `ref`, where the reader has one: the offsets that the partition's log gave this batch. The bytes must agree, and an
+    error names that range however damaged they are.
     With append time set, every timestamp is the batch's max timestamp, as Kafka's clients read it.
     """
-    header = parse_header(buffer)
+    first, last = (ref.base_offset, ref.base_offset + ref.record_count - 1) if ref is not None else (-1, -1)
+    try:
+        header = parse_header(buffer)
+        if ref is None:
+            first, last = header.base_offset, header.base_offset + max(header.last_offset_delta, 0)
+        return header, _decode(buffer, header, first, last, check_crc=check_crc)
+    except Exception as error:
+        reason = error.message.rstrip(".") if isinstance(error, CorruptBatch) else f"{type(error).__name__}: {error}"
+    # Whatever the bytes are, the harm is these offsets. Raised here, so that it holds no frame with what was decoded.
+    raise BadBatch(reason, base_offset=first, last_offset=last)
+
+
+def _decode(buffer: Buffer, header: BatchHeader, first: int, last: int, *, check_crc: bool) -> Columns:
     if header.magic != 2 or not HEADER_BYTES <= header.size_bytes <= len(buffer):
         raise CorruptBatch(f"not a record batch v2: magic={header.magic} batch_bytes={header.size_bytes}.")
+    if (header.base_offset, header.base_offset + header.last_offset_delta) != (first, last):
+        raise CorruptBatch(f"other offsets: header={header.base_offset}+{header.last_offset_delta}.")
     view = memoryview(buffer)[: header.size_bytes]
     if check_crc and crc32c.crc32c(view[CRC_START:]) != header.crc:
-        raise CorruptBatch(f"record batch checksum mismatch: base_offset={header.base_offset}.")
-    data = decompress(header.codec, view[HEADER_BYTES:])
-    try:
-        columns = _columns(data, header)
-    except (IndexError, UnicodeDecodeError) as error:
-        raise CorruptBatch(f"malformed record: base_offset={header.base_offset} cause={error}.") from error
-    return header, columns
+        raise CorruptBatch("record batch checksum mismatch.")
+    columns = _columns(bytes(decompress(header.codec, view[HEADER_BYTES:])), header)
+    offsets, timestamps = columns.offsets, columns.timestamps_ms
+    if offsets and (offsets[0] < first or offsets[-1] > last or not all(map(lt, offsets, islice(offsets, 1, None)))):
+        raise CorruptBatch(f"offsets of records do not ascend within the batch: first={offsets[0]} last={offsets[-1]}.")
+    if timestamps and not (min(timestamps) >= -_INT64 and max(timestamps) < _INT64):
+        raise CorruptBatch("a timestamp has more than 64 bits.")
+    return columns
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
@@ -131,5 +155,5 @@ def _headers(data: bytes, at: int) -> tuple[Headers, int]:
         if name is None:
             raise IndexError("a header without a name")
         content, at = _field(data, at)
-        headers.append((name.decode(), content))
+        headers.append((name.decode(errors="replace"), content))
     return tuple(headers), at

@@ -22,7 +22,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-import crc32c
 import msgspec
 
 from tidemill.objects.store import Buffer
@@ -88,41 +87,8 @@ def parse_header(buffer: Buffer, at: int = 0) -> BatchHeader:
     return BatchHeader(offset, length + LENGTH_FIELD_END, *rest)
 
 
-def check_batch(buffer: Buffer) -> BatchHeader:
-    """The header of the one batch that `buffer` holds, checked as Kafka's log validator does on produce.
-
-    Raises CorruptBatch: wrong magic, size or CRC; more than one batch; counts that disagree; a control or
-    transactional batch; append time set by the producer; a producer id without epoch or sequence.
-    """
-    header = parse_header(buffer)
-    if header.magic != 2:
-        raise CorruptBatch(
-            f"unsupported record format: magic={header.magic}.", fix="Use message format v2 (Kafka ≥ 0.11)."
-        )
-    if header.size_bytes != len(buffer):
-        raise CorruptBatch(f"not exactly one record batch: batch_bytes={header.size_bytes} sent_bytes={len(buffer)}.")
-    if crc32c.crc32c(memoryview(buffer)[CRC_START:]) != header.crc:
-        raise CorruptBatch(f"record batch checksum mismatch: stated={header.crc:#010x}.", fix="Send the batch again.")
-    count = header.record_count
-    if count < 1 or header.last_offset_delta + 1 != count:
-        raise CorruptBatch(f"record counts disagree: records={count} last_offset_delta={header.last_offset_delta}.")
-    attributes = header.attributes
-    if attributes & CODEC_MASK > LAST_CODEC:
-        raise CorruptBatch(f"unknown compression codec: codec={attributes & CODEC_MASK}.")
-    if attributes & (APPEND_TIME | TRANSACTIONAL | CONTROL):
-        raise CorruptBatch(
-            f"append-time, transactional and control batches are not accepted: attributes={attributes:#06x}.",
-            fix="Produce without a transactional id.",
-        )
-    if header.producer_id >= 0:
-        if header.producer_epoch < 0 or header.base_sequence < 0:
-            raise CorruptBatch(
-                f"a producer id needs epoch and sequence: producer_id={header.producer_id} "
-                f"epoch={header.producer_epoch} sequence={header.base_sequence}."
-            )
-    elif header.producer_id != -1:
-        raise CorruptBatch(f"negative producer id: producer_id={header.producer_id}.")
-    return header
+def base_offset_at(buffer: Buffer, at: int) -> int:
+    return int(_BASE_OFFSET.unpack_from(buffer, at)[0])
 
 
 def patch(buffer: bytearray | memoryview, at: int, base_offset: int, leader_epoch: int = -1) -> None:

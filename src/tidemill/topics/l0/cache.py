@@ -1,7 +1,8 @@
 """Recent L0 objects in memory, shared by all fetches of the process; oldest out first, by a byte budget.
 
-The buffers are the very ones that were uploaded, with offsets patched in place once they are known; what
-a fetch hands out are views into them. An evicted buffer lives on until the last view of it is gone.
+The buffers are the very ones that were uploaded, with offsets patched in place once they are known, at the latest when
+they are fetched; what a fetch hands out are views into them. An
+evicted buffer lives on until the last view of it is gone.
 """
 
 from __future__ import annotations

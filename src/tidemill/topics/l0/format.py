@@ -7,7 +7,9 @@ footer    'TML0' | version uint8 = 1 | region count uint32
 tail      footer size uint32, its crc included
 little end first. Readers use the placeholders' byte ranges; the footer serves repair and garbage collection.
 
-key       l0/<epoch, 20 digits>/<node>-<nonce>    listing order is epoch order
+key       l0/<epoch, 20 digits>/<writer>-<number, 12 digits>    listing order is epoch order
+            writer = <node>-<8 hex digits>, one process's writer; it numbers its objects from 0 in the order in which
+            they are closed
 """
 
 from __future__ import annotations
@@ -33,8 +35,17 @@ class Region(msgspec.Struct, frozen=True):
     length: int
 
 
-def object_key(epoch: int, node: str, nonce: str) -> str:
-    return f"l0/{epoch:020d}/{node}-{nonce}"
+PREFIX = "l0/"
+
+
+def object_key(epoch: int, writer: str, number: int) -> str:
+    return f"{PREFIX}{epoch:020d}/{writer}-{number:012d}"
+
+
+def writer_of(key: str) -> tuple[str, int]:
+    """(writer, number) of an object; a key of another form is that of a writer that nobody knows."""
+    writer, _, number = key.removeprefix(PREFIX).partition("/")[2].rpartition("-")
+    return (writer, int(number)) if len(number) == 12 and number.isdigit() else (key, 0)
 
 
 def encode_footer(regions: Sequence[Region]) -> bytes:

@@ -16,20 +16,24 @@ that several are spread evenly over it. `settings.linger_s` replaces the idle ru
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
+import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, TidemillError, Unavailable
-from tidemill.base.tasks import Tasks
+from tidemill.base.tasks import Tasks, cancelled_from_outside, is_fault, sentence
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.topics.l0.cache import ObjectCache
-from tidemill.topics.l0.format import Region, encode_footer, object_key
+from tidemill.topics.l0.format import Region, encode_footer, object_key, writer_of
 from tidemill.topics.settings import TopicSettings
 
 _SMOOTHING = 0.2
+
+_log = structlog.get_logger()
 
 
 class Staged(Protocol):
@@ -68,20 +72,23 @@ class L0Writer:
         rand: Rand,
         settings: TopicSettings,
     ) -> None:
+        self.name = f"{node}-{rand.nonce()[:8]}"
+        """Of this very writer, in the keys of its objects."""
         self._objects = objects
         self._cache = cache
-        self._node = node
         self._epoch = epoch
         self._clock = clock
-        self._rand = rand
         self._settings = settings
-        self._tasks = Tasks()
+        self._tasks = Tasks(self._upload_broke)
         self._pending: list[Staged] = []
         self._pending_bytes = 0
         self._uploads: dict[str, Upload] = {}
+        self._next_number = 0
         self._uploading_bytes = 0
         self._typical_upload_s = 0.0
         self._last_start_s = 0.0
+        self._telling: deque[tuple[Staged, int]] = deque()
+        """Members of an ended upload that have not heard of it yet: empty but within one plain call."""
         self._flush_due: asyncio.Handle | None = None
         self._flush_now = False
         self._closed = False
@@ -89,6 +96,11 @@ class L0Writer:
     @property
     def staged_bytes(self) -> int:
         return self._pending_bytes + self._uploading_bytes
+
+    @property
+    def first_open(self) -> int:
+        """Number of the oldest object whose upload has not ended, or of the next one: every earlier one has ended."""
+        return min((writer_of(key)[1] for key in self._uploads), default=self._next_number)
 
     def oldest_upload(self) -> Upload | None:
         return next(iter(self._uploads.values()), None)
@@ -187,7 +199,8 @@ class L0Writer:
             regions.append(Region(topic_id, partition, begin, at - begin))
         parts.append(encode_footer(regions))
         data = bytearray().join(parts)
-        key = object_key(self._epoch(), self._node, self._rand.nonce())
+        key = object_key(self._epoch(), self.name, self._next_number)
+        self._next_number += 1
         upload = Upload(key, self._clock.now_ms(), data, [(item, places[id(item)]) for item in items])
         self._uploads[key] = upload
         self._uploading_bytes += len(data)
@@ -202,20 +215,34 @@ class L0Writer:
         except TidemillError as failure:
             # A Conflict too: an attempt of ours may stand there, but its durability was never acknowledged.
             error = Unavailable(f"the upload of an L0 object failed: key={upload.key} cause={failure}", fix="Retry.")
-        except Exception as bug:
-            # L1 holds also when we are wrong; the task group reports the bug.
-            self._ended(upload, Unavailable(f"the upload of an L0 object broke: key={upload.key} cause={bug!r}."))
-            raise
+        except BaseException as fault:
+            if cancelled_from_outside() or not (is_fault(fault) or isinstance(fault, asyncio.CancelledError)):
+                raise
+            # L1 holds whatever a library raises.
+            _log.error("the upload of an L0 object broke", key=upload.key, error=sentence(fault), exc_info=fault)
+            error = Unavailable(f"the upload of an L0 object broke: key={upload.key} cause={fault!r}.", fix="Retry.")
         took_s = self._clock.monotonic_s() - begun_s
         self._typical_upload_s += _SMOOTHING * (took_s - self._typical_upload_s)
         self._ended(upload, error)
+
+    def _upload_broke(self, name: str, fault: BaseException) -> None:
+        """Telling the members went wrong: those that were not told yet hear of a failure (L1)."""
+        _log.error("an L0 upload's members were not all told", task=name, error=sentence(fault), exc_info=fault)
+        error = Unavailable(f"the upload of an L0 object broke: cause={fault!r}.", fix="Retry.")
+        members, self._telling = self._telling, deque()
+        for item, _ in members:
+            if not item.abandoned:
+                item.upload_failed(error)
+        self._schedule()
 
     def _ended(self, upload: Upload, error: TidemillError | None) -> None:
         del self._uploads[upload.key]
         self._uploading_bytes -= len(upload.data)
         if error is None:
             self._cache.add(upload.key, upload.data)
-        for item, first_byte in upload.members:
+        self._telling = deque(upload.members)
+        while self._telling:
+            item, first_byte = self._telling.popleft()
             if item.abandoned:
                 continue
             if error is None:

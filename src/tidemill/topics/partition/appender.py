@@ -13,12 +13,14 @@ FENCE_TRIES = 8
 
 
 class SteppedDown(Exception):
-    """This leader must stop. `certain`: the append that ended it did not happen and never will."""
+    """This leader must stop. `certain`: the append that ended it did not happen and never will. `fault`: what went
+    wrong; None when another leader is simply there."""
 
-    def __init__(self, reason: str, *, certain: bool) -> None:
+    def __init__(self, reason: str, *, certain: bool, fault: BaseException | None = None) -> None:
         super().__init__(reason)
         self.reason = reason
         self.certain = certain
+        self.fault = fault
 
 
 class Appender:
@@ -77,7 +79,8 @@ class Appender:
             if doubtful and await self._landed(position, nonce):
                 return
             if self._clock.monotonic_s() >= give_up_s:
-                raise SteppedDown(f"the log does not answer: log={self._log}.", certain=not doubtful)
+                silent = Unavailable(f"the log does not answer: log={self._log}.")
+                raise SteppedDown(silent.message, certain=not doubtful, fault=silent)
             await self._pause()
 
     async def confirm(self, position: int) -> None:
@@ -85,7 +88,7 @@ class Appender:
         try:
             head = await self._consensus.log_head(self._log)
         except TidemillError as error:
-            raise SteppedDown(error.message, certain=True) from error
+            raise SteppedDown(error.message, certain=True, fault=error) from error
         if head.term != self.term or head.next != position:
             raise SteppedDown(
                 f"another leader took over: log={self._log} term={self.term} newer={head.term}.", certain=True

@@ -6,9 +6,9 @@ from typing import assert_never
 
 import msgspec
 
-from tidemill.topics.partition.commands import Command, PlaceBatches, Rollup
+from tidemill.topics.partition.commands import Advance, Command, PlaceBatches, Rollup
 from tidemill.topics.partition.idempotence import Producer, judge, remember
-from tidemill.topics.partition.state import PRODUCERS_LIMIT, PartitionState
+from tidemill.topics.partition.state import PRODUCERS_LIMIT, PartitionState, Settled
 
 
 class Rejected(msgspec.Struct, frozen=True):
@@ -30,6 +30,8 @@ def apply(state: PartitionState, command: Command, position: int, term: int) -> 
         case Rollup():
             state.rollup_key, state.rollup_position = command.object_key, position
             outcome = None
+        case Advance():
+            outcome = _advance(state, command, position)
         case _:
             assert_never(command)
     state.applied = position + 1
@@ -60,6 +62,16 @@ def _place(state: PartitionState, command: PlaceBatches, term: int) -> Rejected 
         state.producers[producer_id] = producer
     while len(state.producers) > PRODUCERS_LIMIT:
         del state.producers[next(iter(state.producers))]
+    return None
+
+
+def _advance(state: PartitionState, command: Advance, position: int) -> Rejected | None:
+    if command.log_start > state.high_watermark:
+        return Rejected(f"the log cannot start there: log_start={command.log_start} end={state.high_watermark}")
+    state.last_at_ms = max(state.last_at_ms, command.at_ms)
+    state.settled = Settled(position, command.writer, command.below)
+    if command.log_start > state.log_start:
+        state.start_at(command.log_start)
     return None
 
 

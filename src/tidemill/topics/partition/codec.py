@@ -3,7 +3,8 @@
 log record     msgpack array [tag, fields…]
                  1  at_ms, [object key…], [[object index, first byte, size, base offset, record count,
                     producer id, producer epoch, base sequence, max timestamp]…]
-                 2  object key, size
+                 2  object key, size, [commands that the object does not hold yet…]
+                 3  at_ms, log start, writer, below
 rollup object  'TMPR' | version uint8 = 1 | msgpack map | crc32c uint32 of everything before it, little end first
                  columns are little-endian int64/uint32 arrays as binary
 """
@@ -19,7 +20,7 @@ import msgspec
 from tidemill.base.errors import Corrupt
 from tidemill.topics.partition.commands import Command
 from tidemill.topics.partition.idempotence import PRODUCER_EXPIRY_MS, Producer
-from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.state import PartitionState, Settled, running_maximum
 
 MAGIC = b"TMPR\x01"
 
@@ -40,6 +41,7 @@ class _Snapshot(msgspec.Struct, frozen=True):
     first_bytes: bytes
     sizes: bytes
     max_timestamps: bytes
+    settled: Settled = Settled()
 
 
 def encode_command(command: Command) -> bytes:
@@ -69,7 +71,12 @@ def encode_state(state: PartitionState) -> bytes:
         state.terms,
         live,
         state.object_keys,
-        *(_column(c) for c in (state.bases, state.objects, state.first_bytes, state.sizes, state.max_timestamps)),
+        _column(state.bases),
+        _column(state.objects),
+        _column(state.first_bytes),
+        _column(state.sizes),
+        _column(state.max_timestamps),
+        state.settled,
     )
     body = MAGIC + _encoder.encode(snapshot)
     return body + int(crc32c.crc32c(body)).to_bytes(4, "little")
@@ -86,6 +93,7 @@ def decode_state(data: bytes, object_key: str) -> PartitionState:
     state.log_start = snapshot.log_start
     state.high_watermark = snapshot.high_watermark
     state.last_at_ms = snapshot.last_at_ms
+    state.settled = snapshot.settled
     state.terms = list(snapshot.terms)
     state.producers = dict(snapshot.producers)
     state.object_keys = list(snapshot.object_keys)
@@ -95,10 +103,7 @@ def decode_state(data: bytes, object_key: str) -> PartitionState:
         column.frombytes(raw)
         if sys.byteorder == "big":
             column.byteswap()
-    highest = -(2**63)
-    for timestamp in state.max_timestamps:
-        highest = max(highest, timestamp)
-        state.highest_timestamps.append(highest)
+    state.highest_timestamps = running_maximum(state.max_timestamps)
     return state
 
 

@@ -27,11 +27,23 @@ class PlaceBatches(msgspec.Struct, frozen=True, array_like=True, tag=1):
     placeholders: tuple[Placeholder, ...]
 
 
+class Advance(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """The log starts at `log_start` (never back), and what `writer` numbered below `below` is decided: its batches for
+    this partition are in the log before this record, or never will be."""
+
+    at_ms: int
+    log_start: int
+    writer: str
+    below: int
+
+
 class Rollup(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The whole state as of this record's position lies in an object; records before it may be forgotten."""
+    """The whole state as of this record's position: in an object, and the commands that were placed, in this record's
+    term, while that was written. Records before this one may be forgotten."""
 
     object_key: str
     size_bytes: int
+    tail: tuple[PlaceBatches | Advance, ...] = ()
 
 
-Command = PlaceBatches | Rollup
+Command = PlaceBatches | Rollup | Advance

@@ -11,40 +11,39 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import msgspec
 import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Corrupt, TidemillError, Unavailable, Unknown
-from tidemill.base.tasks import Tasks
+from tidemill.base.limits import KAFKA_REQUEST_BYTES
+from tidemill.base.tasks import Tasks, cancelled_from_outside, is_fault, sentence
 from tidemill.consensus.api import Consensus
 from tidemill.objects.store import Buffer, ObjectStore
-from tidemill.topics.batch.header import check_batch, patch
-from tidemill.topics.front import (
-    NotLeader,
-    ProduceResult,
-)
+from tidemill.topics.batch.check import check_header
+from tidemill.topics.batch.header import patch
+from tidemill.topics.checking import Checker
+from tidemill.topics.front import BatchTooLarge, CorruptBatch, NotLeader, ProduceResult
+from tidemill.topics.l0.format import writer_of
 from tidemill.topics.l0.writer import L0Writer
 from tidemill.topics.partition.appender import Appender, SteppedDown
 from tidemill.topics.partition.apply import apply
 from tidemill.topics.partition.codec import encode_command
-from tidemill.topics.partition.commands import Command
+from tidemill.topics.partition.commands import Advance, Command, Rollup
 from tidemill.topics.partition.holes import Holes
 from tidemill.topics.partition.idempotence import Refusal
 from tidemill.topics.partition.outcomes import duplicate, poisoned, refused
 from tidemill.topics.partition.pending import Pending, fail_future
 from tidemill.topics.partition.plan import Plan, plan_group
 from tidemill.topics.partition.replay import catch_up, partition_log
-from tidemill.topics.partition.rollup import forget_before, write_rollup
+from tidemill.topics.partition.rolling import RollUps
 from tidemill.topics.partition.state import PartitionState
-from tidemill.topics.queue import ProducerQueue
+from tidemill.topics.queue import Line, ProducerQueue
 from tidemill.topics.settings import TopicSettings
 
 _log = structlog.get_logger()
-
-ROLLUP_RETRY_RECORDS = 256
 
 
 class Surroundings(msgspec.Struct, frozen=True):
@@ -53,10 +52,13 @@ class Surroundings(msgspec.Struct, frozen=True):
     consensus: Consensus
     objects: ObjectStore
     writer: L0Writer
+    checker: Checker
     clock: Clock
     rand: Rand
     settings: TopicSettings
     tasks: Tasks
+    moved: Callable[[str, int], None] = lambda *_: None
+    """(topic id, partition): its high watermark moved, or it was opened here. A plain call."""
 
 
 class LedPartition:
@@ -74,14 +76,18 @@ class LedPartition:
         self.partition = partition
         self.state = PartitionState()
         self.closed_error: TidemillError | None = None
+        self.fault: BaseException | None = None
+        """What made it close, when that was no change of leadership: the unit failed, and is opened anew."""
         self.is_open = False
         self.reserved_records = 0
+        self.batch_bytes_max = KAFKA_REQUEST_BYTES
+        """The topic's max.message.bytes."""
         self._around = around
         self._holes = holes
         self._on_closed = on_closed
         self._log_name = partition_log(topic_id, partition)
         self._appender = Appender(around.consensus, self._log_name, around.clock, around.rand, around.settings)
-        self._places = ProducerQueue(around.settings.anonymous_in_flight)
+        self._places = ProducerQueue()
         self._live: dict[Pending, None] = {}
         """Every batch without a result, in reservation order."""
         self._by_identity: dict[tuple[int, int, int, int], Pending] = {}
@@ -89,32 +95,48 @@ class LedPartition:
         """Batches whose turn has come, in the order of the log to be."""
         self._plan: Plan | None = None
         self._committing = False
-        self._rollup_from = 0
+        self._start_at = 0
+        """Where retention lets the log start."""
+        self._advance_due = False
+        self._placed_s: float | None = None
+        """When the first batch was placed of which no Advance tells yet."""
+        self._rollups = RollUps(
+            around.consensus,
+            around.objects,
+            around.rand,
+            around.tasks,
+            (self._log_name, topic_id, partition),
+            around.settings.rollup_records,
+            self._commit_soon,
+        )
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._watchers: set[asyncio.Future[None]] = set()
 
     # opening and closing --------------------------------------------------------------------------
     async def open(self) -> None:
-        """Fence, replay, serve what was reserved meanwhile. On failure the partition closes itself; never raises it."""
+        """Fence, replay, serve what was reserved meanwhile. On any failure the partition closes itself."""
         try:
             await self._appender.fence()
             state, head = await catch_up(self._around.consensus, self._around.objects, self._log_name, PartitionState())
             if head.term != self._appender.term:
                 self.close(NotLeader(f"another node took over: log={self._log_name} term={head.term}."))
-        except TidemillError as error:
-            if isinstance(error, Corrupt):
-                _log.error("a partition cannot be read", log=self._log_name, cause=str(error))
-            self.close(Unavailable(f"a partition did not open: log={self._log_name} cause={error}", fix="Retry."))
-        except BaseException as stop:
-            self.close(NotLeader(f"a partition did not open: log={self._log_name} cause={stop!r}"))
-            raise
+        except BaseException as error:
+            if cancelled_from_outside() or not (is_fault(error) or isinstance(error, asyncio.CancelledError)):
+                self.close(NotLeader(f"a partition did not open: log={self._log_name} cause={error!r}"))
+                raise
+            _log.error("a partition did not open", log=self._log_name, error=sentence(error))
+            self.fault = error
+            cause = sentence(error)
+            self.close(Unavailable(f"a partition did not open: log={self._log_name} cause={cause}", fix="Retry."))
         if self.closed_error is not None:
             return
         self.state = state
         self.is_open = True
         self._opened.set_result(None)
+        self._around.moved(self.topic_id, self.partition)
         for pending in list(self._live):
-            self._stage(pending)
+            if pending.checked:
+                self._stage(pending)
 
     async def opened(self) -> None:
         """Wait until it is open. Raises what it closed with."""
@@ -140,18 +162,19 @@ class LedPartition:
         self._on_closed(self, error)
 
     # produce: plain calls -------------------------------------------------------------------------
-    def produce_nowait(self, buffer: Buffer) -> asyncio.Future[ProduceResult]:
-        """See front.TopicLog. The place in line is taken before this returns."""
+    def produce_nowait(self, buffer: Buffer, sender: Hashable = None) -> asyncio.Future[ProduceResult]:
+        """See front.TopicLog. The place in line is taken before this returns, whatever the check takes."""
         future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
         try:
-            header = check_batch(buffer)
+            header = check_header(buffer)
         except TidemillError as error:
             fail_future(future, error)
             return future
         if self.closed_error is not None:
             fail_future(future, self.closed_error)
             return future
-        pending = Pending(self, header, buffer, future)
+        line = header.producer_id if header.producer_id >= 0 else self._line_of(sender)
+        pending = Pending(self, header, buffer, future, line)
         if header.producer_id >= 0:
             twin = self._by_identity.setdefault(pending.identity, pending)
             if twin is not pending:
@@ -160,20 +183,42 @@ class LedPartition:
         self._live[pending] = None
         self.reserved_records += header.record_count
         if not self._around.settings.reserve_after_upload:
-            pending.ticket = self._places.reserve(header.producer_id)
-        if self.is_open:
-            self._stage(pending)
+            pending.ticket = self._places.reserve(line)
+        try:
+            self._around.checker.check(header, buffer, sender, lambda outcome: self._batch_checked(pending, outcome))
+        except TidemillError as error:
+            self.batch_failed(pending, error)
         return future
 
-    def _stage(self, pending: Pending) -> None:
-        if pending.header.producer_id < 0 and pending.ticket is not None:
-            # No order: the turn is leave to go under way, so it comes before the upload.
-            self._places.redeem(pending.ticket, lambda _: self._send(pending))
-        else:
-            self._send(pending)
+    def _line_of(self, sender: Hashable) -> Line:
+        return object() if self._around.settings.unordered_without_id else ("sender", sender)
 
-    def _send(self, pending: Pending) -> None:
+    def _batch_checked(self, pending: Pending, outcome: int | TidemillError) -> None:
         if pending.abandoned:
+            return
+        if isinstance(outcome, CorruptBatch):
+            self._refuse(pending, outcome)
+        elif isinstance(outcome, TidemillError):
+            self.batch_failed(pending, outcome)
+        else:
+            pending.checked, pending.max_timestamp_ms = True, outcome
+            if self.is_open:
+                self._stage(pending)
+
+    def _refuse(self, pending: Pending, error: CorruptBatch) -> None:
+        """Never to be stored, whoever sends it again: it leaves the line, and its successors are judged without it."""
+        self._end(pending)
+        pending.fail(error)
+        self._release(pending)
+
+    def _stage(self, pending: Pending) -> None:
+        if pending.abandoned:
+            return
+        if pending.size_bytes > self.batch_bytes_max:
+            self._refuse(
+                pending,
+                BatchTooLarge(f"larger than the topic takes: bytes={pending.size_bytes} limit={self.batch_bytes_max}."),
+            )
             return
         try:
             self._around.writer.stage(pending)
@@ -181,11 +226,8 @@ class LedPartition:
             self.batch_failed(pending, error)
 
     def batch_uploaded(self, pending: Pending) -> None:
-        if pending.header.producer_id < 0:
-            self._take_turn(pending)
-            return
         if pending.ticket is None:
-            pending.ticket = self._places.reserve(pending.header.producer_id)
+            pending.ticket = self._places.reserve(pending.line)
         self._places.redeem(pending.ticket, lambda _: self._take_turn(pending))
 
     def _take_turn(self, pending: Pending) -> None:
@@ -197,9 +239,39 @@ class LedPartition:
         self._turned.append(pending)
         if pending.ticket is not None:
             self._places.place(pending.ticket)
-        if not self._committing:
+        self._commit_soon()
+
+    def _commit_soon(self) -> None:
+        if not self._committing and self.closed_error is None:
             self._committing = True
             self._around.tasks.spawn(self._commit(), name=f"commit {self._log_name}")
+
+    # retention: plain calls -------------------------------------------------------------------------
+    def start_at(self, log_start: int) -> None:
+        """Let the log start there, if it does not start later: a record of its own, in line with the batches."""
+        if self.is_open and log_start > self.state.log_start:
+            self._start_at = max(self._start_at, log_start)
+            self._advance_due = True
+            self._commit_soon()
+
+    def settle(self, after_s: float) -> None:
+        """Say in the log what is decided, if something was placed `after_s` ago and nothing was said since. A
+        partition without records writes nothing."""
+        now_s = self._around.clock.monotonic_s()
+        if self.is_open and self._placed_s is not None and now_s - self._placed_s >= after_s:
+            self._advance_due = True
+            self._commit_soon()
+
+    async def _advance(self) -> None:
+        """Raises SteppedDown."""
+        around, state = self._around, self.state
+        waiting = [writer_of(pending.object_key)[1] for pending in self._live if pending.object_key]
+        # Read before the append: what is closed meanwhile has a number of its own.
+        below = min([*waiting, around.writer.first_open])
+        self._advance_due, self._placed_s = False, None
+        at_ms = max(around.clock.now_ms(), state.last_at_ms)
+        log_start = min(max(self._start_at, state.log_start), state.high_watermark)
+        await self._propose(Advance(at_ms, log_start, around.writer.name, below))
 
     def batch_failed(self, pending: Pending, error: TidemillError) -> None:
         """It is not in the log, or may not be (Unknown): its producer must send it again before anything later."""
@@ -221,19 +293,29 @@ class LedPartition:
 
     # commit ---------------------------------------------------------------------------------------
     async def _commit(self) -> None:
+        """Until nothing is left to append. Whatever ends it ends this leadership, and every waiting request with it."""
         try:
-            while self._turned and self.closed_error is None:
-                await self._commit_group()
-                await self._roll_up()
+            while self.closed_error is None:
+                rollup = self._rollups.take()
+                if rollup is None and not self._turned and not self._advance_due:
+                    break
+                if rollup is not None:
+                    previous, position = self.state.rollup_key, self.state.applied
+                    await self._propose(rollup)
+                    self._rollups.named(position, previous)
+                if self._turned:
+                    await self._commit_group()
+                if self._advance_due:
+                    await self._advance()
+                self._rollups.consider(self.state)
         except SteppedDown as stop:
             self._step_down(stop)
-        except asyncio.CancelledError:
-            self._step_down(SteppedDown("the node is shutting down.", certain=False))
-            raise
-        except Exception as bug:
-            # Every waiting request ends, also when we are wrong; the task group reports the bug.
-            self._step_down(SteppedDown(f"an unexpected error: {bug!r}.", certain=False))
-            raise
+        except BaseException as error:
+            if cancelled_from_outside() or not (is_fault(error) or isinstance(error, asyncio.CancelledError)):
+                self._step_down(SteppedDown("the node is shutting down.", certain=False))
+                raise
+            _log.error("a partition failed", log=self._log_name, error=sentence(error), exc_info=error)
+            self._step_down(SteppedDown(f"an unexpected error: {error!r}.", certain=False, fault=error))
         finally:
             self._committing = False
 
@@ -250,6 +332,8 @@ class LedPartition:
         self._plan = plan
         if plan.command is not None:
             await self._propose(plan.command)
+            if self._placed_s is None:
+                self._placed_s = around.clock.monotonic_s()
         elif any(refusal is Refusal.OUT_OF_ORDER for _, refusal in plan.refused):
             # A gap is only a gap if nobody else has written here; an append would have proved that by itself.
             await self._appender.confirm(self.state.applied)
@@ -259,10 +343,14 @@ class LedPartition:
     async def _propose(self, command: Command) -> None:
         """Append, then apply what was appended. Raises SteppedDown."""
         position = self.state.applied
-        await self._appender.append(position, encode_command(command))
+        data = encode_command(command)
+        await self._appender.append(position, data)
         rejected = apply(self.state, command, position, self._appender.term)
         if rejected is not None:
-            raise SteppedDown(f"a command was refused: log={self._log_name} {rejected.reason}.", certain=True)
+            refused = Corrupt(f"a command was refused: log={self._log_name} {rejected.reason}.")
+            raise SteppedDown(refused.message, certain=True, fault=refused)
+        if not isinstance(command, Rollup):
+            self._rollups.placed(command, len(data))
 
     def _settle(self, plan: Plan) -> None:
         """Everything decided is durable: publish, then answer in log order, then let go of the places in line."""
@@ -272,6 +360,7 @@ class LedPartition:
                 patch(pending.data, pending.first_byte, base_offset)
         if plan.accepted:
             self._wake()
+            self._around.moved(self.topic_id, self.partition)
         for pending, base_offset in plan.accepted:
             last_offset = base_offset + pending.header.record_count - 1
             self._succeed(pending, ProduceResult(base_offset, last_offset, state.log_start))
@@ -313,21 +402,8 @@ class LedPartition:
                 if pending in self._live:
                     self.batch_failed(pending, unknown if pending in doubtful else error)
         _log.info("partition leadership ended", log=self._log_name, term=self._appender.term, reason=stop.reason)
+        self.fault = stop.fault
         self.close(error)
-
-    async def _roll_up(self) -> None:
-        """Write the whole state to an object, name it in the log, forget the records before. Raises SteppedDown."""
-        around, state = self._around, self.state
-        due = state.rollup_position + max(around.settings.rollup_records, len(state) // 4)
-        if state.applied < max(due, self._rollup_from):
-            return
-        command = await write_rollup(around.objects, state, self.topic_id, self.partition, around.rand.nonce())
-        if command is None:
-            self._rollup_from = state.applied + ROLLUP_RETRY_RECORDS
-            return
-        previous, position = state.rollup_key, state.applied
-        await self._propose(command)
-        await forget_before(around.consensus, around.objects, self._log_name, position, previous)
 
     # fetch ----------------------------------------------------------------------------------------
     def watch(self, future: asyncio.Future[None]) -> None:

@@ -9,7 +9,7 @@ from tidemill.base.errors import TidemillError
 from tidemill.objects.store import Buffer
 from tidemill.topics.batch.header import BatchHeader
 from tidemill.topics.front import ProduceResult
-from tidemill.topics.queue import Ticket
+from tidemill.topics.queue import Line, Ticket
 
 
 class Owner(Protocol):
@@ -24,15 +24,21 @@ class Owner(Protocol):
 
 
 class Pending:
-    """Ends exactly once. Implements `l0.writer.Staged`; `futures` has one entry per caller that shares the result."""
+    """Ends exactly once. Implements `l0.writer.Staged`; `futures` has one entry per caller that shares the result.
+
+    `checked`: its bytes are good; only then may it be staged, and only then is `max_timestamp_ms` known.
+    """
 
     __slots__ = (
         "abandoned",
         "buffer",
+        "checked",
         "data",
         "first_byte",
         "futures",
         "header",
+        "line",
+        "max_timestamp_ms",
         "object_key",
         "owner",
         "partition",
@@ -43,12 +49,15 @@ class Pending:
     )
 
     def __init__(
-        self, owner: Owner, header: BatchHeader, buffer: Buffer, future: asyncio.Future[ProduceResult]
+        self, owner: Owner, header: BatchHeader, buffer: Buffer, future: asyncio.Future[ProduceResult], line: Line
     ) -> None:
         self.owner = owner
         self.topic_id = owner.topic_id
         self.partition = owner.partition
         self.header = header
+        self.line = line
+        self.checked = False
+        self.max_timestamp_ms = 0
         self.buffer: Buffer = buffer
         self.size_bytes = len(buffer)
         self.staged_s = 0.0

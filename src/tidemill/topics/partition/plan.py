@@ -81,7 +81,7 @@ def plan_group(
                 producer_id,
                 epoch,
                 sequence,
-                header.max_timestamp_ms,
+                pending.max_timestamp_ms,
             )
         )
         plan.accepted.append((pending, offset))

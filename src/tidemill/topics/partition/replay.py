@@ -55,6 +55,8 @@ async def _open_rollup(consensus: Consensus, objects: ObjectStore, log: str, sta
     if not isinstance(command, Rollup):
         raise Corrupt(f"a truncated partition log does not start with a rollup: log={log} start={start}.")
     state = decode_state(await objects.get(command.object_key), command.object_key)
+    for placed in command.tail:
+        apply(state, placed, state.applied, found.records[0].term)
     if state.applied != start:
         raise Corrupt(f"a rollup is of another position: log={log} start={start} applied={state.applied}.")
     return state

@@ -9,6 +9,9 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 
+import msgspec
+import numpy as np
+
 from tidemill.topics.front import BatchRef, OffsetOutOfRange
 from tidemill.topics.partition.idempotence import PRODUCER_EXPIRY_MS, Producer
 
@@ -16,6 +19,24 @@ PRODUCERS_LIMIT = 20_000
 """Producers remembered per partition; the longest idle goes first (I4 makes forgetting harmless but for retries)."""
 
 _RECENT_KEYS = 16
+
+
+def running_maximum(times: array[int]) -> array[int]:
+    return array("q", np.maximum.accumulate(np.frombuffer(times, np.int64)).tobytes())
+
+
+class Settled(msgspec.Struct, frozen=True, array_like=True):
+    """Where the newest `commands.Advance` stands, and what it says."""
+
+    position: int = -1
+    writer: str = ""
+    below: int = 0
+
+    def covers(self, writer: str, number: int, seen_at: int) -> bool:
+        """Is everything decided that an object of `writer` holds for this partition? `seen_at`: the log's end, read
+        after the object was seen. Its own writer says so by number. Of another one, whatever it made before the record
+        it never places: it leads no more, or its next append finds that record where it expects the end."""
+        return number < self.below if writer == self.writer else self.position >= seen_at
 
 
 class PartitionState:
@@ -32,6 +53,7 @@ class PartitionState:
         self.log_start = 0
         self.high_watermark = 0
         self.last_at_ms = 0
+        self.settled = Settled()
         self.terms: list[tuple[int, int]] = []
         self.producers: dict[int, Producer] = {}
         self.rollup_key = ""
@@ -62,6 +84,31 @@ class PartitionState:
                 return index
         keys.append(object_key)
         return len(keys) - 1
+
+    def start_at(self, log_start: int) -> None:
+        """Forget the batches that lie wholly below, their objects, and the leader epochs that wrote them alone."""
+        self.log_start = log_start
+        gone = bisect_right(self.bases, log_start) - 1
+        if log_start == self.high_watermark:
+            gone = len(self.bases)
+        if gone > 0:
+            for column in (self.bases, self.objects, self.first_bytes, self.sizes, self.max_timestamps):
+                del column[:gone]
+            # An index may go back by _RECENT_KEYS, so the least one is looked for.
+            unused = min(self.objects) if self.objects else len(self.object_keys)
+            del self.object_keys[:unused]
+            self.objects = array("I", (np.frombuffer(self.objects, np.uint32) - np.uint32(unused)).tobytes())
+            self.highest_timestamps = running_maximum(self.max_timestamps)
+        while len(self.terms) > 1 and self.terms[1][1] <= log_start:
+            del self.terms[0]
+
+    def live_objects(self) -> set[str]:
+        """Keys of the objects that hold a batch from the log's start on."""
+        return {self.object_keys[index] for index in set(self.objects)}
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(self.sizes)
 
     # reading --------------------------------------------------------------------------------------
     def first_batch(self, offset: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidemill.topics.queue.core import QueueCore, Ticket, TicketState
+from tidemill.topics.queue.core import Line, QueueCore, Ticket, TicketState
 from tidemill.topics.queue.shell import ProducerQueue
 
-__all__ = ["ProducerQueue", "QueueCore", "Ticket", "TicketState"]
+__all__ = ["Line", "ProducerQueue", "QueueCore", "Ticket", "TicketState"]

@@ -1,10 +1,13 @@
 """Pure core of the producer queue. No clock, no I/O, no waiting: every call returns the tickets it resolved.
 
-Q1  Tickets of one producer get their turn in reservation order; producers never wait for each other.
-Q2  A ticket given up without reaching the log poisons every later ticket of its producer, transitively,
+Q1  Tickets of one line get their turn in reservation order; lines never wait for each other. A producer id has a line
+    of its own; batches without one are in the line of the connection that they came by, as every Kafka broker keeps
+    their order and clients rely on it.
+Q2  A producer id's ticket given up without reaching the log poisons every later one of its line, transitively,
     those that already had their turn included: nothing may leapfrog a batch its client will retry.
 Q3  Ending a ticket in the middle never gives its successor a turn before its real predecessor.
-Q4  Without a producer id there is no order, only a limit on how many are under way.
+Q4  In a connection's line a failed batch is answered and its successors go on: what its client sends again comes by
+    the end of the line.
 
     reserve ──► WAITING ──(predecessor placed or ended)──► READY ──place──► PLACED ──release──► ENDED
                    └──────────────(a predecessor abandoned)──► POISONED ──release/abandon──► ENDED
@@ -15,8 +18,11 @@ that its fate is decided in the log; `abandon` says that it will never be there.
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Hashable
 from enum import Enum
+
+Line = Hashable
+"""A producer id (an int), or whatever else stands for a connection."""
 
 
 class TicketState(Enum):
@@ -30,10 +36,10 @@ class TicketState(Enum):
 class Ticket:
     """One place in line. Only QueueCore writes it; `then` belongs to the shell."""
 
-    __slots__ = ("after", "before", "producer_id", "state", "then")
+    __slots__ = ("after", "before", "line", "state", "then")
 
-    def __init__(self, producer_id: int) -> None:
-        self.producer_id = producer_id
+    def __init__(self, line: Line) -> None:
+        self.line = line
         self.state = TicketState.WAITING
         self.before: Ticket | None = None
         self.after: Ticket | None = None
@@ -49,28 +55,18 @@ class Ticket:
 
 
 class QueueCore:
-    def __init__(self, anonymous_limit: int = 1024) -> None:
-        self._tails: dict[int, Ticket] = {}
-        self._anonymous_limit = anonymous_limit
-        self._anonymous_running = 0
-        self._anonymous_waiting: deque[Ticket] = deque()
+    def __init__(self) -> None:
+        self._tails: dict[Line, Ticket] = {}
 
     def __len__(self) -> int:
-        """Producers with a live ticket, plus anonymous tickets: 0 when nothing is left behind."""
-        return len(self._tails) + self._anonymous_running + len(self._anonymous_waiting)
+        """Lines with a live ticket: 0 when nothing is left behind."""
+        return len(self._tails)
 
-    def reserve(self, producer_id: int) -> Ticket:
-        """The next place of this producer; −1 = no producer id. READY at once when nobody is before it."""
-        ticket = Ticket(producer_id)
-        if producer_id < 0:
-            if self._anonymous_running < self._anonymous_limit:
-                self._anonymous_running += 1
-                ticket.state = TicketState.READY
-            else:
-                self._anonymous_waiting.append(ticket)
-            return ticket
-        tail = self._tails.get(producer_id)
-        self._tails[producer_id] = ticket
+    def reserve(self, line: Line) -> Ticket:
+        """The next place in this line. READY at once when nobody is before it."""
+        ticket = Ticket(line)
+        tail = self._tails.get(line)
+        self._tails[line] = ticket
         if tail is None:
             ticket.state = TicketState.READY
         else:
@@ -99,9 +95,11 @@ class QueueCore:
         return self._end(ticket)
 
     def abandon(self, ticket: Ticket) -> list[Ticket]:
-        """It will never reach the log: poison all successors. Idempotent. Returns those that were waiting."""
+        """It will never reach the log: poison all successors (Q2, Q4). Idempotent. Returns those that were waiting."""
         if ticket.state is TicketState.ENDED:
             return []
+        if not isinstance(ticket.line, int):
+            return self._end(ticket)
         resolved = []
         follower = ticket.after
         while follower is not None:
@@ -112,12 +110,9 @@ class QueueCore:
         return resolved + self._end(ticket)
 
     def _end(self, ticket: Ticket) -> list[Ticket]:
-        was = ticket.state
-        if was is TicketState.ENDED:
+        if ticket.state is TicketState.ENDED:
             return []
         ticket.state = TicketState.ENDED
-        if ticket.producer_id < 0:
-            return self._end_anonymous(ticket, was)
         before, after = ticket.before, ticket.after
         ticket.before = ticket.after = None
         if before is not None:
@@ -125,22 +120,11 @@ class QueueCore:
         if after is not None:
             after.before = before
         elif before is not None:
-            self._tails[ticket.producer_id] = before
+            self._tails[ticket.line] = before
         else:
-            del self._tails[ticket.producer_id]
+            del self._tails[ticket.line]
         has_turn = before is None or before.state is TicketState.PLACED
         if after is not None and has_turn and after.state is TicketState.WAITING:
             after.state = TicketState.READY
             return [after]
-        return []
-
-    def _end_anonymous(self, ticket: Ticket, was: TicketState) -> list[Ticket]:
-        if was is TicketState.WAITING:
-            self._anonymous_waiting.remove(ticket)
-            return []
-        if self._anonymous_waiting:
-            heir = self._anonymous_waiting.popleft()
-            heir.state = TicketState.READY
-            return [heir]
-        self._anonymous_running -= 1
         return []

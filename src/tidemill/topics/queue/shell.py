@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from tidemill.base.errors import Unavailable
-from tidemill.topics.queue.core import QueueCore, Ticket, TicketState
+from tidemill.topics.queue.core import Line, QueueCore, Ticket, TicketState
 
 Turn = Callable[[Ticket], None]
 
@@ -19,17 +19,17 @@ Turn = Callable[[Ticket], None]
 class ProducerQueue:
     """One partition's queue. Single-threaded: all calls come from the event loop's thread."""
 
-    def __init__(self, anonymous_limit: int = 1024) -> None:
-        self._core = QueueCore(anonymous_limit)
+    def __init__(self) -> None:
+        self._core = QueueCore()
         self._due: deque[Ticket] = deque()
         self._draining = False
 
     def __len__(self) -> int:
         return len(self._core)
 
-    def reserve(self, producer_id: int) -> Ticket:
-        """Take the next place of this producer (−1: none) now. The caller must end the ticket."""
-        return self._core.reserve(producer_id)
+    def reserve(self, line: Line) -> Ticket:
+        """Take the next place in this line now. The caller must end the ticket."""
+        return self._core.reserve(line)
 
     def redeem(self, ticket: Ticket, then: Turn) -> None:
         """Call `then(ticket)` once it is READY or POISONED: soon if it already is, else when it becomes so."""
@@ -65,7 +65,7 @@ class ProducerQueue:
             raise
         if ticket.poisoned:
             self.abandon(ticket)
-            raise Unavailable(f"an earlier batch of this producer failed: producer_id={ticket.producer_id}.")
+            raise Unavailable(f"an earlier batch of this producer failed: line={ticket.line}.")
 
     def _run(self, resolved: list[Ticket]) -> None:
         self._due.extend(resolved)

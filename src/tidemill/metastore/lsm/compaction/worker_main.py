@@ -44,7 +44,7 @@ async def main() -> None:
     clock = SystemClock()
     objects = await open_objects(setup.objects_url, clock, Rand(), verify=False)
     throttle = Throttle(setup.options.compaction_bytes_per_s, clock)
-    async with Tasks() as tasks:
+    async with Tasks(_listening_failed) as tasks:
         tasks.spawn(_listen(reader, jobs), name="merge-worker-stdin")
         while True:
             try:
@@ -53,6 +53,12 @@ async def main() -> None:
                 break
             _answer(answers, await _work(job, objects, setup.options, throttle, answers))
     await objects.aclose()
+
+
+def _listening_failed(name: str, error: BaseException) -> None:
+    """Without ears this process is of no use: whoever started it starts another."""
+    sys.stderr.write(f"merge worker: {name}: {error!r}\n")
+    os._exit(1)
 
 
 async def _listen(reader: asyncio.StreamReader, jobs: asyncio.Queue[Job]) -> None:

@@ -1,0 +1,311 @@
+"""Mutated pgoutput messages through the real decoder, converter, collector and row encoders.
+
+The good messages come from a real PostgreSQL: every kind of message, wide and TOASTed rows, key changes, truncates,
+partitions, types, logical messages, transactions of several fragments. Streams of them are cut at random and mutated:
+bits, bytes, counts and lengths, cut, longer, spliced; messages dropped, doubled, swapped. What cannot be read is
+answered as in a session: by turns the session ends, or the table is set aside and the stream goes on.
+
+Watches: that nothing but Poisoned comes out of a message and nothing but our own errors out of the collector; that
+fragments keep positions of their own (P3) and none is dropped in silence; the CPU time of the dearest message (what a
+loop would stand still for); resident memory; and that after all of it the good stream gives the same fragments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+from tidemill.base.clock import SystemClock
+from tidemill.base.errors import TidemillError
+from tidemill.base.frontier import BEFORE_ALL
+from tidemill.capture.changes import Fragment
+from tidemill.capture.collector import Collector
+from tidemill.capture.converter import Converter, RelationSeen, merge_relation
+from tidemill.capture.poison import Poisoned, take
+from tidemill.capture.sinks import FlushNotices
+from tidemill.capture.values import RowEncoder
+from tidemill.capture.wire.status import Keepalive, Status
+from tidemill.capture.wire.stream import Framed
+from tidemill.cli.demo.postgres import EmbeddedPostgres
+
+STALL_LIMIT_MS = 50.0
+MEMORY_LIMIT_MIB = 64
+FRAGMENT_CHANGES = 7
+MUTATED = 0.04
+SETTINGS = {"wal_level": "logical", "fsync": "off", "shared_buffers": "16MB"}
+WRITES = """
+CREATE TYPE mood AS ENUM ('sad', 'happy');
+CREATE TABLE plain (id int PRIMARY KEY, n numeric(12,2), f float8, t text, b bool, m mood, a int[], ts timestamptz);
+CREATE TABLE wide (id bigint, part text, PRIMARY KEY (part, id), toast text);
+CREATE TABLE "odd ""name.ä" ("col ""umn" int PRIMARY KEY, "b.c" bytea);
+CREATE TABLE parted (id int, region text, PRIMARY KEY (id, region)) PARTITION BY LIST (region);
+CREATE TABLE parted_a PARTITION OF parted FOR VALUES IN ('a');
+ALTER TABLE plain REPLICA IDENTITY FULL; ALTER TABLE wide REPLICA IDENTITY FULL;
+ALTER TABLE "odd ""name.ä" REPLICA IDENTITY FULL; ALTER TABLE parted REPLICA IDENTITY FULL;
+ALTER TABLE parted_a REPLICA IDENTITY FULL; ALTER TABLE wide ALTER toast SET STORAGE EXTERNAL;
+CREATE PUBLICATION fuzz FOR ALL TABLES WITH (publish_via_partition_root = true);
+SELECT pg_create_logical_replication_slot('fuzz', 'pgoutput');
+INSERT INTO plain SELECT g, g / 3.0, 'NaN', 'row ' || g, g % 2 = 0, 'sad', ARRAY[g, NULL], now() FROM
+ generate_series(1, 40) g;
+INSERT INTO wide SELECT g, 'p', repeat('x', 9000) FROM generate_series(1, 3) g;
+UPDATE wide SET id = id + 100 WHERE id < 3; UPDATE plain SET t = NULL, id = id + 1000 WHERE id < 20;
+INSERT INTO "odd ""name.ä" VALUES (1, '\\x00ff'), (2, NULL); DELETE FROM plain WHERE id % 3 = 0;
+INSERT INTO parted VALUES (1, 'a'), (2, 'a'); TRUNCATE plain, wide;
+SELECT pg_logical_emit_message(true, 'tidemill', 'tag');
+SELECT pg_logical_emit_message(true, 'other', repeat('y', 3000));
+SELECT pg_logical_emit_message(false, 'tidemill', 'x');
+BEGIN; INSERT INTO plain (id) SELECT generate_series(1, 30); TRUNCATE parted; DELETE FROM "odd ""name.ä"; COMMIT;
+"""
+
+
+def corpus(dsn: str) -> list[bytes]:
+    """Real messages, whole transactions, in commit order."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        for statement in WRITES.split(";\n"):
+            if statement.strip():
+                connection.execute(statement)  # type: ignore[call-overload]
+        rows = connection.execute(
+            "SELECT data FROM pg_logical_slot_get_binary_changes('fuzz', NULL, NULL, 'proto_version', '1',"
+            " 'publication_names', 'fuzz', 'messages', 'true')",
+            binary=True,
+        ).fetchall()
+        connection.execute("SELECT pg_drop_replication_slot('fuzz')")
+    return [bytes(data) for (data,) in rows]
+
+
+class Encoding:
+    """A durable sink, done at once: every change is encoded as the topic writer does; P3 is checked."""
+
+    def __init__(self) -> None:
+        self.last = BEFORE_ALL
+        self.taken = 0
+        self.broken = ""
+        self._encoders: dict[int, RowEncoder] = {}
+
+    async def deliver(self, fragment: Fragment, notices: FlushNotices) -> list[str]:
+        if fragment.last <= self.last or (fragment.changes and fragment.changes[-1].position != fragment.last):
+            self.broken = f"P3: {fragment.last} after {self.last}"
+        self.last = fragment.last
+        for change in fragment.changes:
+            encoder = self._encoders.get(change.relation.oid)
+            if encoder is None or encoder.relation is not change.relation:
+                encoder = self._encoders[change.relation.oid] = RowEncoder(change.relation)
+            for row in (change.old, change.new):
+                if row is not None:
+                    encoder.key(row)
+                    encoder.value(row)
+        self.taken += 1
+        if fragment.commits:
+            notices.flushed("encoding", fragment.last)
+        return ["encoding"]
+
+    async def aclose(self) -> None: ...
+
+
+class Session:
+    """What a session does with a message, without a connection."""
+
+    def __init__(self, found: Findings, *, parks: bool) -> None:
+        self._found = found
+        self._parks = parks
+        self._converter = Converter(max_changes=FRAGMENT_CHANGES)
+        self.sink = Encoding()
+        self.status = Status(0)
+        self._put = 0
+        self._collector = Collector([self.sink], self.status, SystemClock())
+        self._running = asyncio.ensure_future(self._collector.run())
+
+    async def feed(self, lsn: int, payload: bytes) -> bool:
+        """False when the session is over."""
+        item = Framed(lsn, payload)
+        before_s = time.process_time()
+        try:
+            out = take(item, self._converter)
+        except Poisoned as poisoned:
+            self._found.poisoned += 1
+            if not self._parks or not poisoned.table or poisoned.position is None:
+                return False
+            self._converter.pass_over(payload)
+            self._found.set_aside += 1
+            return True
+        finally:
+            self._found.spent(time.process_time() - before_s, payload)
+        if isinstance(out, RelationSeen):
+            if out.changed:
+                known = self._converter.relations.get(out.message.oid)
+                self._converter.learn(merge_relation(out.message, known))
+        elif out is not None:
+            before_s = time.process_time()
+            self._put += 1
+            await self._collector.put(out)
+            self._collector.keepalive(Keepalive(lsn, False), inside_txn=self._converter.inside_txn)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            self._found.spent(time.process_time() - before_s, payload)
+        return not self._running.done()
+
+    async def aclose(self) -> None:
+        self._running.cancel()
+        (ended,) = await asyncio.gather(self._running, return_exceptions=True)
+        if isinstance(ended, Exception):
+            self._found.ended(ended)
+        elif self._put != self.sink.taken:
+            self._found.failures["fragments were dropped in silence"] += 1
+        if self.sink.broken:
+            self._found.failures[self.sink.broken] += 1
+
+
+class Findings:
+    def __init__(self) -> None:
+        self.messages = self.mutated = self.sessions = self.poisoned = self.set_aside = self.fragments = 0
+        self.ends: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+        self.examples: list[str] = []
+        self.longest_s = 0.0
+
+    def spent(self, seconds: float, payload: bytes) -> None:
+        self.longest_s = max(self.longest_s, seconds)
+        if seconds * 1000 > STALL_LIMIT_MS:
+            self.fail(f"a message took {seconds * 1000:.0f} ms", payload)
+
+    def ended(self, error: BaseException) -> None:
+        self.ends[type(error).__name__] += 1
+        if not isinstance(error, TidemillError) or "is not taken" in str(error):
+            self.failures[f"the collector raised {error!r}"[:300]] += 1
+
+    def fail(self, what: str, payload: bytes) -> None:
+        self.failures[what[:300]] += 1
+        if len(self.examples) < 20:
+            self.examples.append(f"{what[:200]} payload={payload[:64].hex()}")
+
+
+def mutate(rand: random.Random, message: bytes, messages: list[bytes]) -> bytes:
+    data = bytearray(message)
+    for _ in range(rand.choice((1, 1, 1, 2, 5))):
+        at = rand.randrange(len(data) + 1)
+        match rand.randrange(8):
+            case 0 if data:
+                data[at % len(data)] ^= 1 << rand.randrange(8)
+            case 1 if data:
+                data[at % len(data)] = rand.choice((0, 1, 0x7F, 0x80, 0xFF, 0x74, 0x6E, 0x75))
+            case 2:
+                del data[at:]
+            case 3:
+                data[at:at] = rand.randbytes(rand.choice((1, 4, 100)))
+            case 4:
+                data[at : at + 2] = rand.choice((b"\xff\xff", b"\x00\x00", b"\x7f\xff", b"\x80\x00", b"\x00\x01"))
+            case 5:
+                wide = rand.choice((b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\x80\x00\x00\x00", bytes(4)))
+                data[at : at + 4] = wide
+            case 6:
+                other = rand.choice(messages)
+                cut = rand.randrange(len(other) + 1)
+                data[at:] = other[cut:]
+            case _:
+                data[at:at] = data[: rand.randrange(64)]
+    return bytes(data)
+
+
+async def replay(messages: list[bytes]) -> tuple[int, int]:
+    """(fragments, last commit confirmed) of the good stream."""
+    found = Findings()
+    session = Session(found, parks=False)
+    for lsn, message in enumerate(messages, 1):
+        assert await session.feed(lsn, message), "the good stream does not pass"
+    for _ in range(10):
+        await asyncio.sleep(0)
+    await session.aclose()
+    assert not found.failures, found.failures
+    return session.sink.taken, session.status.confirmed
+
+
+async def fuzz(messages: list[bytes], seconds: float, seed: int) -> dict[str, Any]:
+    """Until `seconds` have passed. `failures` is empty when everything held."""
+    rand, found = random.Random(seed), Findings()
+    good = await replay(messages)
+    relations = [m for m in messages if m[:1] == b"R"]
+    begins = [index for index, m in enumerate(messages) if m[:1] == b"B"]
+    gc.collect()
+    before_mib, peak_mib = resident_mib(), 0.0
+    deadline_s = time.monotonic() + seconds
+    while time.monotonic() < deadline_s:
+        found.sessions += 1
+        session = Session(found, parks=rand.random() < 0.5)
+        start, rate = rand.choice(begins), rand.choice((0.0, MUTATED / 8, MUTATED, 0.5))
+        stream = relations + messages[start : start + rand.choice((20, 200))]
+        for lsn, good_message in enumerate(stream, 1):
+            message = good_message
+            if rand.random() < rate:
+                found.mutated += 1
+                message = mutate(rand, message, messages)
+            for _ in range(rand.choice((0, 2)) if rand.random() < rate / 10 else 1):
+                found.messages += 1
+                try:
+                    alive = await session.feed(lsn, message)
+                except Exception as error:
+                    found.fail(f"{type(error).__name__}: {error}", message)
+                    alive = False
+            if not alive:
+                break
+        found.fragments += session.sink.taken
+        await session.aclose()
+        if found.sessions % 200 == 0:
+            peak_mib = max(peak_mib, resident_mib())
+            if await replay(messages) != good:
+                found.failures["the good stream gives other fragments than before"] += 1
+    gc.collect()
+    peak_mib = max(peak_mib, resident_mib())
+    if peak_mib - before_mib > MEMORY_LIMIT_MIB:
+        found.failures[f"memory grew from {before_mib:.0f} to {peak_mib:.0f} MiB"] += 1
+    return {
+        "corpus": len(messages), "sessions": found.sessions, "messages": found.messages, "mutated": found.mutated,
+        "poisoned": found.poisoned, "set_aside": found.set_aside, "fragments": found.fragments,
+        "ends": dict(found.ends), "longest_ms": round(found.longest_s * 1000, 2),
+        "memory_mib": [round(before_mib, 1), round(peak_mib, 1)], "failures": dict(found.failures),
+        "examples": found.examples,
+    }  # fmt: skip
+
+
+def resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / (1 << 20)
+
+
+@contextmanager
+def database(directory: Path) -> Iterator[str]:
+    with EmbeddedPostgres(directory / "data", settings=SETTINGS) as server:
+        with psycopg.connect(server.dsn, autocommit=True) as connection:
+            connection.execute("CREATE DATABASE fuzz")
+        yield server.dsn_for("fuzz")
+
+
+def run(seconds: float, seed: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as directory, database(Path(directory)) as dsn:
+        messages = corpus(dsn)
+    return asyncio.run(fuzz(messages, seconds, seed))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--for", dest="seconds", type=float, default=120.0)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    result = run(options.seconds, options.seed)
+    print(json.dumps(result, indent=1))
+    return 1 if result["failures"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

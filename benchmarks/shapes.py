@@ -1,0 +1,85 @@
+"""`./dev bench shapes`: what one row of a captured table costs a node with many shapes over that table.
+
+    taken       on capture's turn of the loop, per transaction of one row: what capture and tables wait for
+    evaluated   in shapes' own share of the loop, until every shape's log has it
+
+Synchronous, one process, no network. Afterwards every shape's log is compared with what its filter says of the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from harbour import machine
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shapes"))
+from test_shapes_consumer import TABLE, row
+from test_shapes_routing import Crowd
+
+from tidemill.base.frontier import ChangePosition
+from tidemill.capture.changes import Change, Fragment
+from tidemill.shapes.offsets import BASE_END
+from tidemill.shapes.sink import BacklogLimits
+
+CROWDS = {
+    "10 of id = K": [f"id = {n}" for n in range(10)],
+    "1,000 of id = K": [f"id = {n}" for n in range(1_000)],
+    "1,000 of id IN (5 values)": [f"id IN ({', '.join(str(n + m) for m in range(5))})" for n in range(1_000)],
+    "1,000 that match nothing and are scanned": [f"id < -{n}" for n in range(1_000)],
+}
+
+
+def fragment(number: int) -> Fragment:
+    lsn = 100_000 + 8 * number
+    change = Change(TABLE, "insert", ChangePosition(lsn, 0), row(number % 1_000), None)
+    return Fragment(5 + number, lsn, 0, True, True, (change,), change.position, (), 100)
+
+
+def measure(filters: list[str], rows: int) -> tuple[float, float]:
+    """(taken, evaluated) in microseconds a row."""
+    crowd = Crowd(filters, BacklogLimits(size_bytes=1 << 40, age_s=1e9))
+    fragments = [fragment(number) for number in range(rows)]
+    began_s = time.perf_counter()
+    crowd.take(fragments)
+    taken_s = time.perf_counter()
+    crowd.finish()
+    done_s = time.perf_counter()
+    for shape in crowd.shapes:
+        expected = sum(eval_filter(shape.definition.where, number % 1_000) for number in range(rows))
+        found = 0
+        offset = BASE_END
+        while not (chunk := shape.log.read(offset)).complete or chunk.items:
+            found, offset = found + len(chunk.items), chunk.end
+        if found != expected:
+            raise SystemExit(f"DOES NOT HOLD: where={shape.definition.where} items={found} expected={expected}")
+    return (taken_s - began_s) / rows * 1e6, (done_s - taken_s) / rows * 1e6
+
+
+def eval_filter(where: str, key: int) -> bool:
+    left, _, right = where.partition(" ")
+    assert left == "id"
+    if right.startswith("="):
+        return key == int(right[2:])
+    if right.startswith("IN"):
+        return key in [int(each) for each in right[4:-1].split(",")]
+    return key < int(right[2:])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="shapes", description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=5_000)
+    options = parser.parse_args()
+    print(machine())
+    for name, filters in CROWDS.items():
+        rows = options.rows // 10 if "scanned" in name else options.rows
+        taken_us, evaluated_us = measure(filters, rows)
+        print(f"{name:45} taken {taken_us:6.2f} µs   evaluated {evaluated_us:8.1f} µs   rows {rows}", flush=True)
+    print("HOLDS: every log has the rows of its filter")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

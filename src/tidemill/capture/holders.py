@@ -1,0 +1,106 @@
+"""Who keeps a capture waiting inside PostgreSQL, in one sentence: pid, application, client, state, and what it runs.
+
+    lock        another session holds this capture's advisory lock
+    slot        another walsender streams from the slot
+    blockers    sessions whose locks or open transactions a statement of ours waits for (pg_blocking_pids)
+
+Only reads; what a role may not see of others' sessions (their queries) is said as such by PostgreSQL itself.
+https://www.postgresql.org/docs/current/monitoring-stats.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from tidemill.capture.wire.connection import SqlRow, Wire, literal
+
+QUERY_CHARS = 120
+"""Of a holder's query, in a message."""
+
+_SESSION = """
+SELECT a.pid, a.application_name, coalesce(a.client_hostname, host(a.client_addr), 'local'), a.state,
+       extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, a.state_change, a.backend_start))::int,
+       left(a.query, {chars}), r.state
+  FROM pg_stat_activity a LEFT JOIN pg_stat_replication r USING (pid)
+ WHERE a.pid IN ({pids})
+ ORDER BY coalesce(a.xact_start, a.backend_start) LIMIT 3
+"""
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """`state`: of the session, or of its replication. `age_s`: of its transaction, or since its state changed."""
+
+    pid: int
+    application: str
+    client: str
+    state: str
+    age_s: int
+    query: str
+
+    @property
+    def name(self) -> str:
+        """For `held_by` of a mark."""
+        return f"postgres-pid:{self.pid}"
+
+    def __str__(self) -> str:
+        query = f" query={self.query!r}" if self.query else ""
+        return (
+            f"pid={self.pid} application={self.application!r} client={self.client} state={self.state!r}"
+            f" for_s={self.age_s}{query}"
+        )
+
+
+async def sessions(wire: Wire, pids: Sequence[int]) -> list[Holder]:
+    """At most three of these sessions, the oldest transaction first; those that are gone are left out."""
+    if not pids:
+        return []
+    rows = await wire.query(_SESSION.format(chars=QUERY_CHARS, pids=", ".join(str(int(pid)) for pid in pids)))
+    return [_holder(row) for row in rows]
+
+
+async def lock_holder(wire: Wire, lock_class: int, lock_key: int) -> Holder | None:
+    """Who holds an advisory lock of two 32-bit keys in this database."""
+    rows = await wire.query(
+        "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 2"
+        " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+        f" AND classid::bigint = {lock_class} AND objid::bigint = {lock_key} LIMIT 1"
+    )
+    return next(iter(await sessions(wire, [int(pid or 0) for (pid,) in rows])), None)
+
+
+async def slot_holder(wire: Wire, slot: str) -> Holder | None:
+    """Who streams from the slot just now."""
+    rows = await wire.query(
+        f"SELECT active_pid FROM pg_replication_slots WHERE slot_name = {literal(slot)} AND active_pid IS NOT NULL"
+    )
+    return next(iter(await sessions(wire, [int(pid or 0) for (pid,) in rows])), None)
+
+
+async def blockers(wire: Wire, capture: str) -> list[Holder]:
+    """Whom the sessions of this capture wait for, whichever of them it is: by their application names (Wire.connect).
+    Asked on a session of its own, for those that wait do not answer."""
+    rows = await wire.query(
+        "SELECT DISTINCT unnest(pg_blocking_pids(pid)) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+        " AND datname = current_database() AND starts_with(application_name, 'tidemill ')"
+        f" AND strpos(application_name, {literal(f' {capture} ')}) > 0"
+    )
+    # A prepared transaction has no session: it blocks as pid 0.
+    pids = [int(found or 0) for (found,) in rows]
+    found = await sessions(wire, [pid for pid in pids if pid])
+    if not found and 0 in pids:
+        return [Holder(0, "", "", "prepared transaction", 0, "see pg_prepared_xacts")]
+    return found
+
+
+def _holder(row: SqlRow) -> Holder:
+    pid, application, client, state, age_s, query, replication = row
+    return Holder(
+        int(pid or 0),
+        application or "",
+        client or "",
+        f"replication {replication}" if replication else state or "unknown",
+        int(age_s or 0),
+        " ".join((query or "").split()),
+    )

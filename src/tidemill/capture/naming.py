@@ -1,0 +1,77 @@
+"""Names of captured tables, and of their topics. Pure.
+
+    table    schema.table; a part that holds a dot or a quote is written as SQL writes it: "a.b".t
+    topic    capture.schema.table; a byte that no topic may have is _xHH (hexadecimal), and so is the _ of a name that
+             looks like one already. What is longer than a topic's name may be keeps its beginning and ends in _xh and
+             the hash of the whole; the catalogue says which table that is.
+
+Both are one to one, so no table's name is refused, and two tables never share a topic.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+from tidemill.base.errors import Invalid
+from tidemill.metastore.catalogue import TOPIC_NAME_CHARS, TOPIC_NAME_LENGTH
+
+_PLAIN = frozenset(TOPIC_NAME_CHARS) - {"."}
+_LOOKS_ENCODED = re.compile(r"_(?=x[0-9a-fh])")
+_ENCODED = re.compile(rb"_x([0-9a-f]{2})")
+_PART = re.compile(r'"((?:[^"]|"")*)"|([^."]+)')
+_HASH_CHARS = 40
+
+
+def table_name(schema: str, table: str) -> str:
+    return f"{_quoted(schema)}.{_quoted(table)}"
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """(schema, table) of what `table_name` gave; the schema public where there is none. Raises Invalid."""
+    parts: list[str] = []
+    at = 0
+    while at <= len(name):
+        found = _PART.match(name, at)
+        if found is None:
+            break
+        parts.append(found[1].replace('""', '"') if found[1] is not None else found[2])
+        at = found.end()
+        if at == len(name):
+            if len(parts) <= 2:
+                return (parts[0], parts[1]) if len(parts) == 2 else ("public", parts[0])
+            break
+        if name[at] != ".":
+            break
+        at += 1
+    raise Invalid(
+        f"not a table's name: table={name!r}.", fix='Write schema.table; quote a part that holds a dot: "a.b".'
+    )
+
+
+def topic_name(capture: str, schema: str, table: str) -> str:
+    name = f"{capture}.{_encoded(schema)}.{_encoded(table)}"
+    if len(name) <= TOPIC_NAME_LENGTH:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:_HASH_CHARS]
+    return f"{name[: TOPIC_NAME_LENGTH - _HASH_CHARS - 3]}_xh{digest}"
+
+
+def table_of_topic(topic: str) -> tuple[str, str] | None:
+    """(schema, table) of a captured table's topic; None for a hashed one, or one of another kind."""
+    parts = topic.split(".")
+    if len(parts) != 3 or "_xh" in topic:
+        return None
+    schema, table = (_ENCODED.sub(lambda m: bytes([int(m[1], 16)]), p.encode()).decode() for p in parts[1:])
+    return schema, table
+
+
+def _quoted(part: str) -> str:
+    return '"' + part.replace('"', '""') + '"' if "." in part or '"' in part or not part else part
+
+
+def _encoded(part: str) -> str:
+    part = _LOOKS_ENCODED.sub("_x5f", part)
+    if set(part) <= _PLAIN:
+        return part
+    return "".join(c if c in _PLAIN else "".join(f"_x{b:02x}" for b in c.encode()) for c in part)

@@ -1,0 +1,52 @@
+"""Which transactions of the stream a snapshot already holds: the one rule, for topics and shapes alike. Pure.
+
+    xid < xmin                  in the snapshot
+    xid ≥ xmax                  not in it
+    else                        in it exactly when xid is not among those in progress
+
+The stream carries 32-bit xids and the snapshot 64-bit ones. A stream xid is widened to the 64-bit xid nearest to xmax
+before *every* comparison, also for membership among those in progress. So the answer holds only for transactions
+around the snapshot: within 2³¹ of it, which every caller sees to in a way of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import msgspec
+
+from tidemill.base.errors import Invalid
+
+_HALF = 1 << 31
+_FULL = 1 << 32
+
+
+def widen(xid: int, reference: int) -> int:
+    """The 64-bit xid equal to `xid` modulo 2³² that lies nearest to `reference`."""
+    return reference + ((xid - reference + _HALF) % _FULL) - _HALF
+
+
+def sees(xid: int, xmin: int, xmax: int, in_progress: Collection[int]) -> bool:
+    """Whether the effects of the stream's transaction `xid` are in the snapshot."""
+    wide = widen(xid, xmax)
+    return wide < xmin or (wide < xmax and wide not in in_progress)
+
+
+class PgSnapshot(msgspec.Struct, frozen=True):
+    """pg_current_snapshot(): xmin, xmax and the xids in progress, all 64-bit."""
+
+    xmin: int
+    xmax: int
+    in_progress: frozenset[int]
+
+    @classmethod
+    def parse(cls, text: str) -> PgSnapshot:
+        """Read `xmin:xmax:xip,…`. Raises Invalid."""
+        try:
+            xmin, xmax, xips = text.split(":")
+            return cls(int(xmin), int(xmax), frozenset(int(x) for x in xips.split(",") if x))
+        except ValueError as error:
+            raise Invalid(f"not a snapshot: snapshot={text!r}.") from error
+
+    def sees(self, xid: int) -> bool:
+        return sees(xid, self.xmin, self.xmax, self.in_progress)

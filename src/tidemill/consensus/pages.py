@@ -1,0 +1,151 @@
+"""A report cut into pieces that fit a register, whatever the number of marks and facts. Pure.
+
+A mark or a fact keeps its page while it lives, so that a page changes only when one of its own does; a page that lost
+entries takes new ones. What one process says therefore grows by pages, never by the size of one value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from tidemill.base.limits import PAGE_BYTES, PAGE_ENTRY_BYTES
+from tidemill.base.marks import Mark, Report
+
+NAME_CHARS = 300
+TEXT_CHARS = 600
+
+
+class Page(msgspec.Struct, frozen=True):
+    marks: list[Mark]
+    facts: dict[str, object]
+
+
+class _Encoded(msgspec.Struct, frozen=True):
+    """A `Page` of entries that were encoded one by one."""
+
+    marks: list[msgspec.Raw]
+    facts: dict[str, msgspec.Raw]
+
+
+class Head(msgspec.Struct, frozen=True):
+    """`report` without marks and facts; those are in pages 0 … pages − 1."""
+
+    report: Report
+    pages: int
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=repr).encode
+_decode_page = msgspec.msgpack.Decoder(Page).decode
+_decode_head = msgspec.msgpack.Decoder(Head).decode
+
+
+class Pager:
+    """Keeps where each entry of one process's reports stands, and what of it need not be encoded again."""
+
+    def __init__(self) -> None:
+        self._page_of: dict[str, int] = {}
+        self._marks: dict[str, tuple[Mark, bytes]] = {}
+
+    def cut(self, report: Report) -> tuple[bytes, list[bytes]]:
+        """The head, and every page in order, each below a register's limit."""
+        known, self._marks = self._marks, {}
+        for mark in report.marks:
+            name = mark.name[:NAME_CHARS]
+            old = known.get(name)
+            # A tracker hands out the same object as long as nothing of it changed: nearly all of many thousands.
+            self._marks[name] = old if old is not None and old[0] is mark else (mark, _encode(_cut_mark(mark)))
+        facts = {name[:NAME_CHARS]: encode_fact(fact) for name, fact in report.facts.items()}
+        entries = {"m" + name: data for name, (_, data) in self._marks.items()}
+        entries |= {"f" + name: data for name, data in facts.items()}
+        pages = [_Encoded([], {}) for _ in range(self._place({name: len(data) for name, data in entries.items()}))]
+        for name, data in entries.items():
+            page = pages[self._page_of[name]]
+            if name[0] == "m":
+                page.marks.append(msgspec.Raw(data))
+            else:
+                page.facts[name[1:]] = msgspec.Raw(data)
+        head = Head(msgspec.structs.replace(report, marks=(), facts={}), len(pages))
+        return _encode(head), [_encode(page) for page in pages]
+
+    def _place(self, sizes: dict[str, int]) -> int:
+        """Give every entry a page; returns how many there are. None holds more than PAGE_BYTES and one entry."""
+        kept: dict[str, int] = {}
+        full: list[int] = []
+        waiting: list[str] = []
+        for name, size in sizes.items():
+            page = self._page_of.get(name, -1)
+            if page < 0:
+                waiting.append(name)
+                continue
+            full.extend([0] * (page + 1 - len(full)))
+            if full[page] >= PAGE_BYTES:
+                waiting.append(name)  # what is on it has grown
+                continue
+            kept[name] = page
+            full[page] += size
+        page = 0
+        for name in waiting:
+            while page < len(full) and full[page] >= PAGE_BYTES:
+                page += 1
+            if page == len(full):
+                full.append(0)
+            kept[name] = page
+            full[page] += sizes[name]
+        while full and not full[-1]:
+            full.pop()
+        self._page_of = kept
+        return len(full)
+
+
+def encode_fact(fact: object) -> bytes:
+    """At most PAGE_ENTRY_BYTES: of a larger mapping what fits, of anything else a note that says how large it is."""
+    try:
+        data = _encode(fact)
+    except Exception as error:
+        return _encode({"error": f"it cannot be encoded: {error!r}"[:TEXT_CHARS]})
+    if len(data) <= PAGE_ENTRY_BYTES:
+        return data
+    note = f"cut: size_bytes={len(data)} limit_bytes={PAGE_ENTRY_BYTES}"
+    if not isinstance(fact, dict):
+        return _encode(note)
+    left = PAGE_ENTRY_BYTES - len(note) - 64
+    small: dict[object, object] = {}
+    for key, value in fact.items():
+        size = len(_encode(key)) + len(_encode(value))
+        if size <= left:
+            left -= size
+            small[key] = value
+    return _encode({**small, "cut": f"{note} entries={len(fact)} shown={len(small)}"})
+
+
+def join(head: bytes, pages: Iterable[bytes]) -> Report:
+    """The report again. Raises msgspec.MsgspecError, and ValueError where a page is missing: what is not there is
+    never read as health. An entry that stood on two pages for a moment is there once."""
+    found = _decode_head(head)
+    marks: dict[str, Mark] = {}
+    facts: dict[str, object] = {}
+    known = list(pages)
+    if len(known) < found.pages:
+        raise ValueError(f"pages of a report are missing: pages={found.pages} found={len(known)}")
+    for data in known[: found.pages]:
+        page = _decode_page(data)
+        marks.update((mark.name, mark) for mark in page.marks)
+        facts |= page.facts
+    return msgspec.structs.replace(found.report, marks=tuple(marks.values()), facts=facts)
+
+
+def _cut_mark(mark: Mark) -> Mark:
+    if max(len(mark.name), len(mark.held_by), len(mark.upstream)) <= NAME_CHARS and (
+        len(mark.reason) <= TEXT_CHARS and len(mark.error) <= TEXT_CHARS
+    ):
+        return mark
+    return msgspec.structs.replace(
+        mark,
+        name=mark.name[:NAME_CHARS],
+        held_by=mark.held_by[:NAME_CHARS],
+        upstream=mark.upstream[:NAME_CHARS],
+        reason=mark.reason[:TEXT_CHARS],
+        error=mark.error[:TEXT_CHARS],
+    )

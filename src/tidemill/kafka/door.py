@@ -1,0 +1,75 @@
+"""Who may come in: connections in all, and from one address. Pure but for the limit of files, which it reads once.
+
+D1  A refused connection is accepted and closed at once: left in the backlog it would only hold the next one up.
+D2  Half of the files this process may open are never for clients: the sequencer, the bucket and HTTP need theirs.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections import Counter
+
+import structlog
+from prometheus_client import Counter as Count
+from prometheus_client import Gauge
+
+from tidemill.kafka.settings import KafkaSettings
+
+log = structlog.get_logger()
+
+TELL_EVERY_S = 10.0
+"""A flood is one line of log in so long; the metric counts each."""
+
+_OPEN = Gauge("tidemill_kafka_connections", "Open connections of Kafka clients")
+_REFUSED = Count("tidemill_kafka_connections_refused", "Connections refused at a limit", ("reason",))
+
+
+class Door:
+    def __init__(self, settings: KafkaSettings) -> None:
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self.connections_max = min(settings.connections_max, files // 2) if files > 0 else settings.connections_max
+        self._per_address_max = settings.connections_per_address_max
+        self._addresses: Counter[str] = Counter()
+        self._told_s = -TELL_EVERY_S
+        self._untold = 0
+        self.refused = 0
+
+    @property
+    def open(self) -> int:
+        return self._addresses.total()
+
+    def enter(self, address: str, now_s: float) -> bool:
+        """May a connection of `address` come in? If so, `leave` must follow."""
+        reason = ""
+        if self.open >= self.connections_max:
+            reason = "all"
+        elif self._addresses[address] >= self._per_address_max:
+            reason = "address"
+        if reason:
+            self._refuse(address, reason, now_s)
+            return False
+        self._addresses[address] += 1
+        _OPEN.set(self.open)
+        return True
+
+    def leave(self, address: str) -> None:
+        self._addresses[address] -= 1
+        if not self._addresses[address]:
+            del self._addresses[address]
+        _OPEN.set(self.open)
+
+    def _refuse(self, address: str, reason: str, now_s: float) -> None:
+        _REFUSED.labels(reason).inc()
+        self.refused += 1
+        self._untold += 1
+        if now_s - self._told_s < TELL_EVERY_S:
+            return
+        log.warning(
+            "kafka.connection_refused",
+            address=address,
+            refused=self._untold,
+            open=self.open,
+            limit=self._per_address_max if reason == "address" else self.connections_max,
+            key="kafka.connections_per_address_max" if reason == "address" else "kafka.connections_max",
+        )
+        self._told_s, self._untold = now_s, 0

@@ -1,0 +1,268 @@
+"""The stages of the checkpoint that no single room can make: shards do not know the metastore's rows.
+
+partitions  topics.checkpoint
+bindings    shards.checkpoint, by the sources that the catalogue names
+shards      shards.checkpoint, by the shards' registers; derived tables before what they are derived from
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+from tidemill.base.clock import Clock
+from tidemill.base.errors import TidemillError
+from tidemill.base.marks import Tracker
+from tidemill.consensus.api import Consensus
+from tidemill.keeper.checkpoint_registers import RegistersStage
+from tidemill.metastore.checkpoint import Checkpointer, Group, Unit, each_readable
+from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.rows import BINDINGS, CAPTURES, PIPELINES, SHARD_BATCHES, SHARDS, TOPICS
+from tidemill.metastore.rows.bindings import BindingRow
+from tidemill.metastore.rows.pipelines import PipelineRow, source_of
+from tidemill.metastore.rows.shards import ShardBatchRow, ShardRow
+from tidemill.objects.store import ObjectStore
+from tidemill.shards.checkpoint import (
+    BindingFollower,
+    ShardFollower,
+    ShardGroup,
+    StoredBinding,
+    decode_header,
+    encode_header,
+)
+from tidemill.shards.commands import Create
+from tidemill.shards.open import all_registered
+from tidemill.shards.remap import decode_stored
+from tidemill.topics.checkpoint import PartitionsStage
+
+BINDINGS_A_GROUP = 256
+BATCHES_A_GROUP = 4096
+"""Rows that one deletion of a dropped shard's names at once."""
+
+
+def checkpointer(
+    consensus: Consensus,
+    objects: ObjectStore,
+    metastore: Metastore,
+    clock: Clock,
+    *,
+    holder: str,
+    interval_s: float,
+    tracker: Tracker | None = None,
+) -> Checkpointer:
+    stages = (
+        PartitionsStage(consensus, objects, metastore),
+        BindingsStage(consensus, metastore),
+        ShardsStage(consensus, metastore),
+        RegistersStage(consensus, metastore),
+    )
+    return Checkpointer(metastore, stages, clock, holder=holder, interval_s=interval_s, tracker=tracker)
+
+
+class BindingsStage:
+    """The bindings of every capture and stream topic. Those of a topic that was deleted are deleted with it."""
+
+    name = "bindings"
+
+    def __init__(self, consensus: Consensus, metastore: Metastore) -> None:
+        self._consensus = consensus
+        self._metastore = metastore
+        self._followers: dict[str, BindingFollower] = {}
+        self._gone: set[str] = set()
+        self._rows: set[str] = set()
+        """Sources that have rows."""
+        self._found: dict[str, list[StoredBinding]] = {}
+        self.unreadable: dict[str, TidemillError] = {}
+
+    async def load(self) -> None:
+        self._followers.clear()
+        self._rows = set()
+        async for keys, _ in self._metastore.prefix(BINDINGS.prefix()):
+            self._rows.update(str(BINDINGS.decode_key(key)[0]) for key in keys)
+
+    async def gather(self) -> dict[str, Unit]:
+        """By source. Raises Unavailable."""
+        sources = await sources_of(self._metastore)
+        for source in sources:
+            if source not in self._followers:
+                self._followers[source] = BindingFollower(self._consensus, source, await self._last(source))
+        self.unreadable = {}
+        gathering = {source: self._followers[source].gather() for source in sources}
+        self._found = await each_readable(gathering, self.unreadable)
+        units = {
+            source: await self._forgotten(source) + binding_groups(source, bindings)
+            for source, bindings in self._found.items()
+        }
+        self._gone = (self._rows | self._followers.keys()) - set(sources)
+        for source in sorted(self._gone):
+            unit = units[source] = []
+            async for keys, _ in self._metastore.prefix(BINDINGS.prefix(source)):
+                unit.append([(key, b"") for key in keys])
+        return units
+
+    def late(self, before: Set[str]) -> set[str]:
+        """Unreadable sources, and those whose new bindings cover a topic that is late."""
+        late = set(self.unreadable)
+        if before:
+            late |= {
+                source
+                for source, bindings in self._found.items()
+                if any(not before.isdisjoint(decode_stored(binding.data).binding.offsets) for binding in bindings)
+            }
+        return late
+
+    def written(self, late: Set[str]) -> None:
+        for source in self._gone:
+            self._followers.pop(source, None)
+        self._gone = set()
+        self._rows = set(self._followers)
+        for source, follower in list(self._followers.items()):
+            if source not in late:
+                follower.written()
+            elif source in self.unreadable:
+                del self._followers[source]
+        self._found = {}
+
+    async def _forgotten(self, source: str) -> Unit:
+        """Deletions of the rows whose bindings the log has forgotten. A row left alone by a cut between two of these
+        groups is passed by at a restore."""
+        before_ms = self._followers[source].forgotten_ms
+        if not before_ms:
+            return []
+        gone: Group = []
+        async for keys, _ in self._metastore.prefix(BINDINGS.prefix(source)):
+            old = [(key, b"") for key in keys if BINDINGS.decode_key(key)[1] < before_ms]  # type: ignore[operator]
+            gone += old
+            if len(old) < len(keys):
+                break
+        return [gone[at : at + BATCHES_A_GROUP] for at in range(0, len(gone), BATCHES_A_GROUP)]
+
+    async def _last(self, source: str) -> tuple[int, int] | None:
+        async for keys, values in self._metastore.prefix(BINDINGS.prefix(source), reverse=True):
+            row = BINDINGS.decode(keys[0], values[0])
+            return row.time_ms, row.log_position
+        return None
+
+
+class ShardsStage:
+    """Every shard that has a register: tables, derived tables and dead letters alike."""
+
+    name = "shards"
+
+    def __init__(self, consensus: Consensus, metastore: Metastore) -> None:
+        self._consensus = consensus
+        self._metastore = metastore
+        self._followers: dict[str, tuple[str, ShardFollower]] = {}
+        """name → (shard id, follower): a name that was dropped and made again is another shard"""
+        self._rows: dict[str, str] = {}
+        """name → id of the shard that the name's rows are of"""
+        self._gone: set[str] = set()
+        self._pipelines: list[PipelineRow] = []
+        self.unreadable: dict[str, TidemillError] = {}
+
+    async def load(self) -> None:
+        self._followers.clear()
+        self._rows = {row.name: row.shard_id for row in await self._metastore.rows(SHARDS)}
+
+    async def gather(self) -> dict[str, Unit]:
+        """By `shard <name>`. Outputs of other shards first; each then finds its inputs no older. Raises Unavailable."""
+        registers = dict(await all_registered(self._consensus))
+        created = {name: found for name, found in registers.items() if isinstance(found, Create)}
+        self._pipelines = await self._metastore.rows(PIPELINES)
+        derived = {name for row in self._pipelines for name, source in row.tables.items() if source == "derived"}
+        self.unreadable = {}
+        units: dict[str, Unit] = {}
+        for name in sorted(created, key=lambda name: (name not in derived, name)):
+            shard_id = created[name].shard_id
+            known, follower = self._followers.get(name, ("", None))
+            if follower is None or known != shard_id:
+                follower = await self._follower(name, shard_id)
+                self._followers[name] = shard_id, follower
+            groups = (await each_readable({thing(name): follower.gather()}, self.unreadable)).get(thing(name), [])
+            before = await self._removal(name) if self._rows.get(name, shard_id) != shard_id and groups else []
+            units[thing(name)] = before + [shard_group(name, follower.position, group) for group in groups]
+        # A name that no register knows is no dropped shard: another consensus, in which these rows are all there is.
+        self._gone = self._rows.keys() & (registers.keys() - created.keys())
+        for name in self._gone:
+            units[thing(name)] = await self._removal(name)
+        # Written in the other order: inputs before what is derived from them.
+        return dict(reversed(units.items()))
+
+    def late(self, before: Set[str]) -> set[str]:
+        """Tables and dead letters whose source is late; once any is, all that may be made from tables.
+
+        A shard in no pipeline may be made from anything.
+        """
+        late = set(self.unreadable)
+        fed: set[str] = set()
+        derived: set[str] = set()
+        for row in self._pipelines:
+            tables = {thing(table): source_of(fed_by) for table, fed_by in row.tables.items() if fed_by != "derived"}
+            derived |= {thing(table) for table in row.tables} - tables.keys()
+            if row.dead_letters:
+                derived.add(thing(row.dead_letters))
+            fed |= tables.keys()
+            late |= {table for table, source in tables.items() if source in before}
+        others = {thing(name) for name in self._followers.keys() - self._gone} - fed
+        if late:
+            return late | others
+        return others - derived if before else late
+
+    def written(self, late: Set[str]) -> None:
+        for name in self._gone - {name for name in self._gone if thing(name) in late}:
+            self._followers.pop(name, None)
+            del self._rows[name]
+        self._gone = set()
+        for name, (shard_id, follower) in list(self._followers.items()):
+            if thing(name) not in late:
+                follower.written()
+                self._rows[name] = shard_id
+            elif thing(name) in self.unreadable:
+                del self._followers[name]  # its replica is broken
+
+    async def _removal(self, name: str) -> Unit:
+        """All rows under the name, of a shard that was dropped. Batches go with the header, or after it."""
+        rows: Group = [(SHARDS.key(name), b"")]
+        async for keys, _ in self._metastore.prefix(SHARD_BATCHES.prefix(name)):
+            rows += [(key, b"") for key in keys]
+        return [rows[at : at + BATCHES_A_GROUP] for at in range(0, len(rows), BATCHES_A_GROUP)]
+
+    async def _follower(self, name: str, shard_id: str) -> ShardFollower:
+        row = await self._metastore.get(SHARDS, name, fresh=False)
+        if row is None or row.shard_id != shard_id:
+            return ShardFollower(self._consensus, shard_id)
+        batches = {
+            batch.lower: (batch.upper, batch.batch)
+            for batch in await self._metastore.rows(SHARD_BATCHES, name, fresh=False)
+        }
+        return ShardFollower(self._consensus, shard_id, decode_header(row.header), batches)
+
+
+async def sources_of(metastore: Metastore) -> list[str]:
+    """Everything that mints bindings, by name."""
+    captures = [f"capture/{row.name}" for row in await metastore.rows(CAPTURES)]
+    topics = [f"topic/{row.name}" for row in await metastore.rows(TOPICS, fresh=False) if row.kind == "stream"]
+    return sorted(captures + topics)
+
+
+def thing(shard: str) -> str:
+    return f"shard {shard}"
+
+
+def binding_groups(source: str, bindings: Sequence[StoredBinding]) -> Unit:
+    rows = [BINDINGS.encode(BindingRow(source, b.time_ms, b.position, b.data)) for b in bindings]
+    return [rows[at : at + BINDINGS_A_GROUP] for at in range(0, len(rows), BINDINGS_A_GROUP)]
+
+
+def shard_group(name: str, position: int, group: ShardGroup) -> Group:
+    rows: Group = []
+    for batch in group.batches:
+        rows.append(SHARD_BATCHES.encode(ShardBatchRow(name, batch.lower, batch.upper, batch.data, batch.objects)))
+    rows += [(SHARD_BATCHES.key(name, lower), b"") for lower in group.removed]
+    header = group.header
+    if header is not None:
+        row = ShardRow(
+            name, header.shard_id, header.since, header.upper, header.version, position, header.closed,
+            encode_header(header),
+        )  # fmt: skip
+        rows.append(SHARDS.encode(row))
+    return rows

@@ -1,0 +1,234 @@
+"""`tidemill doctor --deep`: everything that is reachable, from the cluster's register down to the last block.
+
+    consensus   cluster register ─► domains ─► the manifest each has replicated
+    bucket      cluster manifest ─► domains ─► every retained manifest ─► files ─► blocks
+    rows        every row and what it refers to, down to objects (metastore.checker, node.checks)
+    logs        every partition's and shard's log, from its rollup on (node.logcheck)
+
+Reads only, leads nothing: nodes may be up or down. Without consensus the bucket alone is walked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
+
+import msgspec
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Corrupt, Invalid, Missing, TidemillError, Unavailable
+from tidemill.consensus.api import Consensus
+from tidemill.keeper.logcheck import check_logs
+from tidemill.keeper.rowcheck import check_rows
+from tidemill.metastore import presence
+from tidemill.metastore.checker import Checker
+from tidemill.metastore.cluster import Cluster, domain_name, domain_of, read_cluster
+from tidemill.metastore.domain import Domain
+from tidemill.metastore.filecheck import check_domain_files
+from tidemill.metastore.findings import Findings, RowSource
+from tidemill.metastore.lsm.manifest import decode_manifest
+from tidemill.metastore.lsm.manifests import BucketManifests
+from tidemill.metastore.lsm.snapshot import Snapshot
+from tidemill.metastore.merged import Chunk, merged
+from tidemill.metastore.objectcheck import References
+from tidemill.metastore.presence import ClusterManifest
+from tidemill.metastore.rows.keys import names_entity
+from tidemill.metastore.settings import DomainSettings, prefix_of
+from tidemill.metastore.source import BucketRows, find_source
+from tidemill.objects.store import ObjectStore
+
+FOLLOW = DomainSettings(lead=False, may_lead=False)
+FIX_RESTORE = "Run `tidemill restore`."
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """`checkpoint_age_ms`: how old the rows of topics and shards are; None = never written."""
+
+    findings: Findings
+    cluster_uuid: str
+    incarnation: int
+    from_consensus: bool
+    checkpoint_age_ms: int | None
+
+
+async def deep_check(
+    consensus: Consensus,
+    objects: ObjectStore,
+    clock: Clock,
+    rand: Rand,
+    *,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+) -> Checked:
+    """Raises Missing when there is neither a cluster in consensus nor one in the bucket, Unavailable."""
+    findings = Findings(progress)
+    found = await _cluster_manifest(objects, findings)
+    known = await read_cluster(consensus)
+    if known is None and found is None and findings.clean:
+        raise Missing("There is no cluster: consensus is empty, and the bucket holds none.", fix="Start a node first.")
+    async with AsyncExitStack() as stack:
+        domains: list[Domain] = []
+        rows: RowSource | None = None
+        uuids: Sequence[str] = found.domains if found is not None else ()
+        if known is not None:
+            domains = await _follow(consensus, objects, clock, rand, known[0], stack)
+            uuids = [domain.domain_uuid for domain in domains]
+            await _compare(objects, rand, findings, known[0], domains, found)
+        elif found is not None:
+            findings.add(
+                "consensus", f"cluster {found.cluster_uuid}", "it knows no cluster, the bucket has one", FIX_RESTORE
+            )
+            rows = await _bucket_rows(objects, clock, rand, findings, stack)
+        for uuid in filter(None, uuids):
+            await check_domain_files(objects, rand, uuid, findings, deep=True)
+        walk, references, checker = Findings(progress), References(), None
+        try:
+            if known is not None:
+                walk, references, checker = await _walk_again(domains, progress)
+                if checker is not None:
+                    await check_logs(consensus, objects, checker.topics.values(), walk)
+            elif rows is not None:
+                checker = await check_rows(rows, walk, references)
+        except (Missing, Corrupt, Invalid) as error:
+            _add_unreadable(walk, error)
+        findings.include(walk)
+        gathered_ms = checker.gathered_ms if checker is not None else 0
+        await references.check(objects, findings, clock.now_ms())
+    cluster = known[0] if known is not None else None
+    return Checked(
+        findings,
+        cluster.uuid if cluster is not None else found.cluster_uuid if found is not None else "",
+        cluster.incarnation if cluster is not None else found.incarnation if found is not None else 0,
+        known is not None,
+        clock.now_ms() - gathered_ms if gathered_ms else None,
+    )
+
+
+async def _cluster_manifest(objects: ObjectStore, findings: Findings) -> ClusterManifest | None:
+    """The newest readable one; each that is not is a finding."""
+    newest: ClusterManifest | None = None
+    keys = [found.key async for found in objects.list(presence.CLUSTER_PREFIX)]
+    for key in keys:
+        try:
+            newest = (await presence.load_manifest(objects, key)).manifest
+            findings.walked["cluster manifests"] += 1
+        except Missing:
+            continue
+        except (Corrupt, Invalid) as error:
+            findings.add("bucket", key, error.message.rstrip("."), error.fix)
+    return newest
+
+
+async def _follow(
+    consensus: Consensus, objects: ObjectStore, clock: Clock, rand: Rand, cluster: Cluster, stack: AsyncExitStack
+) -> list[Domain]:
+    domains: list[Domain] = []
+    for index in range(cluster.domains):
+        domain = await Domain.open(
+            consensus, objects, domain_name(index), holder="doctor", clock=clock, rand=rand, settings=FOLLOW
+        )
+        stack.push_async_callback(domain.aclose)
+        domains.append(domain)
+    return domains
+
+
+async def _compare(
+    objects: ObjectStore,
+    rand: Rand,
+    findings: Findings,
+    cluster: Cluster,
+    domains: Sequence[Domain],
+    found: ClusterManifest | None,
+) -> None:
+    """What consensus says of the cluster against what the bucket says."""
+    subject = f"cluster {cluster.uuid}"
+    if cluster.restoring:
+        findings.add(subject, cluster.label, "its restore has not finished", "Run the same `tidemill restore` again.")
+    fix = "It is written by whoever leads domain 0: start a node."
+    uuids = tuple(domain.domain_uuid for domain in domains)
+    if found is None:
+        if any(domain.state.manifest is not None for domain in domains):
+            findings.add(subject, presence.CLUSTER_PREFIX, "the bucket has no cluster manifest to restore it from", fix)
+    elif found.incarnation > cluster.incarnation:
+        problem = f"the bucket was restored as incarnation {found.incarnation} of cluster {found.cluster_uuid}"
+        findings.add(subject, presence.CLUSTER_PREFIX, problem, "Stop this cluster; it has been replaced.")
+    elif (found.cluster_uuid, found.domains) != (cluster.uuid, uuids):
+        problem = f"the bucket's manifest is of cluster {found.cluster_uuid} with domains {','.join(found.domains)}"
+        findings.add(subject, presence.CLUSTER_PREFIX, problem, fix)
+    for domain in domains:
+        persisted = domain.state.manifest
+        if persisted is None:
+            continue
+        manifest = decode_manifest(persisted.data, f"log of domain {domain.name}")
+        bucket = BucketManifests(objects, prefix_of(domain.domain_uuid), rand)
+        names = {(name.epoch, name.number) async for name in bucket.list()}
+        if (manifest.epoch, manifest.number) not in names:
+            target = f"manifest {manifest.epoch}-{manifest.number}"
+            problem = "the manifest it has replicated is not in the bucket"
+            findings.add(f"domain {domain.name}", target, problem, "Write anything: the next flush uploads a new one.")
+
+
+async def _walk_again(
+    domains: Sequence[Domain], progress: Callable[[str, int, int], None]
+) -> tuple[Findings, References, Checker | None]:
+    """Walk the rows as they are now; from the start when a leader collected a file under the walk.
+
+    None when they cannot all be read, which is a finding then.
+    """
+    while True:
+        async with AsyncExitStack() as stack:
+            rows = await _snapshots(domains, stack)
+            manifests = [domain.state.manifest for domain in domains]
+            findings, references = Findings(progress), References()
+            try:
+                return findings, references, await check_rows(rows, findings, references)
+            except (Missing, Corrupt, Invalid) as error:
+                for domain in domains:
+                    await domain.sync()
+                if isinstance(error, Missing) and [domain.state.manifest for domain in domains] != manifests:
+                    continue
+                _add_unreadable(findings, error)
+                return findings, references, None
+
+
+def _add_unreadable(findings: Findings, error: TidemillError) -> None:
+    findings.add("rows", "", f"they cannot all be read: {error.message.rstrip('.')}", error.fix or FIX_RESTORE)
+
+
+class _SnapshotRows:
+    """`findings.RowSource` of the domains as they are now."""
+
+    def __init__(self, snapshots: Sequence[Snapshot | None]) -> None:
+        self._snapshots = snapshots
+
+    async def prefix(self, prefix: bytes) -> AsyncIterator[Chunk]:
+        chosen = self._snapshots
+        if names_entity(prefix):
+            chosen = [chosen[domain_of(prefix, len(chosen))]]
+        async for chunk in merged([snapshot.prefix(prefix) for snapshot in chosen if snapshot is not None]):
+            yield chunk
+
+
+async def _snapshots(domains: Sequence[Domain], stack: AsyncExitStack) -> _SnapshotRows:
+    snapshots: list[Snapshot | None] = []
+    for domain in domains:
+        await domain.sync()
+        try:
+            snapshot = await domain.snapshot()
+        except Unavailable:  # nobody has led it yet: it has no rows
+            snapshots.append(None)
+            continue
+        stack.callback(snapshot.close)
+        snapshots.append(snapshot)
+    return _SnapshotRows(snapshots)
+
+
+async def _bucket_rows(
+    objects: ObjectStore, clock: Clock, rand: Rand, findings: Findings, stack: AsyncExitStack
+) -> RowSource | None:
+    try:
+        rows = await BucketRows.open(objects, await find_source(objects, rand), clock, rand)
+    except (Corrupt, Invalid, Missing) as error:
+        findings.add("bucket", "", f"its rows cannot be read: {error.message.rstrip('.')}", error.fix)
+        return None
+    stack.push_async_callback(rows.aclose)
+    return rows

@@ -1,0 +1,74 @@
+"""Dropping a shard: its name is free, nothing of it is read or written again, and what it held is given back.
+
+    1  the shard's own log    Drop: every handle on it, in any process, is refused from here on; its holds are gone
+    2  its register           the name is free; whoever opens it with a schema makes a new shard, with upper 0
+    3  its log                one rollup of an empty shard stays (some hundred bytes)
+    later, by the keeper      rows of the checkpoint (`checkpoint`), objects and bindings that only it used
+                              (`collection`): not before no restore could need them
+
+A pipeline that writes the shard makes it again from its source: the topic from its log start on, and a captured
+table's topic begins with the table's snapshot. DS1: a run that was cut off is run again; every step finds what was
+done. DS2: a shard of the same name that was made meanwhile is left alone.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Missing
+from tidemill.consensus.api import Consensus
+from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.rows import PIPELINES
+from tidemill.objects.store import ObjectStore
+from tidemill.shards.commands import Create, Drop
+from tidemill.shards.handle import LogShard
+from tidemill.shards.machine import open_machine
+from tidemill.shards.open import registered, unregister
+
+
+class Dropped(msgspec.Struct, frozen=True):
+    """`size_bytes`: of its parts, about to be given back. `pipelines`: those that will make it again."""
+
+    name: str
+    shard_id: str
+    rows: int
+    size_bytes: int
+    pipelines: tuple[str, ...] = ()
+
+
+async def users_of(metastore: Metastore, name: str) -> tuple[str, ...]:
+    """Pipelines that write the shard, by name."""
+    rows = await metastore.rows(PIPELINES)
+    return tuple(sorted(row.name for row in rows if name in row.tables or name == row.dead_letters))
+
+
+async def drop_shard(
+    consensus: Consensus,
+    objects: ObjectStore,
+    metastore: Metastore,
+    clock: Clock,
+    rand: Rand,
+    name: str,
+    *,
+    shard_id: str = "",
+) -> Dropped:
+    """Drop the shard `name`; with `shard_id` that very shard (DS2), and again after an interrupted run (DS1).
+
+    Raises Missing (no such shard), Unavailable, Unknown (call again with the shard id).
+    """
+    found = await registered(consensus, name)
+    if found is None or (isinstance(found[0], Drop) and shard_id in ("", found[0].shard_id)):
+        raise Missing(f"no such shard: shard={name}.", fix="See `tidemill shard list`.")
+    created = found[0]
+    if not isinstance(created, Create) or shard_id not in ("", created.shard_id):
+        raise Missing(f"the shard was dropped before: shard={name} id={shard_id}.")
+    shard = LogShard(await open_machine(consensus, rand, created), objects, clock, rand)
+    try:
+        held = shard.state
+        await shard.drop()
+        await unregister(consensus, rand, name, created.shard_id)
+        await shard.rollup()
+    finally:
+        await shard.aclose()
+    return Dropped(name, created.shard_id, held.rows, held.size_bytes, await users_of(metastore, name))

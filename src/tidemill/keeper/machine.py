@@ -1,0 +1,137 @@
+"""What the process that leads domain 0 does for the whole cluster: the checkpoint, and its presence in the bucket.
+
+    while this process leads domain 0:   checkpoint rounds, the cluster manifest, a sign of life at intervals
+    before any process serves:           is the bucket ours? (`check_bucket`)
+
+Leading decides who tries; safety comes from the checkpoint's own row (CP3) and from incarnations (P1). A process
+that finds the bucket restored elsewhere ends: its cluster has been replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import structlog
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Closed, Corrupt, Fenced, Invalid, Missing, TidemillError, Unavailable, Unknown
+from tidemill.base.marks import Tracker
+from tidemill.base.tasks import Tasks
+from tidemill.consensus.api import Consensus
+from tidemill.keeper.checkpoint import checkpointer
+from tidemill.metastore import presence
+from tidemill.metastore.cluster import read_cluster
+from tidemill.metastore.domain import Domain
+from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.presence import ALIVE_INTERVAL_S, ClusterManifest, Presence
+from tidemill.objects.store import ObjectStore
+
+LEADING_POLL_S = 0.25
+PATIENCE_S = 3600.0
+RETRY_PAUSE_S = 1.0
+LEAVE_TIMEOUT_S = 2.0
+
+log = structlog.get_logger()
+
+
+async def check_bucket(consensus: Consensus, objects: ObjectStore) -> None:
+    """Before anything is created or served. Raises Invalid when bucket and consensus belong to different clusters,
+    or a restore has not finished; Corrupt, Unavailable."""
+    known = await read_cluster(consensus)
+    if known is None:
+        await presence.check_unclaimed(objects)
+        return
+    try:
+        presence.check_not_replaced(await presence.newest_manifest(objects), known[0].uuid, known[0].incarnation)
+    except Fenced as error:
+        raise Invalid(error.message, fix=error.fix) from error
+
+
+class Keeping:
+    """`run` until cancelled. Raises Fenced when the cluster was replaced; what passes by is tried again."""
+
+    def __init__(
+        self,
+        consensus: Consensus,
+        objects: ObjectStore,
+        metastore: Metastore,
+        clock: Clock,
+        rand: Rand,
+        *,
+        node: str,
+        holder: str,
+        tracker: Tracker,
+        checkpoint_interval_s: float = 10.0,
+        alive_interval_s: float = ALIVE_INTERVAL_S,
+    ) -> None:
+        self._metastore = metastore
+        self._presence = Presence(objects, clock, rand, node, interval_s=alive_interval_s)
+        self._alive_interval_s = alive_interval_s
+        self._checkpointer = checkpointer(
+            consensus, objects, metastore, clock, holder=holder, interval_s=checkpoint_interval_s, tracker=tracker
+        )
+
+    def facts(self) -> dict[str, object]:
+        """For reports: plain values."""
+        return self._checkpointer.facts()
+
+    async def run(self) -> None:
+        while True:
+            domains = await self._domains()  # one that failed is another one by now
+            with contextlib.suppress(Unavailable):
+                await domains[0].until_leading(PATIENCE_S)
+                await self._while_leading(domains)
+
+    async def _while_leading(self, domains: list[Domain]) -> None:
+        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def fail(_: str, error: BaseException) -> None:
+            if not failed.done():
+                failed.set_exception(error)
+
+        async with Tasks(fail) as tasks:
+            tasks.spawn(self._show(domains), name="presence")
+            tasks.spawn(self._checkpointer.run(), name="checkpoint")
+            while domains[0].leading and not failed.done():
+                await asyncio.wait([failed], timeout=LEADING_POLL_S)
+        if failed.done():
+            failed.result()
+
+    async def leave(self) -> None:
+        """At an orderly end: a restore need not wait for the last sign of life to age."""
+        try:
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                await self._presence.leave()
+        except (TidemillError, TimeoutError) as error:
+            log.info("the last sign of life stays until it is old", cause=str(error))
+
+    async def _show(self, domains: list[Domain]) -> None:
+        while True:
+            pause_s = self._alive_interval_s
+            try:
+                manifest = await self._manifest(domains)
+                if manifest is not None:
+                    await self._presence.round(manifest)
+                else:
+                    pause_s = min(pause_s, RETRY_PAUSE_S)
+            except (Unavailable, Unknown, Corrupt, Missing) as error:
+                log.warning("presence not shown in the bucket, trying again", cause=str(error))
+                pause_s = min(pause_s, RETRY_PAUSE_S)
+            await asyncio.sleep(pause_s)
+
+    async def _manifest(self, domains: list[Domain]) -> ClusterManifest | None:
+        """None while a domain has no name yet: nobody has led it."""
+        uuids = tuple(domain.domain_uuid for domain in domains)
+        if not all(uuids):
+            return None
+        cluster = await self._metastore.cluster()
+        return ClusterManifest(cluster.uuid, cluster.label, cluster.incarnation, uuids, cluster.created_ms)
+
+    async def _domains(self) -> list[Domain]:
+        domains: list[Domain] = []
+        for domain in await self._metastore.domains():
+            if not isinstance(domain, Domain):
+                raise Closed("The checkpoint needs replicated domains.")
+            domains.append(domain)
+        return domains

@@ -1,0 +1,132 @@
+"""The job `orphans`: objects below `shards/` that no shard names any more, by age and by reference.
+
+    of a shard there is    written orphans_after_s ago, named by no batch and no garbage: first `Sweep` forbids that a
+                           part so old is ever shown, then it is deleted (a writer may only have been paused)
+    of no shard there is   dropped, or from before a restore: named by no shard, mentioned by no row of the
+                           checkpoint, for collect_after_s
+
+An object without a time in its key (an older format) is taken by the store's time, a week old.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from tidemill.keeper.grounds import Grounds
+from tidemill.keeper.jobs import Budget
+from tidemill.keeper.persisted import Persisted
+from tidemill.objects.store import ObjectMeta
+from tidemill.shards.front import written_ms
+from tidemill.shards.handle import LogShard
+from tidemill.shards.machine import open_machine
+from tidemill.shards.open import created_shards
+from tidemill.shards.state import ShardState
+
+PREFIX = "shards/"
+UNSTAMPED_MS = 7 * 86_400_000
+LISTED_AT_ONCE = 20_000
+"""Keys held at once; the next step goes on after them."""
+
+
+class Orphans:
+    def __init__(self, grounds: Grounds) -> None:
+        self._g = grounds
+        self._persisted = Persisted(grounds.metastore)
+        self._after = ""
+        self._gone: dict[str, tuple[int, list[int]]] = {}
+        """shard id that neither register nor row has → when that was seen first, and what was not persisted then"""
+        self._seen: set[str] = set()
+        self._created: set[str] = set()
+        self._deleted = self._deleted_bytes = 0
+
+    def facts(self) -> dict[str, object]:
+        return {"deleted_objects": self._deleted, "deleted_bytes": self._deleted_bytes, "gone_shards": len(self._gone)}
+
+    async def run(self, budget: Budget) -> bool:
+        """One stretch of the listing; True while it has not come to its end."""
+        g, found = self._g, list[ObjectMeta]()
+        async for meta in g.objects.list(PREFIX, self._after):
+            found.append(meta)
+            if len(found) >= LISTED_AT_ONCE:
+                break
+        more = len(found) >= LISTED_AT_ONCE
+        self._after = found[-1].key if more else ""
+        # After the listing: every shard with an object in it has been registered before, and names what it names.
+        created = {create.shard_id: create for create in await created_shards(g.consensus)}
+        if self._created - created.keys():
+            self._gone.clear()  # a dropped shard may have named parts under another id: they begin to wait now
+        self._created = set(created)
+        states: dict[str, ShardState] = {}
+        handles: dict[str, LogShard] = {}
+        try:
+            for shard_id, create in created.items():
+                machine = await open_machine(g.consensus, g.rand, create)
+                handles[shard_id] = LogShard(machine, g.objects, g.clock, g.rand, cache_bytes=0)
+                states[shard_id] = machine.state
+            by_shard: dict[str, list[ObjectMeta]] = defaultdict(list)
+            for meta in found:
+                by_shard[meta.key.removeprefix(PREFIX).partition("/")[0]].append(meta)
+            for shard_id, metas in by_shard.items():
+                if shard_id in handles:
+                    await self._of_shard(handles[shard_id], metas, states)
+            await self._of_none({i: m for i, m in by_shard.items() if i not in created}, states)
+        finally:
+            for handle in handles.values():
+                await handle.aclose()
+        if not more:
+            self._gone = {shard_id: since for shard_id, since in self._gone.items() if shard_id in self._seen}
+            self._seen = set()
+        return more
+
+    async def _of_shard(self, shard: LogShard, metas: list[ObjectMeta], states: dict[str, ShardState]) -> None:
+        before_ms = self._g.clock.now_ms() - int(self._g.retention.orphans_after_s * 1000)
+        if not self._orphans(metas, [shard.state], before_ms):
+            return
+        states[shard.shard_id] = state = await shard.sweep(before_ms)
+        # References as of the sweep, of every shard: from here on nothing this old is ever named again.
+        await self._delete(self._orphans(metas, states.values(), before_ms, state))
+
+    def _orphans(
+        self, metas: list[ObjectMeta], states: Iterable[ShardState], before_ms: int, swept: ShardState | None = None
+    ) -> list[ObjectMeta]:
+        named = _named(states)
+        limit_ms = before_ms if swept is None else min(before_ms, swept.swept_ms)
+        old_ms = self._g.clock.now_ms() - UNSTAMPED_MS
+        return [
+            meta
+            for meta in metas
+            if meta.key not in named
+            and (0 <= written_ms(meta.key) < limit_ms or (written_ms(meta.key) < 0 and meta.modified_ms < old_ms))
+        ]
+
+    async def _of_none(self, gone: dict[str, list[ObjectMeta]], states: dict[str, ShardState]) -> None:
+        if not gone:
+            return
+        now_ms = self._g.clock.now_ms()
+        mentioned = await self._persisted.mentions()
+        horizon = await self._persisted.horizon()
+        named = _named(states.values())
+        for shard_id, metas in gone.items():
+            if shard_id in mentioned:
+                self._gone.pop(shard_id, None)
+                continue
+            self._seen.add(shard_id)
+            since_ms, unpersisted = self._gone.setdefault(shard_id, (now_ms, horizon))
+            old = now_ms - since_ms >= int(self._g.retention.collect_after_s * 1000)
+            if old and await self._persisted.covers(unpersisted):
+                await self._delete([meta for meta in metas if meta.key not in named])
+
+    async def _delete(self, metas: list[ObjectMeta]) -> None:
+        for meta in metas:
+            await self._g.objects.delete(meta.key)
+            self._deleted += 1
+            self._deleted_bytes += meta.size_bytes
+
+
+def _named(states: Iterable[ShardState]) -> set[str]:
+    named: set[str] = set()
+    for state in states:
+        named.update(part.object_key for batch in state.batches for part in batch.parts)
+        named.update(key for garbage in state.garbage for key in garbage.objects)
+    return named

@@ -1,0 +1,82 @@
+"""How much of a shard's past no restore can ask for any more: an object may go only when every restore that begins
+from the newest manifest finds its successor.
+
+    log of the shard ─► checkpoint row (version) ─► committed (seqno) ─► manifest in the bucket (last seqno)
+
+A row changes more often than a manifest is written, so the versions seen and their seqnos are remembered, until a
+manifest covers them. A restore from an older manifest has as long as collection waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from tidemill.metastore.cluster import domain_of
+from tidemill.metastore.domain import Domain
+from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.rows import SHARDS
+
+SEEN_KEPT = 256
+
+
+class Held(NamedTuple):
+    """What of a shard the newest manifest holds."""
+
+    version: int = 0
+    since: int = 0
+    upper: int = 0
+
+
+class Persisted:
+    def __init__(self, metastore: Metastore) -> None:
+        self._metastore = metastore
+        self._seen: dict[str, deque[tuple[int, Held]]] = {}
+        """shard id → its row as it was seen with its seqno, oldest first"""
+        self._held: dict[str, Held] = {}
+
+    async def held(self, name: str, shard_id: str) -> Held:
+        """The newest row of the shard that is known to be in the bucket's newest manifest; zeros = none yet."""
+        key = SHARDS.key(name)
+        found = await self._metastore.get_row(key, fresh=False)
+        seen = self._seen.setdefault(shard_id, deque(maxlen=SEEN_KEPT))
+        if found is not None and found.value:
+            row = SHARDS.decode(key, found.value)
+            if row.shard_id == shard_id and (not seen or seen[-1][0] < found.seqno):
+                seen.append((found.seqno, Held(row.version, row.since, row.upper)))
+        covered = await self._covered(key)
+        while seen and seen[0][0] <= covered:
+            self._held[shard_id] = seen.popleft()[1]
+        return self._held.get(shard_id, Held())
+
+    async def mentions(self) -> set[str]:
+        """Ids of the shards that rows are about, as committed."""
+        return {row.shard_id for row in await self._metastore.rows(SHARDS, fresh=False)}
+
+    async def horizon(self) -> list[int]:
+        """By domain, the seqno up to which rows are committed as known here. `covers` it: all of them are persisted."""
+        found = []
+        for domain in await self._metastore.domains():
+            buffered = domain.state.volatile if isinstance(domain, Domain) else ()
+            found.append(buffered[-1].seqno if buffered else _last(domain))
+        return found
+
+    async def covers(self, horizon: list[int]) -> bool:
+        domains = await self._metastore.domains()
+        return all(_last(domain) >= seqno for domain, seqno in zip(domains, horizon, strict=True))
+
+    def forget(self, shard_id: str) -> None:
+        self._seen.pop(shard_id, None)
+        self._held.pop(shard_id, None)
+
+    async def _covered(self, key: bytes) -> int:
+        domains = await self._metastore.domains()
+        return _last(domains[domain_of(key, len(domains))])
+
+
+def _last(domain: object) -> int:
+    """Rows that are no replicated domain (memory) are as durable as they get."""
+    if not isinstance(domain, Domain):
+        return 1 << 62
+    manifest = domain.state.manifest
+    return manifest.last_seqno if manifest is not None else 0

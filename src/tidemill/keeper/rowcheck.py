@@ -1,0 +1,152 @@
+"""What the checker cannot know by itself: the opaque parts of rows, and the order between the rooms' rows.
+
+CP1 of the checkpoint, as a check: a shard of a pipeline is at most as far as the bindings of its source, and a
+binding at most as far as its topics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import msgspec
+
+from tidemill.base.errors import Corrupt, Invalid
+from tidemill.metastore.checker import Checker, Examine
+from tidemill.metastore.findings import Findings, RowSource
+from tidemill.metastore.objectcheck import References
+from tidemill.metastore.rows import BINDINGS, EXTENTS, PARTITIONS, PIPELINES, SHARD_BATCHES, SHARDS
+from tidemill.metastore.rows.bindings import BindingRow
+from tidemill.metastore.rows.extents import ExtentRow
+from tidemill.metastore.rows.family import Family
+from tidemill.metastore.rows.partitions import PartitionRow
+from tidemill.metastore.rows.pipelines import source_of
+from tidemill.metastore.rows.shards import ShardBatchRow, ShardRow
+from tidemill.shards.checkpoint import decode_header
+from tidemill.shards.codec import decode_batch
+from tidemill.shards.remap import decode_stored
+from tidemill.topics.partition.rowform import batches_of, producers_of
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+Offsets = dict[str, tuple[int, ...]]
+
+ORDER_FIX = "Restore from an older manifest; the rows were not written by one checkpoint."
+
+
+def examine_rows() -> Mapping[str, Examine]:
+    """By family name: what each room says about its own part of a row."""
+    return {
+        PARTITIONS.name: _partition,
+        EXTENTS.name: _extent,
+        SHARDS.name: _shard,
+        SHARD_BATCHES.name: _batch,
+        BINDINGS.name: _binding,
+    }
+
+
+async def check_rows(rows: RowSource, findings: Findings, references: References) -> Checker:
+    """Every row, every reference between rows, and the order between partitions, bindings and shards."""
+    checker = Checker(rows, findings, references, examine_rows())
+    await checker.run()
+    newest: dict[str, BindingRow] = {}
+    offsets: dict[str, Offsets] = {}
+    async for keys, values in rows.prefix(BINDINGS.prefix()):
+        for key, value in zip(keys, values, strict=True):
+            row = _decoded(BINDINGS, key, value)
+            if row is not None:
+                newest[row.source] = row
+                _fold(offsets, row)
+    for row in newest.values():
+        _check_binding(checker, findings, row, offsets.get(row.source, {}))
+    async for keys, values in rows.prefix(PIPELINES.prefix()):
+        for key, value in zip(keys, values, strict=True):
+            pipeline = _decoded(PIPELINES, key, value)
+            for table, fed_by in pipeline.tables.items() if pipeline is not None else ():
+                source = source_of(fed_by)
+                shard = checker.shards.get(table)
+                upper = newest[source].time_ms + 1 if source in newest else 0
+                if fed_by != "derived" and shard is not None and shard.upper > upper:
+                    problem = f"its upper {shard.upper} is beyond the newest binding {upper - 1}"
+                    findings.add(f"shard {table}", f"bindings of {source}", problem, ORDER_FIX)
+    return checker
+
+
+def _fold(offsets: dict[str, Offsets], row: BindingRow) -> None:
+    """`offsets` of the source as of this row: a delta names only what moved."""
+    try:
+        stored = decode_stored(row.binding)
+    except Corrupt:
+        return  # a finding already
+    before = offsets.get(row.source, {}) if stored.back else {}
+    offsets[row.source] = {**before, **stored.binding.offsets}
+
+
+def _check_binding(checker: Checker, findings: Findings, row: BindingRow, offsets: Offsets) -> None:
+    for topic_id, ends in offsets.items():
+        if topic_id not in checker.topics:
+            continue  # bindings carry topics that were replaced
+        for number, end in enumerate(ends):
+            found = checker.partitions.get((topic_id, number))
+            if end > (found.next_offset if found is not None else 0):
+                findings.add(f"binding {row.source}@{row.time_ms}", f"partition {topic_id}/{number}",
+                             f"it covers offsets up to {end}, beyond the partition's end", ORDER_FIX)  # fmt: skip
+
+
+def _partition(row: PartitionRow) -> str:
+    return _problem(lambda: producers_of(row))
+
+
+def _extent(row: ExtentRow) -> str:
+    def check() -> str:
+        batches = batches_of(row)
+        size = sum(batch[2] for batch in batches)
+        if batches[0][:2] != (row.base_offset, row.first_byte) or size != row.size_bytes:
+            return "its batches do not add up to it"
+        return ""
+
+    return _problem(check)
+
+
+def _shard(row: ShardRow) -> str:
+    def check() -> str:
+        header = decode_header(row.header)
+        same = (header.name, header.shard_id, header.since, header.upper) == (
+            row.name, row.shard_id, row.since, row.upper,
+        )  # fmt: skip
+        return "" if same else "its header says something else than the row"
+
+    return _problem(check)
+
+
+def _batch(row: ShardBatchRow) -> str:
+    def check() -> str:
+        batch = decode_batch(row.batch)
+        objects = tuple(part.object_key for part in batch.parts if part.object_key)
+        same = (batch.lower, batch.upper, objects) == (row.lower, row.upper, row.objects)
+        return "" if same else "its batch says something else than the row"
+
+    return _problem(check)
+
+
+def _binding(row: BindingRow) -> str:
+    def check() -> str:
+        return "" if decode_stored(row.binding).binding.time_ms == row.time_ms else "its binding has another time"
+
+    return _problem(check)
+
+
+def _problem(check: Callable[[], object]) -> str:
+    try:
+        found = check()
+    except Corrupt as error:
+        return error.message
+    return found if isinstance(found, str) else ""
+
+
+def _decoded(family: Family[R], key: bytes, value: bytes) -> R | None:
+    """None for a row that the checker has named already."""
+    try:
+        return family.decode(key, value)
+    except (Corrupt, Invalid):
+        return None

@@ -1,0 +1,160 @@
+"""The job `shards`: history moves up, what is settled is merged, what was replaced is deleted. Shard by shard.
+
+    retention    since follows now - history_s, never past a hold, never past the newest time
+    merging      `shards.compaction`: a run at a time, each shown whole or not at all
+    collection   `collection`: objects replaced collect_after_s ago, that no live hold may read and no restore needs
+
+K1  A step that is cut off anywhere leaves what the next one does again, or what the sweep finds: leak before lose.
+K2  A shard that cannot be read, merged or collected stops at that shard: told under `keeper:shards:NAME`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tidemill.base.marks import Tracker
+from tidemill.keeper.collection import collect
+from tidemill.keeper.grounds import Grounds
+from tidemill.keeper.jobs import Budget
+from tidemill.keeper.persisted import Persisted
+from tidemill.keeper.told import Told
+from tidemill.shards.commands import Create
+from tidemill.shards.compaction import compact_once
+from tidemill.shards.handle import LogShard
+from tidemill.shards.machine import open_machine
+from tidemill.shards.open import created_shards
+
+OWNER = "retention"
+BUSY_S = 5.0
+QUIET_S = 60.0
+"""How soon a shard is looked at again: at once more often while it changes, at most this seldom while it does not."""
+
+CACHE_BYTES = 0
+"""Merges read each part about once."""
+
+
+class _Tended(msgspec.Struct):
+    shard: LogShard
+    next_s: float = 0.0
+    pause_s: float = BUSY_S
+    version: int = -1
+
+
+class Figures(msgspec.Struct):
+    """Since this node began to lead the job."""
+
+    merges: int = 0
+    rows_in: int = 0
+    rows_out: int = 0
+    deleted_objects: int = 0
+    deleted_bytes: int = 0
+    waiting_bytes: int = 0
+
+
+class ShardUpkeep:
+    def __init__(self, grounds: Grounds, tracker: Tracker) -> None:
+        self._g = grounds
+        self._told = Told("keeper:shards", tracker, grounds.clock)
+        self._persisted = Persisted(grounds.metastore)
+        self._tended: dict[str, _Tended] = {}
+        """shard id → its handle"""
+        self._figures = Figures()
+
+    def facts(self) -> dict[str, object]:
+        return msgspec.structs.asdict(self._figures) | {"shards": len(self._tended), "failing": self._told.count}
+
+    async def run(self, budget: Budget) -> bool:
+        """Visit the shards whose time has come, the longest waiting first; True when the budget ended before them."""
+        await self._follow()
+        now_s = self._g.clock.monotonic_s()
+        due = sorted((t for t in self._tended.values() if t.next_s <= now_s), key=lambda t: t.next_s)
+        for at, tended in enumerate(due):
+            if at and not budget.left:
+                return True
+            await self._unit(tended, budget)
+        self._figures.waiting_bytes = sum(
+            g.size_bytes for tended in self._tended.values() for g in tended.shard.state.garbage
+        )
+        return False
+
+    async def _follow(self) -> None:
+        created = {create.shard_id: create for create in await created_shards(self._g.consensus)}
+        for shard_id in self._tended.keys() - created.keys():
+            await self._close(shard_id)
+        for shard_id, create in created.items():
+            if shard_id not in self._tended:
+                try:
+                    self._tended[shard_id] = _Tended(await self._open(create))
+                except BaseException as error:
+                    self._told.failed(create.name, error)
+
+    async def _open(self, create: Create) -> LogShard:
+        g = self._g
+        machine = await open_machine(g.consensus, g.rand, create)
+        return LogShard(machine, g.objects, g.clock, g.rand, cpu=g.cpu, cache_bytes=CACHE_BYTES)
+
+    async def _close(self, shard_id: str) -> None:
+        tended = self._tended.pop(shard_id)
+        self._persisted.forget(shard_id)
+        self._told.healed(tended.shard.name)
+        await tended.shard.aclose()
+
+    async def _unit(self, tended: _Tended, budget: Budget) -> None:
+        """One shard's turn: whatever it raises is that shard's (K2)."""
+        try:
+            more = await self._visit(tended.shard, budget)
+        except BaseException as error:
+            self._told.failed(tended.shard.name, error)
+            # A handle may be what is broken: the next visit has a new one.
+            await self._close_quietly(tended)
+            return
+        self._told.healed(tended.shard.name)
+        changed = tended.version != tended.shard.state.version
+        tended.version = tended.shard.state.version
+        tended.pause_s = BUSY_S if changed else min(QUIET_S, tended.pause_s * 2)
+        tended.next_s = self._g.clock.monotonic_s() + (0.0 if more else tended.pause_s)
+
+    async def _close_quietly(self, tended: _Tended) -> None:
+        self._tended.pop(tended.shard.shard_id, None)
+        await tended.shard.aclose()
+
+    # one shard --------------------------------------------------------------------------------------
+    async def _visit(self, shard: LogShard, budget: Budget) -> bool:
+        await shard.frontiers()
+        await self._move_since(shard, budget.term)
+        more = await self._merge(shard, budget)
+        await self._collect(shard)
+        return more
+
+    async def _move_since(self, shard: LogShard, term: int) -> None:
+        state, now_ms = shard.state, self._g.clock.now_ms()
+        history_ms = int(self._g.retention.history_s * 1000)
+        newest = state.upper - 1
+        target = min(newest, now_ms - history_ms)
+        own = next((hold.since for hold in state.holds if hold.reader == OWNER), 0)
+        lapsed = any(not hold.live(now_ms) for hold in state.holds)
+        # A write is worth it for a quarter of the history, for the newest time, or to let go of a lapsed hold.
+        if (target > own and (target - own >= history_ms // 4 or target == newest)) or lapsed:
+            await shard.downgrade_since(OWNER, term, max(target, own))
+
+    async def _merge(self, shard: LogShard, budget: Budget) -> bool:
+        while True:
+            done = await compact_once(shard, self._g.objects, self._g.rand, cpu=self._g.cpu)
+            if done is None:
+                return False
+            budget.spend(done.bytes_in + done.bytes_out)
+            self._figures.merges += done.shown
+            self._figures.rows_in += done.rows_in
+            self._figures.rows_out += done.rows_out
+            if not budget.left:
+                return True
+
+    async def _collect(self, shard: LogShard) -> None:
+        if not shard.state.garbage:
+            return
+        g = self._g
+        persisted = (await self._persisted.held(shard.name, shard.shard_id)).version
+        after_ms = int(g.retention.collect_after_s * 1000)
+        count, size_bytes = await collect(shard, g.objects, g.clock, after_ms=after_ms, persisted=persisted)
+        self._figures.deleted_objects += count
+        self._figures.deleted_bytes += size_bytes

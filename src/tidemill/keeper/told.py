@@ -1,0 +1,42 @@
+"""Faults of a job's many small units (shards, sources), each told under its own mark, and never more than a few dozen:
+a report of marks is one register, and may not grow with the number of things that fail at once."""
+
+from __future__ import annotations
+
+from tidemill.base.clock import Clock
+from tidemill.base.marks import Tracker
+from tidemill.base.tasks import is_fault, parks, sentence
+
+TOLD_AT_ONCE = 50
+
+
+class Told:
+    """`count`: how many fail just now, told or not."""
+
+    def __init__(self, prefix: str, tracker: Tracker, clock: Clock) -> None:
+        self._prefix = prefix
+        self._tracker = tracker
+        self._clock = clock
+        self._failing: set[str] = set()
+        self._told: set[str] = set()
+
+    @property
+    def count(self) -> int:
+        return len(self._failing)
+
+    def failed(self, name: str, error: BaseException) -> None:
+        """Raises `error` again when it is no fault of the unit: a cancellation, an exit."""
+        if not is_fault(error):
+            raise error
+        self._failing.add(name)
+        if name in self._told or len(self._told) < TOLD_AT_ONCE:
+            self._told.add(name)
+            self._tracker.fail(
+                f"{self._prefix}:{name}", sentence(error), now_ms=self._clock.now_ms(), parked=parks(error)
+            )
+
+    def healed(self, name: str) -> None:
+        self._failing.discard(name)
+        if name in self._told:
+            self._told.discard(name)
+            self._tracker.heal(f"{self._prefix}:{name}")

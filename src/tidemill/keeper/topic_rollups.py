@@ -1,0 +1,87 @@
+"""The job `topic-rollups`: a partition has one roll-up, and its log begins there.
+
+A key holds the position p of the state that was copied; the record that names it stands at p or later (`rolling`).
+
+    named by the log's first record   it stands
+    p before the log's start          replaced, or never named: whoever copied so early is not going to: deleted
+    p inside the log                  its record may be on its way: it stays. If a record names it, the truncation was
+                                      cut off: the log is truncated to the newest such record, and the rest goes later
+    of a topic that is gone           deleted, after its log
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from tidemill.consensus.api import LogHead
+from tidemill.keeper.grounds import Grounds
+from tidemill.keeper.jobs import Budget
+from tidemill.metastore.rows import PARTITIONS, TOPICS
+from tidemill.topics.partition.codec import decode_command
+from tidemill.topics.partition.commands import Rollup
+from tidemill.topics.partition.replay import partition_log
+from tidemill.topics.settle import end_log
+
+PREFIX = "rollup/topic/"
+
+
+class TopicRollups:
+    def __init__(self, grounds: Grounds) -> None:
+        self._g = grounds
+        self._deleted = self._ended = self._truncated = 0
+
+    def facts(self) -> dict[str, object]:
+        return {"deleted_objects": self._deleted, "ended_logs": self._ended, "truncated_logs": self._truncated}
+
+    async def run(self, budget: Budget) -> bool:
+        by_place: dict[tuple[str, int], list[tuple[int, str]]] = defaultdict(list)
+        async for meta in self._g.objects.list(PREFIX):
+            topic_id, partition, name = [*meta.key.removeprefix(PREFIX).split("/"), "", ""][:3]
+            position = name.partition("-")[0]
+            if partition.isdigit() and position.isdigit():  # what somebody else put there is none of ours
+                by_place[topic_id, int(partition)].append((int(position), meta.key))
+        # After the listing: a topic's row is there before its first roll-up.
+        topics = {row.topic_id for row in await self._g.metastore.rows(TOPICS)}
+        rows = {row.topic_id for row in await self._g.metastore.rows(PARTITIONS)}
+        for place, found in sorted(by_place.items()):
+            if not budget.left:
+                return True
+            if place[0] not in topics:
+                if place[0] not in rows:
+                    await end_log(self._g.consensus, *place)
+                    self._ended += 1
+                    await self._delete([key for _, key in found])
+            elif len(found) > 1:
+                await self._of_log(partition_log(*place), sorted(found))
+        return False
+
+    async def _of_log(self, log: str, found: list[tuple[int, str]]) -> None:
+        head = await self._g.consensus.log_head(log)
+        first = (await self._g.consensus.read(log, head.start, limit_records=1)).records
+        named = _names(first[0].data) if first else ""
+        if any(position >= head.start and key != named for position, key in found):
+            await self._truncate(log, head)
+        await self._delete([key for position, key in found if position < head.start and key != named])
+
+    async def _truncate(self, log: str, head: LogHead) -> None:
+        newest, at = head.start, head.start
+        while at < head.next:
+            records = (await self._g.consensus.read(log, at)).records
+            if not records:
+                break
+            newest = max([newest, *(record.position for record in records if _names(record.data))])
+            at = records[-1].position + 1
+        if newest > head.start:
+            await self._g.consensus.truncate(log, newest)
+            self._truncated += 1
+
+    async def _delete(self, keys: list[str]) -> None:
+        for key in keys:
+            await self._g.objects.delete(key)
+            self._deleted += 1
+
+
+def _names(record: bytes) -> str:
+    """The object that a record of a partition's log names as its roll-up, or ""."""
+    command = decode_command(record)
+    return command.object_key if isinstance(command, Rollup) else ""

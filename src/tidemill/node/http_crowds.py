@@ -1,0 +1,62 @@
+"""Connections of one address beyond its share are closed, within CHECK_S.
+
+The server accepts in native code and does not say who connects. So we look at what this process has open: a descriptor
+is duplicated first and judged by what the duplicate says of itself, so one that is closed and used anew meanwhile is
+never mistaken. `shutdown` ends the connection for the server too; the descriptor stays the server's to close.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+
+OPEN = "/proc/self/fd"
+CHECK_S = 1.0
+
+
+def close_crowds(port: int, limit: int) -> int:
+    """Shut down connections to `port` of this process beyond `limit` of one address; how many. Linux; 0 elsewhere."""
+    try:
+        names = os.listdir(OPEN)
+    except FileNotFoundError:
+        return 0
+    if len(names) <= limit:
+        return 0
+    counts: dict[str, int] = {}
+    closed = 0
+    for address, connection in _connections(names, port):
+        with connection:
+            counts[address] = counts.get(address, 0) + 1
+            if counts[address] > limit:
+                closed += _shut(connection)
+    return closed
+
+
+def _connections(names: list[str], port: int) -> Iterator[tuple[str, socket.socket]]:
+    """(peer's address, duplicate), oldest descriptors first; whoever takes one closes it."""
+    for descriptor in sorted(int(name) for name in names):
+        try:
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            duplicate = socket.socket(fileno=os.dup(descriptor))
+        except OSError:  # closed meanwhile
+            continue
+        try:
+            ours = duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.getsockname()[1] == port
+            peer = str(duplicate.getpeername()[0]) if ours else ""
+        except OSError:  # it listens, or its peer went
+            peer = ""
+        if peer:
+            yield peer, duplicate
+        else:
+            duplicate.close()
+
+
+def _shut(connection: socket.socket) -> int:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:  # gone by itself
+        return 0
+    return 1

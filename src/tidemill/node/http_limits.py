@@ -1,0 +1,96 @@
+"""What one HTTP server gives away at most: connections, time for headers, sizes, and requests of one address.
+
+connections         granian stops accepting at `connections`; the rest waits in the kernel's queue
+header_timeout_s    a connection without a whole request head for so long is closed, idle ones too (slow loris)
+header_bytes        request line and headers, 431 beyond; a URL of more than 64 KiB is 414
+body_bytes          of a request, 413 beyond
+address_connections connections of one address; what is beyond is closed within a second (http_crowds)
+per_address         requests of one address under way at once, 503 beyond, long polls and streams included
+"""
+
+from __future__ import annotations
+
+import resource
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+RETRY_AFTER_S = 5
+
+
+class HttpLimits(msgspec.Struct, frozen=True):
+    connections: int = 4_096
+    per_address: int = 1_000
+    address_connections: int = 2_048
+    header_timeout_s: float = 20.0
+    header_bytes: int = 128 << 10
+    body_bytes: int = 1 << 20
+
+    def within_descriptors(self) -> int:
+        """Connections that leave half of the process's descriptors to everything else (objects, Postgres, Kafka)."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return self.connections if soft == resource.RLIM_INFINITY else max(16, min(self.connections, soft // 2))
+
+
+class Bounded:
+    """ASGI middleware: `per_address` and `body_bytes`."""
+
+    def __init__(self, app: ASGIApp, limits: HttpLimits) -> None:
+        self._app = app
+        self._limits = limits
+        self.under_way: dict[str, int] = {}
+        self.refused = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if _declared(scope) > self._limits.body_bytes:
+            await _refuse(send, 413, b'{"message":"The request body is too large."}')
+            return
+        client = scope.get("client")
+        address = str(client[0]) if client else ""
+        if self.under_way.get(address, 0) >= self._limits.per_address:
+            self.refused += 1
+            await _refuse(send, 503, b'{"message":"Too many requests of this address are under way."}')
+            return
+        self.under_way[address] = self.under_way.get(address, 0) + 1
+        try:
+            await self._app(scope, self._counted(receive), send)
+        finally:
+            left = self.under_way[address] - 1
+            if left:
+                self.under_way[address] = left
+            else:
+                del self.under_way[address]
+
+    def _counted(self, receive: Receive) -> Receive:
+        """A body without a declared length is cut off where it passes the limit."""
+        taken = 0
+
+        async def counted() -> Message:
+            nonlocal taken
+            message = await receive()
+            if message["type"] == "http.request":
+                taken += len(message.get("body", b""))
+                if taken > self._limits.body_bytes:
+                    return {"type": "http.disconnect"}
+            return message
+
+        return counted
+
+
+def _declared(scope: Scope) -> int:
+    length = dict(scope["headers"]).get(b"content-length", b"0")
+    return int(length) if length.isdigit() and len(length) < 20 else 0
+
+
+async def _refuse(send: Send, status: int, body: bytes) -> None:
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"cache-control", b"no-store"),
+        (b"retry-after", str(RETRY_AFTER_S).encode()),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,88 @@
+"""What a node says of itself, once a second: marks, facts, memory; and whether it is ready.
+
+Telling is no reason to end: a fact that cannot be read is told as an error of its own, a report that cannot be
+published leaves the node blind to others (M3) and itself at work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from tidemill.base.clock import Clock
+from tidemill.base.errors import Closed, TidemillError
+from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
+from tidemill.base.marks import Tracker
+from tidemill.base.memory import Budget, resident_bytes
+from tidemill.base.tasks import is_fault, sentence
+from tidemill.consensus.board import Board
+
+log = structlog.get_logger()
+
+Facts = Callable[[], dict[str, object]]
+
+
+class Reporting:
+    """One per node. `facts[name]` is asked once a second, and so is `troubles[name]`: what the node stands on says
+    in a sentence what does not work, which is told under a mark of that name, or ""."""
+
+    def __init__(self, process: str, board: Board, tracker: Tracker, budget: Budget, clock: Clock) -> None:
+        self.facts: dict[str, Facts] = {"memory": lambda: memory_facts(budget)}
+        self.troubles: dict[str, Callable[[], str]] = {}
+        self._process = process
+        self._board = board
+        self._tracker = tracker
+        self._clock = clock
+
+    async def adopt(self) -> None:
+        """Remember what this node's earlier life said, so that what stands still since then does not look younger."""
+        try:
+            reports = await self._board.reports()
+        except TidemillError as error:
+            log.info("what this node said before it was restarted is not known", cause=sentence(error))
+            return
+        for report in reports:
+            if report.process == self._process:
+                self._tracker.adopt(report)
+
+    async def run(self, superseded: Callable[[], BaseException | None]) -> None:
+        """Until cancelled. Raises what `superseded` returns: two processes under one name would serve nobody; and
+        Closed: a consensus client that failed for good is opened anew with the node."""
+        while True:
+            replaced = superseded()
+            if replaced is not None:
+                raise replaced
+            self._look()
+            try:
+                await self._board.publish(self._tracker.report(self._process, self._clock.now_ms(), self._read()))
+            except BaseException as error:
+                if not is_fault(error) or isinstance(error, Closed):
+                    raise
+                log.warning("marks not published", error=sentence(error))
+            await asyncio.sleep(MARK_PUBLISH_INTERVAL_S)
+
+    def _look(self) -> None:
+        now_ms = self._clock.now_ms()
+        for name, ask in self.troubles.items():
+            trouble = ask()
+            if trouble:
+                self._tracker.fail(name, trouble, now_ms=now_ms)
+            else:
+                self._tracker.heal(name)
+                self._tracker.set(name, 1, 1, now_ms=now_ms)
+
+    def _read(self) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for name, read in self.facts.items():
+            try:
+                found[name] = read()
+            except Exception as error:
+                found[name] = {"error": sentence(error)}
+        return found
+
+
+def memory_facts(budget: Budget) -> dict[str, object]:
+    """{share: (used bytes, limit bytes; 0 = none)}, with what the system says of the whole process as `resident`."""
+    return {"resident": (resident_bytes(), budget.limit_bytes), **budget.shares()}

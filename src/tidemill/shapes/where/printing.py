@@ -1,0 +1,145 @@
+"""A checked tree as SQL again: every operand in parentheses, every operator, function and type named with its schema.
+
+Written here, since libpg_query's own printer leaves parentheses out where they matter (`(a IS NULL) = b`). Only trees
+that `compile` accepted come here, so a node of another kind is a defect.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_BOOLEAN_TESTS = {
+    1: "IS TRUE",
+    2: "IS NOT TRUE",
+    3: "IS FALSE",
+    4: "IS NOT FALSE",
+    5: "IS UNKNOWN",
+    6: "IS NOT UNKNOWN",
+}
+
+
+def _names() -> Any:
+    """The numbers of the tree's enumerations; loaded with the parser."""
+    return importlib.import_module("postgast.pg_query_pb2")
+
+
+def sql_of(node: Any) -> str:
+    """Raises NotImplementedError for what `compile` should have refused."""
+    kind = node.WhichOneof("node")
+    printer = _PRINTERS.get(kind)
+    if printer is None:
+        raise NotImplementedError(f"cannot print {kind}")
+    return printer(getattr(node, kind))
+
+
+def identifier(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def literal(text: str) -> str:
+    """Right under both settings of standard_conforming_strings."""
+    quoted = "'" + text.replace("'", "''") + "'"
+    return " E" + quoted.replace("\\", "\\\\") if "\\" in text else quoted
+
+
+def _column(node: Any) -> str:
+    return ".".join(identifier(field.string.sval) for field in node.fields)
+
+
+def _constant(node: Any) -> str:
+    kind = node.WhichOneof("val")
+    if node.isnull or kind is None:
+        return "NULL"
+    if kind == "ival":
+        return f"({node.ival.ival})"
+    if kind == "boolval":
+        return "true" if node.boolval.boolval else "false"
+    if kind == "sval":
+        return literal(node.sval.sval)
+    if kind == "fval":
+        return f"({node.fval.fval})"
+    raise NotImplementedError(f"cannot print a constant of kind {kind}")
+
+
+def _cast(node: Any) -> str:
+    name = identifier(node.type_name.names[-1].string.sval)
+    return f"CAST({sql_of(node.arg)} AS pg_catalog.{name}{'[]' * len(node.type_name.array_bounds)})"
+
+
+def _collate(node: Any) -> str:
+    return f"({sql_of(node.arg)} COLLATE pg_catalog.{identifier(node.collname[-1].string.sval)})"
+
+
+def _bool(node: Any) -> str:
+    pb = _names()
+
+    parts = [sql_of(argument) for argument in node.args]
+    if node.boolop == pb.NOT_EXPR:
+        return f"(NOT {parts[0]})"
+    return "(" + (" AND " if node.boolop == pb.AND_EXPR else " OR ").join(parts) + ")"
+
+
+def _null_test(node: Any) -> str:
+    pb = _names()
+
+    return f"({sql_of(node.arg)} IS {'' if node.nulltesttype == pb.IS_NULL else 'NOT '}NULL)"
+
+
+def _boolean_test(node: Any) -> str:
+    return f"({sql_of(node.arg)} {_BOOLEAN_TESTS[node.booltesttype]})"
+
+
+def _listed(nodes: Any) -> str:
+    return ", ".join(sql_of(each) for each in nodes)
+
+
+def _function(node: Any) -> str:
+    return f"pg_catalog.{identifier(node.funcname[-1].string.sval)}({_listed(node.args)})"
+
+
+def _operation(node: Any) -> str:
+    pb = _names()
+
+    kind, name = node.kind, node.name[-1].string.sval if node.name else ""
+    right = "" if node.rexpr.WhichOneof("node") == "list" else sql_of(node.rexpr)
+    if not node.HasField("lexpr"):
+        return f"(OPERATOR(pg_catalog.{name}) {right})"
+    left = sql_of(node.lexpr)
+    if kind == pb.AEXPR_IN:
+        return f"({left} {'' if name == '=' else 'NOT '}IN ({_listed(node.rexpr.list.items)}))"
+    if kind in _between():
+        low, high = node.rexpr.list.items
+        return f"({left} {_between()[kind]} {sql_of(low)} AND {sql_of(high)})"
+    if kind in (pb.AEXPR_DISTINCT, pb.AEXPR_NOT_DISTINCT):
+        return f"({left} IS {'' if kind == pb.AEXPR_DISTINCT else 'NOT '}DISTINCT FROM {right})"
+    if kind in (pb.AEXPR_OP_ANY, pb.AEXPR_OP_ALL):
+        return f"({left} OPERATOR(pg_catalog.{name}) {'ANY' if kind == pb.AEXPR_OP_ANY else 'ALL'} ({right}))"
+    return f"({left} OPERATOR(pg_catalog.{name}) {right})"
+
+
+def _between() -> dict[int, str]:
+    pb = _names()
+
+    return {
+        pb.AEXPR_BETWEEN: "BETWEEN",
+        pb.AEXPR_NOT_BETWEEN: "NOT BETWEEN",
+        pb.AEXPR_BETWEEN_SYM: "BETWEEN SYMMETRIC",
+        pb.AEXPR_NOT_BETWEEN_SYM: "NOT BETWEEN SYMMETRIC",
+    }
+
+
+_PRINTERS = {
+    "column_ref": _column,
+    "a_const": _constant,
+    "param_ref": lambda node: f"${node.number}",
+    "type_cast": _cast,
+    "collate_clause": _collate,
+    "bool_expr": _bool,
+    "null_test": _null_test,
+    "boolean_test": _boolean_test,
+    "coalesce_expr": lambda node: f"COALESCE({_listed(node.args)})",
+    "func_call": _function,
+    "a_array_expr": lambda node: f"ARRAY[{_listed(node.elements)}]",
+    "a_expr": _operation,
+}

@@ -1,0 +1,187 @@
+"""A month of a small cluster, day by day: what it stores stays level.
+
+One busy topic that forgets after half a day, idle ones, a topic that lives for one day, producers that come and go,
+and one node that starts anew every day: in order, or by a crash with batches on their way. A day is half a minute of
+the node's life, and a clock that jumps to the next. The stores have no faults here: those are the rooms' own worlds.
+Oracle: from the third day on, in the evening, records and objects of each kind are no more than a tenth above what
+they were; what retention keeps is there.
+Replay: python -m tidemill.sim --room calendar --seed K --trace
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import msgspec
+
+from tidemill.base.errors import TidemillError, Unavailable
+from tidemill.base.tasks import Tasks
+from tidemill.keeper.grounds import Grounds, Retention
+from tidemill.keeper.jobs import Budget
+from tidemill.keeper.topic_objects import TopicObjects
+from tidemill.keeper.topic_rollups import TopicRollups
+from tidemill.metastore.catalogue import Catalogue, TopicRow
+from tidemill.metastore.open import metastore_on
+from tidemill.metastore.settings import DomainSettings
+from tidemill.sim.world import Actor, Violated, World
+from tidemill.topics.batch import Record, encode_batch
+from tidemill.topics.leadership import Alone
+from tidemill.topics.log import LocalTopics
+from tidemill.topics.reader import PartitionReaderImpl
+from tidemill.topics.settings import TopicSettings
+
+DAY_MS = 86_400_000
+AWAKE_S = 40.0
+DAYS = 6
+IDLE_TOPICS = 12
+BATCHES = 40
+SETTLED_DAY = 3
+TOLERANCE = 0.10
+SLACK = 14
+"""Records or objects of one kind: a roll-up is due now or tomorrow; a crash leaves what was on its way."""
+
+NO_KEEPER = "no-keeper"
+
+Evening = Counter[str]
+
+
+class Month:
+    def __init__(self, world: World, fault: str, idle_topics: int) -> None:
+        self.world = world
+        self.fault = fault
+        self.idle_topics = idle_topics
+        self.node: Actor[LocalTopics] = Actor(world, "node", self._build)
+        self.catalogue: Catalogue
+        self.topics: dict[str, TopicRow] = {}
+        self.broken: BaseException | None = None
+
+    async def _build(self, actor: Actor[LocalTopics]) -> LocalTopics:
+        consensus, objects, clock = actor.consensus(), actor.objects(), actor.clock
+        rand = self.world.rand()
+        options = msgspec.structs.replace(DomainSettings().options, gc_delay_ms=5_000)
+        settings = DomainSettings(lead=True, persist_interval_s=2.0, options=options)
+        metastore = metastore_on(consensus, objects, clock, rand, holder=str(actor.life), settings=settings)
+        self.catalogue = Catalogue(metastore, clock, rand)
+        node = LocalTopics(
+            consensus,
+            objects,
+            self.catalogue,
+            clock=clock,
+            rand=rand,
+            assignment=Alone("node", actor.life.number),
+            settings=TopicSettings(retention_check_s=2.0, settle_after_s=20.0, rollup_records=16),
+        )
+        await node.start()
+        if self.fault != NO_KEEPER:
+            grounds = Grounds(consensus, objects, metastore, clock, rand, Retention(collect_after_s=4.0))
+            keepers = TopicObjects(grounds, quiet_s=10.0), TopicRollups(grounds)
+
+            async def keep() -> None:
+                while True:
+                    for keeper in keepers:
+                        try:
+                            await keeper.run(Budget(clock, 1))
+                        except TidemillError as error:
+                            self.world.trace(f"a round ends: {error}")
+                    await asyncio.sleep(2.0)
+
+            Tasks(self._failed).spawn(keep(), name="keep")
+        return node
+
+    def _failed(self, name: str, error: BaseException) -> None:
+        self.broken = error
+
+    async def day(self, number: int) -> Evening:
+        """A life of the node; what is stored when it has ended."""
+        source = self.world.source
+        self.node.clock.skew_ms = number * DAY_MS
+        await self.node.start()
+        if number == 0:
+            await self._create("busy", {"retention.ms": str(DAY_MS // 2)}, 2)
+            for index in range(self.idle_topics):
+                await self._create(f"idle{index}", {}, 1)
+                await self._produce(f"idle{index}", 1)
+        await self._create(f"day{number}", {}, 1)
+        await self._produce(f"day{number}", 5)
+        if number:
+            await self.node.enter(lambda _: self.catalogue.delete(TopicRow, f"day{number - 1}"))
+        for _ in range(BATCHES):
+            await self._produce("busy", 1)
+            await asyncio.sleep(source.uniform(0.0, 0.2))
+        await asyncio.sleep(AWAKE_S - 10.0)
+        if self.broken is not None:
+            raise self.broken
+        await self._check(number)
+        if source.random() < 0.3:
+            self.node.enter(lambda node: node.produce_nowait(*self._place("busy"), self._batch()))
+        elif source.random() < 0.7:
+            await self.node.enter(lambda node: node.aclose())
+        self.node.crash()
+        return self._stored()
+
+    async def _create(self, name: str, config: dict[str, str], partitions: int) -> None:
+        row = await self.node.enter(lambda _: self.catalogue.create_topic(name, partitions, config=config))
+        self.topics[name] = row
+
+    def _place(self, name: str) -> tuple[str, int]:
+        row = self.topics[name]
+        return row.topic_id, self.world.source.randrange(row.partitions)
+
+    def _batch(self) -> bytes:
+        return encode_batch([Record(None, b"v" * 40, timestamp_ms=self.node.clock.now_ms())])
+
+    async def _produce(self, name: str, count: int) -> None:
+        """As clients do it: a partition that was made to settle has its leader again a moment later."""
+        for _ in range(count):
+            place, batch = self._place(name), self._batch()
+            while True:
+                try:
+                    await self.node.enter(lambda node, place=place, batch=batch: node.produce_nowait(*place, batch))  # type: ignore[misc]
+                    break
+                except Unavailable:
+                    await asyncio.sleep(0.05)
+
+    async def _check(self, number: int) -> None:
+        """Today's records, and those of the idle topics, can be read; yesterday's busy ones are gone."""
+        reader = PartitionReaderImpl(self.world.consensus, self.world.objects)
+        for name, row in self.topics.items():
+            if name.startswith("day") and name != f"day{number}":
+                continue
+            kept = 0
+            for partition in range(row.partitions):
+                end = await reader.high_watermark(row.topic_id, partition)
+                kept += len(await reader.read(await reader.plan(row.topic_id, partition, 0, end)))
+            if name == "busy" and not BATCHES <= kept <= BATCHES + 1:
+                raise Violated(f"retention keeps what it should not, or less: day={number + 1} batches={kept}")
+            if name.startswith("idle") and kept != 1:
+                raise Violated(f"an idle topic lost its record: topic={name} batches={kept}")
+
+    def _stored(self) -> Evening:
+        found: Evening = Counter()
+        for key in self.world.objects._objects:
+            found[f"objects {key.partition('/')[0]}"] += 1
+        for log, records in self.world.consensus.state.records.items():
+            found[f"records {log.partition('/')[0]}"] += len(records)
+        found["registers"] = len(self.world.consensus.state.registers)
+        found["leases"] = len(self.world.consensus.state.leases)
+        return found
+
+
+async def run(world: World, fault: str = "") -> None:
+    await month(world, fault)
+
+
+async def month(world: World, fault: str = "", *, days: int = DAYS, idle_topics: int = IDLE_TOPICS) -> list[Evening]:
+    """What is stored in each evening. Raises Violated."""
+    world.faults.heal()
+    cluster = Month(world, fault, idle_topics)
+    evenings = []
+    for number in range(days):
+        evenings.append(await cluster.day(number))
+        world.trace(f"day {number + 1} {sorted(evenings[-1].items())}")
+    settled, last = evenings[SETTLED_DAY - 1], evenings[-1]
+    for kind, count in last.items():
+        if count > settled[kind] * (1 + TOLERANCE) + SLACK:
+            raise Violated(f"it grows: {kind} day {SETTLED_DAY} {settled[kind]} → day {days} {count}")
+    return evenings

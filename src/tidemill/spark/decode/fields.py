@@ -1,0 +1,106 @@
+"""JSON objects → rows with fields c0, c1, … by a list of columns; and rows → Arrow columns, the bad ones named.
+
+The good path is one call a row and one array a column. A block that an array refuses is bisected down to the rows
+that no such column can hold: the others are decoded as if those were not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import pyarrow as pa
+
+from tidemill.base.tasks import is_fault, sentence
+from tidemill.shards.front import Column
+from tidemill.shards.schema import arrow_type
+
+ToArrow = Callable[[Sequence[Any], Column], pa.Array]
+
+
+class RowDecoder(Protocol):
+    def decode(self, data: bytes, /) -> Any:
+        """An object with fields c0, c1, …. Raises whatever a stranger's bytes make it raise."""
+        ...
+
+
+def row_decoder(columns: Sequence[Column], kinds: Mapping[str, Any], other: Any, *, exact: bool = False) -> RowDecoder:
+    """`kinds`: column type → Python type. `exact`: an object has these columns, no other and none left out."""
+    types = [kinds.get(c.type, other) for c in columns]
+    if any(_odd(c.name) for c in columns):
+        return _OddDecoder(columns, types, exact)
+    fields = [(f"c{i}", t) if exact else (f"c{i}", t, None) for i, t in enumerate(types)]
+    rename = {f"c{i}": c.name for i, c in enumerate(columns)}
+    kind = msgspec.defstruct("Row", fields, rename=rename, gc=False, kw_only=True, forbid_unknown_fields=exact)
+    return msgspec.json.Decoder(kind)
+
+
+def _odd(name: str) -> bool:
+    """Names that msgspec has no struct field for."""
+    return '"' in name or "\\" in name or any(ord(c) < 32 for c in name)
+
+
+class _OddDecoder:
+    """The same for columns with a quote, a backslash or a control character in a name; several times slower."""
+
+    def __init__(self, columns: Sequence[Column], types: Sequence[Any], exact: bool) -> None:
+        self._fields = [
+            (f"c{i}", c.name, msgspec.json.Decoder(t)) for i, (c, t) in enumerate(zip(columns, types, strict=True))
+        ]
+        self._row: type = msgspec.defstruct("Row", [(f"c{i}", Any, None) for i in range(len(columns))], gc=False)
+        self._names = {c.name for c in columns}
+        self._object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+        self._exact = exact
+
+    def decode(self, data: bytes) -> Any:
+        found = self._object.decode(data)
+        if self._exact and found.keys() != self._names:
+            raise msgspec.ValidationError("Object has other fields")
+        return self._row(**{c: kind.decode(found[name]) for c, name, kind in self._fields if name in found})
+
+
+def columns_of_rows(
+    columns: Sequence[Column], rows: list[Any], to_arrow: ToArrow
+) -> tuple[dict[str, pa.Array], list[int], list[tuple[int, str]]]:
+    """(arrays of the rows that can be held, places of those rows, [(place, reason)] of the others)."""
+    bad: dict[int, str] = {}
+    out: dict[str, pa.Array] = {}
+    for i, column in enumerate(columns):
+        field = f"c{i}"
+        values = [getattr(row, field) for row in rows]
+        try:
+            out[column.name] = to_arrow(values, column)
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            out[column.name] = _by_halves(values, column, to_arrow, bad)
+    if not bad:
+        return out, list(range(len(rows))), []
+    good = [at for at in range(len(rows)) if at not in bad]
+    taken = pa.array(good, pa.int64())
+    return {name: array.take(taken) for name, array in out.items()}, good, sorted(bad.items())
+
+
+def _by_halves(values: Sequence[Any], column: Column, to_arrow: ToArrow, bad: dict[int, str]) -> pa.Array:
+    """The whole column, null where no such column holds the value, which joins `bad`.
+
+    What a value is does not depend on its neighbours: a block that is refused though each of its values is taken
+    alone (two spellings of a timestamp, which one call does not mix) is put together from its halves.
+    """
+    parts: list[pa.Array] = []
+    open_ranges = [(0, len(values))]
+    while open_ranges:
+        first, last = open_ranges.pop()
+        try:
+            parts.append(to_arrow(values[first:last], column))
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            if last - first > 1:
+                middle = (first + last) // 2
+                open_ranges += [(middle, last), (first, middle)]
+                continue
+            bad.setdefault(first, f"column={column.name}: {sentence(error)}")
+            parts.append(pa.nulls(1, arrow_type(column.type)))
+    return pa.concat_arrays(parts)

@@ -1,0 +1,85 @@
+"""Dead letters: what no table can hold, with its position and the reason. One row a record, or one a batch.
+
+A record that cannot be read says nothing about its neighbours; a batch that cannot be read is one letter for its
+whole range. Both are functions of the stored bytes alone, so every writer says the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from tidemill.shards.front import Column, ShardSchema
+from tidemill.shards.schema import update_schema
+
+DEAD_LETTERS = ShardSchema(
+    (
+        Column("topic", "string"),
+        Column("partition", "int32"),
+        Column("offset", "int64"),
+        Column("reason", "string"),
+        Column("bytes", "binary"),
+        Column("at", "timestamp"),
+        Column("last_offset", "int64"),
+        Column("table", "string"),
+        Column("key", "string"),
+    ),
+    ("topic", "partition", "offset"),
+)
+"""`at` is the record's tidemill time. [offset, last_offset] is more than one record where a batch cannot be read.
+`table` and `key` (JSON of the key columns, "" = not known) name the row that a captured table lacks because of it."""
+
+FIRST_DEAD_LETTERS = ShardSchema(DEAD_LETTERS.columns[:6], DEAD_LETTERS.key)
+"""What shards of dead letters had before captured tables could have any."""
+
+DEAD_BYTES_MAX = 64 << 10
+"""A dead letter keeps at most this much of the record."""
+REASON_CHARS_MAX = 500
+
+
+class Letter(msgspec.Struct, frozen=True):
+    topic: str
+    partition: int
+    offset: int
+    last_offset: int
+    time_ms: int
+    reason: str
+    data: bytes | None = b""
+    table: str = ""
+    key: str = ""
+
+
+def letter_table(letters: Sequence[Letter]) -> pa.Table:
+    """Updates of the dead-letter shard, by offset. Each has the record's time."""
+    if not letters:
+        return no_dead_letters()
+    letters = sorted(letters, key=lambda x: (x.topic, x.partition, x.offset))
+    times = np.array([x.time_ms for x in letters], dtype=np.int64)
+    arrays = [
+        pa.array([x.topic for x in letters], pa.string()),
+        pa.array([x.partition for x in letters], pa.int32()),
+        pa.array([x.offset for x in letters], pa.int64()),
+        pa.array([_text(x.reason)[:REASON_CHARS_MAX] for x in letters], pa.string()),
+        pa.array([bytes((x.data or b"")[:DEAD_BYTES_MAX]) for x in letters], pa.binary()),
+        pa.array(times * 1000, pa.int64()).cast(pa.timestamp("us", tz="UTC")),
+        pa.array([x.last_offset for x in letters], pa.int64()),
+        pa.array([_text(x.table) for x in letters], pa.string()),
+        pa.array([_text(x.key) for x in letters], pa.string()),
+        pa.array(times, pa.int64()),
+        pa.array(np.ones(len(letters), dtype=np.int64)),
+    ]
+    return pa.Table.from_arrays(arrays, schema=update_schema(DEAD_LETTERS))
+
+
+def _text(text: str) -> str:
+    """Without what UTF-8 cannot hold: an error may quote half a surrogate pair."""
+    return text.encode("utf-8", "replace").decode()
+
+
+@lru_cache(maxsize=1)
+def no_dead_letters() -> pa.Table:
+    return update_schema(DEAD_LETTERS).empty_table()

@@ -1,0 +1,161 @@
+"""One time with more records than a step may hold: read in pieces, resolved by hash range, shown by one append.
+
+    pieces of STEP_BYTES → blocks → a file a hash range (scratch) → each range by itself: resolve, write its part
+
+Memory holds one piece, then one range; the scratch directory holds what was decoded. The result is that of the
+whole interval at once: a key is in one range, and ranges share nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from tidemill.shards.front import TIME, Part
+from tidemill.shards.hashing import bucket_of, hash_rows
+from tidemill.spark.decode.captured import Stop
+from tidemill.spark.decode.slices import Descriptor
+from tidemill.spark.steps import STEP_BYTES, Step
+from tidemill.spark.stores import Stores
+from tidemill.spark.table import TableWriter
+from tidemill.spark.tasks import decode_blocks, fetch
+from tidemill.spark.upsert.arrays import U64, Index, int64s
+from tidemill.spark.upsert.commands import Commands, Truncate, command_schema, select, times_of
+from tidemill.spark.upsert.mirror import Mirror
+from tidemill.spark.upsert.resolve import KeyChanges, no_changes, resolve
+from tidemill.topics.front import BatchRef
+
+RANGE_RECORDS = 250_000
+RANGE_BYTES = 64 << 20
+"""Of stored record batches; decoded they are some times that."""
+
+
+class LargeStep:
+    """`run` leaves parts and changes; the caller appends. `progressed(records)` hears of every block."""
+
+    def __init__(
+        self, stores: Stores, table: TableWriter, step: Step, scratch: Path, progressed: Callable[[int], None]
+    ) -> None:
+        assert table.feed is not None
+        self._stores = stores
+        self._table = table
+        self._feed = table.feed
+        self._step = step
+        self._directory = scratch
+        self._progressed = progressed
+        self._ranges = max(1 + step.records // RANGE_RECORDS, 1 + step.bytes // RANGE_BYTES)
+        self._truncates: list[Truncate] = []
+        self.stop: Stop | None = None
+        self.upper = step.upper
+        self.parts: list[Part] = []
+        self.changes: KeyChanges = no_changes(table.schema)
+        self.rows = 0
+
+    def run(self, bury: Callable[[pa.Table], None], stopping: Callable[[], bool]) -> bool:
+        """False when it was told to stop on the way. `bury` takes dead letters, before any append (D1)."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.mkdir(parents=True)
+        try:
+            if not self._spill(bury, stopping):
+                return False
+            self._resolve()
+            return True
+        finally:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _spill(self, bury: Callable[[pa.Table], None], stopping: Callable[[], bool]) -> bool:
+        schema = command_schema(self._table.schema)
+        sinks = [pa.OSFile(str(self._file(number)), "wb") for number in range(self._ranges)]
+        writers = [pa.ipc.new_stream(sink, schema) for sink in sinks]
+        try:
+            for piece in _pieces(self._step.descriptors):
+                batches = self._table.portal.call(fetch(self._stores.objects, [piece]))
+                for block in decode_blocks(self._feed, [piece], batches):
+                    if stopping():
+                        return False
+                    if block.stop is not None:
+                        self.stop = block.stop if self.stop is None else min(self.stop, block.stop)
+                        self.upper = min(self.upper, self.stop.time_ms)
+                    bury(block.dead.filter(pa.array(int64s(block.dead, TIME) < self.upper)))
+                    self._truncates += block.commands.truncates
+                    self._write(block.commands.rows, writers)
+                    self._progressed(block.commands.rows.num_rows + block.dead.num_rows)
+        finally:
+            for writer, sink in zip(writers, sinks, strict=True):
+                writer.close()
+                sink.close()
+        return True
+
+    def _write(self, rows: pa.Table, writers: Sequence[Any]) -> None:
+        if not rows.num_rows:
+            return
+        ranges = bucket_of(hash_rows(rows, self._table.schema.key), self._ranges)
+        for number, writer in enumerate(writers):
+            mine = rows.filter(pa.array(ranges == number))
+            if mine.num_rows:
+                writer.write_table(mine)
+
+    def _resolve(self) -> None:
+        schema, mirror = self._table.schema, self._table.operator.mirror
+        found: list[KeyChanges] = []
+        for number in range(self._ranges):
+            with pa.memory_map(str(self._file(number)), "rb") as source:
+                rows = pa.ipc.open_stream(source).read_all()
+                commands = Commands(rows, tuple(self._truncates))
+                commands = select(commands, times_of(commands) < self.upper)
+                view = _RangeOf(mirror, schema.key, number, self._ranges)
+                resolved = resolve(schema, commands, view, self._step.lower, self.upper)
+                del rows, commands
+            self.parts += self._table.portal.call(self._table.write(resolved.updates))
+            self.rows += resolved.updates.num_rows
+            found.append(resolved.changes)
+        # Ranges ascend, so these are one run.
+        self.changes = KeyChanges(
+            pa.concat_tables([f.rows for f in found]),
+            np.concatenate([f.hashes for f in found]),
+            np.concatenate([f.live for f in found]),
+        )
+
+    def _file(self, number: int) -> Path:
+        return self._directory / f"range-{number}.arrow"
+
+
+class _RangeOf:
+    """The keys of a mirror that lie in one range, for truncations; a lookup asks for keys of the range anyway."""
+
+    def __init__(self, mirror: Mirror, key: tuple[str, ...], number: int, ranges: int) -> None:
+        self._mirror, self._key, self._number, self._ranges = mirror, key, number, ranges
+
+    def lookup(self, keys: pa.Table, hashes: U64) -> tuple[pa.Table, Index]:
+        return self._mirror.lookup(keys, hashes)
+
+    def live_rows(self) -> pa.Table:
+        rows = self._mirror.live_rows()
+        return rows.filter(pa.array(bucket_of(hash_rows(rows, self._key), self._ranges) == self._number))
+
+    @property
+    def empty(self) -> bool:
+        return self._mirror.empty
+
+
+def _pieces(descriptors: Sequence[Descriptor]) -> Iterator[Descriptor]:
+    """Each descriptor's batches some at a time; where its topic begins is said once."""
+    for descriptor in descriptors:
+        piece, begins_ms = descriptor.slice, descriptor.slice.begins_ms
+        groups: list[list[BatchRef]] = [[]]
+        size = 0
+        for ref in descriptor.refs:
+            if groups[-1] and size + ref.size_bytes > STEP_BYTES:
+                groups.append([])
+                size = 0
+            groups[-1].append(ref)
+            size += ref.size_bytes
+        for refs in groups:
+            yield Descriptor(msgspec.structs.replace(piece, begins_ms=begins_ms), tuple(refs))
+            begins_ms = -1

@@ -1,0 +1,120 @@
+"""One table of a feed as a unit of failure: wait for its input, open and hydrate it, take a seat in the feed's sink.
+
+    waiting → opening → seated ──► failed: told under shard:NAME, and after a pause from the beginning
+                          └─────► waits in its seat while storage is away, told the same way
+
+Whatever it raises ends this unit and nothing larger (U1). It is healed when its position passes the place, or when
+it is at its target again.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+
+from tidemill.base.errors import Corrupt
+from tidemill.base.tasks import keep_thread, sentence
+from tidemill.spark.feeds import NotReady, TopicFeed
+from tidemill.spark.host import Host
+from tidemill.spark.sink import FeedSink
+from tidemill.spark.table import TableWriter
+
+INPUT_POLL_S = 0.25
+LOOK_S = 0.2
+
+
+class TableUnit:
+    """`run` is its thread's body. `upstream`: the mark of what feeds this table alone. `waits_for` and `reason` say why
+    there is no seat yet."""
+
+    def __init__(
+        self,
+        name: str,
+        source: str,
+        upstream: str,
+        look_up: Callable[[], TopicFeed],
+        host: Host,
+        seat_in: Callable[[], FeedSink | None],
+    ) -> None:
+        self.name = name
+        self.mark = f"shard:{name}"
+        self.writer: TableWriter | None = None
+        self.upstream = upstream
+        self.waits_for = source.replace("/", ":", 1)
+        self.reason = "opening"
+        self.waits = False
+        """For somebody else: its input does not exist, or is not ready."""
+        self.holder_tells = False
+        """Whom it waits for has a mark that says whether it moves."""
+        self._look_up = look_up
+        self._host = host
+        self._seat_in = seat_in
+        self._left = threading.Event()
+        self._failure: BaseException | None = None
+
+    def run(self) -> None:
+        host = self._host
+        keep_thread(self.mark, self._live, tracker=host.tracker, clock=host.stores.clock, ending=host.ending)
+
+    def _live(self) -> None:
+        feed = self._input()
+        if feed is None:
+            return
+        self.reason, self.waits, self.waits_for = "hydrating", False, ""
+        try:
+            writer = self._host.writer(self.name, feed.schema, feed)
+        except Corrupt:
+            # The mirror is a cache of what the shard says: whatever is wrong with it, the shard is asked anew.
+            shutil.rmtree(self._host.mirror_dir(self.name), ignore_errors=True)
+            raise
+        sink = self._sink()
+        if sink is None:
+            return
+        self.reason = ""
+        self._failure = None
+        self._left.clear()
+        self.writer = writer
+        sink.attach(writer, self._told)
+        try:
+            self._seated(sink, writer)
+        finally:
+            sink.detach(self.name)
+            if not self._host.ending.is_set():
+                self._host.portal.call(writer.shard.aclose())  # at the end its mirror is still to be saved
+
+    def _seated(self, sink: FeedSink, writer: TableWriter) -> None:
+        host = self._host
+        while not host.ending.is_set():
+            if self._left.wait(LOOK_S):
+                failure = self._failure
+                assert failure is not None
+                if isinstance(failure, Corrupt):
+                    shutil.rmtree(host.mirror_dir(self.name), ignore_errors=True)
+                raise failure
+            if host.tracker.failure(self.mark) is not None and 0 < sink.target <= writer.upper:
+                host.tracker.heal(self.mark)
+
+    def _told(self, error: BaseException, left: bool) -> None:
+        if left:
+            self._failure = error
+            self._left.set()
+        else:
+            self._host.tracker.fail(self.mark, sentence(error), now_ms=self._host.stores.clock.now_ms())
+
+    def _input(self) -> TopicFeed | None:
+        """Wait until the input exists. None = the end came first. Raises Invalid for what can never be."""
+        while True:
+            try:
+                return self._look_up()
+            except NotReady as error:
+                self.waits_for, self.reason, self.waits = error.held_by, error.reason, True
+                self.holder_tells = error.tells
+                if self._host.ending.wait(INPUT_POLL_S):
+                    return None
+
+    def _sink(self) -> FeedSink | None:
+        while (sink := self._seat_in()) is None:
+            if self._host.ending.wait(LOOK_S):
+                return None
+        return sink

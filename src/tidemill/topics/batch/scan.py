@@ -1,0 +1,141 @@
+"""The records of a batch by columns, without an object per record: one hop over the lengths, then numpy over varints.
+
+    record   length varint │ attributes int8 │ time delta varint │ offset delta varint │ key │ value │ headers
+             └─ hopped ────┘└─ all records at once ────────────────────────────────────────────────────────┘
+
+Only good records come out: where anything is not as the format has it, the answer is None and the caller looks closer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+RECORD_BYTES_MIN = 7
+"""length, attributes, two deltas, key and value sizes, header count: a byte each."""
+
+CHUNK_RECORDS = 1 << 14
+"""Scanned at once: its columns stay in the cache, and a batch of millions takes no more memory than one of these."""
+
+_HEADER_ROUNDS = 32
+"""Headers of a record that are read by columns; records with more are for the slow path."""
+
+_VARINT32, _VARINT64 = 5, 10
+
+Column = npt.NDArray[np.int64]
+
+
+class Scanned(Struct, frozen=True):
+    """`end`: where the next record begins."""
+
+    time_deltas: Column
+    end: int
+
+
+def scan(data: memoryview, at: int, first: int, count: int) -> Scanned | None:
+    """Records `first` … `first + count − 1` of a batch, which begin at byte `at`: whole, well-formed, their offset
+    deltas equal to their places. None when not."""
+    try:
+        starts = _hop(data, at, count)
+        return _columns(np.frombuffer(data, dtype=np.uint8), starts, first)
+    except IndexError:
+        return None
+
+
+def _hop(data: memoryview, at: int, count: int) -> Column:
+    """Where each record begins, and where the last one ends. Raises IndexError past the end."""
+    position = at
+    starts = [position]
+    append = starts.append
+    for _ in range(count):
+        byte = data[position]
+        if byte < 0x80:
+            position += 1 + (byte >> 1)
+        else:
+            second = data[position + 1]
+            if second < 0x80:
+                position += 2 + ((byte & 0x7F | second << 7) >> 1)
+            else:
+                third = data[position + 2]
+                length, size = byte & 0x7F | (second & 0x7F) << 7 | (third & 0x7F) << 14, 3
+                while third >= 0x80:
+                    third = data[position + size]
+                    length |= (third & 0x7F) << (7 * size)
+                    size += 1
+                    if size > _VARINT32:
+                        raise IndexError("a length of more than five bytes")
+                position += size + (length >> 1)
+        append(position)
+    return np.array(starts, dtype=np.int64)
+
+
+def _columns(data: npt.NDArray[np.uint8], starts: Column, first: int) -> Scanned | None:
+    """Raises IndexError where a field passes the end of the data."""
+    begins, ends = starts[:-1], starts[1:]
+    if ends[-1] > len(data):
+        return None
+    lengths, at = _varints(data, begins, _VARINT32)
+    time_deltas, at = _varints(data, at + 1, _VARINT64)
+    offset_deltas, at = _varints(data, at, _VARINT32)
+    good = (lengths >= 0) & (offset_deltas == np.arange(first, first + len(begins)))
+    for _ in ("key", "value"):
+        sizes, at = _varints(data, at, _VARINT32)
+        good &= sizes >= -1
+        at = at + np.maximum(sizes, 0)
+        if not (good & (at < ends)).all():
+            return None
+    headers, at = _varints(data, at, _VARINT32)
+    if headers.any():
+        with_headers = np.flatnonzero(headers)
+        at[with_headers] = _past_headers(data, at[with_headers], headers[with_headers], ends[with_headers])
+    if not (at == ends).all():
+        return None
+    return Scanned(time_deltas, int(ends[-1]))
+
+
+def _past_headers(data: npt.NDArray[np.uint8], at: Column, counts: Column, ends: Column) -> Column:
+    """Where the headers of each record end; −1 for what is malformed or has too many."""
+    result = np.full(len(at), -1, dtype=np.int64)
+    active = np.flatnonzero((counts > 0) & (counts <= _HEADER_ROUNDS))
+    done = 0
+    while len(active):
+        done += 1
+        sizes, position = _varints(data, at[active], _VARINT32)
+        good = sizes >= 0
+        position = position + np.maximum(sizes, 0)
+        good &= position < ends[active]
+        active, position = active[good], position[good]
+        sizes, position = _varints(data, position, _VARINT32)
+        good = sizes >= -1
+        position = position + np.maximum(sizes, 0)
+        good &= position <= ends[active]
+        active, position = active[good], position[good]
+        at[active] = position
+        ended = counts[active] == done
+        result[active[ended]] = position[ended]
+        active = active[~ended]
+    return result
+
+
+def _varints(data: npt.NDArray[np.uint8], at: Column, bytes_max: int) -> tuple[Column, Column]:
+    """(values, next positions) of the zig-zag varints at `at`. A longer one comes out with a value that no field may
+    have. Raises IndexError past the end."""
+    first = data[at]
+    at = at + 1
+    zigzag = (first & 0x7F).astype(np.uint64)
+    more = np.flatnonzero(first > 0x7F)
+    shift = 7
+    while len(more):
+        if shift >= 7 * bytes_max:
+            raise IndexError("a varint is too long")
+        byte = data[at[more]]
+        at[more] += 1
+        if shift == 63 and (byte > 1).any():
+            raise IndexError("a varint is too large")
+        zigzag[more] |= (byte & 0x7F).astype(np.uint64) << np.uint64(shift)
+        more = more[byte > 0x7F]
+        shift += 7
+    if bytes_max == _VARINT32 and shift > 28 and (zigzag >> np.uint64(32)).any():
+        raise IndexError("a varint is too large")
+    return (zigzag >> np.uint64(1)).astype(np.int64) ^ -(zigzag & np.uint64(1)).astype(np.int64), at

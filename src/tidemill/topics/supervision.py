@@ -1,0 +1,125 @@
+"""A partition is a unit of its own: one that fails is told under its topic's mark, and opened anew after a pause,
+whether anybody asks for it or not. Nothing else notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+from tidemill.base.clock import Clock
+from tidemill.base.errors import Unavailable
+from tidemill.base.marks import Tracker
+from tidemill.base.tasks import Restarts, Tasks, parks, sentence
+
+PartitionKey = tuple[str, int]
+
+FIRST_REOPEN_S, LONGEST_REOPEN_S = 0.1, 2.0
+"""A partition that failed is opened anew at once, then after so long: most faults are a store that was away."""
+
+PARKED_PAUSE_S = 10.0
+"""What only an operator can mend is looked at again this often."""
+
+STEADY_S = 5.0
+"""A partition that has been open for so long after a failure works again: one that opens and fails keeps its age."""
+
+
+TOLD_BY_NAME = 50
+"""Topics that fail at once with a mark of their own; the rest shares `topics`: a store that is away fails them all."""
+
+TOGETHER = "topics"
+
+
+class _Failing:
+    def __init__(self) -> None:
+        self.mark = ""
+        self.restarts = Restarts(FIRST_REOPEN_S, LONGEST_REOPEN_S)
+        self.tries = 0
+        self.error = ""
+        self.parked = False
+        self.waiting = False
+        self.opened_s = 0.0
+
+
+class Supervision:
+    """Of one process's partitions. `reopen(key)` leads the partition anew if it still is to be led here."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        tracker: Tracker | None,
+        tasks: Tasks,
+        mark_of: Callable[[PartitionKey], str],
+        reopen: Callable[[PartitionKey], None],
+    ) -> None:
+        self._clock = clock
+        self._tracker = tracker
+        self._tasks = tasks
+        self._mark_of = mark_of
+        self._reopen = reopen
+        self._failing: dict[PartitionKey, _Failing] = {}
+        self._told: Counter[str] = Counter()
+        """mark → failing partitions that it tells of"""
+
+    def check(self, key: PartitionKey) -> None:
+        """Raises Unavailable while the partition waits for its next try."""
+        failing = self._failing.get(key)
+        if failing is not None and failing.waiting:
+            raise Unavailable(f"the partition failed: {key[0]}/{key[1]} cause={failing.error}", fix="Retry.")
+
+    def marks(self) -> set[str]:
+        """The marks that say of a failing partition what happened to it."""
+        return set(self._told)
+
+    def _mark_for(self, key: PartitionKey) -> str:
+        own = self._mark_of(key)
+        return own if own in self._told or len(self._told) < TOLD_BY_NAME else TOGETHER
+
+    def failed(self, key: PartitionKey, fault: BaseException) -> None:
+        failing = self._failing.setdefault(key, _Failing())
+        if not failing.mark:
+            failing.mark = self._mark_for(key)
+            self._told[failing.mark] += 1
+        failing.tries += 1
+        failing.error, failing.parked, failing.waiting = sentence(fault), parks(fault), failing.tries > 1
+        self._tell(key, failing)
+        ran_s = self._clock.monotonic_s() - failing.opened_s
+        pause_s = PARKED_PAUSE_S if failing.parked else failing.restarts.pause_s(ran_s)
+        pause_s = pause_s if failing.waiting else 0.0
+        self._tasks.spawn(self._try_again(key, failing, pause_s), name=f"reopen {key[0]}/{key[1]}")
+
+    async def _try_again(self, key: PartitionKey, failing: _Failing, pause_s: float) -> None:
+        await asyncio.sleep(pause_s)
+        failing.waiting, failing.opened_s = False, self._clock.monotonic_s()
+        if self._failing.get(key) is failing:
+            self._reopen(key)
+
+    def opened(self, key: PartitionKey) -> None:
+        failing = self._failing.get(key)
+        if failing is not None:
+            self._tasks.spawn(self._steady(key, failing, failing.opened_s), name=f"steady {key[0]}/{key[1]}")
+
+    async def _steady(self, key: PartitionKey, failing: _Failing, opened_s: float) -> None:
+        await asyncio.sleep(STEADY_S)
+        if not failing.waiting and failing.opened_s == opened_s and self._failing.get(key) is failing:
+            self.healed(key)
+
+    def healed(self, key: PartitionKey) -> None:
+        """It works, or is not wanted here any more."""
+        healed = self._failing.pop(key, None)
+        if healed is None:
+            return
+        self._told[healed.mark] -= 1
+        if self._told[healed.mark]:
+            self._tell(*next((k, f) for k, f in self._failing.items() if f.mark == healed.mark))
+            return
+        del self._told[healed.mark]
+        if self._tracker is not None:
+            self._tracker.heal(healed.mark)
+
+    def _tell(self, key: PartitionKey, failing: _Failing) -> None:
+        if self._tracker is not None:
+            which = f"partition {key[1]}" if failing.mark != TOGETHER else f"{self._mark_of(key)} partition {key[1]}"
+            error = f"{which}: {failing.error}"
+            self._tracker.fail(failing.mark, error, now_ms=self._clock.now_ms(), parked=failing.parked)

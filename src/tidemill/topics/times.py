@@ -1,0 +1,39 @@
+"""The first record at or after a time: one batch is found by bisection, decoded once and looked through by columns.
+
+Runs in a thread (`checking`): a batch may hold millions of records.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tidemill.base.errors import TidemillError
+from tidemill.objects.store import Buffer
+from tidemill.topics.batch.codecs import decompress
+from tidemill.topics.batch.header import HEADER_BYTES, parse_header
+from tidemill.topics.batch.scan import CHUNK_RECORDS, scan
+from tidemill.topics.front import BatchRef
+
+
+def first_at(batch: Buffer, ref: BatchRef, timestamp_ms: int) -> tuple[int, int]:
+    """(offset, timestamp). A batch that cannot be read, or whose header promised a later time than its records have
+    (stored before that was checked), answers with its first offset: never after what was asked for."""
+    beginning = (ref.base_offset, ref.max_timestamp_ms)
+    try:
+        header = parse_header(batch)
+        data = decompress(header.codec, memoryview(batch)[HEADER_BYTES : header.size_bytes])
+    except TidemillError:
+        return beginning
+    wanted = max(-(2**63), min(timestamp_ms - header.base_timestamp_ms, 2**63 - 1))
+    at = done = 0
+    while done < ref.record_count:
+        found = scan(data, at, done, min(CHUNK_RECORDS, ref.record_count - done))
+        if found is None:
+            return beginning
+        late = np.flatnonzero(found.time_deltas >= wanted)
+        if len(late):
+            index = int(late[0])
+            return ref.base_offset + done + index, header.base_timestamp_ms + int(found.time_deltas[index])
+        at = found.end
+        done += len(found.time_deltas)
+    return beginning

@@ -1,0 +1,105 @@
+"""The verdict on a table: the worst of everything between it and its source, and who holds it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tidemill.base.chain import table_mark, verdict
+from tidemill.base.limits import MARK_BLIND_AFTER_MS
+from tidemill.base.marks import Derived, Mark, Report, State, derive_all
+
+NOW_MS = 100_000
+
+
+def cluster(**changed: Mark | int) -> dict[str, Derived]:
+    """A table fed by a captured database, all well, but for what is `changed`: marks by key, ages of reports by key."""
+    marks = {
+        "shard": Mark("shard:orders", 9, 9, upstream="capture:shop/topics"),
+        "topics": Mark("capture:shop/topics", 9, 9, upstream="capture:shop"),
+        "capture": Mark("capture:shop", 9, 9),
+        "objects": Mark("objects", 1, 1),
+    } | {key: value for key, value in changed.items() if isinstance(value, Mark)}
+    ages = {key: value for key, value in changed.items() if isinstance(value, int)}
+    driver = Report("pipeline:p", NOW_MS - ages.get("driver_age", 0), (marks["shard"],), pid=7, host="h")
+    node = Report("node:n", NOW_MS - ages.get("node_age", 0), tuple(marks[k] for k in marks if k != "shard"))
+    return derive_all([driver, node], NOW_MS)
+
+
+def told(marks: dict[str, Derived]) -> tuple[int, str, str]:
+    found = verdict(marks, table_mark(marks, "orders"))
+    return found.exit_code, found.worst.mark.name, found.root
+
+
+def test_a_table_whose_whole_way_is_well_is_fresh() -> None:
+    assert told(cluster())[0] == 0
+
+
+def test_a_table_at_its_target_is_as_sick_as_its_source() -> None:
+    down = Mark("capture:shop", 9, 10, "PostgreSQL at db:5432", "it does not answer", since_ms=0)
+    assert told(cluster(capture=down)) == (2, "capture:shop", "PostgreSQL at db:5432")
+
+
+def test_the_holder_nearest_to_the_source_is_named_when_several_stand() -> None:
+    shard = Mark("shard:orders", 8, 9, upstream="capture:shop/topics", since_ms=0)
+    down = Mark("capture:shop", 9, 10, "pid 4711 holds the slot", since_ms=0)
+    assert told(cluster(shard=shard, capture=down)) == (2, "capture:shop", "pid 4711 holds the slot")
+
+
+def test_a_frozen_driver_is_named_with_its_pid() -> None:
+    exit_code, worst, root = told(cluster(driver_age=MARK_BLIND_AFTER_MS + 1))
+    assert (exit_code, worst, root) == (2, "process:pipeline:p", "pid 7 on h")
+
+
+def test_what_the_process_of_a_stage_stands_on_is_on_the_way() -> None:
+    full = Mark("objects", 0, 1, "bucket s3://b", "it is read-only", since_ms=0)
+    assert told(cluster(objects=full)) == (2, "objects@node:n", "bucket s3://b")
+
+
+def test_a_cycle_of_holders_ends() -> None:
+    marks = derive_all([Report("p", 0, (Mark("a", 0, 1, "b"), Mark("b", 0, 1, "a")))], 0)
+    found = verdict(marks, "a")
+    assert [derived.mark.name for derived in found.chain] == ["a", "b"]
+
+
+def test_a_name_that_nobody_reports_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        table_mark({}, "orders")
+
+
+def test_a_moving_table_is_not_late() -> None:
+    moving = Mark("shard:orders", 8, 9, upstream="capture:shop", since_ms=NOW_MS - 100)
+    found = verdict(cluster(shard=moving), "shard:orders")
+    assert (found.exit_code, found.worst.state) == (0, State.MOVING)
+
+
+def test_a_captured_table_that_flows_is_where_its_capture_is_and_a_parked_one_says_so() -> None:
+    shard = Mark("shard:orders", 9, 9, upstream="table:shop/public.orders")
+    down = Mark("capture:shop", 9, 10, "PostgreSQL at db:5432", "it does not answer", since_ms=0)
+    assert told(cluster(shard=shard))[0] == 0
+    assert told(cluster(shard=shard, capture=down)) == (2, "capture:shop", "PostgreSQL at db:5432")
+    parked = Mark(
+        "table:shop/public.orders", 5, 6, "operator", "column 'x' is new", error="column 'x' is new", parked=True,
+        failing_since_ms=NOW_MS - 10, upstream="capture:shop/topics",
+    )  # fmt: skip
+    marks = cluster(shard=shard, parked=parked)
+    assert told(marks) == (2, "table:shop/public.orders", "operator")
+    for name in ("table:shop/public.orders", "shop/public.orders"):
+        assert table_mark(marks, name) == "table:shop/public.orders"
+    alone = {name: mark for name, mark in marks.items() if not name.startswith("shard:")}
+    assert table_mark(alone, "orders") == table_mark(alone, "public.orders") == "table:shop/public.orders"
+
+
+def test_a_binding_that_is_parked_is_on_the_way_of_a_stream_table() -> None:
+    parked = Mark("binding:topic/x", 0, 1, error="it cannot be read", failing_since_ms=1, parked=True)
+    marks = (Mark("shard:t", 9, 9, upstream="topic:x"), Mark("topic:x", 9, 9), parked)
+    found = verdict(derive_all([Report("p", NOW_MS, marks)], NOW_MS), "shard:t")
+    assert (found.exit_code, found.worst.mark.name) == (2, "binding:topic/x")
+
+
+def test_a_driver_that_dies_again_and_again_is_told_by_who_restarts_it() -> None:
+    driver = Report("pipeline:s", NOW_MS, (Mark("shard:t", 0, 9, since_ms=NOW_MS - 100),))
+    again = Mark("pipeline:s", 0, 1, error="killed by SIGKILL", failing_since_ms=1)
+    parent = Report("up:n", NOW_MS, (again,))
+    found = verdict(derive_all([driver, parent], NOW_MS), "shard:t")
+    assert (found.exit_code, found.worst.mark.reason) == (2, "")
+    assert found.worst.mark.name.startswith("pipeline:s")

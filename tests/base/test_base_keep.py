@@ -1,0 +1,190 @@
+"""Supervision: whatever a unit raises ends that unit only, is told under its mark, and is tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from tidemill.base.clock import ManualClock, SystemClock
+from tidemill.base.errors import Corrupt, Invalid, Unavailable
+from tidemill.base.marks import Mark, State, Tracker, derive
+from tidemill.base.stalls import LoopWatch
+from tidemill.base.tasks import Restarts, keep, keep_thread
+
+QUICK = dict(first_s=0.001, longest_s=0.001)
+
+
+class Panic(BaseException):
+    """What a library's native code raises: no Exception."""
+
+
+def shown(tracker: Tracker, now_ms: int = 0) -> list[Mark]:
+    return list(tracker.report("p", now_ms).marks)
+
+
+def test_any_fault_ends_one_try_of_the_unit_and_is_told_until_it_heals() -> None:
+    async def scenario() -> None:
+        tracker, seen = Tracker(), []
+        leaked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        leaked.cancel()
+        faults: list[BaseException | asyncio.Future[None]] = [
+            Invalid("the slot is gone.", fix="Start over."),
+            Corrupt("a record cannot be read."),
+            RecursionError("too deep"),
+            Panic("native code"),
+            leaked,
+            Unavailable("storage is away."),
+        ]
+
+        async def body() -> None:
+            seen.append([(mark.held_by, mark.reason, mark.tries) for mark in shown(tracker)])
+            if faults:
+                fault = faults.pop(0)
+                if isinstance(fault, BaseException):
+                    raise fault
+                await fault
+
+        async with asyncio.timeout(20):
+            await keep("capture:shop", body, tracker=tracker, clock=SystemClock(), restarts=Restarts(**QUICK))
+        assert seen == [
+            [],
+            [("operator", "the slot is gone. Start over.", 1)],
+            [("operator", "a record cannot be read.", 2)],
+            [("", "RecursionError: too deep", 3)],
+            [("", "Panic: native code", 4)],
+            [("", "CancelledError", 5)],
+            [("", "storage is away.", 6)],
+        ]
+        assert shown(tracker) == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("ends", [asyncio.CancelledError, KeyboardInterrupt, SystemExit])
+def test_what_ends_a_process_or_a_task_on_purpose_is_no_fault(ends: type[BaseException]) -> None:
+    async def scenario() -> None:
+        tracker, began = Tracker(), asyncio.Event()
+
+        async def body() -> None:
+            began.set()
+            if ends is asyncio.CancelledError:
+                await asyncio.Event().wait()
+            raise ends
+
+        running = keep("capture:shop", body, tracker=tracker, clock=SystemClock())
+        if ends is not asyncio.CancelledError:
+            with pytest.raises(ends):
+                running.send(None)
+            running.close()
+        else:
+            task = asyncio.ensure_future(running)
+            await began.wait()
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled()
+        assert shown(tracker) == []
+
+    asyncio.run(scenario())
+
+
+def states(tracker: Tracker, now_ms: int) -> list[State]:
+    return [derive(mark, "p", now_ms, now_ms).state for mark in shown(tracker, now_ms)]
+
+
+def test_the_age_of_a_failure_survives_retries_and_ends_when_the_unit_moves_on() -> None:
+    tracker = Tracker()
+    tracker.set("table:a", 7, 9, now_ms=0, budget_ms=5_000)
+    for now_ms in (1_000, 3_000, 6_500):
+        tracker.fail("table:a", f"try of {now_ms}", now_ms=now_ms)
+        tracker.set("table:a", 7, 9, now_ms=now_ms, budget_ms=5_000)
+    assert states(tracker, 6_000) == [State.WAITING]
+    assert states(tracker, 6_501) == [State.STUCK]
+    (mark,) = shown(tracker)
+    assert (mark.failing_since_ms, mark.tries, mark.reason) == (1_000, 3, "try of 6500")
+    tracker.set("table:a", 8, 9, now_ms=7_000)
+    assert states(tracker, 7_000) == [State.MOVING]
+
+
+def test_a_unit_without_a_mark_fails_visibly_and_a_parked_one_is_stuck_at_once() -> None:
+    tracker = Tracker()
+    tracker.fail("shape:1", "ValueError", now_ms=1_000, parked=True)
+    assert states(tracker, 1_000) == [State.STUCK]
+    assert [(m.name, m.held_by) for m in shown(tracker)] == [("shape:1", "operator")]
+    tracker.heal("shape:1")
+    assert shown(tracker) == []
+
+
+def test_a_failing_unit_at_its_target_is_not_idle() -> None:
+    tracker = Tracker()
+    tracker.set("table:a", 9, 9, now_ms=0)
+    tracker.fail("table:a", "ValueError", now_ms=0)
+    assert states(tracker, 60_000) == [State.STUCK]
+
+
+def test_pauses_double_to_a_limit_and_start_over_after_a_steady_run() -> None:
+    restarts = Restarts(0.5, 4.0, steady_after_s=10.0)
+    assert [restarts.pause_s(1.0) for _ in range(5)] == [0.5, 1.0, 2.0, 4.0, 4.0]
+    assert restarts.pause_s(11.0) == 0.5
+    assert restarts.pause_s(1.0, parked=True) == 4.0
+
+
+def test_the_longest_stall_is_seen_for_a_while_and_remembered() -> None:
+    clock = ManualClock()
+    watch, start_s = LoopWatch(clock), clock.monotonic_s()
+    watch.observe(0.2, start_s + 1, 0.05)
+    assert watch.facts() == {"stall_ms": 200.0, "longest_stall_ms": 200.0, "longest_stall_cpu_ms": 50.0}
+    for later_s in (31.0, 62.0, 93.0):
+        watch.observe(0.001, start_s + later_s, 0.02)
+    assert watch.facts() == {"stall_ms": 1.0, "longest_stall_ms": 200.0, "longest_stall_cpu_ms": 50.0}
+
+
+# threads ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("raised", [ValueError("odd"), SystemExit("leaving"), KeyboardInterrupt(), Exception()])
+def test_whatever_a_thread_raises_is_told_and_tried_again_until_it_works(raised: BaseException) -> None:
+    tracker, ending, runs = Tracker(), threading.Event(), []
+
+    def body() -> None:
+        runs.append(tracker.failure("shard:t"))
+        if len(runs) < 3:
+            raise raised
+
+    restarts = Restarts(0.001, 0.002)
+    keep_thread("shard:t", body, tracker=tracker, clock=SystemClock(), ending=ending, restarts=restarts)
+    assert runs[0] is None and tracker.failure("shard:t") is None, "it worked in the end"
+    first, then = runs[1], runs[2]
+    assert first is not None and then is not None
+    assert type(raised).__name__ in first.error
+    assert (then.since_ms, first.tries, then.tries) == (first.since_ms, 1, 2)
+
+
+def test_a_thread_that_only_an_operator_can_mend_is_parked_and_its_end_is_not_waited_for() -> None:
+    tracker, ending = Tracker(), threading.Event()
+
+    def body() -> None:
+        raise Invalid("no such table.", fix="Create it.")
+
+    supervised = {"tracker": tracker, "clock": SystemClock(), "ending": ending}
+    thread = threading.Thread(target=keep_thread, args=("shard:t", body), kwargs=supervised)
+    thread.start()
+    while tracker.failure("shard:t") is None:
+        ending.wait(0.01)
+    failure = tracker.failure("shard:t")
+    assert failure is not None and failure.parked and failure.error == "no such table. Create it."
+    ending.set()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_what_a_thread_raises_while_all_ends_is_nobodys_fault() -> None:
+    tracker, ending = Tracker(), threading.Event()
+
+    def body() -> None:
+        ending.set()
+        raise RuntimeError("the stores are closed")
+
+    keep_thread("shard:t", body, tracker=tracker, clock=SystemClock(), ending=ending)
+    assert tracker.failure("shard:t") is None

@@ -1,0 +1,99 @@
+"""While the topics take nothing, capture buffers up to its bounds and no further, however large a transaction is."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from capture_world import World, until
+
+from tidemill.capture.converter import FRAGMENT_BYTES
+from tidemill.topics.front import ProduceResult
+
+pytestmark = pytest.mark.postgres
+
+ROWS = 120_000
+MEMORY_MIB = 120
+"""A hundred and twenty thousand rows that were all kept would take twice that, three hundred thousand five times."""
+
+
+def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with World(dsn) as world:
+            await scenario(world)
+
+    asyncio.run(run())
+
+
+def resident_mib() -> float:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / (1 << 20)
+
+
+class Gate:
+    """Topics that take what they are given only while the gate is open; what waits keeps its order."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._held: list[tuple[tuple[Any, ...], asyncio.Future[ProduceResult]]] = []
+        self.closed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def produce_nowait(self, *call: Any) -> asyncio.Future[ProduceResult]:
+        if not self.closed:
+            return self._inner.produce_nowait(*call)  # type: ignore[no-any-return]
+        future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
+        self._held.append((call, future))
+        return future
+
+    def open(self) -> None:
+        self.closed = False
+        for call, future in self._held:
+            inner = self._inner.produce_nowait(*call)
+            inner.add_done_callback(lambda ended, future=future: future.set_result(ended.result()))
+        self._held = []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        f"INSERT INTO a SELECT g, 'a row' FROM generate_series(1, {ROWS}) g",
+        f"DO $$ BEGIN FOR g IN 1..{ROWS} LOOP INSERT INTO a VALUES (g, 'a row'); COMMIT; END LOOP; END $$",
+    ],
+    ids=["one-large-transaction", "many-small-ones"],
+)
+def test_f436_what_waits_is_bounded_and_the_bounds_are_facts(postgres_dsn: str, statement: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)")
+        gate = Gate(world.topics)
+        async with world.capture(topics=gate) as capture:
+            await world.caught_up()
+            gate.closed = True
+            before_mib = resident_mib()
+            await world.sql(statement)
+
+            def full() -> bool:
+                facts = capture.facts()
+                return any(facts[f"queue_{what}"] >= facts[f"queue_{what}_limit"] for what in ("changes", "fragments"))  # type: ignore[operator]
+
+            await until(full, "the queue is full, and the socket not read any more", 30)
+            await asyncio.sleep(0.5)
+            facts = capture.facts()
+            numbers = {name: value for name, value in facts.items() if isinstance(value, int)}
+            # One fragment may be taken while the bound is not reached yet.
+            assert numbers["queue_changes"] <= numbers["queue_changes_limit"] + 500
+            assert numbers["queue_fragments"] <= numbers["queue_fragments_limit"]
+            assert numbers["backlog_bytes"] <= numbers["backlog_bytes_limit"] + FRAGMENT_BYTES
+            assert resident_mib() - before_mib < MEMORY_MIB
+            assert await world.confirmed() <= await world.wal_end()
+            gate.open()
+            await world.caught_up(60)
+            assert len(await world.records("a")) == ROWS
+
+    in_world(postgres_dsn, scenario)

@@ -1,0 +1,210 @@
+"""What a capture keeps about its tables: a row each, of bounded size, and nothing of those that are gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+from capture_world import World, until
+from msgspec.structs import replace
+from test_capture_tables import GOOD, good_flows, in_world, plain, stuck
+
+from tidemill.base.limits import METASTORE_VALUE_BYTES
+from tidemill.cli.demo import postgres
+from tidemill.cli.demo.postgres import EmbeddedPostgres
+from tidemill.metastore.catalogue import CaptureRow, PipelineRow, TopicRow
+from tidemill.metastore.rows import CAPTURE_TABLES, CAPTURES
+
+pytestmark = pytest.mark.postgres
+
+
+async def forgotten(world: World, table: str) -> None:
+    async def holds() -> bool:
+        return f"public.{table}" not in await world.tables()
+
+    await until(holds, f"{table} is forgotten")
+
+
+def test_f419_a_dropped_table_ends_at_its_drop_and_leaves_nothing_once_no_pipeline_reads_it(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*GOOD)
+        await world.catalogue.put(PipelineRow("p", {"kept": f"capture:{world.name}:public.kept"}))
+        async with world.capture(table_poll_s=0.1):
+            for table in ("kept", "gone"):
+                await world.sql(f"CREATE TABLE {table} (id int PRIMARY KEY, v int)")
+            await world.flowing("kept", "gone")
+            await world.transaction("INSERT INTO kept VALUES (1, 1)", "INSERT INTO gone VALUES (1, 1)")
+            await world.sql("DROP TABLE kept, gone")
+            await forgotten(world, "gone")
+            assert f"{world.name}.public.gone" not in {t.name for t in await world.catalogue.list(TopicRow)}
+            row = await world.parked("kept", "gone from the source")
+            assert row.state == "dropped" and "shard ends here" in stuck(world, "kept")
+            await good_flows(world)
+            binding = await world.caught_up()
+            end = sum(binding.offsets[await world.topic_id("kept")])
+            assert await world.folded("kept", end) == {'{"id":1}': {"id": 1, "v": 1}}, "all before the drop is there"
+            await world.catalogue.put(PipelineRow("p", {}))
+            await forgotten(world, "kept")
+            # One that is made anew begins anew, under the same name.
+            await world.sql("CREATE TABLE gone (id int PRIMARY KEY, v int)", "INSERT INTO gone VALUES (2, 2)")
+            await world.flowing("gone")
+            assert await world.folded("gone") == await plain(world, "gone")
+        assert set(await world.tables()) == {"public.good", "public.gone"}
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f420_no_row_grows_with_the_number_of_tables_and_wide_ones_fit(postgres_dsn: str) -> None:
+    """As many tables at once as over time; and PostgreSQL's widest table, with its longest names."""
+
+    async def scenario(world: World) -> None:
+        columns = ", ".join(f'"{"c" * 58}{n:04}" timestamp with time zone' for n in range(1590))
+        await world.sql(*GOOD, f"CREATE TABLE wide (id int PRIMARY KEY, v int, {columns})")
+        await world.sql(*[f"CREATE TABLE t{n} (id int PRIMARY KEY, v int)" for n in range(60)])
+        async with world.capture(table_poll_s=0.2) as capture:
+            await good_flows(world)
+            await world.sql("INSERT INTO wide (id, v) VALUES (1, 1)")
+            await world.caught_up()
+            assert len(await world.records("wide")) == 1
+            row = await world.row()
+            before = len(CAPTURES.encode(row)[1])
+            sizes = {name: len(CAPTURE_TABLES.encode(table)[1]) for name, table in (await world.tables()).items()}
+            assert max(sizes.values()) == sizes["public.wide"] < METASTORE_VALUE_BYTES
+            assert max(size for name, size in sizes.items() if name != "public.wide") < 500
+            await world.sql(*[f"DROP TABLE t{n}" for n in range(60)])
+            for round_ in range(3):
+                names = [f"n{round_}_{n}" for n in range(20)]
+                await world.sql(*[f"CREATE TABLE {name} (id int PRIMARY KEY, v int)" for name in names])
+                await world.flowing(*names, timeout_s=60)
+                await world.sql(*[f"DROP TABLE {name}" for name in names])
+            for n in range(20):
+                await forgotten(world, f"n2_{n}")
+            await good_flows(world)
+            assert set(await world.tables()) == {"public.good", "public.wide"}
+            assert {t.name for t in await world.catalogue.list(TopicRow)} == {
+                f"{world.name}.public.good", f"{world.name}.public.wide",
+            }  # fmt: skip
+            assert len(CAPTURES.encode(await world.row())[1]) <= before + 8
+            assert len(capture.relations()) == 2
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f421_a_row_of_an_older_version_is_split_by_table_and_goes_on(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*GOOD, "CREATE TABLE b (id int PRIMARY KEY, v int)")
+        async with world.capture():
+            await good_flows(world)
+        tables = await world.tables()
+        old: CaptureRow = replace(
+            await world.row(),
+            topics={name: table.topic for name, table in tables.items()},
+            snapshots={name: table.snapshot for name, table in tables.items()},
+            columns={
+                name: tuple(replace(c, type_oid=0, type_mod=-1) for c in table.columns)
+                for name, table in tables.items()
+            },
+        )
+        for name in tables:
+            await world.catalogue.change_table(world.name, name, lambda _: None)
+        await world.catalogue.put(old)
+        assert {t.table for t in await world.catalogue.all_tables()} == set(tables), "read before it is split"
+        good = await world.topic_id("good")
+        async with world.capture(table_poll_s=0.1):
+            await good_flows(world)
+            assert await world.topic_id("good") == good
+            assert (await world.row()).topics == {}
+            assert {name: t.state for name, t in (await world.tables()).items()} == dict.fromkeys(tables, "captured")
+            await world.sql("ALTER TABLE b ADD x int", "INSERT INTO b VALUES (1, 1, 1)")
+            await world.parked("b", "'x'")
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f422_a_table_taken_out_of_the_publication_by_somebody_is_copied_again(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*GOOD, "CREATE TABLE b (id int PRIMARY KEY, v int)")
+        async with world.capture(table_poll_s=0.1):
+            await good_flows(world)
+            old = await world.topic_id("b")
+            await world.sql(f'ALTER PUBLICATION "tidemill_{world.name}" DROP TABLE b', "INSERT INTO b VALUES (1, 1)")
+
+            async def anew() -> bool:
+                return await world.topic_id("b") != old
+
+            await until(anew, "it is copied again", 30)
+            await world.flowing("b", timeout_s=30)
+            await world.sql("INSERT INTO b VALUES (2, 2)")
+            await good_flows(world)
+            assert await world.folded("b") == await plain(world, "b")
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f423_a_table_whose_rows_a_role_may_not_all_see_is_refused_not_copied_in_part(postgres_dsn: str) -> None:
+    """Row-level security leaves rows out without a word, unless one asks for an error."""
+
+    async def scenario(world: World) -> None:
+        role = f"bound_{world.name}"
+        await world.sql(
+            f"CREATE ROLE {role} LOGIN REPLICATION", f'GRANT CREATE ON DATABASE "{world.name}" TO {role}', *GOOD,
+            "CREATE TABLE hidden (id int PRIMARY KEY, v int)", "INSERT INTO hidden VALUES (1, 1), (2, 2)",
+            "ALTER TABLE hidden ENABLE ROW LEVEL SECURITY", "ALTER TABLE hidden FORCE ROW LEVEL SECURITY",
+            "CREATE POLICY one_row ON hidden USING (id = 1)",
+            f"ALTER TABLE hidden OWNER TO {role}", f"ALTER TABLE good OWNER TO {role}",
+        )  # fmt: skip
+        owner, world.dsn = world.dsn, world.dsn.replace("postgres@", f"{role}@")
+        try:
+            async with world.capture(table_poll_s=0.1):
+                await good_flows(world)
+                assert "row-level security" in stuck(world, "hidden")
+        finally:
+            world.dsn = owner
+            await until(world.slot_dropped, "the slot is dropped")
+            await world.sql(f"DROP OWNED BY {role}", f"DROP ROLE {role}")
+
+    in_world(postgres_dsn, scenario)
+
+
+DEBIAN_15 = Path("/usr/lib/postgresql/15/bin")
+
+
+@pytest.fixture(scope="module")
+def postgres_15(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The DSN of a database of a PostgreSQL 15, where the machine has one."""
+    if not (DEBIAN_15 / "postgres").exists():
+        pytest.skip("this machine has no PostgreSQL 15")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(postgres, "find_binaries", lambda: DEBIAN_15)
+        data_dir = tmp_path_factory.mktemp("fifteen") / "data"
+        with EmbeddedPostgres(data_dir, settings={"fsync": "off", "shared_buffers": "16MB"}) as server:
+            with psycopg.connect(server.dsn, autocommit=True) as connection:
+                connection.execute("CREATE DATABASE fifteen")
+            yield server.dsn_for("fifteen")
+
+
+def test_f424_on_postgres_15_generated_columns_are_not_carried_and_nothing_fails(postgres_15: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(
+            *GOOD,
+            "CREATE TABLE stored (id int PRIMARY KEY, v int, d int GENERATED ALWAYS AS (v * 2) STORED)",
+            "INSERT INTO stored VALUES (1, 1)",
+        )
+        async with world.capture(table_poll_s=0.1):
+            await world.sql(
+                "UPDATE stored SET v = 5", "INSERT INTO stored VALUES (2, 2)", "DELETE FROM stored WHERE id = 1"
+            )
+            await good_flows(world)
+            assert await world.folded("stored") == {'{"id":2}': {"id": 2, "v": 2}}
+            await world.sql("ALTER TABLE good ADD x int", "INSERT INTO good VALUES (50, 50, 50)")
+            await world.parked("good", "'x'")
+            await world.sql("ALTER TABLE stored REPLICA IDENTITY NOTHING")
+
+            async def full() -> bool:
+                return await world.select("SELECT relreplident FROM pg_class WHERE relname = 'stored'") == [("f",)]
+
+            await until(full, "the identity is whole again", 4.0)
+
+    in_world(postgres_15, scenario)

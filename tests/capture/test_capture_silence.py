@@ -1,0 +1,242 @@
+"""PostgreSQL that does not answer is never taken for an idle one, and who is in the way is named."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import psycopg
+import pytest
+from capture_world import World, until
+from proxy import Proxy
+from test_capture_supervision import mark_of
+
+from tidemill.base.clock import ManualClock, SystemClock
+from tidemill.base.errors import Unavailable
+from tidemill.base.marks import State
+from tidemill.capture import session, watch
+from tidemill.capture.setup import ADVISORY_CLASS, lock_key
+from tidemill.capture.watch import Answers
+
+pytestmark = pytest.mark.postgres
+
+GRACE_S = 5.0
+"""Within this much of the freshness budget the holder has to be named."""
+BUDGET_MS = 3_000
+
+
+def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with World(dsn) as world:
+            await scenario(world)
+
+    asyncio.run(run())
+
+
+class JumpingClock(ManualClock):
+    """Its wall clock can be set."""
+
+    wall_ms = 0
+
+    def now_ms(self) -> int:
+        return super().now_ms() + self.wall_ms
+
+    def monotonic_s(self) -> float:
+        return super().now_ms() / 1000
+
+
+def test_a_wall_clock_that_jumps_makes_no_question_old() -> None:
+    clock = JumpingClock()
+    answers = Answers(clock)
+    with answers.expected("a question"):
+        clock.wall_ms = 3_600_000
+        assert answers.overdue() is None
+        clock.advance(watch.TELL_AFTER_MS + 1000)
+        assert answers.overdue() == ("a question", clock.now_ms() - watch.TELL_AFTER_MS - 1000)
+    assert answers.overdue() is None
+
+
+def test_a_stream_is_not_given_up_where_walsenders_have_no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a walsender says nothing at all while it skips a large transaction: it would be given up for ever."""
+    monkeypatch.setattr(watch, "ASK_AFTER_S", 0.01)
+    monkeypatch.setattr(watch, "SILENCE_S", 0.02)
+
+    async def main(timeout_ms: int) -> int:
+        asked = 0
+
+        def ask() -> None:
+            nonlocal asked
+            asked += 1
+
+        stream = watch.StreamWatch("server", SystemClock(), Answers(SystemClock()), ask, timeout_ms)
+        stream.waiting()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stream.run(), 0.2)
+        return asked
+
+    assert asyncio.run(main(0)) > 3
+    with pytest.raises(Unavailable, match="does not answer: server"):
+        asyncio.run(main(20))
+
+
+def test_f431_a_server_behind_a_black_hole_is_stuck_and_named_within_its_budget(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
+        async with Proxy(postgres_dsn) as proxy:
+            straight, world.dsn = world.dsn, proxy.dsn
+            async with world.capture(budget_ms=BUDGET_MS) as capture:
+                await world.caught_up()
+                await until(lambda: mark_of(world, capture)[1] is State.IDLE, "it is idle")
+                proxy.swallow()
+                stuck = "stuck within budget + 5 s"
+                await until(lambda: mark_of(world, capture)[1] is State.STUCK, stuck, BUDGET_MS / 1000 + GRACE_S)
+                mark, _ = mark_of(world, capture)
+                assert mark.held_by == f"postgres:127.0.0.1:{proxy.port}"
+                assert f"server=127.0.0.1:{proxy.port}" in mark.error and "does not answer" in mark.error
+                assert mark.target > mark.position, "never idle"
+                # Its age goes on while the session is given up and connecting anew hangs as well.
+                since_ms = mark.failing_since_ms
+                await until(lambda: mark_of(world, capture)[0].tries >= 2, "the session is given up", 20)
+                assert mark_of(world, capture)[0].failing_since_ms == since_ms
+                assert mark_of(world, capture)[1] is State.STUCK
+                proxy.flow()
+                await world.sql("INSERT INTO a VALUES (1)")
+                await world.caught_up(40)
+                await until(lambda: mark_of(world, capture)[0].error == "", "it heals")
+            world.dsn = straight
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f432_a_walsender_that_is_frozen_is_told_and_heals(postgres_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control connection answers: only the stream is silent. A real process, stopped."""
+    monkeypatch.setattr(watch, "ASK_AFTER_S", 1.0)
+
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
+        async with world.capture(budget_ms=BUDGET_MS) as capture:
+            await world.caught_up()
+            ((pid,),) = await world.select(
+                f"SELECT active_pid FROM pg_replication_slots WHERE slot_name = 'tidemill_{world.name}'"
+            )
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                await until(lambda: mark_of(world, capture)[1] is State.STUCK, "stuck", BUDGET_MS / 1000 + GRACE_S)
+                mark, _ = mark_of(world, capture)
+                assert "a keepalive of the stream" in mark.error and mark.held_by.startswith("postgres:")
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            await until(lambda: mark_of(world, capture)[0].error == "", "it heals, in the same session")
+            await world.sql("INSERT INTO a VALUES (1)")
+            await world.caught_up()
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f432_a_stream_that_stays_silent_ends_its_session(postgres_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "ASK_AFTER_S", 0.2)
+    monkeypatch.setattr(watch, "SILENCE_S", 1.0)
+    monkeypatch.setattr(watch, "SILENCE_OF_TIMEOUT", 0.0)
+
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
+        async with world.capture() as capture:
+            await world.caught_up()
+            first = capture._session
+            ((pid,),) = await world.select(
+                f"SELECT active_pid FROM pg_replication_slots WHERE slot_name = 'tidemill_{world.name}'"
+            )
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                await until(lambda: capture._session is not first, "another session begins")
+                await until(lambda: f"pid={pid}" in str(capture.facts()["phase"]), "the old walsender is named")
+                assert f"slot=tidemill_{world.name}" in str(capture.facts()["phase"])
+                assert mark_of(world, capture)[0].held_by == f"postgres-pid:{pid}"
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            await world.sql("INSERT INTO a VALUES (1)")
+            await world.caught_up()
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f433_whoever_has_the_captures_name_is_named_with_pid_application_client_and_state(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
+        other = await psycopg.AsyncConnection.connect(world.dsn, autocommit=True, application_name="bobs psql")
+        await other.execute(f"SELECT pg_advisory_lock({ADVISORY_CLASS}, {lock_key(world.config())})")
+        pid = other.info.backend_pid
+        async with world.capture(wait=False, budget_ms=1000) as capture:
+            await until(lambda: mark_of(world, capture)[1] is State.STUCK, "stuck within its budget", 1 + GRACE_S)
+            mark, _ = mark_of(world, capture)
+            assert mark.held_by == f"postgres-pid:{pid}"
+            named = f"pid={pid} application='bobs psql' client=127.0.0.1 state='idle'"
+            assert named in mark.reason, mark.reason
+            await other.close()
+            await until(lambda: capture.streaming, "it goes on when the other ends")
+            await world.caught_up()
+
+    in_world(postgres_dsn, scenario)
+
+
+@pytest.mark.parametrize("table", ["a", "other"])
+def test_f434_a_transaction_that_the_set_up_waits_for_is_named_with_pid_and_query(
+    postgres_dsn: str, table: str
+) -> None:
+    """Both waits: for the captured table's lock, and for the slot, which waits for whoever has written anything."""
+
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "CREATE TABLE other (id int)")
+        writer = await psycopg.AsyncConnection.connect(world.dsn, application_name="nightly job")
+        await writer.execute(f"INSERT INTO {table} VALUES (1)")
+        pid, query = writer.info.backend_pid, f"query='INSERT INTO {table} VALUES (1)'"
+        async with world.capture(wait=False, budget_ms=1000, tables=("a",)) as capture:
+
+            def told() -> bool:
+                mark, state = mark_of(world, capture)
+                named = "application='nightly job' client=127.0.0.1 state='idle in transaction'"
+                by_pid = mark.held_by == f"postgres-pid:{pid}"
+                return state is State.STUCK and by_pid and named in mark.reason and query in mark.reason
+
+            await until(told, f"stuck, and the writer of {table} is named", 1 + GRACE_S)
+            await writer.rollback()
+            await until(lambda: capture.streaming, "it goes on when the writer ends")
+            await world.caught_up()
+        await writer.close()
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f434_a_transaction_that_the_first_copy_waits_for_is_named(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the table between its publication and its snapshot, which runs in a session of its own."""
+
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
+        other = await psycopg.AsyncConnection.connect(world.dsn, application_name="migration")
+        real = session.take_snapshot
+
+        async def take_snapshot(*args: Any) -> Any:
+            await other.execute("LOCK TABLE a IN ACCESS EXCLUSIVE MODE")
+            return await real(*args)
+
+        monkeypatch.setattr(session, "take_snapshot", take_snapshot)
+        async with world.capture(wait=False, budget_ms=1000) as capture:
+
+            def told() -> bool:
+                mark, state = mark_of(world, capture)
+                return state is State.STUCK and mark.held_by == f"postgres-pid:{other.info.backend_pid}"
+
+            await until(told, "stuck, and the migration is named", 1 + GRACE_S)
+            assert "application='migration'" in mark_of(world, capture)[0].reason
+            await other.rollback()
+            await until(lambda: capture.streaming, "it goes on when the migration ends")
+            await world.caught_up()
+        await other.close()
+
+    in_world(postgres_dsn, scenario)

@@ -1,0 +1,254 @@
+"""Whatever ends a session is told under the capture's mark, with an age that survives restarts, and heals by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import psycopg
+import pytest
+from capture_world import World, until
+
+from tidemill.base.marks import Mark, State, derive
+from tidemill.capture import machine, poison, session
+from tidemill.capture.converter import Converter
+from tidemill.capture.machine import Capture
+from tidemill.capture.poison import Poisoned
+from tidemill.capture.wire import pgoutput, stream
+from tidemill.capture.wire.stream import Framed
+from tidemill.cli.demo.postgres import EmbeddedPostgres
+
+pytestmark = pytest.mark.postgres
+
+
+class NobodyListed(BaseException):
+    """As native code raises: not even an Exception."""
+
+
+def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with World(dsn) as world:
+            await scenario(world)
+
+    asyncio.run(run())
+
+
+def mark_of(world: World, capture: Capture) -> tuple[Mark, State]:
+    capture._mark()
+    now_ms = world.clock.now_ms()
+    report = world.tracker.report("p", now_ms)
+    mark = next(m for m in report.marks if m.name == capture.config.mark)
+    return mark, derive(mark, "p", now_ms, now_ms).state
+
+
+def test_f427_an_error_of_a_type_nobody_listed_ends_the_session_alone_and_its_age_survives(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dying again and again at one LSN is stuck, with the error of the last try, and heals when it is mended."""
+
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
+        broken = False
+        real = session.prepare
+
+        async def prepare(*args: Any) -> Any:
+            if broken:
+                raise NobodyListed("panic in native code")
+            return await real(*args)
+
+        monkeypatch.setattr(session, "prepare", prepare)
+        async with world.capture(budget_ms=1000) as capture:
+            await world.sql("INSERT INTO a VALUES (1)")
+            await world.caught_up()
+            broken = True
+            await world.sql(
+                "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots"
+                f" WHERE slot_name = 'tidemill_{world.name}'"
+            )
+            await until(lambda: mark_of(world, capture)[0].tries >= 3, "it is tried again")
+            failing_since_ms = mark_of(world, capture)[0].failing_since_ms
+            await until(lambda: mark_of(world, capture)[1] is State.STUCK, "restarting at one LSN is stuck")
+            mark, _ = mark_of(world, capture)
+            assert mark.error == "NobodyListed: panic in native code"
+            assert mark.failing_since_ms == failing_since_ms and not mark.parked
+            broken = False
+            await world.sql("INSERT INTO a VALUES (2)")
+            await world.caught_up()
+            await until(lambda: mark_of(world, capture)[0].error == "", "it heals when it moves on")
+            assert [r.key for r in await world.records("a")] == [b'{"id":1}', b'{"id":2}']
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f428_a_message_that_cannot_be_read_parks_the_capture_and_says_where_and_what(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)", "CREATE TABLE b (id int PRIMARY KEY)")
+        readable = poisoned = False
+
+        def decode(payload: bytes) -> pgoutput.Message:
+            nonlocal poisoned
+            poisoned = poisoned or b"poison" in payload
+            if payload[:1] == b"C" and poisoned and not readable:
+                raise RecursionError("nested too deep")
+            return pgoutput.decode(payload)
+
+        monkeypatch.setattr(poison, "decode", decode)
+        async with world.capture() as capture:
+            await world.sql("INSERT INTO a VALUES (1, 'good')")
+            await world.caught_up()
+            await world.transaction("INSERT INTO b VALUES (1)", "INSERT INTO a VALUES (2, 'poison')")
+            await until(lambda: mark_of(world, capture)[0].parked, "the capture is parked")
+            mark, state = mark_of(world, capture)
+            assert state is State.STUCK and mark.held_by == "operator"
+            for words in ("lsn=", "commit=", "ordinal=4", "kind=commit", "nested too deep"):
+                assert words in mark.error
+            assert await world.confirmed() <= await world.wal_end()
+            assert len(await world.records("b")) == 0, "nothing of the transaction passes"
+            readable = True
+            await until(lambda: mark_of(world, capture)[0].error == "", "it heals without a restart", 30)
+            await world.caught_up()
+            assert [r.key for r in await world.records("a")] == [b'{"id":1}', b'{"id":2}']
+            assert len(await world.records("b")) == 1
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f429_an_unreadable_message_of_one_table_parks_it_and_the_stream_goes_on(postgres_dsn: str) -> None:
+    """A real one: without REPLICA IDENTITY FULL a DELETE comes with its key only."""
+
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)", "CREATE TABLE b (id int PRIMARY KEY)")
+        async with world.capture() as capture:
+            current = capture._session
+            await world.sql("INSERT INTO a VALUES (1, 'x'), (2, 'y')")
+            await world.caught_up()
+            await world.transaction(
+                "ALTER TABLE a REPLICA IDENTITY DEFAULT",
+                "INSERT INTO b VALUES (1)",
+                "DELETE FROM a WHERE id = 1",
+                "INSERT INTO b VALUES (2)",
+            )
+            binding = await world.caught_up()
+            row = await world.parked("a", "old row")
+            assert "kind=delete" in row.reason and "recopy" in row.fix
+            assert row.parked_lsn < binding.lsn
+            found = await world.records("b")
+            assert [r.key for r in found] == [b'{"id":1}', b'{"id":2}']
+            # The change that was passed over keeps its ordinal: those behind it stand where they always will.
+            assert dict(found[1].headers)["tm.pos"] == f"{row.parked_lsn}_4".encode()
+            assert capture._session is current, "the session went on"
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f429_a_row_too_large_to_be_carried_parks_its_table_without_being_decoded(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "MESSAGE_BYTES", 10_000)
+
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)", "CREATE TABLE b (id int PRIMARY KEY)")
+        async with world.capture() as capture:
+            await world.caught_up()
+            monkeypatch.setattr(poison, "decode", _decode_small)
+            await world.transaction("INSERT INTO a VALUES (1, repeat('x', 20000))", "INSERT INTO b VALUES (1)")
+            await world.caught_up()
+            failure = world.tracker.failure(capture.config.table_mark("public.a"))
+            assert failure is not None and failure.parked
+            assert "too large to be carried" in failure.error
+            assert "kind=insert" in failure.error and "size=20" in failure.error
+            assert [r.key for r in await world.records("b")] == [b'{"id":1}']
+
+    in_world(postgres_dsn, scenario)
+
+
+def _decode_small(payload: bytes) -> pgoutput.Message:
+    assert len(payload) < 10_000, "it was looked into"
+    return pgoutput.decode(payload)
+
+
+def test_what_is_about_no_single_table_is_not_blamed_on_one() -> None:
+    for payload in (b"B", b"", b"Z123", b"T" + bytes(9), b"M\x01"):
+        found = poison.poison(Framed(7, payload), Converter(), ValueError("x"))
+        assert isinstance(found, Poisoned) and found.table == "" and found.position is None
+
+
+def test_f430_a_server_that_is_down_is_named_with_host_and_port(tmp_path_factory: pytest.TempPathFactory) -> None:
+    settings = {"fsync": "off", "shared_buffers": "16MB"}
+    with EmbeddedPostgres(tmp_path_factory.mktemp("down") / "data", settings=settings) as server:
+        with psycopg.connect(server.dsn, autocommit=True) as connection:
+            connection.execute("CREATE DATABASE down")
+
+        async def scenario() -> None:
+            world = World(server.dsn_for("down"))
+            async with world:
+                await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
+                async with world.capture(budget_ms=1000) as capture:
+                    await world.caught_up()
+                    await world.connection.close()
+                    await asyncio.to_thread(server.stop)
+                    await until(lambda: mark_of(world, capture)[1] is State.STUCK, "stuck within budget + 5 s", 6.0)
+                    mark, _ = mark_of(world, capture)
+                    at = psycopg.conninfo.conninfo_to_dict(server.dsn)
+                    assert f"server={at['host']}:{at['port']}" in mark.error
+                    assert mark.held_by == f"postgres:{at['host']}:{at['port']}"
+                    await asyncio.to_thread(server.start)
+                    world.connection = await psycopg.AsyncConnection.connect(world.dsn, autocommit=True)
+                    await world.sql("INSERT INTO a VALUES (1)")
+                    await world.caught_up(40)
+                    assert mark_of(world, capture)[0].error == ""
+
+        asyncio.run(scenario())
+
+
+def test_a_large_transaction_and_a_first_copy_are_moving_and_never_stuck(postgres_dsn: str) -> None:
+    """No LSN can be confirmed for seconds, while rows are copied or the transaction is written."""
+
+    async def scenario(world: World) -> None:
+        rows = "g, repeat('x', 50) FROM generate_series({}, {}) g"
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)")
+        await world.sql("INSERT INTO a SELECT " + rows.format(1, 150_000))
+        seen: set[State] = set()
+        longest_ms = 0
+
+        async def watch(capture: Capture, until_done: asyncio.Future[Any]) -> None:
+            nonlocal longest_ms
+            while not until_done.done():
+                mark, state = mark_of(world, capture)
+                seen.add(state)
+                longest_ms = max(longest_ms, world.clock.now_ms() - mark.since_ms if state is not State.IDLE else 0)
+                await asyncio.sleep(0.02)
+
+        async with world.capture(wait=False, budget_ms=1500) as capture:
+            copied = asyncio.ensure_future(until(lambda: capture.streaming, "it streams", 60))
+            await watch(capture, copied)
+            await world.sql("INSERT INTO a SELECT " + rows.format(200_001, 450_000))
+            tagged = asyncio.ensure_future(world.caught_up(60))
+            await watch(capture, tagged)
+        assert State.MOVING in seen
+        assert State.STUCK not in seen, f"stood for {longest_ms} ms"
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_mark_that_cannot_be_published_ends_the_capture_and_is_told_to_its_owner(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Marks that stand still would say that all is well."""
+
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
+
+        def broken(_: Capture) -> None:
+            raise NobodyListed("no marks")
+
+        monkeypatch.setattr(machine.Capture, "_mark", broken)
+        capture = world.new_capture()
+        with pytest.raises(NobodyListed):
+            await asyncio.wait_for(capture.run(), 20)
+        await capture.aclose()
+
+    in_world(postgres_dsn, scenario)

@@ -1,0 +1,341 @@
+"""Tables are units: what is wrong with one is that one's, and told; nothing the application does fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from capture_world import World, until
+
+from tidemill.base.marks import State, derive
+
+pytestmark = pytest.mark.postgres
+
+
+def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with World(dsn) as world:
+            await scenario(world)
+
+    asyncio.run(run())
+
+
+async def plain(world: World, table: str) -> dict[str, dict[str, object]]:
+    return {f'{{"id":{i}}}': {"id": i, "v": v} for i, v in await world.select(f"SELECT id, v FROM {table}")}
+
+
+def stuck(world: World, table: str) -> str:
+    """The reason of the table's mark, which must be stuck at once and held by the operator."""
+    now_ms = world.clock.now_ms()
+    name = f"table:{world.name}/public.{table}"
+    (mark,) = [m for m in world.tracker.report("p", now_ms).marks if m.name == name]
+    assert derive(mark, "p", now_ms, now_ms).state is State.STUCK
+    assert mark.parked and mark.held_by == "operator"
+    return mark.reason
+
+
+GOOD = ("CREATE TABLE good (id int PRIMARY KEY, v int)", "INSERT INTO good VALUES (1, 1)")
+
+
+async def good_flows(world: World) -> None:
+    """The other table is exact, and the slot is confirmed."""
+    await world.sql("INSERT INTO good SELECT max(id) + 1, 7 FROM good")
+    binding = await world.caught_up()
+    assert await world.folded("good") == await plain(world, "good")
+
+    async def confirmed() -> bool:
+        return await world.confirmed() > binding.lsn
+
+    await until(confirmed, "the slot is confirmed")
+
+
+@pytest.mark.parametrize("name", ["a b", "a.b", 'q"uote', "été", "A_x20", "x" * 63, "ü" * 31])
+def test_f401_a_table_is_captured_whatever_its_name(postgres_dsn: str, name: str) -> None:
+    quoted = '"' + name.replace('"', '""') + '"'
+
+    async def scenario(world: World) -> None:
+        await world.sql(
+            f"CREATE TABLE {quoted} (id int PRIMARY KEY, v int)", f"INSERT INTO {quoted} VALUES (1, 1)", *GOOD
+        )
+        async with world.capture():
+            await world.sql(f"UPDATE {quoted} SET v = 2", f"INSERT INTO {quoted} VALUES (2, 2)")
+            await good_flows(world)
+            (row,) = [row for row in (await world.tables()).values() if row.table != "public.good"]
+            assert row.state == "captured"
+            topic = row.topic.removeprefix(f"{world.name}.public.")
+            assert await world.folded(topic) == await plain(world, quoted)
+        async with world.capture():
+            await good_flows(world)
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f402_tables_that_cannot_be_captured_are_told_and_stop_nothing_now_or_later(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(
+            *GOOD,
+            "CREATE TABLE keyless (id int)",
+            "CREATE UNLOGGED TABLE quick (id int PRIMARY KEY)",
+            "CREATE EXTENSION file_fdw",
+            "CREATE SERVER files FOREIGN DATA WRAPPER file_fdw",
+            "CREATE FOREIGN TABLE far (id int) SERVER files OPTIONS (filename '/dev/null')",
+        )
+        for tables in (("public.*",), ("public.*", "quick", "nowhere")):
+            async with world.capture(tables=tables, table_poll_s=0.1):
+                await good_flows(world)
+                assert "needs a primary key" in stuck(world, "keyless")
+                rows = await world.tables()
+                asked = len(tables) > 1
+                assert rows["public.quick"].state == ("refused" if asked else "left")
+                assert rows["public.far"].state == "left" and "foreign" in rows["public.far"].reason
+                if asked:
+                    assert "no WAL" in stuck(world, "quick")
+                    assert "no such table" in stuck(world, "nowhere")
+                # Nothing of theirs was touched.
+                await world.sql("INSERT INTO keyless VALUES (1)", "UPDATE keyless SET id = 2", "DELETE FROM keyless")
+        async with world.capture(table_poll_s=0.1):
+            await world.sql("ALTER TABLE keyless ADD PRIMARY KEY (id)", "ALTER TABLE keyless ADD v int")
+            await world.flowing("keyless")
+            await world.sql("INSERT INTO keyless VALUES (5, 5)")
+            await world.caught_up()
+            assert await world.folded("keyless") == await plain(world, "keyless")
+            await world.sql("DROP TABLE quick")
+
+            async def forgotten() -> bool:
+                return "public.quick" not in await world.tables()
+
+            await until(forgotten, "what is gone is forgotten")
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f403_generated_columns_never_make_a_statement_of_the_application_fail(postgres_dsn: str) -> None:
+    """PostgreSQL 18: FULL with an unpublished generated column makes UPDATE and DELETE an error."""
+
+    async def scenario(world: World) -> None:
+        await world.sql(
+            *GOOD,
+            "CREATE TABLE stored (id int PRIMARY KEY, v int, d int GENERATED ALWAYS AS (v * 2) STORED)",
+            "CREATE TABLE virtual (id int PRIMARY KEY, v int, d int GENERATED ALWAYS AS (v * 2) VIRTUAL)",
+            "INSERT INTO stored VALUES (1, 1)",
+            "INSERT INTO virtual VALUES (1, 1)",
+        )
+        async with world.capture(table_poll_s=0.1):
+            for table in ("stored", "virtual"):
+                await world.sql(
+                    f"UPDATE {table} SET v = 5",
+                    f"INSERT INTO {table} VALUES (2, 2)",
+                    f"DELETE FROM {table} WHERE id = 1",
+                )
+            await good_flows(world)
+            assert await world.folded("stored") == {'{"id":2}': {"id": 2, "v": 2, "d": 4}}
+            assert "virtual generated column" in stuck(world, "virtual")
+            identity = "SELECT relreplident FROM pg_class WHERE relname = 'virtual'"
+            assert await world.select(identity) == [("d",)]
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f404_a_virtual_column_added_later_takes_the_table_out_of_the_publication(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*GOOD, "CREATE TABLE t (id int PRIMARY KEY, v int)", "INSERT INTO t VALUES (1, 1)")
+        async with world.capture(table_poll_s=30):
+            await world.caught_up()
+            await world.sql("ALTER TABLE t ADD d int GENERATED ALWAYS AS (v * 2) VIRTUAL")
+
+            async def works() -> bool:
+                try:
+                    await world.sql("UPDATE t SET v = v + 1")
+                except Exception:
+                    return False
+                return True
+
+            await until(works, "the application's UPDATE works again", 3.0)
+            await world.parked("t")
+            assert "generated" in stuck(world, "t")
+            await good_flows(world)
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f405_a_table_that_inherits_is_not_published_without_an_identity(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*GOOD, "CREATE TABLE child (extra int) INHERITS (good)", "INSERT INTO child VALUES (9, 9, 9)")
+        async with world.capture():
+            await world.sql("UPDATE child SET v = 10", "DELETE FROM child")
+            await good_flows(world)
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f406_a_table_whose_identity_is_taken_away_gets_it_back(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*GOOD, "CREATE TABLE t (id int PRIMARY KEY, v int)", "INSERT INTO t VALUES (1, 1)")
+        async with world.capture(table_poll_s=30):
+            await world.caught_up()
+            for identity in ("NOTHING", "DEFAULT"):
+                await world.sql(f"ALTER TABLE t REPLICA IDENTITY {identity}")
+
+                async def full() -> bool:
+                    return await world.select("SELECT relreplident FROM pg_class WHERE relname = 't'") == [("f",)]
+
+                await until(full, "the identity is whole again", 4.0)
+                await world.sql("UPDATE t SET v = v + 1")
+            await world.caught_up()
+            assert await world.folded("t") == await plain(world, "t")
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f407_an_attached_partition_without_full_parks_its_table_alone(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(
+            *GOOD,
+            "CREATE TABLE p (id int PRIMARY KEY, v int) PARTITION BY RANGE (id)",
+            "CREATE TABLE p1 PARTITION OF p FOR VALUES FROM (0) TO (100)",
+            "INSERT INTO p VALUES (1, 1)",
+        )
+        async with world.capture(table_poll_s=30):
+            await world.caught_up()
+            await world.transaction(
+                "CREATE TABLE p2 (id int PRIMARY KEY, v int)",
+                "INSERT INTO p2 VALUES (101, 1)",
+                "ALTER TABLE p ATTACH PARTITION p2 FOR VALUES FROM (100) TO (200)",
+                "UPDATE p SET v = 2 WHERE id = 101",
+            )
+            row = await world.parked("p")
+            assert "old row" in row.reason and "recopy" in row.fix
+            await good_flows(world)
+        async with world.capture():
+            await good_flows(world)
+            assert "old row" in stuck(world, "p")
+
+    in_world(postgres_dsn, scenario)
+
+
+PARTITIONED = (
+    *GOOD,
+    "CREATE TABLE p (id int PRIMARY KEY, v int) PARTITION BY RANGE (id)",
+    "CREATE TABLE p1 PARTITION OF p FOR VALUES FROM (0) TO (100)",
+    "INSERT INTO p VALUES (1, 1)",
+)
+
+
+def test_f407_partitions_that_begin_empty_flow(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*PARTITIONED)
+        async with world.capture(table_poll_s=0.1):
+            await world.caught_up()
+            await world.sql("CREATE TABLE p2 PARTITION OF p FOR VALUES FROM (100) TO (200)")
+            await world.sql("INSERT INTO p VALUES (101, 1)")
+            await world.sql("CREATE TABLE p3 (id int PRIMARY KEY, v int)")
+            await world.sql("ALTER TABLE p ATTACH PARTITION p3 FOR VALUES FROM (200) TO (300)")
+            await world.sql("INSERT INTO p VALUES (201, 1)", "INSERT INTO p3 VALUES (202, 1)")
+
+            async def known() -> bool:
+                row = await world.table("public.p")
+                full = "SELECT count(*) FROM pg_class WHERE relname LIKE 'p_' AND relkind = 'r' AND relreplident = 'f'"
+                return row is not None and len(row.partitions or ()) == 3 and await world.select(full) == [(3,)]
+
+            await until(known, "the partitions are looked into, and log whole old rows")
+            await world.sql("UPDATE p SET v = 2", "DELETE FROM p WHERE id = 101")
+            await good_flows(world)
+            assert await world.folded("p") == await plain(world, "p")
+
+    in_world(postgres_dsn, scenario)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            ("CREATE TABLE p2 AS SELECT 101 id, 1 v", "ALTER TABLE p2 ALTER id SET NOT NULL, ADD PRIMARY KEY (id)",
+             "ALTER TABLE p ATTACH PARTITION p2 FOR VALUES FROM (100) TO (200)"),
+            "attached with rows in it",
+        ),
+        (("ALTER TABLE p DETACH PARTITION p1",), "a partition is gone"),
+        (("DROP TABLE p1",), "a partition is gone"),
+    ],
+)  # fmt: skip
+def test_f407_rows_that_come_or_go_with_a_partition_park_the_table(
+    postgres_dsn: str, changes: tuple[str, ...], words: str
+) -> None:
+    """No message of the stream tells of them."""
+
+    async def scenario(world: World) -> None:
+        await world.sql(*PARTITIONED)
+        async with world.capture(table_poll_s=0.1):
+            await world.caught_up()
+            await world.sql(*changes)
+            await world.parked("p", words)
+            await good_flows(world)
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f408_a_table_dropped_while_it_is_set_up_stops_nothing(postgres_dsn: str) -> None:
+    """It is listed, then dropped before its lock; and dropped again before the copy."""
+
+    async def scenario(world: World) -> None:
+        from tidemill.capture import prepare
+
+        await world.sql(*GOOD, "CREATE TABLE early (id int PRIMARY KEY)", "CREATE TABLE late (id int PRIMARY KEY)")
+        publish, begin = prepare.publish, prepare.Snapshot.begin
+
+        async def publish_late(*args, **kwargs):  # type: ignore[no-untyped-def]
+            await world.sql("DROP TABLE IF EXISTS early")
+            return await publish(*args, **kwargs)
+
+        async def begin_late(self):  # type: ignore[no-untyped-def]
+            await world.sql("DROP TABLE IF EXISTS late")
+            return await begin(self)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(prepare, "publish", publish_late)
+            patch.setattr(prepare.Snapshot, "begin", begin_late)
+            async with world.capture(table_poll_s=0.1):
+                await good_flows(world)
+
+                async def forgotten() -> bool:
+                    return set(await world.tables()) == {"public.good"}
+
+                await until(forgotten, "what is gone is forgotten")
+        async with world.capture():
+            await good_flows(world)
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f409_a_table_behind_an_open_transaction_names_it_and_keeps_nobody_waiting(postgres_dsn: str) -> None:
+    import psycopg
+
+    async def scenario(world: World) -> None:
+        await world.sql(*GOOD)
+        async with world.capture(table_poll_s=0.1):
+            await world.sql("CREATE TABLE t (id int PRIMARY KEY, v int)")
+            async with await psycopg.AsyncConnection.connect(world.dsn) as holder:
+                await holder.execute("INSERT INTO t VALUES (1, 1)")
+                pid = holder.info.backend_pid
+                row = await world.parked("t", f"pid={pid}", timeout_s=30)
+                assert "INSERT INTO t" in row.reason
+                await good_flows(world)
+                # Writers beside it are held up by a lock that is waited for briefly and seldom only.
+                slow = 0.0
+                async with await psycopg.AsyncConnection.connect(world.dsn, autocommit=True) as writer:
+                    loop = asyncio.get_running_loop()
+                    until_s = loop.time() + 4
+                    count = 1
+                    while loop.time() < until_s:
+                        began_s = loop.time()
+                        count += 1
+                        await writer.execute(f"INSERT INTO t VALUES ({count}, 1)")
+                        took_s = loop.time() - began_s
+                        slow = max(slow, took_s)
+                assert slow < 0.5
+                await holder.commit()
+            await world.flowing("t", timeout_s=40)
+            await world.caught_up()
+            assert await world.folded("t") == await plain(world, "t")
+
+    in_world(postgres_dsn, scenario)

@@ -1,0 +1,172 @@
+"""Taps: whatever they raise stays theirs, they join and leave between transactions, and nothing waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from fragments import change, fragment
+
+from tidemill.base.clock import ManualClock
+from tidemill.capture.changes import Fragment
+from tidemill.capture.collector import Collector
+from tidemill.capture.sinks import FlushNotices
+from tidemill.capture.taps import Tap, Taps
+from tidemill.capture.wire.status import Status
+
+
+class NobodyListed(BaseException):
+    """As native code raises: not even an Exception."""
+
+
+class SeeingTap:
+    def __init__(self, error: BaseException | None = None, ending: BaseException | None = None) -> None:
+        self.got: list[Fragment] = []
+        self.reasons: list[str] = []
+        self.error = error
+        self.ending = ending
+
+    def take(self, fragment: Fragment) -> None:
+        if self.error is not None:
+            raise self.error
+        self.got.append(fragment)
+
+    def ended(self, reason: str) -> None:
+        self.reasons.append(reason)
+        if self.ending is not None:
+            raise self.ending
+
+
+class GatedSink:
+    """Durable at once, but takes nothing before its gate opens."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.got: list[Fragment] = []
+
+    async def deliver(self, fragment: Fragment, notices: FlushNotices) -> list[str]:
+        await self.gate.wait()
+        self.got.append(fragment)
+        if fragment.commits:
+            notices.flushed("sink", fragment.last)
+        return ["sink"]
+
+    async def aclose(self) -> None: ...
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def collecting(taps: Taps, scenario: Callable[[Collector, GatedSink], Awaitable[None]]) -> None:
+    async def run() -> None:
+        sink = GatedSink()
+        collector = Collector([sink], Status(0), ManualClock(), taps=taps)
+        task = asyncio.ensure_future(collector.run())
+        try:
+            await scenario(collector, sink)
+            assert not task.done()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError("where"), NobodyListed("panic"), asyncio.CancelledError(), RecursionError()]
+)
+def test_f425_a_tap_that_raises_ends_alone_and_capture_confirms_on(error: BaseException) -> None:
+    taps = Taps(ManualClock())
+    bad, good = SeeingTap(error), SeeingTap()
+    taps.add(bad)
+    taps.add(good)
+
+    async def scenario(collector: Collector, sink: GatedSink) -> None:
+        await collector.put(fragment(5, change(5)))
+        await settle()
+        assert collector.status.flushed == 5
+        assert [f.commit_lsn for f in good.got] == [f.commit_lsn for f in sink.got] == [5]
+        assert len(bad.reasons) == 1 and type(error).__name__ in bad.reasons[0]
+        assert taps.facts()["tap_failures"] == 1
+        # It starts afresh with the next transaction.
+        bad.error = None
+        await collector.put(fragment(7, change(7)))
+        await settle()
+        assert [f.commit_lsn for f in bad.got] == [7]
+        assert collector.status.flushed == 7
+
+    collecting(taps, scenario)
+
+
+def test_a_tap_that_failed_gets_nothing_more_of_that_transaction() -> None:
+    taps = Taps(ManualClock())
+    tap = SeeingTap(ValueError("once"))
+    taps.add(tap)
+    taps.take(fragment(5, change(5, 0), commits=False))
+    tap.error = None
+    taps.take(fragment(5, change(5, 2), begins=False))
+    assert tap.got == [] and tap.reasons == ["ValueError: once"]
+    taps.take(fragment(7, change(7)))
+    assert [f.commit_lsn for f in tap.got] == [7]
+
+
+def test_a_tap_that_cannot_even_end_is_left_out() -> None:
+    taps = Taps(ManualClock())
+    tap = SeeingTap(ValueError("first"), ending=NobodyListed("again"))
+    taps.add(tap)
+    taps.take(fragment(5, change(5)))
+    tap.error = None
+    taps.take(fragment(7, change(7)))
+    assert tap.got == []
+    assert "could not end" in str(taps.facts()["tap_error"])
+
+
+def test_er3_a_tap_added_in_the_middle_of_a_transaction_joins_the_next_one() -> None:
+    taps = Taps(ManualClock())
+    late = SeeingTap()
+    taps.take(fragment(5, change(5, 0), commits=False))
+    taps.add(late)
+    taps.take(fragment(5, change(5, 2), begins=False))
+    taps.take(fragment(7, change(7)))
+    assert [f.commit_lsn for f in late.got] == [7]
+
+
+def test_f426_a_tap_removed_while_a_sink_is_awaited_gets_nothing_more() -> None:
+    """K4, ER4: the removal falls into the wait for a sink, in the middle of a transaction."""
+    taps = Taps(ManualClock())
+    gone, stays = SeeingTap(), SeeingTap()
+    taps.add(gone)
+    taps.add(stays)
+
+    async def scenario(collector: Collector, sink: GatedSink) -> None:
+        sink.gate.clear()
+        await collector.put(fragment(5, change(5, 0), commits=False))
+        await settle()
+        assert sink.got == [], "the sink is being awaited"
+        taps.remove(gone)
+        await collector.put(fragment(5, change(5, 2), begins=False))
+        sink.gate.set()
+        await settle()
+        assert len(gone.got) == 1 and len(stays.got) == 2
+        assert collector.status.flushed == 5
+
+    collecting(taps, scenario)
+
+
+def test_a_tap_that_removes_another_keeps_it_from_the_fragment_at_hand() -> None:
+    taps = Taps(ManualClock())
+    victim = SeeingTap()
+
+    class Remover(SeeingTap):
+        def take(self, fragment: Fragment) -> None:
+            taps.remove(victim)
+
+    remover: Tap = Remover()
+    taps.add(remover)
+    taps.add(victim)
+    taps.take(fragment(5, change(5)))
+    assert victim.got == []

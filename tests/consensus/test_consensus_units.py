@@ -1,0 +1,566 @@
+"""What one request, one answer or one notification brings ends neither the client nor the sequencer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from contracts.consensus import run
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import Invalid, Unavailable, Unknown
+from tidemill.consensus.api import LogHead
+from tidemill.consensus.open import open_consensus
+from tidemill.consensus.postgres.client import PostgresConsensus
+from tidemill.consensus.sqlite import address, client, frames
+from tidemill.consensus.sqlite.engine import Engine
+
+FOREIGN = [
+    "",
+    "{",
+    "[1, 2]",
+    '[["log"]]',
+    '[["log", 1e999]]',
+    '{"a": 1}',
+    "[" * 3_000,
+    "\x01\x02",
+    "ø" * 3_900,
+    "[" + "9" * 7_000,
+]
+
+
+@pytest.mark.postgres
+def test_f501_a_foreign_notify_is_ignored_and_wake_ups_go_on(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tidemill.consensus.postgres import wakeups
+
+    async def body() -> None:
+        monkeypatch.setattr(wakeups, "POLL_INTERVAL_S", 600.0)  # only a notification can wake
+        one = await open_consensus(postgres_dsn, SystemClock(), Rand())
+        two = await open_consensus(postgres_dsn, SystemClock(), Rand())
+        async with await psycopg.AsyncConnection.connect(postgres_dsn, autocommit=True) as foreign:
+            for round_number in range(3):
+                for payload in FOREIGN:
+                    await foreign.execute("SELECT pg_notify('tidemill', %s)", (payload,))
+                await foreign.execute("NOTIFY tidemill")
+                waiting = asyncio.ensure_future(one.wait("log", round_number, 20))
+                await asyncio.sleep(0.2)
+                started_s = asyncio.get_running_loop().time()
+                await two.append("log", 0, round_number, [b"x"], f"n{round_number}")
+                assert await waiting
+                assert asyncio.get_running_loop().time() - started_s < 5
+        assert one.trouble() == "" and two.trouble() == ""
+        await one.aclose()
+        await two.aclose()
+
+    run(body())
+
+
+@pytest.mark.postgres
+def test_f501_a_listener_that_meets_any_fault_listens_again(postgres_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tidemill.consensus.postgres import wakeups
+
+    class Odd(Exception):
+        """A type that nobody listed."""
+
+    faults = 3
+
+    def decode(payload: str) -> Any:
+        nonlocal faults
+        if faults:
+            faults -= 1
+            raise Odd("from a library")
+        return [("log", 1)]
+
+    async def body() -> None:
+        monkeypatch.setattr(wakeups, "POLL_INTERVAL_S", 600.0)
+        monkeypatch.setattr(wakeups, "_decode", decode)
+        one = await open_consensus(postgres_dsn, SystemClock(), Rand())
+        async with await psycopg.AsyncConnection.connect(postgres_dsn, autocommit=True) as foreign:
+            waiting = asyncio.ensure_future(one.wait("quiet", 0, 30))
+            while not waiting.done():
+                await foreign.execute("SELECT pg_notify('tidemill', 'x')")
+                await asyncio.sleep(0.05)
+                if faults == 0:
+                    await one.append("quiet", 0, 0, [b"x"], "n")
+                    break
+            assert await waiting
+        assert await one.head("any") is None and one.trouble() == ""
+        await one.aclose()
+
+    run(body())
+
+
+@pytest.mark.postgres
+def test_f502_a_fault_of_one_group_fails_that_group_and_the_client_goes_on(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tidemill.consensus.postgres import groups
+
+    commit, broken = groups.commit, [True]
+
+    async def sometimes(*args: Any) -> Any:
+        if broken[0]:
+            raise ZeroDivisionError("a bug")
+        return await commit(*args)
+
+    async def body() -> None:
+        monkeypatch.setattr(groups, "commit", sometimes)
+        one = await open_consensus(postgres_dsn, SystemClock(), Rand())
+        with pytest.raises(Unknown):
+            await one.append("log", 0, 0, [b"x"], "n0")
+        assert "ZeroDivisionError" in one.trouble()
+        assert await one.head("key") is None  # the other lanes work
+        broken[0] = False
+        await one.append("log", 0, 0, [b"x"], "n1")
+        assert one.trouble() == ""
+        await one.aclose()
+
+    run(body())
+
+
+class FakeSequencer:
+    """Greets as the real one does, then answers every request with `garbage(request id)`."""
+
+    def __init__(self, path: str, garbage: Any) -> None:
+        self.path, self.garbage, self.connections = path, garbage, 0
+        self.writers: list[asyncio.StreamWriter] = []
+
+    async def __aenter__(self) -> FakeSequencer:
+        self.server = await asyncio.start_unix_server(self._serve, self.path)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.server.close()
+        for writer in self.writers:
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self.writers.append(writer)
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                size = int.from_bytes(await reader.readexactly(4), "little")
+                for request in frames.decode_requests(await reader.readexactly(size)):
+                    if isinstance(request.op, frames.Hello):
+                        writer.write(frames.encode([frames.result(request.id, None)]))
+                    else:
+                        writer.write(self.garbage(request.id))
+        writer.close()
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack("<I", len(body)) + body
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """While it names a path, clients connect there and nobody hosts."""
+    direct, detour = address.addresses, []
+
+    @contextlib.contextmanager
+    def detoured(database: Path, *, create: bool) -> Iterator[list[str]]:
+        with direct(database, create=create) as candidates:
+            yield detour if detour and not create else candidates
+
+    monkeypatch.setattr(address, "addresses", detoured)
+    return detour
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        lambda request: framed(b"\xc1\xc1"),
+        lambda request: framed(b"\x93" * 10_000),
+        lambda request: b"\xff\xff\xff\xff",
+        lambda request: frames.encode([(request, 0, ["not", "a", "head"])]),
+        lambda request: frames.encode([(request, 7, 5)]),
+        lambda request: frames.encode([(request, 1, ("text", "", 5))]),
+    ],
+    ids=["no msgpack", "nested", "too long", "another type", "no error", "no current"],
+)
+def test_f503_a_bad_answer_fails_its_calls_at_once_and_the_client_connects_again(
+    tmp_path: Path, elsewhere: list[str], garbage: Any
+) -> None:
+    async def body() -> None:
+        url = f"sqlite://{tmp_path}/consensus.db"
+        one = await open_consensus(url, SystemClock(), Rand())
+        await one.append("log", 0, 0, [b"x"], "n0")
+        async with FakeSequencer(f"{tmp_path}/fake.sock", garbage) as fake:
+            elsewhere.append(fake.path)
+            assert isinstance(one, client.SqliteConsensus) and one._link is not None
+            one._link.abort()
+            while not fake.connections:
+                await asyncio.sleep(0.01)
+            async with asyncio.timeout(5):
+                with pytest.raises(Unknown):
+                    await one.append("log", 0, 1, [b"y"], "n1")
+            knocks = fake.connections
+            await asyncio.sleep(0.5)
+            assert fake.connections - knocks < 60
+        elsewhere.clear()
+        assert (await one.log_head("log")).next == 1
+        await one.append("log", 0, 1, [b"z"], "n2")
+        assert one.trouble() == ""
+        await one.aclose()
+
+    run(body())
+
+
+def test_f503_a_silent_sequencer_ends_a_read_at_its_deadline_and_says_so_before(
+    tmp_path: Path, elsewhere: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "UNANSWERED_AFTER_S", 2.0)
+    monkeypatch.setattr(client, "UNSENT_AFTER_S", 1.0)
+    monkeypatch.setattr(client, "SLOW_AFTER_S", 0.5)
+
+    async def body() -> None:
+        one = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())
+        async with FakeSequencer(f"{tmp_path}/fake.sock", lambda request: b"") as fake:
+            elsewhere.append(fake.path)
+            one._link.abort()  # type: ignore[attr-defined]
+            reading = asyncio.ensure_future(one.head("key"))
+            async with asyncio.timeout(10):
+                while "slow to answer" not in one.trouble():
+                    await asyncio.sleep(0.05)
+                with pytest.raises(Unavailable, match="does not answer"):
+                    await reading
+        elsewhere.clear()
+        assert await one.head("key") is None
+        await one.aclose()
+
+    run(body())
+
+
+def test_f504_a_request_that_breaks_the_engine_fails_alone_and_its_neighbours_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Engine] = []
+    init, decide, answer = Engine.__init__, Engine._decide, Engine.answer
+
+    def counted(self: Engine, *args: Any) -> None:
+        opened.append(self)
+        init(self, *args)
+
+    def breaks(self: Engine, op: Any, staged: Any) -> Any:
+        if getattr(op, "nonce", "") == "poison":
+            raise OverflowError("a bug")
+        return decide(self, op, staged)
+
+    def breaks_read(self: Engine, op: Any) -> Any:
+        if getattr(op, "key", "") == "poison":
+            raise RecursionError("a bug")
+        return answer(self, op)
+
+    monkeypatch.setattr(Engine, "__init__", counted)
+    monkeypatch.setattr(Engine, "_decide", breaks)
+    monkeypatch.setattr(Engine, "answer", breaks_read)
+
+    async def body() -> None:
+        one = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())
+        before, poison, after, read, fine = await asyncio.gather(
+            one.append("a", 0, 0, [b"x"], "n0"),
+            one.append("b", 0, 0, [b"x"], "poison"),
+            one.append("c", 0, 0, [b"x"], "n1"),
+            one.head("poison"),
+            one.head("other"),
+            return_exceptions=True,
+        )
+        assert getattr(before, "next", before) == 1 and getattr(after, "next", after) == 1
+        assert isinstance(poison, Unavailable) and "OverflowError" in str(poison)
+        assert isinstance(read, Unavailable) and fine is None
+        assert (await one.log_head("b")).next == 0
+        assert len(opened) == 1
+        await one.aclose()
+
+    run(body())
+
+
+@pytest.mark.parametrize("name", ["nul\0", "\ud800"])
+def test_f504_a_name_that_cannot_travel_is_refused_before_it_meets_its_neighbours(tmp_path: Path, name: str) -> None:
+    async def body() -> None:
+        one = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())
+        for ask in (one.head, one.scan, one.log_head, one.leases):
+            with pytest.raises(Invalid):
+                await ask(name)
+        with pytest.raises(Invalid):
+            await one.read("log", 1 << 63)
+        with pytest.raises(Invalid):
+            await one.wait(name, 0, 1)
+        assert await one.head("fine") is None
+        await one.aclose()
+
+    run(body())
+
+
+@contextlib.contextmanager
+def no_descriptors_left() -> Iterator[list[int]]:
+    """This process may open nothing more until the block ends; the limit is lowered, so it costs little."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 40, hard))
+    hoard: list[int] = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                hoard.append(os.open(os.devnull, os.O_RDONLY))
+        yield hoard
+    finally:
+        for fd in hoard:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_f505_the_sequencer_survives_a_process_without_descriptors_and_takes_clients_from_its_reserve(
+    tmp_path: Path,
+) -> None:
+    import subprocess
+    import sys
+
+    url = f"sqlite://{tmp_path}/consensus.db"
+    other = (
+        "import asyncio, sys\n"
+        "from tidemill.base.clock import Rand, SystemClock\n"
+        "from tidemill.consensus.open import open_consensus\n"
+        "async def main():\n"
+        "    one = await open_consensus(sys.argv[1], SystemClock(), Rand())\n"
+        "    await one.cas('from-outside', 0, b'x', 'n')\n"
+        "    await one.aclose()\n"
+        "asyncio.run(main())\n"
+    )
+
+    async def body() -> None:
+        one = await open_consensus(url, SystemClock(), Rand())
+        await one.append("log", 0, 0, [b"x"], "n0")
+        outside = subprocess.Popen([sys.executable, "-c", other, url])
+        with no_descriptors_left():
+            with pytest.raises(OSError):
+                os.open(os.devnull, os.O_RDONLY)
+            for position in range(1, 200):
+                await one.append("log", 0, position, [b"x"], f"n{position}")
+            # Another process connects, and is served, while this one has nothing left.
+            async with asyncio.timeout(30):
+                while outside.poll() is None:
+                    await asyncio.sleep(0.05)
+            assert outside.returncode == 0
+        assert await one.head("from-outside") is not None
+        assert (await one.log_head("log")).next == 200 and one.trouble() == ""
+        await one.aclose()
+
+    run(body())
+
+
+def test_f505_a_database_is_opened_again_from_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tidemill.consensus.sqlite.engine import Doubtful
+
+    commit, doubtful = Engine.commit, [False]
+
+    def failing(self: Engine, ops: Any) -> Any:
+        if doubtful[0]:
+            doubtful[0] = False
+            raise Doubtful("disk I/O error")
+        return commit(self, ops)
+
+    monkeypatch.setattr(Engine, "commit", failing)
+
+    async def body() -> None:
+        one = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())
+        await one.append("log", 0, 0, [b"x"], "n0")
+        with no_descriptors_left() as hoard:
+            doubtful[0] = True
+            with pytest.raises(Unknown):
+                await one.append("log", 0, 1, [b"y"], "n1")
+
+            async def again() -> LogHead:
+                await one.log_head("log")  # a write on the old connection would be lost with it: Unknown
+                return await one.append("log", 0, 1, [b"z"], "n2")
+
+            waiting = asyncio.ensure_future(again())
+            await asyncio.sleep(1.0)
+            for fd in hoard[:25]:
+                os.close(fd)
+            del hoard[:25]
+            async with asyncio.timeout(20):
+                assert (await waiting).next == 2
+        assert one.trouble() == ""
+        await one.aclose()
+
+    run(body())
+
+
+def test_f505_more_clients_than_the_share_are_turned_away_and_those_within_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import socket
+
+    from tidemill.base import descriptors
+
+    monkeypatch.setattr(descriptors, "current", lambda: descriptors.Shares(100, 10, 10, 5))
+
+    async def body() -> None:
+        one = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())
+        idle = []
+        for _ in range(20):
+            sock = socket.socket(socket.AF_UNIX)
+            sock.connect(f"{tmp_path}/consensus.db.sock")
+            idle.append(sock)
+        await one.append("log", 0, 0, [b"x"], "n0")
+        for sock in idle:
+            sock.settimeout(0.2)
+        turned_away = 0
+        for sock in idle:
+            with contextlib.suppress(TimeoutError):
+                turned_away += sock.recv(1) == b""
+        assert turned_away == 16  # the client itself has one of the five
+        for sock in idle:
+            sock.close()
+        await one.aclose()
+
+    run(body())
+
+
+@pytest.mark.postgres
+def test_the_client_of_postgres_tells_its_trouble_while_the_server_is_away(postgres_dsn: str) -> None:
+    from urllib.parse import urlsplit
+
+    from cutting_proxy import CuttingProxy
+
+    async def body() -> None:
+        parts = urlsplit(postgres_dsn)
+        proxy = CuttingProxy((str(parts.hostname), int(parts.port or 0)))
+        port = await proxy.serve_tcp()
+        one = await open_consensus(postgres_dsn.replace(f":{parts.port}", f":{port}"), SystemClock(), Rand())
+        assert isinstance(one, PostgresConsensus) and one.trouble() == ""
+        await proxy.aclose()
+        reading = asyncio.ensure_future(one.head("key"))
+        async with asyncio.timeout(10):
+            while "cannot be reached" not in one.trouble():
+                await asyncio.sleep(0.05)
+        again = CuttingProxy((str(parts.hostname), int(parts.port or 0)))
+        await again.serve_tcp(port)
+        async with asyncio.timeout(20):
+            assert await reading is None
+        assert one.trouble() == ""
+        await one.aclose()
+        await again.aclose()
+
+    run(body())
+
+
+def test_f517_a_sequencer_thread_that_dies_of_anything_is_replaced_and_the_client_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tidemill.consensus.sqlite.sequencer import Sequencer
+
+    class Panic(BaseException):
+        """As native code raises it: no Exception."""
+
+    rounds, started = Sequencer._round, []
+    dies = [0]
+
+    def panics(self: Sequencer, *args: Any) -> None:
+        rounds(self, *args)
+        if dies[0]:
+            dies[0] -= 1
+            raise Panic("of native code")
+
+    start = Sequencer.start
+    monkeypatch.setattr(Sequencer, "_round", panics)
+    monkeypatch.setattr(Sequencer, "start", lambda self: (started.append(self), start(self))[1])
+
+    async def body() -> None:
+        one = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())
+        other = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())
+        for number in range(5):
+            head = await one.log_head("log")
+            dies[0] = 1
+            with contextlib.suppress(Unknown):
+                await one.append("log", 0, head.next, [b"x"], f"n{number}")
+            async with asyncio.timeout(20):
+                while dies[0]:
+                    await asyncio.sleep(0.01)
+            assert (await other.log_head("log")).next in (head.next, head.next + 1)
+        assert len(started) >= 5
+        assert one.trouble() == "" and other.trouble() == ""
+        await one.aclose()
+        await other.aclose()
+
+    run(body())
+
+
+def test_f504_whatever_a_local_peer_sends_ends_its_own_connection_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import random
+    import socket
+
+    from tidemill.consensus.commands import Append, Cas, Read, Scan, Wait
+
+    opened: list[Engine] = []
+    init = Engine.__init__
+    monkeypatch.setattr(Engine, "__init__", lambda self, *args: (opened.append(self), init(self, *args))[1])
+    source = random.Random(7)
+    sound = frames.encode(
+        [
+            (1, frames.Hello(frames.WIRE_VERSION, "c")),
+            (2, Append("fuzz", 0, 0, (b"x" * 50,), "n")),
+            (3, Cas("fuzz", 0, b"y" * 50, "n")),
+            (4, Read("fuzz", 0, 10, 1000)),
+            (5, Scan("")),
+            (6, Wait("fuzz", 1 << 40)),
+            (0, frames.Forget(6)),
+        ]
+    )
+
+    def mutated() -> bytes:
+        data = bytearray(sound)
+        for _ in range(source.randint(1, 12)):
+            at = source.randrange(len(data))
+            match source.randrange(3):
+                case 0:
+                    data[at] = source.randrange(256)
+                case 1:
+                    del data[at : at + source.randrange(1, 20)]
+                case _:
+                    data[at:at] = source.randbytes(source.randrange(1, 20))
+            if not data:
+                break
+        return bytes(data)
+
+    def attack() -> None:
+        for number in range(400):
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.connect(f"{tmp_path}/consensus.db.sock")
+                sock.settimeout(0.01)
+                with contextlib.suppress(OSError):
+                    # Half of them with a right length in front, so that what is inside is looked at.
+                    body = mutated()
+                    sock.sendall(framed(body[4:]) if number % 2 else body)
+                    sock.recv(4096)
+
+    async def body() -> None:
+        one = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())
+        attacking = asyncio.ensure_future(asyncio.to_thread(attack))
+        position, slowest_s = 0, 0.0
+        while not attacking.done():
+            started_s = asyncio.get_running_loop().time()
+            await one.append("sound", 0, position, [b"x"], f"n{position}")
+            slowest_s = max(slowest_s, asyncio.get_running_loop().time() - started_s)
+            position += 1
+            await asyncio.sleep(0.002)
+        await attacking
+        assert position > 20 and slowest_s < 2
+        assert (await one.log_head("sound")).next == position
+        assert len(opened) == 1 and one.trouble() == ""
+        await one.aclose()
+
+    run(body())

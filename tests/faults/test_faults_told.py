@@ -1,0 +1,68 @@
+"""What a running node says of itself to the commands beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psycopg
+import pytest
+from cluster import cluster, until
+
+from tidemill.node.config import exposed, parse
+
+
+def test_doctor_knows_the_node_that_holds_its_ports(tmp_path: Path) -> None:
+    with cluster(tmp_path) as made:
+        made.ready()
+        until(lambda: "process:node:n1" in made.marks(), made.marks)
+        _, told = made.command("doctor", "--json")
+        found = {row["check"]: row for row in told["rows"]}
+        for key in ("node.http", "node.kafka"):
+            assert found[key]["ok"], found[key]
+            assert f"pid={made.children()['node']}" in found[key]["found"]
+
+
+def test_status_shows_the_memory_of_every_process(tmp_path: Path) -> None:
+    with cluster(tmp_path) as made:
+        made.ready()
+        until(lambda: "process:node:n1" in made.marks(), made.marks)
+        _, told = made.command("status", "--memory", "--json")
+        used, _ = told["node:n1"]["resident"]
+        assert used > 1 << 20
+
+
+@pytest.mark.postgres
+def test_a_table_without_a_primary_key_is_named_and_nothing_is_done_to_it(tmp_path: Path, postgres_dsn: str) -> None:
+    with psycopg.connect(postgres_dsn, autocommit=True) as connection:
+        connection.execute("CREATE TABLE keyless (a int)")
+        connection.execute("CREATE TABLE keyed (a int PRIMARY KEY)")
+        toml = f'[capture.shop]\ndsn = "{postgres_dsn}"\n'
+        with cluster(tmp_path, toml) as made:
+            made.ready()
+            until(lambda: made.state("table:shop/public.keyless") == "stuck", made.marks)
+            assert "primary key" in made.marks()["table:shop/public.keyless"]["reason"]
+            until(lambda: made.state("capture:shop") == "idle", made.marks)
+            connection.execute("INSERT INTO keyless VALUES (1)")
+            connection.execute("UPDATE keyless SET a = 2")
+            connection.execute("DELETE FROM keyless")
+        published = connection.execute("SELECT tablename FROM pg_publication_tables").fetchall()
+        assert published == [("keyed",)]
+
+
+@pytest.mark.parametrize(
+    ("http", "kafka", "found"),
+    [
+        ("127.0.0.1:1", "localhost:2", []),
+        ("0.0.0.0:1", "127.0.0.1:2", ["node.http=0.0.0.0:1"]),
+        ("[::1]:1", "example.org:2", ["node.kafka=example.org:2"]),
+    ],
+)
+def test_what_other_machines_can_reach_is_named(http: str, kafka: str, found: list[str]) -> None:
+    assert exposed(parse({"node": {"http": http, "kafka": kafka}}, origin="t.toml")) == found
+
+
+def test_a_node_that_serves_is_no_longer_told_as_starting(tmp_path: Path) -> None:
+    with cluster(tmp_path) as made:
+        made.ready()
+        until(lambda: made.state("node:n1") == "idle", made.marks)
+        assert made.why()[0] == 0

@@ -1,0 +1,148 @@
+"""A few shards on memory stores under a clock that is moved by hand, and a metastore that says what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+import pyarrow as pa
+
+from tidemill.base.clock import ManualClock, Rand
+from tidemill.base.marks import Tracker
+from tidemill.consensus.memory import MemoryConsensus, MemoryState
+from tidemill.keeper.grounds import Grounds, Retention
+from tidemill.keeper.jobs import Budget
+from tidemill.keeper.orphans import Orphans
+from tidemill.keeper.shard_upkeep import ShardUpkeep
+from tidemill.metastore.rows import SHARDS
+from tidemill.metastore.rows.shards import ShardRow
+from tidemill.objects.memory import MemoryObjects
+from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.handle import LogShard
+from tidemill.shards.open import open_shard
+
+T = TypeVar("T")
+SCHEMA = ShardSchema((Column("k", "int64"), Column("v", "binary")), ("k",))
+KEYS = range(100)
+Update = tuple[int, bytes, int, int]
+"""k, v, time, diff"""
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(coroutine, 120))
+
+
+class Row:
+    def __init__(self, seqno: int, value: bytes) -> None:
+        self.seqno, self.value = seqno, value
+
+
+ALL = 1 << 50
+"""An upper that says: the newest manifest holds all of the shard."""
+
+
+class Rows:
+    """As much of the metastore as the keeper's shard jobs ask: rows of the checkpoint, as far as `versions` says."""
+
+    def __init__(self) -> None:
+        self.versions: dict[str, tuple[str, int]] = {}
+        """shard → (id, version) as persisted"""
+        self.since: dict[str, int] = {}
+        self.uppers: dict[str, int] = {}
+        self.listed: dict[str, list[Any]] = {}
+        """family → rows of the catalogue"""
+
+    async def get_row(self, key: bytes, *, fresh: bool = True) -> Row | None:
+        (name,) = SHARDS.decode_key(key)
+        if name not in self.versions:
+            return None
+        shard_id, version = self.versions[name]
+        row = ShardRow(name, shard_id, self.since.get(name, 0), self.uppers.get(name, ALL), version)
+        return Row(version, SHARDS.encode(row)[1])
+
+    async def rows(self, family: Any, *, fresh: bool = True) -> list[Any]:
+        if family is not SHARDS:
+            return self.listed.get(family.name, [])
+        return [ShardRow(name, shard_id, 0, 0) for name, (shard_id, _) in self.versions.items()]
+
+    async def domains(self) -> Sequence[object]:
+        return [object()]
+
+
+class World:
+    def __init__(self, retention: Retention | None = None) -> None:
+        self.clock = ManualClock(1_700_000_000_000)
+        self.rand = Rand(1)
+        self.random = random.Random(1)
+        self.durable = MemoryState()
+        self.objects = MemoryObjects(self.clock)
+        self.rows = Rows()
+        self.tracker = Tracker()
+        metastore: Any = self.rows
+        self.grounds = Grounds(
+            self.consensus(), self.objects, metastore, self.clock, self.rand, retention or Retention()
+        )
+        self.upkeep = ShardUpkeep(self.grounds, self.tracker)
+        self.orphans = Orphans(self.grounds)
+        self.updates: list[Update] = []
+        self.live: dict[int, bytes] = {}
+
+    def consensus(self) -> MemoryConsensus:
+        return MemoryConsensus(self.clock, self.durable)
+
+    async def open(self, name: str = "t") -> LogShard:
+        return await open_shard(self.consensus(), self.objects, self.clock, self.rand, name, SCHEMA)
+
+    def change(self, keys: Sequence[int], time: int, size_bytes: int = 300) -> pa.Table:
+        """Every key gets a new value: a retraction of the old one, if there is one, and an insertion."""
+        rows: list[Update] = []
+        for key in keys:
+            if key in self.live:
+                rows.append((key, self.live[key], time, -1))
+            self.live[key] = self.random.randbytes(size_bytes)
+            rows.append((key, self.live[key], time, 1))
+        self.updates += rows
+        columns = list(zip(*rows, strict=True))
+        types = {"k": pa.int64(), "v": pa.binary(), TIME: pa.int64(), DIFF: pa.int64()}
+        return pa.table({name: pa.array(c, t) for (name, t), c in zip(types.items(), columns, strict=True)})
+
+    async def write(self, shard: LogShard, keys: Sequence[int], size_bytes: int = 300) -> None:
+        """One batch up to and including now."""
+        now_ms = self.clock.now_ms()
+        upper = shard.state.upper
+        part = await shard.write_part(self.change(keys, now_ms, size_bytes))
+        await shard.compare_and_append(upper, now_ms + 1, [part], "")
+
+    async def tend(self, *, persisted: bool = True) -> None:
+        """One step of the job, after a checkpoint of everything unless told otherwise."""
+        if persisted:
+            for tended in self.upkeep._tended.values():
+                state = tended.shard.state
+                self.rows.versions[state.name] = (state.shard_id, state.version)
+                self.rows.since[state.name] = state.since
+        for tended in self.upkeep._tended.values():
+            tended.next_s = 0.0
+        await self.upkeep.run(Budget(self.clock, 1))
+
+    async def tend_for(self, seconds: int, *, persisted: bool = True) -> None:
+        for _ in range(0, seconds, 10):
+            self.clock.advance(10_000)
+            await self.tend(persisted=persisted)
+
+    def at(self, as_of: int) -> Counter[tuple[int, bytes]]:
+        """The sequential model: the multiset at `as_of`."""
+        out: Counter[tuple[int, bytes]] = Counter()
+        for key, value, time, diff in self.updates:
+            if time <= as_of:
+                out[key, value] += diff
+        return +out
+
+    def stored(self, prefix: str = "shards/") -> dict[str, int]:
+        return {key: len(data) for key, (data, _) in self.objects._objects.items() if key.startswith(prefix)}
+
+
+def contents(table: pa.Table) -> Counter[tuple[int, bytes]]:
+    return Counter(zip(table.column("k").to_pylist(), table.column("v").to_pylist(), strict=True))

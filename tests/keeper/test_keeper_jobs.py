@@ -1,0 +1,114 @@
+"""The keeper's scheduler: one node at a time, bounded steps, and a job's fault is that job's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from tidemill.base import tasks
+from tidemill.base.clock import SystemClock
+from tidemill.base.errors import Corrupt
+from tidemill.base.marks import Tracker
+from tidemill.consensus import leading
+from tidemill.consensus.memory import MemoryConsensus, MemoryState
+from tidemill.keeper.jobs import Budget, Job, Jobs
+from tidemill.keeper.told import TOLD_AT_ONCE, Told
+
+
+class Panic(BaseException):
+    """What a library's native code raises: no Exception."""
+
+
+async def until(reached: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not reached():
+            await asyncio.sleep(0.01)
+
+
+def jobs_on(state: MemoryState, holder: str, tracker: Tracker, *jobs: Job) -> Jobs:
+    clock = SystemClock()
+    return Jobs(jobs, MemoryConsensus(clock, state), clock, holder=holder, tracker=tracker)
+
+
+def test_f701_a_job_that_raises_ends_its_own_step_is_told_and_heals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.01)
+
+    async def scenario() -> None:
+        tracker = Tracker()
+        faults: list[BaseException] = [RecursionError("too deep"), Panic("native code"), ValueError("nobody listed me")]
+        steps = {"bad": 0, "good": 0}
+        told: list[str] = []
+
+        async def bad(budget: Budget) -> bool:
+            failure = tracker.failure("keeper:bad")
+            told.append(failure.error if failure is not None else "")
+            if faults:
+                raise faults.pop(0)
+            steps["bad"] += 1
+            return False
+
+        async def good(budget: Budget) -> bool:
+            steps["good"] += 1
+            return False
+
+        jobs = jobs_on(MemoryState(), "a", tracker, Job("bad", 0.01, bad), Job("good", 0.01, good))
+        running = asyncio.create_task(jobs.run())
+        await until(lambda: steps["bad"] > 1)
+        assert told[:4] == [
+            "", "RecursionError: too deep", "Panic: native code", "ValueError: nobody listed me",
+        ]  # fmt: skip
+        assert tracker.failure("keeper:bad") is None
+        assert steps["good"] > 10, "the other job went on while this one was failing"
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_one_node_at_a_time_runs_a_job_and_another_takes_over_with_a_newer_term(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leading.lead, "__kwdefaults__", {**leading.lead.__kwdefaults__, "ttl_ms": 1500})
+
+    async def scenario() -> None:
+        state, terms, at_once = MemoryState(), [], [0, 0]
+
+        def job() -> Job:
+            async def run(budget: Budget) -> bool:
+                terms.append(budget.term)
+                at_once[0] += 1
+                at_once[1] = max(at_once)
+                try:
+                    await asyncio.sleep(0.002)
+                finally:
+                    at_once[0] -= 1
+                return True
+
+            return Job("job", 0.01, run)
+
+        nodes = [asyncio.create_task(jobs_on(state, holder, Tracker(), job()).run()) for holder in "ab"]
+        await until(lambda: len(terms) > 3)
+        first = next(i for i, lease in enumerate("ab") if state.leases["keeper"].holder == lease)
+        nodes[first].cancel()
+        await until(lambda: terms[-1] > terms[0])
+        assert at_once[1] == 1
+        nodes[1 - first].cancel()
+        await asyncio.gather(*nodes, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_however_many_units_fail_only_a_few_dozen_are_told_and_all_are_counted() -> None:
+    tracker, clock = Tracker(), SystemClock()
+    told = Told("keeper:shards", tracker, clock)
+    for n in range(1000):
+        told.failed(f"s{n}", Corrupt("a record cannot be read."))
+    assert told.count == 1000 and len(tracker.report("n", 0).marks) == TOLD_AT_ONCE
+    for n in range(10):
+        told.healed(f"s{n}")
+    told.failed("s999", ValueError("again"))
+    assert told.count == 990 and len(tracker.report("n", 0).marks) == TOLD_AT_ONCE - 9
+    with pytest.raises(asyncio.CancelledError):
+        told.failed("s5", asyncio.CancelledError())

@@ -1,0 +1,297 @@
+"""Shards over time: history moves up, what is stored stays near what lives, and nobody who holds loses anything."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import pytest
+from keeper_world import KEYS, World, contents, run
+
+from tidemill.base.errors import Corrupt, Missing, Unavailable
+from tidemill.keeper.drop import drop_shard
+from tidemill.keeper.grounds import Retention
+from tidemill.keeper.jobs import Budget
+from tidemill.shards.checkpoint import assemble, decode_header, encode_header
+from tidemill.shards.front import HistoryLost
+from tidemill.shards.holding import holding
+from tidemill.shards.restore import restore_shard
+from tidemill.shards.state import check_whole
+
+
+def test_ten_minutes_of_updates_leave_twice_what_lives_and_the_window() -> None:
+    """100 keys of 300 random bytes, all updated once a second: 61 kB a second, 30 kB live, 36 MB in all."""
+
+    async def scenario() -> None:
+        world = World()
+        shard = await world.open()
+        most, written_bytes = 0, 0
+        for second in range(600):
+            world.clock.advance(1000)
+            await world.write(shard, KEYS)
+            written_bytes += shard.state.batches[-1].parts[0].size_bytes
+            if second % 5 == 4:
+                await world.tend()
+                await shard.frontiers()
+                if second > 300:
+                    most = max(most, sum(world.stored().values()))
+        since, upper = await shard.frontiers()
+        now_ms = world.clock.now_ms()
+        assert 60_000 <= now_ms - since <= 60_000 + 15_000 + 5_000
+        check_whole(shard.state)
+        assert len(shard.state.batches) < 60
+        for as_of in (since, (since + upper) // 2, upper - 1):
+            assert contents(await shard.snapshot(as_of)) == world.at(as_of)
+        live_bytes = len(KEYS) * 300
+        rate = written_bytes / 600
+        window_s = 60 + 15 + 120 + 5
+        # What the window keeps may have been rewritten by one level of merges before it was deleted.
+        assert most <= 2 * live_bytes + 2 * rate * window_s, (most, live_bytes, rate)
+        # And idle for a while: the window closes over it.
+        await world.tend_for(300)
+        await shard.frontiers()
+        assert sum(world.stored().values()) <= 2 * live_bytes + 64_000
+        assert contents(await shard.snapshot(upper - 1)) == world.at(upper - 1)
+        version = world.upkeep._tended[shard.shard_id].shard.state.version
+        await world.tend_for(600)
+        assert world.upkeep._tended[shard.shard_id].shard.state.version == version, "an idle shard costs no write"
+
+    run(scenario())
+
+
+async def replaced(world: World) -> None:
+    """Twenty minutes in which everything is merged again and again."""
+    shard = await world.open()
+    for _ in range(120):
+        world.clock.advance(10_000)
+        await world.write(shard, KEYS)
+        await world.tend()
+
+
+@asynccontextmanager
+async def no_hold(*_: object, **__: object):  # type: ignore[no-untyped-def]
+    yield
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_what_a_reader_chose_under_its_hold_stays_readable_and_without_it_history_is_lost(held: bool) -> None:
+    async def scenario() -> None:
+        world = World()
+        shard = await world.open()
+        for _ in range(5):
+            world.clock.advance(1000)
+            await world.write(shard, KEYS)
+        await world.tend()
+        as_of = shard.state.upper - 1
+        model = world.at(as_of)
+        taking = holding if held else no_hold
+        async with taking(shard, "verify/1", as_of, ttl_ms=10**9):
+            chosen = await shard.batches_until(as_of)
+            await replaced(world)
+            if held:
+                assert contents(await shard.snapshot(as_of)) == model
+                found = await shard._read(chosen, as_of)
+                assert found.num_rows == 900
+            else:
+                with pytest.raises(HistoryLost, match="merged and collected"):
+                    await shard.read_batch(chosen[0], 0, as_of + 1)
+                with pytest.raises(HistoryLost):
+                    await shard.snapshot(as_of)
+        await world.tend_for(200)
+        with pytest.raises(HistoryLost):
+            await shard.snapshot(as_of)
+        assert not {part.object_key for batch in chosen for part in batch.parts} & world.stored().keys()
+
+    run(scenario())
+
+
+def test_a_hold_whose_owner_died_lapses() -> None:
+    async def scenario() -> None:
+        world = World()
+        shard = await world.open()
+        world.clock.advance(1000)
+        await world.write(shard, KEYS)
+        await shard.hold("dead/1", shard.state.upper - 1, 300_000)
+        since = shard.state.upper - 1
+        await replaced(world)
+        await shard.frontiers()
+        assert shard.state.since > since + 600_000
+        assert [hold.reader for hold in shard.state.holds] == ["retention"]
+
+    run(scenario())
+
+
+def test_nothing_goes_before_a_restore_can_do_without_it() -> None:
+    async def scenario() -> None:
+        world = World(Retention(history_s=1, collect_after_s=1))
+        shard = await world.open()
+        await world.tend()
+        for _ in range(40):
+            world.clock.advance(10_000)
+            await world.write(shard, KEYS)
+            await world.tend(persisted=False)
+        await shard.frontiers()
+        kept = {key for garbage in shard.state.garbage for key in garbage.objects}
+        assert len(kept) > 30 and kept < world.stored().keys()
+        await world.tend()
+        await shard.frontiers()
+        assert not kept & world.stored().keys()
+        named = {part.object_key for batch in shard.state.batches for part in batch.parts if part.object_key}
+        assert named <= world.stored().keys()
+
+    run(scenario())
+
+
+def test_a_collection_that_was_cut_off_is_done_again() -> None:
+    async def scenario() -> None:
+        world = World(Retention(history_s=1, collect_after_s=1))
+        shard = await world.open()
+        for _ in range(12):
+            world.clock.advance(1000)
+            await world.write(shard, KEYS)
+        await world.tend()
+        tended = world.upkeep._tended[shard.shard_id].shard
+        world.clock.advance(10_000)
+
+        async def dies(version: int) -> None:
+            raise RuntimeError("killed between the deletion and its record")
+
+        collected, tended.collected = tended.collected, dies  # type: ignore[method-assign]
+        await world.tend()
+        assert "killed" in world.tracker.failure("keeper:shards:t").error  # type: ignore[union-attr]
+        assert world.upkeep._tended == {}, "the handle may be what is broken"
+        await world.tend()
+        await world.tend()
+        await shard.frontiers()
+        assert shard.state.garbage == ()
+        assert world.tracker.failure("keeper:shards:t") is None
+        assert contents(await shard.snapshot(shard.state.upper - 1)) == world.at(shard.state.upper - 1)
+        del collected
+
+    run(scenario())
+
+
+def test_f702_a_shard_that_cannot_be_read_stops_its_own_upkeep_only() -> None:
+    async def scenario() -> None:
+        world = World(Retention(history_s=1, collect_after_s=1))
+        good, bad = await world.open("good"), await world.open("bad")
+        world.clock.advance(1000)
+        await world.consensus().append(f"shard/{bad.shard_id}", 0, 1, [b"\x07garbage"], "n")
+        for _ in range(20):
+            world.clock.advance(10_000)
+            await world.write(good, KEYS)
+            await world.tend()
+        failure = world.tracker.failure("keeper:shards:bad")
+        assert failure is not None and failure.parked and "unknown kind" in failure.error
+        await good.frontiers()
+        assert good.state.since > 0 and len(good.state.batches) < 10
+        assert world.tracker.failure("keeper:shards:good") is None
+
+    run(scenario())
+
+
+# orphans ------------------------------------------------------------------------------------------------
+
+
+def test_orphans_go_by_age_and_a_writer_that_was_paused_meanwhile_writes_its_part_again() -> None:
+    async def scenario() -> None:
+        world = World(Retention(orphans_after_s=3600))
+        shard = await world.open()
+        world.clock.advance(1000)
+        await world.write(shard, KEYS)
+        paused = await world.open()
+        part = await paused.write_part(world.change(range(100, 200), world.clock.now_ms() + 1))
+        assert part.object_key
+        await world.orphans.run(Budget(world.clock, 1))
+        assert part.object_key in world.stored()
+        world.clock.advance(3_700_000)
+        young = await shard.write_part(world.change(range(200, 300), world.clock.now_ms()))
+        await world.orphans.run(Budget(world.clock, 1))
+        assert part.object_key not in world.stored() and young.object_key in world.stored()
+        _, upper = await paused.frontiers()
+        with pytest.raises(Unavailable, match="too old"):
+            await paused.compare_and_append(upper, upper + 10, [part], "")
+        assert (await shard.snapshot(upper - 1)).num_rows == len(KEYS)
+        await shard.compare_and_append(upper, world.clock.now_ms() + 1, [young], "")
+
+    run(scenario())
+
+
+def test_objects_of_a_dropped_shard_go_when_no_row_mentions_it() -> None:
+    async def scenario() -> None:
+        world = World()
+        shard, other = await world.open(), await world.open("other")
+        for each in (shard, other):
+            world.clock.advance(1000)
+            world.live.clear()
+            await world.write(each, KEYS)
+        await world.tend()
+        world.rows.versions["t"] = (shard.shard_id, 5)
+        await drop_shard(world.consensus(), world.objects, _NoPipelines(world), world.clock, world.rand, "t")  # type: ignore[arg-type]
+        for _ in range(3):
+            await world.orphans.run(Budget(world.clock, 1))
+            world.clock.advance(200_000)
+        assert world.stored(f"shards/{shard.shard_id}/"), "a row of the checkpoint still speaks of it"
+        del world.rows.versions["t"]
+        await world.orphans.run(Budget(world.clock, 1))
+        assert world.stored(f"shards/{shard.shard_id}/"), "not before the collection's delay"
+        world.clock.advance(200_000)
+        await world.orphans.run(Budget(world.clock, 1))
+        assert not world.stored(f"shards/{shard.shard_id}/")
+        assert world.stored(f"shards/{other.shard_id}/")
+        with pytest.raises(Missing):
+            await shard.frontiers()
+
+    run(scenario())
+
+
+class _NoPipelines:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    async def rows(self, family: object) -> list[object]:
+        return []
+
+
+def test_an_object_that_is_lost_is_no_forgotten_history() -> None:
+    async def scenario() -> None:
+        world = World()
+        shard = await world.open()
+        world.clock.advance(1000)
+        await world.write(shard, KEYS)
+        await world.objects.delete(next(iter(world.stored())))
+        with pytest.raises(Corrupt, match="is gone"):
+            await shard.snapshot(shard.state.upper - 1)
+
+    run(scenario())
+
+
+def test_a_checkpoint_row_does_not_grow_with_what_waits_for_deletion() -> None:
+    """A row that did not fit would keep the checkpoint back, and that the deletion: for ever."""
+
+    async def scenario() -> None:
+        world = World()
+        shard = await world.open()
+        await world.tend()
+        for _ in range(60):
+            world.clock.advance(5_000)
+            await world.write(shard, KEYS)
+            await world.tend(persisted=False)
+        await shard.frontiers()
+        waiting = [key for garbage in shard.state.garbage for key in garbage.objects]
+        assert len(waiting) > 60
+        assert len(encode_header(shard.state)) < 1000
+        # A restored shard has another id: what the old one left is nobody's, and goes as such.
+        restored = assemble(decode_header(encode_header(shard.state)), shard.state.batches)
+        fresh = World()
+        fresh.clock.advance(world.clock.now_ms() - fresh.clock.now_ms())
+        fresh.objects._objects, fresh.objects._keys = world.objects._objects, world.objects._keys
+        await restore_shard(fresh.consensus(), fresh.rand, restored, "attempt")
+        again = await fresh.open()
+        assert again.state.garbage == () and again.shard_id != shard.shard_id
+        for _ in range(2):
+            await fresh.orphans.run(Budget(fresh.clock, 1))
+            fresh.clock.advance(200_000)
+        assert not set(waiting) & fresh.stored().keys()
+        assert contents(await again.snapshot(again.state.upper - 1)) == world.at(again.state.upper - 1)
+
+    run(scenario())

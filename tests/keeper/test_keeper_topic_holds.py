@@ -1,0 +1,69 @@
+"""What of a topic must stay since a pipeline has not read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keeper_world import World, run
+
+from tidemill.keeper.persisted import Persisted
+from tidemill.keeper.topic_holds import PipelineHolds
+from tidemill.metastore.catalogue import PipelineRow, TopicRow
+from tidemill.shards.front import Binding
+from tidemill.shards.open import open_remap
+
+TOPIC = TopicRow("clicks", "id-1", 2)
+
+
+class Pipelines:
+    def __init__(self, *rows: PipelineRow) -> None:
+        self.rows = rows
+
+    async def list(self, kind: type) -> list[PipelineRow]:
+        return list(self.rows)
+
+
+def holds(world: World, *rows: PipelineRow) -> PipelineHolds:
+    catalogue: Any = Pipelines(*rows)
+    return PipelineHolds(world.consensus(), catalogue, Persisted(world.grounds.metastore), world.clock, world.rand)
+
+
+def test_the_table_that_is_furthest_behind_holds_the_topic() -> None:
+    async def scenario() -> None:
+        world = World()
+        pipelines = (
+            PipelineRow("p", {"fast": "topic:clicks", "other": "topic:else", "joined": "derived"}),
+            PipelineRow("q", {"slow": "topic:clicks"}),
+        )
+        hold = holds(world, *pipelines)
+        assert await hold(TOPIC) is None  # no table yet
+        fast, slow = await world.open("fast"), await world.open("slow")
+        assert await hold(TOPIC) is None  # tables without any time
+        world.rows.versions |= {"fast": (fast.shard_id, 1), "slow": (slow.shard_id, 1)}
+        remap = await open_remap(world.consensus(), world.clock, world.rand, "topic/clicks")
+        for time_ms, offsets in ((100, (1, 2)), (200, (5, 2)), (300, (9, 9))):
+            await remap.mint(Binding(time_ms, {"id-1": offsets}, source_time_ms=time_ms))
+        await fast.compare_and_append(fast.state.upper, 301, [], "")
+        assert await hold(TOPIC) is None
+        await slow.compare_and_append(slow.state.upper, 200, [], "")
+        assert await hold(TOPIC) == {0: 1, 1: 2}
+        await slow.compare_and_append(slow.state.upper, 250, [], "")
+        assert await hold(TOPIC) == {0: 5, 1: 2}
+        # A restore from the newest manifest would read on from there.
+        world.rows.uppers["slow"] = 101
+        assert await holds(world, *pipelines)(TOPIC) == {0: 1, 1: 2}
+        world.rows.uppers["slow"] = 0
+        assert await holds(world, *pipelines)(TOPIC) is None
+        world.rows.uppers.clear()
+        # Another life of the name: nothing of it has been read.
+        assert await hold(TopicRow("clicks", "id-2", 1)) == {0: 0}
+
+    run(scenario())
+
+
+def test_a_topic_that_no_pipeline_reads_is_held_by_nobody() -> None:
+    async def scenario() -> None:
+        world = World()
+        assert await holds(world, PipelineRow("p", {"t": "topic:else"}))(TOPIC) == {}
+
+    run(scenario())

@@ -1,0 +1,345 @@
+"""Objects of topics, replaced roll-ups and logs of deleted topics: what goes, what stays, and why."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import pytest
+
+from tidemill.base.clock import ManualClock, Rand
+from tidemill.base.errors import Corrupt, Unavailable
+from tidemill.consensus.api import LogHead
+from tidemill.consensus.memory import MemoryConsensus, MemoryState
+from tidemill.keeper.grounds import Grounds, Retention
+from tidemill.keeper.jobs import Budget
+from tidemill.keeper.topic_groups import TopicGroups
+from tidemill.keeper.topic_objects import TopicObjects
+from tidemill.keeper.topic_rollups import TopicRollups
+from tidemill.metastore.catalogue import Catalogue, TopicRow
+from tidemill.metastore.open import NODE, metastore_on
+from tidemill.metastore.rows import PARTITIONS
+from tidemill.metastore.rows.partitions import PartitionRow
+from tidemill.objects.memory import MemoryObjects
+from tidemill.topics.batch import Record, encode_batch
+from tidemill.topics.group_offsets import Committed, GroupOffsets
+from tidemill.topics.leadership import Alone
+from tidemill.topics.log import LocalTopics
+from tidemill.topics.partition.replay import catch_up, partition_log
+from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.settings import TopicSettings
+
+T = TypeVar("T")
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+class World:
+    def __init__(self) -> None:
+        self.clock = ManualClock(1_700_000_000_000)
+        self.rand = Rand(3)
+        self.objects = MemoryObjects(self.clock)
+        self.consensus = MemoryConsensus(self.clock, MemoryState())
+        settings = NODE.__class__(lead=True, persist_interval_s=0.01)
+        self.metastore = metastore_on(
+            self.consensus, self.objects, self.clock, self.rand, settings=settings, holder="n/1"
+        )
+        self.catalogue = Catalogue(self.metastore, self.clock, self.rand)
+        grounds = Grounds(
+            self.consensus, self.objects, self.metastore, self.clock, self.rand, Retention(collect_after_s=60)
+        )
+        self.keeper = TopicObjects(grounds, quiet_s=0)
+        self.rollups = TopicRollups(grounds)
+        self.nodes: list[LocalTopics] = []
+
+    def node(self, **settings: Any) -> LocalTopics:
+        node = LocalTopics(
+            self.consensus,
+            self.objects,
+            self.catalogue,
+            clock=self.clock,
+            rand=self.rand,
+            assignment=Alone(f"n{len(self.nodes)}", len(self.nodes)),
+            settings=TopicSettings(**settings),
+        )
+        self.nodes.append(node)
+        return node
+
+    async def send(self, node: LocalTopics, row: TopicRow, *partitions: int) -> None:
+        """One batch into each of the partitions, in one object."""
+        data = [bytearray(encode_batch([Record(None, b"v" * 50, timestamp_ms=1000)])) for _ in partitions]
+        await asyncio.gather(*(node.produce_nowait(row.topic_id, p, d) for p, d in zip(partitions, data, strict=True)))
+
+    async def forget(self, node: LocalTopics, row: TopicRow, partition: int) -> None:
+        led = node._led[row.topic_id, partition]
+        led.start_at(led.state.high_watermark)
+        while led.state.log_start < led.state.high_watermark:
+            await asyncio.sleep(0)
+
+    async def keep(self, seconds: int = 200) -> None:
+        for _ in range(seconds // 10):
+            self.clock.advance(10_000)
+            await asyncio.sleep(0.02)  # real time for the metastore, which persists by itself
+            await self.keeper.run(Budget(self.clock, 1))
+            await self.rollups.run(Budget(self.clock, 1))
+
+    async def truncated(self, log: str, start: int) -> LogHead:
+        """Roll-ups run beside the commits: wait for one."""
+        while (head := await self.consensus.log_head(log)).start <= start:
+            await asyncio.sleep(0.001)
+        return head
+
+    def stored(self, prefix: str = "l0/") -> set[str]:
+        return {key for key in self.objects._objects if key.startswith(prefix)}
+
+    async def aclose(self) -> None:
+        for node in self.nodes:
+            await node.aclose()
+        await self.metastore.aclose()
+
+
+def test_an_object_goes_when_the_last_of_its_partitions_is_past_it_and_after_the_grace() -> None:
+    async def scenario() -> None:
+        world = World()
+        row = await world.catalogue.create_topic("t", 2)
+        node = world.node()
+        await world.send(node, row, 0)  # opens both, so that the next two batches share an object
+        await world.send(node, row, 1)
+        await world.send(node, row, 0, 1)
+        assert len(world.stored()) == 3
+        await world.forget(node, row, 0)
+        await world.keep()
+        (of_one, shared) = sorted(world.stored())
+        await world.forget(node, row, 1)
+        await world.keep(50)
+        assert world.stored() == {of_one, shared}
+        await world.keep(150)
+        assert world.stored() == set()
+        await world.aclose()
+
+    run(scenario())
+
+
+def test_an_object_whose_batches_are_on_their_way_stays_however_long_it_takes() -> None:
+    async def scenario() -> None:
+        world = World()
+        row = await world.catalogue.create_topic("t", 1)
+        node = world.node()
+        await world.send(node, row, 0)
+        led = node._led[row.topic_id, 0]
+        turned = led._take_turn
+        held: list[Any] = []
+        led._take_turn = held.append  # type: ignore[method-assign]
+        sending = asyncio.create_task(world.send(node, row, 0))
+        while not held:
+            await asyncio.sleep(0)
+        # Somebody asks for it to be settled: the leader's own word covers only what it has placed.
+        led.settle(0.0)
+        await asyncio.sleep(0)
+        for _ in range(5):
+            world.clock.advance(10_000)
+            await world.keeper.run(Budget(world.clock, 1))
+        assert len(world.stored()) == 2
+        turned(held[0])
+        await sending
+        await world.keep()
+        assert len(world.stored()) == 2
+        await world.aclose()
+
+    run(scenario())
+
+
+def test_what_a_dead_writer_uploaded_and_never_placed_goes_and_the_partition_is_made_to_say_so() -> None:
+    async def scenario() -> None:
+        world = World()
+        row = await world.catalogue.create_topic("t", 1)
+        node = world.node()
+        await world.send(node, row, 0)
+        (placed,) = world.stored()
+        led = node._led[row.topic_id, 0]
+        led._take_turn = lambda pending: None  # type: ignore[method-assign]
+        sending = asyncio.create_task(world.send(node, row, 0))
+        while len(world.stored()) < 2:
+            await asyncio.sleep(0)
+        sending.cancel()
+        await world.keep(300)
+        assert world.stored() == {placed}
+        assert world.keeper.facts()["settled"] == 1
+        # A leader paused all the while is refused when it comes back with it.
+        head = await world.consensus.log_head(partition_log(row.topic_id, 0))
+        assert head.term > led._appender.term
+        await world.aclose()
+
+    run(scenario())
+
+
+def test_f725_a_partition_that_cannot_be_read_ends_the_round_and_nothing_is_deleted() -> None:
+    async def scenario() -> None:
+        world = World()
+        row = await world.catalogue.create_topic("t", 2)
+        node = world.node(rollup_records=2)
+        for _ in range(4):
+            await world.send(node, row, 0)
+        await world.send(node, row, 1)
+        await world.forget(node, row, 1)
+        before = world.stored()
+        rollup = max(world.stored(f"rollup/topic/{row.topic_id}/0/"))
+        data = world.objects._objects[rollup]
+        world.objects._objects[rollup] = (b"damaged" * 20, data[1])
+        for _ in range(30):
+            world.clock.advance(10_000)
+            with pytest.raises(Corrupt, match="rollup"):
+                await world.keeper.run(Budget(world.clock, 1))
+        assert world.stored() == before
+        world.objects._objects[rollup] = data
+        await world.keep(300)
+        assert len(world.stored()) == len(before) - 1
+        await world.aclose()
+
+    run(scenario())
+
+
+def test_an_object_stays_while_a_row_from_which_a_restore_begins_still_names_it() -> None:
+    async def scenario() -> None:
+        world = World()
+        row = await world.catalogue.create_topic("t", 1)
+        node = world.node()
+        await world.send(node, row, 0)
+        await world.metastore.commit([PARTITIONS.encode(PartitionRow(row.topic_id, 0, 0, 1))])
+        await world.forget(node, row, 0)
+        await world.keep(400)
+        assert len(world.stored()) == 1
+        await world.metastore.commit([PARTITIONS.encode(PartitionRow(row.topic_id, 0, 1, 1))])
+        await world.keep(200)
+        assert world.stored() == set()
+        await world.aclose()
+
+    run(scenario())
+
+
+def test_of_a_deleted_topic_nothing_stays_but_the_heads_of_its_logs() -> None:
+    async def scenario() -> None:
+        world = World()
+        row = await world.catalogue.create_topic("gone", 2)
+        other = await world.catalogue.create_topic("stays", 1)
+        node = world.node(rollup_records=3)
+        for _ in range(5):
+            await world.send(node, row, 0, 1)
+        await world.send(node, other, 0)
+        kept = sorted(world.stored())[-1]
+        await world.catalogue.delete(TopicRow, "gone")
+        await node.refresh()
+        await world.keep(300)
+        assert world.stored() == {kept}
+        assert world.stored("rollup/topic/") == set()
+        for partition in (0, 1):
+            head = await world.consensus.log_head(partition_log(row.topic_id, partition))
+            assert head.start == head.next > 0
+        await world.aclose()
+
+    run(scenario())
+
+
+def test_replaced_rollups_go_and_a_log_whose_truncation_was_cut_off_is_truncated() -> None:
+    async def scenario() -> None:
+        world = World()
+        row = await world.catalogue.create_topic("t", 1)
+        node = world.node(rollup_records=4)
+        log = partition_log(row.topic_id, 0)
+        for _ in range(4):
+            await world.send(node, row, 0)
+        head = await world.truncated(log, 0)
+        (standing,) = world.stored("rollup/topic/")
+        folder = standing.rpartition("/")[0]
+        replaced, coming = (f"{folder}/{p:020d}-{'f' * 32}" for p in (0, head.next))
+        for key in (replaced, coming):
+            await world.objects.put(key, b"x")
+        await world.rollups.run(Budget(world.clock, 1))
+        assert world.stored("rollup/topic/") == {standing, coming}
+
+        async def refuse(*_: Any) -> Any:
+            raise Unavailable("not now.")
+
+        truncate, world.consensus.truncate = world.consensus.truncate, refuse  # type: ignore[method-assign]
+        for _ in range(5):
+            await world.send(node, row, 0)
+        world.consensus.truncate = truncate  # type: ignore[method-assign]
+        while len(world.stored("rollup/topic/")) < 3:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)  # for the record behind it
+        assert (await world.consensus.log_head(log)).start == head.start
+        for _ in range(2):  # the log first, then what it no longer names
+            await world.rollups.run(Budget(world.clock, 1))
+        assert (await world.consensus.log_head(log)).start > head.start
+        (left,) = world.stored("rollup/topic/") - {coming}
+        assert left != standing
+        await catch_up(world.consensus, world.objects, log, PartitionState())
+        await world.aclose()
+
+    run(scenario())
+
+
+def test_a_rollup_that_is_named_behind_what_it_copied_stands() -> None:
+    async def scenario() -> None:
+        world = World()
+        row = await world.catalogue.create_topic("t", 1)
+        node = world.node(rollup_records=8)
+        log = partition_log(row.topic_id, 0)
+        put, slow = world.objects.put, asyncio.Event()
+
+        async def held(key: str, data: Any) -> None:
+            if key.startswith("rollup/topic/"):
+                await slow.wait()
+            await put(key, data)
+
+        world.objects.put = held  # type: ignore[method-assign]
+        for _ in range(14):
+            await world.send(node, row, 0)
+        slow.set()
+        head = await world.truncated(log, 8)
+        (standing,) = world.stored("rollup/topic/")
+        assert int(standing.rpartition("/")[2].partition("-")[0]) < head.start
+        await world.objects.put(f"{standing.rpartition('/')[0]}/{0:020d}-{'f' * 32}", b"x")
+        await world.rollups.run(Budget(world.clock, 1))
+        assert world.stored("rollup/topic/") == {standing}
+        await catch_up(world.consensus, world.objects, log, PartitionState())
+        await world.aclose()
+
+    run(scenario())
+
+
+def test_offsets_committed_to_a_deleted_topic_leave_their_group() -> None:
+    async def scenario() -> None:
+        world = World()
+        gone = await world.catalogue.create_topic("gone", 1)
+        stays = await world.catalogue.create_topic("stays", 1)
+        offsets = GroupOffsets(world.consensus, world.rand)
+        await offsets.commit("g", {gone.topic_id: {0: Committed(5)}, stays.topic_id: {0: Committed(7)}})
+        await offsets.commit("only", {gone.topic_id: {0: Committed(5)}})
+        job = TopicGroups(world.keeper._g)
+        await job.run(Budget(world.clock, 1))
+        assert len(await offsets.fetch("g")) == 2
+        await world.catalogue.delete(TopicRow, "gone")
+        await job.run(Budget(world.clock, 1))
+        assert await offsets.fetch("g") == {stays.topic_id: {0: Committed(7)}}
+        assert await offsets.fetch("only") == {}
+        await offsets.commit("only", {stays.topic_id: {0: Committed(1)}})
+        assert await offsets.fetch("only") == {stays.topic_id: {0: Committed(1)}}
+        await world.aclose()
+
+    run(scenario())
+
+
+def test_strange_objects_under_the_prefix_stay() -> None:
+    async def scenario() -> None:
+        world = World()
+        await world.objects.put("l0/somebody-elses", b"hello")
+        await world.keep()
+        assert world.stored() == {"l0/somebody-elses"}
+        assert world.keeper.facts()["strange"] == 1
+        await world.aclose()
+
+    run(scenario())

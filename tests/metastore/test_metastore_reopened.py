@@ -1,0 +1,103 @@
+"""A domain that failed for good is opened anew by its metastore, without a restart of the process."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from domain_world import DomainWorld, run
+
+from tidemill.base.errors import Corrupt, TidemillError
+from tidemill.metastore.cluster import Cluster
+from tidemill.metastore.domain import Domain
+from tidemill.metastore.front import Rows
+from tidemill.metastore.metastore import Metastore
+
+KEY, VALUE = b"\x01topic\x00\x01", b"row"
+
+
+async def metastore_of(world: DomainWorld, opened: list[Domain]) -> Metastore:
+    consensus = await world.client()
+
+    async def open_domain(cluster: Cluster, index: int) -> Rows:
+        domain = await world.node(consensus=consensus)
+        opened.append(domain)
+        return domain
+
+    return Metastore(consensus, open_domain, world.clock, world.rand)
+
+
+async def until_well(metastore: Metastore) -> None:
+    async with asyncio.timeout(30):
+        while metastore.trouble():
+            await asyncio.sleep(0.05)
+
+
+def test_f506_a_state_log_that_broke_in_memory_is_replayed_by_a_domain_opened_anew() -> None:
+    async def body(world: DomainWorld) -> None:
+        opened: list[Domain] = []
+        metastore = await metastore_of(world, opened)
+        await metastore.commit([(KEY, VALUE)])
+        assert metastore.trouble() == ""
+        opened[0]._log._break("planted: what this process holds can no longer be trusted")
+        async with asyncio.timeout(30):
+            while len(opened) == 1:
+                if metastore.trouble():
+                    with pytest.raises(TidemillError):
+                        await metastore.get_row(KEY)
+                await asyncio.sleep(0.01)
+        await until_well(metastore)
+        row = await metastore.get_row(KEY)
+        assert row is not None and row.value == VALUE
+        await metastore.commit([(KEY, b"later")])
+        await metastore.aclose()
+
+    run(body, DomainWorld())
+
+
+def test_f506_a_damaged_record_is_trouble_until_it_is_mended_and_no_longer() -> None:
+    async def body(world: DomainWorld) -> None:
+        opened: list[Domain] = []
+        metastore = await metastore_of(world, opened)
+        await metastore.commit([(KEY, VALUE)])
+        log = opened[0]._grounds.log
+        records = world.memory.records[log]
+        sound = list(records)
+        head = await (await world.client()).log_head(log)
+        await (await world.client()).append(log, head.term, head.next, [b"\x7fdamaged"], "foreign")
+        with pytest.raises(TidemillError):
+            await metastore.get_row(KEY)
+        async with asyncio.timeout(30):
+            while "kind" not in metastore.trouble():
+                await asyncio.sleep(0.01)
+        with pytest.raises(Corrupt):
+            await metastore.get_row(KEY)
+        # Mended, as an operator would: the record that nobody can read is taken back.
+        world.memory.records[log][:] = sound
+        world.memory.heads[log] = head
+        await until_well(metastore)
+        row = await metastore.get_row(KEY)
+        assert row is not None and row.value == VALUE
+        await metastore.aclose()
+
+    run(body, DomainWorld())
+
+
+def test_f506_a_task_of_a_domain_that_meets_any_fault_ends_with_its_domain() -> None:
+    async def body(world: DomainWorld) -> None:
+        opened: list[Domain] = []
+        metastore = await metastore_of(world, opened)
+        await metastore.commit([(KEY, VALUE)])
+
+        async def bug() -> None:
+            raise ZeroDivisionError("a bug")
+
+        opened[0]._tasks.spawn(bug(), name="planted")
+        async with asyncio.timeout(30):
+            while len(opened) == 1:
+                await asyncio.sleep(0.01)
+        await until_well(metastore)
+        assert (await metastore.get_row(KEY)) is not None
+        await metastore.aclose()
+
+    run(body, DomainWorld())

@@ -1,0 +1,200 @@
+"""The HTTP server's bounds: slow heads, many connections, long heads and bodies, many requests of one address."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tidemill.node.http import HttpServer
+from tidemill.node.http_limits import HttpLimits
+from tidemill.shapes.http import sending
+from tidemill.shapes.http.sending import ItemsResponse, pieces
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await main
+
+    asyncio.run(bounded())
+
+
+async def hello(request: Request) -> Response:
+    return PlainTextResponse("hello")
+
+
+async def length(request: Request) -> Response:
+    try:
+        return PlainTextResponse(str(len(await request.body())))
+    except ClientDisconnect:
+        return PlainTextResponse("cut off", 413)
+
+
+async def ask(port: int, head: str = "GET / HTTP/1.1", body: bytes = b"") -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"{head}\r\nhost: x\r\nconnection: close\r\n\r\n".encode() + body)
+    try:
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+def serve(limits: HttpLimits, *routes: Route) -> HttpServer:
+    def failed(name: str, error: BaseException) -> None:
+        raise AssertionError(f"{name} ended") from error
+
+    app = Starlette(routes=[Route("/", hello), Route("/length", length, methods=["POST"]), *routes])
+    return HttpServer(app, on_failure=failed, limits=limits)
+
+
+def test_f108_connections_beyond_the_limit_wait_and_silent_ones_are_closed() -> None:
+    async def main() -> None:
+        server = serve(HttpLimits(connections=16, header_timeout_s=0.5))
+        port = await server.start()
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(16)]
+        for _, writer in silent[:8]:
+            writer.write(b"GET / HT")
+        assert (await ask(port)).endswith(b"hello"), "the silent ones went and made room"
+        for reader, writer in silent:
+            await reader.read()
+            writer.close()
+        await server.aclose()
+
+    run(main())
+
+
+def test_a_long_head_or_url_or_body_is_refused() -> None:
+    async def main() -> None:
+        server = serve(HttpLimits(header_bytes=16 << 10, body_bytes=10_000))
+        port = await server.start()
+        assert b"431" in (await ask(port, "GET / HTTP/1.1\r\nx-long: " + "a" * 50_000))[:20]
+        assert (await ask(port, f"GET /?{'a' * 70_000} HTTP/1.1"))[9:12] in (b"414", b"431")
+        posting = "POST /length HTTP/1.1\r\ncontent-length: {}"
+        assert (await ask(port, posting.format(9_000), b"b" * 9_000)).endswith(b"9000")
+        assert (await ask(port, posting.format(20_000), b"b" * 20_000))[9:12] == b"413"
+        chunked = "".join(f"{1000:x}\r\n{'c' * 1000}\r\n" for _ in range(20)) + "0\r\n\r\n"
+        head = "POST /length HTTP/1.1\r\ntransfer-encoding: chunked"
+        assert (await ask(port, head, chunked.encode()))[9:12] == b"413"
+        assert (await ask(port)).endswith(b"hello")
+        await server.aclose()
+
+    run(main())
+
+
+def test_requests_of_one_address_beyond_its_limit_are_refused_and_places_come_back() -> None:
+    async def main() -> None:
+        gate = asyncio.Event()
+
+        async def held(request: Request) -> Response:
+            async def parts() -> AsyncIterator[bytes]:
+                yield b"first"
+                await gate.wait()
+
+            return StreamingResponse(parts())
+
+        server = serve(HttpLimits(per_address=3), Route("/held", held))
+        port = await server.start()
+        streams = [asyncio.ensure_future(ask(port, "GET /held HTTP/1.1")) for _ in range(3)]
+        while server.bounded.under_way != {"127.0.0.1": 3}:
+            await asyncio.sleep(0.01)
+        refused = await ask(port)
+        assert refused[9:12] == b"503" and b"retry-after" in refused
+        gate.set()
+        await asyncio.gather(*streams)
+        assert (await ask(port)).endswith(b"hello")
+        while server.bounded.under_way:
+            await asyncio.sleep(0.01)
+        await server.aclose()
+
+    run(main())
+
+
+def test_f111_connections_of_one_address_beyond_its_share_are_closed_and_others_are_served() -> None:
+    async def main() -> None:
+        server = serve(HttpLimits(connections=64, address_connections=10))
+        port = await server.start()
+        crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(64)]
+
+        async def closed(reader: asyncio.StreamReader) -> None:
+            assert await reader.read() == b""
+
+        ends = [asyncio.ensure_future(closed(reader)) for reader, _ in crowd]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert (await reader.read()).endswith(b"hello"), "another address found a place among 64 taken ones"
+        while sum(end.done() for end in ends) < 54:
+            await asyncio.sleep(0.05)
+        assert sum(end.done() for end in ends) == 54, "its share stays"
+        for end in ends:
+            end.cancel()
+        for _, each in (*crowd, (reader, writer)):
+            each.close()
+        await server.aclose()
+
+    run(main())
+
+
+def test_pieces_join_to_the_array_whatever_the_sizes() -> None:
+    for items in ([], [b"1"], [b"1", b"2"], [b"x" * 200_000], [b"a" * 10, b"b" * 65_536, b"c"], [b"y" * 65_535] * 3):
+        found = list(pieces(items))
+        assert b"".join(found) == b"[" + b",\n".join(items) + b"]"
+        assert all(len(piece) <= sending.PIECE_BYTES + 10 for piece in found)
+
+
+def memory_kb() -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+
+
+def test_f109_readers_that_never_read_cost_no_copy_of_their_answer_and_are_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sending, "STALLED_S", 1.0)
+    chunk = b'"' + b"x" * (20 << 20) + b'"'
+    ended: list[BaseException] = []
+
+    async def big(request: Request) -> Response:
+        class Watched(ItemsResponse):
+            async def __call__(self, *arguments: Any) -> None:
+                try:
+                    await super().__call__(*arguments)
+                except BaseException as error:
+                    ended.append(error)
+                    raise
+
+        return Watched((chunk,), 200, {})
+
+    async def main() -> None:
+        server = serve(HttpLimits(), Route("/big", big))
+        port = await server.start()
+        before_kb = memory_kb()
+        stuck = []
+        for _ in range(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+            writer.write(b"GET /big HTTP/1.1\r\nhost: x\r\n\r\n")
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            stuck.append((reader, writer))
+        await asyncio.sleep(0.8)
+        assert memory_kb() - before_kb < 100_000, "400 MB of answers are under way"
+        assert (await ask(port)).endswith(b"hello")
+        while len(ended) < 20:
+            await asyncio.sleep(0.05)
+        assert all(isinstance(error, sending.StalledReader) for error in ended)
+        while server.bounded.under_way:
+            await asyncio.sleep(0.05)
+        reader, writer = stuck[0]
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await reader.readexactly(len(chunk))
+        for _, writer in stuck:
+            writer.close()
+        await server.aclose()
+
+    run(main())

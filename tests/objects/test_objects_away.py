@@ -1,0 +1,381 @@
+"""The bucket full, read-only, away at start, away later, slow; and descriptors: what is told, what waits, what heals.
+
+Real file systems (a small tmpfs, remounted) and moto's server, stopped and started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from conftest import CREDENTIALS
+from tidemill.base.clock import ManualClock, Rand, SystemClock
+from tidemill.base.errors import Invalid, Missing, Unavailable
+from tidemill.base.waiting import patiently
+from tidemill.objects import local, resilient
+from tidemill.objects.health import SLOW_S, Health
+from tidemill.objects.local import CACHED_READ_BYTES, THREADS, LocalObjects
+from tidemill.objects.open import open_objects
+from tidemill.objects.resilient import ResilientObjects
+
+T = TypeVar("T")
+
+
+def run(body: Callable[[], Awaitable[None]], timeout_s: float = 60) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(timeout_s):
+            await body()
+
+    asyncio.run(bounded())
+
+
+def waited(opening: Callable[[], Awaitable[T]], said: list[str]) -> asyncio.Future[T]:
+    return asyncio.ensure_future(patiently(opening, SystemClock(), waiting=said.append))
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 20) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+class Mount:
+    """A tmpfs of `size`, which can be remounted; skipped where this user may not mount."""
+
+    def __init__(self, at: Path, size: str) -> None:
+        self.at = at
+        at.mkdir()
+        self.run("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(at))
+
+    def run(self, *command: str) -> None:
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+
+    def read_only(self, on: bool) -> None:
+        self.run("mount", "-o", f"remount,{'ro' if on else 'rw'}", str(self.at))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Mount]:
+    mount = Mount(tmp_path / "mount", "4m")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount.at)], check=False)
+
+
+# descriptors -------------------------------------------------------------------------------------
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_f507_thousands_of_reads_cancelled_at_any_moment_leave_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_NOWAIT", 0)  # every large read goes through the pool
+
+    async def body() -> None:
+        store = LocalObjects.open(tmp_path, SystemClock(), Rand())
+        await store.put("large", os.urandom(CACHED_READ_BYTES + 1))
+        rand = Rand(7)
+        before = descriptors()
+        for _ in range(100):
+            reads = [asyncio.ensure_future(store.get("large")) for _ in range(40)]
+            for _ in range(rand.below(4)):
+                await asyncio.sleep(0)
+            for read in reads:
+                read.cancel()
+            await asyncio.gather(*reads, return_exceptions=True)
+        await until(lambda: descriptors() <= before + THREADS)
+        assert await store.get("large", 0, 10)
+        await store.aclose()
+        assert descriptors() <= before
+
+    run(body)
+
+
+def test_f507_a_read_that_finds_the_pool_closed_leaves_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_NOWAIT", 0)
+
+    async def body() -> None:
+        store = LocalObjects.open(tmp_path, SystemClock(), Rand())
+        await store.put("large", os.urandom(CACHED_READ_BYTES + 1))
+        store._pool.shutdown()
+        before = descriptors()
+        for _ in range(50):
+            with contextlib.suppress(Exception):
+                await store.get("large")
+        assert descriptors() == before
+
+    run(body)
+
+
+# a directory -------------------------------------------------------------------------------------
+
+
+def test_f508_a_directory_that_goes_read_only_is_waited_for_and_told_and_heals(
+    small: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resilient, "PROVE_AFTER_S", 0.2)
+
+    async def body() -> None:
+        store = await open_objects(str(small.at / "bucket"), SystemClock(), Rand(), retry_budget_s=20)
+        await store.put("a", b"1")
+        small.read_only(True)
+        writing = asyncio.ensure_future(store.put("b", b"2"))
+        await until(store.trouble)
+        assert "EROFS" in store.trouble() and "writable" in store.trouble()
+        assert await store.get("a") == b"1"  # reads go on
+        assert not writing.done()
+        small.read_only(False)
+        await writing
+        assert store.trouble() == "" and await store.get("b") == b"2"
+        # A writer that gave up leaves its trouble behind; `keep_proving` ends it.
+        small.read_only(True)
+        with pytest.raises(Unavailable, match="EROFS"):
+            await ResilientObjects(store.inner, SystemClock(), Rand(), store="l", budget_s=0, patient=True).put(
+                "c", b""
+            )
+        giving_up = asyncio.ensure_future(store.put("c", b"3"))
+        await until(store.trouble)
+        giving_up.cancel()
+        small.read_only(False)
+        proving = asyncio.ensure_future(store.keep_proving())
+        await until(lambda: not store.trouble(), 10)
+        proving.cancel()
+        await store.aclose()
+
+    run(body)
+
+
+def test_f508_a_full_directory_refuses_writes_as_unavailable_serves_reads_and_heals(small: Mount) -> None:
+    async def body() -> None:
+        store = await open_objects(str(small.at / "bucket"), SystemClock(), Rand(), retry_budget_s=0.2)
+        await store.put("a", b"1")
+        filler = small.at / "filler"
+        with contextlib.suppress(OSError), filler.open("wb") as file:
+            while True:
+                file.write(b"x" * 65536)
+                file.flush()
+        with pytest.raises(Unavailable, match="space"):
+            await store.put("b", os.urandom(1 << 20))
+        assert "Free space" in store.trouble()
+        assert await store.get("a") == b"1"
+        assert os.listdir(small.at / "bucket" / ".tmp") == []
+        filler.unlink()
+        await store.put("b", os.urandom(1 << 20))
+        assert store.trouble() == ""
+        await store.aclose()
+
+    run(body)
+
+
+def test_f508_a_directory_that_is_gone_proves_nothing_missing(small: Mount) -> None:
+    async def body() -> None:
+        store = await open_objects(str(small.at / "bucket"), SystemClock(), Rand(), retry_budget_s=0.2)
+        await store.put("a/b", b"1")
+        (small.at / "bucket").rename(small.at / "elsewhere")
+        (small.at / "bucket").mkdir()  # an empty mount point
+        for ask in (store.get("a/b"), store.head("a/b"), store.put("a/c", b"2")):
+            with pytest.raises(Unavailable):
+                await ask
+        with pytest.raises(Unavailable):
+            async for _ in store.list(""):
+                pass
+        assert store.trouble()
+        (small.at / "bucket").rmdir()
+        (small.at / "elsewhere").rename(small.at / "bucket")
+        assert await store.get("a/b") == b"1"
+        await store.put("a/c", b"2")
+        assert store.trouble() == ""
+        with pytest.raises(Missing):
+            await store.get("a/none")
+        await store.aclose()
+
+    run(body)
+
+
+def test_f508_a_read_only_directory_is_waited_for_at_the_start(small: Mount) -> None:
+    async def body() -> None:
+        (small.at / "bucket").mkdir()
+        small.read_only(True)
+        with pytest.raises(Unavailable, match="EROFS"):
+            await open_objects(str(small.at / "bucket"), SystemClock(), Rand())
+        said: list[str] = []
+        opening = asyncio.ensure_future(
+            patiently(
+                lambda: open_objects(str(small.at / "bucket"), SystemClock(), Rand()),
+                SystemClock(),
+                waiting=said.append,
+            )
+        )
+        await until(lambda: len(said) > 1)
+        small.read_only(False)
+        store = await opening
+        await store.put("a", b"1")
+        assert all("EROFS" in sentence for sentence in said if sentence)
+        await store.aclose()
+
+    run(body)
+
+
+def test_a_new_directory_is_private_and_a_link_in_an_objects_place_is_not_followed(tmp_path: Path) -> None:
+    async def body() -> None:
+        store = LocalObjects.open(tmp_path / "bucket", SystemClock(), Rand())
+        assert (tmp_path / "bucket").stat().st_mode & 0o777 == 0o700
+        (tmp_path / "secret").write_bytes(b"elsewhere")
+        (tmp_path / "bucket" / "link").symlink_to(tmp_path / "secret")
+        for ask in (store.get("link"), store.get("link", 0, 3), store.get_ranges("link", [(0, 3)])):
+            with pytest.raises(Unavailable, match="ELOOP"):
+                await ask
+        with pytest.raises(Exception, match="exists"):
+            await store.put("link", b"new")
+        assert (tmp_path / "secret").read_bytes() == b"elsewhere"
+        await store.aclose()
+
+    run(body)
+
+
+# S3 ----------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class Moto:
+    """moto's server on one port, which can be stopped and started; its buckets survive that."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+        self._server: Any = None
+
+    def start(self) -> None:
+        from moto.server import ThreadedMotoServer
+
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=self.port, verbose=False)
+        self._server.start()
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
+
+    def make_bucket(self, name: str) -> None:
+        import boto3
+
+        client = boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id="test",
+            aws_secret_access_key="test",
+            region_name="us-east-1",
+        )
+        client.create_bucket(Bucket=name)
+
+
+@pytest.fixture
+def moto() -> Iterator[Moto]:
+    server = Moto()
+    yield server
+    server.stop()
+
+
+def test_f509_an_s3_endpoint_that_is_down_at_the_start_is_waited_for_and_told(moto: Moto) -> None:
+    async def body() -> None:
+        url = f"s3://away-at-start/p?endpoint={moto.endpoint}"
+        said: list[str] = []
+        opening = asyncio.ensure_future(
+            patiently(
+                lambda: open_objects(url, SystemClock(), Rand(), env=CREDENTIALS), SystemClock(), waiting=said.append
+            )
+        )
+        await until(lambda: len(said) > 1)
+        assert all("cannot be reached" in sentence and moto.endpoint in sentence for sentence in said if sentence)
+        assert not opening.done()
+        await asyncio.to_thread(moto.start)
+        # Up, and the bucket is not there: that is for the operator, at once.
+        with pytest.raises(Invalid, match="away-at-start"):
+            await opening
+        await asyncio.to_thread(moto.make_bucket, "away-at-start")
+        store = await open_objects(url, SystemClock(), Rand(), env=CREDENTIALS)
+        await store.put("a", b"1")
+        await store.aclose()
+
+    run(body)
+
+
+def test_f509_an_s3_endpoint_that_goes_away_later_is_waited_for_and_told(moto: Moto) -> None:
+    async def body() -> None:
+        await asyncio.to_thread(moto.start)
+        await asyncio.to_thread(moto.make_bucket, "away-later")
+        url = f"s3://away-later?endpoint={moto.endpoint}"
+        store = await open_objects(url, SystemClock(), Rand(), env=CREDENTIALS, retry_budget_s=30)
+        await store.put("a", b"1")
+        await asyncio.to_thread(moto.stop)
+        writing, reading = asyncio.ensure_future(store.put("b", b"2")), asyncio.ensure_future(store.get("a"))
+        await until(store.trouble, 5)
+        assert moto.endpoint in store.trouble()
+        await asyncio.to_thread(moto.start)
+        await writing
+        assert await reading == b"1" and store.trouble() == ""
+        await store.aclose()
+
+    run(body)
+
+
+def test_f509_rights_lost_later_are_waited_for_and_told(moto: Moto) -> None:
+    """What moto cannot refuse, a bucket that is gone stands for: every answer of its kind takes the same way."""
+    import boto3
+
+    async def body() -> None:
+        await asyncio.to_thread(moto.start)
+        await asyncio.to_thread(moto.make_bucket, "taken-away")
+        url = f"s3://taken-away?endpoint={moto.endpoint}"
+        store = await open_objects(url, SystemClock(), Rand(), env=CREDENTIALS, retry_budget_s=20)
+        client = boto3.client(
+            "s3",
+            endpoint_url=moto.endpoint,
+            aws_access_key_id="test",
+            aws_secret_access_key="test",
+            region_name="us-east-1",
+        )
+        await asyncio.to_thread(client.delete_bucket, Bucket="taken-away")
+        writing = asyncio.ensure_future(store.put("b", b"2"))
+        await until(store.trouble, 5)
+        assert "does not exist" in store.trouble() and "Create it" in store.trouble()
+        await asyncio.to_thread(moto.make_bucket, "taken-away")
+        await writing
+        assert store.trouble() == ""
+        await store.aclose()
+
+    run(body)
+
+
+def test_a_slow_store_is_told_before_it_has_failed() -> None:
+    clock = ManualClock()
+    health = Health(clock)
+    first = health.began()
+    clock.advance(int(SLOW_S * 1000) - 1)
+    health.began()
+    assert health.trouble() == ""
+    clock.advance(1_000)
+    assert "slow" in health.trouble()
+    health.ended(first, "read", None)
+    assert health.trouble() == ""

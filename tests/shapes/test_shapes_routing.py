@@ -1,0 +1,188 @@
+"""The index over filters: it offers no fewer changes than evaluating every filter would, and few more."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from test_shapes_consumer import CLOCK, COLUMNS, ENDLESS, NOTHING_SEEN, TABLE, row
+
+from tidemill.base.frontier import ChangePosition
+from tidemill.capture.changes import Change, Column, Fragment, Op, Relation
+from tidemill.shapes import router as router_module
+from tidemill.shapes.consumer import TableConsumer
+from tidemill.shapes.live import LiveShape
+from tidemill.shapes.log import MemoryLog
+from tidemill.shapes.offsets import BASE_END
+from tidemill.shapes.rows import RowWriter
+from tidemill.shapes.shape import ShapeDefinition, Source
+from tidemill.shapes.share import LoopShare, Turn
+from tidemill.shapes.sink import BacklogLimits, ShapeSink
+from tidemill.shapes.where import Type, compile_where
+
+TYPES = {"id": Type("int4"), "name": Type("text"), "open": Type("bool")}
+
+FILTERS = [
+    "id = {a}", "{a} = id", "id IN ({a}, {b})", "id = ANY('{{{a},{b}}}')", "id = {a} AND open", "open AND id = {a}",
+    "id = {a} OR id = {b}", "id = {a} OR name = 'n'", "name = 'n{a}'", "name IN ('n', 'x')", "open = true", "open",
+    "id = {a} AND name = 'n{b}'", "id > {a}", "NOT id = {a}", "id <> {a}", "id = {a}.0", "name IS NULL",
+    "id IS NOT DISTINCT FROM {a}", "(id = {a} OR id = {b}) AND NOT open", "id = NULL", "id IN ({a}, NULL)",
+    "id NOT IN ({a}, {b})", "name = ANY('{{n,NULL}}')", "id + 0 = {a}", "true", "10 / id = {a}",
+]  # fmt: skip
+
+
+class Crowd:
+    """Many shapes over one table behind one sink."""
+
+    def __init__(self, filters: list[str], limits: BacklogLimits | None = None) -> None:
+        self.sink = ShapeSink(CLOCK, LoopShare(CLOCK), limits)
+        self.shapes: list[LiveShape] = []
+        self.consumers: list[TableConsumer] = []
+        for number, where in enumerate(filters):
+            definition = ShapeDefinition(Source("table", "main", "public", "t"), where)
+            shape = LiveShape(f"h{number}", definition, b"{}", MemoryLog())
+            shape.log.seal_base()
+            writer = RowWriter("public", "t", [c.name for c in COLUMNS], ["id"], ["open"])
+            consumer = TableConsumer(shape, TABLE, compile_where(where, (), TYPES) if where else None, writer)
+            self.sink.add(consumer)
+            consumer.open(NOTHING_SEEN)
+            assert not consumer.settle(ENDLESS)
+            shape.ready()
+            self.shapes.append(shape)
+            self.consumers.append(consumer)
+
+    def take(self, fragments: list[Fragment]) -> None:
+        for fragment in fragments:
+            self.sink.take(fragment)
+
+    def finish(self) -> None:
+        while self.sink.step(ENDLESS):
+            pass
+
+    def outcome(self) -> list[Any]:
+        return [shape.end_reason or list(shape.log.read(BASE_END).items) for shape in self.shapes]
+
+
+def transactions(rand: random.Random, count: int, relation: Relation = TABLE) -> list[Fragment]:
+    """Rows that come, change and go, with odd values among them; some fragments are cut."""
+    out: list[Fragment] = []
+
+    def some_row() -> dict[str, str | None]:
+        name = rand.choice(["n", "x", "n1", "n2", None])
+        return row(rand.randint(1, 6), name, rand.random() < 0.5)
+
+    for number in range(count):
+        lsn = 1000 + 8 * number
+        changes = []
+        for place in range(rand.randint(0, 5)):
+            op: Op = rand.choice(["insert", "update", "delete"])
+            new = some_row() if op != "delete" else None
+            old = some_row() if op != "insert" else None
+            if op == "update" and rand.random() < 0.1:
+                old = None
+            changes.append(Change(relation, op, ChangePosition(lsn, 2 * place), new, old))
+        cut = rand.randint(0, len(changes))
+        parts = [changes[:cut], changes[cut:]] if 0 < cut < len(changes) else [changes]
+        for index, part in enumerate(parts):
+            last = part[-1].position if part else ChangePosition(lsn, 0)
+            ends = index == len(parts) - 1
+            out.append(Fragment(5 + number, lsn, 0, index == 0, ends, tuple(part), last, (), 100))
+    return out
+
+
+def test_shapes_found_by_the_index_get_what_they_would_get_if_all_were_evaluated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rand = random.Random(11)
+    for _ in range(30):
+        filters = [rand.choice(FILTERS).format(a=rand.randint(1, 6), b=rand.randint(1, 6)) for _ in range(25)]
+        stream = transactions(rand, 25)
+        if rand.random() < 0.3:
+            changed = Relation(7, "public", "t", (*COLUMNS, Column("more", 25, -1, "text", -1)))
+            insert = Change(changed, "insert", ChangePosition(9000, 0), {**row(1), "more": None})
+            stream.append(Fragment(99, 9000, 0, True, True, (insert,), ChangePosition(9000, 0)))
+        indexed = Crowd(filters)
+        monkeypatch.setattr(router_module, "INDEXED_VALUES", -1)
+        scanned = Crowd(filters)
+        monkeypatch.undo()
+        for crowd in (indexed, scanned):
+            crowd.take(stream)
+            crowd.finish()
+            assert crowd.sink.held_bytes == 0
+        assert indexed.outcome() == scanned.outcome(), filters
+
+
+def test_a_change_is_offered_only_to_the_shapes_that_its_values_name() -> None:
+    crowd = Crowd([f"id = {n}" for n in range(500)] + ["id > 0"])
+    crowd.take(transactions(random.Random(3), 1))
+    update = Change(TABLE, "update", ChangePosition(9000, 0), row(7), row(8))
+    crowd.take([Fragment(99, 9000, 0, True, True, (update,), ChangePosition(9000, 0))])
+    crowd.finish()
+    touched = [shape.definition.where for shape in crowd.shapes if shape.last_seen == 9000]
+    assert touched == ["id = 7", "id = 8", "id > 0"]
+
+
+def test_removed_shapes_leave_nothing_in_the_index() -> None:
+    rand = random.Random(5)
+    crowd = Crowd([rand.choice(FILTERS).format(a=1, b=2) for _ in range(60)])
+    order = list(crowd.consumers)
+    rand.shuffle(order)
+    for consumer in order:
+        crowd.sink.remove(consumer)
+        crowd.sink.remove(consumer)
+        crowd.take(transactions(rand, 0))
+    assert not crowd.sink.router
+    assert crowd.sink.router._tables == {}
+
+
+def test_whole_transactions_are_shown_and_seen_never_goes_back_wherever_slices_end() -> None:
+    """Each step of the pump has no time at all: it does one piece of work, and readers look in between."""
+    rand = random.Random(17)
+    for _ in range(20):
+        filters = ["id = 3", "id > 0", "", "open AND id IN (1, 2, 3)", "name = 'n'"]
+        crowd, whole = Crowd(filters), Crowd(filters)
+        stream = transactions(rand, 12)
+        whole.take(stream)
+        whole.finish()
+        ends = [
+            {0} | {number + 1 for number, item in enumerate(shape.log._json) if b'"last":true' in item}
+            for shape in whole.shapes
+        ]
+        seen = [0] * len(filters)
+        pending = list(stream)
+        more = True
+        while pending or more:
+            if pending and rand.random() < 0.4:
+                crowd.sink.take(pending.pop(0))
+            more = crowd.sink.step(Turn(CLOCK, 0.0))
+            for number, (shape, consumer) in enumerate(zip(crowd.shapes, crowd.consumers, strict=True)):
+                shown = len(shape.log.read(BASE_END).items)
+                assert shown in ends[number], "a part of a transaction was visible"
+                now = crowd.sink.seen(consumer)
+                assert now >= seen[number]
+                seen[number] = now
+                hidden = [item for item in whole.shapes[number].log._offsets[shown:] if item.tx <= now]
+                assert not hidden, "seen passed a transaction that is not in the log"
+        assert crowd.outcome() == whole.outcome()
+        assert crowd.sink.held_bytes == 0
+
+
+def test_a_fault_of_routing_itself_ends_all_shapes_and_the_stream_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncio
+
+    crowd = Crowd(["id = 1", ""])
+
+    async def main() -> None:
+        def broken(*_: Any) -> None:
+            raise RuntimeError("defect")
+
+        monkeypatch.setattr(router_module.Router, "route", broken)
+        crowd.take(transactions(random.Random(1), 3))
+        with pytest.raises(RuntimeError):
+            await crowd.sink.run()
+
+    asyncio.run(main())
+    assert [shape.end_reason for shape in crowd.shapes] == ["the stream of changes broke off: RuntimeError: defect"] * 2
+    crowd.take(transactions(random.Random(1), 5))
+    assert crowd.sink.held_bytes == 0

@@ -1,0 +1,127 @@
+"""Holds as their users take them: renewed while used, bounded in number, and no write where nothing can be lost."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from msgspec.structs import replace
+from shard_world import World, append, contents_of, run, summed
+
+from tidemill.base.clock import ManualClock
+from tidemill.base.errors import Unavailable
+from tidemill.shards import handle
+from tidemill.shards.apply import Reason, Rejected, apply
+from tidemill.shards.commands import Append, Close, Create, SetHold
+from tidemill.shards.front import Batch, Part
+from tidemill.shards.holding import MovingHold, holding
+from tidemill.shards.open import open_shard
+from tidemill.shards.state import HOLDS_KEPT, ShardState
+
+ROWS = [(n, "a", 5, 1) for n in range(50)]
+
+
+def test_a_hold_is_renewed_while_it_is_used_and_released_at_its_end() -> None:
+    async def scenario() -> None:
+        world = World()
+        shard = await world.open()
+        await append(shard, 0, 100, [(1, "a", 5, 1)])
+        async with holding(shard, "verify/1", 30, ttl_ms=1500):
+            await asyncio.sleep(0.9)
+            await shard.downgrade_since("retention", 1, 90)
+            assert (await shard.frontiers())[0] == 30
+            versions = {hold.version for hold in shard.state.holds if hold.reader == "verify/1"}
+            assert versions == {3} and shard.state.version > 4, "renewing keeps what was chosen long ago"
+        await shard.downgrade_since("retention", 1, 90)
+        assert (await shard.frontiers())[0] == 90
+        with pytest.raises(RuntimeError, match="the reader"):
+            async with shard.holding("verify", 95):
+                raise RuntimeError("the reader failed")
+        await shard.frontiers()
+        assert [hold.reader for hold in shard.state.holds] == ["retention"]
+
+    run(scenario())
+
+
+def test_there_are_only_so_many_holds_at_once() -> None:
+    async def scenario() -> None:
+        world = World()
+        shard = await world.open()
+        await append(shard, 0, 100, [(1, "a", 5, 1)])
+        for n in range(HOLDS_KEPT):
+            await shard.hold(f"reader-{n}", 10, 60_000)
+        with pytest.raises(Unavailable, match="too many"):
+            await shard.hold("one more", 10, 60_000)
+        await shard.hold("reader-7", 20, 60_000)  # renewing is no new hold
+        await shard.release("reader-3")
+        await shard.hold("one more", 10, 60_000)
+
+    run(scenario())
+
+
+def test_a_moving_hold_writes_seldom_and_not_at_all_at_the_head() -> None:
+    async def scenario() -> None:
+        world, clock = World(), ManualClock()
+        consensus = world.consensus()
+        shard = await open_shard(consensus, world.objects, clock, world.rand, "t", (await world.open()).schema)
+        await append(shard, 0, 1_000_000, [(1, "a", 5, 1)])
+        hold = MovingHold(shard, "derived/1", clock, ttl_ms=300_000)
+        before = consensus.appends
+        await hold.at(999_999)
+        assert consensus.appends == before, "since never passes the newest time"
+        for second in range(600):
+            clock.advance(1000)
+            await hold.at(100_000 + second * 1000)
+        assert 10 <= consensus.appends - before <= 25, "about every thirty seconds"
+        await hold.release()
+        await shard.frontiers()
+        assert shard.state.holds == ()
+
+    run(scenario())
+
+
+def test_a_large_read_holds_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handle, "HOLD_ABOVE_BYTES", 100)
+
+    async def scenario() -> None:
+        world = World()
+        shard = await world.open()
+        await append(shard, 0, 100, ROWS)
+        taken: list[str] = []
+        proposing = shard.hold
+
+        async def hold(reader: str, since: int, ttl_ms: int) -> None:
+            taken.append(f"{reader.partition('/')[0]} {since}")
+            await proposing(reader, since, ttl_ms)
+
+        shard.hold = hold  # type: ignore[method-assign]
+        assert contents_of(await shard.snapshot(50)) == summed(ROWS, 50)
+        listener = shard.listen(0)
+        assert (await anext(listener)).upper == 100
+        await listener.aclose()  # type: ignore[attr-defined]
+        assert taken == ["read 50", "listen 0"]
+        await shard.frontiers()
+        assert shard.state.holds == ()
+
+    run(scenario())
+
+
+def test_f704_a_command_that_would_break_the_shard_is_refused_and_changes_nothing() -> None:
+    """What `assert` said before, and no longer said under -O."""
+    state: ShardState | None = None
+    schema = run(World().open()).schema
+    for command in (Create("t", "id", schema), Append(Batch(0, 100, (), "w", "t"))):
+        found = apply(state, command)
+        assert isinstance(found, ShardState)
+        state = found
+    assert state is not None
+    # A rollup that another version wrote, with a since beyond its upper: nothing may be made of it.
+    torn = replace(state, since=500)
+    for command in (Append(Batch(100, 200, (), "w", "u")), SetHold("r", 600, 1000, 1), Close()):
+        refused = apply(torn, command)
+        assert isinstance(refused, Rejected) and refused.reason is Reason.BROKEN, refused
+        assert "S1" in refused.detail
+    negative = replace(state, rows=-5)
+    part = Part(1, 10, 0, "", b"x" * 10)
+    refused = apply(negative, Append(Batch(100, 200, (part,), "w", "u")))
+    assert isinstance(refused, Rejected) and refused.reason is Reason.BROKEN and "S4" in refused.detail

@@ -1,0 +1,71 @@
+"""A process that catches up with what waits in a topic: prints its steps and its peak memory as one JSON line.
+
+python catch_up_child.py OBJECTS_URL CONSENSUS_URL SCRATCH
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+from tidemill.base.portal import Portal
+from tidemill.spark.dead_letters import DeadLetters
+from tidemill.spark.decode.ddl import stream_schema
+from tidemill.spark.decode.letters import DEAD_LETTERS
+from tidemill.spark.facts import Latency
+from tidemill.spark.feeds import stream_feed
+from tidemill.spark.sink import FeedSink
+from tidemill.spark.stores import Urls, open_stores
+from tidemill.spark.table import TableWriter
+
+SCHEMA = stream_schema("click_id string, product_id long, at timestamp, page string", "click_id")
+
+
+def main(objects: str, consensus: str, scratch: Path) -> None:
+    portal = Portal("child")
+    stores = portal.call(open_stores(Urls(objects, consensus)))
+    feed = portal.call(stream_feed_of(stores))
+    table = TableWriter(portal, stores, portal.call(stores.shard("clicks", SCHEMA)), scratch / "mirrors/clicks", feed)
+    table.hydrate()
+    dead = DeadLetters(portal, lambda: portal.call(stores.shard("p.dead_letters", DEAD_LETTERS)), stores.rand)
+    remap = portal.call(stores.remap("topic/clicks"))
+    sink = FeedSink(
+        portal, stores, "topic/clicks", remap, [table], Latency(), Latency(), dead_letters=dead, scratch=scratch
+    )
+    start_kb = peak_memory_kb()
+    seen: set[int] = set()
+    waiting, ended = threading.Event(), threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.02):
+            seen.add(table.progress.read)
+
+    threading.Thread(target=look, daemon=True).start()
+    end = sink.latest()
+    while table.upper < end:
+        assert not sink.failed, sink.failed
+        sink.process(end)
+        waiting.wait(0.05)
+    ended.set()
+    peak_kb = peak_memory_kb()
+    print(json.dumps({
+        "won": table.won, "read": table.progress.read, "to_go": table.progress.to_go, "looks": len(seen),
+        "start_mib": start_kb >> 10, "peak_mib": peak_kb >> 10, "upper": table.upper,
+    }))  # fmt: skip
+    sys.stdout.flush()
+
+
+def peak_memory_kb() -> int:
+    """Of this program: getrusage's figure is inherited from whoever forked it."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+
+
+async def stream_feed_of(stores):  # type: ignore[no-untyped-def]
+    return await stream_feed(stores.catalogue, "clicks", SCHEMA)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

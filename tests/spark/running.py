@@ -1,0 +1,39 @@
+"""A pipeline that runs inside the test, without a JVM: everything but Spark's own part."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from tidemill.base.clock import Rand
+from tidemill.base.marks import Mark
+from tidemill.consensus.board import Board
+from tidemill.spark.host import Settings
+from tidemill.spark.runner import Runner
+
+
+def started(harbour: Any, tmp_path: Path, text: str) -> tuple[Runner, threading.Event, threading.Thread]:
+    file = tmp_path / "pipeline.py"
+    file.write_text(text)
+    stopping = threading.Event()
+    runner = Runner(Settings("p", file, harbour.urls, "local[1]", tmp_path / "scratch"), stopping)
+    runner._open_session = lambda: None  # type: ignore[method-assign]  # as if it were still starting
+    thread = threading.Thread(target=runner.run)
+    thread.start()
+    return runner, stopping, thread
+
+
+def until(find: Any) -> Any:
+    waiting = threading.Event()
+    for _ in range(600):
+        found = find()
+        if found:
+            return found
+        waiting.wait(0.05)
+    raise AssertionError("not in time")
+
+
+def mark(harbour: Any, name: str) -> Mark | None:
+    reports = harbour.portal.call(Board(harbour.stores.consensus, Rand()).reports())
+    return next((m for r in reports for m in r.marks if m.name == name), None)

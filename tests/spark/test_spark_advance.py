@@ -1,0 +1,54 @@
+"""An idle source says that it is still the same when somebody needs its time, and only then."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from tidemill.base.clock import ManualClock, Rand
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.metastore.catalogue import PipelineRow
+from tidemill.shards.front import Binding
+from tidemill.shards.remap import LogRemap
+from tidemill.spark.advance import advance_idle
+
+ROWS = [
+    PipelineRow("p", {"clicks": "topic:clicks", "orders": "capture:shop:public.orders", "joined": "derived"}),
+    PipelineRow("q", {"other": "topic:other"}),
+]
+
+
+class Catalogue:
+    async def list(self, kind: type, *, fresh: bool = True) -> list[PipelineRow]:
+        return ROWS
+
+
+def test_only_the_sources_of_a_shard_that_has_everything_are_advanced() -> None:
+    async def scenario() -> None:
+        clock = ManualClock()
+        consensus = MemoryConsensus(clock)
+        catalogue: Any = Catalogue()
+
+        async def remap(name: str) -> LogRemap:
+            return LogRemap(consensus, name, clock, Rand(1))
+
+        async def times() -> list[int]:
+            found = [await (await remap(name)).latest() for name in ("topic/clicks", "capture/shop", "topic/other")]
+            return [latest.time_ms if latest is not None else -1 for latest in found]
+
+        assert not await advance_idle(catalogue, remap, "clicks", 0, 5000)
+        for name in ("topic/clicks", "topic/other"):
+            await (await remap(name)).mint(Binding(1000, {"t": (1,)}))
+        await (await remap("capture/shop")).mint(Binding(2000, {"t": (1,)}))
+        # A shard below its newest binding catches up by itself; one of no pipeline has no source.
+        assert not await advance_idle(catalogue, remap, "clicks", 1000, 5000)
+        assert not await advance_idle(catalogue, remap, "unknown", 1001, 5000)
+        assert not await advance_idle(catalogue, remap, "clicks", 1001, 1000)
+        assert await times() == [1000, 2000, 1000]
+        assert await advance_idle(catalogue, remap, "clicks", 1001, 5000)
+        assert await times() == [5000, 2000, 1000]
+        # A derived shard is as far as all that its pipeline reads.
+        assert await advance_idle(catalogue, remap, "joined", 2001, 6000)
+        assert await times() == [5000, 6000, 1000]
+
+    asyncio.run(scenario())

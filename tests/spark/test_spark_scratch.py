@@ -1,0 +1,35 @@
+"""The scratch directory: what nobody reads any more goes at the next start, what is a table's own stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tidemill.spark.scratch import sweep
+
+
+def made(scratch: Path, *names: str) -> None:
+    for name in names:
+        path = scratch / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+
+
+def test_what_is_nobodys_any_more_is_removed(tmp_path: Path) -> None:
+    made(
+        tmp_path,
+        "lock",
+        "mirrors/orders/MANIFEST.json",
+        "mirrors/orders/run-1-2-3.arrow",
+        "mirrors/orders/pending-0-abc.arrow",
+        "mirrors/dropped/MANIFEST.json",
+        "large/orders/range-0.arrow",
+        "checkpoints/capture-shop/offsets/0",
+        "spark-local/blockmgr-1/x",
+    )
+    sweep(tmp_path, {"orders"})
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert left == ["lock", "mirrors/orders/MANIFEST.json", "mirrors/orders/run-1-2-3.arrow"]
+
+
+def test_a_scratch_directory_that_is_not_there_yet_is_fine(tmp_path: Path) -> None:
+    sweep(tmp_path / "new", {"orders"})

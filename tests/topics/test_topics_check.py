@@ -1,0 +1,192 @@
+"""A batch is checked whole before it is stored: both ways of checking agree, and forged ones are named."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable
+
+import crc32c
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidemill.base.limits import DECOMPRESSED_BYTES
+from tidemill.topics.batch import Record, check_batch, decode_columns, encode_batch
+from tidemill.topics.batch import check as module
+from tidemill.topics.batch.check import check_body, check_header
+from tidemill.topics.batch.codecs import CODECS, compress, decompress
+from tidemill.topics.front import BadBatch, BatchRef, BatchTooLarge, CorruptBatch, InvalidRecords
+
+COUNT = 40
+
+
+def sealed(payload: bytes, count: int, *, codec: int = 0, last_delta: int | None = None) -> bytes:
+    """A batch of these record bytes with a right checksum, whatever they are."""
+    head = bytearray(encode_batch([Record(None, b"v", timestamp_ms=1_000)])[:61])
+    struct.pack_into(">i", head, 8, 49 + len(payload))
+    struct.pack_into(">h", head, 21, codec)
+    struct.pack_into(">i", head, 23, count - 1 if last_delta is None else last_delta)
+    struct.pack_into(">i", head, 57, count)
+    whole = head + payload
+    struct.pack_into(">I", whole, 17, crc32c.crc32c(whole[21:]))
+    return bytes(whole)
+
+
+def varint(value: int) -> bytes:
+    zigzag, out = (value << 1) ^ (value >> 63), bytearray()
+    while zigzag > 0x7F:
+        out.append(zigzag & 0x7F | 0x80)
+        zigzag >>= 7
+    return bytes([*out, zigzag])
+
+
+def record(
+    index: int, value: bytes = b"value", *, delta_ms: int = 0, headers: bytes = b"\x00", length: int = 0
+) -> bytes:
+    body = b"\x00" + varint(delta_ms) + varint(index) + b"\x01" + varint(len(value)) + value + headers
+    return varint(length or len(body)) + body
+
+
+def records(count: int = COUNT, **odd: bytes) -> bytes:
+    """`count` good records; `odd` ones, by "r<index>", stand instead of theirs."""
+    return b"".join(odd.get(f"r{i}", record(i)) for i in range(count))
+
+
+FORGED: dict[str, tuple[bytes, int]] = {
+    "one record too few": (sealed(records(), COUNT + 1), COUNT),
+    "one record too many": (sealed(records(), COUNT - 1), -1),
+    "a delta twice": (sealed(records(r7=record(6)), COUNT), 7),
+    "a delta skipped": (sealed(records(r7=record(8)), COUNT), 7),
+    "a delta of 2³¹": (sealed(records(r7=record(2**31)), COUNT), 7),
+    "a length too long": (sealed(records(r7=record(7, length=12)), COUNT), 7),
+    "a length that passes the end": (sealed(records(r39=record(39, length=99)), COUNT), 39),
+    "a negative length": (sealed(records(r7=varint(-3) + record(7)[1:]), COUNT), 7),
+    "a value beyond its record": (sealed(records(r7=b"\x12\x00\x00\x0e\x01\x7fvalue"[:10]), COUNT), 7),
+    "a varint without end": (sealed(records(r7=b"\xff" * 12), COUNT), 7),
+    "a header without a key": (sealed(records(r7=record(7, headers=b"\x02\x01\x01")), COUNT), 7),
+    "headers that are not there": (sealed(records(r7=record(7, headers=b"\x7e")), COUNT), 7),
+    "more headers than bytes": (sealed(records(r7=record(7, headers=varint(2**31 - 1))), COUNT), 7),
+    "a time beyond 64 bits": (sealed(records(r7=record(7, delta_ms=2**63 - 1)), COUNT), 7),
+    "a count of 2³¹−1": (sealed(records(), 2**31 - 1), -1),
+    "no bytes at all": (sealed(b"", 1), -1),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+@pytest.mark.parametrize("compression", CODECS)
+def test_a_forged_batch_under_a_right_checksum_is_refused_with_its_first_bad_record(
+    name: str, compression: str
+) -> None:
+    batch, bad = FORGED[name]
+    count = struct.unpack_from(">i", batch, 57)[0]
+    codec = CODECS[compression]
+    batch = sealed(compress(codec, batch[61:]), count, codec=codec)
+    with pytest.raises(InvalidRecords) as caught:
+        check_batch(batch)
+    assert [index for index, _ in caught.value.record_errors] == ([bad] if bad >= 0 else [])
+
+
+def test_counts_of_the_header_that_disagree_are_refused() -> None:
+    with pytest.raises(InvalidRecords):
+        check_header(sealed(records(), COUNT, last_delta=COUNT))
+
+
+def test_a_wrong_checksum_is_damage_on_the_way_and_may_be_sent_again() -> None:
+    batch = bytearray(sealed(records(), COUNT))
+    batch[-1] ^= 1
+    with pytest.raises(CorruptBatch) as caught:
+        check_batch(batch)
+    assert not isinstance(caught.value, InvalidRecords)
+
+
+rows = st.lists(
+    st.builds(
+        Record,
+        key=st.none() | st.binary(max_size=20),
+        value=st.none() | st.binary(max_size=200) | st.just(bytes(20_000)),
+        headers=st.lists(st.tuples(st.text(max_size=5), st.none() | st.binary(max_size=9)), max_size=3).map(tuple),
+        timestamp_ms=st.integers(0, 2**41),
+    ),
+    min_size=1,
+    max_size=90,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows=rows, chunk=st.integers(1, 100), damage=st.lists(st.tuples(st.integers(0, 5_000), st.binary(max_size=3))))
+def test_columns_and_walk_agree_on_every_batch(rows: list[Record], chunk: int, damage: list[tuple[int, bytes]]) -> None:
+    """What the columns take, the walk takes, with the same greatest time; what the walk takes, so do the columns."""
+    payload = bytearray(encode_batch(rows)[61:])
+    for at, piece in damage:
+        payload[at % len(payload) : at % len(payload) + len(piece)] = piece
+    batch = sealed(bytes(payload), len(rows))
+    header, view = check_header(batch), memoryview(batch)[61:]
+    in_line = module._one_by_one(bytes(view), header)
+    before, module.CHUNK_RECORDS = module.CHUNK_RECORDS, chunk
+    try:
+        by_columns = module._by_columns(view, header)
+    finally:
+        module.CHUNK_RECORDS = before
+    try:
+        walked: int | None = module._walk(view, header)
+    except InvalidRecords:
+        walked = None
+    assert by_columns == walked
+    assert in_line in (walked, None), "in line nothing is taken that the walk refuses"
+    if walked is not None and not damage:
+        assert in_line == walked, "plain records need no slow path"
+
+
+@pytest.mark.parametrize("headers", [1, 31, 32, 33, 500])
+def test_many_headers_are_no_fault(headers: int) -> None:
+    many = tuple((f"h{i}", b"x" * (i % 5)) for i in range(headers))
+    check_batch(encode_batch([Record(b"k", b"v", many if i == 3 else (), 5) for i in range(COUNT)]))
+
+
+def test_the_greatest_time_is_counted_not_believed() -> None:
+    batch = bytearray(encode_batch([Record(None, b"v", (), 1_000 + i) for i in range(COUNT)]))
+    struct.pack_into(">q", batch, 35, 9_999_999)
+    struct.pack_into(">I", batch, 17, crc32c.crc32c(batch[21:]))
+    assert check_body(check_header(batch), batch) == 1_000 + COUNT - 1
+
+
+@pytest.mark.parametrize("compression", [name for name in CODECS if name != "none"])
+def test_no_decode_makes_more_than_the_cap(compression: str) -> None:
+    codec = CODECS[compression]
+    at_most = compress(codec, bytes(DECOMPRESSED_BYTES))
+    assert len(decompress(codec, memoryview(at_most))) == DECOMPRESSED_BYTES
+    bomb = compress(codec, bytes(DECOMPRESSED_BYTES + 1))
+    with pytest.raises(BatchTooLarge):
+        decompress(codec, memoryview(bomb))
+    with pytest.raises(BatchTooLarge):
+        check_batch(sealed(bomb, 1, codec=codec))
+    with pytest.raises(BadBatch, match="too large"):
+        decode_columns(sealed(bomb, 1, codec=codec))
+
+
+REF = BatchRef("l0/x", 0, 1, 500, COUNT, 0)
+SPOILT: dict[str, Callable[[bytearray], object]] = {
+    "a flipped bit": lambda batch: batch.__setitem__(70, batch[70] ^ 1),
+    "cut short": lambda batch: batch.__delitem__(slice(100, None)),
+    "nothing left": lambda batch: batch.clear(),
+    "noise": lambda batch: batch.__setitem__(slice(None), random.Random(3).randbytes(len(batch))),
+    "another batch": lambda batch: batch.__setitem__(slice(None), sealed(records(), COUNT)),
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_stored_batch_that_is_spoilt_is_named_by_the_offsets_of_its_log(how: str) -> None:
+    batch = bytearray(encode_batch([Record(None, b"v") for _ in range(COUNT)], base_offset=500))
+    assert decode_columns(batch, ref=REF)[1].offsets == list(range(500, 500 + COUNT))
+    SPOILT[how](batch)
+    with pytest.raises(BadBatch) as caught:
+        decode_columns(batch, ref=REF)
+    assert (caught.value.base_offset, caught.value.last_offset) == (500, 500 + COUNT - 1)
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_what_was_stored_before_it_was_checked_ends_its_reader_with_one_kind_of_error(name: str) -> None:
+    batch, _ = FORGED[name]
+    with pytest.raises(BadBatch):
+        decode_columns(batch)

@@ -1,0 +1,51 @@
+"""The threads that check batches: senders take turns, and nothing waits for a checker that was closed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from topics_world import batch, run
+
+from tidemill.base.errors import Closed, TidemillError
+from tidemill.topics.batch.check import check_header
+from tidemill.topics.checking import THREADS, Checker
+
+
+def test_who_sends_thousands_of_dear_batches_delays_another_sender_by_one() -> None:
+    async def scenario() -> None:
+        checker = Checker()
+        gate = threading.Event()
+        done: list[str] = []
+
+        async def work(sender: str, number: int) -> None:
+            await checker.run(sender, gate.wait if number == 0 else lambda: None)
+            done.append(sender)
+
+        hostile = [asyncio.create_task(work("hostile", n if n >= THREADS else 0)) for n in range(500)]
+        await asyncio.sleep(0)
+        honest = asyncio.create_task(work("honest", 1))
+        await asyncio.sleep(0)
+        gate.set()
+        await honest
+        assert done.count("hostile") <= 2 * THREADS
+        await asyncio.gather(*hostile)
+        checker.close()
+
+    run(scenario())
+
+
+def test_a_compressed_batch_is_answered_on_the_loop_and_a_closed_checker_takes_none() -> None:
+    async def scenario() -> None:
+        checker = Checker()
+        data = batch("a", compression="zstd")
+        heard: asyncio.Future[int | TidemillError] = asyncio.get_running_loop().create_future()
+        checker.check(check_header(data), data, 1, heard.set_result)
+        assert not heard.done(), "never in the plain call"
+        assert await heard == 1000
+        checker.close()
+        with pytest.raises(Closed):
+            checker.check(check_header(data), data, 1, heard.set_result)
+
+    run(scenario())
