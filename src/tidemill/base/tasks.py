@@ -134,6 +134,61 @@ def parks(error: BaseException) -> bool:
     return isinstance(error, Invalid | Corrupt)
 
 
+class Attempts:
+    """What follows a run that failed, for every loop that keeps something running: it is logged, told, and paused for.
+
+    `tell(sentence, parked)` hears of every fault. Without `may_park` nothing is parked: trying again is all there is.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tell: Callable[[str, bool], None],
+        now_s: Callable[[], float],
+        restarts: Restarts,
+        *,
+        may_park: bool = True,
+    ) -> None:
+        self._name = name
+        self._tell = tell
+        self._now_s = now_s
+        self._restarts = restarts
+        self._may_park = may_park
+        self._begun_s = now_s()
+
+    def failed(self, fault: BaseException) -> float:
+        """How long to wait, in seconds; the next run is taken to begin after that."""
+        parked, now_s = self._may_park and parks(fault), self._now_s()
+        log.error("unit failed", unit=self._name, error=sentence(fault), parked=parked, exc_info=not parked and fault)
+        self._tell(sentence(fault), parked)
+        pause_s = self._restarts.pause_s(now_s - self._begun_s, parked=parked)
+        self._begun_s = now_s + pause_s
+        return pause_s
+
+
+def _of_a_unit(mark: str, tracker: Tracker, clock: Clock, restarts: Restarts | None) -> Attempts:
+    def tell(error: str, parked: bool) -> None:
+        tracker.fail(mark, error, now_ms=clock.now_ms(), parked=parked)
+
+    return Attempts(mark, tell, clock.monotonic_s, restarts or Restarts())
+
+
+async def until_it_returns(body: Callable[[], Awaitable[None]], attempts: Attempts) -> None:
+    """Run `body` again after each fault, of whatever type; a cancellation that leaked out of what it awaits is one."""
+    while True:
+        try:
+            return await body()
+        except asyncio.CancelledError as error:
+            if cancelled_from_outside():
+                raise
+            pause_s = attempts.failed(error)
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            pause_s = attempts.failed(error)
+        await asyncio.sleep(pause_s)
+
+
 async def keep(
     mark: str,
     body: Callable[[], Awaitable[None]],
@@ -144,29 +199,11 @@ async def keep(
 ) -> None:
     """Run a unit's `body` until it returns. Any fault is told under `mark` and tried again after a pause (U1, U2).
 
-    What only an operator can mend (Invalid, Missing, Corrupt) is parked: held by `operator`, tried at the longest
-    pause, so that it heals without a restart once it was mended.
+    What only an operator can mend (Invalid, Corrupt) is parked: held by `operator`, tried at the longest pause, so
+    that it heals without a restart once it was mended.
     """
-    restarts = restarts or Restarts()
-    while True:
-        started_s = clock.monotonic_s()
-        try:
-            await body()
-        except asyncio.CancelledError as error:
-            if cancelled_from_outside():
-                raise
-            fault: BaseException = error
-        except BaseException as error:
-            if not is_fault(error):
-                raise
-            fault = error
-        else:
-            tracker.heal(mark)
-            return
-        parked = parks(fault)
-        log.error("unit failed", unit=mark, error=sentence(fault), parked=parked, exc_info=None if parked else fault)
-        tracker.fail(mark, sentence(fault), now_ms=clock.now_ms(), parked=parked)
-        await asyncio.sleep(restarts.pause_s(clock.monotonic_s() - started_s, parked=parked))
+    await until_it_returns(body, _of_a_unit(mark, tracker, clock, restarts))
+    tracker.heal(mark)
 
 
 def keep_thread(
@@ -182,20 +219,14 @@ def keep_thread(
 
     Nobody cancels a thread, so whatever its body raises is its fault, also what a user's function raises to leave.
     """
-    restarts = restarts or Restarts()
+    attempts = _of_a_unit(mark, tracker, clock, restarts)
     while not ending.is_set():
-        started_s = clock.monotonic_s()
         try:
             body()
         except BaseException as fault:
             if ending.is_set():
                 return
-            parked = parks(fault)
-            log.error(
-                "unit failed", unit=mark, error=sentence(fault), parked=parked, exc_info=None if parked else fault
-            )
-            tracker.fail(mark, sentence(fault), now_ms=clock.now_ms(), parked=parked)
-            ending.wait(restarts.pause_s(clock.monotonic_s() - started_s, parked=parked))
+            ending.wait(attempts.failed(fault))
         else:
             tracker.heal(mark)
             return

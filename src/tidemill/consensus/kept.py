@@ -9,34 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-import structlog
-
-from tidemill.base.tasks import Restarts, cancelled_from_outside, is_fault, sentence
+from tidemill.base.tasks import Attempts, Restarts, until_it_returns
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 5.0
 
-log = structlog.get_logger()
-
 
 async def kept(name: str, body: Callable[[], Awaitable[None]], told: Callable[[str], None]) -> None:
     """Run `body` for ever. `told(sentence)` hears of every fault, of whatever type, before the pause."""
-    loop = asyncio.get_running_loop()
-    restarts = Restarts(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-    while True:
-        started_s = loop.time()
-        try:
-            await body()
-        except asyncio.CancelledError as error:
-            if cancelled_from_outside():
-                raise
-            fault: BaseException = error
-        except BaseException as error:
-            if not is_fault(error):
-                raise
-            fault = error
-        else:
-            return
-        log.error("a loop of the consensus client begins again", loop=name, error=sentence(fault), exc_info=fault)
-        told(f"{name} failed: {sentence(fault)}")
-        await asyncio.sleep(restarts.pause_s(loop.time() - started_s))
+    now_s, restarts = asyncio.get_running_loop().time, Restarts(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+    attempts = Attempts(name, lambda error, parked: told(f"{name} failed: {error}"), now_s, restarts, may_park=False)
+    await until_it_returns(body, attempts)
