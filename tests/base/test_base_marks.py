@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.marks import Mark, Report, State, Tracker, argmin, derive, derive_all
+from tidemill.base.marks import LIVES, Mark, Report, State, Tracker, argmin, derive, derive_all
 
 
 def state_of(mark: Mark, *, at_ms: int = 10_000, now_ms: int = 10_000) -> State:
@@ -63,6 +63,41 @@ def test_progress_is_movement_though_the_position_stands() -> None:
     (mark,) = tracker.report("p", 17_000).marks
     assert state_of(mark, at_ms=17_000, now_ms=18_000) is State.MOVING
     assert state_of(mark, at_ms=23_000, now_ms=23_000) is State.STUCK
+
+
+def lives(count: int, position: int) -> Mark:
+    """What the last of so many processes says that each show five seconds of progress
+    at one position and die."""
+    report = Report("p", 0, ())
+    for life in range(count):
+        tracker = Tracker()
+        tracker.adopt(report)
+        for second in range(1, 6):
+            tracker.set("m", position, 9, now_ms=life * 6_000 + second * 1_000, progress=second)
+        report = tracker.report("p", life * 6_000 + 5_000)
+    return report.marks[0]
+
+
+def test_what_begins_anew_life_after_life_at_one_position_is_stuck_with_an_age_that_restarts_keep() -> None:
+    assert lives(1, 3).since_ms == 5_000
+    assert lives(LIVES, 3).since_ms == (LIVES - 1) * 6_000 + 5_000, "some restarts in a long step are no failure"
+    ages = {lives(count, 3).since_ms for count in (LIVES + 1, LIVES + 2, LIVES + 20)}
+    assert ages == {(LIVES - 1) * 6_000 + 5_000}
+    last = lives(LIVES + 2, 3)
+    assert (last.restarts, state_of(last, at_ms=29_000, now_ms=29_000)) == (LIVES + 1, State.STUCK)
+
+
+def test_lives_at_one_position_are_counted_through_failures_and_forgotten_when_it_moves() -> None:
+    tracker = Tracker()
+    tracker.adopt(Report("p", 1_000, (lives(LIVES + 2, 3),)))
+    tracker.fail("m", "away", now_ms=40_000)
+    tracker.set("m", 3, 9, now_ms=40_000, progress=1)
+    tracker.heal("m")
+    assert tracker.report("p", 40_000).marks[0].since_ms == (LIVES - 1) * 6_000 + 5_000
+    tracker.set("m", 4, 9, now_ms=41_000, progress=2)
+    tracker.set("m", 4, 9, now_ms=42_000, progress=3)
+    moved = tracker.report("p", 42_000).marks[0]
+    assert (moved.since_ms, moved.restarts) == (42_000, 0)
 
 
 def test_a_restart_makes_neither_a_stage_that_stands_nor_a_unit_that_fails_younger() -> None:

@@ -12,7 +12,8 @@ M4  Where several processes each have a share of one stage (a topic's partitions
 M5  A unit that failed says so until its position moves past the place where it failed, or it heals: how often it was
     tried again does not make its failure younger. Parked (only an operator can mend it) is stuck at once.
 M6  Long work is *moving* while its progress counter moves, whatever its position does: a first snapshot and a
-    catch-up are not stuck.
+    catch-up are not stuck. Work that life after life begins anew at one position, and none ends, is: from the
+    LIVES-th restart there on progress counts no more, and the age stays what it was.
 
 Positions are plain integers (an LSN, an offset sum, a time in ms): only compared within one mark.
 """
@@ -29,6 +30,10 @@ from functools import cache
 import msgspec
 
 from tidemill.base.limits import FRESHNESS_BUDGET_MS, MARK_BLIND_AFTER_MS
+
+LIVES = 3
+"""So many processes in a row may show progress at one position before it counts as standing (M6): a restart in the
+middle of a long step is no failure, a driver that dies in every one of them is."""
 
 
 class State(StrEnum):
@@ -53,6 +58,7 @@ class Mark(msgspec.Struct, frozen=True):
     share       the place of this process's share only (M4)
     error       what the unit's last try ended with (M5); "" = it does not fail
     failing_since_ms, tries, parked   since when, how often, and whether trying again can help
+    restarts    how often the process was started anew while the position stood (M6)
     """
 
     name: str
@@ -70,6 +76,7 @@ class Mark(msgspec.Struct, frozen=True):
     parked: bool = False
     upstream: str = ""
     progress: int = 0
+    restarts: int = 0
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -245,19 +252,19 @@ class Tracker:
         progress: int = 0,
     ) -> None:
         with self._lock:
-            old = self._marks.get(name) or self._earlier.get(name)
+            old = self._marks.get(name)
+            restarts = old.restarts if old is not None else 0
+            if old is None and (old := self._earlier.get(name)) is not None:
+                restarts = old.restarts + 1
             was_idle = old is not None and old.position >= old.target
-            moved = (
-                old is None
-                or old.position != position
-                or (progress and old.progress != progress)
-                or (was_idle and position < target)
-            )
+            elsewhere = old is None or old.position != position or (was_idle and position < target)
+            restarts = 0 if elsewhere else restarts
+            moved = elsewhere or old is None or (progress and progress != old.progress and restarts < LIVES)
             since_ms = now_ms if moved or old is None else old.since_ms
             budget_ms = self.budget_ms if budget_ms is None else budget_ms
             self._marks[name] = Mark(
                 name, position, target, held_by, reason, since_ms, budget_ms, unit, share,
-                upstream=upstream, progress=progress,
+                upstream=upstream, progress=progress, restarts=restarts,
             )  # fmt: skip
             if moved:
                 self._earlier.pop(name, None)
@@ -268,10 +275,12 @@ class Tracker:
     def fail(self, name: str, error: str, *, now_ms: int, parked: bool = False, held_by: str = "") -> None:
         """Unit `name` failed with `error`, one sentence. Its age is that of the first failure at its place (M5)."""
         with self._lock:
-            mark, old, earlier = self._marks.get(name), self._failures.get(name), self._earlier.pop(name, None)
+            mark, old, earlier = self._marks.get(name), self._failures.get(name), self._earlier.get(name)
             position = mark.position if mark is not None else 0
             if old is None and earlier is not None and earlier.error and earlier.position >= position:
                 old = Failure("", earlier.failing_since_ms, earlier.tries, False, "", earlier.position)
+            if earlier is not None:  # its failure is told from here on; where it stood still counts
+                self._earlier[name] = msgspec.structs.replace(earlier, error="")
             self._failures[name] = Failure(
                 error,
                 old.since_ms if old is not None else now_ms,
@@ -285,6 +294,14 @@ class Tracker:
         """The unit works again, or is not wanted any more."""
         self._failures.pop(name, None)
 
+    def works(self, name: str, trouble: str, *, now_ms: int, held_by: str = "") -> None:
+        """What this process stands on (OWN): it works, or `trouble` says in a sentence what does not."""
+        if trouble:
+            self.fail(name, trouble, now_ms=now_ms, held_by=held_by)
+        else:
+            self.heal(name)
+            self.set(name, 1, 1, now_ms=now_ms)
+
     def mark(self, name: str) -> Mark | None:
         """As it was set last, by this process or its predecessor, without a failure."""
         return self._marks.get(name) or self._earlier.get(name)
@@ -295,6 +312,7 @@ class Tracker:
     def remove(self, name: str) -> None:
         """The mark goes with what it was about; a failure stays until the unit heals."""
         self._marks.pop(name, None)
+        self._earlier.pop(name, None)
 
     def report(self, process: str, now_ms: int, facts: Mapping[str, object] | None = None) -> Report:
         with self._lock:

@@ -136,13 +136,8 @@ class Node:
 
     def _waits_for(self, what: str, sentence: str) -> None:
         """`what` is a mark of this process: how its store is, as the marks and /readyz tell it."""
-        now_ms = self._clock.now_ms()
         self._waiting = f"waiting for {what}: {sentence}" if sentence else STARTING
-        if sentence:
-            self._marks.fail(what, sentence, now_ms=now_ms)
-        else:
-            self._marks.heal(what)
-            self._marks.set(what, 1, 1, now_ms=now_ms)
+        self._marks.works(what, sentence, now_ms=self._clock.now_ms())
 
     async def _assemble(self, stack: AsyncExitStack, door: Door) -> None:
         config, clock, rand = self._config, self._clock, self._rand

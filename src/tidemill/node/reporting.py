@@ -66,12 +66,7 @@ class Reporting:
     def _look(self) -> None:
         now_ms = self._clock.now_ms()
         for name, ask in self.troubles.items():
-            trouble = ask()
-            if trouble:
-                self._tracker.fail(name, trouble, now_ms=now_ms)
-            else:
-                self._tracker.heal(name)
-                self._tracker.set(name, 1, 1, now_ms=now_ms)
+            self._tracker.works(name, ask(), now_ms=now_ms)
 
     def _read(self) -> dict[str, object]:
         found: dict[str, object] = {}

@@ -42,6 +42,7 @@ class Feed:
     def __init__(self, source: str, tables: dict[str, Input], host: Host, dead_letters: DeadLetters) -> None:
         self.source = source
         self.mark = f"pipeline:{host.settings.name}:{source}"
+        self.bindings_mark = f"{self.mark}:bindings"
         self.sink: FeedSink | None = None
         self.query: Any = None
         self._host = host

@@ -3,15 +3,21 @@
 pipeline:<name>           position = least upper of its tables, held by that shard
 shard:<table>             position = upper, target = one past the newest time its inputs have, held by the input
                           that it waits for, or by nobody when the work is its own
-pipeline:<name>:<part>    there while a feed's query or the session fails (`spark`, `capture/…`, `topic/…`)
+pipeline:<name>:<part>    there while a feed's query or the session fails (`spark`, `capture/…`, `topic/…`), or while
+                          the bindings of a feed cannot be read (`…:bindings`), which its tables are held by then
+objects, consensus, metastore    what this process stands on, by its own experience
 
 Failures are told by whoever supervises the unit (keep_thread); here they only travel. A process goes on from what
-its predecessor said last: a table is not younger, nor its failure, because the driver is new.
+its predecessor said last: a table is not younger, nor its failure, because the driver is new. Each mark is a unit of
+its own: one that cannot be computed fails with why, and one that waits is not waited for; the others are told.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import structlog
@@ -26,10 +32,15 @@ from tidemill.spark.unit import TableUnit
 
 if TYPE_CHECKING:
     from tidemill.spark.derived import Derivation
+    from tidemill.spark.feeding import Feed
     from tidemill.spark.runner import Runner
+
 
 PATIENCE_MS = 120_000
 """Opening, hydrating and Spark's start count as progress for this long, and no longer."""
+LOOK_S = 2.0
+"""A read of bindings that takes longer is told as one that gives no answer; far below a report's age when blind."""
+CANNOT = "its mark cannot be computed: "
 RECENT_MS = 60_000
 """What stood longer ago than this is not held against a new process: everything was down."""
 
@@ -40,7 +51,14 @@ OTHERS_BUDGET_MS = 3_600_000
 WORK_BUDGET_MS = 15_000
 """A table that does not fail stands still for a driver's restart, or a slow step, before it is stuck."""
 
+Place = tuple[int, int]
+"""(position, target) of a table"""
+
 log = structlog.get_logger()
+
+
+class Troubled(Protocol):
+    def trouble(self) -> str: ...
 
 
 class Reporter:
@@ -60,7 +78,7 @@ class Reporter:
             ended = runner.ending.wait(MARK_PUBLISH_INTERVAL_S)
             try:
                 self._mark()
-                report = self._tracker.report(self._process, runner.stores.clock.now_ms(), self.facts())
+                report = self._tracker.report(self._process, runner.stores.clock.now_ms(), self._facts())
                 runner.portal.call(self._board.publish(report), 5)
             except BaseException as error:
                 if not is_fault(error):
@@ -82,40 +100,93 @@ class Reporter:
     # marks ------------------------------------------------------------------------------------------
     def _mark(self) -> None:
         runner = self._runner
-        places: dict[str, tuple[int, int]] = {}
-        for feed in runner.feeds:
-            target = feed.sink.latest() if feed.sink is not None else 0
+        self._each("objects", partial(self._works, "objects", runner.stores.objects))
+        self._each("consensus", partial(self._works, "consensus", runner.stores.consensus))
+        self._each("metastore", partial(self._works, "metastore", runner.stores.metastore))
+        places: dict[str, Place] = {}
+        for feed, told in zip(runner.feeds, self._look(runner.feeds), strict=True):
             for unit in feed.units:
-                places[unit.name] = self._unit(
-                    unit, target, feed.source.replace("/", ":", 1), feed.sink.error if feed.sink is not None else ""
-                )
+                self._table(places, unit.name, partial(self._unit, unit, *told))
         for name in runner.pipeline.derived_tables:
-            places[name] = self._derived(name, runner.derivations.get(name))
+            self._table(places, name, partial(self._derived, name, runner.derivations.get(name)))
         slowest, upper = argmin({name: place[0] for name, place in places.items()})
         starting, behind = not runner.session_ready.is_set(), self._tracker.mark(f"shard:{slowest}")
-        assert behind is not None
         self._set(
             f"pipeline:{runner.settings.name}",
             upper,
             max(place[1] for place in places.values()) if starting else places[slowest][1],
             f"shard:{slowest}",
             "Spark is starting" if starting else "",
-            self._patience() if starting else behind.progress,
-            work_ms=behind.budget_ms,
+            self._patience() if starting else behind.progress if behind is not None else 0,
+            work_ms=behind.budget_ms if behind is not None else 0,
         )
 
-    def _unit(self, unit: TableUnit, target: int, source: str, trouble: str) -> tuple[int, int]:
+    def _works(self, name: str, store: Troubled) -> None:
+        self._tracker.works(name, store.trouble(), now_ms=self._runner.stores.clock.now_ms())
+
+    def _look(self, feeds: Sequence[Feed]) -> list[tuple[int | None, str, str]]:
+        """Of each feed (target, whom its tables wait for, trouble): all bindings at once, for LOOK_S at most.
+
+        None = they cannot be read: no table of the feed is at its target then, whatever it was last.
+        """
+
+        async def newest(feed: Feed) -> int:
+            async with asyncio.timeout(LOOK_S):
+                return await feed.sink.newest() if feed.sink is not None else 0
+
+        async def run() -> list[int | BaseException]:
+            return await asyncio.gather(*(newest(feed) for feed in feeds), return_exceptions=True)
+
+        out: list[tuple[int | None, str, str]] = []
+        for feed, found in zip(feeds, self._runner.portal.call(run()), strict=True):
+            if isinstance(found, int):
+                self._tracker.heal(feed.bindings_mark)
+                error = feed.sink.error if feed.sink is not None else ""
+                out.append((found, feed.source.replace("/", ":", 1), error))
+                continue
+            why = f"no answer for {LOOK_S:g} s" if isinstance(found, TimeoutError) else sentence(found)
+            why = f"bindings cannot be read: source={feed.source} error={why}"
+            self._tracker.fail(feed.bindings_mark, why, now_ms=self._runner.stores.clock.now_ms())
+            out.append((None, feed.bindings_mark, why))
+        return out
+
+    def _table(self, places: dict[str, Place], name: str, compute: Callable[[], Place]) -> None:
+        mark = f"shard:{name}"
+
+        def run() -> None:
+            places[name] = compute()
+
+        if not self._each(mark, run):
+            old = self._tracker.mark(mark)
+            places[name] = (old.position, max(old.target, old.position + 1)) if old is not None else (0, 1)
+
+    def _each(self, mark: str, tell: Callable[[], None]) -> bool:
+        """One mark's boundary: what computing it raises is that mark's failure, until it can be computed again."""
+        try:
+            tell()
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            self._tracker.fail(mark, CANNOT + sentence(error), now_ms=self._runner.stores.clock.now_ms())
+            return False
+        failure = self._tracker.failure(mark)
+        if failure is not None and failure.error.startswith(CANNOT):
+            self._tracker.heal(mark)
+        return True
+
+    def _unit(self, unit: TableUnit, newest: int | None, source: str, trouble: str) -> Place:
         if unit.writer is None or unit.reason:
             # Whether a first snapshot stands still is for the capture's mark to say, to which `why` walks.
             work_ms = OTHERS_BUDGET_MS if unit.waits and unit.holder_tells else 0
             return self._opening(unit.name, unit.waits_for, unit.reason, unit.waits, unit.upstream, work_ms)
         upper, progress = unit.writer.upper, unit.writer.progress
-        held_by = "" if upper < target else source
+        target = upper + 1 if newest is None else newest
+        held_by = "" if newest is not None and upper < target else source
         reason = trouble or progress.sentence()
         self._set(f"shard:{unit.name}", upper, target, held_by, reason, progress.read, unit.upstream)
         return upper, target
 
-    def _derived(self, name: str, found: Derivation | None) -> tuple[int, int]:
+    def _derived(self, name: str, found: Derivation | None) -> Place:
         if found is None:
             return self._opening(name, "", "Spark is starting", False)
         if not found.recomputed and not found.error and found.writer is None:
@@ -131,7 +202,7 @@ class Reporter:
 
     def _opening(
         self, name: str, held_by: str, reason: str, waits: bool, upstream: str = "", work_ms: int = 0
-    ) -> tuple[int, int]:
+    ) -> Place:
         """A table that is not open stands where it stood; its own opening is progress, waiting for others is not."""
         old = self._tracker.mark(f"shard:{name}")
         upper, target = (old.position, max(old.target, old.position + 1)) if old is not None else (0, 1)
@@ -176,6 +247,12 @@ class Reporter:
             "steps": (sum(sink.taken_bytes for sink in feeds), 2 * STEP_BYTES * max(1, len(feeds))),
             "mirrors": (sum(table.operator.mirror.held_bytes for table in self._runner.tables()), 0),
         }
+
+    def _facts(self) -> dict[str, object]:
+        try:
+            return self.facts()
+        except Exception as error:
+            return {"error": sentence(error)}
 
     # facts ------------------------------------------------------------------------------------------
     def facts(self) -> dict[str, object]:

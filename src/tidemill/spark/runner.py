@@ -7,15 +7,17 @@ The run ends by `stopping`, or when Spark's JVM is gone: only a new process gets
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from tidemill.base.errors import Closed, Invalid, TidemillError
-from tidemill.base.tasks import keep_thread, sentence
+from tidemill.base.tasks import keep, keep_thread, sentence
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.handle import LogShard
 from tidemill.spark.dead_letters import DeadLetters
@@ -53,6 +55,7 @@ class Runner(Host):
         self._stopping = stopping
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
+        self._proving: Future[None] | None = None
 
     def run(self) -> None:
         with own_directory(self.settings.scratch):
@@ -77,6 +80,8 @@ class Runner(Host):
         self.feeds = [Feed(source, tables, self, self.dead_letters) for source, tables in sources]
         reporter = Reporter(self)
         self.retried(reporter.adopt)
+        proving = keep("objects", self.stores.objects.keep_proving, tracker=self.tracker, clock=self.stores.clock)
+        self._proving = asyncio.run_coroutine_threadsafe(proving, self.portal.loop)
         self._unit("catalogue", self._register)
         if self.spark is None:
             self._unit(SESSION_THREAD, self._open_session, mark="spark")
@@ -107,6 +112,8 @@ class Runner(Host):
         for feed in self.feeds:
             if feed.query is not None and feed.sink is not None and feed.sink.idle.wait(STOP_TIMEOUT_S):
                 _bounded(feed.query.stop, STOP_TIMEOUT_S)
+        if self._proving is not None:
+            self._proving.cancel()
         for feed in self.feeds:
             for table in feed.sink.resting if feed.sink is not None else ():
                 _quietly(table.save)

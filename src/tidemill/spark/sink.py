@@ -181,7 +181,11 @@ class FeedSink:
 
     def latest(self) -> int:
         """One past the newest binding: how far this feed's tables could be."""
-        newest = self._portal.call(self.remap.latest())
+        return self._portal.call(self.newest())
+
+    async def newest(self) -> int:
+        """As `latest`, on the portal's loop."""
+        newest = await self.remap.latest()
         self.target = max(self.target, newest.time_ms + 1 if newest is not None else 0)
         return self.target
 

@@ -19,6 +19,7 @@ from tidemill.consensus.open import open_consensus
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.open import metastore_on
 from tidemill.objects.open import open_objects
+from tidemill.objects.resilient import ResilientObjects
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.cpu import Cpu, pooled_cpu
 from tidemill.shards.front import Remap, ShardSchema
@@ -37,7 +38,7 @@ class Urls(msgspec.Struct, frozen=True):
 
 class Stores:
     def __init__(
-        self, urls: Urls, objects: ObjectStore, consensus: Consensus, clock: Clock, rand: Rand, domains: int = 0
+        self, urls: Urls, objects: ResilientObjects, consensus: Consensus, clock: Clock, rand: Rand, domains: int = 0
     ) -> None:
         from tidemill.topics.reader import PartitionReaderImpl
 

@@ -1,0 +1,122 @@
+"""What a driver tells of itself once a second is told whatever becomes of one of its feeds, tables or stores."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import mark, started, until
+
+from tidemill.base.clock import Rand
+from tidemill.base.errors import Corrupt, Unavailable
+from tidemill.base.marks import Mark
+from tidemill.consensus.board import Board
+
+PIPELINE = """
+def build(p):
+    p.table("clicks", p.topic("clicks", key="click_id", schema="click_id string"))
+    p.table("orders", p.capture("shop").table("orders"))
+"""
+TABLES = {"public.orders": [("o_id", "bigint", 0)]}
+BINDINGS = "pipeline:p:capture/shop:bindings"
+
+
+def told(harbour: Any, name: str, process: str) -> Mark | None:
+    reports = harbour.portal.call(Board(harbour.stores.consensus, Rand()).reports())
+    return next((m for r in reports if r.process == process for m in r.marks if m.name == name), None)
+
+
+@pytest.mark.parametrize("fault", ["corrupt", "recursion", "waits"])
+def test_f312_bindings_that_cannot_be_read_are_told_and_the_driver_is_not_blind(
+    harbour: Any, tmp_path: Path, fault: str
+) -> None:
+    clicks, orders = harbour.create_topic("clicks"), harbour.capture("shop", TABLES)["public.orders"]
+    harbour.produce(clicks, [(b"a", {"click_id": "a"})])
+    harbour.produce(orders, [({"o_id": 1}, {"o_id": 1})])
+    harbour.mint("topic/clicks", 1000, clicks)
+    harbour.mint("capture/shop", 1000, orders)
+    runner, stopping, thread = started(harbour, tmp_path, PIPELINE)
+    released = asyncio.Event()
+    try:
+        until(lambda: all((m := mark(harbour, f"shard:{n}")) and m.position == 1001 for n in ("clicks", "orders")))
+        assert mark(harbour, BINDINGS) is None
+        sink = next(feed.sink for feed in runner.feeds if feed.source == "capture/shop")
+        assert sink is not None
+        works = sink.remap.latest
+
+        async def latest() -> Any:
+            if fault == "waits":
+                await released.wait()
+                return await works()
+            raise Corrupt("half a record.") if fault == "corrupt" else RecursionError("deep")
+
+        sink.remap.latest = latest  # type: ignore[method-assign]
+        found = until(lambda: (m := mark(harbour, BINDINGS)) and m.error and m)
+        assert {"corrupt": "half a record", "recursion": "RecursionError", "waits": "no answer"}[fault] in found.error
+        held = until(lambda: (m := mark(harbour, "shard:orders")) and m.held_by == BINDINGS and m)
+        assert held.position < held.target, "whether there is more is not known"
+        harbour.produce(clicks, [(b"b", {"click_id": "b"})])
+        harbour.mint("topic/clicks", 2000, clicks)
+        until(lambda: (m := mark(harbour, "shard:clicks")) and m.position == 2001)
+
+        sink.remap.latest = works  # type: ignore[method-assign]
+        runner.portal.loop.call_soon_threadsafe(released.set)
+        until(lambda: mark(harbour, BINDINGS) is None)
+        until(lambda: (m := mark(harbour, "shard:orders")) and m.position == m.target)
+    finally:
+        runner.portal.loop.call_soon_threadsafe(released.set)
+        stopping.set()
+        thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_mark_that_cannot_be_computed_fails_with_why_and_the_others_are_told(harbour: Any, tmp_path: Path) -> None:
+    clicks, orders = harbour.create_topic("clicks"), harbour.capture("shop", TABLES)["public.orders"]
+    harbour.mint("topic/clicks", 1000, clicks)
+    harbour.mint("capture/shop", 1000, orders)
+    runner, stopping, thread = started(harbour, tmp_path, PIPELINE)
+    try:
+        until(lambda: all((m := mark(harbour, f"shard:{n}")) and m.position == 1001 for n in ("clicks", "orders")))
+        writer = next(unit.writer for feed in runner.feeds for unit in feed.units if unit.name == "orders")
+        assert writer is not None
+        progress, writer.progress = writer.progress, None  # type: ignore[assignment]
+        found = until(lambda: (m := mark(harbour, "shard:orders")) and "cannot be computed" in m.error and m)
+        assert "AttributeError" in found.error
+        harbour.mint("topic/clicks", 2000, clicks)
+        until(lambda: (m := mark(harbour, "shard:clicks")) and m.position == 2001)
+        assert mark(harbour, "pipeline:p").held_by == "shard:orders"  # type: ignore[union-attr]
+        writer.progress = progress
+        until(lambda: (m := mark(harbour, "shard:orders")) and not m.error)
+    finally:
+        stopping.set()
+        thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_driver_tells_how_its_own_stores_are_and_asks_one_that_failed_until_it_works(
+    harbour: Any, tmp_path: Path
+) -> None:
+    harbour.create_topic("clicks")
+    runner, stopping, thread = started(harbour, tmp_path, PIPELINE)
+    try:
+        for name in ("objects", "consensus", "metastore"):
+            found = until(lambda: told(harbour, name, "pipeline:p"))  # noqa: B023
+            assert (found.position, found.error) == (1, "")
+        inner = runner.stores.objects.inner
+        works = inner.put
+
+        async def full(key: str, data: Any) -> None:
+            raise Unavailable(f"no space left: key={key}.")
+
+        inner.put = full  # type: ignore[method-assign]
+        putting = asyncio.run_coroutine_threadsafe(runner.stores.objects.put("x/1", b"x"), runner.portal.loop)
+        until(lambda: "no space left" in told(harbour, "objects", "pipeline:p").error)  # type: ignore[union-attr]
+        putting.cancel()
+        inner.put = works  # type: ignore[method-assign]
+        until(lambda: not told(harbour, "objects", "pipeline:p").error)  # type: ignore[union-attr]
+    finally:
+        stopping.set()
+        thread.join(30)
+    assert not thread.is_alive()
