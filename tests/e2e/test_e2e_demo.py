@@ -103,7 +103,7 @@ def test_every_table_equals_its_source_and_a_second_run_resumes(tmp_path: Path) 
 
 def test_killing_node_and_driver_in_turn_changes_nothing_about_the_result(tmp_path: Path) -> None:
     directory = tmp_path / "demo"
-    with demo(directory, "--for", "75", "--crash") as (process, _):
+    with demo(directory, "--for", "60", "--crash") as (process, _):
         report = report_of(process, directory)
     check(report)
     assert report["crashes"] >= 4
