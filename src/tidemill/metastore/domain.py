@@ -316,7 +316,7 @@ class Domain(Reading):
             serving = Serving(grounds.consensus, grounds.clock, grounds.rand, self.name, self._log, leader)
             leader.serve(serving.run(), name=f"serve {grounds.log}")
             if not self._settings.lead:
-                leader.serve(self._linger(leader), name=f"linger {grounds.log}")
+                leader.serve(self._linger(leader, serving), name=f"linger {grounds.log}")
             self._leader, self.failed = leader, None
             self._turned.set()
             await self._follower.release()
@@ -328,12 +328,13 @@ class Domain(Reading):
             self._turned.set()
             await leader.aclose()
 
-    async def _linger(self, leader: Leader) -> None:
-        """Whoever led for want of another gives up once nothing of its own is left to do."""
+    async def _linger(self, leader: Leader, serving: Serving) -> None:
+        """Whoever led for want of another gives up once nothing is left to do, neither for it nor for those who asked:
+        a request that it executed and did not answer would wait for the next leader."""
         while True:
             self._busy = False
             await asyncio.sleep(self._settings.linger_s)
-            if not self._requester.waiting and not self._busy:
+            if not self._requester.waiting and not self._busy and not serving.busy:
                 leader.step_down(Closed(f"Nothing is left to do here: domain={self.name}."))
                 return
 

@@ -3,7 +3,7 @@
     log metastore/<domain>/requests    [nonce, [[key, value]…], {key: seqno}, expires_ms]    no rows: a flush
     log metastore/<domain>/replies     [nonce, kind, seqno, [[key, seqno, value]…], text]
                                        kind: 0 done, 1 conflict (rows: seqno −1 = there is none; no rows: too many
-                                       to send), 2 invalid, 3 unavailable
+                                       to send), 2 invalid, 3 unavailable, 4 unknown
 
     row 00 "requests"                  [position, seqno_delta, epoch_delta]: the next request to execute, on the
                                        request log that this state's own log stands beside
@@ -14,6 +14,9 @@ RQ2  A reply is written only when what it says is durable.
 RQ3  Requests below the position are truncated. Replies are kept for the newest REPLIES_KEPT.
 RQ5  What nobody executed by `expires_ms` (the requester's wall clock) is refused, never executed: whoever was told
      Unknown knows after that time that it did not happen, and no leader of tomorrow does the work of today.
+RQ6  A request that left the log's position behind and is still in the log may have no answer: its leader may have
+     ended in between. The next leader answers it with Unknown at once; where there was an answer, that one is heard
+     first.
 RQ4  Nobody needs to trust a requester: what cannot be read is passed over; one that died gets a reply nobody reads.
 
 The two deltas name the log: a domain that was restored into empty consensus has the row of its old life.
@@ -57,7 +60,7 @@ CONFLICT_BYTES = 1 * MIB
 RETRY_PAUSE_S = 0.05
 WAIT_S = 5.0
 
-DONE, CONFLICT, INVALID, UNAVAILABLE = range(4)
+DONE, CONFLICT, INVALID, UNAVAILABLE, UNKNOWN = range(5)
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
@@ -149,6 +152,8 @@ def outcome(reply: Reply) -> int | TidemillError:
     if reply.kind == CONFLICT:
         current = {key: None if seqno < 0 else Row(seqno, value) for key, seqno, value in reply.rows}
         return Conflict(reply.text, current=current or None, fix="Read again and decide anew.")
+    if reply.kind == UNKNOWN:
+        return Unknown(reply.text, fix="Read the rows to see whether it was done.")
     return Invalid(reply.text) if reply.kind == INVALID else Unavailable(reply.text, fix="Retry.")
 
 

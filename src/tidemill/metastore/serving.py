@@ -21,6 +21,7 @@ from tidemill.metastore.requests import (
     POSITION_KEY,
     REPLIES_KEPT,
     RETRY_PAUSE_S,
+    UNKNOWN,
     Reply,
     Request,
     append_as_equal,
@@ -64,6 +65,12 @@ class Serving:
         self._truncated = 0
         self._replies_from = self._replies_at = 0
         self._flushes = Tasks(leader.task_failed)
+        self._executing = False
+
+    @property
+    def busy(self) -> bool:
+        """Is a request read, and not yet answered?"""
+        return self._executing or len(self._flushes) > 0
 
     async def run(self) -> None:
         """Raises Fenced when the term is over."""
@@ -73,12 +80,15 @@ class Serving:
                 try:
                     patience_s = RETRY_PAUSE_S if self._truncated < self._position else WAIT_S
                     if await self._consensus.wait(self._requests, self._position, patience_s):
+                        self._executing = True
                         await self._execute()
                     elif self._truncated < self._position:
                         await self._truncate()
                 except (Unavailable, Unknown) as error:
                     _log.warning("requests wait", log=self._requests, cause=error.message)
                     await asyncio.sleep(RETRY_PAUSE_S)
+                finally:
+                    self._executing = False
 
     async def _begin(self) -> None:
         while True:
@@ -88,13 +98,26 @@ class Serving:
                 head = await self._consensus.log_head(self._requests)
                 replies = await self._consensus.log_head(self._replies)
                 self._replies_from, self._replies_at = replies.start, replies.next
+                position = decode_place(self._log.state, row.value if row is not None else None)
+                await self._answer_for_the_last(head.start, position)
                 break
             except (Unavailable, Unknown) as error:
                 _log.warning("requests wait", log=self._requests, cause=error.message)
                 await asyncio.sleep(BEGIN_PAUSE_S)
-        position = decode_place(self._log.state, row.value if row is not None else None)
         self._position = max(position, head.start)
         self._truncated = head.start
+
+    async def _answer_for_the_last(self, start: int, position: int) -> None:
+        """RQ6, for the requests from `start` on and below `position`."""
+        while start < position:
+            found = await self._consensus.read(self._requests, start, min(READ_REQUESTS, position - start))
+            if not found.records:
+                return
+            nonces = [request.nonce for record in found.records if (request := decode_request(record.data)) is not None]
+            if nonces:
+                text = "The leader that executed this request ended; what it answered may be lost."
+                await self._answer([_encode(Reply(nonce, UNKNOWN, 0, [], text)) for nonce in nonces])
+            start += len(found.records)
 
     async def _execute(self) -> None:
         """One read's worth of requests: all admitted in order, then awaited, then answered in one append."""
