@@ -139,6 +139,22 @@ class Node:
         self._waiting = f"waiting for {what}: {sentence}" if sentence else STARTING
         self._marks.works(what, sentence, now_ms=self._clock.now_ms())
 
+    async def _begin(self, part: str, start: Callable[[], Awaitable[object]]) -> None:
+        """Start one part. A store that goes away meanwhile is waited for, as one that is away when the node starts:
+        every `start` may be called again after it was Unavailable or Unknown."""
+        await patiently(start, self._clock, waiting=partial(self._cannot_begin, part))
+
+    def _cannot_begin(self, part: str, sentence: str) -> None:
+        """Told under the node's own mark, held by the store that does not work, if one says so itself."""
+        assert self._reporting is not None
+        self._waiting = f"{part} cannot start: {sentence}" if sentence else STARTING
+        if not sentence:
+            self._marks.heal(self._process)
+            return
+        store = next((name for name, ask in self._reporting.troubles.items() if ask()), "")
+        holder = f"{store}@{self._process}" if store else ""
+        self._marks.fail(self._process, self._waiting, now_ms=self._clock.now_ms(), held_by=holder)
+
     async def _assemble(self, stack: AsyncExitStack, door: Door) -> None:
         config, clock, rand = self._config, self._clock, self._rand
         consensus = await patiently(
@@ -162,7 +178,7 @@ class Node:
         stack.push_async_callback(objects.aclose)
         reporting.troubles["objects"] = objects.trouble
         self._tasks.spawn(objects.keep_proving(), name="prove-objects")
-        await patiently(lambda: check_bucket(consensus, objects), clock, waiting=partial(self._waits_for, "objects"))
+        await self._begin("the check of the bucket", lambda: check_bucket(consensus, objects))
         settings = msgspec.structs.replace(NODE, persist_interval_s=config.metastore.persist_interval_s)
         merger = open_merger(objects, config.objects_url, settings.options, clock)
         metastore = metastore_on(
@@ -248,17 +264,17 @@ class Node:
         stack.push_async_callback(merger.aclose)
         stack.push_async_callback(metastore.aclose)
         stack.push_async_callback(keeping.leave)
-        await metastore.start()
+        await self._begin("the metastore", metastore.start)
         reporting.troubles["metastore"] = metastore.trouble
-        await membership.start()
         stack.push_async_callback(membership.aclose)
-        await assignment.start()
+        await self._begin("membership", membership.start)
         stack.push_async_callback(assignment.aclose)
-        await patiently(lambda: self._create_topics(catalogue), clock, waiting=partial(self._waits_for, "consensus"))
-        await topics.start()
+        await self._begin("the assignment", assignment.start)
+        await self._begin("the configured topics", lambda: self._create_topics(catalogue))
         stack.push_async_callback(topics.aclose)
-        await kafka.start()
+        await self._begin("the topics", topics.start)
         stack.push_async_callback(kafka.aclose)
+        await self._begin("Kafka", kafka.start)
         stack.push_async_callback(shapes.aclose)
         door.app = ShapeRouting(app, catalogue, consensus, self._instance, clock, config.shapes.allowed_origins)
         binder.start()

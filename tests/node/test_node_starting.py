@@ -1,0 +1,119 @@
+"""Row F612: a store that goes away between two steps of a node's start is waited for in the same process, and told."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tidemill.node.assembly as assembly
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import Unavailable
+from tidemill.base.marks import Mark
+from tidemill.consensus.board import Board
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.metastore.metastore import Metastore
+from tidemill.node.config import Config
+
+WHY = "planted: consensus went away."
+
+
+class GoesAway:
+    """Consensus, whose every call fails while `away` is set; but not those of the board, which tells of it."""
+
+    def __init__(self, inner: MemoryConsensus) -> None:
+        self.inner = inner
+        self.away = False
+
+    def trouble(self) -> str:
+        return WHY if self.away else ""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.inner, name)
+        if not inspect.iscoroutinefunction(found) or name == "aclose":
+            return found
+
+        async def call(key: str, *more: Any, **named: Any) -> Any:
+            if self.away and not key.startswith("board/"):
+                raise Unavailable(WHY)
+            return await found(key, *more, **named)
+
+        return call
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+async def until(found: Callable[[], Any]) -> None:
+    async with asyncio.timeout(30):
+        while not found():
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (assembly, "check_bucket"),
+        (Metastore, "start"),
+        (assembly.Membership, "start"),
+        (assembly.CaptureFirst, "start"),
+        (assembly.Catalogue, "create_topic"),
+        (assembly.LocalTopics, "start"),
+        (assembly.KafkaServer, "start"),
+    ],
+)
+def test_f612_consensus_that_goes_away_between_two_steps_of_the_start_is_waited_for_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    async def scenario() -> None:
+        consensus = GoesAway(MemoryConsensus(SystemClock()))
+
+        async def opened(*_: Any) -> Any:
+            return consensus
+
+        monkeypatch.setattr(assembly, "open_consensus", opened)
+        works = getattr(owner, name)
+        tries = []
+
+        async def begins(*args: Any, **named: Any) -> Any:
+            consensus.away = consensus.away or not tries
+            tries.append(1)
+            return await works(*args, **named)
+
+        monkeypatch.setattr(owner, name, begins)
+        config = Config.model_validate(
+            {
+                "node": {"name": "n1", "data": str(tmp_path), "http": free_address(), "kafka": free_address()},
+                "objects": {"url": "memory://"},
+                "topics": {"clicks": {"partitions": 1}},
+            }
+        )
+        node, stop = assembly.Node(config, lambda *_: []), asyncio.Event()
+        running = asyncio.ensure_future(node.run(stop))
+        board = Board(consensus, Rand())  # type: ignore[arg-type]
+
+        async def told() -> Mark | None:
+            return next((m for r in await board.reports() for m in r.marks if m.name == "node:n1" and m.error), None)
+
+        await until(lambda: running.done() or (len(tries) >= 2 and "cannot start" in node.trouble()))
+        assert not running.done(), running.exception()
+        while (mark := await told()) is None:
+            await asyncio.sleep(0.02)
+        assert WHY in mark.error and mark.held_by == "consensus@node:n1"
+        consensus.away = False
+        await until(lambda: running.done() or not node.trouble())
+        assert not running.done(), running.exception()
+        while await told() is not None:
+            await asyncio.sleep(0.02)
+        stop.set()
+        await running
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
