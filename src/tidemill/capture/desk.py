@@ -4,6 +4,8 @@ D1  Parking is made durable before the transaction that made it necessary is han
     confirmed: a table is parked at one position, in this life and the next. The lowest position counts.
 D2  What is parked stays so until it is copied again: changes at and above its position are in no topic.
 D3  A table's failure is told under `table:<capture>/<schema.table>`, parked, and never ends the capture.
+D4  A change that may not have been written ends the session (`Unrecorded`): the next one begins from what is durable,
+    so no table flows by the catalogue and is carried by nobody, or the other way round.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import structlog
 from msgspec.structs import replace
 
 from tidemill.base.clock import Clock
+from tidemill.base.errors import Unavailable, Unknown
 from tidemill.base.frontier import Lsn
 from tidemill.base.marks import Tracker
 from tidemill.capture.changes import NEVER, Relation
@@ -32,6 +35,10 @@ REASON_CHARS = 600
 
 def recopy(table: str) -> str:
     return f"Run tidemill capture recopy '{table}': changes from here on are not carried, so it is copied again."
+
+
+class Unrecorded(Unknown):
+    """What the catalogue holds of a table is not known (D4)."""
 
 
 class Desk:
@@ -76,7 +83,7 @@ class Desk:
 
     # changing -------------------------------------------------------------------------------------
     async def park(self, name: str, lsn: int, reason: str, fix: str = "", *, state: str = "parked") -> None:
-        """Carry no transaction of the table at or above `lsn` (D1). Raises what the catalogue raises."""
+        """Carry no transaction of the table at or above `lsn` (D1). Raises Unrecorded."""
         row = self.rows.get(name)
         if row is None or (row.parked_lsn and row.parked_lsn <= lsn):
             return
@@ -116,8 +123,12 @@ class Desk:
     async def change(
         self, name: str, change: Callable[[CaptureTableRow | None], CaptureTableRow | None]
     ) -> CaptureTableRow | None:
+        """Durably. Raises Unrecorded, and Invalid where nothing was written."""
         async with self._changing:
-            row = await self._catalogue.change_table(self._config.name, name, change)
+            try:
+                row = await self._catalogue.change_table(self._config.name, name, change)
+            except (Unavailable, Unknown) as error:
+                raise Unrecorded(f"a table's state may not be written: table={name} cause={error.message!r}.") from error
         if row is None:
             self.rows.pop(name, None)
             self._heal(name)

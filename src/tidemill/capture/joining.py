@@ -30,7 +30,7 @@ from tidemill.base.frontier import Lsn
 from tidemill.base.tasks import Restarts, is_fault, sentence
 from tidemill.capture.changes import Relation
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.desk import Desk
+from tidemill.capture.desk import Desk, Unrecorded
 from tidemill.capture.difference import against_catalogue
 from tidemill.capture.prepare import (
     delete_topic,
@@ -281,24 +281,29 @@ class Joining:
         return [t for t in pending if not any(oid == t.oid and name != t.name for oid, name in busy)]
 
     async def _copied_all(self, pending: list[TableInfo]) -> bool:
-        """As `_copy`. What fails, of whatever type, is these tables' failure, not the session's (J2)."""
+        """Publish and copy these tables; True when at least one is complete. What fails, of whatever type, is these
+        tables' failure, not the session's (J2), but for what may be in the catalogue (Desk, D4): that ends it, and
+        nothing is confirmed before."""
+        done: list[str] = []
+        self._hold(True)
         try:
-            return await self._copy(pending)
+            done = await self._copy(pending)
         except BaseException as error:
-            if not is_fault(error):
+            if not is_fault(error) or isinstance(error, Unrecorded):
                 raise
             log.warning("tables were not taken in", capture=self._config.name, cause=sentence(error))
             why = Refusal("refused", f"the table is not copied yet: {sentence(error)}", "It is tried again by itself.")
             for table in pending:
                 await self._desk.refuse(table.name, why, table.oid)
-            return False
+        self._wait_after({table.name for table in pending} - set(done))
+        if not done:
+            self._hold(False)
+        return bool(done)
 
-    async def _copy(self, pending: list[TableInfo]) -> bool:
-        """Publish and copy these tables; True when at least one is complete."""
+    async def _copy(self, pending: list[TableInfo]) -> list[str]:
+        """The tables that are complete. The caller holds the confirmation."""
         log.info("tables are taken in", capture=self._config.name, tables=[t.name for t in pending])
         wire = await Wire.connect(self._config.dsn, purpose=f"join {self._config.name}")
-        self._hold(True)
-        done: list[str] = []
         try:
             published = await published_tables(wire, self._config.publication)
             if published is None:
@@ -320,14 +325,9 @@ class Joining:
                 if topic is not None:
                     taken.append(table)
                     captured[table.name] = topic
-            if taken:
-                done = await self._copied(taken, captured)
+            return await self._copied(taken, captured) if taken else []
         finally:
-            self._wait_after({table.name for table in pending} - set(done))
-            if not done:
-                self._hold(False)
             await wire.aclose()
-        return bool(done)
 
     async def _anew(self, table: TableInfo, relations: dict[int, Relation]) -> CapturedTable | None:
         relation = relations.get(table.oid)

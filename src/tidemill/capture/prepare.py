@@ -372,7 +372,7 @@ async def take_snapshot(
 ) -> list[str]:
     """Copy tables into their topics as of one moment, then record each that is complete; returns their names.
 
-    A table that cannot be copied is refused, and the others go on. Raises what is not one table's.
+    A table that cannot be copied or recorded is refused, and the others go on. Raises what is not one table's.
     """
     wire = await Wire.connect(config.dsn, purpose=f"snapshot {config.name}")
     done: dict[str, int] = {}
@@ -419,7 +419,12 @@ async def take_snapshot(
                 return found
             return replace(found, snapshot=taken, columns=columns, partitions=partitions)
 
-        await desk.change(table.name, copied)
+        try:
+            await desk.change(table.name, copied)
+        except Invalid as error:
+            await desk.refuse(table.name, refusal_of(error), table.oid)
+            del done[table.name]
+            continue
         target.snapshot = taken
     progress.finish()
     log.info("snapshot complete", capture=config.name, tables=len(done), rows=progress.rows)
