@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from capture_world import World, until
+from test_capture_schema import T
 from test_capture_tables import GOOD, good_flows, in_world, plain
 
 from tidemill.base.errors import Unknown
+from tidemill.capture.recopy import ask
 from tidemill.metastore.catalogue import CaptureTableRow
 
 pytestmark = pytest.mark.postgres
@@ -56,5 +58,44 @@ def test_a_copy_that_is_recorded_flows_though_the_next_one_cannot_be_recorded(
                 assert await world.folded(table) == await plain(world, table)
             row = await world.table("public.x")
             assert row is not None and row.generation == 0, "and is not copied a second time"
+
+    in_world(postgres_dsn, scenario)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (("ALTER TABLE t ADD x int", "INSERT INTO t VALUES (3, 3, 'c', 3)"), "column 'x' integer is new"),
+        (("ALTER TABLE t REPLICA IDENTITY DEFAULT", "DELETE FROM t WHERE id = 1"), "old row"),
+    ],
+)
+def test_a_stream_that_is_told_again_from_before_a_copy_parks_nothing_that_the_copy_holds(
+    postgres_dsn: str, changes: tuple[str, ...], words: str
+) -> None:
+    """A server that crashed may have lost what was confirmed to it last: here its slot is set back to a copy of it."""
+
+    async def scenario(world: World) -> None:
+        slot, early = f"tidemill_{world.name}", f"early_{world.name}"
+        copy = "SELECT pg_copy_logical_replication_slot('{}', '{}')"
+        await world.sql(*GOOD, *T)
+        async with world.capture(table_poll_s=0.1):
+            await world.caught_up()
+            await world.sql(copy.format(slot, early))
+            await world.transaction("UPDATE t SET v = v + 1", *changes)
+            await world.parked("t", words)
+            await ask(world.catalogue, world.name, "public.t")
+            await world.flowing("t")
+            await good_flows(world)
+        await until(world.slot_dropped, "the slot is free")
+        await world.sql(copy.format(early, slot), f"SELECT pg_drop_replication_slot('{early}')")
+        async with world.capture(table_poll_s=0.1):
+            await world.sql("INSERT INTO t (id, v, w) VALUES (9, 9, 'z')", "DELETE FROM t WHERE id = 2")
+            await good_flows(world)
+            row = await world.table("public.t")
+            assert row is not None and row.flows, row
+            columns = [c.name for c in row.columns]
+            rows = await world.select(f"SELECT {', '.join(columns)} FROM t")
+            expected = {f'{{"id":{r[0]}}}': dict(zip(columns, r, strict=True)) for r in rows}
+            assert await world.folded("t") == expected
 
     in_world(postgres_dsn, scenario)

@@ -20,6 +20,7 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import Unavailable, Unknown
 from tidemill.base.frontier import Lsn
 from tidemill.base.marks import Tracker
+from tidemill.capture.boundaries import in_snapshot
 from tidemill.capture.changes import NEVER, Relation
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.difference import against_catalogue, against_stream
@@ -76,6 +77,12 @@ class Desk:
     def by_oid(self, oid: int, lsn: int = NEVER) -> CaptureTableRow | None:
         """The table that is carried under this oid, as of a transaction at `lsn` (default: any to come)."""
         return next((row for row in self.rows.values() if row.oid == oid and _carried(row, lsn)), None)
+
+    def followed(self, oid: int, xid: int, lsn: int) -> CaptureTableRow | None:
+        """The table that takes what this transaction of the stream does under this oid: none where its snapshot holds
+        the transaction. PostgreSQL may tell one again after a crash, with a description that was copied away since."""
+        row = self.by_oid(oid, lsn)
+        return None if row is None or in_snapshot(xid, lsn, row.snapshot) else row
 
     def serves(self, oid: int) -> bool:
         """Whether followers of this relation may be told that it is captured."""
@@ -140,13 +147,15 @@ class Desk:
         return row
 
     # looking --------------------------------------------------------------------------------------
-    def differs_in_stream(self, message: RelationMessage, now: Relation | None, lsn: int) -> tuple[str, str] | None:
+    def differs_in_stream(
+        self, message: RelationMessage, now: Relation | None, xid: int, lsn: int
+    ) -> tuple[str, str] | None:
         """(table, difference) where the stream goes on with what cannot be carried; None = nothing to say.
 
-        `lsn`: of the transaction at hand. The catalogue is ahead of the stream: of it only the key is asked, which no
+        `xid`, `lsn`: of the transaction at hand. The catalogue is ahead of the stream: of it only the key is asked, which no
         message tells.
         """
-        row = self.by_oid(message.oid, lsn)
+        row = self.followed(message.oid, xid, lsn)
         if row is None:
             return None
         said = []

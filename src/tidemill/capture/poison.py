@@ -14,11 +14,12 @@ from tidemill.capture.wire.stream import MESSAGE_BYTES, Framed
 
 class Poisoned(Corrupt):
     """`table`: the one table that the message is about, "" when it is about none or several (a begin, a truncate of
-    two tables, a kind nobody knows). `position`: the place of its change, None outside a transaction."""
+    two tables, a kind nobody knows), and its `oid`. `position`: the place of its change, None outside a transaction."""
 
-    def __init__(self, message: str, *, table: str, position: ChangePosition | None, fix: str = "") -> None:
+    def __init__(self, message: str, *, table: str, oid: int, position: ChangePosition | None, fix: str = "") -> None:
         super().__init__(message, fix=fix)
         self.table = table
+        self.oid = oid
         self.position = position
 
 
@@ -43,6 +44,7 @@ def poison(item: Framed, converter: Converter, error: Exception) -> Poisoned:
         f"a message of the stream cannot be read: lsn={Lsn(item.lsn)}{inside} kind={kind_of(item.payload)}{about}"
         f" size={item.size_bytes} error={error.message if isinstance(error, TidemillError) else sentence(error)!r}.",
         table=table,
+        oid=oid or 0,
         position=position,
         fix=getattr(error, "fix", "") or "Leave the table out of the capture, or start the capture over.",
     )

@@ -316,9 +316,10 @@ class Session:
         """Where it is about one table, that table is parked before its transaction; else the session ends with it."""
         if not poisoned.table or poisoned.position is None or poisoned.table not in self.desk.rows:
             raise poisoned
-        await self.desk.park(
-            poisoned.table, poisoned.position.commit_lsn, poisoned.message, self._way_out(poisoned, poisoned.table)
-        )
+        lsn = poisoned.position.commit_lsn
+        row = self.desk.followed(poisoned.oid, self._converter.xid, lsn)
+        if row is not None:
+            await self.desk.park(row.table, lsn, poisoned.message, self._way_out(poisoned, row.table))
         self._converter.pass_over(item.payload)
 
     @staticmethod
@@ -353,7 +354,7 @@ class Session:
         xid = self._converter.xid
         now = await self._control.ask(lambda wire: describe_after(wire, xid, message.oid))
         lsn = self._converter.commit_lsn
-        difference = self.desk.differs_in_stream(message, now, lsn)
+        difference = self.desk.differs_in_stream(message, now, xid, lsn)
         if difference is not None:
             await self.desk.park(difference[0], lsn, difference[1])
         if seen.changed:
