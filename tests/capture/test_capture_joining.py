@@ -3,6 +3,7 @@ copy back is named."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -97,5 +98,49 @@ def test_a_stream_that_is_told_again_from_before_a_copy_parks_nothing_that_the_c
             rows = await world.select(f"SELECT {', '.join(columns)} FROM t")
             expected = {f'{{"id":{r[0]}}}': dict(zip(columns, r, strict=True)) for r in rows}
             assert await world.folded("t") == expected
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_nothing_beyond_a_park_at_the_wals_end_is_handed_on_before_the_park_is_durable(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a capture that dies in between has bound and confirmed what it left out, and knows of no park."""
+
+    async def scenario(world: World) -> None:
+        await world.sql(
+            *GOOD,
+            "CREATE TABLE p (id int PRIMARY KEY, v int) PARTITION BY RANGE (id)",
+            "CREATE TABLE p1 PARTITION OF p FOR VALUES FROM (0) TO (100)",
+            "CREATE TABLE p2 PARTITION OF p FOR VALUES FROM (100) TO (200)",
+            "INSERT INTO p VALUES (1, 1), (101, 1)",
+        )
+        real, parking = world.catalogue.change_table, asyncio.Event()
+
+        async def change_table(capture: str, table: str, change: Any) -> CaptureTableRow | None:
+            wanted = change(await world.table(table))
+            if wanted is not None and wanted.parked_lsn:
+                parking.set()
+                await asyncio.Event().wait()
+            return await real(capture, table, change)
+
+        async with world.capture(table_poll_s=0.1):
+            await world.caught_up()
+            with monkeypatch.context() as patch:
+                patch.setattr(world.catalogue, "change_table", change_table)
+                await world.sql("ALTER TABLE p DETACH PARTITION p1")
+                await asyncio.wait_for(parking.wait(), 20)
+                await world.sql("INSERT INTO p VALUES (102, 2)")
+                with pytest.raises(AssertionError, match="a binding tagged"):
+                    await world.caught_up(2.0)
+        async with world.capture(table_poll_s=0.1):
+            row = await world.parked("p", "a partition is gone")
+            await good_flows(world)
+            assert await world.confirmed() > row.parked_lsn
+            binding = await world.caught_up()
+            end = sum(binding.offsets[await world.topic_id("p")])
+            assert await world.folded("p", end) == {
+                f'{{"id":{i}}}': {"id": i, "v": v} for i, v in [(1, 1), (101, 1), (102, 2)]
+            }, "every commit below where it is parked is in its topic"
 
     in_world(postgres_dsn, scenario)

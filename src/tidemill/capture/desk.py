@@ -135,7 +135,8 @@ class Desk:
             try:
                 row = await self._catalogue.change_table(self._config.name, name, change)
             except (Unavailable, Unknown) as error:
-                raise Unrecorded(f"a table's state may not be written: table={name} cause={error.message!r}.") from error
+                what = f"a table's state may not be written: table={name} cause={error.message!r}."
+                raise Unrecorded(what) from error
         if row is None:
             self.rows.pop(name, None)
             self._heal(name)
@@ -152,8 +153,8 @@ class Desk:
     ) -> tuple[str, str] | None:
         """(table, difference) where the stream goes on with what cannot be carried; None = nothing to say.
 
-        `xid`, `lsn`: of the transaction at hand. The catalogue is ahead of the stream: of it only the key is asked, which no
-        message tells.
+        `xid`, `lsn`: of the transaction at hand. The catalogue is ahead of the stream: of it only the key is asked,
+        which no message tells.
         """
         row = self.followed(message.oid, xid, lsn)
         if row is None:

@@ -12,8 +12,10 @@ J1  While a table is copied, nothing is confirmed to PostgreSQL beyond where the
     it meanwhile is told again by the next session, which begins when the copy is done. The other tables know their
     part of that by their bindings.
 J2  A copy that fails is told under its table, and tried again after a pause that doubles.
-J3  The WAL end is asked for after the difference was seen: a transaction at or above it cannot have come to the
-    stream's reader yet. Rows that came under the new description before were found by the reader (Session).
+J3  A table is parked at the WAL end as of after its difference was seen, and from before that is asked for until the
+    park is durable the stream's reader takes nothing more: no transaction at or above it is bound or confirmed by a
+    session whose successor would not know of the park. Rows that came under the new description before were found by
+    the reader (Session).
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ class Joined(Unavailable):
 
 class Joining:
     """`hold(True)`: from now on confirm nothing beyond what is confirmed; False: go on. `flushed()`: every
-    transaction at or below it is bound. `retire(oid)`: nothing is written for this relation any more, nor under way."""
+    transaction at or below it is bound. `retire(oid)`: nothing is written for this relation any more, nor under way.
+    `parking`: while it is taken, the stream's reader stands."""
 
     def __init__(
         self,
@@ -89,6 +92,7 @@ class Joining:
         hold: Callable[[bool], None],
         flushed: Callable[[], int],
         retire: Callable[[int], Awaitable[None]],
+        parking: asyncio.Lock,
     ) -> None:
         self._config = config
         self._control = control
@@ -100,6 +104,7 @@ class Joining:
         self._hold = hold
         self._flushed = flushed
         self._retire = retire
+        self._parking = parking
         self._digests: dict[int, str] = {}
         self._pauses: dict[str, tuple[Restarts, float]] = {}
         self._wake = asyncio.Event()
@@ -143,9 +148,9 @@ class Joining:
             if table is None:
                 why = choice.refused.get(row.table)
                 if why is not None and any((t.name, t.oid) == (row.table, row.oid) for t in found):
-                    await self._park(row.table, why.reason, fix="")
+                    await self._park(row.table, why.reason)
                 else:
-                    await self._drop(row.table, found)
+                    await self._park(row.table, *gone(row, found), state="dropped")
             elif table.oid == row.oid and self._digests.get(row.oid) != table.digest:
                 await self._look_closely(row.table, table)
         published = await self._control.ask(lambda wire: published_tables(wire, self._config.publication)) or {}
@@ -203,17 +208,11 @@ class Joining:
             await self._desk.change(name, lambda found: replace(found, partitions=now) if found is not None else None)
         return True
 
-    async def _park(self, name: str, reason: str, fix: str = "") -> None:
-        await self._desk.park(name, await self._wal_end(), reason, fix)
-
-    async def _drop(self, name: str, found: list[TableInfo]) -> None:
-        reason, fix = gone(self._desk.rows[name], found)
-        await self._desk.park(name, await self._wal_end(), reason, fix, state="dropped")
-
-    async def _wal_end(self) -> int:
+    async def _park(self, name: str, reason: str, fix: str = "", *, state: str = "parked") -> None:
         """J3."""
-        found = await self._control.ask(lambda wire: wire.value("SELECT pg_current_wal_insert_lsn()"))
-        return Lsn.parse(found or "0/0").value
+        async with self._parking:
+            found = await self._control.ask(lambda wire: wire.value("SELECT pg_current_wal_insert_lsn()"))
+            await self._desk.park(name, Lsn.parse(found or "0/0").value, reason, fix, state=state)
 
     async def _prune(self, wanted: dict[str, TableInfo], refused: dict[str, Refusal], found: list[TableInfo]) -> None:
         """Rows and topics of tables that are gone go when no pipeline reads them; so do reasons nobody asks for."""
@@ -318,7 +317,7 @@ class Joining:
                 row = self._desk.rows.get(table.name)
                 if row is not None and row.flows:
                     # Made anew, or asked for while it flows: the running session carries nothing more of the old one.
-                    await self._desk.park(table.name, await self._wal_end(), "it is copied again")
+                    await self._park(table.name, "it is copied again")
                 if row is not None and row.oid:
                     await self._retire(row.oid)
                 topic = await self._anew(table, relations)

@@ -97,6 +97,7 @@ class Session:
         self._converter = Converter(max_changes=config.fragment_changes)
         self._status_due = asyncio.Event()
         self._ask_keepalive = False
+        self._parking = asyncio.Lock()
         self.answers = Answers(clock)
         self.collector: Collector | None = None
         self.writer: TopicWriter | None = None
@@ -268,6 +269,7 @@ class Session:
         joining = self.joining = Joining(
             config, self._control, self.desk, topics=self._topics, catalogue=self._catalogue, clock=self._clock,
             rand=self._rand, hold=self._hold, flushed=lambda: status.flushed, retire=self.writer.retire,
+            parking=self._parking,
         )  # fmt: skip
         tasks.spawn(joining.watch(), name="capture tables")
         tasks.spawn(joining.take_in(), name="capture joining")
@@ -297,6 +299,9 @@ class Session:
             items = await stream.receive()
             watch.heard()
             for item in items:
+                if self._parking.locked():  # nothing beyond a park is handed on before it is durable (joining.py, J3)
+                    async with self._parking:
+                        pass
                 if isinstance(item, Keepalive):
                     collector.keepalive(item, inside_txn=converter.inside_txn)
                     continue
