@@ -43,6 +43,8 @@ class Report(msgspec.Struct):
     moment of the run, and those that did not reach their target while draining."""
 
     verify: dict[str, dict[str, int]] = {}
+    equal: bool = False
+    """`tidemill verify` exited 0: columns and hashes too."""
     commit_to_shard_ms: dict[str, float | int | None] = {}
     commit_to_client_ms: dict[str, float | int | None] = {}
     produced: int = 0
@@ -60,5 +62,5 @@ class Report(msgspec.Struct):
     @property
     def clean(self) -> bool:
         counts = [t[k] for t in self.verify.values() for k in ("missing", "extra", "different", "poisoned")]
-        return bool(counts) and not any(counts) and not self.stuck and not self.money_unequal \
+        return bool(counts) and self.equal and not any(counts) and not self.stuck and not self.money_unequal \
             and self.dead_letters == self.malformed  # fmt: skip
