@@ -54,6 +54,11 @@ outcome. It holds the largest append and the write-ahead log's checkpoint."""
 SPACE_LOOK_S = 0.25
 """How old the knowledge of the free space may be."""
 
+FREE_PAGES = 1_024
+SHRINK_PAGES = 256
+"""Room below the first (4 MiB) is kept for what comes; of more than a quarter of the file, the second (1 MiB) is given
+back at each look, in the commit that is under way."""
+
 
 class Doubtful(Exception):
     """COMMIT itself failed: nobody knows whether the group happened until the file is opened anew."""
@@ -94,7 +99,7 @@ class Engine:
 
     def commit(self, ops: list[WriteOp]) -> list[Outcome]:
         """One outcome per operation, durable on return. Raises Doubtful, or Unavailable when nothing happened."""
-        self._check_space()
+        look = self._check_space()
         staged = _Staged()
         try:
             self._db.execute("BEGIN IMMEDIATE")
@@ -109,6 +114,8 @@ class Engine:
                 self._write(staged)
             self._records.settle()
             self._records.sweep()
+            if look:
+                self._shrink()
         except apsw.Error as error:
             self._roll_back()
             raise tables.translate(error, self._path) from error
@@ -122,9 +129,11 @@ class Engine:
         self._remember(staged)
         return outcomes
 
-    def _check_space(self) -> None:
+    def _check_space(self) -> bool:
+        """Was the disk looked at now? Raises Unavailable where it is as good as full."""
         now_s = self._steady.monotonic_s()
-        if now_s >= self._look_at_s:
+        look = now_s >= self._look_at_s
+        if look:
             found = os.statvfs(self._path.parent)
             self._free_bytes = found.f_bavail * found.f_frsize
             self._look_at_s = now_s + SPACE_LOOK_S
@@ -133,6 +142,13 @@ class Engine:
                 f"The disk is full: path={self._path} free_bytes={self._free_bytes} kept_bytes={SPACE_RESERVE_BYTES}.",
                 fix="Free space on the database's disk.",
             )
+        return look
+
+    def _shrink(self) -> None:
+        """Give a little of the room that deleted records left back to the disk, where it is much of the file."""
+        (free,), (pages,) = self._rows("PRAGMA freelist_count")[0], self._rows("PRAGMA page_count")[0]
+        if free > FREE_PAGES and free > pages // 4:
+            self._rows(f"PRAGMA incremental_vacuum({SHRINK_PAGES})")
 
     def _decide(self, op: WriteOp, staged: _Staged) -> Any:
         match op:

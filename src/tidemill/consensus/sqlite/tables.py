@@ -73,6 +73,8 @@ def connect(path: Path) -> apsw.Connection:
         raise _why_not_opened(error, path) or translate(error, path, opening=True) from error
     try:
         connection.set_busy_timeout(BUSY_MS)
+        # Of a new file only; one that an older version made keeps its size.
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         mode = connection.execute("PRAGMA journal_mode = WAL").fetchall()[0][0]
         if mode != "wal":
             raise Invalid(
