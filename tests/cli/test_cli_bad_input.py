@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tidemill.base.marks import Report
 from tidemill.cli.context import stores
 from tidemill.cli.demo.postgres import EmbeddedPostgres, free_port
+from tidemill.consensus.board import Board
 from tidemill.metastore.catalogue import PipelineRow
 
 TIMEOUT_S = 60
@@ -51,6 +53,21 @@ def test_a_malformed_key_is_named(tmp_path: Path) -> None:
     path = configuration(tmp_path, "[kafka]\nautocreate = true")
     refused(tidemill("status", "--config", str(path), cwd=tmp_path), "kafka.autocreate", "Remove it")
     assert not (tmp_path / "data").exists()
+
+
+def test_a_pipeline_that_runs_is_not_deleted_and_one_that_was_stopped_is(tmp_path: Path) -> None:
+    path = configuration(tmp_path)
+    arguments = ("pipeline", "delete", "p", "--config", str(path))
+    refused(tidemill(*arguments, cwd=tmp_path), "no such pipeline: name=p")
+    with stores(path) as opened:
+        opened.portal.call(opened.catalogue.put(PipelineRow("p", {"t": "topic:clicks"})))
+        board, now_ms = Board(opened.consensus, opened.rand), opened.clock.now_ms()
+        opened.portal.call(board.publish(Report("pipeline:p:2", now_ms + 3_000_000, (), pid=7, host="h")))
+        refused(tidemill(*arguments, cwd=tmp_path), "the pipeline runs", "process=pipeline:p:2 pid=7 host=h")
+        opened.portal.call(board.publish(Report("pipeline:p:2", now_ms - 60_000, ())))
+        done = tidemill(*arguments, cwd=tmp_path)
+        assert (done.returncode, done.stdout.strip()) == (0, "deleted p; its tables stay"), done.stderr
+        assert opened.portal.call(opened.catalogue.list(PipelineRow)) == []
 
 
 def test_an_unknown_topic_is_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from keeper_world import KEYS, World, run
 
+from tidemill.base.marks import Mark, State, derive
 from tidemill.keeper.bindings_upkeep import BindingsUpkeep
 from tidemill.keeper.jobs import Budget
 from tidemill.metastore.catalogue import TopicRow
@@ -96,6 +97,46 @@ def test_a_pipeline_that_stands_keeps_its_bindings_and_so_does_what_a_restore_wo
         head = await world.consensus().log_head(f"remap/{SOURCE}")
         assert head.next - head.start <= 65
         assert await fresh.at(shard.state.since) == await remap.latest()
+
+    run(scenario())
+
+
+def test_f726_who_keeps_bindings_for_long_is_told_with_how_many_and_how_they_are_let_go() -> None:
+    async def scenario() -> None:
+        world = World()
+        world.rows.listed["topic"] = [TopicRow("clicks", "t", 1)]
+        world.rows.listed["pipeline"] = [PipelineRow("p", {"t": "topic:clicks", "new": "topic:clicks"})]
+        upkeep = BindingsUpkeep(world.grounds, world.tracker)
+        remap = await open_remap(world.consensus(), world.clock, world.rand, SOURCE)
+        shard = await world.open("t")
+        await mint_for(world, remap, 90)
+        await world.write(shard, KEYS)
+        stood_ms = world.clock.now_ms()
+
+        async def told(minutes: int) -> Mark | None:
+            for _ in range(minutes):
+                await mint_for(world, remap, 60)
+                await world.tend()
+                await look(world, upkeep)
+            return world.tracker.mark(f"keeper:bindings:{SOURCE}")
+
+        assert await told(50) is None, "as long as the process is shown as blind"
+        mark = await told(20)
+        assert mark is not None and (mark.position, mark.held_by) == (stood_ms, "pipeline:p")
+        assert "8,4" in mark.reason and "tidemill pipeline delete p" in mark.reason, mark.reason
+        later_ms = world.clock.now_ms() + 10_000
+        assert derive(mark, "node:n", later_ms, later_ms).state is State.STUCK
+
+        hold = await world.open("t")  # the pipeline goes on, and a reader stays where it was
+        await hold.hold("export", stood_ms, 86_400_000)
+        await world.write(shard, KEYS)
+        mark = await told(1)
+        assert mark is not None and mark.held_by == "shard:t" and "shard describe t" in mark.reason
+
+        world.rows.listed["pipeline"] = []
+        assert await told(1) is None
+        head = await world.consensus().log_head(f"remap/{SOURCE}")
+        assert head.next - head.start <= 3 * 60 + 65
 
     run(scenario())
 

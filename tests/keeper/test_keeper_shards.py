@@ -216,6 +216,48 @@ def test_orphans_go_by_age_and_a_writer_that_was_paused_meanwhile_writes_its_par
     run(scenario())
 
 
+def test_an_object_without_a_time_in_its_key_is_kept_however_old_it_is_and_counted() -> None:
+    async def scenario() -> None:
+        world = World(Retention(orphans_after_s=3600))
+        shard = await world.open()
+        old = f"shards/{shard.shard_id}/0000-of-a-writer-of-an-older-version"
+        await world.objects.put(old, b"x")
+        for _ in range(3):
+            world.clock.advance(30 * 86_400_000)
+            await world.orphans.run(Budget(world.clock, 1))
+        assert old in world.stored()
+        assert world.orphans.facts()["kept_unstamped"] == 1
+        world.rows.versions.clear()
+        await drop_shard(world.consensus(), world.objects, _NoPipelines(world), world.clock, world.rand, "t")  # type: ignore[arg-type]
+        for _ in range(2):
+            await world.orphans.run(Budget(world.clock, 1))
+            world.clock.advance(200_000)
+        assert not world.stored(), "it goes with its shard"
+        assert world.orphans.facts()["kept_unstamped"] == 0
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("jump_ms", [86_400_000, -86_400_000])
+def test_a_wall_clock_that_is_set_neither_shortens_nor_lengthens_the_wait_for_a_dropped_shard(jump_ms: int) -> None:
+    async def scenario() -> None:
+        world = World()
+        shard = await world.open()
+        world.clock.advance(1000)
+        await world.write(shard, KEYS)
+        await drop_shard(world.consensus(), world.objects, _NoPipelines(world), world.clock, world.rand, "t")  # type: ignore[arg-type]
+        await world.orphans.run(Budget(world.clock, 1))
+        world.clock.jump(jump_ms)
+        world.clock.advance(100_000)
+        await world.orphans.run(Budget(world.clock, 1))
+        assert world.stored()
+        world.clock.advance(21_000)
+        await world.orphans.run(Budget(world.clock, 1))
+        assert not world.stored()
+
+    run(scenario())
+
+
 def test_objects_of_a_dropped_shard_go_when_no_row_mentions_it() -> None:
     async def scenario() -> None:
         world = World()

@@ -123,6 +123,27 @@ def test_an_object_goes_when_the_last_of_its_partitions_is_past_it_and_after_the
     run(scenario())
 
 
+@pytest.mark.parametrize("jump_ms", [86_400_000, -86_400_000])
+def test_a_wall_clock_that_is_set_neither_shortens_nor_lengthens_the_grace(jump_ms: int) -> None:
+    async def scenario() -> None:
+        world = World()
+        row = await world.catalogue.create_topic("t", 1)
+        node = world.node()
+        await world.send(node, row, 0)
+        await world.send(node, row, 0)
+        await world.forget(node, row, 0)
+        while not any(garbage.horizon for garbage in world.keeper._garbage.values()):
+            await world.keep(10)
+        world.clock.jump(jump_ms)
+        await world.keep(40)
+        assert world.stored()
+        await world.keep(200)
+        assert not world.stored()
+        await world.aclose()
+
+    run(scenario())
+
+
 def test_an_object_whose_batches_are_on_their_way_stays_however_long_it_takes() -> None:
     async def scenario() -> None:
         world = World()

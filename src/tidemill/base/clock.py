@@ -83,15 +83,21 @@ class ManualClock:
 
     def __init__(self, now_ms: int = 1_000_000) -> None:
         self._now_ms = now_ms
+        self._set_by_ms = 0
 
     def now_ms(self) -> int:
         return self._now_ms
 
     def monotonic_s(self) -> float:
-        return self._now_ms / 1000
+        return (self._now_ms - self._set_by_ms) / 1000
 
     def advance(self, delta_ms: int) -> None:
         self._now_ms += delta_ms
+
+    def jump(self, delta_ms: int) -> None:
+        """The wall clock is set, either way; the monotonic one goes on."""
+        self._now_ms += delta_ms
+        self._set_by_ms += delta_ms
 
 
 class Rand:

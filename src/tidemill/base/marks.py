@@ -292,7 +292,8 @@ class Tracker:
 
     def heal(self, name: str) -> None:
         """The unit works again, or is not wanted any more."""
-        self._failures.pop(name, None)
+        with self._lock:
+            self._failures.pop(name, None)
 
     def works(self, name: str, trouble: str, *, now_ms: int, held_by: str = "") -> None:
         """What this process stands on (OWN): it works, or `trouble` says in a sentence what does not."""
@@ -311,8 +312,16 @@ class Tracker:
 
     def remove(self, name: str) -> None:
         """The mark goes with what it was about; a failure stays until the unit heals."""
-        self._marks.pop(name, None)
-        self._earlier.pop(name, None)
+        with self._lock:
+            self._marks.pop(name, None)
+            self._earlier.pop(name, None)
+
+    def clear(self, prefix: str) -> None:
+        """Marks and failures of this prefix are for another process to tell from here on."""
+        with self._lock:
+            self._marks = {name: mark for name, mark in self._marks.items() if not name.startswith(prefix)}
+            self._earlier = {name: mark for name, mark in self._earlier.items() if not name.startswith(prefix)}
+            self._failures = {name: found for name, found in self._failures.items() if not name.startswith(prefix)}
 
     def report(self, process: str, now_ms: int, facts: Mapping[str, object] | None = None) -> Report:
         with self._lock:

@@ -16,6 +16,7 @@ from tidemill.cli import (
     demo_command,
     dlq,
     doctor,
+    pipeline,
     restore,
     shape,
     shard,
@@ -42,6 +43,7 @@ app.command("why")(why.why)
 app.command("verify")(verify_command.verify)
 app.add_typer(capture.app, name="capture")
 app.add_typer(topic.app, name="topic")
+app.add_typer(pipeline.app, name="pipeline")
 app.add_typer(shape.app, name="shape")
 app.add_typer(shard.app, name="shard")
 app.command("sql")(sql.sql)

@@ -8,6 +8,9 @@ As of now and as of the newest manifest, for a restore begins there. A shard tha
 what the oldest binding covers is all that came before, with that binding's time. A source without a reader keeps its
 history and no more. Bindings of a busy source are some hundred bytes each, so a step forgets few at a time.
 
+Who keeps a source's bindings for longer than PINNED_MS is told under `keeper:bindings:SOURCE`, with how many there are
+and what lets them go: a pipeline that was stopped for good is not in the marks any more, and would keep them silently.
+
 BK1  A source that changed is looked at soon, one that does not ever more seldom: an idle topic costs next to nothing.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 
 import msgspec
 
@@ -23,7 +27,7 @@ from tidemill.keeper.checkpoint import sources_of
 from tidemill.keeper.grounds import Grounds
 from tidemill.keeper.jobs import Budget
 from tidemill.keeper.persisted import Persisted
-from tidemill.keeper.told import Told
+from tidemill.keeper.told import TOLD_AT_ONCE, Told
 from tidemill.metastore.rows import PIPELINES
 from tidemill.metastore.rows.pipelines import PipelineRow, source_of
 from tidemill.shards.commands import Create
@@ -35,6 +39,8 @@ EVERY_S = 10.0
 FIRST_PAUSE_S = 15.0
 LONGEST_PAUSE_S = 600.0
 HELD_SHOWN = 10
+PINNED_MS = 3_600_000
+"""As long as a process that is gone is still shown as blind; from then on this is all that tells of it."""
 
 
 class _Tended(msgspec.Struct):
@@ -51,6 +57,8 @@ class BindingsUpkeep:
         self._persisted = Persisted(grounds.metastore)
         self._tended: dict[str, _Tended] = {}
         self._forgotten = 0
+        self._tracker = tracker
+        self._pinned: set[str] = set()
         self._held_by: dict[str, str] = {}
         """source → the shard whose since is the least"""
 
@@ -59,6 +67,7 @@ class BindingsUpkeep:
             "forgotten": self._forgotten,
             "sources": len(self._tended),
             "held_by": dict(sorted(self._held_by.items())[:HELD_SHOWN]),
+            "pinned": len(self._pinned),
             "failing": self._told.count,
         }
 
@@ -68,19 +77,21 @@ class BindingsUpkeep:
         sources = await sources_of(g.metastore)
         for gone in self._tended.keys() - set(sources):
             self._told.healed(gone)
+            self._released(gone)
             self._held_by.pop(gone, None)
         self._tended = {source: self._tended.get(source, _Tended()) for source in sources}
         now_s = g.clock.monotonic_s()
         due = sorted((s for s in sources if self._tended[s].next_s <= now_s), key=lambda s: self._tended[s].next_s)
         if not due:
             return False
-        readers = readers_of(await g.metastore.rows(PIPELINES, fresh=False))
+        pipelines = await g.metastore.rows(PIPELINES, fresh=False)
+        readers = readers_of(pipelines)
         created = {create.name: create for create in await created_shards(g.consensus)}
         for at, source in enumerate(due):
             if at and not budget.left:
                 return True
             try:
-                await self._visit(source, [created[name] for name in readers[source] if name in created])
+                await self._visit(source, [created[name] for name in readers[source] if name in created], pipelines)
             except BaseException as error:
                 self._told.failed(source, error)
                 self._tended[source].next_s = now_s + LONGEST_PAUSE_S / 10
@@ -88,35 +99,71 @@ class BindingsUpkeep:
                 self._told.healed(source)
         return False
 
-    async def _visit(self, source: str, readers: Sequence[Create]) -> None:
+    async def _visit(self, source: str, readers: Sequence[Create], pipelines: Sequence[PipelineRow]) -> None:
         g, tended = self._g, self._tended[source]
         remap = LogRemap(g.consensus, source, g.clock, g.rand)
         await remap.latest()
         end = remap.position
         if remap.length > WHOLE_EVERY:
             least = g.clock.now_ms() - int(g.retention.history_s * 1000)
-            holder = ""
+            holder, upper = "", 0
             for create in readers:
-                since = await self._since(create)
-                if since is not None and since < least:
-                    least, holder = since, create.name
+                asks = await self._asks(create)
+                if asks is not None and asks[0] < least:
+                    (least, upper), holder = asks, create.name
             self._forgotten += await remap.forget(least)
             self._held_by.pop(source, None)
             if holder:
                 self._held_by[source] = holder
+            await self._tell(remap, least, upper, holder, [row.name for row in pipelines if holder in row.tables])
+        else:
+            self._released(source)
         tended.pause_s = FIRST_PAUSE_S if end != tended.end else min(LONGEST_PAUSE_S, tended.pause_s * 2)
         tended.end = end
         tended.next_s = g.clock.monotonic_s() + tended.pause_s
 
-    async def _since(self, create: Create) -> int | None:
-        """The least time that this shard, or one restored in its place, may ask for; None when it asks for nothing."""
+    async def _tell(self, remap: LogRemap, least: int, upper: int, holder: str, pipelines: Sequence[str]) -> None:
+        """`least` is what the holder, a shard that is at `upper`, may still ask for. The age is that of the bindings,
+        so it survives whoever runs this job."""
+        newest = await remap.latest()
+        newest_ms = newest.time_ms if newest is not None else 0
+        behind = bool(holder) and newest_ms - least > PINNED_MS
+        since_ms = max(least, await remap.oldest_ms() or 0) if behind else newest_ms
+        if newest_ms - since_ms <= PINNED_MS:
+            self._released(remap.name)
+            return
+        if remap.name not in self._pinned and len(self._pinned) >= TOLD_AT_ONCE:
+            return
+        self._pinned.add(remap.name)
+        since = datetime.fromtimestamp(since_ms / 1000, UTC).isoformat(timespec="seconds")
+        reason = f"{remap.length:,} bindings since {since} are kept for shard {holder} of pipeline {pipelines[0]}"
+        if newest_ms - upper > PINNED_MS:
+            held_by = f"pipeline:{pipelines[0]}"
+            reason += f", which stands: start it, or give it up: tidemill pipeline delete {pipelines[0]}"
+        else:
+            held_by = f"shard:{holder}"
+            reason += f", whose past somebody reads: tidemill shard describe {holder}"
+        now_ms = self._g.clock.now_ms()
+        mark = f"keeper:bindings:{remap.name}"
+        self._tracker.set(
+            mark, since_ms, newest_ms, now_ms=now_ms, held_by=held_by, reason=reason, budget_ms=0, unit="ms"
+        )
+
+    def _released(self, source: str) -> None:
+        if source in self._pinned:
+            self._pinned.discard(source)
+            self._tracker.remove(f"keeper:bindings:{source}")
+
+    async def _asks(self, create: Create) -> tuple[int, int] | None:
+        """(the least time that this shard, or one restored in its place, may ask for, its upper); None when it asks
+        for nothing."""
         state = await shard_replica(self._g.consensus, create.shard_id).load()
         if state is None:
             return None
         if not state.upper:
-            return 0  # made and not begun: its first step may be under way, and ends at an old binding
+            return 0, 0  # made and not begun: its first step may be under way, and ends at an old binding
         held = await self._persisted.held(create.name, create.shard_id)
-        return min(state.since, held.since)
+        return min(state.since, held.since), state.upper
 
 
 def readers_of(pipelines: Sequence[PipelineRow]) -> Mapping[str, list[str]]:

@@ -117,6 +117,7 @@ class Jobs:
             # Another node tells from here on.
             self._tracker.remove(job.mark)
             self._tracker.heal(job.mark)
+            self._tracker.clear(f"{job.mark}:")
 
     async def _steps_of(self, job: Job, term: int) -> None:
         budget_ms = LATE_AFTER_MS + int(job.interval_s * 1000)

@@ -5,7 +5,8 @@
     of no shard there is   dropped, or from before a restore: named by no shard, mentioned by no row of the
                            checkpoint, for collect_after_s
 
-An object without a time in its key (an older format) is taken by the store's time, a week old.
+An object without a time in its key (an older format) is kept and counted while its shard is there: no sweep can forbid
+that a writer shows it yet, however old it is. No writer makes such objects any more, and they go with their shard.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from tidemill.shards.open import created_shards
 from tidemill.shards.state import ShardState
 
 PREFIX = "shards/"
-UNSTAMPED_MS = 7 * 86_400_000
 LISTED_AT_ONCE = 20_000
 """Keys held at once; the next step goes on after them."""
 
@@ -34,14 +34,22 @@ class Orphans:
         self._g = grounds
         self._persisted = Persisted(grounds.metastore)
         self._after = ""
-        self._gone: dict[str, tuple[int, list[int]]] = {}
-        """shard id that neither register nor row has → when that was seen first, and what was not persisted then"""
+        self._gone: dict[str, tuple[float, list[int]]] = {}
+        """shard id that neither register nor row has → when that was seen first, by the monotonic clock, and what was
+        not persisted then"""
         self._seen: set[str] = set()
         self._created: set[str] = set()
         self._deleted = self._deleted_bytes = 0
+        self._unstamped = self._counted = 0
+        """Kept for want of a time in their keys: in the last whole listing, and in this one so far."""
 
     def facts(self) -> dict[str, object]:
-        return {"deleted_objects": self._deleted, "deleted_bytes": self._deleted_bytes, "gone_shards": len(self._gone)}
+        return {
+            "deleted_objects": self._deleted,
+            "deleted_bytes": self._deleted_bytes,
+            "gone_shards": len(self._gone),
+            "kept_unstamped": self._unstamped,
+        }
 
     async def run(self, budget: Budget) -> bool:
         """One stretch of the listing; True while it has not come to its end."""
@@ -77,9 +85,12 @@ class Orphans:
         if not more:
             self._gone = {shard_id: since for shard_id, since in self._gone.items() if shard_id in self._seen}
             self._seen = set()
+            self._unstamped, self._counted = self._counted, 0
         return more
 
     async def _of_shard(self, shard: LogShard, metas: list[ObjectMeta], states: dict[str, ShardState]) -> None:
+        named = _named(states.values())
+        self._counted += sum(written_ms(meta.key) < 0 and meta.key not in named for meta in metas)
         before_ms = self._g.clock.now_ms() - int(self._g.retention.orphans_after_s * 1000)
         if not self._orphans(metas, [shard.state], before_ms):
             return
@@ -92,18 +103,12 @@ class Orphans:
     ) -> list[ObjectMeta]:
         named = _named(states)
         limit_ms = before_ms if swept is None else min(before_ms, swept.swept_ms)
-        old_ms = self._g.clock.now_ms() - UNSTAMPED_MS
-        return [
-            meta
-            for meta in metas
-            if meta.key not in named
-            and (0 <= written_ms(meta.key) < limit_ms or (written_ms(meta.key) < 0 and meta.modified_ms < old_ms))
-        ]
+        return [meta for meta in metas if meta.key not in named and 0 <= written_ms(meta.key) < limit_ms]
 
     async def _of_none(self, gone: dict[str, list[ObjectMeta]], states: dict[str, ShardState]) -> None:
         if not gone:
             return
-        now_ms = self._g.clock.now_ms()
+        now_s = self._g.clock.monotonic_s()
         mentioned = await self._persisted.mentions()
         horizon = await self._persisted.horizon()
         named = _named(states.values())
@@ -112,8 +117,8 @@ class Orphans:
                 self._gone.pop(shard_id, None)
                 continue
             self._seen.add(shard_id)
-            since_ms, unpersisted = self._gone.setdefault(shard_id, (now_ms, horizon))
-            old = now_ms - since_ms >= int(self._g.retention.collect_after_s * 1000)
+            since_s, unpersisted = self._gone.setdefault(shard_id, (now_s, horizon))
+            old = now_s - since_s >= self._g.retention.collect_after_s
             if old and await self._persisted.covers(unpersisted):
                 await self._delete([meta for meta in metas if meta.key not in named])
 

@@ -44,12 +44,13 @@ Place = tuple[str, int]
 
 
 class _Garbage(msgspec.Struct):
-    """An object that nothing names. `places`: the partitions in its footer."""
+    """An object that nothing names. `places`: the partitions in its footer. Times are the monotonic clock's: a wall
+    clock that was set must neither shorten a wait nor make it last for ever."""
 
     meta: ObjectMeta
     places: tuple[Place, ...]
-    seen_ms: int
-    ready_ms: int = -1
+    seen_s: float
+    ready_s: float | None = None
     horizon: list[int] = []
 
 
@@ -128,14 +129,14 @@ class TopicObjects:
         live = set[str]().union(*(state.live_objects() for state in self._states.values()))
         unread = await self._look(found, live, budget)
         rows = {(row.topic_id, row.partition): row.log_start for row in await self._g.metastore.rows(PARTITIONS)}
-        undecided: dict[Place, int] = {}
+        undecided: dict[Place, float] = {}
         for key, garbage in list(self._garbage.items()):
             if key in live and self._fault != "first-region":
                 # Its placeholder was still on its way when the object was listed.
                 del self._garbage[key]
             elif waits := self._undecided(garbage):
                 for place in waits:
-                    undecided[place] = min(garbage.seen_ms, undecided.get(place, garbage.seen_ms))
+                    undecided[place] = min(garbage.seen_s, undecided.get(place, garbage.seen_s))
             else:
                 await self._collect(garbage, rows)
         await self._settle(undecided)
@@ -185,7 +186,7 @@ class TopicObjects:
                 if state is not None and meta.key in state.live_objects():
                     continue
                 places = places[:1]
-            self._garbage[meta.key] = _Garbage(meta, places, self._g.clock.now_ms())
+            self._garbage[meta.key] = _Garbage(meta, places, self._g.clock.monotonic_s())
         return False
 
     async def _places(self, meta: ObjectMeta) -> tuple[Place, ...]:
@@ -220,15 +221,16 @@ class TopicObjects:
         for place in garbage.places:
             state = self._states.get(place)
             if place in rows and (state is None or rows[place] < state.log_start):
-                garbage.ready_ms = -1  # L3: its row is to follow
+                garbage.ready_s = None  # L3: its row is to follow
                 return
             if state is None:
                 await self._end(place)
-        now_ms = self._g.clock.now_ms()
-        if garbage.ready_ms < 0:
-            garbage.ready_ms, garbage.horizon = now_ms, await self._persisted.horizon()
-        waited = now_ms - garbage.ready_ms >= int(self._g.retention.collect_after_s * 1000)
-        if waited and await self._persisted.covers(garbage.horizon):
+        now_s = self._g.clock.monotonic_s()
+        if garbage.ready_s is None:
+            garbage.ready_s, garbage.horizon = now_s, await self._persisted.horizon()
+        if now_s - garbage.ready_s >= self._g.retention.collect_after_s and await self._persisted.covers(
+            garbage.horizon
+        ):
             await self._g.objects.delete(garbage.meta.key)
             del self._garbage[garbage.meta.key]
             self._figures.deleted_objects += 1
@@ -241,10 +243,10 @@ class TopicObjects:
             self._ended.add(place)
             self._figures.ended_logs += 1
 
-    async def _settle(self, undecided: Mapping[Place, int]) -> None:
+    async def _settle(self, undecided: Mapping[Place, float]) -> None:
         """Leaders decide by themselves where something is written; after a while the others are made to."""
-        before_ms = self._g.clock.now_ms() - int(self._g.retention.collect_after_s * 1000)
-        due = sorted((seen_ms, place) for place, seen_ms in undecided.items() if seen_ms <= before_ms)
+        before_s = self._g.clock.monotonic_s() - self._g.retention.collect_after_s
+        due = sorted((seen_s, place) for place, seen_s in undecided.items() if seen_s <= before_s)
         error: TidemillError | None = None
         for _, place in due[:SETTLED_AT_ONCE]:
             try:

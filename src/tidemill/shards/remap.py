@@ -187,6 +187,12 @@ class LogRemap:
         position = await self._position_after(time_ms)
         return (await self._read(position - 1, 1))[0] if position else None
 
+    async def oldest_ms(self) -> int | None:
+        """Time of the oldest binding that is kept; None while there is none. Raises Missing: truncated meanwhile."""
+        await self._sync()
+        found = await self._stored(self._log_start, 1) if self.length else []
+        return found[0].binding.time_ms if found else None
+
     async def forget(self, time_ms: int) -> int:
         """Truncate what nobody asks for who asks for `time_ms` and later; returns how many bindings went.
 
