@@ -16,12 +16,11 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
+from tidemill.base.pgtext import DAY_US
+from tidemill.shards.pgtypes import DATE_INFINITY, TIMESTAMP_INFINITY
+
 if TYPE_CHECKING:
     import pyarrow as pa
-
-DAY_US = 86_400_000_000
-TIMESTAMP_INFINITY = 2**63 - 1
-DATE_INFINITY = 2**31 - 1
 
 
 def text_columns(table: pa.Table, names: Sequence[str]) -> list[list[str | None]]:

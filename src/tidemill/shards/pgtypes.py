@@ -25,6 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tidemill.base.errors import Invalid
+from tidemill.base.pgtext import read_bytea, read_date, read_timestamptz
 from tidemill.shards.front import Column
 from tidemill.shards.schema import arrow_type, canonical_type
 
@@ -43,14 +44,9 @@ _PLAIN = {
 }
 _NUMERIC = re.compile(r"numeric\((\d+),(-?\d+)\)")
 _TIMESTAMP = re.compile(r"timestamp(?:\(\d\))?(?: with(?:out)? time zone)?")
-_DATE_TEXT = re.compile(r"(\d{4,})-(\d\d)-(\d\d)( BC)?")
-_TIMESTAMP_TEXT = re.compile(
-    r"(\d{4,})-(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)(?:\.(\d{1,6}))?(?:([+-])(\d\d)(?::(\d\d))?(?::(\d\d))?)?( BC)?"
-)
 
 TIMESTAMP_INFINITY = 2**63 - 1
 DATE_INFINITY = 2**31 - 1
-_DAY_US = 86_400_000_000
 
 T = TypeVar("T")
 
@@ -78,7 +74,7 @@ def parse_column(values: Sequence[str | None], column: Column) -> pa.Array:
     if kind in ("string", "json"):
         return pa.array(values, pa.string())
     if kind == "binary":
-        return pa.array([None if v is None else _each(_bytea, v, column) for v in values], pa.binary())
+        return pa.array([None if v is None else _each(read_bytea, v, column) for v in values], pa.binary())
     text = pa.array(values, pa.string())
     target = arrow_type(kind)
     try:
@@ -127,45 +123,17 @@ def _each(parse: Callable[[str], T], value: str, column: Column) -> T:
         ) from error
 
 
-def _bytea(value: str) -> bytes:
-    if not value.startswith("\\x"):
-        raise ValueError("bytea must be in hex format")
-    return bytes.fromhex(value[2:])
-
-
-def _days(year: int, month: int, day: int) -> int:
-    """Days from 1970-01-01, proleptic Gregorian, any year (0 = 1 BC), by eras of 400 years."""
-    if not (1 <= month <= 12 and 1 <= day <= 31):
-        raise ValueError("no such day")
-    year -= month <= 2
-    era, of_era = divmod(year, 400)
-    of_year = (153 * (month + (-3 if month > 2 else 9)) + 2) // 5 + day - 1
-    return era * 146_097 + of_era * 365 + of_era // 4 - of_era // 100 + of_year - 719_468
-
-
-def _date_days(value: str) -> int:
-    if value in ("infinity", "-infinity"):
-        return DATE_INFINITY if value == "infinity" else -DATE_INFINITY
-    found = _DATE_TEXT.fullmatch(value)
-    if found is None:
-        raise ValueError("not a date")
-    year = int(found[1])
-    return _days(1 - year if found[4] else year, int(found[2]), int(found[3]))
-
-
-def _timestamp_us(value: str) -> int:
-    if value in ("infinity", "-infinity"):
-        return TIMESTAMP_INFINITY if value == "infinity" else -TIMESTAMP_INFINITY
-    found = _TIMESTAMP_TEXT.fullmatch(value)
-    if found is None:
-        raise ValueError("not a timestamp")
-    year, month, day, hour, minute, second = (int(found[i]) for i in range(1, 7))
-    seconds = hour * 3600 + minute * 60 + second
-    if found[8]:
-        zone = int(found[9]) * 3600 + int(found[10] or 0) * 60 + int(found[11] or 0)
-        seconds -= zone if found[8] == "+" else -zone
-    us = seconds * 1_000_000 + int((found[7] or "").ljust(6, "0") or 0)
-    total = _days(1 - year if found[12] else year, month, day) * _DAY_US + us
-    if abs(total) >= TIMESTAMP_INFINITY:
+def _number(value: int | float, infinity: int) -> int:
+    if isinstance(value, float):
+        return infinity if value > 0 else -infinity
+    if abs(value) >= infinity:
         raise ValueError("out of range")
-    return total
+    return value
+
+
+def _date_days(text: str) -> int:
+    return _number(read_date(text), DATE_INFINITY)
+
+
+def _timestamp_us(text: str) -> int:
+    return _number(read_timestamptz(text), TIMESTAMP_INFINITY)

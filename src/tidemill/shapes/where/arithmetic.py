@@ -7,10 +7,10 @@ import operator
 from collections.abc import Callable
 from decimal import ROUND_HALF_UP, Decimal, Inexact, Overflow
 
+from tidemill.base.pgtext import INTEGERS, check_integer, check_numeric, to_float4, too_wide
 from tidemill.shapes.where.expressions import UNKNOWN, Expression, resolve, strict
 from tidemill.shapes.where.operators import no_operator, promote
 from tidemill.shapes.where.types import (
-    INTEGERS,
     NUMBERS,
     ROUNDING,
     WIDE,
@@ -18,10 +18,6 @@ from tidemill.shapes.where.types import (
     Type,
     Value,
     WhereError,
-    check_integer,
-    check_numeric,
-    to_float4,
-    too_wide,
 )
 
 

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from decimal import ROUND_HALF_UP, Decimal
 
+from tidemill.base.pgtext import DAY_US, INTEGERS, READERS, check_integer, to_float4
 from tidemill.shapes.where.expressions import TEXT, UNKNOWN, Expression, Row, resolve, strict
-from tidemill.shapes.where.operators import DAY_US
 from tidemill.shapes.where.types import (
     ALIASES,
-    INTEGERS,
-    READERS,
     ROUNDING,
     EvaluationError,
     Type,
     Value,
     WhereError,
-    check_integer,
     reader,
-    to_float4,
     to_float8,
 )
 

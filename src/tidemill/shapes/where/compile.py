@@ -16,6 +16,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tidemill.base.pgtext import INTEGER_DIGITS, INTEGERS, Refused, read_numeric
 from tidemill.base.tasks import is_fault, sentence
 from tidemill.shapes.where import arithmetic, casts, operators, strings
 from tidemill.shapes.where.expressions import (
@@ -35,13 +36,10 @@ from tidemill.shapes.where.expressions import (
 from tidemill.shapes.where.printing import sql_of
 from tidemill.shapes.where.types import (
     ALIASES,
-    INTEGER_DIGITS,
-    INTEGERS,
     NUMBERS,
     EvaluationError,
     Type,
     WhereError,
-    read_numeric,
 )
 
 PREFIX = "SELECT 1 WHERE "
@@ -93,7 +91,7 @@ def compile_where(
         return _compile(text, params, columns, schema, table)
     except WhereError:
         raise
-    except EvaluationError as error:  # a constant part of it fails whatever the row
+    except Refused as error:  # a constant part of it fails whatever the row
         raise WhereError(f"the clause can never be evaluated: {error}.") from error
     except RecursionError as error:
         raise WhereError("where clause is nested too deeply.") from error

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from tidemill.shapes.where.types import EvaluationError, Type, Value, WhereError, reader
+from tidemill.base.pgtext import Refused
+from tidemill.shapes.where.types import Type, Value, WhereError, reader
 
 Row = Mapping[str, str | None]
 Evaluate = Callable[[Row], Value]
@@ -96,7 +97,7 @@ def resolve(expression: Expression, type_: Type, location: str = "") -> Expressi
         return constant(type_, None)
     try:
         return constant(type_, reader(type_)(expression.literal))
-    except EvaluationError as error:
+    except Refused as error:
         raise WhereError(f"{location}{error}") from error
 
 

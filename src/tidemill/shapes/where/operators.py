@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable
 from decimal import Decimal
 
-from tidemill.shapes.where.arrays import flatten
+from tidemill.base.pgtext import DAY_US, INTEGERS
 from tidemill.shapes.where.expressions import (
     BOOL,
     TEXT,
@@ -25,7 +25,6 @@ from tidemill.shapes.where.expressions import (
     strict,
 )
 from tidemill.shapes.where.types import (
-    INTEGERS,
     MOMENTS,
     NUMBERS,
     TEXTS,
@@ -44,7 +43,6 @@ COMPARISONS: dict[str, Callable[[Value, Value], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-DAY_US = 86_400_000_000
 
 
 def no_operator(name: str, left: Type | None, right: Type, location: str) -> WhereError:
@@ -305,3 +303,11 @@ def member(left: Expression, items: list[Expression], location: str) -> Expressi
         return _lookup_expression(pairs[0][0], [right.evaluate({}) for _, right in pairs])
     parts = [compare("=", a, b, location) for a, b in pairs]
     return Expression(BOOL, any_true([part.evaluate for part in parts]), equality=either(parts))
+
+
+def flatten(items: list[Value]) -> list[Value]:
+    """Elements of a possibly nested array, in storage order: what ANY and ALL compare with."""
+    out: list[Value] = []
+    for item in items:
+        out.extend(flatten(item) if isinstance(item, list) else (item,))
+    return out

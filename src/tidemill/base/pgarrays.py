@@ -1,0 +1,69 @@
+"""PostgreSQL's array text: `{1,NULL,"a \\"b\\""}`, nested braces, optional `[l:u]=` bounds. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from tidemill.base.pgtext import BLANKS, Refused
+
+ARRAY_CHARS = 100_000
+"""Some 20 ms."""
+
+MOST_DIMENSIONS = 6
+
+_FLAT = re.compile(r'\{([^{}"\\]*)\}\Z')
+_BOUNDS = re.compile(r"(?:\[[+-]?[0-9]+(?::[+-]?[0-9]+)?\])+[ \t\n\r\f\v]*=[ \t\n\r\f\v]*")
+_ITEM = re.compile(r'[ \t\n\r\f\v]*(?:([{},])|"((?:[^"\\]|\\.)*)"|((?:[^{},"\\]|\\.)+))[ \t\n\r\f\v]*', re.DOTALL)
+_ESCAPED = re.compile(r"\\(.)", re.DOTALL)
+
+
+def read_array(text: str, read: Callable[[str], Any]) -> list[Any]:
+    """Elements go through `read`, NULL becomes None. Raises Refused, and what `read` raises."""
+    if len(text) > ARRAY_CHARS:
+        raise Refused(f"an array of more than {ARRAY_CHARS} characters is not supported")
+    body, whole, before = text.strip(BLANKS), list[Any](), ""
+    flat = _FLAT.match(body)
+    if flat:  # most are: twice as fast
+        words = [word.strip(BLANKS) for word in flat[1].split(",")]
+        if words == [""]:
+            return []
+        if "" in words:
+            raise _malformed(text)
+        return [None if word.upper() == "NULL" else read(word) for word in words]
+    bounds = _BOUNDS.match(body)
+    stack, at = [whole], bounds.end() if bounds else 0
+    while at < len(body):
+        found = _ITEM.match(body, at)
+        if found is None:
+            raise _malformed(text)
+        mark, quoted, plain = found.groups()
+        if not mark and before in ("{", ","):
+            stack[-1].append(_element(quoted, plain, read))
+        elif mark == "," and before in ("value", "}") and len(stack) > 1:
+            pass
+        elif mark == "{" and before in ("", "{", ",") and len(stack) <= MOST_DIMENSIONS:
+            stack[-1].append([])
+            stack.append(stack[-1][-1])
+        elif mark == "}" and before in ("{", "}", "value") and len(stack) > 1:
+            stack.pop()
+        else:
+            raise _malformed(text)
+        before, at = mark or "value", found.end()
+    if len(stack) > 1 or not whole:
+        raise _malformed(text)
+    return whole[0]  # type: ignore[no-any-return]
+
+
+def _element(quoted: str | None, plain: str | None, read: Callable[[str], Any]) -> Any:
+    if plain is not None:
+        plain = plain.rstrip(BLANKS)
+        if plain.upper() == "NULL":
+            return None
+    text = quoted or plain or ""
+    return read(_ESCAPED.sub(r"\1", text) if "\\" in text else text)
+
+
+def _malformed(text: str) -> Refused:
+    return Refused(f'malformed array literal: "{text}"')

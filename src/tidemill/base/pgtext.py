@@ -1,0 +1,280 @@
+"""Values in PostgreSQL's text form, one rule a type: what PostgreSQL's own input function makes of the text. Pure.
+
+    bool              bool
+    int2 int4 int8    int, checked against the type's range
+    numeric           Decimal (NaN and infinities included)
+    float4 float8     float (float4 rounded to single precision)
+    uuid              str, canonical lower case: its order is the byte order
+    bytea             bytes, of the hex format
+    date              days since 1970-01-01;  ±inf
+    time              microseconds of the day
+    timestamp(tz)     microseconds since 1970-01-01 UTC;  ±inf
+    arrays            nested lists, None for NULL (`pgarrays`)
+    anything else     its text
+
+All that sessions print under DateStyle ISO, bytea_output hex and TimeZone UTC is read, and what people write in its
+stead; of the input functions' further words (`now`, `Jan 8`, `0x1F`, `1_000`) nothing. Digits and blanks are ASCII's.
+What is not read raises `Refused`, with PostgreSQL's message. Columns of ordinary values are read by Arrow
+(`shards/pgtypes`), which takes the same text for the same values; these functions read what it does not know.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+INTEGERS = {"int2": 1 << 15, "int4": 1 << 31, "int8": 1 << 63}
+
+INTEGER_DIGITS = 100
+"""With sign, blanks and leading zeros; PostgreSQL has no such limit, and nobody writes such a number."""
+
+NUMERIC_DIGITS = 16_000
+"""Numbers with more digits, on either side of the point, are refused: PostgreSQL goes further (131,072 and 16,383), but
+one operation on such numbers must not cost the loop more than a few milliseconds."""
+
+DAY_US = 86_400_000_000
+DAYS = range(-2_440_588, 2_145_042_906)
+"""From 4714-11-24 BC to 5874897-12-31."""
+MOMENTS = range(-210_866_803_200_000_000, 9_224_318_016_000_000_000)
+"""From 4714-11-24 BC to the end of the year 294276, which is beyond 2⁶³ µs after 1970."""
+
+DISPLAY = {
+    "bool": "boolean",
+    "int2": "smallint",
+    "int4": "integer",
+    "int8": "bigint",
+    "float4": "real",
+    "float8": "double precision",
+    "bpchar": "character",
+    "time": "time without time zone",
+    "timestamp": "timestamp without time zone",
+    "timestamptz": "timestamp with time zone",
+}
+"""Names of types as PostgreSQL's messages have them."""
+
+BLANKS = " \t\n\r\f\v"
+_INT = re.compile(r"[ \t\n\r\f\v]*[+-]?[0-9]+[ \t\n\r\f\v]*\Z")
+_NUMERIC = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\Z")
+_NONZERO = re.compile(r"[+-]?[0.]*[1-9]")
+_DATE = re.compile(r"([0-9]{4,7})-([0-9]{1,2})-([0-9]{1,2})( BC)?\Z", re.IGNORECASE)
+_TIME = re.compile(r"([0-9]{1,2}):([0-9]{1,2})(?::([0-9]{1,2})(\.[0-9]*)?)?\Z")
+_MOMENT = re.compile(
+    r"([0-9]{4,7}-[0-9]{1,2}-[0-9]{1,2})(?:[ T]([0-9]{1,2}:[0-9]{1,2}(?::[0-9]{1,2}(?:\.[0-9]*)?)?))?"
+    r" ?(?:Z|UTC|([+-])([0-9]{1,2})(?::?([0-9]{2}))?(?::?([0-9]{2}))?)?( BC)?\Z",
+    re.IGNORECASE,
+)
+_UUID = re.compile(r"(\{)?((?:[0-9a-f]{4}-?){7}[0-9a-f]{4})(?(1)\})\Z")
+_SPECIAL = {
+    "nan": "nan",
+    "inf": "inf",
+    "infinity": "inf",
+    "+inf": "inf",
+    "+infinity": "inf",
+    "-inf": "-inf",
+    "-infinity": "-inf",
+}
+_INFINITE = {"infinity": math.inf, "+infinity": math.inf, "-infinity": -math.inf}
+_MONTH_DAYS = (31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
+
+
+class Refused(ValueError):
+    """The text is no such value, or the value does not fit its type: PostgreSQL raises an error here."""
+
+
+def _syntax(type_name: str, text: str) -> Refused:
+    return Refused(f'invalid input syntax for type {DISPLAY.get(type_name, type_name)}: "{text}"')
+
+
+def _field(text: str) -> Refused:
+    return Refused(f'date/time field value out of range: "{text}"')
+
+
+def read_text(text: str) -> str:
+    return text
+
+
+def read_bool(text: str) -> bool:
+    word = text.strip(BLANKS).lower()
+    if word and ("true".startswith(word) or "yes".startswith(word) or word in ("on", "1")):
+        return True
+    if word and ("false".startswith(word) or "no".startswith(word) or word in ("of", "off", "0")):
+        return False
+    raise _syntax("bool", text)
+
+
+def check_integer(name: str, value: int) -> int:
+    bound = INTEGERS[name]
+    if not -bound <= value < bound:
+        raise Refused(f"{DISPLAY[name]} out of range")
+    return value
+
+
+def _read_integer(name: str) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not _INT.match(text):
+            raise _syntax(name, text)
+        if len(text) > INTEGER_DIGITS:  # Python refuses to read very long ones
+            raise Refused(f"{DISPLAY[name]} out of range")
+        return check_integer(name, int(text))
+
+    return read
+
+
+def read_numeric(text: str) -> Decimal:
+    word = text.strip(BLANKS)
+    special = _SPECIAL.get(word.lower())
+    if special is not None:
+        return Decimal(special)
+    if not _NUMERIC.match(word):
+        raise _syntax("numeric", text)
+    if len(word) > 2 * NUMERIC_DIGITS:
+        raise too_wide()
+    try:
+        return check_numeric(Decimal(word))
+    except InvalidOperation as error:  # an exponent beyond any
+        raise too_wide() from error
+
+
+def too_wide() -> Refused:
+    return Refused(f"a number of more than {NUMERIC_DIGITS} digits is not supported")
+
+
+def check_numeric(value: Decimal) -> Decimal:
+    if value and value.is_finite() and not -NUMERIC_DIGITS <= value.adjusted() <= NUMERIC_DIGITS:
+        raise too_wide()
+    return value
+
+
+def read_float8(text: str) -> float:
+    word = text.strip(BLANKS)
+    special = _SPECIAL.get(word.lower())
+    if special is not None:
+        return float(special)
+    if not _NUMERIC.match(word):
+        raise _syntax("float8", text)
+    value = float(word)
+    if math.isinf(value) or (value == 0 and _NONZERO.match(word)):
+        raise Refused(f'"{text}" is out of range for type double precision')
+    return value
+
+
+def to_float4(value: float) -> float:
+    try:
+        result = float(struct.unpack("<f", struct.pack("<f", value))[0])
+    except OverflowError as error:
+        raise Refused("value out of range: overflow") from error
+    if result == 0 and value != 0:
+        raise Refused("value out of range: underflow")
+    return result
+
+
+def read_uuid(text: str) -> str:
+    found = _UUID.match(text.lower())
+    if not found:
+        raise _syntax("uuid", text)
+    digits = found[2].replace("-", "")
+    return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
+
+
+def read_bytea(text: str) -> bytes:
+    if not text.startswith("\\x"):
+        raise Refused(f'bytea is read in the hex format only: "{text}"')
+    try:
+        return bytes.fromhex(text[2:])
+    except ValueError as error:
+        raise _syntax("bytea", text) from error
+
+
+def _days(text: str, year: int, month: int, day: int, bc: bool) -> int:
+    """Days since 1970-01-01 in the proleptic Gregorian calendar, by eras of 400 years; there is no year 0."""
+    if not year:
+        raise _field(text)
+    year = 1 - year if bc else year
+    leap = year % 4 == 0 and (year % 100 != 0 or year % 400 == 0)
+    if not 1 <= month <= 12 or not 1 <= day <= _MONTH_DAYS[month - 1] or (month == 2 and day == 29 and not leap):
+        raise _field(text)
+    era, year_of_era = divmod(year - (month <= 2), 400)
+    day_of_year = (153 * ((month + 9) % 12) + 2) // 5 + day - 1
+    days = era * 146_097 + year_of_era * 365 + year_of_era // 4 - year_of_era // 100 + day_of_year - 719_468
+    if days not in DAYS:
+        raise Refused(f'date out of range: "{text}"')
+    return days
+
+
+def read_date(text: str) -> int | float:
+    word = text.strip(BLANKS)
+    infinite = _INFINITE.get(word.lower())
+    if infinite is not None:
+        return infinite
+    found = _DATE.match(word)
+    if not found:
+        raise _syntax("date", text)
+    return _days(text, int(found[1]), int(found[2]), int(found[3]), found[4] is not None)
+
+
+def read_time(text: str) -> int:
+    found = _TIME.match(text.strip(BLANKS))
+    if not found:
+        raise _syntax("time", text)
+    hour, minute = int(found[1]), int(found[2])
+    second_us = int(found[3] or 0) * 1_000_000 + round(float(f"0{found[4] or ''}") * 1_000_000)
+    micros = (hour * 60 + minute) * 60_000_000 + second_us
+    if minute > 59 or second_us > 60_000_000 or micros > DAY_US:
+        raise _field(text)
+    return micros
+
+
+def read_timestamp(text: str) -> int | float:
+    """Without zone: a zone in the text is ignored, as PostgreSQL does."""
+    return _read_moment(text, "timestamp")
+
+
+def read_timestamptz(text: str) -> int | float:
+    """Without a zone in the text the session's zone counts, which is UTC here."""
+    return _read_moment(text, "timestamptz")
+
+
+def _read_moment(text: str, name: str) -> int | float:
+    word = text.strip(BLANKS)
+    infinite = _INFINITE.get(word.lower())
+    if infinite is not None:
+        return infinite
+    found = _MOMENT.match(word)
+    if not found:
+        raise _syntax(name, text)
+    day, time, sign, hours, minutes, seconds, bc = found.groups()
+    year, month, of_month = day.split("-")
+    micros = _days(text, int(year), int(month), int(of_month), bc is not None) * DAY_US
+    micros += read_time(time) if time else 0
+    if sign:
+        hour, minute, second = int(hours), int(minutes or 0), int(seconds or 0)
+        if hour > 15 or minute > 59 or second > 59:
+            raise Refused(f'time zone displacement out of range: "{text}"')
+        if name == "timestamptz":
+            micros -= (1 if sign == "+" else -1) * ((hour * 60 + minute) * 60 + second) * 1_000_000
+    if micros not in MOMENTS:
+        raise Refused(f'timestamp out of range: "{text}"')
+    return micros
+
+
+READERS: dict[str, Callable[[str], Any]] = {
+    "bool": read_bool,
+    "int2": _read_integer("int2"),
+    "int4": _read_integer("int4"),
+    "int8": _read_integer("int8"),
+    "numeric": read_numeric,
+    "float4": lambda text: to_float4(read_float8(text)),
+    "float8": read_float8,
+    "text": read_text,
+    "bpchar": read_text,
+    "enum": read_text,
+    "uuid": read_uuid,
+    "date": read_date,
+    "time": read_time,
+    "timestamp": read_timestamp,
+    "timestamptz": read_timestamptz,
+}
