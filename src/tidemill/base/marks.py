@@ -261,6 +261,8 @@ class Tracker:
             restarts = 0 if elsewhere else restarts
             moved = elsewhere or old is None or (progress and progress != old.progress and restarts < LIVES)
             since_ms = now_ms if moved or old is None else old.since_ms
+            if restarts >= LIVES:
+                reason = f"{reason + '; ' if reason else ''}begun anew {restarts} times at this place"
             budget_ms = self.budget_ms if budget_ms is None else budget_ms
             self._marks[name] = Mark(
                 name, position, target, held_by, reason, since_ms, budget_ms, unit, share,
