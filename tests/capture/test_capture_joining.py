@@ -6,13 +6,17 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import psycopg
 import pytest
 from capture_world import World, until
 from test_capture_schema import T
 from test_capture_tables import GOOD, good_flows, in_world, plain
 
 from tidemill.base.errors import Unknown
+from tidemill.base.marks import Derived, State, derive
+from tidemill.capture.machine import Capture
 from tidemill.capture.recopy import ask
+from tidemill.capture.topic_writer import TopicWriter
 from tidemill.metastore.catalogue import CaptureTableRow
 
 pytestmark = pytest.mark.postgres
@@ -142,5 +146,89 @@ def test_nothing_beyond_a_park_at_the_wals_end_is_handed_on_before_the_park_is_d
             assert await world.folded("p", end) == {
                 f'{{"id":{i}}}': {"id": i, "v": v} for i, v in [(1, 1), (101, 1), (102, 2)]
             }, "every commit below where it is parked is in its topic"
+
+    in_world(postgres_dsn, scenario)
+
+
+def told(world: World, capture: Capture, name: str) -> Derived | None:
+    """What the mark of a table, or of the capture itself, says now."""
+    capture._mark()
+    now_ms = world.clock.now_ms()
+    mark = next((m for m in world.tracker.report("p", now_ms).marks if m.name == name), None)
+    return derive(mark, "p", now_ms, now_ms) if mark is not None else None
+
+
+def test_f413_a_copy_beside_the_stream_moves_with_its_rows_and_holds_the_captures_mark(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*GOOD, *T, "INSERT INTO t SELECT g, g, repeat('w', 500) FROM generate_series(10, 3000) g")
+        bursts, may_write = 0, asyncio.Event()
+        write_rows = TopicWriter.write_rows
+
+        async def slowly(self: TopicWriter, *args: Any) -> None:
+            nonlocal bursts
+            bursts += 1
+            if bursts > 1:
+                await may_write.wait()
+            await write_rows(self, *args)
+
+        async with world.capture(table_poll_s=0.1, budget_ms=1000) as capture:
+            await good_flows(world)
+            monkeypatch.setattr(TopicWriter, "write_rows", slowly)
+            await ask(world.catalogue, world.name, "public.t")
+            await until(lambda: bursts > 1, "a part is copied")
+            binding = await good_flows_beyond(world)
+            table = told(world, capture, capture.config.table_mark("public.t"))
+            assert table is not None and table.state is State.MOVING, table
+            assert 0 < table.mark.position < table.mark.target and table.mark.unit == "rows"
+            assert "copying public.t" in table.mark.reason
+            own = told(world, capture, capture.config.mark)
+            assert own is not None and own.mark.held_by == table.mark.name
+            assert own.mark.position <= binding, "what the server was told, not what is flushed"
+            assert await world.confirmed() <= own.mark.position
+
+            def stuck() -> bool:
+                table = told(world, capture, capture.config.table_mark("public.t"))
+                return table is not None and table.state is State.STUCK and table.mark.held_by.startswith("topic:")
+
+            await until(stuck, "a copy that stands is stuck, and names who holds it")
+            may_write.set()
+            await world.flowing("t")
+            assert told(world, capture, capture.config.table_mark("public.t")) is None
+            await good_flows(world)
+
+    in_world(postgres_dsn, scenario)
+
+
+async def good_flows_beyond(world: World) -> int:
+    """The LSN of a commit of the other table, once it is bound."""
+    await world.sql("INSERT INTO good SELECT max(id) + 1, 7 FROM good")
+    return (await world.caught_up()).lsn
+
+
+def test_f409_a_copy_behind_a_lock_names_its_holder_and_does_not_keep_the_slot(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*GOOD, *T)
+        async with world.capture(table_poll_s=0.1, budget_ms=1000) as capture:
+            await good_flows(world)
+            mark = capture.config.table_mark("public.t")
+            async with await psycopg.AsyncConnection.connect(world.dsn, application_name="migration") as other:
+                await other.execute("LOCK TABLE t IN ACCESS EXCLUSIVE MODE")
+                pid, query = other.info.backend_pid, "LOCK TABLE t IN ACCESS EXCLUSIVE MODE"
+                await ask(world.catalogue, world.name, "public.t")
+
+                def stuck() -> bool:
+                    table = told(world, capture, mark)
+                    by_pid = table is not None and table.mark.held_by == f"postgres-pid:{pid}"
+                    return by_pid and table.state is State.STUCK and query in table.mark.reason
+
+                await until(stuck, "the copy is stuck, and its holder named", 1 + 5)
+                await good_flows(world)  # the others, and the slot is confirmed
+                await until(stuck, "it still is")
+                await other.rollback()
+            await world.flowing("t", timeout_s=40)
+            await good_flows(world)
+            assert told(world, capture, mark) is None
 
     in_world(postgres_dsn, scenario)

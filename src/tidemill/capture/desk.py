@@ -11,7 +11,7 @@ D4  A change that may not have been written ends the session (`Unrecorded`): the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import structlog
 from msgspec.structs import replace
@@ -24,6 +24,7 @@ from tidemill.capture.boundaries import in_snapshot
 from tidemill.capture.changes import NEVER, Relation
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.difference import against_catalogue, against_stream
+from tidemill.capture.snapshot import SnapshotProgress
 from tidemill.capture.tables import Refusal
 from tidemill.capture.wire.pgoutput import RelationMessage
 from tidemill.metastore.catalogue import CaptureTableRow, Catalogue
@@ -61,6 +62,7 @@ class Desk:
         self._changing = asyncio.Lock()
         self.rows: dict[str, CaptureTableRow] = {}
         self._told: set[str] = set()
+        self._holders: dict[str, str] = {}
 
     def connect(self, on_park: Callable[[int, int], None]) -> None:
         self._on_park = on_park
@@ -125,6 +127,7 @@ class Desk:
         if known is not None and (known.snapshot is not None or known.parked_lsn):
             return
         if known is None or (known.state, known.reason, known.fix) != (why.state, why.reason[:REASON_CHARS], why.fix):
+            self._holders[name] = why.held_by
             await self.change(name, refused)
 
     async def change(
@@ -137,12 +140,14 @@ class Desk:
             except (Unavailable, Unknown) as error:
                 what = f"a table's state may not be written: table={name} cause={error.message!r}."
                 raise Unrecorded(what) from error
+        old = self.rows.get(name)
         if row is None:
             self.rows.pop(name, None)
             self._heal(name)
         else:
             self.rows[name] = row
-            if row.flows:  # a refused one that is tried again is not well yet
+            # A refused one that is tried again is not well yet; one that was parked is past that.
+            if row.flows or (row.state == "captured" and old is not None and old.parked_lsn):
                 self._heal(name)
             self._tell(row)
         return row
@@ -173,16 +178,36 @@ class Desk:
         return (row.table, "its description changed: " + "; ".join(said)) if said else None
 
     # marks ----------------------------------------------------------------------------------------
+    def copying(self, names: Iterable[str], progress: SnapshotProgress) -> None:
+        """Tables that are copied beside the stream: they move with its rows. What one was refused for before is told
+        until they do (M5)."""
+        for name in names:
+            self._tracker.set(
+                self._config.table_mark(name), progress.rows, max(progress.expected, progress.rows + 1),
+                now_ms=self._clock.now_ms(), held_by=progress.held_by, reason=progress.sentence,
+                budget_ms=self._config.budget_ms, unit="rows",
+            )  # fmt: skip
+            self._told.add(name)
+
+    def copied(self, names: Iterable[str]) -> None:
+        """The copy of these ended, however."""
+        for name in names:
+            self._tracker.remove(self._config.table_mark(name))
+            self._told.discard(name)
+            if name in self.rows:
+                self._tell(self.rows[name])
+
     def _tell(self, row: CaptureTableRow) -> None:
         if row.state in ("captured", "left"):
             return
         mark = self._config.table_mark(row.table)
         failure = self._tracker.failure(mark)
         text = f"{row.reason} {row.fix}".strip()
+        self._tracker.set(mark, row.parked_lsn, row.parked_lsn + 1, now_ms=row.since_ms, unit="lsn",
+            upstream=f"{self._config.mark}/topics")  # fmt: skip
         if failure is None or failure.error != text:
-            self._tracker.set(mark, row.parked_lsn, row.parked_lsn + 1, now_ms=row.since_ms, unit="lsn",
-                upstream=f"{self._config.mark}/topics")  # fmt: skip
-            self._tracker.fail(mark, text, now_ms=row.since_ms or self._clock.now_ms(), parked=True)
+            self._tracker.fail(mark, text, now_ms=row.since_ms or self._clock.now_ms(), parked=True,
+                held_by=self._holders.get(row.table, "") if row.state == "refused" else "")  # fmt: skip
         self._told.add(row.table)
 
     def _heal(self, name: str) -> None:

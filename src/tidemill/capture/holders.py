@@ -2,6 +2,7 @@
 
     lock        another session holds this capture's advisory lock
     slot        another walsender streams from the slot
+    table       others hold a lock on a table that a statement of ours could not have in the time allowed
     blockers    sessions whose locks or open transactions a statement of ours waits for (pg_blocking_pids)
 
 Only reads; what a role may not see of others' sessions (their queries) is said as such by PostgreSQL itself.
@@ -18,6 +19,11 @@ from tidemill.capture.wire.connection import SqlRow, Wire, literal
 
 QUERY_CHARS = 120
 """Of a holder's query, in a message."""
+
+_CONFLICTING = (
+    "'RowExclusiveLock', 'ShareUpdateExclusiveLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock'"
+)
+"""Modes that SHARE waits for. An ALTER waits for readers, too; they are named where nobody else is."""
 
 _SESSION = """
 SELECT a.pid, a.application_name, coalesce(a.client_hostname, host(a.client_addr), 'local'), a.state,
@@ -74,6 +80,19 @@ async def slot_holder(wire: Wire, slot: str) -> Holder | None:
     """Who streams from the slot just now."""
     rows = await wire.query(
         f"SELECT active_pid FROM pg_replication_slots WHERE slot_name = {literal(slot)} AND active_pid IS NOT NULL"
+    )
+    return next(iter(await sessions(wire, [int(pid or 0) for (pid,) in rows])), None)
+
+
+async def table_holder(wire: Wire, oid: int) -> Holder | None:
+    """Who holds a lock on a table or a partition of it: who excludes most, then the oldest. As of just after the wait,
+    which was short."""
+    rows = await wire.query(
+        "SELECT a.pid FROM pg_locks l JOIN pg_stat_activity a USING (pid) WHERE l.granted AND a.pid <> pg_backend_pid()"
+        " AND a.datname = current_database()"
+        f" AND l.relation IN (SELECT {oid} UNION SELECT relid FROM pg_partition_tree({oid}))"
+        " ORDER BY l.mode = 'AccessExclusiveLock' DESC,"
+        f" l.mode IN ({_CONFLICTING}) DESC, a.xact_start LIMIT 1"
     )
     return next(iter(await sessions(wire, [int(pid or 0) for (pid,) in rows])), None)
 

@@ -43,7 +43,7 @@ from tidemill.capture.prepare import (
     take_snapshot,
     without_taken,
 )
-from tidemill.capture.publication import publish, published_tables, unpublish
+from tidemill.capture.publication import LOCK_ATTEMPTS, publish, published_tables, unpublish
 from tidemill.capture.snapshot import SnapshotProgress
 from tidemill.capture.tables import (
     Choice,
@@ -66,7 +66,6 @@ from tidemill.topics.front import TopicLog
 log = structlog.get_logger()
 
 HAZARD_POLL_S = 1.0
-LOCK_ATTEMPTS = 5
 LONGEST_PAUSE_S = 300.0
 
 
@@ -108,11 +107,17 @@ class Joining:
         self._digests: dict[int, str] = {}
         self._pauses: dict[str, tuple[Restarts, float]] = {}
         self._wake = asyncio.Event()
-        self.progress: SnapshotProgress | None = None
+        self.copying: tuple[str, ...] = ()
+        """Tables that are taken in just now: the confirmation is held for them."""
+        self.progress = SnapshotProgress(clock)
 
     def look(self) -> None:
         """Somebody asks for a table that is not known: look now."""
         self._wake.set()
+
+    def mark(self) -> None:
+        """Tell what is copied, and how far it is."""
+        self._desk.copying(self.copying, self.progress)
 
     # the two loops --------------------------------------------------------------------------------
     async def watch(self) -> None:
@@ -284,6 +289,7 @@ class Joining:
         tables' failure, not the session's (J2), but for what may be in the catalogue (Desk, D4): that ends it, and
         nothing is confirmed before."""
         done: list[str] = []
+        self.copying, self.progress = tuple(table.name for table in pending), SnapshotProgress(self._clock)
         self._hold(True)
         try:
             done = await self._copy(pending)
@@ -294,6 +300,9 @@ class Joining:
             why = Refusal("refused", f"the table is not copied yet: {sentence(error)}", "It is tried again by itself.")
             for table in pending:
                 await self._desk.refuse(table.name, why, table.oid)
+        finally:
+            names, self.copying = self.copying, ()
+            self._desk.copied(names)
         self._wait_after({table.name for table in pending} - set(done))
         if not done:
             self._hold(False)
@@ -339,10 +348,9 @@ class Joining:
         writer = TopicWriter(
             f"{self._config.mark}/copy", captured.values(), self._topics, self._rand, lambda boundaries: None
         )
-        progress = self.progress = SnapshotProgress(self._clock)
         try:
             await writer.open({}, 0)
-            return await take_snapshot(self._config, tables, captured, writer, self._desk, progress, self._clock)
+            return await take_snapshot(self._config, tables, captured, writer, self._desk, self.progress, self._clock)
         except (Unavailable, Unknown, Closed, Conflict, Fenced):
             raise
         except TidemillError as error:
@@ -351,7 +359,6 @@ class Joining:
             return []
         finally:
             await writer.aclose()
-            self.progress = None
 
     def _wait_after(self, failed: set[str]) -> None:
         """J2."""

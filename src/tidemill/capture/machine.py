@@ -126,7 +126,7 @@ class Capture:
             status = session.collector.status
             facts |= {
                 "received_lsn": str(Lsn(status.received + 1)),
-                "confirmed_lsn": str(Lsn(status.flushed + 1)),
+                "confirmed_lsn": str(Lsn(status.told + 1)),
                 "last_commit_time_ms": session.collector.last_commit_time_ms,
                 "pending": {name: str(position) for name, position in session.collector.tracker.pending.items()},
                 "stalled": session.collector.tracker.stalled(self._clock.now_ms(), STALL_GRACE_MS),
@@ -247,8 +247,8 @@ class Capture:
         """It stands at an LSN; rows that are copied are progress."""
         (reason, held_by), now_ms = self._phase, self._clock.now_ms()
         copy = session.progress if session is not None else None
-        if copy is not None and copy.rows and not copy.done:
-            reason = f"copying {copy.table}: {copy.rows} of about {copy.expected} rows, {copy.rows_per_s:.0f} rows/s"
+        if copy is not None and (copy.rows or copy.blocked) and not copy.done:
+            reason, held_by = copy.sentence, copy.held_by or held_by
         slot = session.slot if session is not None else None
         if slot is not None:
             self._confirmed = max(self._confirmed, slot.confirmed_lsn)
@@ -259,15 +259,23 @@ class Capture:
         )  # fmt: skip
 
     def _mark_stream(self, session: Session, collector: Collector) -> None:
-        """An LSN stands for as long as its transaction takes; what is taken of it, and made durable, is progress."""
+        """An LSN stands for as long as its transaction takes, or a copy beside the stream; what is taken of it, made
+        durable, or copied is progress."""
         name, now_ms, budget_ms = self.config.mark, self._clock.now_ms(), self.config.budget_ms
         reason, held_by = self._phase
-        self._confirmed = collector.status.flushed + 1
+        self._confirmed = collector.status.told + 1
         wal_end = max(session.slot.wal_end if session.slot else 0, collector.status.received + 1)
-        holder = collector.tracker.holder()
+        holder, copied_rows = collector.tracker.holder(), 0
+        if session.joining is not None:
+            session.joining.mark()
+            copied_rows = session.joining.progress.rows
+            if collector.status.told < collector.status.flushed and session.joining.copying:
+                holder = self.config.table_mark(session.joining.copying[0])
+                reason = reason or "nothing is confirmed beyond where the copy of a table began"
         if not reason and self._confirmed < wal_end and holder:
             reason = f"waits until {holder} has flushed what it was sent"
-        progress = collector.taken_changes + (session.writer.landed_bytes if session.writer is not None else 0)
+        landed_bytes = session.writer.landed_bytes if session.writer is not None else 0
+        progress = collector.taken_changes + landed_bytes + copied_rows
         self._tracker.set(
             name, self._confirmed, wal_end, now_ms=now_ms, held_by=held_by or holder, reason=reason,
             budget_ms=budget_ms, unit="lsn", progress=progress,

@@ -33,12 +33,12 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.desk import Desk
 from tidemill.capture.difference import against_catalogue
 from tidemill.capture.naming import split_name
-from tidemill.capture.publication import create_publication, publish, published_tables
+from tidemill.capture.publication import Blocked, create_publication, publish, published_tables
 from tidemill.capture.setup import ServerFacts, SlotState, check_slot, create_slot, drop_slot, slot_state
 from tidemill.capture.snapshot import Snapshot, SnapshotProgress
 from tidemill.capture.tables import Choice, Refusal, TableInfo, describe, list_tables, resolve
 from tidemill.capture.topic_writer import CapturedTable, TopicWriter
-from tidemill.capture.wire.connection import Wire, identifier
+from tidemill.capture.wire.connection import Wire, identifier, server
 from tidemill.metastore.catalogue import (
     CapturedColumn,
     CaptureRow,
@@ -335,7 +335,8 @@ def as_described(table: CaptureTableRow, now: Relation | None) -> Relation:
 
 
 def refusal_of(error: TidemillError) -> Refusal:
-    return Refusal("refused", error.message, error.fix or "Mend it; it is tried again by itself.")
+    fix = error.fix or "Mend it; it is tried again by itself."
+    return Refusal("refused", error.message, fix, error.held_by if isinstance(error, Blocked) else "")
 
 
 def gone(row: CaptureTableRow, found: Iterable[TableInfo]) -> tuple[str, str]:
@@ -377,11 +378,11 @@ async def take_snapshot(
     wire = await Wire.connect(config.dsn, purpose=f"snapshot {config.name}")
     done: dict[str, int] = {}
     try:
-        snapshot = Snapshot(wire, tables)
+        snapshot = Snapshot(wire, tables, progress)
         point, failed = await snapshot.begin()
         progress.estimate = await snapshot.estimate()
         for table in snapshot.tables:
-            progress.table = table.name
+            progress.table, progress.held_by = table.name, f"postgres:{server(config.dsn)}"
             before = progress.rows
             await wire.query("SAVEPOINT one_table")
             try:
@@ -441,12 +442,15 @@ async def _copy(
 ) -> None:
     """One table. Whatever fails, what the server sends of it is read to its end first."""
     failure: Exception | None = None
+    source = progress.held_by
     async for rows in snapshot.rows(table):
         if failure is not None:
             continue
+        progress.held_by = f"topic:{target.topic.name}"
         try:
             await writer.write_rows(target, snapshot.relations[table.oid], rows, clock.now_ms())
             progress.rows += len(rows)
+            progress.held_by = source
         except Exception as error:
             failure = error
     if failure is not None:

@@ -21,6 +21,7 @@ import structlog
 
 from tidemill.base.errors import Invalid, TidemillError, Unavailable
 from tidemill.capture.config import CaptureConfig
+from tidemill.capture.holders import Holder, table_holder
 from tidemill.capture.tables import GENERATED_PUBLISHED, TableInfo
 from tidemill.capture.wire.connection import Wire, identifier, literal, qualified
 from tidemill.capture.wire.errors import SqlError
@@ -29,16 +30,21 @@ log = structlog.get_logger()
 
 LOCK_TIMEOUT_MS = 50
 LOCK_PAUSE_S = 1.0
-_LOCK_NOT_AVAILABLE, _DEADLOCK = "55P03", "40P01"
-
-_CONFLICTING = (
-    "'RowExclusiveLock', 'ShareUpdateExclusiveLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock'"
-)
-"""Modes that SHARE waits for. The ALTER waits for readers, too; they are named where nobody else is."""
+LOCK_ATTEMPTS = 5
+"""For the lock of one table while tables are copied; then that table is refused, and tried again later."""
+LOCKED = ("55P03", "40P01")
+"""lock_not_available, deadlock_detected"""
 
 
 class Blocked(Unavailable):
-    """The locks of one table could not be had in the time allowed."""
+    """The locks of one table could not be had in the time allowed. `held_by`: who has them, for a mark."""
+
+    def __init__(self, table: TableInfo, holder: Holder | None) -> None:
+        super().__init__(
+            f"the table is locked by others: table={table.name} {holder or 'pid=gone'}.",
+            fix="End that transaction; the table is taken in as soon as the lock is free.",
+        )
+        self.held_by = holder.name if holder is not None else ""
 
 
 class Published(msgspec.Struct, frozen=True):
@@ -143,14 +149,10 @@ async def _publish_table(wire: Wire, config: CaptureConfig, table: TableInfo, pu
             await _once(wire, [f"LOCK TABLE {name} IN SHARE MODE", *add, *alter])
             return
         except SqlError as error:
-            if error.sqlstate not in (_LOCK_NOT_AVAILABLE, _DEADLOCK):
+            if error.sqlstate not in LOCKED:
                 raise
             if attempt == attempts:
-                holder = await _holders(wire, table.oid)
-                raise Blocked(
-                    f"the table is locked by others: table={table.name} {holder}.",
-                    fix="End that transaction; the table is taken in as soon as the lock is free.",
-                ) from error
+                raise Blocked(table, await table_holder(wire, table.oid)) from error
             await asyncio.sleep(LOCK_PAUSE_S)
 
 
@@ -177,17 +179,3 @@ async def _once(wire: Wire, statements: Sequence[str]) -> None:
     except TidemillError:
         await wire.query("ROLLBACK")
         raise
-
-
-async def _holders(wire: Wire, oid: int) -> str:
-    """Who holds what we wait for: pid, how long, and its query. As of just after the wait, which was short."""
-    rows = await wire.query(
-        "SELECT a.pid, a.state, extract(epoch FROM clock_timestamp() - a.xact_start)::int, left(a.query, 120)"
-        " FROM pg_locks l JOIN pg_stat_activity a USING (pid)"
-        f" WHERE l.relation = {oid} AND l.granted AND a.pid <> pg_backend_pid()"
-        f" ORDER BY l.mode IN ({_CONFLICTING}) DESC, a.xact_start LIMIT 1"
-    )
-    if not rows:
-        return "pid=gone"
-    pid, state, age_s, query = rows[0]
-    return f"pid={pid} state={state!r} for_s={age_s} query={' '.join((query or '').split())!r}"

@@ -1,6 +1,7 @@
 """The initial snapshot: every row of the captured tables as of one moment, stitched to the stream by xids.
 
-Order: the slot exists already; tables are locked against DDL (ACCESS SHARE); then the REPEATABLE READ
+Order: the slot exists already; tables are locked against DDL (ACCESS SHARE; each wait is short and far from the next,
+and holds no other table's lock meanwhile: publication.py, P3); then the REPEATABLE READ
 transaction takes its snapshot, whose pg_current_snapshot() and WAL insert position are recorded; then each
 table is copied out in PostgreSQL's text format, exactly as the stream would print it.
 
@@ -10,7 +11,9 @@ after its creation. Those in both are skipped from the stream (boundaries.in_sna
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
 import msgspec
@@ -19,8 +22,11 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import Corrupt, Invalid, Missing, TidemillError
 from tidemill.base.frontier import Lsn
 from tidemill.capture.changes import Relation, Row
+from tidemill.capture.holders import table_holder
+from tidemill.capture.publication import LOCK_ATTEMPTS, LOCK_PAUSE_S, LOCK_TIMEOUT_MS, LOCKED, Blocked
 from tidemill.capture.tables import TableInfo, describe, list_partitions
 from tidemill.capture.wire.connection import Wire, identifier, qualified
+from tidemill.capture.wire.errors import SqlError
 
 
 class SnapshotPoint(msgspec.Struct, frozen=True):
@@ -33,7 +39,9 @@ class SnapshotPoint(msgspec.Struct, frozen=True):
 
 
 class SnapshotProgress:
-    """Rows copied so far, rows expected (the planner's estimate), rows per second since the start."""
+    """Rows copied so far, rows expected (the planner's estimate), rows per second since the start.
+
+    `held_by`: whom the copy waits for just now, should it stand; `blocked`: the session whose lock is in its way."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -42,11 +50,21 @@ class SnapshotProgress:
         self.rows = 0
         self.estimate = 0
         self.table = ""
+        self.held_by = ""
+        self.blocked = ""
         self.done = False
 
     def finish(self) -> None:
         self.done = True
         self._ended_s = self._clock.monotonic_s()
+
+    @property
+    def sentence(self) -> str:
+        if self.blocked:
+            return f"the copy waits for another session: {self.blocked}"
+        if not self.table:
+            return "waits to be copied"
+        return f"copying {self.table}: {self.rows} of about {self.expected} rows, {self.rows_per_s:.0f} rows/s"
 
     @property
     def rows_per_s(self) -> float:
@@ -71,8 +89,9 @@ def parse_point(snapshot: str, lsn: str) -> SnapshotPoint:
 class Snapshot:
     """One open snapshot transaction on a connection of its own. Use as: begin, rows of each of `tables`, end."""
 
-    def __init__(self, wire: Wire, tables: Sequence[TableInfo]) -> None:
+    def __init__(self, wire: Wire, tables: Sequence[TableInfo], progress: SnapshotProgress) -> None:
         self._wire = wire
+        self._progress = progress
         self.tables = list(tables)
         self.relations: dict[int, Relation] = {}
         self.partitions: dict[int, tuple[int, ...]] = {}
@@ -84,16 +103,18 @@ class Snapshot:
         an error for a role that it binds.
         """
         await self._wire.query("SET row_security = off")
-        await self._wire.query("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-        # Locks first: the first query takes the snapshot, and no DDL may come between the two.
         failed: dict[str, TidemillError] = {}
-        for table in self.tables:
-            await self._wire.query("SAVEPOINT one_table")
-            try:
-                await self._wire.query(f"LOCK TABLE {_scope(table)} IN ACCESS SHARE MODE")
-            except Invalid as error:
-                failed[table.name] = error
-                await self._wire.query("ROLLBACK TO one_table")
+        tries: Counter[str] = Counter()
+        while (table := await self._locked(failed)) is not None:
+            await self._wire.query("ROLLBACK")
+            blocked = Blocked(table, holder := await table_holder(self._wire, table.oid))
+            tries[table.name] += 1
+            if tries[table.name] == LOCK_ATTEMPTS:
+                failed[table.name] = blocked
+                continue
+            self._progress.held_by, self._progress.blocked = blocked.held_by, str(holder or blocked.message)
+            await asyncio.sleep(LOCK_PAUSE_S)
+        self._progress.held_by = self._progress.blocked = ""
         rows = await self._wire.query("SELECT pg_current_snapshot()::text, pg_current_wal_insert_lsn()::text")
         self.relations = await describe(self._wire, [table.oid for table in self.tables])
         for table in self.tables:
@@ -103,6 +124,27 @@ class Snapshot:
                 failed[table.name] = Missing(f"the table is gone: table={table.name}.")
         self.tables = [table for table in self.tables if table.name not in failed]
         return parse_point(rows[0][0] or "", rows[0][1] or ""), failed
+
+    async def _locked(self, failed: dict[str, TidemillError]) -> TableInfo | None:
+        """Begin, and lock what has not failed. A table whose lock others have; None when all the rest is locked."""
+        await self._wire.query("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        await self._wire.query(f"SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}")
+        # Locks first: the first query takes the snapshot, and no DDL may come between the two.
+        for table in self.tables:
+            if table.name in failed:
+                continue
+            await self._wire.query("SAVEPOINT one_table")
+            try:
+                await self._wire.query(f"LOCK TABLE {_scope(table)} IN ACCESS SHARE MODE")
+            except SqlError as error:
+                if error.sqlstate not in LOCKED:
+                    raise
+                return table
+            except Invalid as error:
+                failed[table.name] = error
+                await self._wire.query("ROLLBACK TO one_table")
+        await self._wire.query("SET LOCAL lock_timeout = 0")
+        return None
 
     async def estimate(self) -> int:
         oids = ", ".join(str(table.oid) for table in self.tables) or "0"

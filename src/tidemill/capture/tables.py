@@ -110,11 +110,13 @@ class TableInfo(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Why a table is not captured. `state`: refused or left (CaptureTableRow)."""
+    """Why a table is not captured. `state`: refused or left (CaptureTableRow). `held_by`: who is in the way, if not
+    the operator."""
 
     state: str
     reason: str
     fix: str
+    held_by: str = ""
 
 
 class Hazard(msgspec.Struct, frozen=True):

@@ -73,6 +73,11 @@ class Status:
         """Not told to the server beyond this position, whatever is flushed: a table is copied beside the stream."""
         self._recompute_at_commit = recompute_at_commit
 
+    @property
+    def told(self) -> int:
+        """What the server hears is flushed."""
+        return self.flushed if self.hold is None else min(self.flushed, self.hold)
+
     def commit_handled(self, commit_lsn: int) -> None:
         """Every sink has taken the transaction (not: has flushed it)."""
         self.received = max(self.received, commit_lsn)
@@ -98,8 +103,7 @@ class Status:
         self.up_to_date = self.confirmed >= self.last_seen_txn
 
     def encode(self, now_ms: int, *, ask: bool = False) -> bytes:
-        flushed = self.flushed if self.hold is None else min(self.flushed, self.hold)
-        return encode_status(self.received, flushed, now_ms, ask=ask)
+        return encode_status(self.received, self.told, now_ms, ask=ask)
 
 
 def keepalive_interval_s(wal_sender_timeout_ms: int) -> float:
