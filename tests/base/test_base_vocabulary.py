@@ -1,4 +1,4 @@
-"""Frontiers, LSNs, tasks and the portal."""
+"""LSNs, tasks and the portal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import Invalid, TidemillError, Unavailable
-from tidemill.base.frontier import ChangePosition, Lsn, Since, Upper
+from tidemill.base.frontier import ChangePosition, Lsn
 from tidemill.base.portal import Portal
 from tidemill.base.tasks import Tasks
 
@@ -25,17 +25,6 @@ def test_text_that_is_no_lsn_is_refused_with_the_text_and_an_example(text: str) 
     with pytest.raises(Invalid, match="0/16B3748") as caught:
         Lsn.parse(text)
     assert repr(text) in str(caught.value)
-
-
-def test_frontiers_of_different_kinds_cannot_be_compared() -> None:
-    with pytest.raises(TypeError):
-        _ = Since(1) < Upper(2)  # type: ignore[operator]
-
-
-def test_a_time_is_readable_from_since_up_to_but_without_upper() -> None:
-    since, upper = Since(10), Upper(20)
-    readable = [t for t in range(8, 23) if since.admits(t) and upper.passed(t)]
-    assert readable == list(range(10, 20))
 
 
 def test_positions_of_changes_order_by_commit_and_then_by_ordinal() -> None:

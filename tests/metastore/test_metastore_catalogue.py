@@ -26,7 +26,6 @@ from tidemill.metastore.imports import MARK_KEY
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import NAMES, TOPIC_IDS, TOPICS
 from tidemill.metastore.rows.names import NameRow
-from tidemill.metastore.rows.topics import TopicIdRow
 
 CAPTURE = CaptureRow(
     "shop",
@@ -108,13 +107,11 @@ def test_a_put_replaces_and_an_equal_one_writes_nothing() -> None:
     run(body)
 
 
-def test_topics_are_found_by_name_and_by_id_and_listed_by_name() -> None:
+def test_topics_are_listed_by_name() -> None:
     async def body(world: World) -> None:
         catalogue = world.process()
         rows = {name: await catalogue.create_topic(name, 2, kind="capture", config={"k": "v"}) for name in ("b", "a")}
         assert await catalogue.list(TopicRow) == [rows["a"], rows["b"]]
-        assert await catalogue.topic_by_id(rows["b"].topic_id) == rows["b"]
-        assert await catalogue.topic_by_id("none") is None
         assert rows["a"].kind == "capture"
         assert rows["a"].created_ms == world.clock.now_ms()
 
@@ -130,24 +127,8 @@ def test_a_topics_rows_by_name_and_by_id_come_and_go_together() -> None:
         assert await both_rows(world) == ([], [])
         second = await catalogue.create_topic("t", 1)
         assert second.topic_id != first.topic_id
-        assert await catalogue.topic_by_id(first.topic_id) is None
         await catalogue.put(msgspec.structs.replace(second, topic_id="by-hand"))
         assert await both_rows(world) == (["t"], ["t"])
-        found = await catalogue.topic_by_id("by-hand")
-        assert found is not None
-        assert found.name == "t"
-
-    run(body)
-
-
-def test_an_id_whose_name_has_gone_to_another_topic_finds_nothing() -> None:
-    """As seen between two reads, while the topic is deleted and its name taken anew."""
-
-    async def body(world: World) -> None:
-        newer = await world.process().create_topic("t", 1)
-        await world.metastore().commit([TOPIC_IDS.encode(TopicIdRow("older", "t"))])
-        assert await world.process().topic_by_id("older") is None
-        assert await world.process().topic_by_id(newer.topic_id) == newer
 
     run(body)
 
@@ -386,7 +367,6 @@ def test_the_registers_of_an_older_cluster_are_imported_once_and_stay() -> None:
         before = await world.consensus.scan("catalogue/")
         catalogue = world.process()
         assert await catalogue.list(TopicRow) == topics
-        assert await catalogue.topic_by_id("id-b") == topics[1]
         assert await catalogue.list(CaptureRow) == [CAPTURE]
         assert await catalogue.list(PipelineRow) == [PipelineRow("p")]
         await catalogue.delete(TopicRow, "a")

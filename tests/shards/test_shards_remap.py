@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 from shard_world import World, run
@@ -12,7 +13,7 @@ from tidemill.base.errors import Conflict, Invalid, Unavailable
 from tidemill.shards import remap as remap_module
 from tidemill.shards.front import Binding
 from tidemill.shards.open import open_remap
-from tidemill.shards.reclock import missing, next_mint, time_of
+from tidemill.shards.reclock import missing
 from tidemill.shards.remap import LogRemap
 
 
@@ -24,11 +25,10 @@ def at(time_ms: int, *offsets: int) -> Binding:
     return Binding(time_ms, {"t": offsets})
 
 
-def test_next_mint_rounds_up_and_waits_for_its_tick() -> None:
-    assert [next_mint(now, None, 1000)[0] for now in (0, 1, 1000, 1125)] == [0, 1000, 1000, 2000]
-    # Once 2000 is minted the upper is 2001; at 1125 the next mint is 876 ms away.
-    assert next_mint(1125, 2000, 1000) == (3000, 876)
-    assert next_mint(1000, 1000, 1000)[0] == 2000
+def time_of(bindings: Sequence[Binding], topic_id: str, partition: int, offset: int) -> int | None:
+    """B2 as its words say it: the time of the first binding that passes the record; None while it is unbound."""
+    passing = (b for b in bindings if len(b.offsets.get(topic_id, ())) > partition)
+    return next((b.time_ms for b in passing if b.offsets[topic_id][partition] > offset), None)
 
 
 def test_a_record_gets_the_smallest_time_that_passes_it() -> None:

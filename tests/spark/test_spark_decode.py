@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -17,8 +18,8 @@ from tidemill.shards.front import Binding, Column, ShardSchema
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.ddl import parse_ddl, stream_schema
 from tidemill.spark.decode.letters import DEAD_BYTES_MAX
-from tidemill.spark.decode.records import Records, blocks_of, cut_records
-from tidemill.spark.decode.slices import cut
+from tidemill.spark.decode.records import Records, blocks_of
+from tidemill.spark.decode.slices import Slice, cut
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.upsert.commands import Truncate
 from tidemill.topics.batch import Record, encode_batch
@@ -37,6 +38,11 @@ def records(
 def batch(base_offset: int, count: int) -> bytes:
     rows = [Record(b"k%d" % i, b"v%d" % (base_offset + i), (), 0, 0) for i in range(count)]
     return encode_batch(rows, base_offset=base_offset, compression="lz4")
+
+
+def one_block(piece: Slice, batches: Sequence[bytes], refs: Sequence[BatchRef] = ()) -> Records:
+    (found,) = blocks_of(piece, batches, refs, block_records=1 << 62, block_bytes=1 << 62)
+    return found
 
 
 # times ------------------------------------------------------------------------------------------------
@@ -65,12 +71,12 @@ def test_a_topic_that_begins_in_an_interval_says_when_whatever_the_interval() ->
     assert (first.begins_ms, then.begins_ms) == (2, -1)
     (empty,) = cut(None, [Binding(5, {"id": (0, 0)}), Binding(6, {"id": (0, 0)})], "t", "id")
     assert (empty.start, empty.end, empty.begins_ms) == (0, 0, 5)
-    assert len(cut_records(empty, []).values) == 0
+    assert list(blocks_of(empty, [])) == []
 
 
 def test_batches_are_cut_to_the_slice() -> None:
     (piece,) = cut(Binding(1, {"id": (3,)}), [Binding(2, {"id": (4,)}), Binding(3, {"id": (8,)})], "t", "id")
-    found = cut_records(piece, [batch(0, 5), batch(5, 5)])
+    found = one_block(piece, [batch(0, 5), batch(5, 5)])
     assert found.values == [b"v3", b"v4", b"v5", b"v6", b"v7"]
     assert found.offsets.tolist() == [3, 4, 5, 6, 7]
     assert found.times.tolist() == [2, 3, 3, 3, 3]
@@ -192,7 +198,7 @@ def test_a_captured_batch_that_cannot_be_read_stops_the_table() -> None:
     (piece,) = cut(None, [Binding(5, {"id": (5,)}), Binding(6, {"id": (10,)})], "t", "id")
     torn = bytearray(batch(5, 5))
     torn[-3] ^= 0xFF
-    found = CapturedDecoder(SHOP).decode(cut_records(piece, [torn]))
+    found = CapturedDecoder(SHOP).decode(one_block(piece, [torn]))
     assert found.stop is not None and (found.stop.time_ms, found.stop.offset) == (6, 5)
     assert "offsets=5..9" in found.stop.reason
 
@@ -364,11 +370,11 @@ def forged(count: int, **header: int) -> bytes:
 def test_a_batch_that_cannot_be_read_is_one_letter_for_its_range(poison: bytes) -> None:
     (piece,) = cut(None, [Binding(7, {"id": (8,)}), Binding(9, {"id": (15,)})], "t", "id")
     refs = [BatchRef("o", 0, 1, base, 5, 0) for base in (0, 5, 10)]
-    found = cut_records(piece, [batch(0, 5), poison, batch(10, 5)], refs)
+    found = one_block(piece, [batch(0, 5), poison, batch(10, 5)], refs)
     assert found.offsets.tolist() == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
     (letter,) = found.unread
     assert (letter.offset, letter.last_offset, letter.time_ms) == (5, 9, 7)
-    _, dead = StreamDecoder(CLICKS).decode(cut_records(piece, [poison], refs[1:2]))
+    _, dead = StreamDecoder(CLICKS).decode(one_block(piece, [poison], refs[1:2]))
     assert [(r["offset"], r["last_offset"]) for r in dead.to_pylist()] == [(5, 9)]
 
 
@@ -377,13 +383,13 @@ def test_a_batch_across_two_slices_is_one_letter_whatever_the_slices() -> None:
     refs = [BatchRef("o", 0, 1, 5, 5, 0)]
     first = cut(None, bindings[:1], "t", "id")[0]
     then = cut(bindings[0], bindings[1:], "t", "id")[0]
-    told = [letter for piece in (first, then) for letter in cut_records(piece, [b"torn"], refs).unread]
+    told = [letter for piece in (first, then) for block in blocks_of(piece, [b"torn"], refs) for letter in block.unread]
     assert [(x.offset, x.last_offset, x.time_ms) for x in told] == [(5, 9, 7)]
 
 
 def test_offsets_that_are_not_their_batchs_make_it_unreadable() -> None:
     (piece,) = cut(None, [Binding(7, {"id": (5,)})], "t", "id")
-    found = cut_records(piece, [batch(0, 5)], [BatchRef("o", 0, 1, 0, 3, 0)])
+    found = one_block(piece, [batch(0, 5)], [BatchRef("o", 0, 1, 0, 3, 0)])
     assert len(found) == 0 and "offsets of records" in found.unread[0].reason
 
 

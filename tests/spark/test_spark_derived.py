@@ -32,9 +32,8 @@ class Frame:
     @property
     def schema(self) -> Any:
         from tidemill.shards.front import Column
-        from tidemill.shards.schema import type_string
 
-        return spark_schema([Column(f.name, type_string(f.type)) for f in self.table.schema])
+        return spark_schema([Column(f.name, str(f.type).replace("decimal128", "decimal")) for f in self.table.schema])
 
     def toArrow(self) -> pa.Table:
         return self.table

@@ -1,33 +1,10 @@
-"""Frontiers and log sequence numbers as small ordered classes: comparing across kinds raises.
-
-since admits t   ⇔ t ≥ since      (history below since may be forgotten)
-upper passed t   ⇔ t < upper      (every time below upper is final)
-readable at t    ⇔ since ≤ t < upper
-"""
+"""Positions in PostgreSQL's write-ahead log as small ordered classes: comparing across kinds raises."""
 
 from __future__ import annotations
 
 import msgspec
 
 from tidemill.base.errors import Invalid
-
-
-class Since(msgspec.Struct, frozen=True, order=True):
-    """Reads are exact for every time ≥ `time_ms`."""
-
-    time_ms: int
-
-    def admits(self, time_ms: int) -> bool:
-        return time_ms >= self.time_ms
-
-
-class Upper(msgspec.Struct, frozen=True, order=True):
-    """Every time < `time_ms` is final."""
-
-    time_ms: int
-
-    def passed(self, time_ms: int) -> bool:
-        return time_ms < self.time_ms
 
 
 class Lsn(msgspec.Struct, frozen=True, order=True):

@@ -12,18 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from tidemill.capture.changes import Relation
 from tidemill.capture.wire.pgoutput import RelationMessage
 from tidemill.metastore.catalogue import CapturedColumn
-
-
-class Described(msgspec.Struct, frozen=True):
-    """A column in words: `type_name` is format_type's text."""
-
-    name: str
-    type_name: str
 
 
 def against_catalogue(stored: Sequence[CapturedColumn], now: Relation) -> str:

@@ -98,9 +98,6 @@ class Capture:
         """It receives every transaction that begins from now on (and replays after each restart)."""
         self._taps.add(tap)
 
-    def remove_tap(self, tap: Tap) -> None:
-        self._taps.remove(tap)
-
     def facts(self) -> dict[str, object]:
         """For reports: slot, snapshot, LSNs. Plain values only."""
         session = self._session

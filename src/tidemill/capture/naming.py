@@ -18,7 +18,6 @@ from tidemill.metastore.catalogue import TOPIC_NAME_CHARS, TOPIC_NAME_LENGTH
 
 _PLAIN = frozenset(TOPIC_NAME_CHARS) - {"."}
 _LOOKS_ENCODED = re.compile(r"_(?=x[0-9a-fh])")
-_ENCODED = re.compile(rb"_x([0-9a-f]{2})")
 _PART = re.compile(r'"((?:[^"]|"")*)"|([^."]+)')
 _HASH_CHARS = 40
 
@@ -55,15 +54,6 @@ def topic_name(capture: str, schema: str, table: str) -> str:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:_HASH_CHARS]
     return f"{name[: TOPIC_NAME_LENGTH - _HASH_CHARS - 3]}_xh{digest}"
-
-
-def table_of_topic(topic: str) -> tuple[str, str] | None:
-    """(schema, table) of a captured table's topic; None for a hashed one, or one of another kind."""
-    parts = topic.split(".")
-    if len(parts) != 3 or "_xh" in topic:
-        return None
-    schema, table = (_ENCODED.sub(lambda m: bytes([int(m[1], 16)]), p.encode()).decode() for p in parts[1:])
-    return schema, table
 
 
 def _quoted(part: str) -> str:

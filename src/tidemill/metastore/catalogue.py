@@ -62,12 +62,6 @@ class Catalogue:
         found: list[Row] = await self._metastore.rows(_FAMILIES[kind], fresh=fresh)
         return found
 
-    async def topic_by_id(self, topic_id: str, *, fresh: bool = True) -> TopicRow | None:
-        found = await self._metastore.get(TOPIC_IDS, topic_id, fresh=fresh)
-        row = await self._metastore.get(TOPICS, found.name, fresh=False) if found is not None else None
-        # The name may have gone to another topic between the two reads.
-        return row if row is not None and row.topic_id == topic_id else None
-
     async def put(self, row: TopicRow | CaptureRow | PipelineRow) -> None:
         """Create or replace, last writer wins (one owner per row by lease). An equal row is left alone."""
         family = _FAMILIES[type(row)]

@@ -121,9 +121,6 @@ class Directories:
             path = parent
         self._known.update(unknown)
 
-    def knows(self, path: str) -> bool:
-        return path in self._known
-
 
 def durable_create(
     calls: Syscalls, directories: Directories, temporary: str, target: str, buffers: Sequence[memoryview]

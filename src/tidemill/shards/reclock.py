@@ -17,17 +17,6 @@ from tidemill.base.errors import Invalid
 from tidemill.shards.front import Binding
 
 
-def next_mint(now_ms: int, latest_ms: int | None, interval_ms: int) -> tuple[int, int]:
-    """(time to mint, ms to wait before minting it): now rounded up to the interval, and past the latest time."""
-    if interval_ms <= 0:
-        raise Invalid(f"a mint interval must be positive: interval_ms={interval_ms}.")
-    time = -(-now_ms // interval_ms) * interval_ms
-    if latest_ms is not None and time <= latest_ms:
-        time = (latest_ms // interval_ms + 1) * interval_ms
-    # Minting ahead of now is right while the round-up is of this tick; beyond one interval it would run away.
-    return time, max(0, time - interval_ms + 1 - now_ms)
-
-
 def carried(latest: Binding | None, binding: Binding) -> Binding:
     """The binding with what it does not name carried forward from the latest: a binding is always whole."""
     if latest is None:
@@ -64,16 +53,6 @@ def follows(latest: Binding | None, binding: Binding) -> str:
     return ""
 
 
-def time_of(bindings: Sequence[Binding], topic_id: str, partition: int, offset: int) -> int | None:
-    """The time of one record: of the first binding that passes it; None while it is unbound (B2).
-
-    `bindings` is contiguous history. When it does not reach back to the beginning, an offset that its first
-    binding passes has that time *or an earlier one*: ask only for offsets at or above what was compacted.
-    """
-    at = bisect_right(bindings, offset, key=lambda b: _next_offset(b, topic_id, partition))
-    return bindings[at].time_ms if at < len(bindings) else None
-
-
 def in_force(bindings: Sequence[Binding], time_ms: int) -> Binding | None:
     """The newest binding with time ≤ time_ms, or None."""
     at = bisect_right(bindings, time_ms, key=lambda b: b.time_ms)
@@ -97,8 +76,3 @@ def missing(latest: Binding | None, seen: dict[str, tuple[int, ...]]) -> dict[st
         if whole != old:
             out[topic] = whole
     return out
-
-
-def _next_offset(binding: Binding, topic_id: str, partition: int) -> int:
-    offsets = binding.offsets.get(topic_id, ())
-    return offsets[partition] if partition < len(offsets) else 0

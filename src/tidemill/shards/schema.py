@@ -71,24 +71,6 @@ def arrow_type(type_name: str) -> pa.DataType:
     return pa.decimal128(int(found[1]), int(found[2]))
 
 
-def type_string(arrow: pa.DataType) -> str:
-    """The type string of an Arrow type; wider or differently laid out relatives map to ours. Raises Invalid."""
-    if pa.types.is_decimal(arrow):
-        return canonical_type(f"decimal({arrow.precision},{arrow.scale})")
-    if pa.types.is_timestamp(arrow):
-        return "timestamp"
-    if pa.types.is_large_string(arrow) or pa.types.is_string_view(arrow):
-        return "string"
-    if pa.types.is_large_binary(arrow) or pa.types.is_binary_view(arrow):
-        return "binary"
-    if pa.types.is_int8(arrow):
-        return "int16"
-    for name, known in _PLAIN.items():
-        if arrow.equals(known):
-            return name
-    raise Invalid(f"no column type for the Arrow type: arrow={arrow}.", fix="Cast the column first.")
-
-
 def checked(schema: ShardSchema) -> ShardSchema:
     """The schema with canonical type strings. Raises Invalid naming the column that is wrong."""
     if not schema.columns:

@@ -111,5 +111,5 @@ def sweep_pending(mirror_dir: Path) -> None:
 def _joined(table: TableWriter, runs: Sequence[Run]) -> KeyChanges:
     if not runs:
         return no_changes(table.schema)
-    run = concat_changes(table.schema, runs)
+    run = concat_changes(runs)
     return KeyChanges(run.rows, run.hashes, run.live)

@@ -1,4 +1,4 @@
-"""The Spark session: ours, with every setting explained, or a user's own with the few that matter added.
+"""The Spark session, with every setting explained.
 
 Measured on two cores (notes/spark.md §0-1): these settings bring an empty trigger from about 180 ms to
 about 14 ms. None of them is needed for correctness.
@@ -123,11 +123,3 @@ def build_session(
     for key, value in {**settings(scratch=scratch, driver_memory=driver_memory, quick=quick), **(extra or {})}.items():
         builder = builder.config(key, value)
     return builder.getOrCreate()
-
-
-def adopt_session(spark: SparkSession) -> SparkSession:
-    """Add to a user's own session the settings that may still change; the others stay as the user chose them."""
-    for key, value in STREAMING_SETTINGS.items():
-        if key.startswith("spark.sql.streaming.") and spark.conf.isModifiable(key):
-            spark.conf.set(key, value)
-    return spark

@@ -313,10 +313,10 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
 
     async def _plan(self, stores: Stores, start: int, end: int) -> list[Descriptor]:
         remap = await self._open_remap(stores)
-        feeds = await self._topics(stores, remap)
+        feeds = await self._topics(stores)
         return await plan(stores.topics, remap, feeds, start, end)
 
-    async def _topics(self, stores: Stores, remap: Remap) -> list[tuple[str, str]]:
+    async def _topics(self, stores: Stores) -> list[tuple[str, str]]:
         """(name, id) of every topic that this stream reads."""
         from tidemill.metastore.catalogue import CaptureRow, TopicRow
 

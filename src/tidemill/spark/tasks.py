@@ -214,7 +214,7 @@ def boot_id() -> str:
         return ""
 
 
-def concat_changes(schema: ShardSchema, runs: Sequence[Run]) -> Run:
+def concat_changes(runs: Sequence[Run]) -> Run:
     """Runs of disjoint, ascending hash ranges as one."""
     rows = pa.concat_tables([run.rows for run in runs])
     return Run(rows, np.concatenate([run.hashes for run in runs]), np.concatenate([run.live for run in runs]))

@@ -162,10 +162,6 @@ class Membership:
         """Live nodes by node id, this one included while it holds its lease."""
         return list(self._members)
 
-    def controller(self) -> Member | None:
-        """The live node with the lowest id: where Kafka clients send admin requests. Any node would do."""
-        return self._members[0] if self._members else None
-
     def leader_of(self, topic_id: str, partition: int) -> str:
         key = (topic_id, partition)
         leader = self._leaders.get(key)

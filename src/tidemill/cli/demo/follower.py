@@ -40,8 +40,6 @@ class Follower:
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
         self.rows: dict[str, Row] = {}
         self.first_row_ms: int | None = None
-        self.refetches = 0
-        self.reconnects = 0
 
     def start(self) -> None:
         self._thread.start()
@@ -64,7 +62,6 @@ class Follower:
             except (OSError, HTTPException):
                 connection = None
                 self._host, self._port = self._home
-                self.reconnects += 1
                 self._stopping.wait(RETRY_S)
                 continue
             if answer.status == 307:
@@ -73,7 +70,6 @@ class Follower:
                 connection = None
                 continue
             if answer.status == 409:
-                self.refetches += 1
                 self.rows.clear()
                 position, live = {"offset": "-1"}, False
                 continue

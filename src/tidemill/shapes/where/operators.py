@@ -134,7 +134,7 @@ def comparator(name: str, left: Expression, right: Expression, location: str) ->
     if kind in TEXTS and name not in ("=", "<>", "!="):
         _check_order(name, left, right, location)
     if kind in ("float4", "float8", "numeric") and not left.type.array:
-        return _with_nan(name, function)
+        return _with_nan(function)
     return function
 
 
@@ -149,7 +149,7 @@ def _check_order(name: str, left: Expression, right: Expression, location: str) 
             )
 
 
-def _with_nan(name: str, function: Callable[[Value, Value], bool]) -> Callable[[Value, Value], bool]:
+def _with_nan(function: Callable[[Value, Value], bool]) -> Callable[[Value, Value], bool]:
     """NaN equals itself and is above every other number, as in PostgreSQL."""
 
     def call(a: Value, b: Value) -> bool:

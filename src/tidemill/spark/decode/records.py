@@ -48,12 +48,6 @@ class Records(msgspec.Struct, frozen=True):
         return len(self.values)
 
 
-def cut_records(piece: Slice, batches: Sequence[Buffer], refs: Sequence[BatchRef] = ()) -> Records:
-    """All records of the slice as one block, in offset order."""
-    blocks = list(blocks_of(piece, batches, refs, block_records=1 << 62, block_bytes=1 << 62))
-    return blocks[0] if blocks else _block(piece, _Gathered())
-
-
 def blocks_of(
     piece: Slice,
     batches: Sequence[Buffer],
