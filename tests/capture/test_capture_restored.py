@@ -82,6 +82,25 @@ def test_a_slot_that_is_not_ahead_goes_on_without_a_new_snapshot(postgres_dsn: s
     in_world(postgres_dsn, scenario)
 
 
+def test_what_an_idle_server_was_told_is_bound_when_the_capture_ends(postgres_dsn: str) -> None:
+    """WAL without a captured change is confirmed at once and bound in its turn: an orderly end leaves nothing between
+    the two, or a restore would take it for lost changes and copy everything anew."""
+
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE other (id int)", "INSERT INTO a SELECT g, g FROM generate_series(1, 50) g")
+        async with world.capture(tables=("a",), idle_binding_ms=60_000):
+            binding = await world.caught_up()
+            await world.sql("INSERT INTO other SELECT g FROM generate_series(1, 100) g")
+            await until(lambda: _confirmed(world, binding.lsn + 1), "idle WAL is confirmed before it is bound")
+        await restore(world, saved(world))
+        async with world.capture(tables=("a",)):
+            await world.caught_up()
+            assert (await world.row()).generation == 1
+            assert await world.folded("a") == await contents(world)
+
+    in_world(postgres_dsn, scenario)
+
+
 def test_a_slot_ahead_of_what_was_restored_starts_over(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
         await world.sql("INSERT INTO a SELECT g, g FROM generate_series(1, 50) g")

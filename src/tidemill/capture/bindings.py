@@ -100,14 +100,26 @@ class Binder:
     async def _idle(self) -> None:
         """Until there is more to bind, or the idle LSN's turn has come. Without either: for as long as it takes."""
         self._wake.clear()
-        moved = self._lsn >= self.gate and (self.latest is None or self._lsn > self.latest.lsn or self._changed())
-        if not moved or not self._offsets:
+        if not self._moved():
             await self._wake.wait()
             return
         try:
             async with asyncio.timeout(self._minter.due_in_s(self._idle_ms)):
                 await self._wake.wait()
         except TimeoutError:
+            await self._mint("")
+
+    def _moved(self) -> bool:
+        if not self._offsets or self._lsn < self.gate:
+            return False
+        return self.latest is None or self._lsn > self.latest.lsn or self._changed()
+
+    async def settle(self) -> None:
+        """Once `run` has ended: bind the idle LSN that PostgreSQL was told of before its turn came, so that whoever
+        restores what is stored now does not find the slot ahead of it. Not past a commit that is not reported: its
+        markers are still to be bound (B3)."""
+        self._fold_progress()
+        if self._bound_to is None and not self._early_tags and self._moved():
             await self._mint("")
 
     async def _mint_ready(self) -> None:

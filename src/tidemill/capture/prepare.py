@@ -227,8 +227,9 @@ async def _still_good(
         log.warning("the publication is gone, all tables start over", capture=config.name)
     behind = row.restored and (slot is None or slot.confirmed_lsn - 1 > (latest.lsn if latest is not None else -1))
     if behind:
-        # A slot is confirmed up to what some binding covered (topic_writer W2), so one that is further than the newest
-        # restored binding has let go of changes that were in the lost part of the topics.
+        # Commits are confirmed up to what some binding covered (topic_writer W2), so a slot that is further than the
+        # newest restored binding has let go of changes that were in the lost part of the topics; or only of idle WAL,
+        # where the capture did not end in order (Binder.settle), which nobody can tell from it.
         log.warning("the slot is ahead of what was restored, all tables start over", capture=config.name)
     bound = set(latest.offsets) if latest is not None else set()
     kept: dict[str, CaptureTableRow] = {}

@@ -57,6 +57,8 @@ SLOT_BUSY_POLL_S = 0.2
 SLOT_BUSY_ATTEMPTS = 400
 """A walsender whose client died holds the slot until wal_sender_timeout (60 s by default) has passed."""
 STATUS_MIN_INTERVAL_S = 0.02
+SETTLE_S = 1.0
+"""For one last binding while consensus answers; without it nobody waits."""
 _OBJECT_IN_USE = "55006"
 
 SETTING_UP = "setting up publication, slot and topics"
@@ -141,10 +143,22 @@ class Session:
             self.streaming = self.running = False
             try:
                 await tasks.aclose()
+                if failed.cancelled():
+                    await self._settle()
             finally:
                 await self._close()
             if failed.done() and not failed.cancelled():
                 failed.exception()
+
+    async def _settle(self) -> None:
+        """An orderly end. What cannot be bound in time is told again to the next session, as after any other end."""
+        if self.binder is None or self.collector is None:
+            return
+        try:
+            async with asyncio.timeout(SETTLE_S):
+                await self.binder.settle()
+        except (TidemillError, TimeoutError) as error:
+            log.warning("the idle LSN is not bound", capture=self._config.name, cause=sentence(error))
 
     async def _close(self) -> None:
         """Whatever interrupts it: a session that failed by itself may be cancelled while it ends, and a connection left
