@@ -11,7 +11,7 @@ from running import mark, started, until
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Corrupt, Unavailable
-from tidemill.base.marks import Mark
+from tidemill.base.marks import LIVES, Mark
 from tidemill.consensus.board import Board
 
 PIPELINE = """
@@ -120,3 +120,26 @@ def test_a_driver_tells_how_its_own_stores_are_and_asks_one_that_failed_until_it
         stopping.set()
         thread.join(30)
     assert not thread.is_alive()
+
+
+def test_a_driver_that_ends_in_life_after_life_before_it_has_begun_is_not_moving_for_ever(
+    harbour: Any, tmp_path: Path
+) -> None:
+    since, before = [], 0
+    for life in range(LIVES + 2):
+        _, stopping, thread = started(harbour, tmp_path, PIPELINE)
+        try:
+            # Spark's start counts as progress, in every life: seen when it is another than its predecessor's last.
+            until(
+                lambda: (m := mark(harbour, "pipeline:p")) and m.restarts == life and m.progress not in (0, before)  # noqa: B023
+            )
+        finally:
+            stopping.set()
+            thread.join(30)
+        assert not thread.is_alive()
+        last = mark(harbour, "pipeline:p")
+        assert last is not None
+        since.append(last.since_ms)
+        before = last.progress
+    assert since == sorted(since) and len(set(since)) == LIVES
+    assert since[LIVES - 1] == since[LIVES] == since[LIVES + 1]
