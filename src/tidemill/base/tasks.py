@@ -98,6 +98,11 @@ def cancelled_from_outside() -> bool:
     return task is not None and task.cancelling() > 0
 
 
+def is_own_fault(error: BaseException) -> bool:
+    """As `is_fault`, around an await: a cancellation that leaked out of what was awaited is a fault too."""
+    return is_fault(error) or (isinstance(error, asyncio.CancelledError) and not cancelled_from_outside())
+
+
 def sentence(error: BaseException) -> str:
     """One line for a mark: our own errors as they speak, others with their type, for their texts say little alone."""
     text = " ".join(str(error).split())[:500]
@@ -178,12 +183,8 @@ async def until_it_returns(body: Callable[[], Awaitable[None]], attempts: Attemp
     while True:
         try:
             return await body()
-        except asyncio.CancelledError as error:
-            if cancelled_from_outside():
-                raise
-            pause_s = attempts.failed(error)
         except BaseException as error:
-            if not is_fault(error):
+            if not is_own_fault(error):
                 raise
             pause_s = attempts.failed(error)
         await asyncio.sleep(pause_s)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 import structlog
 
-from tidemill.base.tasks import cancelled_from_outside, is_fault, sentence
+from tidemill.base.tasks import is_own_fault, sentence
 from tidemill.kafka.errors import UNKNOWN_SERVER_ERROR
 from tidemill.kafka.schema.compiled import Body, decode_request, encode_response, is_flexible
 from tidemill.kafka.schema.wire import I32, BadFrame, read_i16, skip_tags
@@ -111,12 +111,8 @@ def cold(handle: Handle, failed: Failed) -> Begin:
     async def answer(context: Context, request: Request, body: Body) -> Reply:
         try:
             return await encoded(request, await handle(context, request, body))
-        except asyncio.CancelledError as error:
-            if cancelled_from_outside():
-                raise
-            fault: BaseException = error
         except BaseException as error:
-            if not is_fault(error):
+            if not is_own_fault(error):
                 raise
             fault = error
         log.error(

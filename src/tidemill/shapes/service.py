@@ -18,7 +18,7 @@ import structlog
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Invalid, TidemillError, Unavailable
 from tidemill.base.marks import Tracker
-from tidemill.base.tasks import Tasks, cancelled_from_outside, is_fault, keep, sentence
+from tidemill.base.tasks import Tasks, is_own_fault, keep, sentence
 from tidemill.shapes.budget import Budget, Full
 from tidemill.shapes.compiling import CompilerThread
 from tidemill.shapes.live import LiveShape
@@ -303,12 +303,8 @@ class ShapeService:
         try:
             await build(shape)
             await shape.wait_over()
-        except asyncio.CancelledError as error:
-            if cancelled_from_outside():
-                raise
-            shape.fail(broken(error), broken=True)
         except BaseException as error:
-            if not is_fault(error):
+            if not is_own_fault(error):
                 raise
             listed = isinstance(error, TidemillError)
             shape.fail(error if isinstance(error, TidemillError) else broken(error), broken=not listed)

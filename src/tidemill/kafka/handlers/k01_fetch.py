@@ -19,7 +19,7 @@ import structlog
 
 from tidemill.base.errors import Missing, TidemillError
 from tidemill.base.pace import Pace
-from tidemill.base.tasks import cancelled_from_outside, is_fault, sentence
+from tidemill.base.tasks import is_own_fault, sentence
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
 from tidemill.kafka.request import LARGE_ANSWER_ELEMENTS, Api, Reply, Request
@@ -40,12 +40,8 @@ async def _answered(context: Context, request: Request, fetch: FetchRequest) -> 
     """A fault of ours, of whatever type, is this request's: its partitions are asked for again."""
     try:
         return await _fetch(context, request.version, fetch)
-    except asyncio.CancelledError as error:
-        if cancelled_from_outside():
-            raise
-        fault: BaseException = error
     except BaseException as error:
-        if not is_fault(error):
+        if not is_own_fault(error):
             raise
         fault = error
     log.error("kafka.request_fault", key=1, client_id=request.client_id, error=sentence(fault), exc_info=fault)

@@ -287,18 +287,7 @@ def take(runs: list[Run], reverse: bool) -> Rows:
         if start < end:
             run.start = end
             parts.append((run.keys[start:end], run.values[start:end]))
-    if not parts:
-        return [], []
-    keys, values = parts[0]
-    if len(parts) > 1:
-        merged: dict[bytes, bytes] = {}
-        for keys, values in parts:
-            merged.update(zip(keys, values, strict=True))
-        keys = sorted(merged)
-        values = list(map(merged.__getitem__, keys))
-    if all(values):
-        return keys, values
-    return list(compress(keys, values)), list(filter(None, values))
+    return _merged(parts, reverse=False)
 
 
 def _take_backward(runs: list[Run]) -> Rows:
@@ -318,6 +307,11 @@ def _take_backward(runs: list[Run]) -> Rows:
         if start < end:
             run.end = start
             parts.append((run.keys[start:end], run.values[start:end]))
+    return _merged(parts, reverse=True)
+
+
+def _merged(parts: list[Rows], *, reverse: bool) -> Rows:
+    """Of a key in several parts the last one's row; without tombstones."""
     if not parts:
         return [], []
     keys, values = parts[0]
@@ -325,9 +319,9 @@ def _take_backward(runs: list[Run]) -> Rows:
         merged: dict[bytes, bytes] = {}
         for keys, values in parts:
             merged.update(zip(keys, values, strict=True))
-        keys = sorted(merged, reverse=True)
+        keys = sorted(merged, reverse=reverse)
         values = list(map(merged.__getitem__, keys))
-    else:
+    elif reverse:
         keys.reverse()
         values.reverse()
     if all(values):

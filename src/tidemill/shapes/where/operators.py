@@ -233,32 +233,24 @@ def _lifter(source: Type, target: Type) -> Callable[[Value], Value]:
 
 def any_true(tests: list[Evaluate]) -> Evaluate:
     """OR with three values: true if any is true, else NULL if any is NULL, else false."""
-
-    def evaluate(row: Row) -> bool | None:
-        doubtful = False
-        for test in tests:
-            value = test(row)
-            if value is True:
-                return True
-            if value is None:
-                doubtful = True
-        return None if doubtful else False
-
-    return evaluate
+    return _decided(tests, True)
 
 
 def all_true(tests: list[Evaluate]) -> Evaluate:
     """AND with three values."""
+    return _decided(tests, False)
 
+
+def _decided(tests: list[Evaluate], by: bool) -> Evaluate:
     def evaluate(row: Row) -> bool | None:
         doubtful = False
         for test in tests:
-            value = test(row)
-            if value is False:
-                return False
+            value: bool | None = test(row)
+            if value is by:
+                return by
             if value is None:
                 doubtful = True
-        return None if doubtful else True
+        return None if doubtful else not by
 
     return evaluate
 

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from tidemill.shards.front import TIME, ShardSchema
+from tidemill.spark.decode.records import Records
 from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, command_schema
 
 
 def command_table(
     schema: ShardSchema,
     live: Mapping[str, pa.Array],
-    live_at: npt.NDArray[np.int64],
+    live_at: Sequence[int],
     absent: Mapping[str, pa.Array],
-    absent_at: npt.NDArray[np.int64],
-    offsets: npt.NDArray[np.int64],
-    times: npt.NDArray[np.int64],
-    partition: int,
+    absent_at: Sequence[int],
+    records: Records,
 ) -> pa.Table:
-    """`live_at` and `absent_at` are the records' places in `offsets` and `times`; the mappings hold their columns."""
-    at = np.concatenate([live_at, absent_at])
+    """`live_at` and `absent_at` are places in `records`; the mappings hold their columns."""
+    at = np.array([*live_at, *absent_at], dtype=np.int64)
     gone = len(absent_at)
     meta = {
-        TIME: pa.array(times[at]),
-        ORDER: pa.array(offsets[at]),
-        PARTITION: pa.array(np.full(len(at), partition, dtype=np.int32)),
+        TIME: pa.array(records.times[at]),
+        ORDER: pa.array(records.offsets[at]),
+        PARTITION: pa.array(np.full(len(at), records.partition, dtype=np.int32)),
         LIVE: pa.array(np.concatenate([np.ones(len(live_at), dtype=bool), np.zeros(gone, dtype=bool)])),
     }
     target = command_schema(schema)

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 import pyarrow as pa
 
 from tidemill.base.tasks import is_fault, sentence
@@ -97,9 +96,7 @@ class CapturedDecoder:
                     stop = found if stop is None else min(stop, found)
                     break  # in offset order, so in time order: what follows is beyond it
                 dead.append((at, sentence(error)))
-        live, kept, bad = columns_of_rows(self.schema.columns, rows, _array)
-        dead += [(live_at[at], reason) for at, reason in bad]
-        live_at = [live_at[at] for at in kept] if bad else live_at
+        live, live_at = columns_of_rows(self.schema.columns, rows, live_at, dead, _array)
         # What a poisoned row was before is not what it is: its key is absent until a good value comes.
         for at, _ in dead:
             if records.values[at] is not None:
@@ -109,20 +106,10 @@ class CapturedDecoder:
                 except BaseException as error:
                     if not is_fault(error):
                         raise
-        absent, kept, bad = columns_of_rows(self._key_columns, keys, _array)
-        named = {at for at, _ in dead}
-        dead += [(absent_at[at], reason) for at, reason in bad if absent_at[at] not in named]
-        absent_at = [absent_at[at] for at in kept] if bad else absent_at
-        table = command_table(
-            self.schema,
-            live,
-            np.array(live_at, dtype=np.int64),
-            absent,
-            np.array(absent_at, dtype=np.int64),
-            records.offsets,
-            records.times,
-            records.partition,
-        )
+        named, keyless = {at for at, _ in dead}, list[tuple[int, str]]()
+        absent, absent_at = columns_of_rows(self._key_columns, keys, absent_at, keyless, _array)
+        dead += [(at, reason) for at, reason in keyless if at not in named]
+        table = command_table(self.schema, live, live_at, absent, absent_at, records)
         letters = letter_table([self._letter(records, at, reason) for at, reason in dead])
         return Captured(Commands(table, tuple(truncates)), letters, stop)
 

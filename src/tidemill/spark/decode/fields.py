@@ -61,9 +61,9 @@ class _OddDecoder:
 
 
 def columns_of_rows(
-    columns: Sequence[Column], rows: list[Any], to_arrow: ToArrow
-) -> tuple[dict[str, pa.Array], list[int], list[tuple[int, str]]]:
-    """(arrays of the rows that can be held, places of those rows, [(place, reason)] of the others)."""
+    columns: Sequence[Column], rows: list[Any], places: list[int], dead: list[tuple[int, str]], to_arrow: ToArrow
+) -> tuple[dict[str, pa.Array], list[int]]:
+    """(columns of the rows that can be held, their places); the others join `dead` with the reason."""
     bad: dict[int, str] = {}
     out: dict[str, pa.Array] = {}
     for i, column in enumerate(columns):
@@ -76,10 +76,11 @@ def columns_of_rows(
                 raise
             out[column.name] = _by_halves(values, column, to_arrow, bad)
     if not bad:
-        return out, list(range(len(rows))), []
+        return out, places
+    dead += [(places[at], reason) for at, reason in sorted(bad.items())]
     good = [at for at in range(len(rows)) if at not in bad]
     taken = pa.array(good, pa.int64())
-    return {name: array.take(taken) for name, array in out.items()}, good, sorted(bad.items())
+    return {name: array.take(taken) for name, array in out.items()}, [places[at] for at in good]
 
 
 def _by_halves(values: Sequence[Any], column: Column, to_arrow: ToArrow, bad: dict[int, str]) -> pa.Array:

@@ -18,7 +18,6 @@ from decimal import Decimal
 from typing import Annotated, Any
 
 import msgspec
-import numpy as np
 import pyarrow as pa
 
 from tidemill.base.tasks import is_fault, sentence
@@ -89,18 +88,9 @@ class StreamDecoder:
                 if not is_fault(error):
                     raise
                 dead.append((at, _said(error)))
-        live, live_at = _taken(self._columns, rows, live_at, dead)
-        absent, absent_at = _taken(self._key_columns, keys, absent_at, dead)
-        table = command_table(
-            self.schema,
-            live,
-            np.array(live_at, dtype=np.int64),
-            absent,
-            np.array(absent_at, dtype=np.int64),
-            records.offsets,
-            records.times,
-            records.partition,
-        )
+        live, live_at = columns_of_rows(self._columns, rows, live_at, dead, _array)
+        absent, absent_at = columns_of_rows(self._key_columns, keys, absent_at, dead, _array)
+        table = command_table(self.schema, live, live_at, absent, absent_at, records)
         return Commands(table), letter_table([*records.unread, *_letters(records, dead)])
 
     def _key_of(self, key: bytes | None) -> Any:
@@ -127,15 +117,6 @@ class _Unreadable(ValueError):
 
 def _said(error: BaseException) -> str:
     return str(error) if isinstance(error, _Unreadable | msgspec.MsgspecError) else sentence(error)
-
-
-def _taken(
-    columns: Sequence[Column], rows: list[Any], places: list[int], dead: list[tuple[int, str]]
-) -> tuple[dict[str, pa.Array], list[int]]:
-    """Columns of the rows that can be held; the others join the dead."""
-    arrays, kept, bad = columns_of_rows(columns, rows, _array)
-    dead += [(places[at], reason) for at, reason in bad]
-    return arrays, [places[at] for at in kept] if bad else places
 
 
 def _array(values: Sequence[Any], column: Column) -> pa.Array:
