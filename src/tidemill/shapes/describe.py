@@ -61,7 +61,7 @@ class ColumnInfo(msgspec.Struct, frozen=True):
         return Type(name, self.dimensions > 0, self.ordered)
 
 
-class TableInfo(msgspec.Struct, frozen=True):
+class TableColumns(msgspec.Struct, frozen=True):
     relation: Relation
     columns: tuple[ColumnInfo, ...]
     """In the relation's order."""
@@ -88,13 +88,13 @@ class TableInfo(msgspec.Struct, frozen=True):
         return json.dumps(schema, separators=(",", ":")).encode()
 
 
-def table_info(relation: Relation, rows: list[ColumnInfo]) -> TableInfo:
+def table_columns(relation: Relation, rows: list[ColumnInfo]) -> TableColumns:
     """Raises Missing when the catalogue no longer has what capture's relation names."""
     by_name = {row.name: row for row in rows}
     missing = [column.name for column in relation.columns if column.name not in by_name]
     if missing:
         raise Missing(f"the table changed or is gone: table={relation.name} columns={','.join(missing)}.")
-    return TableInfo(relation, tuple(by_name[column.name] for column in relation.columns))
+    return TableColumns(relation, tuple(by_name[column.name] for column in relation.columns))
 
 
 def _column_schema(column: ColumnInfo, key_index: int | None) -> dict[str, object]:

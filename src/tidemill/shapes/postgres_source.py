@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from tidemill.base.errors import Invalid, Missing, Unavailable
 from tidemill.capture.visibility import PgSnapshot
 from tidemill.capture.wire.connection import DISPLAY_SETTINGS
-from tidemill.shapes.describe import DESCRIBE_SQL, ColumnInfo, TableInfo, table_info
+from tidemill.shapes.describe import DESCRIBE_SQL, ColumnInfo, TableColumns, table_columns
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.rows import RowWriter
 from tidemill.shapes.share import LoopShare, Turn
@@ -88,16 +88,16 @@ class PostgresSource:
             finally:
                 await connection.close()
 
-    async def describe(self, relation: Relation) -> TableInfo:
+    async def describe(self, relation: Relation) -> TableColumns:
         async with self._connection(self._lookups) as connection:
             cursor = await connection.execute(DESCRIBE_SQL, (relation.oid,))
             rows = [ColumnInfo(*row) for row in await cursor.fetchall()]  # type: ignore[arg-type]
-        return table_info(relation, rows)
+        return table_columns(relation, rows)
 
     async def load(
         self,
         shape: LiveShape,
-        info: TableInfo,
+        info: TableColumns,
         where: Where | None,
         writer: RowWriter,
         must_see: frozenset[int],
@@ -177,7 +177,7 @@ class _Rendering:
 
 
 async def _results(
-    connection: psycopg.AsyncConnection[tuple[object, ...]], info: TableInfo, where: Where | None
+    connection: psycopg.AsyncConnection[tuple[object, ...]], info: TableColumns, where: Where | None
 ) -> AsyncIterator[PGresult]:
     """The rows as text, FETCH_BYTES at a time, through a server-side cursor; the where clause runs in the database.
 

@@ -12,7 +12,7 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import Unavailable
 from tidemill.capture.changes import Relation
 from tidemill.shapes.consumer import TableConsumer
-from tidemill.shapes.describe import TableInfo
+from tidemill.shapes.describe import TableColumns
 from tidemill.shapes.items import snapshot_end
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.plan import Compiler, FieldError, Plan, ShapeRequest, check_columns, split_table
@@ -32,7 +32,7 @@ class _Database:
         self.relations = relations
         self.sink = sink
         self.suspended = False
-        self.infos: dict[Relation, TableInfo] = {}
+        self.infos: dict[Relation, TableColumns] = {}
         """Of relations captured now; one that is not any more goes at the next look."""
 
     def forget_others(self, relations: list[Relation]) -> None:
@@ -155,7 +155,7 @@ class TableShapes:
             sink, consumer = registered
             sink.remove(consumer)
 
-    async def _build(self, shape: LiveShape, database_name: str, info: TableInfo, where: Where | None) -> None:
+    async def _build(self, shape: LiveShape, database_name: str, info: TableColumns, where: Where | None) -> None:
         database, definition, relation = self._databases[database_name], shape.definition, info.relation
         columns = definition.columns or info.names
         writer = RowWriter(relation.schema, relation.table, columns, info.key, info.booleans, definition.replica)
