@@ -19,6 +19,7 @@ from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.errors import Unavailable
 from tidemill.base.marks import State
 from tidemill.capture import session, watch
+from tidemill.capture.holders import Holder
 from tidemill.capture.setup import ADVISORY_CLASS, lock_key
 from tidemill.capture.watch import Answers
 
@@ -72,7 +73,12 @@ def test_a_stream_is_not_given_up_where_walsenders_have_no_timeout(monkeypatch: 
             nonlocal asked
             asked += 1
 
-        stream = watch.StreamWatch("server", SystemClock(), Answers(SystemClock()), ask, timeout_ms)
+        async def busy() -> Holder:
+            """However busy it looks."""
+            return Holder(1, "", "", "replication streaming", 0, "")
+
+        answers = Answers(SystemClock())
+        stream = watch.StreamWatch("server", SystemClock(), answers, ask, timeout_ms, busy=busy, tell=lambda _: None)
         stream.waiting()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stream.run(), 0.2)
@@ -160,6 +166,39 @@ def test_f432_a_stream_that_stays_silent_ends_its_session(postgres_dsn: str, mon
                 os.kill(pid, signal.SIGCONT)
             await world.sql("INSERT INTO a VALUES (1)")
             await world.caught_up()
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f432_a_walsender_that_works_through_what_nobody_captures_is_not_told_as_silent(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks at its input once half of wal_sender_timeout has passed, and no sooner."""
+    monkeypatch.setattr(watch, "ASK_AFTER_S", 0.1)
+    monkeypatch.setattr(watch, "TELL_AFTER_MS", 0)
+
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "CREATE TABLE other (id int)")
+        async with world.capture(tables=("a",)) as capture:
+            await world.caught_up()
+            seen: set[str] = set()
+
+            async def passed() -> bool:
+                mark, _ = mark_of(world, capture)
+                if "the walsender works" in mark.reason:
+                    seen.add(mark.held_by)
+                    assert "a keepalive" not in mark.error, "who works does not fail to answer"
+                return binding.done()
+
+            await world.sql("INSERT INTO other SELECT generate_series(1, 1000000)")
+            binding = asyncio.ensure_future(world.caught_up(120))
+            await until(passed, "the stream goes on behind it", 120)
+            await binding
+            ((pid,),) = await world.select(
+                f"SELECT active_pid FROM pg_replication_slots WHERE slot_name = 'tidemill_{world.name}'"
+            )
+            assert f"postgres-pid:{pid}" in seen, "and it is named while it works"
+            await until(lambda: mark_of(world, capture)[0].held_by == "", "it holds nothing any more")
 
     in_world(postgres_dsn, scenario)
 

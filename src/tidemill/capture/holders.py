@@ -3,6 +3,7 @@
     lock        another session holds this capture's advisory lock
     slot        another walsender streams from the slot
     table       others hold a lock on a table that a statement of ours could not have in the time allowed
+    walsender   it computes or reads, and looks at its input only now and then
     blockers    sessions whose locks or open transactions a statement of ours waits for (pg_blocking_pids)
 
 Only reads; what a role may not see of others' sessions (their queries) is said as such by PostgreSQL itself.
@@ -80,6 +81,17 @@ async def slot_holder(wire: Wire, slot: str) -> Holder | None:
     """Who streams from the slot just now."""
     rows = await wire.query(
         f"SELECT active_pid FROM pg_replication_slots WHERE slot_name = {literal(slot)} AND active_pid IS NOT NULL"
+    )
+    return next(iter(await sessions(wire, [int(pid or 0) for (pid,) in rows])), None)
+
+
+async def busy_walsender(wire: Wire, slot: str) -> Holder | None:
+    """The walsender of a slot while it is at work on WAL, or seems to be; None while it waits for input or output, and
+    would answer if it could.
+    https://www.postgresql.org/docs/current/monitoring-stats.html#WAIT-EVENT-TABLE"""
+    rows = await wire.query(
+        "SELECT pid FROM pg_replication_slots JOIN pg_stat_activity ON pid = active_pid"
+        f" WHERE slot_name = {literal(slot)} AND coalesce(wait_event_type, '') NOT IN ('Activity', 'Client')"
     )
     return next(iter(await sessions(wire, [int(pid or 0) for (pid,) in rows])), None)
 

@@ -272,7 +272,7 @@ class Capture:
         if not reason and self._confirmed < wal_end and holder:
             reason = f"waits until {holder} has flushed what it was sent"
         landed_bytes = session.writer.landed_bytes if session.writer is not None else 0
-        progress = collector.taken_changes + landed_bytes + copied_rows
+        progress = collector.taken_changes + landed_bytes + copied_rows + session.seen_at_work
         self._tracker.set(
             name, self._confirmed, wal_end, now_ms=now_ms, held_by=held_by or holder, reason=reason,
             budget_ms=budget_ms, unit="lsn", progress=progress,

@@ -23,7 +23,7 @@ from tidemill.capture.collector import Collector
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.converter import Converter, RelationSeen, merge_relation
 from tidemill.capture.desk import Desk, recopy
-from tidemill.capture.holders import Holder, lock_holder, slot_holder
+from tidemill.capture.holders import Holder, busy_walsender, lock_holder, slot_holder
 from tidemill.capture.joining import Joining
 from tidemill.capture.poison import Poisoned, take
 from tidemill.capture.prepare import Prepared, prepare, take_snapshot
@@ -111,6 +111,8 @@ class Session:
         self._doing = ""
         self._watching: asyncio.Task[None] | None = None
         self.generation = 0
+        self.seen_at_work = 0
+        """How often a walsender was silent because it worked: progress, for the capture's mark."""
         self.streaming = False
         self.running = False
 
@@ -271,7 +273,11 @@ class Session:
         self.streaming = True
         self._on_phase("", "")
         log.info("capture streams", capture=config.name, confirmed=prepared.slot.confirmed_lsn)
-        watch = StreamWatch(wire.target, self._clock, self.answers, self._ask, facts.wal_sender_timeout_ms)
+        control = self._control
+        watch = StreamWatch(
+            wire.target, self._clock, self.answers, self._ask, facts.wal_sender_timeout_ms,
+            busy=lambda: control.ask(lambda wire: busy_walsender(wire, config.slot)), tell=self._saw_walsender,
+        )  # fmt: skip
         tasks.spawn(watch.run(), name="capture silence")
         tasks.spawn(self._read(stream, collector, watch), name="capture reader")
         tasks.spawn(collector.run(), name="capture collector")
@@ -415,6 +421,13 @@ class Session:
         """What the set-up does now, as far as it waits for nobody."""
         self._doing = doing
         self._on_phase(doing, "")
+
+    def _saw_walsender(self, at_work: Holder | None) -> None:
+        if at_work is None:
+            self._on_phase("", "")
+            return
+        self.seen_at_work += 1
+        self._wait_for("the walsender works through WAL and has sent nothing for a while", at_work)
 
     # status -----------------------------------------------------------------------------------
     def _ask(self) -> None:

@@ -6,6 +6,8 @@ over PostgreSQL's answers, because a connection that swallows packets looks exac
     Q2  A question on the control connection is given up after ANSWER_DEADLINE_S, and the session with it.
     Q3  A stream that is silent is asked for a keepalive; one that stays silent ends the session. Only while somebody
         waits for it: a reader that is held back by the collector hears nothing either.
+    Q4  A walsender that works through a transaction of which nothing is published is silent, too. For as long as the
+        session has patience it is told as what it is, not as one that does not answer.
 
 The control connection also carries the capture's advisory lock, so when it breaks, the session must end.
 """
@@ -158,18 +160,29 @@ async def watch_slot(
 
 
 class StreamWatch:
-    """When the stream was last heard while somebody waited for it (Q3). `ask()` requests a keepalive."""
+    """When the stream was last heard while somebody waited for it (Q3). `ask()` requests a keepalive, `busy()` looks
+    for a walsender at work, and `tell` has the one that was seen (None: it spoke, or is at work no more)."""
 
     def __init__(
-        self, target: str, clock: Clock, answers: Answers, ask: Callable[[], None], wal_sender_timeout_ms: int
+        self,
+        target: str,
+        clock: Clock,
+        answers: Answers,
+        ask: Callable[[], None],
+        wal_sender_timeout_ms: int,
+        *,
+        busy: Callable[[], Awaitable[Holder | None]],
+        tell: Callable[[Holder | None], None],
     ) -> None:
         self._target = target
         self._clock = clock
         self._answers = answers
         self._ask = ask
-        self._deadline_s = max(SILENCE_S, wal_sender_timeout_ms / 1000 * SILENCE_OF_TIMEOUT)
-        if wal_sender_timeout_ms <= 0:
-            self._deadline_s = float("inf")
+        self._busy = busy
+        self._tell = tell
+        self._told: Holder | None = None
+        self._patience_s = max(SILENCE_S, wal_sender_timeout_ms / 1000 * SILENCE_OF_TIMEOUT)
+        self._deadline_s = self._patience_s if wal_sender_timeout_ms > 0 else float("inf")
         self._waiting_since_s: float | None = None
 
     def waiting(self) -> None:
@@ -179,6 +192,7 @@ class StreamWatch:
     def heard(self) -> None:
         self._waiting_since_s = None
         self._answers.note("a keepalive of the stream", False)
+        self._seen(None)
 
     async def run(self) -> None:
         """For ever. Raises Unavailable when the stream stays silent."""
@@ -191,5 +205,14 @@ class StreamWatch:
             if silent_s > self._deadline_s:
                 raise no_answer(self._target, "a keepalive of the stream", silent_s)
             if silent_s > ASK_AFTER_S:
-                self._answers.note("a keepalive of the stream", True)
+                busy = await self._busy() if silent_s <= self._patience_s else None
+                if self._waiting_since_s != since_s:
+                    continue  # it was heard meanwhile
+                self._seen(busy)
+                self._answers.note("a keepalive of the stream", busy is None)
                 self._ask()
+
+    def _seen(self, busy: Holder | None) -> None:
+        if busy is not None or self._told is not None:
+            self._told = busy
+            self._tell(busy)
