@@ -9,16 +9,15 @@ serves /metrics; its number is printed too: "metrics PORT".
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import sys
-import time
 from typing import Any
 
-from prometheus_client import Gauge, start_http_server
+from prometheus_client import start_http_server
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.stalls import TICK_S, LoopWatch
+from tidemill.base.garbage import keep_pauses_short
+from tidemill.base.stalls import LoopWatch
 from tidemill.consensus.open import open_consensus
 from tidemill.kafka import KafkaServer, KafkaSettings
 from tidemill.metastore.catalogue import Catalogue
@@ -34,25 +33,8 @@ def settings_of(words: list[str], prefix: str) -> dict[str, Any]:
     return {key.removeprefix(prefix): json.loads(value) for key, value in pairs if key.startswith(prefix)}
 
 
-BUSY = Gauge("test_loop_busy_seconds", "Longest stall of the loop in which its own thread used the processor")
-
-
-async def watch_busy() -> None:
-    """As `base.stalls`, but a stall counts only as far as the loop itself worked in it: what its neighbours on the
-    cores take is not its fault."""
-    longest_s = 0.0
-    while True:
-        before_s, used_s = time.monotonic(), time.thread_time()
-        await asyncio.sleep(TICK_S)
-        late_s = time.monotonic() - before_s - TICK_S
-        longest_s = max(longest_s, min(late_s, time.thread_time() - used_s))
-        BUSY.set(longest_s)
-
-
 async def serve(directory: str, port: int, words: list[str]) -> None:
     clock, rand = SystemClock(), Rand()
-    watching = asyncio.create_task(watch_busy())
-    stalls = asyncio.create_task(LoopWatch(clock).run())
     metrics, _ = start_http_server(0, "127.0.0.1")
     print("metrics", metrics.server_port, flush=True)
     objects = await open_objects(f"file://{directory}/objects", clock, rand)
@@ -82,10 +64,9 @@ async def serve(directory: str, port: int, words: list[str]) -> None:
         port=port,
         settings=KafkaSettings(**settings_of(words, "kafka.")),
     )
-    gc.collect()
-    gc.freeze()
+    keep_pauses_short()
     print("listening", await server.start(), flush=True)
-    await asyncio.gather(watching, stalls)
+    await LoopWatch(clock).run()
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class Process:
 
     def stall_s(self) -> float:
         """The longest stall of its event loop so far, as far as the loop itself used the processor in it."""
-        return self.metric("test_loop_busy_seconds")
+        return self.metric("tidemill_loop_stall_cpu_seconds")
 
     def memory_mb(self, peak: bool = False) -> float:
         """Resident, now or at most so far."""

@@ -18,6 +18,7 @@ TICK_S = 0.02
 WINDOW_S = 60.0
 
 _LONGEST = Gauge("tidemill_loop_stall_seconds", "Longest stall of the event loop in the last minute")
+_DEAREST = Gauge("tidemill_loop_stall_cpu_seconds", "Most processor time that the event loop used in one stall")
 
 
 class LoopWatch:
@@ -47,6 +48,7 @@ class LoopWatch:
         self._longest_s = max(self._longest_s, late_s)
         self._longest_cpu_s = max(self._longest_cpu_s, min(late_s, cpu_s))
         _LONGEST.set(self.recent_s)
+        _DEAREST.set(self._longest_cpu_s)
 
     @property
     def recent_s(self) -> float:
