@@ -34,6 +34,8 @@ def _preload(config: Config) -> None:
     import tidemill.shards.front
 
     if config.capture:
+        import psycopg  # noqa: F401
+
         import tidemill.capture.machine  # noqa: F401
 
 
