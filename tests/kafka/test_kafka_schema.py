@@ -14,7 +14,7 @@ from kio.schema.errors import ErrorCode
 from kio.serial import entity_reader
 from schema_strategies import encoded, entities, plain
 
-from tidemill.kafka.handlers import APIS
+from tidemill.kafka.handlers import APIS, compile_all
 from tidemill.kafka.schema import compiled, fetch, produce
 from tidemill.kafka.schema.wire import BadFrame, read_uvarint, skip_tags, write_uvarint
 
@@ -257,3 +257,18 @@ def test_fetch_responses_carry_the_very_batches() -> None:
 def test_every_field_of_a_schema_is_reachable_by_name() -> None:
     tree = compiled.response_fields(3, 12)
     assert "leader_id" in tree["topics"]["partitions"]
+
+
+def test_nothing_is_compiled_on_the_loop_once_everything_was() -> None:
+    """A connection may send a request of every version at once."""
+    codecs = (compiled._request_reader, compiled._response_writer, compiled.is_flexible)
+    compile_all()
+    before = [codec.cache_info().misses for codec in codecs]
+    for api in APIS.values():
+        for version in range(api.min_version, api.max_version + 1):
+            schema = load_request_schema(api.key, version)
+            assert compiled.is_flexible(api.key, version) == schema.__flexible__
+            if api.key > 1:
+                compiled._request_reader(api.key, version)
+                compiled._response_writer(api.key, version)
+    assert [codec.cache_info().misses for codec in codecs][:2] == before[:2]

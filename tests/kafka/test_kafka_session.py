@@ -20,6 +20,7 @@ from raw import RawClient, batch, decode, example, fetch_body, produce_body, req
 
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Invalid
+from tidemill.base.pace import Pace
 from tidemill.kafka import KafkaSettings, errors
 from tidemill.kafka.handlers import APIS, k00_produce
 from tidemill.kafka.request import read_request
@@ -65,7 +66,7 @@ def test_produce_reserves_every_batch_in_order_before_any_await() -> None:
         topics = FakeTopicLog()
         cache = TopicCache(None, None)  # type: ignore[arg-type]
         cache.learn(TopicRow("t", "id", 3))
-        context: Any = type("Context", (), {"topics": topics, "cache": cache, "clock": SystemClock()})()
+        context: Any = type("Context", (), {"topics": topics, "cache": cache, "pace": Pace(SystemClock())})()
         before = len(asyncio.all_tasks())
         for first in (0, 3):
             parts = [(p, sequence(first + p)) for p in range(3)]

@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+import asyncio
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from topics_world import GatedObjects, eventually, run
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.clock import ManualClock, Rand
+from tidemill.base.errors import Corrupt, TidemillError, Unavailable
 from tidemill.topics.fetch import choose
 from tidemill.topics.l0.cache import ObjectCache
 from tidemill.topics.l0.format import Region, decode_footer, encode_footer, object_key
+from tidemill.topics.l0.writer import L0Writer
+from tidemill.topics.settings import TopicSettings
 
 regions = st.lists(
     st.builds(
@@ -57,3 +64,100 @@ def test_choose_takes_whole_batches() -> None:
     assert choose(sizes, 1, 5, 9, at_least_one=True) == (2, 20)
     assert choose(sizes, 1, 5, 9, at_least_one=False) == (1, 0)
     assert choose(sizes, 3, 5, 9, at_least_one=True) == (3, 0)
+
+
+class Member:
+    """A staged batch; hearing how it ended takes a millisecond."""
+
+    def __init__(self, number: int, heard: list[int | str], clock: ManualClock) -> None:
+        self.topic_id, self.partition = "t", number
+        self.buffer = b"batch"
+        self.size_bytes = len(self.buffer)
+        self.staged_s = 0.0
+        self.abandoned = False
+        self._heard = heard
+        self._clock = clock
+
+    def uploaded(self, object_key: str, first_byte: int, data: bytearray) -> None:
+        self._clock.advance(1)
+        self._heard.append(self.partition)
+
+    def upload_failed(self, error: TidemillError) -> None:
+        self._clock.advance(1)
+        self._heard.append(f"failed {self.partition}")
+
+
+class Telling:
+    """A writer with fifty members in one object, whose upload waits for the gate."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.objects = GatedObjects()
+        self.objects.gated = True
+        self.heard: list[int | str] = []
+        settings = TopicSettings(staged_expiry_s=10, uploads_in_flight=1)
+        self.writer = L0Writer(
+            self.objects, ObjectCache(0), node="n", epoch=lambda: 1, clock=self.clock, rand=Rand(1), settings=settings
+        )
+
+    def stage(self, *numbers: int) -> None:
+        for number in numbers:
+            self.writer.stage(Member(number, self.heard, self.clock))
+
+    async def stretches(self, until: int) -> list[int]:
+        """How many have heard after each turn of the loop, until so many have."""
+        seen = [len(self.heard)]
+        while seen[-1] < until:
+            await asyncio.sleep(0)
+            if len(self.heard) > seen[-1]:
+                seen.append(len(self.heard))
+        return seen
+
+
+@pytest.mark.parametrize("error", [None, Unavailable("gone.")])
+def test_members_hear_in_order_and_in_stretches_while_their_object_stays_open(error: TidemillError | None) -> None:
+    async def scenario() -> None:
+        telling = Telling()
+        telling.stage(*range(50))
+        await telling.objects.let_go(error=error)
+        assert telling.writer.first_open == 0
+        seen = await telling.stretches(5)
+        assert telling.writer.first_open == 0 and telling.writer.staged_bytes > 0, "some have not heard"
+        seen += await telling.stretches(50)
+        assert max(later - earlier for earlier, later in itertools.pairwise(seen)) <= 6
+        assert telling.heard == [n if error is None else f"failed {n}" for n in range(50)]
+        await eventually(lambda: telling.writer.first_open == 1)
+        assert telling.writer.staged_bytes == 0
+        await telling.writer.aclose()
+
+    run(scenario())
+
+
+def test_who_waited_too_long_hears_it_in_stretches_too() -> None:
+    async def scenario() -> None:
+        telling = Telling()
+        telling.stage(100)
+        await eventually(lambda: bool(telling.objects.waiting))
+        telling.stage(*range(50))
+        telling.clock.advance(11_000)
+        await telling.objects.let_go()
+        seen = await telling.stretches(51)
+        assert max(later - earlier for earlier, later in itertools.pairwise(seen)) <= 6
+        assert telling.heard == [100, *(f"failed {n}" for n in range(50))]
+        await telling.writer.aclose()
+
+    run(scenario())
+
+
+def test_whoever_has_not_heard_when_the_writer_closes_hears_of_a_failure_once() -> None:
+    async def scenario() -> None:
+        telling = Telling()
+        telling.stage(*range(50))
+        await telling.objects.let_go()
+        await telling.stretches(5)
+        await telling.writer.aclose()
+        told = [each for each in telling.heard if isinstance(each, int)]
+        assert 5 <= len(told) < 50
+        assert telling.heard == [*told, *(f"failed {n}" for n in range(len(told), 50))]
+
+    run(scenario())

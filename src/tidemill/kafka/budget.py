@@ -98,11 +98,11 @@ class Budget:
             self._answers[session] = size
         else:
             self._answers.pop(session, None)
-        _ANSWERS.set(self.answer_bytes)
         while self.answer_bytes > self.answers_max and len(self._answers) > 1:
             slowest = min(self._answers, key=lambda each: each.took_s)
             self.answer_bytes -= self._answers.pop(slowest)
             slowest.close(TimeoutError("too many answers wait for clients, and this one takes none"))
+        _ANSWERS.set(self.answer_bytes)
 
     def forget(self, session: Holder) -> None:
         self._waiting.pop(session, None)

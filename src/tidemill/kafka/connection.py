@@ -15,7 +15,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from tidemill.base.pace import STRETCH_S
+from tidemill.base.pace import Pace
 from tidemill.kafka.frame import Frame, FrameReader
 from tidemill.kafka.schema.wire import BadFrame
 from tidemill.objects.store import Buffer
@@ -32,12 +32,14 @@ class Connection:
         sock: socket.socket,
         loop: asyncio.AbstractEventLoop,
         reader: FrameReader,
+        pace: Pace,
         on_frames: Callable[[list[Frame]], None],
         on_lost: Callable[[Exception | None], None],
     ) -> None:
         self._sock = sock
         self._loop = loop
         self._reader = reader
+        self._pace = pace
         self._on_frames = on_frames
         self._on_lost = on_lost
         self._out: deque[memoryview] = deque()
@@ -100,10 +102,9 @@ class Connection:
             self._sock.close()
 
     def _readable(self) -> None:
-        until_s = self._loop.time() + STRETCH_S
-        for turn in range(_READS_PER_TURN):
-            if turn and self._loop.time() > until_s:
-                return
+        for _ in range(_READS_PER_TURN):
+            if self._pace.due:
+                return  # what is still there makes the socket readable in the next turn
             if self.on_growth is not None and self._reader.growth_bytes:
                 self.on_growth()
                 if self._paused:

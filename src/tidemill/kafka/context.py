@@ -8,6 +8,7 @@ from typing import Protocol
 import msgspec
 
 from tidemill.base.clock import Clock
+from tidemill.base.pace import STRETCH_S, Pace
 from tidemill.kafka.settings import KafkaSettings
 from tidemill.kafka.topic_cache import TopicCache
 from tidemill.metastore.catalogue import Catalogue
@@ -43,6 +44,8 @@ class Broker(msgspec.Struct, frozen=True):
 
 
 class Context:
+    """`pace`: of the work of all requests together; `beginnings`: of what happens while their frames are handled."""
+
     def __init__(
         self,
         *,
@@ -62,6 +65,8 @@ class Context:
         self.producer_ids = producer_ids
         self.group_offsets = group_offsets
         self.clock = clock
+        self.pace = Pace(clock)
+        self.beginnings = Pace(clock, 2 * STRETCH_S)
         self.settings = settings
         self.own = own
         self._nodes = nodes

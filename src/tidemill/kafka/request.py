@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 import structlog
 
+from tidemill.base.pace import Pace
 from tidemill.base.tasks import is_own_fault, sentence
 from tidemill.kafka.errors import UNKNOWN_SERVER_ERROR
 from tidemill.kafka.schema.compiled import Body, decode_request, encode_response, is_flexible
-from tidemill.kafka.schema.wire import I32, BadFrame, read_i16, skip_tags
+from tidemill.kafka.schema.wire import I32, BadFrame, begin_request, read_i16, skip_tags
 from tidemill.objects.store import Buffer
 
 if TYPE_CHECKING:
@@ -23,6 +25,9 @@ API_VERSIONS = 18
 
 LARGE_ANSWER_ELEMENTS: Final = 2_000
 """Some 5 ms of writing."""
+
+LARGE_REQUEST_BYTES: Final = 4_096
+"""At two bytes an element, some 3 ms of reading."""
 
 AT_ONCE: Final = 32
 """Things of one request that are worked on together."""
@@ -78,6 +83,7 @@ class Api(msgspec.Struct, frozen=True):
     begin           called while the frame is handled; whatever must keep request order happens inside this
                     plain call, whatever may wait happens in the awaitable it returns
     abandon         stop working on it when the client is gone (reads only: writes go on)
+    at_once         how many of one connection are worked on together; writes one after the other, in their order
     """
 
     key: int
@@ -87,6 +93,7 @@ class Api(msgspec.Struct, frozen=True):
     begin: Begin
     advertised_min: int = -1
     abandon: bool = False
+    at_once: int = 1
 
     @property
     def lowest_advertised(self) -> int:
@@ -99,18 +106,15 @@ Failed = Callable[[Body, int], Body]
 
 
 def cold(handle: Handle, failed: Failed) -> Begin:
-    """A handler on decoded dicts: decoded while the frame is handled, answered whenever it is done.
+    """A handler on decoded dicts: nothing happens before its turn on the connection comes.
 
     A fault of `handle`, of whatever type, is this request's: UNKNOWN_SERVER_ERROR, and the connection goes on.
     """
 
-    def begin(context: Context, request: Request) -> Awaitable[Reply]:
-        body = decode_request(request.key, request.version, request.view, request.position)
-        return answer(context, request, body)
-
-    async def answer(context: Context, request: Request, body: Body) -> Reply:
+    async def begin(context: Context, request: Request) -> Reply:
+        body = await decoded(context.pace, request, _decode)
         try:
-            return await encoded(request, await handle(context, request, body))
+            return await encoded(context.pace, request, await handle(context, request, body))
         except BaseException as error:
             if not is_own_fault(error):
                 raise
@@ -128,24 +132,51 @@ def cold(handle: Handle, failed: Failed) -> Begin:
     return begin
 
 
-async def encoded(request: Request, body: Body) -> Reply:
-    """The answer's bytes; a large one is written in a thread, so that it does not hold the loop."""
-    if _weight(body) < LARGE_ANSWER_ELEMENTS:
-        return [encode_response(request.key, request.version, body)]
-    return [await asyncio.to_thread(encode_response, request.key, request.version, body)]
+def _decode(request: Request) -> Body:
+    return decode_request(request.key, request.version, request.view, request.position)
+
+
+async def decoded(pace: Pace, request: Request, decode: Callable[[Request], T]) -> T:
+    """The request's body; a large one is read in a thread, so that it does not hold the loop. Raises BadFrame."""
+
+    def work() -> T:
+        begin_request()
+        return decode(request)
+
+    if len(request.view) > LARGE_REQUEST_BYTES:
+        return await asyncio.to_thread(work)
+    if pace.due:
+        await pace.rest()
+    return work()
+
+
+async def encoded(pace: Pace, request: Request, body: Body) -> Reply:
+    """The answer's bytes; a large one is written in a thread."""
+    if _weight(body) >= LARGE_ANSWER_ELEMENTS:
+        return [await asyncio.to_thread(encode_response, request.key, request.version, body)]
+    if pace.due:
+        await pace.rest()
+    return [encode_response(request.key, request.version, body)]
 
 
 def _weight(body: Body) -> int:
-    """About how many elements an answer has, two arrays deep."""
+    """About how many elements an answer has, two arrays deep; LARGE_ANSWER_ELEMENTS or more where there are so many."""
     lists = [value for value in body.values() if isinstance(value, list)]
-    inner = (value for items in lists for item in items if isinstance(item, dict) for value in item.values())
-    return sum(map(len, lists)) + sum(len(value) for value in inner if isinstance(value, list))
+    weight = sum(map(len, lists))
+    for item in chain.from_iterable(lists):
+        if weight >= LARGE_ANSWER_ELEMENTS:
+            break
+        if isinstance(item, dict):
+            weight += sum(len(value) for value in item.values() if isinstance(value, list))
+    return weight
 
 
-async def each(items: Sequence[T], work: Callable[[T], Coroutine[Any, Any, R]]) -> list[R]:
+async def each(items: Sequence[T], work: Callable[[T], Coroutine[Any, Any, R]], pace: Pace) -> list[R]:
     """`work` of every item, in order, a few at a time: a request names thousands of things, and the loop has others."""
     found: list[R] = []
     for at in range(0, len(items), AT_ONCE):
+        if pace.due:
+            await pace.rest()
         found += await asyncio.gather(*map(work, items[at : at + AT_ONCE]))
     return found
 

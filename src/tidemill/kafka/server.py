@@ -1,6 +1,6 @@
 """The listening socket and the life of the endpoint.
 
-    start   cache filled → socket bound → accepting; a taken port is Invalid, with the key to change
+    start   cache filled, codecs compiled → socket bound → accepting; a taken port is Invalid, with the key to change
     aclose  no new connections → sessions closed → tasks ended; what was reserved in `topics` ends there
 
 A connection whose frame does not become whole in time, that takes no answers, or says nothing for long, is closed by
@@ -23,6 +23,7 @@ from tidemill.base.marks import Tracker
 from tidemill.base.memory import Budget as Memory
 from tidemill.base.tasks import Tasks, keep, sentence
 from tidemill.consensus.api import Consensus
+from tidemill.kafka import handlers
 from tidemill.kafka.budget import Budget
 from tidemill.kafka.context import Broker, Context, Nodes
 from tidemill.kafka.door import Door
@@ -110,7 +111,7 @@ class KafkaServer:
     async def start(self) -> int:
         """Bind and accept; returns the bound port. Raises Invalid when the address cannot be bound."""
         cache = TopicCache(self._catalogue, self._clock)
-        await cache.refresh()
+        await asyncio.gather(cache.refresh(), asyncio.to_thread(handlers.compile_all))
         members = self._nodes.members() if self._nodes is not None else ()
         node_id = next((member.node_id for member in members if member.name == self._name), self._node_id)
         self._listener = listener = self._listen()

@@ -9,8 +9,10 @@ S1  `begin` of a request is called before `begin` of any later request of the co
 S2  A slot leaves the queue only from the front; a request without a response (acks=0) has no slot.
 S3  The frame is released after its work has ended, even when the client is gone (K3).
 S4  Reading stops while too much is under way or unsent, and starts again at half of that (K4).
-S5  While a request stalls (`Stall`), nothing behind it begins and nothing is read.
-S6  A read (Fetch) begins only while few others of the connection run and its answers find room.
+S5  While a request stalls (`Stall`), or others have used up this turn of the loop, nothing behind it begins and nothing
+    is read.
+S6  Of every API but Produce `Api.at_once` requests of the connection are worked on together (Kafka: one of all), and a
+    read (Fetch) begins only when its answers find room: what later ones take of memory and of the loop waits.
 """
 
 from __future__ import annotations
@@ -40,9 +42,6 @@ log = structlog.get_logger()
 PRODUCE = 0
 OTHER_REQUEST_BYTES = 4 << 20
 """Only Produce carries records; all else that is larger was never meant."""
-
-_READS_AT_ONCE = 4
-"""Fetches of one connection that run together; real clients send one at a time."""
 
 
 class _Slot:
@@ -80,7 +79,8 @@ class Session:
         self._stalled = False
         self._answered_bytes = 0
         """In slots that wait for an earlier one."""
-        self._reads = asyncio.Semaphore(_READS_AT_ONCE)
+        self._turns: dict[int, asyncio.Semaphore] = {}
+        """By API (S6)."""
         self._room = asyncio.Event()
         self._room.set()
         self._reader = FrameReader(pool, context.settings.request_bytes_max, self._hold)
@@ -88,7 +88,9 @@ class Session:
         self._heard_bytes = self._taken_bytes = 0
         self._frame_number = 0
         self._frame_age_s = 0.0
-        self._connection = Connection(sock, asyncio.get_running_loop(), self._reader, self._frames, self._lost)
+        self._connection = Connection(
+            sock, asyncio.get_running_loop(), self._reader, context.beginnings, self._frames, self._lost
+        )
         self._connection.on_drained = self._connection.on_growth = self.consider_reading
         self._connection.resume()
 
@@ -164,7 +166,11 @@ class Session:
 
     def _work_off(self) -> None:
         """Begin what has been received, in order, up to a request that stalls."""
+        beginnings = self._context.beginnings
         while self._backlog and not self._connection.closed:
+            if beginnings.due:
+                self._hold_back(beginnings.rest())
+                break
             try:
                 reserving = self._begin(self._backlog[0])
             except Stall as stall:
@@ -181,14 +187,17 @@ class Session:
             else:
                 self._backlog.popleft()
                 if reserving is not None:
-                    self._stalled = True
-                    self._tasks.spawn(self._wait_reserved(reserving), name="kafka.reserving")
+                    self._hold_back(reserving)
                     break
         self.consider_reading()
 
-    async def _wait_reserved(self, reserving: Awaitable[None]) -> None:
+    def _hold_back(self, until: Awaitable[None]) -> None:
+        self._stalled = True
+        self._tasks.spawn(self._wait_held_back(until), name="kafka.held_back")
+
+    async def _wait_held_back(self, until: Awaitable[None]) -> None:
         try:
-            await reserving
+            await until
         except BaseException as error:
             self._connection.close(ConnectionAbortedError(f"a request broke while it began: {error!r}"))
             raise
@@ -229,7 +238,8 @@ class Session:
         if isinstance(work, asyncio.Future):
             work.add_done_callback(lambda done: self._done(done, request, slot, frame))
         else:
-            waiting = self._read(work, slot) if api.abandon and slot is not None else _wait(work)
+            turns = self._turns.get(key) or self._turns.setdefault(key, asyncio.Semaphore(api.at_once))
+            waiting = self._in_turn(work, turns, slot if api.abandon else None)
             task = self._tasks.spawn(waiting, name=f"kafka.{api.name}")
             if api.abandon:
                 self._abandonable.add(task)
@@ -242,12 +252,14 @@ class Session:
             task.add_done_callback(ended)
         return request.reserving
 
-    async def _read(self, work: Awaitable[Reply], slot: _Slot) -> Reply:
-        """Wait for a turn and for room (S6), then for the work, and count its answer before the next one's turn."""
-        async with self._reads:
+    async def _in_turn(self, work: Awaitable[Reply], turns: asyncio.Semaphore, reads: _Slot | None) -> Reply:
+        """S6. The answer of a read waits for room, and counts before the next one's turn."""
+        async with turns:
+            if reads is None:
+                return await work
             await self._room.wait()
             reply = await work
-            self._count(slot, reply)
+            self._count(reads, reply)
             self.consider_reading()
             return reply
 
@@ -265,6 +277,9 @@ class Session:
                 done.exception()
             return
         error = None if done.cancelled() else done.exception()
+        if isinstance(error, BadFrame):
+            self._connection.close(error)
+            return
         if done.cancelled() or error is not None:
             log.warning(
                 "kafka.request_failed",
@@ -315,7 +330,3 @@ class Session:
         self._backlog.clear()
         self._budget.forget(self)
         self._on_end(self)
-
-
-async def _wait(work: Awaitable[Reply]) -> Reply:
-    return await work

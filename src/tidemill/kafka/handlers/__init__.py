@@ -24,6 +24,7 @@ from tidemill.kafka.handlers import (
     k60_describe_cluster,
 )
 from tidemill.kafka.request import Api
+from tidemill.kafka.schema.compiled import compile_codecs
 
 APIS: Final[dict[int, Api]] = {
     module.API.key: module.API
@@ -45,3 +46,10 @@ APIS: Final[dict[int, Api]] = {
     )
 }
 k18_api_versions.advertise(APIS.values())
+
+
+def compile_all() -> None:
+    """The codecs of everything in the table: 0.3 s, for a thread."""
+    for api in APIS.values():
+        for version in range(api.min_version, api.max_version + 1):
+            compile_codecs(api.key, version)

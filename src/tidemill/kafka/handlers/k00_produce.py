@@ -52,7 +52,7 @@ def begin(context: Context, request: Request) -> asyncio.Future[Reply]:
         raise Stall(context.cache.looked())
     gathering = _Gathering(context, request, produce)
     work = _reserve(context, request, produce, rows, gathering)
-    pace = Pace(context.clock)
+    pace = context.pace
     for _ in work:
         if pace.due:
             request.reserving = _go_on(work, pace, gathering)

@@ -12,17 +12,15 @@ leader epoch checks, divergence (tags of v12), `rack_id`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 from typing import Final
 
 import structlog
 
 from tidemill.base.errors import Missing, TidemillError
-from tidemill.base.pace import Pace
 from tidemill.base.tasks import is_own_fault, sentence
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
-from tidemill.kafka.request import LARGE_ANSWER_ELEMENTS, Api, Reply, Request
+from tidemill.kafka.request import LARGE_ANSWER_ELEMENTS, Api, Reply, Request, decoded
 from tidemill.kafka.schema.fetch import FetchRequest, PartitionRecords, decode, encode
 from tidemill.topics.front import Fetched, FetchRead
 
@@ -32,12 +30,9 @@ FIRST_WITH_IDS: Final = 13
 FETCH_SESSION_ID_NOT_FOUND: Final = 70
 
 
-def begin(context: Context, request: Request) -> Awaitable[Reply]:
-    return _answered(context, request, decode(request.view, request.position, request.version))
-
-
-async def _answered(context: Context, request: Request, fetch: FetchRequest) -> Reply:
+async def begin(context: Context, request: Request) -> Reply:
     """A fault of ours, of whatever type, is this request's: its partitions are asked for again."""
+    fetch = await decoded(context.pace, request, lambda _: decode(request.view, request.position, request.version))
     try:
         return await _fetch(context, request.version, fetch)
     except BaseException as error:
@@ -57,7 +52,7 @@ async def _fetch(context: Context, version: int, fetch: FetchRequest) -> Reply:
     reads: list[FetchRead] = []
     places: list[tuple[int, int]] = []
     refused = False
-    pace = Pace(context.clock)
+    pace = context.pace
     for topic in fetch.topics:
         row = context.cache.resolve(topic.topic, is_id=version >= FIRST_WITH_IDS)
         partitions: list[PartitionRecords] = []
@@ -113,4 +108,4 @@ def _answer(context: Context, read: FetchRead, got: Fetched) -> PartitionRecords
     return PartitionRecords(read.partition, errors.code_of(got.error), got.high_watermark, got.log_start_offset)
 
 
-API = Api(1, "fetch", 4, 17, begin, abandon=True)
+API = Api(1, "fetch", 4, 17, begin, abandon=True, at_once=4)

@@ -38,7 +38,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
             return _answer(asked, error_code=errors.INVALID_REQUEST)
         return await _partition(context, name, asked, until_s)
 
-    answers = iter(await each(places, answer))
+    answers = iter(await each(places, answer, context.pace))
     return {
         "topics": [
             {"name": asked["name"], "partitions": [next(answers) for _ in asked["partitions"]]}
@@ -81,4 +81,4 @@ async def _partition(context: Context, name: str, asked: Body, until_s: float) -
         return _answer(asked, error_code=errors.code_of(error))
 
 
-API = Api(2, "list_offsets", 1, 10, cold(handle, failed), abandon=True)
+API = Api(2, "list_offsets", 1, 10, cold(handle, failed), abandon=True, at_once=4)

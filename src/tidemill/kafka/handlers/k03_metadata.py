@@ -17,7 +17,6 @@ from typing import Final
 import structlog
 
 from tidemill.base.errors import Conflict, Invalid, TidemillError
-from tidemill.base.pace import Pace
 from tidemill.kafka import errors
 from tidemill.kafka.context import Broker, Context
 from tidemill.kafka.request import Api, Request, cold
@@ -49,11 +48,10 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     if context.settings.auto_create_topics and body.get("allow_auto_topic_creation", True):
         answering.may_create = AUTO_CREATED_MAX
     topics: list[Body] = []
-    pace = Pace(context.clock)
     for topic in context.cache.rows() if every else asked:
-        topics.append(answering.describe(topic) if isinstance(topic, TopicRow) else await answering.one(topic))
-        if pace.due:
-            await pace.rest()
+        if context.pace.due:
+            await context.pace.rest()
+        topics.append(await (answering.describe(topic) if isinstance(topic, TopicRow) else answering.one(topic)))
     return {
         "brokers": [{"node_id": b.node_id, "host": b.host, "port": b.port} for b in brokers],
         "cluster_id": context.settings.cluster_id,
@@ -93,7 +91,7 @@ class _Answering:
         if row is None:
             unknown = errors.UNKNOWN_TOPIC_OR_PARTITION if name else errors.UNKNOWN_TOPIC_ID
             return _refused(name, topic_id, unknown)
-        return self.describe(row)
+        return await self.describe(row)
 
     async def _find(self, name: str | None, topic_id: str) -> TopicRow | None:
         cache = self._context.cache
@@ -136,7 +134,10 @@ class _Answering:
         except Conflict as lost:
             return lost.current if isinstance(lost.current, TopicRow) else None
 
-    def describe(self, row: TopicRow) -> Body:
+    async def describe(self, row: TopicRow) -> Body:
+        """Some ms for thousands of partitions, and many requests have come to this at once."""
+        if self._context.pace.due:
+            await self._context.pace.rest()
         partitions = []
         for index in range(row.partitions):
             leader = self._node_ids.get(self._context.topics.leader_of(row.topic_id, index))
@@ -157,4 +158,4 @@ def _refused(name: str | None, topic_id: str, code: int) -> Body:
     return {"error_code": code, "name": name, "topic_id": topic_id, "partitions": []}
 
 
-API = Api(3, "metadata", 0, 13, cold(handle, failed))
+API = Api(3, "metadata", 0, 13, cold(handle, failed), at_once=32)

@@ -26,6 +26,8 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         row = context.cache.resolve(topic["name"], is_id=False)
         partitions: list[Body] = []
         for asked in topic["partitions"]:
+            if context.pace.due:
+                await context.pace.rest()
             index, metadata = asked["partition_index"], asked.get("committed_metadata") or ""
             answer: Body = {"partition_index": index, "error_code": refusal}
             if refusal:

@@ -40,14 +40,16 @@ async def _group(context: Context, group: str | None, topics: list[Body] | None)
             for topic_id, partitions in sorted(offsets.items())
             if (row := context.cache.by_id(topic_id)) is not None
         ]
-    return {"group_id": group or "", "error_code": code, "topics": [_topic(context, offsets, t) for t in topics]}
+    return {"group_id": group or "", "error_code": code, "topics": [await _topic(context, offsets, t) for t in topics]}
 
 
-def _topic(context: Context, offsets: Offsets, asked: Body) -> Body:
+async def _topic(context: Context, offsets: Offsets, asked: Body) -> Body:
     row = context.cache.by_name(asked["name"])
     committed = offsets.get(row.topic_id, {}) if row is not None else {}
     partitions = []
     for index in asked["partition_indexes"]:
+        if context.pace.due:
+            await context.pace.rest()
         found = committed.get(index, _NOTHING)
         partitions.append(
             {

@@ -22,7 +22,12 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     key_type = body.get("key_type", GROUP)
     if request.version <= 3:
         return _coordinator(context, body["key"] or "", key_type)
-    return {"coordinators": [_coordinator(context, key, key_type) for key in body["coordinator_keys"]]}
+    coordinators = []
+    for key in body["coordinator_keys"]:
+        if context.pace.due:
+            await context.pace.rest()
+        coordinators.append(_coordinator(context, key, key_type))
+    return {"coordinators": coordinators}
 
 
 def _coordinator(context: Context, key: str, key_type: int) -> Body:

@@ -8,7 +8,8 @@ not try transactions of version 2.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterable
+from collections.abc import Iterable
+from functools import cache
 
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
@@ -26,12 +27,13 @@ def advertise(apis: Iterable[Api]) -> None:
     ]
 
 
-def begin(context: Context, request: Request) -> Awaitable[Reply]:
-    return _answer(request.version)
+async def begin(context: Context, request: Request) -> Reply:
+    return [_answer(request.version)]
 
 
-async def _answer(version: int) -> Reply:
-    return [encode_response(API_VERSIONS, version, {"error_code": 0, "api_keys": _ranges})]
+@cache
+def _answer(version: int) -> bytes:
+    return bytes(encode_response(API_VERSIONS, version, {"error_code": 0, "api_keys": _ranges}))
 
 
 def unsupported_version() -> bytearray:

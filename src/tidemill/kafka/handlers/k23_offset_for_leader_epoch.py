@@ -18,9 +18,10 @@ from tidemill.kafka.schema.compiled import Body
 async def handle(context: Context, request: Request, body: Body) -> Body:
     async def topic(asked: Body) -> Body:
         name = asked["topic"]
-        return {"topic": name, "partitions": await each(asked["partitions"], partial(_partition, context, name))}
+        one = partial(_partition, context, name)
+        return {"topic": name, "partitions": await each(asked["partitions"], one, context.pace)}
 
-    return {"topics": await each(body["topics"], topic)}
+    return {"topics": await each(body["topics"], topic, context.pace)}
 
 
 def failed(body: Body, code: int) -> Body:

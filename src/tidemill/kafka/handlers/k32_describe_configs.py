@@ -29,7 +29,7 @@ _TYPES: Final = {"string": STRING, "int": INT, "long": 5, "list": 7}
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
-    return {"results": await each(body["resources"], partial(_resource, context))}
+    return {"results": await each(body["resources"], partial(_resource, context), context.pace)}
 
 
 async def _resource(context: Context, asked: Body) -> Body:

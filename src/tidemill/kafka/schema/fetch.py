@@ -37,7 +37,7 @@ from tidemill.kafka.schema.wire import (
 )
 from tidemill.objects.store import Buffer
 
-_FIRST_FLEXIBLE = 12
+FIRST_FLEXIBLE = 12
 _FIRST_WITH_IDS = 13
 _SESSION = struct.Struct(">hi")
 _V4 = struct.Struct(">ihqq")
@@ -77,7 +77,7 @@ class PartitionRecords(NamedTuple):
 
 def decode(view: memoryview, position: int, version: int) -> FetchRequest:
     """Raises BadFrame."""
-    flexible = version >= _FIRST_FLEXIBLE
+    flexible = version >= FIRST_FLEXIBLE
     session_id, session_epoch = 0, -1
     if version <= 14:
         _, position = read_i32(view, position)
@@ -127,14 +127,14 @@ def decode(view: memoryview, position: int, version: int) -> FetchRequest:
 def _read_topic(view: memoryview, position: int, version: int) -> tuple[str, int]:
     if version >= _FIRST_WITH_IDS:
         return read_uuid(view, position)
-    name, position = read_string(view, position, compact=version >= _FIRST_FLEXIBLE)
+    name, position = read_string(view, position, compact=version >= FIRST_FLEXIBLE)
     if name is None:
         raise BadFrame("null topic name in a Fetch request.")
     return name, position
 
 
 def _skip_forgotten(view: memoryview, position: int, version: int) -> int:
-    flexible = version >= _FIRST_FLEXIBLE
+    flexible = version >= FIRST_FLEXIBLE
     count, position = read_length(view, position, compact=flexible, wide=True)
     spend(count)
     for _ in range(count):
@@ -150,7 +150,7 @@ def _skip_forgotten(view: memoryview, position: int, version: int) -> int:
 
 def encode(topics: list[tuple[str, list[PartitionRecords]]], version: int, *, error_code: int = 0) -> list[Buffer]:
     """The response body as buffers to be written back to back; record batches are not copied."""
-    flexible = version >= _FIRST_FLEXIBLE
+    flexible = version >= FIRST_FLEXIBLE
     gathered: list[Buffer] = []
     out = bytearray(I32.pack(0))
     if version >= 7:

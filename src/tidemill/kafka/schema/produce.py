@@ -37,7 +37,7 @@ from tidemill.kafka.schema.wire import (
     write_uvarint,
 )
 
-_FIRST_FLEXIBLE = 9
+FIRST_FLEXIBLE = 9
 _FIRST_WITH_IDS = 13
 _V3 = struct.Struct(">ihqq")
 _V5 = struct.Struct(">ihqqq")
@@ -73,7 +73,7 @@ class PartitionAnswer(NamedTuple):
 
 def decode(view: memoryview, position: int, version: int) -> ProduceRequest:
     """Raises BadFrame."""
-    flexible = version >= _FIRST_FLEXIBLE
+    flexible = version >= FIRST_FLEXIBLE
     transactional_id, position = read_string(view, position, compact=flexible)
     acks, position = read_i16(view, position)
     timeout_ms, position = read_i32(view, position)
@@ -106,7 +106,7 @@ def decode(view: memoryview, position: int, version: int) -> ProduceRequest:
 
 
 def encode(topics: Iterable[tuple[str, list[PartitionAnswer]]], version: int) -> bytearray:
-    flexible = version >= _FIRST_FLEXIBLE
+    flexible = version >= FIRST_FLEXIBLE
     topics = list(topics)
     out = bytearray()
     write_length(out, len(topics), compact=flexible, wide=True)

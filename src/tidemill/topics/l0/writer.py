@@ -4,7 +4,8 @@
                  └──(expired, or its owner gave up)──► upload_failed, and it enters no object
 
 L1  A staged batch ends exactly once, as uploaded or as failed; cancelling whoever waits for it changes nothing.
-L2  Members of one object hear of it in the order in which they were staged.
+L2  Members of one object hear of it in the order in which they were staged, thousands of them in stretches; until the
+    last has heard, the object counts as open (T3).
 L3  The buffer of a member is read for the last time when its object is assembled; the object's own buffer
     then serves the upload, the cache and the fetches, so record bytes are copied once.
 
@@ -25,6 +26,7 @@ import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, TidemillError, Unavailable
+from tidemill.base.pace import Pace
 from tidemill.base.tasks import Tasks, cancelled_from_outside, is_fault, sentence
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.topics.l0.cache import ObjectCache
@@ -57,7 +59,8 @@ class Upload(msgspec.Struct, frozen=True):
     key: str
     since_ms: int
     data: bytearray
-    members: list[tuple[Staged, int]]
+    members: deque[tuple[Staged, int]]
+    """Those that have not heard yet."""
 
 
 class L0Writer:
@@ -78,6 +81,7 @@ class L0Writer:
         self._cache = cache
         self._epoch = epoch
         self._clock = clock
+        self._pace = Pace(clock)
         self._settings = settings
         self._tasks = Tasks(self._upload_broke)
         self._pending: list[Staged] = []
@@ -87,8 +91,7 @@ class L0Writer:
         self._uploading_bytes = 0
         self._typical_upload_s = 0.0
         self._last_start_s = 0.0
-        self._telling: deque[tuple[Staged, int]] = deque()
-        """Members of an ended upload that have not heard of it yet: empty but within one plain call."""
+        self._expired: deque[Staged] = deque()
         self._flush_due: asyncio.Handle | None = None
         self._flush_now = False
         self._closed = False
@@ -169,18 +172,25 @@ class L0Writer:
     def _drop_expired(self) -> None:
         horizon_s = self._clock.monotonic_s() - self._settings.staged_expiry_s
         kept: list[Staged] = []
-        expired: list[Staged] = []
+        telling = bool(self._expired)
         for item in self._pending:
             if item.abandoned:
                 self._pending_bytes -= item.size_bytes
             elif item.staged_s < horizon_s:
                 self._pending_bytes -= item.size_bytes
-                expired.append(item)
+                self._expired.append(item)
             else:
                 kept.append(item)
         self._pending = kept
-        for item in expired:
-            item.upload_failed(Unavailable("a batch waited too long for its upload.", fix="Retry; the store is slow."))
+        if self._expired and not telling:
+            self._tasks.spawn(self._tell_expired(), name="l0-expired")
+
+    async def _tell_expired(self) -> None:
+        error = Unavailable("a batch waited too long for its upload.", fix="Retry; the store is slow.")
+        while self._expired:
+            _fail(self._expired.popleft(), error)
+            if self._pace.due:
+                await self._pace.rest()
 
     def _start(self, items: list[Staged]) -> None:
         by_partition: dict[tuple[str, int], list[Staged]] = {}
@@ -201,7 +211,7 @@ class L0Writer:
         data = bytearray().join(parts)
         key = object_key(self._epoch(), self.name, self._next_number)
         self._next_number += 1
-        upload = Upload(key, self._clock.now_ms(), data, [(item, places[id(item)]) for item in items])
+        upload = Upload(key, self._clock.now_ms(), data, deque((item, places[id(item)]) for item in items))
         self._uploads[key] = upload
         self._uploading_bytes += len(data)
         self._last_start_s = self._clock.monotonic_s()
@@ -223,33 +233,43 @@ class L0Writer:
             error = Unavailable(f"the upload of an L0 object broke: key={upload.key} cause={fault!r}.", fix="Retry.")
         took_s = self._clock.monotonic_s() - begun_s
         self._typical_upload_s += _SMOOTHING * (took_s - self._typical_upload_s)
-        self._ended(upload, error)
+        await self._end(upload, error)
 
     def _upload_broke(self, name: str, fault: BaseException) -> None:
         """Telling the members went wrong: those that were not told yet hear of a failure (L1)."""
         _log.error("an L0 upload's members were not all told", task=name, error=sentence(fault), exc_info=fault)
         error = Unavailable(f"the upload of an L0 object broke: cause={fault!r}.", fix="Retry.")
-        members, self._telling = self._telling, deque()
-        for item, _ in members:
-            if not item.abandoned:
-                item.upload_failed(error)
+        upload = self._uploads.get(name.rpartition(" ")[2])
+        if upload is None:
+            self._fail_expired(error)
+        else:
+            self._close(upload)
+            for item, _ in upload.members:
+                _fail(item, error)
         self._schedule()
 
-    def _ended(self, upload: Upload, error: TidemillError | None) -> None:
-        del self._uploads[upload.key]
-        self._uploading_bytes -= len(upload.data)
+    async def _end(self, upload: Upload, error: TidemillError | None) -> None:
         if error is None:
             self._cache.add(upload.key, upload.data)
-        self._telling = deque(upload.members)
-        while self._telling:
-            item, first_byte = self._telling.popleft()
-            if item.abandoned:
-                continue
-            if error is None:
+        while upload.members:
+            item, first_byte = upload.members.popleft()
+            if error is not None:
+                _fail(item, error)
+            elif not item.abandoned:
                 item.uploaded(upload.key, first_byte, upload.data)
-            else:
-                item.upload_failed(error)
+            if self._pace.due:
+                await self._pace.rest()
+        self._close(upload)
         self._schedule()
+
+    def _close(self, upload: Upload) -> None:
+        del self._uploads[upload.key]
+        self._uploading_bytes -= len(upload.data)
+
+    def _fail_expired(self, error: TidemillError) -> None:
+        expired, self._expired = self._expired, deque()
+        for item in expired:
+            _fail(item, error)
 
     async def aclose(self) -> None:
         """Fail what is pending or under way as Unavailable (nothing of it is in a log) and stop."""
@@ -260,8 +280,14 @@ class L0Writer:
         await self._tasks.aclose()
         error = Unavailable("the node is shutting down; the batch was not written.")
         for upload in list(self._uploads.values()):
-            self._ended(upload, error)
+            self._close(upload)
+            for item, _ in upload.members:
+                _fail(item, error)
         pending, self._pending, self._pending_bytes = self._pending, [], 0
-        for item in pending:
-            if not item.abandoned:
-                item.upload_failed(error)
+        for item in (*self._expired, *pending):
+            _fail(item, error)
+
+
+def _fail(item: Staged, error: TidemillError) -> None:
+    if not item.abandoned:
+        item.upload_failed(error)

@@ -57,6 +57,8 @@ class Surroundings(msgspec.Struct, frozen=True):
     rand: Rand
     settings: TopicSettings
     tasks: Tasks
+    appends: asyncio.Semaphore
+    """Who appends at the same time: one answer of consensus may be all of theirs, to be followed in one turn."""
     moved: Callable[[str, int], None] = lambda *_: None
     """(topic id, partition): its high watermark moved, or it was opened here. A plain call."""
 
@@ -299,14 +301,10 @@ class LedPartition:
                 rollup = self._rollups.take()
                 if rollup is None and not self._turned and not self._advance_due:
                     break
-                if rollup is not None:
-                    previous, position = self.state.rollup_key, self.state.applied
-                    await self._propose(rollup)
-                    self._rollups.named(position, previous)
-                if self._turned:
-                    await self._commit_group()
-                if self._advance_due:
-                    await self._advance()
+                async with self._around.appends:
+                    if self.closed_error is not None:
+                        break
+                    await self._append_due(rollup)
                 self._rollups.consider(self.state)
         except SteppedDown as stop:
             self._step_down(stop)
@@ -318,6 +316,16 @@ class LedPartition:
             self._step_down(SteppedDown(f"an unexpected error: {error!r}.", certain=False, fault=error))
         finally:
             self._committing = False
+
+    async def _append_due(self, rollup: Rollup | None) -> None:
+        if rollup is not None:
+            previous, position = self.state.rollup_key, self.state.applied
+            await self._propose(rollup)
+            self._rollups.named(position, previous)
+        if self._turned:
+            await self._commit_group()
+        if self._advance_due:
+            await self._advance()
 
     async def _commit_group(self) -> None:
         around = self._around
