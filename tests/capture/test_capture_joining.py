@@ -14,6 +14,7 @@ from test_capture_tables import GOOD, good_flows, in_world, plain
 
 from tidemill.base.errors import Unknown
 from tidemill.base.marks import Derived, State, derive
+from tidemill.capture import session
 from tidemill.capture.machine import Capture
 from tidemill.capture.recopy import ask
 from tidemill.capture.topic_writer import TopicWriter
@@ -230,5 +231,30 @@ def test_f409_a_copy_behind_a_lock_names_its_holder_and_does_not_keep_the_slot(p
             await world.flowing("t", timeout_s=40)
             await good_flows(world)
             assert told(world, capture, mark) is None
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f409_a_first_copy_behind_a_lock_keeps_no_other_table_waiting(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*GOOD, *T)
+        other = await psycopg.AsyncConnection.connect(world.dsn)
+        real = session.take_snapshot
+
+        async def take_snapshot(*args: Any) -> Any:
+            await other.execute("LOCK TABLE t IN ACCESS EXCLUSIVE MODE")
+            return await real(*args)
+
+        monkeypatch.setattr(session, "take_snapshot", take_snapshot)
+        async with world.capture(table_poll_s=0.1) as capture:
+            await good_flows(world)
+            await world.parked("t", f"pid={other.info.backend_pid}")
+            table = told(world, capture, capture.config.table_mark("public.t"))
+            assert table is not None and table.mark.held_by == f"postgres-pid:{other.info.backend_pid}"
+            await other.close()
+            await world.flowing("t", timeout_s=40)
+            await good_flows(world)
 
     in_world(postgres_dsn, scenario)

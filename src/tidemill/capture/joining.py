@@ -30,7 +30,6 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, Conflict, Fenced, Invalid, Missing, TidemillError, Unavailable, Unknown
 from tidemill.base.frontier import Lsn
 from tidemill.base.tasks import Restarts, is_fault, sentence
-from tidemill.capture.changes import Relation
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.desk import Desk, Unrecorded
 from tidemill.capture.difference import against_catalogue
@@ -323,26 +322,21 @@ class Joining:
                 if table.name in result.failed:
                     await self._desk.refuse(table.name, refusal_of(result.failed[table.name]), table.oid)
                     continue
+                if table.oid not in relations:  # dropped meanwhile: what its old copy has flows on, up to there
+                    continue
                 row = self._desk.rows.get(table.name)
                 if row is not None and row.flows:
                     # Made anew, or asked for while it flows: the running session carries nothing more of the old one.
                     await self._park(table.name, "it is copied again")
                 if row is not None and row.oid:
                     await self._retire(row.oid)
-                topic = await self._anew(table, relations)
+                topic = await start_table(self._config, self._catalogue, self._desk, table, relations[table.oid])
                 if topic is not None:
                     taken.append(table)
-                    captured[table.name] = topic
+                    captured[table.name] = CapturedTable(table.name, topic, producer_id(self._config), oid=table.oid)
             return await self._copied(taken, captured) if taken else []
         finally:
             await wire.aclose()
-
-    async def _anew(self, table: TableInfo, relations: dict[int, Relation]) -> CapturedTable | None:
-        relation = relations.get(table.oid)
-        if relation is None:
-            return None
-        topic = await start_table(self._config, self._catalogue, self._desk, table, relation)
-        return CapturedTable(table.name, topic, producer_id(self._config), oid=table.oid) if topic else None
 
     async def _copied(self, tables: list[TableInfo], captured: dict[str, CapturedTable]) -> list[str]:
         writer = TopicWriter(
