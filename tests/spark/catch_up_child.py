@@ -45,7 +45,7 @@ def main(objects: str, consensus: str, scratch: Path) -> None:
     threading.Thread(target=look, daemon=True).start()
     end = sink.latest()
     while table.upper < end:
-        assert not sink.failed, sink.failed
+        assert not sink.seats.failed, sink.seats.failed
         sink.process(end)
         waiting.wait(0.05)
     ended.set()

@@ -94,7 +94,7 @@ def test_a_step_is_bounded_by_bytes_too(harbour: Any, tmp_path: Path, monkeypatc
     sink = clicks_sink(harbour, tmp_path / "s")
     sink.process(sink.latest())
     assert harbour.upper("clicks") == 12_001
-    assert sink.tables[0].won == 5, "two or three batches of some 1,000 bytes a step"
+    assert sink.seats.tables[0].won == 5, "two or three batches of some 1,000 bytes a step"
     assert len(harbour.contents("clicks")) == 240
 
 
@@ -129,12 +129,12 @@ def test_a_large_time_with_truncations_and_dead_letters_is_what_one_batch_would_
         if harbour.upper("t") == 2001:
             break
         pause.wait(0.05)
-    assert not second.failed
+    assert not second.seats.failed
     found = {r["id"]: str(r["v"]) for r in harbour.contents("t")}
     assert found == {i: "2.5" if i == 8 else "1.5" for i in range(30) if i not in (7, 9)}
     assert [r["key"] for r in harbour.contents("p.dead_letters")] == ['{"id": 7}', '{"id": 8}']
-    assert second.tables[0].won == 1
-    mirror = second.tables[0].operator.mirror.live_rows()
+    assert second.seats.tables[0].won == 1
+    mirror = second.seats.tables[0].operator.mirror.live_rows()
     assert {r["id"]: str(r["v"]) for r in mirror.to_pylist()} == found
     assert not (tmp_path / "2" / "large").exists() or not list((tmp_path / "2" / "large").iterdir())
 
@@ -146,8 +146,8 @@ def test_a_mirror_that_somebody_works_on_is_not_saved(harbour: Any, tmp_path: Pa
     harbour.create_topic("clicks")
     sink = clicks_sink(harbour, tmp_path / "s")
     assert [t.name for t in sink.resting] == ["clicks"]
-    sink._seats["clicks"].aside = True
+    sink.seats._seats["clicks"].aside = True
     assert sink.resting == []
-    sink._seats["clicks"].aside = False
+    sink.seats._seats["clicks"].aside = False
     sink.idle.clear()
     assert sink.resting == []

@@ -31,7 +31,7 @@ def test_a_dropped_table_is_made_again_from_its_topic(harbour: Any, tmp_path: Pa
     assert done.pipelines == ("p",) and done.rows == 8
     say(40, "after")
     sink.process(sink.latest())
-    assert isinstance(sink.failed["clicks"], Missing) and sink.tables == []
+    assert isinstance(sink.seats.failed["clicks"], Missing) and sink.seats.tables == []
     remap = call(s.remap("topic/clicks"))
     call(remap.forget(30))  # whatever is forgotten of its bindings: the rest covers all that came before
     again = clicks_sink(harbour, tmp_path / "s")
@@ -39,4 +39,4 @@ def test_a_dropped_table_is_made_again_from_its_topic(harbour: Any, tmp_path: Pa
     found = harbour.contents("clicks")
     key = lambda row: row["click_id"]  # noqa: E731
     assert sorted(found, key=key) == sorted([*before, {"click_id": "after", "product_id": 40}], key=key)
-    assert again.tables[0].shard.shard_id != done.shard_id
+    assert again.seats.tables[0].shard.shard_id != done.shard_id

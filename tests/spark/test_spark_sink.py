@@ -66,7 +66,7 @@ def test_a_table_that_gets_nothing_moves_its_upper_at_its_pace_and_one_that_does
     for n in range(1, 6):
         harbour.mint("topic/clicks", n * 1000, topic)
         sink.process(sink.latest())
-    assert (harbour.upper("clicks"), sink.tables[0].won) == (1001, 1)
+    assert (harbour.upper("clicks"), sink.seats.tables[0].won) == (1001, 1)
     assert not sink.behind, "nobody asks for it again before its pace"
     harbour.produce(topic, [(b"a", {"click_id": "a", "product_id": 1})])
     harbour.mint("topic/clicks", 6000, topic)
@@ -132,7 +132,7 @@ def test_a_captured_table_that_was_started_over_loses_what_is_not_in_its_new_cop
     harbour.produce(new, [({"id": i}, {"id": i, "v": v}) for i, v in ((2, "new"), (3, "old"))])
     harbour.mint("capture/shop", 20, old, new)
     sink.process(sink.latest())
-    assert "started over: shard=t" in str(sink.failed["t"])
+    assert "started over: shard=t" in str(sink.seats.failed["t"])
     assert harbour.upper("t") == 11, "nothing is appended past it from the old topic"
     # One process takes the new copy by itself, another together with what came after it: no difference.
     one = shop_sink(harbour, tmp_path / "1", ["t"])
@@ -194,7 +194,7 @@ def test_a_replayed_batch_does_nothing(harbour: Any, tmp_path: Path) -> None:
     again = clicks_sink(harbour, tmp_path / "other")
     again.process(101)
     assert len(harbour.portal.call(harbour.shard("clicks").batches(-1))) == batches
-    assert (again.tables[0].won, again.tables[0].lost) == (0, 0)
+    assert (again.seats.tables[0].won, again.seats.tables[0].lost) == (0, 0)
 
 
 def test_two_sinks_race_on_one_shard_and_the_loser_recomputes(harbour: Any, tmp_path: Path) -> None:
@@ -212,9 +212,9 @@ def test_two_sinks_race_on_one_shard_and_the_loser_recomputes(harbour: Any, tmp_
         sink.process(sink.latest())
     rows = harbour.portal.call(harbour.shard("clicks").snapshot(120)).to_pylist()
     assert len({r["click_id"] for r in rows}) == len(rows) == 7
-    assert one.tables[0].lost + two.tables[0].lost > 0
+    assert one.seats.tables[0].lost + two.seats.tables[0].lost > 0
     for sink in (one, two):
-        assert sorted(map(str, sink.tables[0].operator.mirror.live_rows().to_pylist())) == sorted(map(str, rows))
+        assert sorted(map(str, sink.seats.tables[0].operator.mirror.live_rows().to_pylist())) == sorted(map(str, rows))
     assert len(harbour.contents("p.dead_letters")) == 12
 
 
@@ -230,7 +230,7 @@ def test_a_follower_whose_history_is_compacted_between_two_looks_starts_over(har
         two.process(two.latest())
         if n == 3:
             one.process(one.latest())
-    follower = one.tables[0]
+    follower = one.seats.tables[0]
     assert any(row["click_id"] == "k3" for row in follower.operator.mirror.live_rows().to_pylist())
     look = follower.shard.frontiers
 
@@ -286,12 +286,12 @@ def test_a_restart_with_or_without_its_mirror_goes_on_where_the_shard_is(harbour
     expected = []
     for n, scratch in enumerate(("a", "a", "b", "a"), start=1):
         sink = clicks_sink(harbour, tmp_path / scratch)
-        assert sink.tables[0].upper == (0 if n == 1 else (n - 1) * 10 + 1)
+        assert sink.seats.tables[0].upper == (0 if n == 1 else (n - 1) * 10 + 1)
         row = {"click_id": f"k{n}", "product_id": n}
         harbour.produce(topic, [(b"k", row), (b"k", {"click_id": "same", "product_id": n})])
         harbour.mint("topic/clicks", n * 10, topic)
         sink.process(sink.latest())
-        sink.tables[0].save()
+        sink.seats.tables[0].save()
         expected.append(row)
         assert harbour.contents("clicks") == [*expected, {"click_id": "same", "product_id": n}]
 
@@ -305,9 +305,9 @@ def test_a_crash_between_the_letters_and_the_table_adds_no_letter_twice(harbour:
     async def crash(*_: Any) -> bool:
         raise RuntimeError("killed here")
 
-    sink.tables[0].append = crash  # type: ignore[method-assign,assignment]
+    sink.seats.tables[0].append = crash  # type: ignore[method-assign,assignment]
     sink.process(101)
-    assert "killed here" in str(sink.failed["clicks"])
+    assert "killed here" in str(sink.seats.failed["clicks"])
     assert harbour.upper("clicks") == 0
     assert [r["bytes"] for r in harbour.contents("p.dead_letters")] == [b"bad1"]
     harbour.produce(topic, [(b"", b"bad2")])

@@ -195,9 +195,9 @@ def test_big_batches_go_through_spark_tasks_to_the_same_contents(harbour: Any, s
         sink.process(sink.latest())
     assert {r["click_id"]: r["product_id"] for r in harbour.contents("clicks")} == expected
     assert len(harbour.contents("p.dead_letters")) == 3
-    mirror = {r["click_id"]: r["product_id"] for r in sink.tables[0].operator.mirror.live_rows().to_pylist()}
+    mirror = {r["click_id"]: r["product_id"] for r in sink.seats.tables[0].operator.mirror.live_rows().to_pylist()}
     assert mirror == expected
-    assert sink.tables[0].operator.upper == 31
+    assert sink.seats.tables[0].operator.upper == 31
     assert not list((tmp_path / "s").rglob("pending-*")), "no task leaves its run behind"
 
 

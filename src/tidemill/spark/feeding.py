@@ -117,7 +117,7 @@ class Feed:
     def _query_is_due(self, sink: FeedSink, pause_s: float) -> Callable[[], bool]:
         clock, ready = self._host.stores.clock, self._host.session_ready
         from_s = clock.monotonic_s() + pause_s
-        return lambda: ready.is_set() and bool(sink.tables) and clock.monotonic_s() >= from_s
+        return lambda: ready.is_set() and bool(sink.seats.tables) and clock.monotonic_s() >= from_s
 
     def _bring_forward(self, sink: FeedSink, done: Callable[[], bool]) -> None:
         """Process from this thread while there is no query."""
@@ -145,7 +145,7 @@ class Feed:
             query = self.query = self._query(spark, sink)
             # A query takes seconds to its first batch (planner, first plan): rows do not wait for it.
             self._bring_forward(sink, lambda: sink.called.is_set() or not query.isActive)
-            log.info("query runs", source=self.source, tables=len(sink.tables))
+            log.info("query runs", source=self.source, tables=len(sink.seats.tables))
             began_s = host.stores.clock.monotonic_s()
             while not host.ending.wait(WATCH_S):
                 if not query.isActive:
@@ -172,7 +172,7 @@ class Feed:
             "source": self.source,
             "rows": "false",
             # It only says that time has come: what a table that is further behind lacks is read by the sink anyway.
-            "start": str(max(table.upper for table in sink.tables)),
+            "start": str(max(table.upper for table in sink.seats.tables)),
         }
         frame = spark.readStream.format("tidemill").options(**options).schema(spark_schema(DESCRIPTOR_COLUMNS)).load()
         return (

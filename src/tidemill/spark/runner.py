@@ -149,7 +149,7 @@ class Runner(Host):
 
     def tables(self) -> list[TableWriter]:
         """Every table that is open, derived ones too."""
-        out = [t for feed in self.feeds if feed.sink is not None for t in feed.sink.tables]
+        out = [t for feed in self.feeds if feed.sink is not None for t in feed.sink.seats.tables]
         return out + [d.writer for d in list(self.derivations.values()) if d.writer is not None]
 
     # bodies of units --------------------------------------------------------------------------------

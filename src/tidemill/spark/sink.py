@@ -7,32 +7,30 @@ a replay after a crash (p ≥ end) does nothing, a hole or a foreign checkpoint 
 a batch id never identifies anything (U5). Small steps are computed here; bigger ones by Spark tasks through
 the same functions, with the append still here. A lost race is recomputed from the peer's upper, never trimmed.
 
-Tables share a round, so that a hundred small ones cost one round trip, and nothing else: whatever one of them
-raises, of whatever type, is that table's own. It leaves its seat and its owner hears of it (unit.py); storage that
-is away is waited for in the seat. Time that is too large for a step is taken aside, in a thread of its own.
+Tables share a round, so that a hundred small ones cost one round trip, and nothing else (seats.py). Time
+that is too large for a step is taken aside, in a thread of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import structlog
 
-from tidemill.base.errors import Invalid, Unavailable, Unknown
+from tidemill.base.errors import Invalid
 from tidemill.base.portal import Portal
-from tidemill.base.tasks import Restarts, is_fault, sentence
 from tidemill.shards.front import Remap
 from tidemill.spark.bytasks import ByTasks
 from tidemill.spark.dead_letters import DeadLetters
 from tidemill.spark.decode.captured import Stop
 from tidemill.spark.facts import Latency
 from tidemill.spark.large import LargeStep
+from tidemill.spark.seats import IDLE_MOVE_S, Seat, Seats
 from tidemill.spark.steps import STEP_BYTES, STEP_RECORDS, Planner, Step
 from tidemill.spark.stores import Stores
 from tidemill.spark.table import TableWriter
@@ -43,39 +41,10 @@ if TYPE_CHECKING:
 
 INLINE_ROWS = 20_000
 """A step of at most this many records is computed on the driver: a Spark job costs more than it (notes §2)."""
-IDLE_MOVE_S = 1.0
-"""A table that got nothing moves its upper this often at most: a hundred idle tables beside a busy one would else
-cost a hundred appends for every binding. Whoever reads them at one time with the busy one waits that long."""
-RETRY_S = 0.2
-SLOWEST_RETRY_S = 5.0
-
-Told = Callable[[BaseException, bool], None]
-"""(what a table failed with, whether it left its seat). Called from the thread that brings tables forward."""
-
-log = structlog.get_logger()
 
 
 class TableStops(Invalid):
     """The table is brought to the last time before what it cannot carry, and no further."""
-
-
-class Seat:
-    """One table while it takes part."""
-
-    def __init__(self, table: TableWriter, told: Told | None) -> None:
-        self.table = table
-        self.told = told
-        self.aside = False
-        """A thread of its own works on it."""
-        self.due_s = 0.0
-        self.moved_s = float("-inf")
-        self.nothing_until = 0
-        """Up to this time there was nothing for the table when it was last looked at."""
-        self.pauses = Restarts(RETRY_S, SLOWEST_RETRY_S)
-
-    @property
-    def name(self) -> str:
-        return self.table.name
 
 
 class _Work(msgspec.Struct):
@@ -85,7 +54,6 @@ class _Work(msgspec.Struct):
     step: Step
     upper: int
     pending: Any = None
-    parts: Any = ()
 
     @property
     def table(self) -> TableWriter:
@@ -93,7 +61,7 @@ class _Work(msgspec.Struct):
 
 
 class FeedSink:
-    """`process` may be called by any thread and lets one in at a time; so may `stop`, `attach` and `detach`."""
+    """`process` may be called by any thread and lets one in at a time; so may `stop`, and `seats` be taken and left."""
 
     def __init__(
         self,
@@ -118,48 +86,28 @@ class FeedSink:
         """Why nothing of the whole feed goes on."""
         self.taken_bytes = 0
         """Stored bytes of the round under way; at most two steps' worth."""
-        self.failed: dict[str, BaseException] = {}
-        """What tables left their seats with."""
         self._portal = portal
         self._stores = stores
-        self._latency = latency
-        self._bound = bound
         self._dead = dead_letters
         self._inline_rows = inline_rows
-        self._idle_move_s = idle_move_s
         self._scratch = scratch
+        self.seats = Seats(stores.clock, latency, bound, idle_move_s)
         self._planner = Planner(stores, remap)
         self._by_tasks: ByTasks | None = None
         self._stopping = threading.Event()
         self.called = threading.Event()
         """Set when Spark has brought a batch."""
-        self._seats: dict[str, Seat] = {}
         self._one_at_a_time = threading.Lock()
         self.idle = threading.Event()
         """Set while no batch is under way."""
         self.idle.set()
         for table in tables:
-            self.attach(table)
-
-    # who takes part -----------------------------------------------------------------------------------
-    @property
-    def tables(self) -> list[TableWriter]:
-        return [seat.table for _, seat in sorted(self._seats.items())]
+            self.seats.attach(table)
 
     @property
     def resting(self) -> list[TableWriter]:
         """Tables that nobody works on, so that their mirrors may be saved: half of a change would be trusted later."""
-        if not self.idle.is_set():
-            return []
-        return [seat.table for seat in self._seats.values() if not seat.aside]
-
-    def attach(self, table: TableWriter, told: Told | None = None) -> None:
-        """From the next round on."""
-        self.failed.pop(table.name, None)
-        self._seats = {**self._seats, table.name: Seat(table, told)}
-
-    def detach(self, name: str) -> None:
-        self._seats = {n: seat for n, seat in self._seats.items() if n != name}
+        return self.seats.at_rest if self.idle.is_set() else []
 
     def use(self, context: SparkContext) -> None:
         """From now on bigger steps may run as Spark tasks; until then everything is computed here."""
@@ -192,7 +140,7 @@ class FeedSink:
     @property
     def behind(self) -> bool:
         """Is there a table that a call of `process` would bring forward now?"""
-        return bool(self._due(self.target))
+        return bool(self.seats.due(self.target))
 
     def process(self, end: int) -> None:
         """Bring every table to `end` that can come there now; one that fails, waits or is aside is left behind."""
@@ -201,27 +149,13 @@ class FeedSink:
             self.idle.clear()
             try:
                 while not self._stopping.is_set():
-                    due = self._due(end)
+                    due = self.seats.due(end)
                     if not due:
                         return
                     self._round(due, end)
             finally:
                 self.taken_bytes = 0
                 self.idle.set()
-
-    def _due(self, end: int) -> list[Seat]:
-        now_s = self._stores.clock.monotonic_s()
-        return [
-            s
-            for s in self._seats.values()
-            if s.table.upper < end
-            and not s.aside
-            and s.due_s <= now_s
-            and not (end <= s.nothing_until and self._moved_lately(s))
-        ]
-
-    def _moved_lately(self, seat: Seat) -> bool:
-        return seat.moved_s + self._idle_move_s > self._stores.clock.monotonic_s()
 
     # one round ----------------------------------------------------------------------------------------
     def _round(self, due: Sequence[Seat], end: int) -> None:
@@ -232,7 +166,7 @@ class FeedSink:
         for seat, step in planned:
             if step.large:
                 self._take_aside(seat, step)
-            elif not step.slices and step.upper >= end and self._moved_lately(seat):
+            elif not step.slices and step.upper >= end and self.seats.moved_lately(seat):
                 seat.nothing_until = step.upper
             else:
                 small.append(_Work(seat, step, step.upper))
@@ -252,7 +186,7 @@ class FeedSink:
         out = []
         for (seat, _), found in zip(calls, self._portal.call(run()), strict=True):
             if isinstance(found, BaseException):
-                self._fault(seat, found)
+                self.seats.fault(seat, found)
             else:
                 out.append((seat, found))
         return out
@@ -265,12 +199,12 @@ class FeedSink:
         ready = []
         for seat, batches in fetched:
             item = by_seat[seat.name]
-            if self._alone(seat, partial(self._drain, item, batches)):
+            if self.seats.alone(seat, partial(self._drain, item, batches)):
                 ready.append(item)
         appended = self._gather([(w.seat, self._append(w)) for w in ready])
         for seat, won in appended:
             item = by_seat[seat.name]
-            self._alone(seat, partial(self._settle, item, won))
+            self.seats.alone(seat, partial(self._settle, item, won))
 
     def _drain(self, item: _Work, batches: Sequence[Sequence[bytes]]) -> None:
         table, step = item.table, item.step
@@ -293,7 +227,7 @@ class FeedSink:
             item.table.committed(item.pending)
         elif not won:
             item.table.follow()
-        self._went_on(item.seat, item.step, item.step.records)
+        self.seats.went_on(item.seat, item.step, item.step.records)
 
     def _in_spark(self, work: Sequence[_Work]) -> None:
         """The same through Spark: tasks by table and hash range write parts, the driver appends."""
@@ -304,8 +238,8 @@ class FeedSink:
             found = results[item.seat.name]
             if found.inline:
                 over.append(item)
-            elif self._alone(item.seat, partial(self._take_results, item, found)):
-                self._went_on(item.seat, item.step, item.step.records)
+            elif self.seats.alone(item.seat, partial(self._take_results, item, found)):
+                self.seats.went_on(item.seat, item.step, item.step.records)
         self._inline(over)
 
     def _take_results(self, item: _Work, found: Any) -> None:
@@ -324,7 +258,7 @@ class FeedSink:
 
     def _large(self, seat: Seat, step: Step) -> None:
         try:
-            self._alone(seat, partial(self._large_step, seat, step))
+            self.seats.alone(seat, partial(self._large_step, seat, step))
         finally:
             seat.aside = False
 
@@ -341,53 +275,7 @@ class FeedSink:
             table.took(large.changes, step.lower, large.upper, large.rows)
         else:
             table.follow()
-        self._went_on(seat, step, 0)
-
-    # telling ------------------------------------------------------------------------------------------
-    def _alone(self, seat: Seat, call: Callable[[], None]) -> bool:
-        """Run one table's share: what it raises is that table's own."""
-        try:
-            call()
-        except BaseException as error:
-            if not is_fault(error):
-                raise
-            self._fault(seat, error)
-            return False
-        return True
-
-    def _fault(self, seat: Seat, error: BaseException) -> None:
-        """Storage that is away is waited for where the table sits; anything else makes it leave."""
-        leaves = not isinstance(error, Unavailable | Unknown)
-        if leaves:
-            self.failed[seat.name] = error
-            if self._seats.get(seat.name) is seat:
-                self.detach(seat.name)
-        else:
-            pause_s = seat.pauses.pause_s(0.0)
-            seat.due_s = self._stores.clock.monotonic_s() + pause_s
-            log.warning("table waits", table=seat.name, error=sentence(error), retry_in_s=pause_s)
-        if seat.told is not None:
-            seat.told(error, leaves)
-
-    def _went_on(self, seat: Seat, step: Step, records: int) -> None:
-        seat.pauses = Restarts(RETRY_S, SLOWEST_RETRY_S)
-        seat.moved_s = self._stores.clock.monotonic_s()
-        seat.table.progress.add(records)
-        seat.table.progress.to_go = step.to_go
-        self._observe(step)
-
-    def _observe(self, step: Step) -> None:
-        """Commit at the source → visible in the shard, and binding → visible: our own share of it.
-
-        Once for every binding that brought a table something.
-        """
-        now_ms = self._stores.clock.now_ms()
-        times = {t for s in step.slices for t in s.times}
-        for binding in step.bindings:
-            if binding.time_ms in times:
-                self._bound.add(now_ms - binding.time_ms)
-                if binding.source_time_ms:
-                    self._latency.add(now_ms - binding.source_time_ms)
+        self.seats.went_on(seat, step, 0)
 
 
 def _feed(seat: Seat) -> Any:

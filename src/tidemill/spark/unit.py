@@ -75,11 +75,11 @@ class TableUnit:
         self._failure = None
         self._left.clear()
         self.writer = writer
-        sink.attach(writer, self._told)
+        sink.seats.attach(writer, self._told)
         try:
             self._seated(sink, writer)
         finally:
-            sink.detach(self.name)
+            sink.seats.detach(self.name)
             if not self._host.ending.is_set():
                 self._host.portal.call(writer.shard.aclose())  # at the end its mirror is still to be saved
 
