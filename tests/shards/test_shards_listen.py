@@ -11,7 +11,6 @@ from shard_world import World, append, contents_of, run, tuples, updates
 
 from tidemill.base.errors import Corrupt, Unavailable
 from tidemill.shards.compaction import FAN_IN, choose, compact_once
-from tidemill.shards.duck import common_time, snapshot_tables
 from tidemill.shards.front import Batch, Delta, Part
 from tidemill.shards.handle import LogShard
 from tidemill.shards.state import check_whole
@@ -182,18 +181,5 @@ def test_a_retraction_of_what_was_never_there_is_corrupt() -> None:
         await append(shard, 0, 6, [(1, "a", 5, -1)])
         with pytest.raises(Corrupt, match="k=1"):
             await shard.snapshot(5)
-
-    run(scenario())
-
-
-def test_several_shards_are_read_at_one_time() -> None:
-    async def scenario() -> None:
-        world = World()
-        one, two = await world.open("one"), await world.open("two")
-        await append(one, 0, 6, [(1, "old", 3, 1), (1, "old", 5, -1), (1, "new", 5, 1)])
-        await append(two, 0, 5, [(7, "x", 4, 1)])
-        assert await common_time([one, two]) == 4
-        tables = await snapshot_tables([one, two])
-        assert {n: contents_of(t) for n, t in tables.items()} == {"one": {(1, "old"): 1}, "two": {(7, "x"): 1}}
 
     run(scenario())

@@ -45,7 +45,6 @@ from tidemill.metastore.lsm.versions import Versions
 from tidemill.metastore.lsm.view import PENDING, ClosedView, Pending, Row, View
 from tidemill.metastore.lsm.wake import Wake
 
-GC_PAUSE_MIN_S = 1.0
 PRE_OPEN_AT_ONCE = 8
 
 
@@ -110,11 +109,9 @@ class Database:
         self.compacts = False
         """Whether the compaction loop was started."""
         self.room_keeper = Room(self)
-        self._collector = Collector(
+        self.collector = Collector(
             files, BucketManifests(files.objects, files.prefix, rand), options, clock, faults=faults
         )
-        self.collection_error: TidemillError | None = None
-        """How the last round of collection failed; None after one that did not."""
         self.failure: BaseException | None = None
         """What ended a background task for good."""
 
@@ -173,7 +170,7 @@ class Database:
         if background:
             self.compacts = True
             self._tasks.spawn(self.compactor.run(), name="metastore compaction")
-            self._tasks.spawn(self._collect_for_ever(), name="metastore collection")
+            self._tasks.spawn(self.collector.run(self._roots, self._goes_on), name="metastore collection")
 
     async def _pre_open(self) -> None:
         """What cannot be read now is told to whoever reads it later."""
@@ -371,7 +368,10 @@ class Database:
     async def collect_garbage(self) -> Collected:
         """One round of collection (L7). Raises Invalid when read-only, and what `Collector.collect` raises."""
         self._check_writable()
-        return await self._collector.collect(self._roots, lambda: self._ended is None)
+        return await self.collector.collect(self._roots, self._goes_on)
+
+    def _goes_on(self) -> bool:
+        return self._ended is None
 
     def _roots(self) -> Roots:
         versions = self.versions
@@ -382,18 +382,6 @@ class Database:
             files=versions.current.files | versions.pinned_files(),
             manifest=None if manifest is None else (manifest.epoch, manifest.number),
         )
-
-    async def _collect_for_ever(self) -> None:
-        while True:
-            await asyncio.sleep(max(GC_PAUSE_MIN_S, self.options.gc_delay_ms / 2000))
-            try:
-                await self.collect_garbage()
-            except TidemillError as error:
-                if self._ended is not None:
-                    return
-                self.collection_error = error
-            else:
-                self.collection_error = None
 
     # the end -------------------------------------------------------------------------------------------
 
@@ -463,7 +451,7 @@ class Database:
             waited_s=room.waited_s,
             flush_error=str(flusher.error or ""),
             merge_error=merging.failure,
-            collection_error=str(self.collection_error or ""),
+            collection_error=str(self.collector.error or ""),
         )
 
     async def aclose(self) -> None:

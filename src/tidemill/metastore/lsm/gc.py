@@ -32,7 +32,7 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Closed, Missing, Unavailable, Unknown
+from tidemill.base.errors import Closed, Missing, TidemillError, Unavailable, Unknown
 from tidemill.metastore.lsm.files import FileName, Files
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.manifests import BucketManifests, ManifestName
@@ -41,6 +41,7 @@ from tidemill.metastore.lsm.options import Options
 _log = structlog.get_logger()
 
 DELETES_AT_ONCE = 8
+PAUSE_MIN_S = 1.0
 
 FAULT_NEWER_EPOCH = "gc-newer-epoch"
 """Planted: files of a newer epoch are treated as if they were of an older one. Only simulations pass it."""
@@ -104,6 +105,21 @@ class Collector:
         self._lock = asyncio.Lock()
         self.last: Collected | None = None
         """What the newest round that came to its end did."""
+        self.error: TidemillError | None = None
+        """How the last round of `run` failed; None after one that did not."""
+
+    async def run(self, roots: Callable[[], Roots], may_go_on: Callable[[], bool]) -> None:
+        """Collect until `may_go_on` ends it, with pauses."""
+        while True:
+            await asyncio.sleep(max(PAUSE_MIN_S, self._options.gc_delay_ms / 2000))
+            if not may_go_on():
+                return
+            try:
+                await self.collect(roots, may_go_on)
+            except TidemillError as error:
+                self.error = error if may_go_on() else None
+            else:
+                self.error = None
 
     async def collect(self, roots: Callable[[], Roots], may_go_on: Callable[[], bool] = lambda: True) -> Collected:
         """One round. `may_go_on` is asked before every delete: a broken database deletes nothing more (L6).

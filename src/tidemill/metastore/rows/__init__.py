@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from tidemill.base.errors import Corrupt
 from tidemill.metastore.rows.bindings import BINDINGS
 from tidemill.metastore.rows.captures import CAPTURE_TABLES, CAPTURES
 from tidemill.metastore.rows.checkpoints import CHECKPOINTS
@@ -54,14 +53,6 @@ ALL: tuple[Family[Any], ...] = (
 BY_TAG: dict[int, Family[Any]] = {family.tag: family for family in ALL}
 
 
-def family_of(key: bytes) -> Family[Any]:
-    """The family a key belongs to. Raises Corrupt for an unknown tag."""
-    family = BY_TAG.get(key[0]) if key else None
-    if family is None:
-        raise Corrupt(f"A key belongs to no known family: key={key.hex()}.", fix="Upgrade tidemill.")
-    return family
-
-
 __all__ = [
     "ALL",
     "BINDINGS",
@@ -82,5 +73,4 @@ __all__ = [
     "TOPICS",
     "TOPIC_IDS",
     "Family",
-    "family_of",
 ]

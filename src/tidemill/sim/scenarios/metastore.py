@@ -27,7 +27,7 @@ from tidemill.metastore.apply import apply
 from tidemill.metastore.codec import decode_command
 from tidemill.metastore.commands import PersistManifest
 from tidemill.metastore.domain import Domain
-from tidemill.metastore.lsm import database as database_module
+from tidemill.metastore.lsm import gc as gc_module
 from tidemill.metastore.lsm.files import Files
 from tidemill.metastore.lsm.gc import Collector, Roots
 from tidemill.metastore.lsm.manifest import decode_manifest
@@ -106,7 +106,7 @@ async def run(world: World, fault: str = "") -> None:
     shared = Shared(world, fault)
     with ExitStack() as stack:
         stack.enter_context(swapped(domain_module, "apply", shared.rule))
-        stack.enter_context(swapped(database_module, "GC_PAUSE_MIN_S", 0.1))
+        stack.enter_context(swapped(gc_module, "PAUSE_MIN_S", 0.1))
         stack.enter_context(swapped(leader_module, "RETRY_MOST_S", 1.0))
         stack.enter_context(swapped(leader_module, "REPLAY_ROWS", 3))
         stack.enter_context(swapped(follower_module, "FEED_ROWS", 3))
