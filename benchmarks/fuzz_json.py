@@ -10,24 +10,20 @@ slow exact path); that Python's own JSON reader agrees on what was accepted; mem
 
 from __future__ import annotations
 
-import argparse
-import gc
 import json
 import random
-import resource
 import time
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import crc32c
 import numpy as np
 import pyarrow as pa
 
+from fuzz_found import Found
 from tidemill.shards.front import Column, ShardSchema
 from tidemill.shards.parts import encode_part
 from tidemill.spark.decode.captured import CapturedDecoder
-from tidemill.spark.decode.records import Records, cut_records
+from tidemill.spark.decode.records import Records, blocks_of
 from tidemill.spark.decode.slices import Slice
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.upsert.mirror import Mirror
@@ -122,17 +118,10 @@ def records_of(values: list[bytes | None], keys: list[bytes | None]) -> Records:
     return Records("t", 0, offsets, offsets // 10 + 1, keys, values, [()] * n)
 
 
-class Found:
+class Decoded(Found):
     def __init__(self) -> None:
+        super().__init__()
         self.records = self.accepted = self.dead = self.blocks = self.stops = self.batches = self.unread = 0
-        self.longest_s = 0.0
-        self.failures: Counter[str] = Counter()
-        self.examples: list[str] = []
-
-    def fail(self, what: str, data: object) -> None:
-        self.failures[what[:200]] += 1
-        if len(self.examples) < 5:
-            self.examples.append(f"{what[:200]} {data!r}"[:2_000])
 
 
 def stream_outcome(decoder: StreamDecoder, records: Records) -> tuple[list[Any], list[int]]:
@@ -140,7 +129,7 @@ def stream_outcome(decoder: StreamDecoder, records: Records) -> tuple[list[Any],
     return commands.rows.cast(commands.rows.schema).to_pylist(), dead.column("offset").to_pylist()
 
 
-def one_block(rand: random.Random, found: Found, decoder: StreamDecoder, captured: CapturedDecoder) -> None:
+def one_block(rand: random.Random, found: Decoded, decoder: StreamDecoder, captured: CapturedDecoder) -> None:
     is_stream = rand.random() < 0.6
     schema = STREAM if is_stream else CAPTURED
     values: list[bytes | None] = []
@@ -156,7 +145,7 @@ def one_block(rand: random.Random, found: Found, decoder: StreamDecoder, capture
     found.blocks += 1
     found.records += len(values)
     records = records_of(values, keys)
-    began_s = time.monotonic()
+    began_s = time.process_time()
     try:
         if is_stream:
             commands, dead = decoder.decode(records)
@@ -168,10 +157,7 @@ def one_block(rand: random.Random, found: Found, decoder: StreamDecoder, capture
     except BaseException as error:
         found.fail(f"raised: {type(error).__name__}: {error}", values)
         return
-    took_s = time.monotonic() - began_s
-    found.longest_s = max(found.longest_s, took_s)
-    if took_s > BLOCK_LIMIT_S:
-        found.fail(f"a block of {len(values)} records took {took_s:.1f} s", values[:3])
+    found.spent(time.process_time() - began_s, BLOCK_LIMIT_S, f"a block of {len(values)} records", values[:3])
     found.accepted += commands.rows.num_rows
     found.dead += dead.num_rows
     found.stops += stop is not None
@@ -186,7 +172,7 @@ def whole_way(schema: ShardSchema, commands: Any) -> None:
         encode_part(schema, resolved.updates)
 
 
-def alike(found: Found, decoder: Any, records: Records, rows: pa.Table, dead: pa.Table, stop: Any) -> None:
+def alike(found: Decoded, decoder: Any, records: Records, rows: pa.Table, dead: pa.Table, stop: Any) -> None:
     """The slow exact path: every record by itself."""
     singles, letters = [], []
     for at in range(len(records)):
@@ -213,7 +199,7 @@ def repr_rows(rows: pa.Table) -> list[str]:
     return sorted(repr(row) for row in plain[0].to_pylist())
 
 
-def agreed(found: Found, rows: pa.Table, values: list[bytes | None]) -> None:
+def agreed(found: Decoded, rows: pa.Table, values: list[bytes | None]) -> None:
     """What was accepted is an object for Python's reader too, with the same plain values."""
     for row in rows.select(["k", "c_1", "c_4", "_order", "_live"]).to_pylist():
         value = values[row["_order"]]
@@ -242,60 +228,37 @@ def one_batch(rand: random.Random, found: Found) -> None:
     if rand.random() < 0.1:
         del data[rand.randrange(len(data)) :]
     piece = Slice("t", "id", 0, 0, 1_000, (1_000,), (7,))
-    began_s = time.monotonic()
+    began_s = time.process_time()
     try:
-        got = cut_records(piece, [bytes(data)], [BatchRef("o", 0, len(data), 5, count, 0)])
-        StreamDecoder(STREAM).decode(got)
+        refs = [BatchRef("o", 0, len(data), 5, count, 0)]
+        blocks = list(blocks_of(piece, [bytes(data)], refs))
+        for got in blocks:
+            StreamDecoder(STREAM).decode(got)
     except BaseException as error:
         found.fail(f"batch raised: {type(error).__name__}: {error}", bytes(data))
         return
-    took_s = time.monotonic() - began_s
-    found.longest_s = max(found.longest_s, took_s)
-    if took_s > BLOCK_LIMIT_S:
-        found.fail(f"a batch of {len(data)} bytes took {took_s:.1f} s", bytes(data))
+    found.spent(time.process_time() - began_s, BLOCK_LIMIT_S, f"a batch of {len(data)} bytes", bytes(data))
     found.batches += 1
-    found.unread += len(got.unread)
-    whole = [(x.offset, x.last_offset) for x in got.unread] == [(5, 4 + count)] and not len(got)
-    if not whole and (got.unread or any(not 5 <= at < 5 + count for at in got.offsets.tolist())):
+    unread = [letter for got in blocks for letter in got.unread]
+    offsets = [at for got in blocks for at in got.offsets.tolist()]
+    found.unread += len(unread)
+    whole = [(x.offset, x.last_offset) for x in unread] == [(5, 4 + count)] and not offsets
+    if not whole and (unread or any(not 5 <= at < 5 + count for at in offsets)):
         found.fail("a batch is neither read nor one letter", bytes(data))
 
 
-def resident_mib() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / (1 << 20)
-
-
 def run(seconds: float, seed: int) -> dict[str, Any]:
-    rand, found = random.Random(seed), Found()
+    rand, found = random.Random(seed), Decoded()
     decoder, captured = StreamDecoder(STREAM), CapturedDecoder(CAPTURED, "public.t")
     for _ in range(50):
         one_block(rand, found, decoder, captured)
-    before_mib = peak_mib = resident_mib()
-    until_s = time.monotonic() + seconds
-    while time.monotonic() < until_s:
+    for _ in found.rounds(seconds, MEMORY_LIMIT_MIB):
         for _ in range(20):
             one_block(rand, found, decoder, captured)
             one_batch(rand, found)
-        peak_mib = max(peak_mib, resident_mib())
-    gc.collect()
-    if resident_mib() - before_mib > MEMORY_LIMIT_MIB:
-        found.failures[f"memory grew from {before_mib:.0f} to {resident_mib():.0f} MiB"] += 1
     return {
         "blocks": found.blocks, "records": found.records, "accepted": found.accepted, "dead": found.dead,
         "stops": found.stops, "batches": found.batches, "unread_batches": found.unread,
-        "longest_block_ms": round(found.longest_s * 1000, 1), "memory_mib": [round(before_mib), round(peak_mib)],
+        "longest_block_ms": round(found.longest_s * 1000, 1), "memory_mib": found.memory_mib,
         "failures": dict(found.failures), "examples": found.examples,
     }  # fmt: skip
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--for", dest="seconds", type=float, default=120.0)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    result = run(options.seconds, options.seed)
-    print(json.dumps(result, indent=1))
-    return 1 if result["failures"] else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

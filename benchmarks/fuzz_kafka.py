@@ -1,7 +1,5 @@
 """Mutated Kafka frames and record batches against a real broker process (directory and SQLite).
 
-    python benchmarks/fuzz_kafka.py [--seconds S] [--seed N]
-
     frames    a good request of every API and version with bytes flipped, cut, inserted, numbers at their limits, counts
               without end, two requests run together, a size prefix that lies
     batches   a good batch in every codec with its header or its (decompressed) records mutated, under a right checksum,
@@ -14,8 +12,6 @@ late this process was woken.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import struct
 import sys
@@ -33,7 +29,6 @@ import cramjam
 import crc32c
 from kafka.record.default_records import DefaultRecordBatch
 
-from kafka_load import machine
 from tidemill.kafka.handlers import APIS
 from tidemill.topics.batch import Record, encode_batch, split_batches
 from tidemill.topics.batch.codecs import CODECS, compress, decompress
@@ -368,18 +363,3 @@ def _run(process: Process, seconds: float, seed: int) -> dict[str, Any]:
         "peak memory MB": round(process.memory_mb(peak=True)) if process.alive else 0,
         "connections refused": process.metric("tidemill_kafka_connections_refused_total") if process.alive else 0,
     }
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    print(f"machine: {machine()}")
-    found = run(options.seconds, options.seed)
-    print(json.dumps(found, indent=1))
-    return 1 if found["failures"] else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

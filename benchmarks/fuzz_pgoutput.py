@@ -12,10 +12,7 @@ loop would stand still for); resident memory; and that after all of it the good 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import gc
-import json
 import random
 import tempfile
 import time
@@ -27,6 +24,7 @@ from typing import Any
 
 import psycopg
 
+from fuzz_found import Found
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.base.frontier import BEFORE_ALL
@@ -40,7 +38,7 @@ from tidemill.capture.wire.status import Keepalive, Status
 from tidemill.capture.wire.stream import Framed
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
-STALL_LIMIT_MS = 50.0
+STALL_LIMIT_S = 0.05
 MEMORY_LIMIT_MIB = 64
 FRAGMENT_CHANGES = 7
 MUTATED = 0.04
@@ -141,7 +139,7 @@ class Session:
             self._found.set_aside += 1
             return True
         finally:
-            self._found.spent(time.process_time() - before_s, payload)
+            self._found.spent(time.process_time() - before_s, STALL_LIMIT_S, "a message", payload[:64])
         if isinstance(out, RelationSeen):
             if out.changed:
                 known = self._converter.relations.get(out.message.oid)
@@ -153,7 +151,7 @@ class Session:
             self._collector.keepalive(Keepalive(lsn, False), inside_txn=self._converter.inside_txn)
             for _ in range(3):
                 await asyncio.sleep(0)
-            self._found.spent(time.process_time() - before_s, payload)
+            self._found.spent(time.process_time() - before_s, STALL_LIMIT_S, "a message", payload[:64])
         return not self._running.done()
 
     async def aclose(self) -> None:
@@ -167,28 +165,16 @@ class Session:
             self._found.failures[self.sink.broken] += 1
 
 
-class Findings:
+class Findings(Found):
     def __init__(self) -> None:
+        super().__init__()
         self.messages = self.mutated = self.sessions = self.poisoned = self.set_aside = self.fragments = 0
         self.ends: Counter[str] = Counter()
-        self.failures: Counter[str] = Counter()
-        self.examples: list[str] = []
-        self.longest_s = 0.0
-
-    def spent(self, seconds: float, payload: bytes) -> None:
-        self.longest_s = max(self.longest_s, seconds)
-        if seconds * 1000 > STALL_LIMIT_MS:
-            self.fail(f"a message took {seconds * 1000:.0f} ms", payload)
 
     def ended(self, error: BaseException) -> None:
         self.ends[type(error).__name__] += 1
         if not isinstance(error, TidemillError) or "is not taken" in str(error):
             self.failures[f"the collector raised {error!r}"[:300]] += 1
-
-    def fail(self, what: str, payload: bytes) -> None:
-        self.failures[what[:300]] += 1
-        if len(self.examples) < 20:
-            self.examples.append(f"{what[:200]} payload={payload[:64].hex()}")
 
 
 def mutate(rand: random.Random, message: bytes, messages: list[bytes]) -> bytes:
@@ -237,10 +223,7 @@ async def fuzz(messages: list[bytes], seconds: float, seed: int) -> dict[str, An
     good = await replay(messages)
     relations = [m for m in messages if m[:1] == b"R"]
     begins = [index for index, m in enumerate(messages) if m[:1] == b"B"]
-    gc.collect()
-    before_mib, peak_mib = resident_mib(), 0.0
-    deadline_s = time.monotonic() + seconds
-    while time.monotonic() < deadline_s:
+    for _ in found.rounds(seconds, MEMORY_LIMIT_MIB):
         found.sessions += 1
         session = Session(found, parks=rand.random() < 0.5)
         start, rate = rand.choice(begins), rand.choice((0.0, MUTATED / 8, MUTATED, 0.5))
@@ -255,32 +238,21 @@ async def fuzz(messages: list[bytes], seconds: float, seed: int) -> dict[str, An
                 try:
                     alive = await session.feed(lsn, message)
                 except Exception as error:
-                    found.fail(f"{type(error).__name__}: {error}", message)
+                    found.fail(f"{type(error).__name__}: {error}", message[:64])
                     alive = False
             if not alive:
                 break
         found.fragments += session.sink.taken
         await session.aclose()
-        if found.sessions % 200 == 0:
-            peak_mib = max(peak_mib, resident_mib())
-            if await replay(messages) != good:
-                found.failures["the good stream gives other fragments than before"] += 1
-    gc.collect()
-    peak_mib = max(peak_mib, resident_mib())
-    if peak_mib - before_mib > MEMORY_LIMIT_MIB:
-        found.failures[f"memory grew from {before_mib:.0f} to {peak_mib:.0f} MiB"] += 1
+        if found.sessions % 200 == 0 and await replay(messages) != good:
+            found.fail("the good stream gives other fragments than before")
     return {
         "corpus": len(messages), "sessions": found.sessions, "messages": found.messages, "mutated": found.mutated,
         "poisoned": found.poisoned, "set_aside": found.set_aside, "fragments": found.fragments,
         "ends": dict(found.ends), "longest_ms": round(found.longest_s * 1000, 2),
-        "memory_mib": [round(before_mib, 1), round(peak_mib, 1)], "failures": dict(found.failures),
+        "memory_mib": found.memory_mib, "failures": dict(found.failures),
         "examples": found.examples,
     }  # fmt: skip
-
-
-def resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096 / (1 << 20)
 
 
 @contextmanager
@@ -295,17 +267,3 @@ def run(seconds: float, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory, database(Path(directory)) as dsn:
         messages = corpus(dsn)
     return asyncio.run(fuzz(messages, seconds, seed))
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--for", dest="seconds", type=float, default=120.0)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    result = run(options.seconds, options.seed)
-    print(json.dumps(result, indent=1))
-    return 1 if result["failures"] else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

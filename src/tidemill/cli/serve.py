@@ -27,6 +27,7 @@ async def _serve(config: Config) -> None:
 
 def _preload(config: Config) -> None:
     """What the first request or session would import on the running loop, a tenth of a second at a time."""
+    import granian.server.embed  # noqa: F401
     import postgast  # noqa: F401
 
     import tidemill.kafka.handlers
