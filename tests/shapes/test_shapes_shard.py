@@ -16,8 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shape_world import ShapeWorld, eventually, run
 
-from tidemill.base.clock import SystemClock
+from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Missing
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.objects.memory import MemoryObjects
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.log import MemoryLog, split_chunk
 from tidemill.shapes.offsets import BASE_END, BEFORE_ALL
@@ -27,7 +29,8 @@ from tidemill.shapes.shard_source import ShardFeed, shard_types
 from tidemill.shapes.shard_text import date_text, float4_text, float8_text, text_columns, timestamp_text
 from tidemill.shapes.share import LoopShare
 from tidemill.shapes.where import compile_where
-from tidemill.shards.front import Column, ShardSchema
+from tidemill.shards.front import Column, Shard, ShardSchema
+from tidemill.shards.open import open_shard
 
 SCHEMA = ShardSchema((Column("id", "int32"), Column("v", "string")), ("id",))
 BAG = ShardSchema((Column("id", "int32"), Column("v", "string")), ())
@@ -190,6 +193,46 @@ def test_a_shard_is_followed_over_http_and_its_feed_ends_with_the_shape(postgres
             await shard.append(3000, (2500, 1, {"id": 2, "v": "b"}))
             await eventually(lambda: shard.listeners == 0)
             assert ShapeRequest("x").log_mode == "full"
+
+    run(main())
+
+
+@pytest.mark.postgres
+def test_a_shape_that_history_overtakes_starts_over_and_its_clients_refetch(postgres_dsn: str) -> None:
+    """A shape holds nothing back in its shard: a slow one finds that the times it would tell apart are merged."""
+
+    async def main() -> None:
+        clock, rand = SystemClock(), Rand(1)
+        consensus = MemoryConsensus(clock)
+        shard = await open_shard(consensus, MemoryObjects(clock), clock, rand, "s", SCHEMA)
+
+        async def append(lower: int, upper: int, *updates: tuple[int, int, str]) -> None:
+            rows = FakeShard("s", SCHEMA).table([(time, diff, {"id": 1, "v": v}) for time, diff, v in updates])
+            await shard.compare_and_append(lower, upper, [await shard.write_part(rows)], rand.nonce())
+
+        async def opener(_: str) -> Shard:
+            return shard
+
+        async with ShapeWorld(postgres_dsn, "SELECT 1", shards=opener) as world:
+            await append(0, 1000, (10, 1, "a"))
+            client = await world.sync(table="shard.s")
+            early = client.handle
+            async with world.service.share._turns:  # the shape gets no turn
+                await append(1000, 2000, (1500, -1, "a"), (1500, 1, "b"))
+                await append(2000, 3000, (2100, -1, "b"), (2100, 1, "c"), (2200, -1, "c"), (2200, 1, "d"))
+                assert await shard.downgrade_since("keeper", 1, 2900) == 2900
+                shape = world.service.by_handle(early)
+                assert shape is not None and not shape.gone
+            await eventually(lambda: world.service.by_handle(early) is None)
+            refused = await world.get(table="shard.s", offset=client.offset, handle=early, live="true")
+            assert (refused.status, refused.controls) == (409, ["must-refetch"])
+            assert refused.handle != early
+            await client.follow_until(lambda: client.refetches == 1 and bool(client.rows))
+            assert client.rows == {'"shard"."s"/"1"': {"id": "1", "v": "d"}}
+            await append(3000, 4000, (3500, -1, "d"), (3500, 1, "e"))
+            await client.follow_until(lambda: client.rows['"shard"."s"/"1"']["v"] == "e")
+            assert client.refetches == 1
+        await shard.aclose()
 
     run(main())
 
