@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import TidemillError
 from tidemill.base.frontier import ChangePosition
+from tidemill.base.pace import Pace
 from tidemill.base.tasks import Tasks, sentence
 from tidemill.capture.bindings import Binder
 from tidemill.capture.changes import NEVER, Relation
@@ -89,6 +90,7 @@ class Session:
         self._taps = taps
         self._sinks = tuple(sinks)
         self._clock = clock
+        self._pace = Pace(clock)
         self._rand = rand
         self._on_phase = on_phase
         self.desk = desk
@@ -319,6 +321,8 @@ class Session:
             items = await stream.receive()
             watch.heard()
             for item in items:
+                if self._pace.due:
+                    await self._pace.rest()  # one receive may bring thousands
                 if self._parking.locked():  # nothing beyond a park is handed on before it is durable (joining.py, J3)
                     async with self._parking:
                         pass

@@ -23,6 +23,7 @@ from tidemill.base.chain import table_mark, verdict
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
 from tidemill.base.marks import Report, State, as_row, derive_all
+from tidemill.base.pace import Pace
 
 STATIC = Path(__file__).with_name("static")
 Reports = Callable[[], Awaitable[Sequence[Report]]]
@@ -33,8 +34,12 @@ def console_routes(reports: Reports, trouble: Callable[[], str], clock: Clock) -
     """Read-only routes; everything is derived from published marks when asked. `trouble()`: why this node is not
     ready, in a sentence, or "". When marks cannot be read (consensus is away), what asks for them says 503 and why."""
 
+    pace = Pace(clock)
+
     async def status(_: Request) -> Response:
         found = await reports()
+        if pace.due:
+            await pace.rest()
         marks = derive_all(found, clock.now_ms())
         facts = {report.process: report.facts for report in found}
         processes = {report.process: report.pid for report in found}
@@ -69,6 +74,8 @@ def console_routes(reports: Reports, trouble: Callable[[], str], clock: Clock) -
             marks = derive_all(await reports(), clock.now_ms())
         except TidemillError:
             marks = {}  # this process's own counters are worth most when consensus is away
+        if pace.due:
+            await pace.rest()
         lines = ["# HELP tidemill_mark_behind how far a stage is from its input, in the mark's own unit"]
         lines.append("# TYPE tidemill_mark_behind gauge")
         for name, derived in marks.items():
