@@ -16,7 +16,6 @@ import time
 from typing import Any
 
 import crc32c
-import numpy as np
 import pyarrow as pa
 
 from fuzz_found import Found
@@ -28,7 +27,7 @@ from tidemill.spark.decode.slices import Slice
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import resolve
-from tidemill.topics.batch import Record, encode_batch
+from tidemill.topics.batch import Record, decode_columns, encode_batch
 from tidemill.topics.front import BatchRef
 
 MEMORY_LIMIT_MIB = 300
@@ -113,9 +112,9 @@ def mutate(rand: random.Random, data: bytes) -> bytes:
 
 
 def records_of(values: list[bytes | None], keys: list[bytes | None]) -> Records:
-    n = len(values)
-    offsets = np.arange(n, dtype=np.int64)
-    return Records("t", 0, offsets, offsets // 10 + 1, keys, values, [()] * n)
+    rows = [Record(key, value) for key, value in zip(keys, values, strict=True)]
+    _, columns = decode_columns(encode_batch(rows))
+    return Records("t", 0, columns.offsets // 10 + 1, columns)
 
 
 class Decoded(Found):
@@ -178,8 +177,7 @@ def alike(found: Decoded, decoder: Any, records: Records, rows: pa.Table, dead: 
     for at in range(len(records)):
         if stop is not None and at >= stop.offset:
             break
-        one = Records("t", 0, records.offsets[at : at + 1], records.times[at : at + 1], records.keys[at : at + 1],
-                      records.values[at : at + 1], records.headers[at : at + 1])  # fmt: skip
+        one = Records("t", 0, records.times[at : at + 1], records.columns.take(slice(at, at + 1)))
         got = decoder.decode(one)
         commands, more = got if isinstance(got, tuple) else (got.commands, got.dead)
         singles.append(commands.rows)

@@ -394,7 +394,7 @@ def test_f207_a_stored_batch_that_cannot_be_read_is_lost_alone_and_named_by_its_
         bad: list[tuple[int, int]] = []
         for ref, found in zip(refs, await reader.read(refs), strict=True):
             try:
-                good += decode_columns(found, ref=ref)[1].offsets
+                good += decode_columns(found, ref=ref)[1].offsets.tolist()
             except BadBatch as error:
                 bad.append((error.base_offset, error.last_offset))
         await metastore.aclose()

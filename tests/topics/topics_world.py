@@ -161,7 +161,7 @@ def values_of(batches: Sequence[Buffer]) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
     for each in batches:
         _, columns = decode_columns(each)
-        found += [(o, (v or b"").decode()) for o, v in zip(columns.offsets, columns.values, strict=True)]
+        found += [(o, (v or b"").decode()) for o, v in zip(columns.offsets.tolist(), columns.values, strict=True)]
     return found
 
 

@@ -285,7 +285,7 @@ async def consume(cluster: Cluster, partition: int, stop: asyncio.Event) -> None
 def _remember(cluster: Cluster, partition: int, position: int, batches: list[Any]) -> int:
     for batch in batches:
         _, columns = decode_columns(batch)
-        for offset, value in zip(columns.offsets, columns.values, strict=True):
+        for offset, value in zip(columns.offsets.tolist(), columns.values, strict=True):
             if offset >= position:
                 if offset != position:
                     raise Violated(f"a fetch skipped offsets: partition={partition} from={position} to={offset}")
@@ -372,7 +372,7 @@ async def check(cluster: Cluster, partitions: int) -> None:
             raise Violated(f"a topic that keeps everything has forgotten: partition={partition} log_start={start}")
         for batch in await reader.read(await reader.plan(cluster.topic.topic_id, partition, 0, end)):
             _, columns = decode_columns(batch)
-            found += zip(columns.offsets, [value or b"" for value in columns.values], strict=True)
+            found += zip(columns.offsets.tolist(), [value or b"" for value in columns.values], strict=True)
         logs[partition] = dict(found)
         check_log(partition, found, start)
         if len(found) != end - start:

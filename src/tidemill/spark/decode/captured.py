@@ -77,15 +77,16 @@ class CapturedDecoder:
         keys: list[Any] = []
         truncates: list[Truncate] = []
         dead: list[tuple[int, str]] = []
-        for at, value in enumerate(records.values):
+        columns = records.columns
+        for at, value in enumerate(columns.values):
             try:
                 if value is not None:
                     rows.append(self._value.decode(value))
                     live_at.append(at)
-                elif records.headers[at] and dict(records.headers[at]).get(OP_HEADER) == TRUNCATE:
+                elif columns.header_counts[at] and dict(columns.headers_of(at)).get(OP_HEADER) == TRUNCATE:
                     truncates.append(Truncate(int(records.times[at]), records.partition, int(records.offsets[at])))
                 else:
-                    keys.append(self._key_of(records.keys[at]))
+                    keys.append(self._key_of(columns.key(at)))
                     absent_at.append(at)
             except BaseException as error:
                 if not is_fault(error):
@@ -99,9 +100,9 @@ class CapturedDecoder:
         live, live_at = columns_of_rows(self.schema.columns, rows, live_at, dead, _array)
         # What a poisoned row was before is not what it is: its key is absent until a good value comes.
         for at, _ in dead:
-            if records.values[at] is not None:
+            if columns.value(at) is not None:
                 try:
-                    keys.append(self._key_of(records.keys[at]))
+                    keys.append(self._key_of(columns.key(at)))
                     absent_at.append(at)
                 except BaseException as error:
                     if not is_fault(error):
@@ -153,7 +154,7 @@ class CapturedDecoder:
         )
 
     def _letter(self, records: Records, at: int, reason: str) -> Letter:
-        value, key = records.values[at], records.keys[at]
+        value, key = records.columns.value(at), records.columns.key(at)
         offset = int(records.offsets[at])
         place = f"table={self.table} {reason}" if self.table else reason
         return Letter(

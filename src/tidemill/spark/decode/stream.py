@@ -73,6 +73,7 @@ class StreamDecoder:
         dead: list[tuple[int, str]] = []
         decode = self._value.decode
         key_fields = [f"c{i}" for i in self._key_at]
+        deleted = records.columns.key
         for at, value in enumerate(records.values):
             try:
                 if value is not None:
@@ -82,7 +83,7 @@ class StreamDecoder:
                     rows.append(row)
                     live_at.append(at)
                 else:
-                    keys.append(self._key_of(records.keys[at]))
+                    keys.append(self._key_of(deleted(at)))
                     absent_at.append(at)
             except BaseException as error:
                 if not is_fault(error):
@@ -144,7 +145,8 @@ def _letters(records: Records, dead: list[tuple[int, str]]) -> list[Letter]:
     """One letter for each record at these places."""
     out = []
     for at, reason in dead:
-        data = records.values[at] if records.values[at] is not None else records.keys[at]
+        value = records.columns.value(at)
+        data = value if value is not None else records.columns.key(at)
         offset = int(records.offsets[at])
         out.append(Letter(records.topic, records.partition, offset, offset, int(records.times[at]), reason, data))
     return out

@@ -7,7 +7,8 @@ and partition leader epoch lie outside the CRC (which covers byte 21 onward) and
 from __future__ import annotations
 
 from tidemill.topics.batch.check import check_batch
-from tidemill.topics.batch.decode import Columns, DecodedBatch, decode_batch, decode_columns
+from tidemill.topics.batch.columns import Columns
+from tidemill.topics.batch.decode import DecodedBatch, decode_batch, decode_columns, decode_opened, open_batch
 from tidemill.topics.batch.encode import encode_batch
 from tidemill.topics.batch.header import BatchHeader, parse_header, patch, split_batches
 from tidemill.topics.batch.records import Record
@@ -20,7 +21,9 @@ __all__ = [
     "check_batch",
     "decode_batch",
     "decode_columns",
+    "decode_opened",
     "encode_batch",
+    "open_batch",
     "parse_header",
     "patch",
     "split_batches",

@@ -1,30 +1,32 @@
-"""Decoder of record batches for our own consumers (Spark executors, tools): one pass, columns first."""
+"""Decoder of record batches for our own consumers (Spark executors, tools): columns, and no object per record.
+
+    batches ─► header, checksum, decompressed bytes, each ─► all bytes joined ─► scanned at once (scan.py) ─► Columns
+                                                                  └─ anything odd: batch by batch, record by record
+
+Many small batches cost what one large one does. A batch whose deltas have gaps (a compacted topic, of an older version)
+is no fault; it is only read record by record.
+"""
 
 from __future__ import annotations
 
-from itertools import islice
-from operator import lt
+from collections.abc import Iterable, Iterator, Sequence
 
 import crc32c
 import msgspec
+import numpy as np
 
 from tidemill.objects.store import Buffer
 from tidemill.topics.batch.codecs import decompress
+from tidemill.topics.batch.columns import Columns, Int64s, columns_of, no_columns, varint
 from tidemill.topics.batch.header import APPEND_TIME, CRC_START, HEADER_BYTES, BatchHeader, parse_header
-from tidemill.topics.batch.records import Headers, Record
+from tidemill.topics.batch.records import Record
+from tidemill.topics.batch.scan import CHUNK_RECORDS, RECORD_BYTES_MIN, scan_places
 from tidemill.topics.front import BadBatch, BatchRef, CorruptBatch
 
+GROUP_BYTES = 8 << 20
+"""Decompressed batches are scanned together up to about this many bytes or CHUNK_RECORDS records."""
+
 _INT64 = 2**63
-
-
-class Columns(msgspec.Struct, frozen=True):
-    """The records of one batch as parallel lists: what an Arrow batch wants."""
-
-    offsets: list[int]
-    timestamps_ms: list[int]
-    keys: list[bytes | None]
-    values: list[bytes | None]
-    headers: list[Headers]
 
 
 class DecodedBatch(msgspec.Struct, frozen=True):
@@ -32,10 +34,19 @@ class DecodedBatch(msgspec.Struct, frozen=True):
     records: list[Record]
 
 
+class Opened(msgspec.Struct, frozen=True):
+    """A batch whose header and checksum are right, and decompressed."""
+
+    batch: Buffer
+    header: BatchHeader
+    body: Buffer
+
+
 def decode_batch(buffer: Buffer, *, check_crc: bool = True, ref: BatchRef | None = None) -> DecodedBatch:
     """Header and records, offsets absolute. Raises BadBatch."""
     header, columns = decode_columns(buffer, check_crc=check_crc, ref=ref)
-    rows = zip(columns.keys, columns.values, columns.headers, columns.timestamps_ms, columns.offsets, strict=True)
+    times, offsets = columns.timestamps_ms.tolist(), columns.offsets.tolist()
+    rows = zip(columns.keys, columns.values, columns.headers, times, offsets, strict=True)
     return DecodedBatch(header, [Record(*row) for row in rows])
 
 
@@ -48,112 +59,168 @@ def decode_columns(
     error names that range however damaged they are.
     With append time set, every timestamp is the batch's max timestamp, as Kafka's clients read it.
     """
+    opened = open_batch(buffer, ref, check_crc=check_crc)
+    columns = _together([opened])
+    return opened.header, _alone(opened) if columns is None else columns
+
+
+def open_batch(buffer: Buffer, ref: BatchRef | None = None, *, check_crc: bool = True) -> Opened:
+    """Raises BadBatch and nothing else."""
     first, last = (ref.base_offset, ref.base_offset + ref.record_count - 1) if ref is not None else (-1, -1)
     try:
         header = parse_header(buffer)
         if ref is None:
             first, last = header.base_offset, header.base_offset + max(header.last_offset_delta, 0)
-        return header, _decode(buffer, header, first, last, check_crc=check_crc)
+        if header.magic != 2 or not HEADER_BYTES <= header.size_bytes <= len(buffer):
+            raise CorruptBatch(f"not a record batch v2: magic={header.magic} batch_bytes={header.size_bytes}.")
+        if (header.base_offset, header.base_offset + header.last_offset_delta) != (first, last):
+            raise CorruptBatch(f"other offsets: header={header.base_offset}+{header.last_offset_delta}.")
+        view = memoryview(buffer)[: header.size_bytes]
+        if check_crc and crc32c.crc32c(view[CRC_START:]) != header.crc:
+            raise CorruptBatch("record batch checksum mismatch.")
+        return Opened(buffer, header, decompress(header.codec, view[HEADER_BYTES:]))
     except Exception as error:
-        reason = error.message.rstrip(".") if isinstance(error, CorruptBatch) else f"{type(error).__name__}: {error}"
+        reason = _reason(error)
     # Whatever the bytes are, the harm is these offsets. Raised here, so that it holds no frame with what was decoded.
     raise BadBatch(reason, base_offset=first, last_offset=last)
 
 
-def _decode(buffer: Buffer, header: BatchHeader, first: int, last: int, *, check_crc: bool) -> Columns:
-    if header.magic != 2 or not HEADER_BYTES <= header.size_bytes <= len(buffer):
-        raise CorruptBatch(f"not a record batch v2: magic={header.magic} batch_bytes={header.size_bytes}.")
-    if (header.base_offset, header.base_offset + header.last_offset_delta) != (first, last):
-        raise CorruptBatch(f"other offsets: header={header.base_offset}+{header.last_offset_delta}.")
-    view = memoryview(buffer)[: header.size_bytes]
-    if check_crc and crc32c.crc32c(view[CRC_START:]) != header.crc:
-        raise CorruptBatch("record batch checksum mismatch.")
-    columns = _columns(bytes(decompress(header.codec, view[HEADER_BYTES:])), header)
-    offsets, timestamps = columns.offsets, columns.timestamps_ms
-    if offsets and (offsets[0] < first or offsets[-1] > last or not all(map(lt, offsets, islice(offsets, 1, None)))):
-        raise CorruptBatch(f"offsets of records do not ascend within the batch: first={offsets[0]} last={offsets[-1]}.")
-    if timestamps and not (min(timestamps) >= -_INT64 and max(timestamps) < _INT64):
-        raise CorruptBatch("a timestamp has more than 64 bits.")
-    return columns
+def decode_opened(batches: Iterable[Opened]) -> Iterator[Columns | tuple[Opened, BadBatch]]:
+    """The records of many batches in order, a group of batches at once; a batch that cannot be read, with the reason.
+
+    Takes from `batches` no more than the next group needs.
+    """
+    for group in _groups(batches):
+        rest = [group]
+        while rest:
+            some = rest.pop()
+            columns = _together(some)
+            if columns is not None:
+                yield columns
+            elif len(some) > 1:
+                rest += [some[len(some) // 2 :], some[: len(some) // 2]]
+            else:
+                try:
+                    yield _alone(some[0])
+                except BadBatch as bad:
+                    yield some[0], bad
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """(value, next position). Raises IndexError past the end, CorruptBatch past 64 bits."""
-    byte = data[at]
-    at += 1
-    zigzag = byte & 0x7F
-    shift = 7
-    while byte > 0x7F:
-        byte = data[at]
-        at += 1
-        zigzag |= (byte & 0x7F) << shift
-        shift += 7
-        if shift > 70:
-            raise CorruptBatch("a variable-length integer is longer than 64 bits.")
-    return (zigzag >> 1) ^ -(zigzag & 1), at
+def _groups(batches: Iterable[Opened]) -> Iterator[list[Opened]]:
+    group: list[Opened] = []
+    records = size_bytes = 0
+    for opened in batches:
+        group.append(opened)
+        records += opened.header.record_count
+        size_bytes += len(opened.body)
+        if records >= CHUNK_RECORDS or size_bytes >= GROUP_BYTES:
+            yield group
+            group, records, size_bytes = [], 0, 0
+    if group:
+        yield group
 
 
-def _field(data: bytes, at: int) -> tuple[bytes | None, int]:
-    """A length-prefixed byte string; length −1 is null."""
-    byte = data[at]
-    if byte < 0x80 and not byte & 1:
-        at += 1
-        length = byte >> 1
-    else:
-        length, at = _varint(data, at)
-        if length < 0:
-            return None, at
-    end = at + length
-    if end > len(data):
-        raise IndexError("a field passes the end of the batch")
-    return data[at:end], end
+def _together(group: Sequence[Opened]) -> Columns | None:
+    """All batches at once; None where one of them is not as nearly all are."""
+    headers = [opened.header for opened in group]
+    if any(not 0 < h.record_count == h.last_offset_delta + 1 for h in headers):
+        return None
+    if any(h.record_count * RECORD_BYTES_MIN > len(opened.body) for h, opened in zip(headers, group, strict=True)):
+        return None
+    body = b"".join([opened.body for opened in group])
+    counts = np.array([h.record_count for h in headers], dtype=np.int64)
+    ends = np.cumsum(counts)
+    places = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts)
+    parts, starts, at = [], [], 0
+    for first in range(0, len(places), CHUNK_RECORDS):
+        found = scan_places(body, at, places[first : first + CHUNK_RECORDS])
+        if found is None:
+            return None
+        at = found.end
+        starts.append(found.starts[:-1])
+        parts.append(found)
+    begins = np.concatenate([*starts, [at]])
+    # A record that passes the end of its batch has hopped into the next one, where nobody may have ended.
+    if (begins[ends] != np.cumsum([len(opened.body) for opened in group])).any():
+        return None
+    deltas = np.concatenate([part.time_deltas for part in parts])
+    bases = np.repeat(np.array([h.base_timestamp_ms for h in headers], dtype=np.int64), counts)
+    times = bases + deltas
+    if (((bases ^ times) & (deltas ^ times)) < 0).any():
+        return None  # more than 64 bits
+    for h, end in zip(headers, ends.tolist(), strict=True):
+        if h.attributes & APPEND_TIME:
+            times[end - h.record_count : end] = h.max_timestamp_ms
+    offsets = np.repeat(np.array([h.base_offset for h in headers], dtype=np.int64), counts) + places
+    fields: list[Int64s] = [
+        np.concatenate([getattr(part, name) for part in parts])
+        for name in ("key_at", "key_bytes", "value_at", "value_bytes", "headers_at", "header_counts")
+    ]
+    return Columns(body, offsets, times, *fields)
 
 
-def _columns(data: bytes, header: BatchHeader) -> Columns:
+def _alone(opened: Opened) -> Columns:
+    """One batch, record by record. Raises BadBatch."""
+    header = opened.header
+    first, last = header.base_offset, header.base_offset + max(header.last_offset_delta, 0)
+    try:
+        columns = _walk(bytes(opened.body), header)
+        offsets = columns.offsets
+        if len(offsets) and (offsets[0] < first or offsets[-1] > last or (np.diff(offsets) <= 0).any()):
+            raise CorruptBatch(f"offsets do not ascend within the batch: first={offsets[0]} last={offsets[-1]}.")
+        return columns
+    except Exception as error:
+        reason = _reason(error)
+    raise BadBatch(reason, base_offset=first, last_offset=last)
+
+
+def _walk(data: bytes, header: BatchHeader) -> Columns:
     base_offset, base_ms = header.base_offset, header.base_timestamp_ms
     fixed_ms = header.max_timestamp_ms if header.attributes & APPEND_TIME else None
-    offsets: list[int] = []
-    timestamps: list[int] = []
-    keys: list[bytes | None] = []
-    values: list[bytes | None] = []
-    all_headers: list[Headers] = []
+    rows: list[tuple[int, ...]] = []
     at = 0
     for _ in range(header.record_count):
-        length, at = _varint(data, at)
+        length, at = varint(data, at)
         end = at + length
         if length < 0 or end > len(data):
             raise IndexError("a record passes the end of the batch")
-        delta_ms, at = _varint(data, at + 1)
-        delta, at = _varint(data, at)
-        key, at = _field(data, at)
-        value, at = _field(data, at)
-        count = data[at]
-        if count == 0:
-            headers: Headers = ()
-            at += 1
-        else:
-            headers, at = _headers(data, at)
+        delta_ms, at = varint(data, at + 1)
+        delta, at = varint(data, at)
+        key_at, key_bytes, at = _field(data, at)
+        value_at, value_bytes, at = _field(data, at)
+        count, headers_at = varint(data, at)
+        at = _past_headers(data, headers_at, count)
         if at != end:
             raise IndexError("a record's length and content disagree")
-        offsets.append(base_offset + delta)
-        timestamps.append(base_ms + delta_ms if fixed_ms is None else fixed_ms)
-        keys.append(key)
-        values.append(value)
-        all_headers.append(headers)
+        time_ms = base_ms + delta_ms if fixed_ms is None else fixed_ms
+        if not -_INT64 <= time_ms < _INT64:
+            raise CorruptBatch("a timestamp has more than 64 bits.")
+        rows.append((base_offset + delta, time_ms, key_at, key_bytes, value_at, value_bytes, headers_at, count))
     if at != len(data):
         raise IndexError("bytes after the last record")
-    return Columns(offsets, timestamps, keys, values, all_headers)
+    return columns_of(data, list(zip(*rows, strict=True))) if rows else no_columns()
 
 
-def _headers(data: bytes, at: int) -> tuple[Headers, int]:
-    count, at = _varint(data, at)
+def _field(data: bytes, at: int) -> tuple[int, int, int]:
+    """(place, bytes or −1 for null, next position)."""
+    length, at = varint(data, at)
+    if length < 0:
+        return at, -1, at
+    if at + length > len(data):
+        raise IndexError("a field passes the end of the batch")
+    return at, length, at + length
+
+
+def _past_headers(data: bytes, at: int, count: int) -> int:
     if count < 0:
         raise IndexError("negative header count")
-    headers = []
     for _ in range(count):
-        name, at = _field(data, at)
-        if name is None:
+        _, length, at = _field(data, at)
+        if length < 0:
             raise IndexError("a header without a name")
-        content, at = _field(data, at)
-        headers.append((name.decode(errors="replace"), content))
-    return tuple(headers), at
+        _, _, at = _field(data, at)
+    return at
+
+
+def _reason(error: Exception) -> str:
+    return error.message.rstrip(".") if isinstance(error, CorruptBatch) else f"{type(error).__name__}: {error}"

@@ -27,23 +27,39 @@ Column = npt.NDArray[np.int64]
 
 
 class Scanned(Struct, frozen=True):
-    """`end`: where the next record begins."""
+    """`starts`: where each record begins, and where the next one will. A field lies at `*_at`, is `*_bytes` long, −1
+    for null; a record's `header_counts` headers begin at `headers_at`."""
 
+    starts: Column
     time_deltas: Column
-    end: int
+    key_at: Column
+    key_bytes: Column
+    value_at: Column
+    value_bytes: Column
+    headers_at: Column
+    header_counts: Column
+
+    @property
+    def end(self) -> int:
+        return int(self.starts[-1])
 
 
-def scan(data: memoryview, at: int, first: int, count: int) -> Scanned | None:
+def scan(data: bytes | memoryview, at: int, first: int, count: int) -> Scanned | None:
     """Records `first` … `first + count − 1` of a batch, which begin at byte `at`: whole, well-formed, their offset
     deltas equal to their places. None when not."""
+    return scan_places(data, at, np.arange(first, first + count))
+
+
+def scan_places(data: bytes | memoryview, at: int, places: Column) -> Scanned | None:
+    """The same for records of one or more batches behind each other, which have these offset deltas."""
     try:
-        starts = _hop(data, at, count)
-        return _columns(np.frombuffer(data, dtype=np.uint8), starts, first)
+        starts = _hop(data, at, len(places))
+        return _columns(np.frombuffer(data, dtype=np.uint8), starts, places)
     except IndexError:
         return None
 
 
-def _hop(data: memoryview, at: int, count: int) -> Column:
+def _hop(data: bytes | memoryview, at: int, count: int) -> Column:
     """Where each record begins, and where the last one ends. Raises IndexError past the end."""
     position = at
     starts = [position]
@@ -70,7 +86,7 @@ def _hop(data: memoryview, at: int, count: int) -> Column:
     return np.array(starts, dtype=np.int64)
 
 
-def _columns(data: npt.NDArray[np.uint8], starts: Column, first: int) -> Scanned | None:
+def _columns(data: npt.NDArray[np.uint8], starts: Column, places: Column) -> Scanned | None:
     """Raises IndexError where a field passes the end of the data."""
     begins, ends = starts[:-1], starts[1:]
     if ends[-1] > len(data):
@@ -78,20 +94,24 @@ def _columns(data: npt.NDArray[np.uint8], starts: Column, first: int) -> Scanned
     lengths, at = _varints(data, begins, _VARINT32)
     time_deltas, at = _varints(data, at + 1, _VARINT64)
     offset_deltas, at = _varints(data, at, _VARINT32)
-    good = (lengths >= 0) & (offset_deltas == np.arange(first, first + len(begins)))
+    good = (lengths >= 0) & (offset_deltas == places)
+    fields = []
     for _ in ("key", "value"):
         sizes, at = _varints(data, at, _VARINT32)
+        fields += [at, sizes]
         good &= sizes >= -1
         at = at + np.maximum(sizes, 0)
         if not (good & (at < ends)).all():
             return None
     headers, at = _varints(data, at, _VARINT32)
+    headers_at = at
     if headers.any():
+        at = at.copy()
         with_headers = np.flatnonzero(headers)
         at[with_headers] = _past_headers(data, at[with_headers], headers[with_headers], ends[with_headers])
     if not (at == ends).all():
         return None
-    return Scanned(time_deltas, int(ends[-1]))
+    return Scanned(starts, time_deltas, *fields, headers_at, headers)
 
 
 def _past_headers(data: npt.NDArray[np.uint8], at: Column, counts: Column, ends: Column) -> Column:

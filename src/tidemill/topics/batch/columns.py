@@ -1,0 +1,100 @@
+"""Records as columns: where each field lies in the bytes of one or more batches. Objects are made when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from tidemill.topics.batch.records import Headers
+
+Int64s = npt.NDArray[np.int64]
+
+
+class Columns(Struct, frozen=True):
+    """Parallel columns over `body`. A field lies at `*_at` and is `*_bytes` long, −1 for null."""
+
+    body: bytes
+    offsets: Int64s
+    timestamps_ms: Int64s
+    key_at: Int64s
+    key_bytes: Int64s
+    value_at: Int64s
+    value_bytes: Int64s
+    headers_at: Int64s
+    header_counts: Int64s
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @property
+    def keys(self) -> list[bytes | None]:
+        return self._fields(self.key_at, self.key_bytes)
+
+    @property
+    def values(self) -> list[bytes | None]:
+        return self._fields(self.value_at, self.value_bytes)
+
+    @property
+    def headers(self) -> list[Headers]:
+        return [self.headers_of(at) if count else () for at, count in enumerate(self.header_counts.tolist())]
+
+    def key(self, index: int) -> bytes | None:
+        return self._field(self.key_at, self.key_bytes, index)
+
+    def value(self, index: int) -> bytes | None:
+        return self._field(self.value_at, self.value_bytes, index)
+
+    def headers_of(self, index: int) -> Headers:
+        at, found = int(self.headers_at[index]), []
+        for _ in range(int(self.header_counts[index])):
+            size, at = varint(self.body, at)
+            name, at = self.body[at : at + size], at + size
+            size, at = varint(self.body, at)
+            found.append((name.decode(errors="replace"), self.body[at : at + size] if size >= 0 else None))
+            at += max(size, 0)
+        return tuple(found)
+
+    def take(self, at: slice | npt.NDArray[np.intp]) -> Columns:
+        """The records at these places, of the same bytes."""
+        return Columns(self.body, *(getattr(self, name)[at] for name in _NAMES))
+
+    def _fields(self, places: Int64s, sizes: Int64s) -> list[bytes | None]:
+        body, ends = self.body, places + sizes
+        if len(sizes) and sizes.min() >= 0:
+            return [body[at:end] for at, end in zip(places.tolist(), ends.tolist(), strict=True)]
+        return [body[at:end] if end >= at else None for at, end in zip(places.tolist(), ends.tolist(), strict=True)]
+
+    def _field(self, places: Int64s, sizes: Int64s, index: int) -> bytes | None:
+        at, size = int(places[index]), int(sizes[index])
+        return self.body[at : at + size] if size >= 0 else None
+
+
+_NAMES = Columns.__struct_fields__[1:]
+
+
+def columns_of(body: bytes, columns: Sequence[Sequence[int] | Int64s]) -> Columns:
+    """In the order of the fields. Raises OverflowError where a number has more than 64 bits."""
+    return Columns(body, *(np.asarray(column, dtype=np.int64) for column in columns))
+
+
+def no_columns() -> Columns:
+    return columns_of(b"", [()] * len(_NAMES))
+
+
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    """(value, next position). Raises IndexError past the end, ValueError past 64 bits."""
+    byte = data[at]
+    at += 1
+    zigzag = byte & 0x7F
+    shift = 7
+    while byte > 0x7F:
+        byte = data[at]
+        at += 1
+        zigzag |= (byte & 0x7F) << shift
+        shift += 7
+        if shift > 70:
+            raise ValueError("a variable-length integer is longer than 64 bits")
+    return (zigzag >> 1) ^ -(zigzag & 1), at
