@@ -27,7 +27,8 @@ from tidemill.spark.decode.slices import Slice
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import resolve
-from tidemill.topics.batch import Record, decode_columns, encode_batch
+from tidemill.topics.batch import Record, encode_batch
+from tidemill.topics.batch.columns import of_fields
 from tidemill.topics.front import BatchRef
 
 MEMORY_LIMIT_MIB = 300
@@ -112,8 +113,7 @@ def mutate(rand: random.Random, data: bytes) -> bytes:
 
 
 def records_of(values: list[bytes | None], keys: list[bytes | None]) -> Records:
-    rows = [Record(key, value) for key, value in zip(keys, values, strict=True)]
-    _, columns = decode_columns(encode_batch(rows))
+    columns = of_fields(keys, values)
     return Records("t", 0, columns.offsets // 10 + 1, columns)
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from tidemill.base.errors import Missing
 from tidemill.cli.verify.canonical import fix_floats, ordered_columns, plain_arrow
 from tidemill.cli.verify.compare import Row
 from tidemill.shards.front import Shard, ShardSchema
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.records import Records
+from tidemill.topics.batch.columns import of_fields
 
 
 async def poisoned_keys(letters: Shard, table: str, schema: ShardSchema) -> frozenset[Row]:
@@ -36,9 +35,8 @@ async def poisoned_keys(letters: Shard, table: str, schema: ShardSchema) -> froz
 
 def canonical_keys(keys: list[bytes | None], schema: ShardSchema) -> frozenset[Row]:
     """Keys as topics carry them (JSON of the key columns); one that no key column holds can be in no shard."""
-    n = len(keys)
-    zeros = np.zeros(n, dtype=np.int64)
-    records = Records("", 0, np.arange(n, dtype=np.int64), zeros, keys, [None] * n, [()] * n)
+    columns_of_keys = of_fields(keys, [None] * len(keys))
+    records = Records("", 0, columns_of_keys.timestamps_ms, columns_of_keys)
     rows = CapturedDecoder(schema).decode(records).commands.rows
     columns = ordered_columns(schema)[: len(schema.key)]
     values: list[list[Any]] = [plain_arrow(rows.column(c.name), c).to_pylist() for c in columns]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from tidemill.shards.front import TIME, ShardSchema
@@ -15,13 +16,13 @@ from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, command_schem
 def command_table(
     schema: ShardSchema,
     live: Mapping[str, pa.Array],
-    live_at: Sequence[int],
+    live_at: Sequence[int] | npt.NDArray[np.int64],
     absent: Mapping[str, pa.Array],
     absent_at: Sequence[int],
     records: Records,
 ) -> pa.Table:
     """`live_at` and `absent_at` are places in `records`; the mappings hold their columns."""
-    at = np.array([*live_at, *absent_at], dtype=np.int64)
+    at = np.concatenate([np.asarray(live_at, dtype=np.int64), np.asarray(absent_at, dtype=np.int64)])
     gone = len(absent_at)
     meta = {
         TIME: pa.array(records.times[at]),

@@ -18,6 +18,7 @@ from decimal import Decimal
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 
 from tidemill.base.tasks import is_fault, sentence
@@ -26,14 +27,19 @@ from tidemill.shards.schema import arrow_type
 from tidemill.spark.decode.build import command_table
 from tidemill.spark.decode.fields import columns_of_rows, row_decoder
 from tidemill.spark.decode.letters import Letter, letter_table
+from tidemill.spark.decode.objects import Block, ObjectReader, Places, in_order
 from tidemill.spark.decode.records import Records
 from tidemill.spark.upsert.commands import Commands
+from tidemill.topics.batch import Columns
 
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _MICROSECOND = datetime.timedelta(microseconds=1)
 FIRST_US = (datetime.datetime(1, 1, 1, tzinfo=datetime.UTC) - _EPOCH) // _MICROSECOND
 LAST_US = (datetime.datetime(9999, 12, 31, 23, 59, 59, 999_999, tzinfo=datetime.UTC) - _EPOCH) // _MICROSECOND
 """What every reader of a table can hold: Python's datetime ends here, and so do Spark's rows in Python."""
+
+FEW = 64
+"""So few records are read one by one."""
 
 
 def _sized(bits: int) -> Any:
@@ -63,36 +69,46 @@ class StreamDecoder:
         self._value = row_decoder(schema.columns, _FIELDS, Decimal | None)
         self._key = row_decoder(self._key_columns, _FIELDS, Decimal | None)
         self._one_key = len(self._key_columns) == 1
+        blocks = ObjectReader.reads(schema.columns)
+        self._objects = ObjectReader(schema.columns, schema.key, (FIRST_US, LAST_US)) if blocks else None
 
     def decode(self, records: Records) -> tuple[Commands, pa.Table]:
         """(commands, dead letters as updates of DEAD_LETTERS)."""
+        columns = records.columns
+        valued = columns.value_bytes >= 0
+        blocks, slow = self._by_blocks(columns, np.flatnonzero(valued))
         rows: list[Any] = []
         live_at: list[int] = []
         keys: list[Any] = []
         absent_at: list[int] = []
         dead: list[tuple[int, str]] = []
-        decode = self._value.decode
         key_fields = [f"c{i}" for i in self._key_at]
-        deleted = records.columns.key
-        for at, value in enumerate(records.values):
+        for at in np.sort(np.concatenate([slow, np.flatnonzero(~valued)])).tolist():
+            value = columns.value(at)
             try:
                 if value is not None:
-                    row = decode(value)
+                    row = self._value.decode(value)
                     if any(getattr(row, name) is None for name in key_fields):
                         raise _Unreadable("a key column is null or absent")
                     rows.append(row)
                     live_at.append(at)
                 else:
-                    keys.append(self._key_of(deleted(at)))
+                    keys.append(self._key_of(columns.key(at)))
                     absent_at.append(at)
             except BaseException as error:
                 if not is_fault(error):
                     raise
                 dead.append((at, _said(error)))
-        live, live_at = columns_of_rows(self._columns, rows, live_at, dead, _array)
+        alone, live_at = columns_of_rows(self._columns, rows, live_at, dead, _array)
+        live, places = in_order([*blocks, Block(np.array(live_at, dtype=np.int64), alone)])
         absent, absent_at = columns_of_rows(self._key_columns, keys, absent_at, dead, _array)
-        table = command_table(self.schema, live, live_at, absent, absent_at, records)
+        table = command_table(self.schema, live, places, absent, absent_at, records)
         return Commands(table), letter_table([*records.unread, *_letters(records, dead)])
+
+    def _by_blocks(self, columns: Columns, live: Places) -> tuple[list[Block], Places]:
+        if self._objects is None or len(live) < FEW:
+            return [], live
+        return self._objects.read(columns, live)
 
     def _key_of(self, key: bytes | None) -> Any:
         """A row with fields c0… of the key columns."""

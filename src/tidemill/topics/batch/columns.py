@@ -84,6 +84,21 @@ def no_columns() -> Columns:
     return columns_of(b"", [()] * len(_NAMES))
 
 
+def of_fields(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> Columns:
+    """Records that come from no batch: offsets from 0, times 0, no headers."""
+    body, places = bytearray(), []
+    for fields in zip(keys, values, strict=True):
+        row = []
+        for field in fields:
+            row += [len(body), -1 if field is None else len(field)]
+            body += (field or b"") + b"\0"  # as in a batch, a value is not the last byte
+        places.append(row)
+    count = len(places)
+    zeros = [0] * count
+    fields_at = list(zip(*places, strict=True)) or [()] * 4
+    return columns_of(bytes(body), [range(count), zeros, *fields_at, zeros, zeros])
+
+
 def varint(data: bytes, at: int) -> tuple[int, int]:
     """(value, next position). Raises IndexError past the end, ValueError past 64 bits."""
     byte = data[at]

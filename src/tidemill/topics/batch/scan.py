@@ -95,10 +95,10 @@ def _columns(data: npt.NDArray[np.uint8], starts: Column, places: Column) -> Sca
     time_deltas, at = _varints(data, at + 1, _VARINT64)
     offset_deltas, at = _varints(data, at, _VARINT32)
     good = (lengths >= 0) & (offset_deltas == places)
-    fields = []
+    fields: list[tuple[Column, Column]] = []
     for _ in ("key", "value"):
         sizes, at = _varints(data, at, _VARINT32)
-        fields += [at, sizes]
+        fields.append((at, sizes))
         good &= sizes >= -1
         at = at + np.maximum(sizes, 0)
         if not (good & (at < ends)).all():
@@ -111,7 +111,7 @@ def _columns(data: npt.NDArray[np.uint8], starts: Column, places: Column) -> Sca
         at[with_headers] = _past_headers(data, at[with_headers], headers[with_headers], ends[with_headers])
     if not (at == ends).all():
         return None
-    return Scanned(starts, time_deltas, *fields, headers_at, headers)
+    return Scanned(starts, time_deltas, *fields[0], *fields[1], headers_at, headers)
 
 
 def _past_headers(data: npt.NDArray[np.uint8], at: Column, counts: Column, ends: Column) -> Column:

@@ -1,0 +1,189 @@
+"""JSON read by blocks gives the rows and the dead letters that reading it record by record gives."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidemill.shards.front import Column, ShardSchema
+from tidemill.spark.decode import stream
+from tidemill.spark.decode.records import Records
+from tidemill.spark.decode.stream import StreamDecoder
+from tidemill.topics.batch.columns import of_fields
+
+SCHEMA = ShardSchema(
+    (
+        Column("k", "string"),
+        Column("i", "int64"),
+        Column("small", "int16"),
+        Column("f", "float64"),
+        Column("r", "float32"),
+        Column("b", "bool"),
+        Column("d", "date"),
+        Column("t", "timestamp"),
+    ),
+    ("k",),
+)
+GOOD = (
+    '{"k":"a","i":1,"small":-5,"f":1.5,"r":0.1,"b":true,"d":"2024-02-29","t":"2026-11-22T01:02:03.5Z"}',
+    '{"t":"2026-11-22T01:02:03+02:00","k":"é\\u00e9\\n\\u0000","x":{"k":"other","y":[1,2,{}]},"f":-1e-300}',
+    '{"k":"c"}',
+    ' { "k" : "d" , "f" : 12345678901234567890123 , "i" : -9223372036854775808 } ',
+)
+ODD = (
+    '{"k":null}',
+    '{"i":1}',
+    "{}",
+    "",
+    " ",
+    "null",
+    "1",
+    "[]",
+    '"{}"',
+    '{"k":"a"}{"k":"b"}',
+    '{"k":"a"} x',
+    '{"k":"a"',
+    '{"k":"a","k":"b"}',
+    '{"k":"a","x":1,"x":2}',
+    '{"k":"a","i":1.0}',
+    '{"k":"a","i":1e3}',
+    '{"k":"a","i":"1"}',
+    '{"k":"a","i":9223372036854775808}',
+    '{"k":"a","small":40000}',
+    '{"k":"a","f":NaN}',
+    '{"k":"a","x":NaN}',
+    '{"k":"a","x":[1,-Infinity]}',
+    '{"k":"a","x": Inf}',
+    '{"k":"a","f":1e999}',
+    '{"k":"a","x":1e999}',
+    '{"k":"a","r":1e39}',
+    '{"k":"a","r":16777217}',
+    '{"k":"a","f":-0}',
+    '{"k":"a","f":-0.0}',
+    '{"k":"a","f":0.1e-400}',
+    '{"k":1}',
+    '{"k":"\\ud800"}',
+    '{"k":"a","x":"\\ud800"}',
+    '{"k":"a\tb"}',
+    '{"k":"a","b":1}',
+    '{"k":"a","d":"2023-02-30"}',
+    '{"k":"a","d":"0000-01-01"}',
+    '{"k":"a","d":"0001-01-01"}',
+    '{"k":"a","d":"2023-02-03T00:00:00"}',
+    '{"k":"a","t":1700000000000}',
+    '{"k":"a","t":-1}',
+    '{"k":"a","t":1.5}',
+    '{"k":"a","t":99999999999999999}',
+    '{"k":"a","t":"2026-11-22T01:02:03"}',
+    '{"k":"a","t":"2026-11-22 01:02:03Z"}',
+    '{"k":"a","t":"2026-11-22T01:02:03.1234567Z"}',
+    '{"k":"a","t":"2026-11-22T24:00:00Z"}',
+    '{"k":"a","t":"2026-11-22T01:02:60Z"}',
+    '{"k":"a","t":"9999-12-31T23:59:59.999999-14:00"}',
+    '{"k":"a","t":"0001-01-01T00:00:00+14:00"}',
+    '{"k":"a","t":"2026-02-30T01:02:03Z"}',
+    '{"k":"a","t":"2026-11-22T01:02:03z"}',
+    '{"k":"a","t":"2026-11-22T01:02:03+24:00"}',
+    '{"K":"a"}',
+    '{"\\u006b":"escaped"}',
+    '{"k":"a",}',
+    "{'k':1}",
+    '{"k":"Information:NaN"}',
+    '{"k":"a","x":' + "[" * 300 + "]" * 300 + "}",
+    '{"k":"a","x":' + "[" * 5_000 + "]" * 5_000 + "}",
+    '{"k":"a\n"}',
+    '{"k":"a","x":"}\n{"}',
+    '\ufeff{"k":"a"}',
+    '{"k":"a"}\n',
+    '\n{"k":"a"}',
+    '{"k":"a"}\n{"k":"b"}',
+)
+lines = st.sampled_from([g.encode() for g in GOOD]) | st.sampled_from([o.encode() for o in ODD])
+objects = st.fixed_dictionaries(
+    {},
+    optional={
+        "k": st.none() | st.text(max_size=5),
+        "i": st.none() | st.integers(-(2**64), 2**64) | st.floats(),
+        "small": st.integers(-(2**17), 2**17),
+        "f": st.floats() | st.integers(),
+        "r": st.floats() | st.floats(width=32),
+        "b": st.booleans() | st.none(),
+        "d": st.dates().map(str) | st.text(max_size=3),
+        "t": st.datetimes().map(lambda d: d.isoformat() + "Z") | st.integers(-(2**62), 2**62),
+        "x": st.text() | st.none(),
+    },
+).map(lambda found: json.dumps(found, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+spoilt = st.tuples(objects, st.floats(0, 1), st.integers(0, 255)).map(
+    lambda found: (
+        found[0][: int(found[1] * len(found[0]))] + bytes([found[2]]) + found[0][int(found[1] * len(found[0])) + 1 :]
+    )
+)
+values = st.lists(lines | objects | spoilt | st.none(), max_size=60)
+
+
+def outcome(decoder: StreamDecoder, found: list[bytes | None]) -> tuple[list[Any], list[Any]]:
+    columns = of_fields([b"key"] * len(found), found)
+    commands, dead = decoder.decode(Records("t", 0, columns.offsets + 1, columns))
+    rows = commands.rows.sort_by("_order").to_pylist()
+    for row in rows:
+        for name in ("f", "r"):
+            if row[name] is not None:
+                row[name] = (row[name], math.copysign(1, row[name]))
+    return rows, dead.to_pylist()
+
+
+def held(found: list[bytes | None], monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
+    decoder = StreamDecoder(SCHEMA)
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "FEW", 1 << 62)
+        alone = outcome(decoder, found)
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "FEW", 0)
+        together = outcome(decoder, found)
+    assert together[0] == alone[0]
+    assert sorted(map(repr, together[1])) == sorted(map(repr, alone[1]))
+    return together
+
+
+@given(values, st.integers(0, 3))
+@settings(max_examples=400, deadline=None)
+def test_blocks_give_what_records_give(found: list[bytes | None], good: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        held([GOOD[good].encode()] * 40 + found, patch)
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_an_odd_value_among_good_ones(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = [value.encode() for value in GOOD] * 20
+    rows, dead = held([*good, odd.encode(), *good, odd.encode()], monkeypatch)
+    assert len(rows) + len(dead) == 2 * len(good) + 2 and len(rows) >= 2 * len(good)
+
+
+def test_bytes_that_are_no_text_are_dead_letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = [value.encode() for value in GOOD] * 20
+    _, dead = held([*good, b'{"k":"\xff"}', b'{"k":"a","x":"\xed\xa0\x80"}', *good], monkeypatch)
+    assert len(dead) >= 1
+
+
+def test_good_rows_never_meet_the_slow_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is slow is counted, not timed: nothing of a block of good rows, and of a bad one only itself."""
+    slow: list[int] = []
+    decoder = StreamDecoder(SCHEMA)
+    by_blocks = decoder._by_blocks
+
+    def counted(*arguments: Any) -> Any:
+        blocks, rest = by_blocks(*arguments)
+        slow.append(len(rest))
+        return blocks, rest
+
+    monkeypatch.setattr(decoder, "_by_blocks", counted)
+    usual = [b'{"k":"%d","i":%d,"t":"2026-11-22T01:02:03Z"}' % (n, n) for n in range(1_000)]
+    outcome(decoder, usual)
+    outcome(decoder, [*usual[:500], b'{"k":7}', b"no object", *usual[500:]])
+    outcome(decoder, [*usual[:500], b'{"k":"a","i":1.0}', *usual[500:]])
+    assert slow[:2] == [0, 2] and slow[2] <= 40
