@@ -18,7 +18,7 @@ from tidemill.capture.bindings import MERGE_ABOVE, Binder
 from tidemill.capture.boundaries import Boundary, in_snapshot, merged
 from tidemill.capture.changes import Column, Relation
 from tidemill.capture.lane import SEQUENCE_MODULUS, Lane, Round
-from tidemill.capture.snapshot import parse_copy_row, parse_point
+from tidemill.capture.snapshot import parse_copy_row
 from tidemill.capture.tables import TableInfo, resolve
 from tidemill.capture.values import RowEncoder
 from tidemill.capture.wire.connection import literal
@@ -150,14 +150,6 @@ def test_copy_rows_are_unescaped() -> None:
     assert parse_copy_row(b"1\t\\N\ta\\tb\\\\n\\n\t\n") == ["1", None, "a\tb\\n\n", ""]
     assert parse_copy_row("é\tplain\n".encode()) == ["é", "plain"]
     assert parse_copy_row(b"\\\\N\n") == ["\\N"]
-
-
-def test_snapshot_texts_are_parsed_or_corrupt() -> None:
-    point = parse_point("10:20:12,15", "1/2")
-    assert (point.xmin, point.xmax, point.xip, point.lsn) == (10, 20, (12, 15), (1 << 32) + 2)
-    assert parse_point("10:10:", "0/1").xip == ()
-    with pytest.raises(Corrupt):
-        parse_point("10:20", "0/1")
 
 
 def test_literals_are_quoted() -> None:

@@ -9,11 +9,10 @@ from typing import Any
 
 import psycopg
 import pytest
-from capture_world import World, header, positions, until
+from capture_world import World, positions, until
 
 from tidemill.base.errors import Unavailable, Unknown
-from tidemill.capture.prepare import forget
-from tidemill.metastore.catalogue import CaptureRow, TopicRow
+from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.partition.replay import partition_log
 
 pytestmark = pytest.mark.postgres
@@ -374,22 +373,6 @@ def test_two_captures_of_one_name_take_turns(postgres_dsn: str) -> None:
             await second.aclose()
             await asyncio.gather(waiting, return_exceptions=True)
         assert len(await world.records("a")) == 2
-
-    in_world(postgres_dsn, scenario)
-
-
-def test_forget_removes_slot_publication_topics_and_row(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
-        await world.sql(*TABLES, "INSERT INTO a VALUES (1, 1)")
-        async with world.capture():
-            await world.caught_up()
-        await forget(world.config(), world.catalogue)
-        assert await world.catalogue.get(CaptureRow, world.name) is None
-        assert await world.catalogue.list(TopicRow) == []
-        assert await world.select(f"SELECT FROM pg_replication_slots WHERE slot_name = 'tidemill_{world.name}'") == []
-        async with world.capture():
-            await world.caught_up()
-            assert [header(r, "tm.op") for r in await world.records("a")] == ["insert"]
 
     in_world(postgres_dsn, scenario)
 

@@ -31,17 +31,10 @@ from tidemill.base.errors import Closed, Conflict, Fenced, Invalid, Missing, Tid
 from tidemill.base.frontier import Lsn
 from tidemill.base.tasks import Restarts, is_fault, sentence
 from tidemill.capture.config import CaptureConfig
+from tidemill.capture.copying import take_snapshot
 from tidemill.capture.desk import Desk, Unrecorded
 from tidemill.capture.difference import against_catalogue
-from tidemill.capture.prepare import (
-    delete_topic,
-    gone,
-    producer_id,
-    refusal_of,
-    start_table,
-    take_snapshot,
-    without_taken,
-)
+from tidemill.capture.entry import delete_topic, gone, producer_id, refusal_of, start_table, without_taken
 from tidemill.capture.publication import LOCK_ATTEMPTS, publish, published_tables, unpublish
 from tidemill.capture.snapshot import SnapshotProgress
 from tidemill.capture.tables import (

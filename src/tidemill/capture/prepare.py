@@ -17,34 +17,28 @@ cluster had confirmed, and the restored bindings do not cover, is gone, and ever
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable
 
 import msgspec
 import structlog
 from msgspec.structs import replace
 
-from tidemill.base.clock import Clock
-from tidemill.base.errors import Closed, Conflict, Corrupt, Invalid, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.frontier import Lsn
-from tidemill.base.tasks import sentence
-from tidemill.capture.changes import NEVER, Column, Relation
+from tidemill.capture.changes import NEVER, Relation
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.desk import Desk
 from tidemill.capture.difference import against_catalogue
-from tidemill.capture.naming import split_name
-from tidemill.capture.publication import Blocked, create_publication, publish, published_tables
-from tidemill.capture.setup import ServerFacts, SlotState, check_slot, create_slot, drop_slot, slot_state
-from tidemill.capture.snapshot import Snapshot, SnapshotProgress
+from tidemill.capture.entry import as_described, gone, producer_id, refusal_of, start_table, without_taken
+from tidemill.capture.publication import create_publication, publish, published_tables
+from tidemill.capture.setup import ServerFacts, SlotState, check_slot, create_slot, slot_state
 from tidemill.capture.tables import Choice, Refusal, TableInfo, describe, list_tables, resolve
-from tidemill.capture.topic_writer import CapturedTable, TopicWriter
-from tidemill.capture.wire.connection import Wire, identifier, server
+from tidemill.capture.topic_writer import CapturedTable
+from tidemill.capture.wire.connection import Wire, identifier
 from tidemill.metastore.catalogue import (
-    CapturedColumn,
     CaptureRow,
     CaptureTableRow,
     Catalogue,
-    TableSnapshot,
     TopicRow,
 )
 from tidemill.shards.front import Binding
@@ -53,9 +47,6 @@ log = structlog.get_logger()
 
 FIRST_ATTEMPTS = 3
 """For the lock of one table while the whole capture waits; it is tried again beside the stream."""
-
-PRODUCER_ID_BASE = 1 << 62
-"""Producer ids of captures: far above those handed to Kafka producers, one per capture name, for ever."""
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -68,10 +59,6 @@ class Prepared(msgspec.Struct, frozen=True):
     captured: tuple[CapturedTable, ...]
     fresh: tuple[str, ...]
     relations: dict[int, Relation]
-
-
-def producer_id(config: CaptureConfig) -> int:
-    return PRODUCER_ID_BASE | zlib.crc32(config.name.encode())
 
 
 async def prepare(
@@ -266,215 +253,7 @@ async def _split(catalogue: Catalogue, row: CaptureRow | None) -> CaptureRow | N
     return row
 
 
-# one table ------------------------------------------------------------------------------------------
-
-
-async def without_taken(config: CaptureConfig, catalogue: Catalogue, choice: Choice) -> Choice:
-    """Before anything is altered: a table whose topic's name belongs to Kafka producers is refused."""
-    tables, refused = [], dict(choice.refused)
-    for table in choice.tables:
-        name = config.topic_of(table.schema, table.table)
-        topic = await catalogue.get(TopicRow, name, fresh=False)
-        if topic is not None and topic.kind != "capture":
-            refused[table.name] = _taken(name)
-        else:
-            tables.append(table)
-    return Choice(tuple(tables), refused)
-
-
-def _taken(topic: str) -> Refusal:
-    return Refusal(
-        "refused",
-        f"a topic of this name belongs to Kafka producers: topic={topic}.",
-        "Delete it, or rename the capture.",
-    )
-
-
-async def start_table(
-    config: CaptureConfig, catalogue: Catalogue, desk: Desk, table: TableInfo, relation: Relation
-) -> TopicRow | None:
-    """Its row without a snapshot, and a new topic (a new id: nothing of an earlier attempt is in it). None when it is
-    refused, which `desk` tells."""
-
-    def started(found: CaptureTableRow | None) -> CaptureTableRow:
-        found = found or CaptureTableRow(config.name, table.name)
-        return CaptureTableRow(
-            config.name, table.name, found.topic or config.topic_of(table.schema, table.table),
-            generation=found.generation + (found.columns != () or found.snapshot is not None), oid=table.oid,
-            columns=columns_of(relation),
-        )  # fmt: skip
-
-    try:
-        row = await desk.change(table.name, started)
-        assert row is not None
-        topic = await catalogue.get(TopicRow, row.topic)
-        if topic is not None and topic.kind != "capture":
-            await desk.refuse(table.name, _taken(row.topic), table.oid)
-            return None
-        if topic is not None:
-            await catalogue.delete(TopicRow, row.topic)
-        return await catalogue.create_topic(row.topic, config.partitions, kind="capture")
-    except (Invalid, Conflict) as error:
-        await desk.refuse(table.name, refusal_of(error), table.oid)
-        return None
-
-
-def columns_of(relation: Relation) -> tuple[CapturedColumn, ...]:
-    return tuple(CapturedColumn(c.name, c.type_name, c.key_index, c.type_oid, c.type_mod) for c in relation.columns)
-
-
-def as_described(table: CaptureTableRow, now: Relation | None) -> Relation:
-    """The relation as of the table's snapshot; what an older version did not store comes from the catalogue."""
-    schema, name = split_name(table.table)
-    known = {c.name: c for c in now.columns} if now is not None else {}
-    columns = []
-    for c in table.columns:
-        other = known.get(c.name)
-        oid, mod = (c.type_oid, c.type_mod) if c.type_oid or other is None else (other.type_oid, other.type_mod)
-        columns.append(Column(c.name, oid, mod, c.type_name, c.key_index, other.not_null if other else False))
-    return Relation(table.oid, schema, name, tuple(columns))
-
-
-def refusal_of(error: TidemillError) -> Refusal:
-    fix = error.fix or "Mend it; it is tried again by itself."
-    return Refusal("refused", error.message, fix, error.held_by if isinstance(error, Blocked) else "")
-
-
-def gone(row: CaptureTableRow, found: Iterable[TableInfo]) -> tuple[str, str]:
-    """(reason, fix) of a table that is not captured any more."""
-    drop = "take it out of its pipeline and drop its shard"
-    for table in found:
-        if table.name == row.table:
-            return "the table is not captured any more", f"Name it in `tables` of this capture again, or {drop}."
-        if table.oid == row.oid:
-            return f"the table is now named {table.name}: its shard ends here", f"Rename it back, or {drop}."
-    return (
-        "the table is gone from the source: its shard ends here",
-        f"Make it anew, and it is copied again; or {drop}.",
-    )
-
-
 def _refuse_all(refused: Iterable[Refusal]) -> None:
     for why in refused:
         raise Invalid(why.reason, fix=why.fix)
     raise Invalid("the capture's patterns leave no table.", fix="Correct `tables` of this capture.")
-
-
-# the snapshot ---------------------------------------------------------------------------------------
-
-
-async def take_snapshot(
-    config: CaptureConfig,
-    tables: list[TableInfo],
-    captured: dict[str, CapturedTable],
-    writer: TopicWriter,
-    desk: Desk,
-    progress: SnapshotProgress,
-    clock: Clock,
-) -> list[str]:
-    """Copy tables into their topics as of one moment, then record each that is complete; returns their names.
-
-    A table that cannot be copied or recorded is refused, and the others go on. Raises what is not one table's.
-    """
-    wire = await Wire.connect(config.dsn, purpose=f"snapshot {config.name}")
-    done: dict[str, int] = {}
-    try:
-        snapshot = Snapshot(wire, tables, progress)
-        point, failed = await snapshot.begin()
-        progress.estimate = await snapshot.estimate()
-        for table in snapshot.tables:
-            progress.table, progress.held_by = table.name, f"postgres:{server(config.dsn)}"
-            before = progress.rows
-            await wire.query("SAVEPOINT one_table")
-            try:
-                await _copy(snapshot, table, captured[table.name], writer, progress, clock)
-                done[table.name] = progress.rows - before
-            except (Unavailable, Unknown, Closed, Corrupt):
-                raise
-            except Exception as error:  # of whatever type: it is about a row of this table
-                failed[table.name] = Invalid(f"the table cannot be copied: table={table.name} error={sentence(error)}")
-                await wire.query("ROLLBACK TO one_table")
-        await snapshot.end()
-    finally:
-        await wire.aclose()
-    await writer.drained()
-    for table in tables:
-        if table.name in failed:
-            await desk.refuse(table.name, refusal_of(failed[table.name]), table.oid)
-            continue
-        target = captured[table.name]
-        offsets = tuple(lane.next for lane in target.lanes)
-        taken = TableSnapshot(point.xmin, point.xmax, point.xip, point.lsn, done[table.name], offsets)
-        generation = desk.rows[table.name].generation
-        columns = columns_of(snapshot.relations[table.oid])
-        partitions = snapshot.partitions.get(table.oid)
-
-        def copied(
-            found: CaptureTableRow | None,
-            taken: TableSnapshot = taken,
-            generation: int = generation,
-            columns: tuple[CapturedColumn, ...] = columns,
-            partitions: tuple[int, ...] | None = partitions,
-        ) -> CaptureTableRow | None:
-            # Another session may have begun to copy it anew meanwhile: then this copy is nobody's.
-            if found is None or found.generation != generation or found.state != "captured":
-                return found
-            return replace(found, snapshot=taken, columns=columns, partitions=partitions)
-
-        try:
-            await desk.change(table.name, copied)
-        except Invalid as error:
-            await desk.refuse(table.name, refusal_of(error), table.oid)
-            del done[table.name]
-            continue
-        target.snapshot = taken
-    progress.finish()
-    log.info("snapshot complete", capture=config.name, tables=len(done), rows=progress.rows)
-    return sorted(done)
-
-
-async def _copy(
-    snapshot: Snapshot,
-    table: TableInfo,
-    target: CapturedTable,
-    writer: TopicWriter,
-    progress: SnapshotProgress,
-    clock: Clock,
-) -> None:
-    """One table. Whatever fails, what the server sends of it is read to its end first."""
-    failure: Exception | None = None
-    source = progress.held_by
-    async for rows in snapshot.rows(table):
-        if failure is not None:
-            continue
-        progress.held_by = f"topic:{target.topic.name}"
-        try:
-            await writer.write_rows(target, snapshot.relations[table.oid], rows, clock.now_ms())
-            progress.rows += len(rows)
-            progress.held_by = source
-        except Exception as error:
-            failure = error
-    if failure is not None:
-        raise failure
-
-
-async def forget(config: CaptureConfig, catalogue: Catalogue) -> None:
-    """Start over from nothing: drop slot and publication, delete the capture's topics and rows. Bindings stay: time
-    goes on. Raises LockHeld while somebody captures."""
-    wire = await Wire.connect(config.dsn, purpose=f"forget {config.name}")
-    try:
-        await drop_slot(wire, config.slot)
-        await wire.query(f"DROP PUBLICATION IF EXISTS {identifier(config.publication)}")
-    finally:
-        await wire.aclose()
-    for table in await catalogue.tables(config.name):
-        await delete_topic(catalogue, table.topic)
-        await catalogue.change_table(config.name, table.table, lambda _: None)
-    if await catalogue.get(CaptureRow, config.name) is not None:
-        await catalogue.delete(CaptureRow, config.name)
-
-
-async def delete_topic(catalogue: Catalogue, name: str) -> None:
-    found = await catalogue.get(TopicRow, name) if name else None
-    if found is not None and found.kind == "capture":
-        await catalogue.delete(TopicRow, name)

@@ -23,11 +23,12 @@ from tidemill.capture.changes import NEVER, Relation
 from tidemill.capture.collector import Collector
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.converter import Converter, RelationSeen, merge_relation
+from tidemill.capture.copying import take_snapshot
 from tidemill.capture.desk import Desk, recopy
 from tidemill.capture.holders import Holder, busy_walsender, lock_holder, slot_holder
 from tidemill.capture.joining import Joining
 from tidemill.capture.poison import Poisoned, take
-from tidemill.capture.prepare import Prepared, prepare, take_snapshot
+from tidemill.capture.prepare import Prepared, prepare
 from tidemill.capture.setup import ADVISORY_CLASS, ServerFacts, SlotState, check_server, lock_key, try_lock
 from tidemill.capture.sinks import Sink
 from tidemill.capture.snapshot import SnapshotProgress

@@ -154,19 +154,13 @@ async def create_slot(wire: Wire, config: CaptureConfig) -> SlotState:
             f"another database of this server has a slot of this name: slot={config.slot} database={database}.",
             fix="Rename the capture, or drop that slot if nothing uses it.",
         )
-    if await slot_state(wire, config.slot) is not None:
-        await drop_slot(wire, config.slot)
+    left = await slot_state(wire, config.slot)
+    if left is not None and left.active_pid is not None:
+        raise LockHeld(f"the replication slot is in use: slot={config.slot} pid={left.active_pid}.")
+    if left is not None:
+        await wire.query(f"SELECT pg_drop_replication_slot({literal(config.slot)})")
     await wire.query(f"SELECT pg_create_logical_replication_slot({literal(config.slot)}, 'pgoutput')")
     return check_slot(config, await slot_state(wire, config.slot))
-
-
-async def drop_slot(wire: Wire, slot: str) -> None:
-    state = await slot_state(wire, slot)
-    if state is None:
-        return
-    if state.active_pid is not None:
-        raise LockHeld(f"the replication slot is in use: slot={slot} pid={state.active_pid}.")
-    await wire.query(f"SELECT pg_drop_replication_slot({literal(slot)})")
 
 
 async def heartbeat(wire: Wire) -> None:

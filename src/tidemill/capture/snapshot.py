@@ -16,26 +16,16 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
-import msgspec
-
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Corrupt, Invalid, Missing, TidemillError
+from tidemill.base.errors import Invalid, Missing, TidemillError
 from tidemill.base.frontier import Lsn
 from tidemill.capture.changes import Relation, Row
 from tidemill.capture.holders import table_holder
 from tidemill.capture.publication import LOCK_ATTEMPTS, LOCK_PAUSE_S, LOCK_TIMEOUT_MS, LOCKED, Blocked
 from tidemill.capture.tables import TableInfo, describe, list_partitions
+from tidemill.capture.visibility import PgSnapshot
 from tidemill.capture.wire.connection import Wire, identifier, qualified
 from tidemill.capture.wire.errors import SqlError
-
-
-class SnapshotPoint(msgspec.Struct, frozen=True):
-    """pg_current_snapshot() (64-bit xids) and the WAL insert position right after it."""
-
-    xmin: int
-    xmax: int
-    xip: tuple[int, ...]
-    lsn: int
 
 
 class SnapshotProgress:
@@ -76,18 +66,12 @@ class SnapshotProgress:
         return self.rows if self.done else max(self.rows, self.estimate)
 
 
-def parse_point(snapshot: str, lsn: str) -> SnapshotPoint:
-    """`xmin:xmax:xip,xip…` and `X/Y`. Raises Corrupt."""
-    try:
-        xmin, xmax, xip = snapshot.split(":")
-        members = tuple(int(x) for x in xip.split(",") if x)
-        return SnapshotPoint(int(xmin), int(xmax), members, Lsn.parse(lsn).value)
-    except ValueError as error:
-        raise Corrupt(f"not a snapshot: snapshot={snapshot!r}.") from error
-
-
 class Snapshot:
     """One open snapshot transaction on a connection of its own. Use as: begin, rows of each of `tables`, end."""
+
+    seen: PgSnapshot
+    lsn: int
+    """WAL insert position right after `seen` was taken."""
 
     def __init__(self, wire: Wire, tables: Sequence[TableInfo], progress: SnapshotProgress) -> None:
         self._wire = wire
@@ -96,8 +80,8 @@ class Snapshot:
         self.relations: dict[int, Relation] = {}
         self.partitions: dict[int, tuple[int, ...]] = {}
 
-    async def begin(self) -> tuple[SnapshotPoint, dict[str, TidemillError]]:
-        """Where it stands, and by name the tables that cannot be read; `tables` are the others.
+    async def begin(self) -> dict[str, TidemillError]:
+        """Take it, as `seen` and `lsn` say; the tables that cannot be read, by name: `tables` are the others.
 
         Row-level security would leave rows out without a word: it is switched off, which makes reading such a table
         an error for a role that it binds.
@@ -123,7 +107,8 @@ class Snapshot:
             if table.name not in failed and table.oid not in self.relations:
                 failed[table.name] = Missing(f"the table is gone: table={table.name}.")
         self.tables = [table for table in self.tables if table.name not in failed]
-        return parse_point(rows[0][0] or "", rows[0][1] or ""), failed
+        self.seen, self.lsn = PgSnapshot.parse(rows[0][0] or ""), Lsn.parse(rows[0][1] or "").value
+        return failed
 
     async def _locked(self, failed: dict[str, TidemillError]) -> TableInfo | None:
         """Begin, and lock what has not failed. A table whose lock others have; None when all the rest is locked."""
