@@ -89,6 +89,37 @@ def test_what_ends_a_process_or_a_task_on_purpose_is_no_fault(ends: type[BaseExc
     asyncio.run(scenario())
 
 
+def test_a_unit_that_fails_while_it_is_cancelled_ends_and_is_not_begun_again() -> None:
+    """What its clean-up raises takes the place of the cancellation: who waits for its end would wait for ever."""
+
+    async def scenario() -> None:
+        tracker, begun = Tracker(), 0
+        began = asyncio.Event()
+
+        async def body() -> None:
+            nonlocal begun
+            begun += 1
+            began.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                raise Unavailable("storage is away.")
+
+        restarts = Restarts(**QUICK)
+        task = asyncio.ensure_future(keep("t", body, tracker=tracker, clock=SystemClock(), restarts=restarts))
+        await began.wait()
+        task.cancel()
+        await asyncio.wait([task], timeout=1.0)
+        ended = task.cancelled()
+        while not task.done():
+            task.cancel()
+            await asyncio.sleep(0)
+        assert ended and begun == 1
+        assert shown(tracker) == []
+
+    asyncio.run(scenario())
+
+
 def states(tracker: Tracker, now_ms: int) -> list[State]:
     return [derive(mark, "p", now_ms, now_ms).state for mark in shown(tracker, now_ms)]
 

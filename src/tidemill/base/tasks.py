@@ -92,15 +92,16 @@ def is_fault(error: BaseException) -> bool:
     return not isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit | GeneratorExit)
 
 
-def cancelled_from_outside() -> bool:
-    """In an `except CancelledError`: is it this task that was cancelled, or did one leak out of what it awaited?"""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
 def is_own_fault(error: BaseException) -> bool:
-    """As `is_fault`, around an await: a cancellation that leaked out of what was awaited is a fault too."""
-    return is_fault(error) or (isinstance(error, asyncio.CancelledError) and not cancelled_from_outside())
+    """As `is_fault`, around an await: a cancellation that leaked out of what was awaited is a fault too.
+
+    Nothing is one once this task was cancelled: what its clean-up raises then stands in the cancellation's place, and
+    who took it for a fault and went on would never end.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        return False
+    return is_fault(error) or isinstance(error, asyncio.CancelledError)
 
 
 def sentence(error: BaseException) -> str:
@@ -154,7 +155,7 @@ class Attempts:
         *,
         may_park: bool = True,
     ) -> None:
-        self._name = name
+        self.name = name
         self._tell = tell
         self._now_s = now_s
         self._restarts = restarts
@@ -164,7 +165,7 @@ class Attempts:
     def failed(self, fault: BaseException) -> float:
         """How long to wait, in seconds; the next run is taken to begin after that."""
         parked, now_s = self._may_park and parks(fault), self._now_s()
-        log.error("unit failed", unit=self._name, error=sentence(fault), parked=parked, exc_info=not parked and fault)
+        log.error("unit failed", unit=self.name, error=sentence(fault), parked=parked, exc_info=not parked and fault)
         self._tell(sentence(fault), parked)
         pause_s = self._restarts.pause_s(now_s - self._begun_s, parked=parked)
         self._begun_s = now_s + pause_s
@@ -185,6 +186,9 @@ async def until_it_returns(body: Callable[[], Awaitable[None]], attempts: Attemp
             return await body()
         except BaseException as error:
             if not is_own_fault(error):
+                if is_fault(error):
+                    log.error("unit failed as it ended", unit=attempts.name, error=sentence(error), exc_info=error)
+                    raise asyncio.CancelledError from error
                 raise
             pause_s = attempts.failed(error)
         await asyncio.sleep(pause_s)

@@ -27,7 +27,7 @@ import structlog
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, TidemillError, Unavailable
 from tidemill.base.pace import Pace
-from tidemill.base.tasks import Tasks, cancelled_from_outside, is_fault, sentence
+from tidemill.base.tasks import Tasks, is_own_fault, sentence
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.topics.l0.cache import ObjectCache
 from tidemill.topics.l0.format import Region, encode_footer, object_key, writer_of
@@ -226,7 +226,7 @@ class L0Writer:
             # A Conflict too: an attempt of ours may stand there, but its durability was never acknowledged.
             error = Unavailable(f"the upload of an L0 object failed: key={upload.key} cause={failure}", fix="Retry.")
         except BaseException as fault:
-            if cancelled_from_outside() or not (is_fault(fault) or isinstance(fault, asyncio.CancelledError)):
+            if not is_own_fault(fault):
                 raise
             # L1 holds whatever a library raises.
             _log.error("the upload of an L0 object broke", key=upload.key, error=sentence(fault), exc_info=fault)

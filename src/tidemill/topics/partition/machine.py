@@ -19,7 +19,7 @@ import structlog
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Corrupt, TidemillError, Unavailable, Unknown
 from tidemill.base.limits import KAFKA_REQUEST_BYTES
-from tidemill.base.tasks import Tasks, cancelled_from_outside, is_fault, sentence
+from tidemill.base.tasks import Tasks, is_own_fault, sentence
 from tidemill.consensus.api import Consensus
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.topics.batch.check import check_header
@@ -123,7 +123,7 @@ class LedPartition:
             if head.term != self._appender.term:
                 self.close(NotLeader(f"another node took over: log={self._log_name} term={head.term}."))
         except BaseException as error:
-            if cancelled_from_outside() or not (is_fault(error) or isinstance(error, asyncio.CancelledError)):
+            if not is_own_fault(error):
                 self.close(NotLeader(f"a partition did not open: log={self._log_name} cause={error!r}"))
                 raise
             _log.error("a partition did not open", log=self._log_name, error=sentence(error))
@@ -309,7 +309,7 @@ class LedPartition:
         except SteppedDown as stop:
             self._step_down(stop)
         except BaseException as error:
-            if cancelled_from_outside() or not (is_fault(error) or isinstance(error, asyncio.CancelledError)):
+            if not is_own_fault(error):
                 self._step_down(SteppedDown("the node is shutting down.", certain=False))
                 raise
             _log.error("a partition failed", log=self._log_name, error=sentence(error), exc_info=error)
