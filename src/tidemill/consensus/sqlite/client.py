@@ -23,6 +23,7 @@ from tidemill.consensus.commands import AnyOp, HeadOfLog, Wait
 from tidemill.consensus.facade import Facade
 from tidemill.consensus.kept import kept
 from tidemill.consensus.sqlite import address, frames, holders, hosting
+from tidemill.consensus.sqlite.link import Link, connect
 
 UNSENT_AFTER_S = 15.0
 """An operation that found no sequencer for this long ends as Unavailable."""
@@ -56,38 +57,6 @@ class _Pending:
         self.started_s = started_s
 
 
-class _Link(asyncio.Protocol):
-    """One connection. Reports to its client; knows nothing of retries."""
-
-    def __init__(self, client: SqliteConsensus) -> None:
-        self._client = client
-        self._splitter = frames.Splitter()
-        self.transport: asyncio.Transport | None = None
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for body in self._splitter.feed(data):
-                for answer in frames.decode_answers(body):
-                    self._client._answered(answer)
-        except Exception as error:
-            # Whatever it is: after an answer that cannot be read, nothing of this connection is trusted.
-            self._client._misled(error)
-            self.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.lost.done():
-            self.lost.set_result(None)
-
-    def abort(self) -> None:
-        if self.transport is not None:
-            self.transport.abort()
-
-
 class SqliteConsensus(Facade):
     """`api.Consensus` over a SQLite file. One object per event loop; `start` before use."""
 
@@ -100,7 +69,7 @@ class SqliteConsensus(Facade):
         self._pending: dict[int, _Pending] = {}
         self._unsent: list[int] = []
         self._last_id = 0
-        self._link: _Link | None = None
+        self._link: Link | None = None
         self._flushing = False
         self._goodbye = False
         self._away_s = 0.0  # since when there is no sequencer; only while `_link` is None
@@ -236,7 +205,8 @@ class SqliteConsensus(Facade):
     async def _stay_connected(self) -> None:
         backoff_s = BACKOFF_FIRST_S
         while True:
-            link = await self._connect()
+            link, refused = await connect(self._database, lambda: Link(self._answered, self._misled))
+            self._reason = refused or self._reason
             if link is not None and await self._greeted(link):
                 served_s = self._loop.time()
                 self._link, self._reason = link, ""
@@ -257,7 +227,7 @@ class SqliteConsensus(Facade):
             await asyncio.sleep(self._rand.uniform(backoff_s / 2, backoff_s))
             backoff_s = min(backoff_s * 1.6, BACKOFF_MOST_S)
 
-    async def _greeted(self, link: _Link) -> bool:
+    async def _greeted(self, link: Link) -> bool:
         """Say hello and wait for the answer: by then the sequencer has ended what our earlier connection left behind.
 
         Nothing else is sent before, so a socket that nobody serves any more costs no Unknown.
@@ -282,21 +252,6 @@ class SqliteConsensus(Facade):
             self._reason = error.message
             self._fail_all(mendable(error) if self._served else error)
         return error is None
-
-    async def _connect(self) -> _Link | None:
-        with address.addresses(self._database, create=False) as candidates:
-            for path in candidates:
-                try:
-                    async with asyncio.timeout(5):
-                        transport, link = await self._loop.create_unix_connection(lambda: _Link(self), path)
-                    uid = address.peer_uid(transport.get_extra_info("socket"))
-                    if address.trusts(uid, self._database):
-                        return link
-                    self._reason = f"another user serves the socket: path={path} uid={uid}"
-                    link.abort()
-                except (OSError, TimeoutError):
-                    continue
-        return None
 
     def _host(self) -> None:
         assert self._seat is not None

@@ -1,0 +1,62 @@
+"""One connection of a client to its sequencer. Knows nothing of retries."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from tidemill.consensus.sqlite import address, frames
+
+CONNECT_S = 5.0
+
+
+class Link(asyncio.Protocol):
+    """`answered` hears of each answer; `misled` of one that cannot be read, the last of its connection."""
+
+    def __init__(self, answered: Callable[[frames.Answer], None], misled: Callable[[Exception], None]) -> None:
+        self._answered = answered
+        self._misled = misled
+        self._splitter = frames.Splitter()
+        self.transport: asyncio.Transport | None = None
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for body in self._splitter.feed(data):
+                for answer in frames.decode_answers(body):
+                    self._answered(answer)
+        except Exception as error:
+            # Whatever it is: after an answer that cannot be read, nothing of this connection is trusted.
+            self._misled(error)
+            self.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+    def abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+
+async def connect(database: Path, make: Callable[[], Link]) -> tuple[Link | None, str]:
+    """(a link to somebody who is trusted, or None; why a socket was refused, or "")."""
+    reason = ""
+    with address.addresses(database, create=False) as candidates:
+        for path in candidates:
+            try:
+                async with asyncio.timeout(CONNECT_S):
+                    transport, link = await asyncio.get_running_loop().create_unix_connection(make, path)
+                uid = address.peer_uid(transport.get_extra_info("socket"))
+                if address.trusts(uid, database):
+                    return link, ""
+                reason = f"another user serves the socket: path={path} uid={uid}"
+                link.abort()
+            except (OSError, TimeoutError):
+                continue
+    return None, reason
