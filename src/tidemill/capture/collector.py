@@ -50,7 +50,7 @@ class _Progress(msgspec.Struct, frozen=True):
 
 class Collector:
     """Implements sinks.FlushNotices. `on_keepalive(lsn)`: nothing up to the inclusive LSN is still to be delivered;
-    `on_status(urgent)`: received or flushed may have moved (urgent: the server asked for an answer)."""
+    `on_status()`: received or flushed may have moved, or the server asked for an answer."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Collector:
         *,
         taps: Taps | None = None,
         on_keepalive: Callable[[int], None] = lambda _: None,
-        on_status: Callable[[bool], None] = lambda _: None,
+        on_status: Callable[[], None] = lambda: None,
         queue_changes: int = 20_000,
         tracker: FlushTracker | None = None,
     ) -> None:
@@ -169,18 +169,18 @@ class Collector:
         # A transaction nobody waits for is confirmed while it is handled, before it counts as seen.
         self._confirm(self.tracker.commit(fragment, consumers, self._clock.now_ms()))
         self.status.commit_handled(fragment.commit_lsn)
-        self._on_status(False)
+        self._on_status()
 
     def _progress(self, item: _Progress) -> None:
         self.status.keepalive(item.keepalive.wal_end, inside_txn=item.inside_txn)
         if not item.inside_txn:
             self._on_keepalive(item.keepalive.wal_end - 1)
-        self._on_status(item.keepalive.reply_requested)
+        self._on_status()
 
     def _confirm(self, lsn: int | None) -> None:
         if lsn is not None:
             self.status.flush_notice(lsn)
-            self._on_status(False)
+            self._on_status()
 
     def facts(self) -> dict[str, object]:
         """What waits between the stream and the sinks, and the bounds: the socket is not read while one is reached."""

@@ -269,7 +269,7 @@ class Session:
             self._clock,
             taps=self._taps,
             on_keepalive=self.writer.progress,
-            on_status=self._note_status,
+            on_status=self._status_due.set,
             queue_changes=config.queue_changes,
         )
         interval_s = keepalive_interval_s(facts.wal_sender_timeout_ms)
@@ -437,9 +437,6 @@ class Session:
     # status -----------------------------------------------------------------------------------
     def _ask(self) -> None:
         self._ask_keepalive = True
-        self._status_due.set()
-
-    def _note_status(self, urgent: bool) -> None:
         self._status_due.set()
 
     async def _send_status(self, stream: ReplicationStream, status: Status, interval_s: float) -> None:

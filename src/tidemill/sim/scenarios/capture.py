@@ -150,7 +150,7 @@ class Process:
         self._tasks.spawn(self._collector.run(), name="collector")
         self._tasks.spawn(self._stream(self._server.confirmed), name="stream")
 
-    def _tell(self, urgent: bool) -> None:
+    def _tell(self) -> None:
         flushed = self._status.flushed
         self._world.trace(f"status flushed={flushed}")
         self._server.check(flushed, self._storages)

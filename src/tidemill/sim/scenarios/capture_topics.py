@@ -253,7 +253,7 @@ class Capturing:
             status,
             self._actor.clock,
             on_keepalive=writer.progress,
-            on_status=lambda _: self._tell(status.flushed),
+            on_status=lambda: self._tell(status.flushed),
             queue_changes=world.source.choice((2, 20_000)),
         )
         collectors.append(collector)
