@@ -6,6 +6,7 @@ storage that is away is waited for in the seat.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import structlog
@@ -49,7 +50,11 @@ class Seat:
 
 
 class Seats:
-    """Any thread may attach and detach; the one that brings tables forward does the rest."""
+    """Any thread may attach and detach; the one that brings tables forward does the rest.
+
+    What reads the seats reads one dict, which nobody changes; `_changing` keeps two who replace it from losing the
+    seat that the other gave or took.
+    """
 
     def __init__(self, clock: Clock, latency: Latency, bound: Latency, idle_move_s: float) -> None:
         self.failed: dict[str, BaseException] = {}
@@ -59,6 +64,7 @@ class Seats:
         self._bound = bound
         self._idle_move_s = idle_move_s
         self._seats: dict[str, Seat] = {}
+        self._changing = threading.Lock()
 
     @property
     def tables(self) -> list[TableWriter]:
@@ -72,10 +78,13 @@ class Seats:
     def attach(self, table: TableWriter, told: Told | None = None) -> None:
         """From the next round on."""
         self.failed.pop(table.name, None)
-        self._seats = {**self._seats, table.name: Seat(table, told)}
+        seat = Seat(table, told)
+        with self._changing:
+            self._seats = {**self._seats, seat.name: seat}
 
     def detach(self, name: str) -> None:
-        self._seats = {n: seat for n, seat in self._seats.items() if n != name}
+        with self._changing:
+            self._seats = {n: seat for n, seat in self._seats.items() if n != name}
 
     def due(self, end: int) -> list[Seat]:
         now_s = self._clock.monotonic_s()
@@ -107,8 +116,8 @@ class Seats:
         leaves = not isinstance(error, Unavailable | Unknown)
         if leaves:
             self.failed[seat.name] = error
-            if self._seats.get(seat.name) is seat:
-                self.detach(seat.name)
+            with self._changing:  # only its own: the table may have been given another seat
+                self._seats = {n: other for n, other in self._seats.items() if other is not seat}
         else:
             pause_s = seat.pauses.pause_s(0.0)
             seat.due_s = self._clock.monotonic_s() + pause_s

@@ -1,0 +1,98 @@
+"""Seats are given and taken by any thread: none gets lost, and none comes back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tidemill.base.clock import SystemClock
+from tidemill.base.errors import Corrupt
+from tidemill.spark.facts import Latency
+from tidemill.spark.seats import Seat, Seats
+
+LETS_IN_S = 0.3
+"""So long somebody else has a try while one change is under way. One that is kept out by then only comes later."""
+
+
+class Interrupted(dict[str, Seat]):
+    """The first change that has read it is held up until `other` has run in a thread of its own, or is kept out."""
+
+    def __init__(self, seats: dict[str, Seat], other: Callable[[], None]) -> None:
+        super().__init__(seats)
+        self.thread = threading.Thread(target=other, daemon=True)
+
+    def _let_in(self) -> None:
+        if self.thread.ident is None:
+            self.thread.start()
+            self.thread.join(LETS_IN_S)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        found = super().get(name, default)
+        self._let_in()
+        return found
+
+    def items(self) -> Any:
+        found = list(super().items())
+        self._let_in()
+        return found
+
+    def keys(self) -> Any:
+        found = list(super().keys())
+        self._let_in()
+        return found
+
+    def __iter__(self) -> Any:
+        return iter(self.keys())
+
+
+def table(name: str) -> Any:
+    return SimpleNamespace(name=name)
+
+
+def seats(names: Iterable[str]) -> Seats:
+    found = Seats(SystemClock(), Latency(), Latency(), 1.0)
+    for name in names:
+        found.attach(table(name))
+    return found
+
+
+def meanwhile(found: Seats, change: Callable[[], None], other: Callable[[], None]) -> str:
+    """Who sits after `change`, in the midst of which another thread does `other`."""
+    interrupted = Interrupted(found._seats, other)
+    found._seats = interrupted
+    change()
+    interrupted.thread.join(20)
+    assert not interrupted.thread.is_alive()
+    return "".join(sorted(found._seats))
+
+
+@pytest.mark.parametrize("change", ["attach", "detach"])
+@pytest.mark.parametrize("other", ["attach", "detach"])
+def test_two_who_give_and_take_seats_at_one_time_both_have_their_way(change: str, other: str) -> None:
+    found = seats("ab")
+    calls = {
+        "attach": lambda name: lambda: found.attach(table(name)),
+        "detach": lambda name: lambda: found.detach(name),
+    }
+    taken = {"attach": ("c", "d"), "detach": ("a", "b")}
+    after = meanwhile(found, calls[change](taken[change][0]), calls[other](taken[other][1]))
+    expected = set("ab")
+    for call, name in ((change, taken[change][0]), (other, taken[other][1])):
+        expected = expected | {name} if call == "attach" else expected - {name}
+    assert set(after) == expected
+
+
+def test_a_table_that_leaves_does_not_take_the_seat_that_it_was_given_meanwhile() -> None:
+    found = seats("ab")
+    left = found._seats["a"]
+
+    def anew() -> None:
+        found.detach("a")
+        found.attach(table("a"))
+
+    assert meanwhile(found, lambda: found.fault(left, Corrupt("broken.")), anew) == "ab"
+    assert found._seats["a"] is not left
