@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import psycopg
 import pytest
 from capture_world import World, until
 
-from tidemill.base.marks import Mark, State, derive
+from tidemill.base.marks import LIVES, Mark, State, Tracker, derive
 from tidemill.capture import machine, poison, session
 from tidemill.capture.converter import Converter
 from tidemill.capture.machine import Capture
 from tidemill.capture.poison import Poisoned
+from tidemill.capture.topic_writer import TopicWriter
 from tidemill.capture.wire import pgoutput, stream
 from tidemill.capture.wire.stream import Framed
 from tidemill.cli.demo.postgres import EmbeddedPostgres
@@ -230,6 +232,66 @@ def test_a_large_transaction_and_a_first_copy_are_moving_and_never_stuck(postgre
             await watch(capture, tagged)
         assert State.MOVING in seen
         assert State.STUCK not in seen, f"stood for {longest_ms} ms"
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_process_that_dies_in_each_first_copy_is_stuck_with_an_age_that_restarts_keep(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each life makes its own slot, at another LSN, and shows progress: the capture has come nowhere all the same."""
+
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)")
+        await world.sql("INSERT INTO a SELECT g, repeat('x', 500) FROM generate_series(1, 3000) g")
+        bursts, may_write = 0, asyncio.Event()
+        write_rows = TopicWriter.write_rows
+
+        async def slowly(self: TopicWriter, *args: Any) -> None:
+            nonlocal bursts
+            bursts += 1
+            if bursts > 1:
+                await may_write.wait()
+            await write_rows(self, *args)
+
+        def copies(capture: Capture) -> bool:
+            return bursts > 1 and mark_of(world, capture)[0].progress > 0
+
+        monkeypatch.setattr(TopicWriter, "write_rows", slowly)
+        ages = []
+        for life in range(LIVES + 2):
+            bursts = 0
+            async with world.capture(wait=False) as capture:
+                await until(partial(copies, capture), "rows are copied")
+                mark, _ = mark_of(world, capture)
+                assert mark.restarts == life
+                ages.append(mark.since_ms)
+                last = world.tracker.report("p", world.clock.now_ms())
+            world.tracker = Tracker()  # killed: nothing was taken back
+            world.tracker.adopt(last)
+            await world.sql(f"INSERT INTO a VALUES ({10_000 + life})")
+        assert ages[:LIVES] == sorted(set(ages[:LIVES])), "some restarts in a long copy are no failure"
+        assert set(ages[LIVES:]) == {ages[LIVES - 1]}
+        assert f"begun anew {LIVES + 1} times" in mark.reason
+        may_write.set()
+        async with world.capture() as capture:
+            await until(lambda: mark_of(world, capture)[0].restarts == 0, "it goes on once a copy ends")
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_restart_leaves_a_capture_that_streamed_where_it_stood(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        before = Tracker()
+        before.set("capture:" + world.name, 77, 90, now_ms=1_000, unit="lsn")
+        before.fail("capture:" + world.name, "OSError: away", now_ms=2_000)
+        world.tracker.adopt(before.report("p", 3_000))
+        capture = world.new_capture()
+        mark, _ = mark_of(world, capture)
+        assert (mark.position, mark.since_ms, mark.restarts) == (77, 1_000, 1)
+        world.tracker.fail(capture.config.mark, "OSError: away", now_ms=world.clock.now_ms())
+        mark, state = mark_of(world, capture)
+        assert (mark.failing_since_ms, mark.tries, state) == (2_000, 2, State.STUCK)
 
     in_world(postgres_dsn, scenario)
 

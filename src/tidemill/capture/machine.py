@@ -42,7 +42,7 @@ log = structlog.get_logger()
 class Capture:
     """One captured database. `add_tap` works before and during `run`; `sinks`: besides the topic writer.
 
-    Marks: `capture:<name>` (position: confirmed LSN, target: the server's WAL end, unit lsn) and
+    Marks: `capture:<name>` (position: confirmed LSN, 0 before any; target: the server's WAL end, unit lsn) and
     `capture:<name>/topics` (position: LSN of the newest binding, target: newest commit received).
     """
 
@@ -73,7 +73,6 @@ class Capture:
         self._phase = ("starting", "")
         self._running: asyncio.Task[object] | None = None
         self._closed = False
-        self._confirmed = 0
         self._told = ""
 
     # what others may ask --------------------------------------------------------------------------
@@ -241,16 +240,17 @@ class Capture:
                 self._tracker.heal(mark)
 
     def _mark_set_up(self, session: Session | None) -> None:
-        """It stands at an LSN; rows that are copied are progress."""
+        """It stands where it, or the process before it, had come to (M5, M6): a slot made just now has come nowhere
+        yet, and its LSN is another one in each life. Rows that are copied are progress."""
         (reason, held_by), now_ms = self._phase, self._clock.now_ms()
         copy = session.progress if session is not None else None
         if copy is not None and (copy.rows or copy.blocked) and not copy.done:
             reason, held_by = copy.sentence, copy.held_by or held_by
-        slot = session.slot if session is not None else None
-        if slot is not None:
-            self._confirmed = max(self._confirmed, slot.confirmed_lsn)
+        earlier = self._tracker.mark(self.config.mark)
+        position = earlier.position if earlier is not None else 0
+        slot = session.slot if session is not None and position else None
         self._tracker.set(
-            self.config.mark, self._confirmed, max(self._confirmed + 1, slot.wal_end if slot else 0), now_ms=now_ms,
+            self.config.mark, position, max(position + 1, slot.wal_end if slot else 0), now_ms=now_ms,
             held_by=held_by, reason=reason, budget_ms=self.config.budget_ms, unit="lsn",
             progress=copy.rows if copy is not None else 0,
         )  # fmt: skip
@@ -260,7 +260,7 @@ class Capture:
         durable, or copied is progress."""
         name, now_ms, budget_ms = self.config.mark, self._clock.now_ms(), self.config.budget_ms
         reason, held_by = self._phase
-        self._confirmed = collector.status.told + 1
+        confirmed = collector.status.told + 1
         wal_end = max(session.slot.wal_end if session.slot else 0, collector.status.received + 1)
         holder, copied_rows = collector.tracker.holder(), 0
         if session.joining is not None:
@@ -269,12 +269,12 @@ class Capture:
             if collector.status.told < collector.status.flushed and session.joining.copying:
                 holder = self.config.table_mark(session.joining.copying[0])
                 reason = reason or "nothing is confirmed beyond where the copy of a table began"
-        if not reason and self._confirmed < wal_end and holder:
+        if not reason and confirmed < wal_end and holder:
             reason = f"waits until {holder} has flushed what it was sent"
         landed_bytes = session.writer.landed_bytes if session.writer is not None else 0
         progress = collector.taken_changes + landed_bytes + copied_rows + session.seen_at_work
         self._tracker.set(
-            name, self._confirmed, wal_end, now_ms=now_ms, held_by=held_by or holder, reason=reason,
+            name, confirmed, wal_end, now_ms=now_ms, held_by=held_by or holder, reason=reason,
             budget_ms=budget_ms, unit="lsn", progress=progress,
         )  # fmt: skip
         if session.binder is not None and session.writer is not None:
