@@ -6,7 +6,7 @@ import structlog
 from msgspec.structs import replace
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Closed, Corrupt, Invalid, Unavailable, Unknown
+from tidemill.base.errors import Closed, Corrupt, Invalid, TidemillError, Unavailable, Unknown
 from tidemill.base.tasks import sentence
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.desk import Desk
@@ -35,9 +35,17 @@ async def take_snapshot(
     """
     wire = await Wire.connect(config.dsn, purpose=f"snapshot {config.name}")
     done: dict[str, int] = {}
+
+    async def failed(table: TableInfo, error: TidemillError) -> None:
+        """Told at once: the copy of the others may take long."""
+        await desk.refuse(table.name, refusal_of(error), table.oid)
+
     try:
         snapshot = Snapshot(wire, tables, progress)
-        failed = await snapshot.begin()
+        unread = await snapshot.begin()
+        for table in tables:
+            if table.name in unread:
+                await failed(table, unread[table.name])
         progress.estimate = await snapshot.estimate()
         for table in snapshot.tables:
             progress.table, progress.held_by = table.name, f"postgres:{server(config.dsn)}"
@@ -49,16 +57,14 @@ async def take_snapshot(
             except (Unavailable, Unknown, Closed, Corrupt):
                 raise
             except Exception as error:  # of whatever type: it is about a row of this table
-                failed[table.name] = Invalid(f"the table cannot be copied: table={table.name} error={sentence(error)}")
                 await wire.query("ROLLBACK TO one_table")
+                what = f"the table cannot be copied: table={table.name} error={sentence(error)}"
+                await failed(table, Invalid(what))
         await snapshot.end()
     finally:
         await wire.aclose()
     await writer.drained()
-    for table in tables:
-        if table.name in failed:
-            await desk.refuse(table.name, refusal_of(failed[table.name]), table.oid)
-            continue
+    for table in [table for table in snapshot.tables if table.name in done]:
         target = captured[table.name]
         offsets = tuple(lane.next for lane in target.lanes)
         seen, rows = snapshot.seen, done[table.name]
@@ -82,7 +88,7 @@ async def take_snapshot(
         try:
             await desk.change(table.name, copied)
         except Invalid as error:
-            await desk.refuse(table.name, refusal_of(error), table.oid)
+            await failed(table, error)
             del done[table.name]
             continue
         target.snapshot = taken

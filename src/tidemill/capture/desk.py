@@ -11,7 +11,7 @@ D4  A change that may not have been written ends the session (`Unrecorded`): the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import structlog
 from msgspec.structs import replace
@@ -61,6 +61,9 @@ class Desk:
         self._on_park = on_park
         self._changing = asyncio.Lock()
         self.rows: dict[str, CaptureTableRow] = {}
+        self.copying: dict[str, int] = {}
+        """Tables that are copied beside the stream just now, and their oids. One that is refused is none of them: what
+        is told of it is not how the others move."""
         self._told: set[str] = set()
         self._holders: dict[str, str] = {}
 
@@ -123,12 +126,15 @@ class Desk:
                 found, state=why.state, reason=why.reason[:REASON_CHARS], fix=why.fix, since_ms=since_ms, oid=oid
             )
 
+        tried = self.copying.pop(name, None) is not None
         known = self.rows.get(name)
         if known is not None and (known.snapshot is not None or known.parked_lsn):
             return
         if known is None or (known.state, known.reason, known.fix) != (why.state, why.reason[:REASON_CHARS], why.fix):
             self._holders[name] = why.held_by
             await self.change(name, refused)
+        elif tried:
+            self._tell(known)
 
     async def change(
         self, name: str, change: Callable[[CaptureTableRow | None], CaptureTableRow | None]
@@ -178,10 +184,10 @@ class Desk:
         return (row.table, "its description changed: " + "; ".join(said)) if said else None
 
     # marks ----------------------------------------------------------------------------------------
-    def copying(self, names: Iterable[str], progress: SnapshotProgress) -> None:
+    def tell_copy(self, progress: SnapshotProgress) -> None:
         """Tables that are copied beside the stream: they move with its rows. What one was refused for before is told
         until they do (M5)."""
-        for name in names:
+        for name in self.copying:
             self._tracker.set(
                 self._config.table_mark(name), progress.rows, max(progress.expected, progress.rows + 1),
                 now_ms=self._clock.now_ms(), held_by=progress.held_by, reason=progress.sentence,
@@ -189,8 +195,9 @@ class Desk:
             )  # fmt: skip
             self._told.add(name)
 
-    def copied(self, names: Iterable[str]) -> None:
-        """The copy of these ended, however."""
+    def copied(self) -> None:
+        """The copy ended, however."""
+        names, self.copying = [*self.copying], {}
         for name in names:
             self._tracker.remove(self._config.table_mark(name))
             self._told.discard(name)

@@ -99,9 +99,12 @@ class Joining:
         self._digests: dict[int, str] = {}
         self._pauses: dict[str, tuple[Restarts, float]] = {}
         self._wake = asyncio.Event()
-        self.copying: tuple[str, ...] = ()
-        """Tables that are taken in just now: the confirmation is held for them."""
         self.progress = SnapshotProgress(clock)
+
+    @property
+    def copying(self) -> tuple[str, ...]:
+        """Tables that are taken in just now: the confirmation is held for them."""
+        return tuple(self._desk.copying)
 
     def look(self) -> None:
         """Somebody asks for a table that is not known: look now."""
@@ -109,7 +112,7 @@ class Joining:
 
     def mark(self) -> None:
         """Tell what is copied, and how far it is."""
-        self._desk.copying(self.copying, self.progress)
+        self._desk.tell_copy(self.progress)
 
     # the two loops --------------------------------------------------------------------------------
     async def watch(self) -> None:
@@ -281,7 +284,8 @@ class Joining:
         tables' failure, not the session's (J2), but for what may be in the catalogue (Desk, D4): that ends it, and
         nothing is confirmed before."""
         done: list[str] = []
-        self.copying, self.progress = tuple(table.name for table in pending), SnapshotProgress(self._clock)
+        self._desk.copying = {table.name: table.oid for table in pending}
+        self.progress = SnapshotProgress(self._clock)
         self._hold(True)
         try:
             done = await self._copy(pending)
@@ -290,11 +294,10 @@ class Joining:
                 raise
             log.warning("tables were not taken in", capture=self._config.name, cause=sentence(error))
             why = Refusal("refused", f"the table is not copied yet: {sentence(error)}", "It is tried again by itself.")
-            for table in pending:
-                await self._desk.refuse(table.name, why, table.oid)
+            for name, oid in [*self._desk.copying.items()]:
+                await self._desk.refuse(name, why, oid)
         finally:
-            names, self.copying = self.copying, ()
-            self._desk.copied(names)
+            self._desk.copied()
         self._wait_after({table.name for table in pending} - set(done))
         if not done:
             self._hold(False)
