@@ -6,6 +6,7 @@ from keeper_world import KEYS, World, run
 
 from tidemill.base.marks import Mark, State, derive
 from tidemill.keeper.bindings_upkeep import BindingsUpkeep
+from tidemill.keeper.grounds import Retention
 from tidemill.keeper.jobs import Budget
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.metastore.rows.pipelines import PipelineRow
@@ -137,6 +138,113 @@ def test_f726_who_keeps_bindings_for_long_is_told_with_how_many_and_how_they_are
         assert await told(1) is None
         head = await world.consensus().log_head(f"remap/{SOURCE}")
         assert head.next - head.start <= 3 * 60 + 65
+
+    run(scenario())
+
+
+def source_of_pipeline(world: World) -> BindingsUpkeep:
+    world.rows.listed["topic"] = [TopicRow("clicks", "t", 1)]
+    world.rows.listed["pipeline"] = [PipelineRow("p", {"t": "topic:clicks"})]
+    return BindingsUpkeep(world.grounds, world.tracker)
+
+
+def told_now(world: World) -> Mark | None:
+    return world.tracker.mark(f"keeper:bindings:{SOURCE}")
+
+
+async def mint_one(world: World, remap: LogRemap, after_s: int) -> None:
+    """One more binding, so long after the last one."""
+    world.clock.advance(after_s * 1000)
+    latest = await remap.latest()
+    offset = latest.offsets["t"][0] + 1 if latest is not None else 0
+    await remap.mint(Binding(world.clock.now_ms(), {"t": (offset,)}))
+
+
+def test_a_pipeline_that_works_is_not_told_however_long_the_history_is() -> None:
+    async def scenario() -> None:
+        world = World(Retention(history_s=8 * 3600.0))
+        upkeep = source_of_pipeline(world)
+        remap = await open_remap(world.consensus(), world.clock, world.rand, SOURCE)
+        shard = await world.open("t")
+        for _ in range(24 * 12):
+            await mint_one(world, remap, 300)
+            await world.write(shard, [1, 2])
+            await world.tend()
+            await look(world, upkeep)
+            assert told_now(world) is None
+        assert remap.length > 8 * 12, "the history is kept"
+
+    run(scenario())
+
+
+def test_a_source_that_was_idle_and_then_is_not_is_kept_by_nobody() -> None:
+    async def scenario() -> None:
+        world = World()
+        upkeep = source_of_pipeline(world)
+        remap = await open_remap(world.consensus(), world.clock, world.rand, SOURCE)
+        shard = await world.open("t")
+        await mint_for(world, remap, 90)
+        await world.write(shard, KEYS)
+        for _ in range(3):
+            world.clock.advance(3_600_000)
+            await world.tend()
+            await look(world, upkeep)
+        await mint_for(world, remap, 60)
+        for _ in range(2):  # the shard was not visited since, nor is there a newer manifest
+            await look(world, upkeep)
+            assert upkeep.facts()["held_by"] == {SOURCE: "t"}
+            assert told_now(world) is None
+
+    run(scenario())
+
+
+def test_who_has_not_begun_and_what_no_manifest_was_seen_of_is_not_told() -> None:
+    async def scenario() -> None:
+        world = World()
+        upkeep = source_of_pipeline(world)
+        remap = await open_remap(world.consensus(), world.clock, world.rand, SOURCE)
+        for _ in range(100):
+            await mint_one(world, remap, 600)
+        shard = await world.open("t")
+        await look(world, upkeep)
+        assert upkeep.facts()["held_by"] == {SOURCE: "t"}
+        assert told_now(world) is None
+        await world.write(shard, KEYS)
+        await world.tend(persisted=False)
+        await look(world, upkeep)
+        assert upkeep.facts()["held_by"] == {SOURCE: "t"}
+        assert told_now(world) is None
+
+    run(scenario())
+
+
+def test_a_pipeline_that_catches_up_is_not_stuck() -> None:
+    async def scenario() -> None:
+        world = World()
+        upkeep = source_of_pipeline(world)
+        remap = await open_remap(world.consensus(), world.clock, world.rand, SOURCE)
+        shard = await world.open("t")
+        await mint_for(world, remap, 90)
+        await world.write(shard, KEYS)
+        await world.tend()
+        await world.tend()
+
+        async def state() -> State:
+            await mint_for(world, remap, 100)
+            await look(world, upkeep)
+            mark, now_ms = told_now(world), world.clock.now_ms()
+            assert mark is not None and mark.held_by == "pipeline:p"
+            return derive(mark, "node:n", now_ms, now_ms).state
+
+        for _ in range(80):
+            await mint_one(world, remap, 60)
+        seen = [await state() for _ in range(5)]
+        assert (seen[0], seen[-1]) == (State.MOVING, State.STUCK)
+        for _ in range(5):
+            time = shard.state.upper + 30_000
+            part = await shard.write_part(world.change([1], time))
+            await shard.compare_and_append(shard.state.upper, time + 1, [part], "")
+            assert await state() is State.MOVING
 
     run(scenario())
 

@@ -8,8 +8,10 @@ As of now and as of the newest manifest, for a restore begins there. A shard tha
 what the oldest binding covers is all that came before, with that binding's time. A source without a reader keeps its
 history and no more. Bindings of a busy source are some hundred bytes each, so a step forgets few at a time.
 
-Who keeps a source's bindings for longer than PINNED_MS is told under `keeper:bindings:SOURCE`, with how many there are
-and what lets them go: a pipeline that was stopped for good is not in the marks any more, and would keep them silently.
+Who keeps a source's bindings for PINNED_MS longer than the history is told under `keeper:bindings:SOURCE`, with how
+many there are and what lets them go: a pipeline that was stopped for good is not in the marks any more, and would keep
+them silently. What counts is the age of the oldest binding that somebody has not gone past, not how far apart two
+bindings are: a source that was idle for a day, and then is not, is kept by nobody.
 
 BK1  A source that changed is looked at soon, one that does not ever more seldom: an idle topic costs next to nothing.
 """
@@ -41,6 +43,9 @@ LONGEST_PAUSE_S = 600.0
 HELD_SHOWN = 10
 PINNED_MS = 3_600_000
 """As long as a process that is gone is still shown as blind; from then on this is all that tells of it."""
+STANDS_MS = 300_000
+"""Who asks for one and the same time for so long is stuck. A since that moves is seen here after a visit of the shard,
+a checkpoint and a manifest: a pipeline that catches up has minutes for them."""
 
 
 class _Tended(msgspec.Struct):
@@ -105,7 +110,7 @@ class BindingsUpkeep:
         await remap.latest()
         end = remap.position
         if remap.length > WHOLE_EVERY:
-            least = g.clock.now_ms() - int(g.retention.history_s * 1000)
+            least = g.clock.now_ms() - g.retention.history_ms
             holder, upper = "", 0
             for create in readers:
                 asks = await self._asks(create)
@@ -124,30 +129,35 @@ class BindingsUpkeep:
 
     async def _tell(self, remap: LogRemap, least: int, upper: int, holder: str, pipelines: Sequence[str]) -> None:
         """`least` is what the holder, a shard that is at `upper`, may still ask for. The age is that of the bindings,
-        so it survives whoever runs this job."""
-        newest = await remap.latest()
-        newest_ms = newest.time_ms if newest is not None else 0
-        behind = bool(holder) and newest_ms - least > PINNED_MS
-        since_ms = max(least, await remap.oldest_ms() or 0) if behind else newest_ms
-        if newest_ms - since_ms <= PINNED_MS:
+        so it survives whoever runs this job.
+
+        0 is no time that stands: the shard has not begun, or no manifest that holds it was seen by this process yet.
+        """
+        now_ms, retention = self._g.clock.now_ms(), self._g.retention
+        kept_ms = now_ms - retention.history_ms - retention.step_ms - PINNED_MS
+        since_ms = max(least, await remap.oldest_ms() or 0) if holder and 0 < least < kept_ms else kept_ms
+        if not await _passed_by(remap, since_ms, kept_ms):
             self._released(remap.name)
             return
         if remap.name not in self._pinned and len(self._pinned) >= TOLD_AT_ONCE:
             return
         self._pinned.add(remap.name)
         since = datetime.fromtimestamp(since_ms / 1000, UTC).isoformat(timespec="seconds")
-        reason = f"{remap.length:,} bindings since {since} are kept for shard {holder} of pipeline {pipelines[0]}"
-        if newest_ms - upper > PINNED_MS:
-            held_by = f"pipeline:{pipelines[0]}"
-            reason += f", which stands: start it, or give it up: tidemill pipeline delete {pipelines[0]}"
+        name = pipelines[0]
+        reason = f"{remap.length:,} bindings since {since} are kept for shard {holder} of pipeline {name}"
+        behind = await _passed_by(remap, max(upper - 1, since_ms), now_ms - PINNED_MS)
+        if behind:
+            held_by = f"pipeline:{name}"
+            reason += f", which is behind: if it stands, start it, or give it up: tidemill pipeline delete {name}"
         else:
             held_by = f"shard:{holder}"
             reason += f", whose past somebody reads: tidemill shard describe {holder}"
-        now_ms = self._g.clock.now_ms()
-        mark = f"keeper:bindings:{remap.name}"
+        newest = await remap.latest()
+        newest_ms = newest.time_ms if newest is not None else since_ms
         self._tracker.set(
-            mark, since_ms, newest_ms, now_ms=now_ms, held_by=held_by, reason=reason, budget_ms=0, unit="ms"
-        )
+            f"keeper:bindings:{remap.name}", since_ms, newest_ms, now_ms=now_ms, held_by=held_by, reason=reason,
+            budget_ms=STANDS_MS, unit="ms", progress=upper if behind else 0,
+        )  # fmt: skip
 
     def _released(self, source: str) -> None:
         if source in self._pinned:
@@ -164,6 +174,12 @@ class BindingsUpkeep:
             return 0, 0  # made and not begun: its first step may be under way, and ends at an old binding
         held = await self._persisted.held(create.name, create.shard_id)
         return min(state.since, held.since), state.upper
+
+
+async def _passed_by(remap: LogRemap, time_ms: int, before_ms: int) -> bool:
+    """Is there a binding later than `time_ms` and older than `before_ms`?"""
+    found = await remap.after(time_ms, 1) if time_ms < before_ms else []
+    return bool(found) and found[0].time_ms < before_ms
 
 
 def readers_of(pipelines: Sequence[PipelineRow]) -> Mapping[str, list[str]]:

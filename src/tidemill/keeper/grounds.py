@@ -24,6 +24,15 @@ class Retention(msgspec.Struct, frozen=True):
     collect_after_s: float = 120.0
     orphans_after_s: float = 6 * 3600.0
 
+    @property
+    def history_ms(self) -> int:
+        return int(self.history_s * 1000)
+
+    @property
+    def step_ms(self) -> int:
+        """A shard's since trails the history by less than this: moving it is a write, worth it for a quarter."""
+        return self.history_ms // 4
+
 
 class Grounds(msgspec.Struct, frozen=True):
     """What a job may use. `cpu`: where merges compute, off the loop that serves."""

@@ -127,14 +127,13 @@ class ShardUpkeep:
         return more
 
     async def _move_since(self, shard: LogShard, term: int) -> None:
-        state, now_ms = shard.state, self._g.clock.now_ms()
-        history_ms = int(self._g.retention.history_s * 1000)
+        state, now_ms, retention = shard.state, self._g.clock.now_ms(), self._g.retention
         newest = state.upper - 1
-        target = min(newest, now_ms - history_ms)
+        target = min(newest, now_ms - retention.history_ms)
         own = next((hold.since for hold in state.holds if hold.reader == OWNER), 0)
         lapsed = any(not hold.live(now_ms) for hold in state.holds)
         # A write is worth it for a quarter of the history, for the newest time, or to let go of a lapsed hold.
-        if (target > own and (target - own >= history_ms // 4 or target == newest)) or lapsed:
+        if (target > own and (target - own >= retention.step_ms or target == newest)) or lapsed:
             await shard.downgrade_since(OWNER, term, max(target, own))
 
     async def _merge(self, shard: LogShard, budget: Budget) -> bool:
