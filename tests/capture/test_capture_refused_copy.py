@@ -13,9 +13,10 @@ from test_capture_joining import told
 from test_capture_schema import T
 from test_capture_tables import GOOD, good_flows, in_world
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.marks import State
 from tidemill.capture import joining, publication, snapshot
+from tidemill.capture.recopy import ask
 from tidemill.capture.topic_writer import TopicWriter
 
 pytestmark = pytest.mark.postgres
@@ -80,5 +81,86 @@ def test_a_table_left_out_of_a_copy_says_so_while_its_neighbours_are_copied(
             await world.flowing("t", "a", timeout_s=40)
             await good_flows(world)
             assert told(world, capture, capture.config.table_mark("public.a")) is None
+
+    in_world(postgres_dsn, scenario)
+
+
+async def unpublished(world: World, table: str) -> None:
+    async def holds() -> bool:
+        return not await world.select(f"SELECT FROM pg_publication_rel WHERE prrelid = '{table}'::regclass")
+
+    await until(holds, f"{table} is not published")
+
+
+def test_f409_a_parked_table_whose_copy_is_locked_names_the_holder_and_not_the_operator(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*GOOD, *T)
+        async with world.capture(table_poll_s=0.1) as capture:
+            await good_flows(world)
+            mark = capture.config.table_mark("public.t")
+            await world.sql("ALTER TABLE t ADD x int")
+            await world.parked("t", "column 'x' integer is new")
+            await unpublished(world, "t")
+            async with await psycopg.AsyncConnection.connect(world.dsn, application_name="nightly") as other:
+                await other.execute("UPDATE t SET v = v + 1")
+                await ask(world.catalogue, world.name, "public.t")
+
+                def named() -> bool:
+                    table = told(world, capture, mark)
+                    return table is not None and table.mark.held_by == f"postgres-pid:{other.info.backend_pid}"
+
+                await until(named, "its holder is named")
+                table = told(world, capture, mark)
+                assert table is not None and table.state is State.STUCK
+                for words in ("column 'x' integer is new", "application='nightly'", "UPDATE t SET v", "End that"):
+                    assert words in table.mark.reason
+                assert "capture recopy" not in table.mark.reason, "it was run"
+                await good_flows(world)
+                row = await world.table("public.t")
+                assert row is not None and row.state == "parked" and "locked" not in row.reason
+                await other.rollback()
+            await world.flowing("t", timeout_s=40)
+            assert told(world, capture, mark) is None
+
+    in_world(postgres_dsn, scenario)
+
+
+@pytest.mark.parametrize("parked", [True, False])
+def test_f413_a_copy_that_is_asked_for_and_fails_is_told_whatever_the_row_says(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, parked: bool
+) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*GOOD, *T)
+        async with world.capture(table_poll_s=0.1, budget_ms=1000) as capture:
+            await good_flows(world)
+            mark = capture.config.table_mark("public.t")
+            if parked:
+                await world.sql("ALTER TABLE t ADD x int")
+                await world.parked("t", "column 'x' integer is new")
+
+            async def publish(*_: Any, **__: Any) -> Any:
+                raise Unavailable("too many connections.")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(joining, "publish", publish)
+                await ask(world.catalogue, world.name, "public.t")
+
+                def failing() -> bool:
+                    table = told(world, capture, mark)
+                    return table is not None and "too many connections" in table.mark.error
+
+                await until(failing, "what its copy ended with is told")
+                row = await world.table("public.t")
+                assert row is not None and row.flows is not parked, "what flows goes on meanwhile"
+                await good_flows(world)
+                assert failing(), "it still is"
+            await world.flowing("t", timeout_s=40)
+
+            async def copied() -> bool:
+                row = await world.table("public.t")
+                return row is not None and row.flows and row.generation > 0
+
+            await until(copied, "it is copied", 40)
+            await until(lambda: told(world, capture, mark) is None, "nothing is told of it")
 
     in_world(postgres_dsn, scenario)

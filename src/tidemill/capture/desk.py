@@ -65,7 +65,8 @@ class Desk:
         """Tables that are copied beside the stream just now, and their oids. One that is refused is none of them: what
         is told of it is not how the others move."""
         self._told: set[str] = set()
-        self._holders: dict[str, str] = {}
+        self._refusals: dict[str, Refusal] = {}
+        """What the last try to take a table in ended with, until it is past that."""
 
     def connect(self, on_park: Callable[[int, int], None]) -> None:
         self._on_park = on_park
@@ -111,10 +112,12 @@ class Desk:
             )
 
         log.error("a table is parked", capture=self._config.name, table=name, reason=reason)
+        self._refusals.pop(name, None)
         await self.change(name, parked)
 
     async def refuse(self, name: str, why: Refusal, oid: int = 0) -> None:
-        """Say why a table is not captured. One that flows is not touched."""
+        """Say why a table is not captured. One that flows or is parked keeps its row; where it was to be copied again,
+        its mark says why it was not."""
 
         def refused(found: CaptureTableRow | None) -> CaptureTableRow | None:
             if found is None:
@@ -128,12 +131,13 @@ class Desk:
 
         tried = self.copying.pop(name, None) is not None
         known = self.rows.get(name)
-        if known is not None and (known.snapshot is not None or known.parked_lsn):
-            return
-        if known is None or (known.state, known.reason, known.fix) != (why.state, why.reason[:REASON_CHARS], why.fix):
-            self._holders[name] = why.held_by
+        kept = known is not None and (known.snapshot is not None or known.parked_lsn)
+        if tried or not kept:
+            self._refusals[name] = why
+        told = (known.state, known.reason, known.fix) if known is not None else None
+        if not kept and told != (why.state, why.reason[:REASON_CHARS], why.fix):
             await self.change(name, refused)
-        elif tried:
+        elif tried and known is not None:
             self._tell(known)
 
     async def change(
@@ -205,20 +209,25 @@ class Desk:
                 self._tell(self.rows[name])
 
     def _tell(self, row: CaptureTableRow) -> None:
-        if row.state in ("captured", "left"):
+        why = self._refusals.get(row.table)
+        if row.state == "left" or (row.state == "captured" and (why is None or not row.flows)):
             return
         mark = self._config.table_mark(row.table)
         failure = self._tracker.failure(mark)
-        text = f"{row.reason} {row.fix}".strip()
+        if why is None or row.state == "refused":
+            text = f"{row.reason} {row.fix}".strip()
+        else:
+            text = f"{row.reason} {why.reason[:REASON_CHARS]} {why.fix}".strip()
         self._tracker.set(mark, row.parked_lsn, row.parked_lsn + 1, now_ms=row.since_ms, unit="lsn",
             upstream=f"{self._config.mark}/topics")  # fmt: skip
         if failure is None or failure.error != text:
-            self._tracker.fail(mark, text, now_ms=row.since_ms or self._clock.now_ms(), parked=True,
-                held_by=self._holders.get(row.table, "") if row.state == "refused" else "")  # fmt: skip
+            self._tracker.fail(mark, text, now_ms=row.since_ms or self._clock.now_ms(), parked=not row.flows,
+                held_by=why.held_by if why is not None else "")  # fmt: skip
         self._told.add(row.table)
 
     def _heal(self, name: str) -> None:
         mark = self._config.table_mark(name)
+        self._refusals.pop(name, None)
         self._tracker.heal(mark)
         self._tracker.remove(mark)
         self._told.discard(name)
