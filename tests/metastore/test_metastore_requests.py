@@ -13,7 +13,7 @@ from domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run, until
 from msgspec.structs import replace
 
 from tidemill.base.errors import Conflict, Invalid, Missing, Unavailable, Unknown
-from tidemill.consensus.api import LogHead
+from tidemill.consensus.api import LogHead, LogSlice
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore import requests as requests_module
 from tidemill.metastore import serving as serving_module
@@ -24,12 +24,14 @@ from tidemill.metastore.requests import (
     Reply,
     Request,
     decode_place,
+    decode_request,
     encode_place,
     outcome,
     refusal,
     replies_log,
     requests_log,
 )
+from tidemill.metastore.serving import ANSWER_ATTEMPTS
 from tidemill.metastore.state import DomainState
 from tidemill.objects.memory import MemoryObjects
 
@@ -297,6 +299,60 @@ def test_the_next_leader_says_unknown_at_once_of_what_the_last_one_executed_and_
     run(body, DomainWorld())
 
 
+class Kept(MemoryConsensus):
+    """Truncates nothing."""
+
+    def __init__(self, world: DomainWorld) -> None:
+        super().__init__(world.clock, world.memory)
+
+    async def truncate(self, log: str, before: int) -> LogHead:
+        return await self.log_head(log)
+
+
+class Truncated(MemoryConsensus):
+    """The first read of requests finds that the last leader has just truncated them."""
+
+    def __init__(self, world: DomainWorld) -> None:
+        super().__init__(world.clock, world.memory)
+        self.cut = False
+
+    async def read(self, log: str, start: int, limit_records: int = 1000, limit_bytes: int = 4 << 20) -> LogSlice:
+        if log == REQUESTS and not self.cut:
+            self.cut = True
+            await self.truncate(log, 1)
+        return await super().read(log, start, limit_records, limit_bytes)
+
+
+def test_a_leader_begins_though_the_last_one_truncates_meanwhile() -> None:
+    async def body(world: DomainWorld) -> None:
+        old, follower = await world.node(consensus=Kept(world)), await world.node(FOLLOWS)
+        await follower.commit([(b"a", b"1")])
+        await world.depose(old)
+        consensus = Truncated(world)
+        new = await world.node(consensus=consensus)
+        term = new.term
+        await follower.commit([(b"b", b"2")])
+        assert consensus.cut and new.term == term
+
+    run(body, DomainWorld())
+
+
+def test_unknown_is_said_once_consensus_is_back() -> None:
+    async def body(world: DomainWorld) -> None:
+        consensus = Mute(world)
+        old = await world.node(consensus=consensus)
+        follower = await world.node(replace(FOLLOWS, request_timeout_s=1_000.0))
+        waiting = asyncio.ensure_future(follower.commit([(b"a", b"1")]))
+        await consensus.asked.wait()
+        await world.depose(old)
+        await world.node(consensus=Lossy(world, *["unavailable"] * (ANSWER_ATTEMPTS + 1), log=REPLIES))
+        with pytest.raises(Unknown, match="executed this request ended"):
+            async with asyncio.timeout(20):
+                await waiting
+
+    run(body, DomainWorld())
+
+
 @pytest.mark.parametrize("what", ["commit", "flush"])
 def test_a_tool_that_leads_answers_what_it_executed_before_it_lets_go(what: str) -> None:
     """Found as a demo whose capture stood for 30 s: the Spark driver had led for a moment."""
@@ -509,8 +565,11 @@ def test_the_position_of_another_life_of_the_domain_is_not_taken_for_this_log() 
 
 
 def test_layouts_are_the_ones_drawn() -> None:
-    request = Request("n", [(b"k", b"v")], {b"k": 3}, 9)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), strict=False) == ["n", [[b"k", b"v"]], {b"k": 3}, 9]
+    request = Request("n", [(b"k", b"v")], {b"k": 3}, 9, True)
+    fields = ["n", [[b"k", b"v"]], {b"k": 3}, 9, True]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), strict=False) == fields
+    older = decode_request(msgspec.msgpack.encode(fields[:4]))
+    assert older is not None and not older.hears_unknown
     conflict = Conflict("stale", current={b"k": None})
     reply = refusal("n", conflict)
     assert msgspec.to_builtins(reply, builtin_types=(bytes,)) == ["n", 1, 0, [(b"k", -1, b"")], "stale"]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.shards.front import Column, ShardSchema
+from tidemill.spark.decode import objects as objects_module
 from tidemill.spark.decode import stream
 from tidemill.spark.decode.records import Records
 from tidemill.spark.decode.stream import StreamDecoder
@@ -182,8 +183,50 @@ def test_good_rows_never_meet_the_slow_path(monkeypatch: pytest.MonkeyPatch) -> 
         return blocks, rest
 
     monkeypatch.setattr(decoder, "_by_blocks", counted)
-    usual = [b'{"k":"%d","i":%d,"t":"2026-11-22T01:02:03Z"}' % (n, n) for n in range(1_000)]
-    outcome(decoder, usual)
-    outcome(decoder, [*usual[:500], b'{"k":7}', b"no object", *usual[500:]])
-    outcome(decoder, [*usual[:500], b'{"k":"a","i":1.0}', *usual[500:]])
+    outcome(decoder, usual(1_000))
+    outcome(decoder, [*usual(500), b'{"k":7}', b"no object", *usual(500)])
+    outcome(decoder, [*usual(500), b'{"k":"a","i":1.0}', *usual(500)])
     assert slow[:2] == [0, 2] and slow[2] <= 40
+
+
+def usual(count: int) -> list[bytes]:
+    return [b'{"k":"%d","i":%d,"t":"2026-11-22T01:02:03Z"}' % (n, n) for n in range(count)]
+
+
+CROWDS = {
+    "a type that none has": [b'{"k":"n","i":"n"}'] * 3_000,
+    "times of two forms": [v for n in range(1_500) for v in (b'{"k":"a","t":%d}' % n, *usual(1))],
+    "a first time that is no number": [b'{"k":"a","t":true}', *usual(3_000)],
+    "a first time in milliseconds": [b'{"k":"a","t":1}', *usual(3_000)],
+    "no text": [*usual(500), *([b'{"k":"\xff"}'] * 2_500)],
+    "words in strings": [b'{"k":"n","csv":"' + b"NaN," * 60 + b'"}'] * 2_000,
+    "words as values": [b'{"k":"n","x":[' + b"NaN," * 20 + b"1]}"] * 2_000,
+    "words in words": [b'{"k":"n","x":"' + b"Inf" * 80 + b'"}'] * 2_000,
+}
+
+
+@pytest.mark.parametrize("crowd", CROWDS)
+def test_a_block_of_odd_rows_is_not_read_again_and_again(crowd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parses: list[int] = []
+    parse = objects_module.ObjectReader._parse
+
+    def counted(self: Any, text: bytes, millis: Any) -> Any:
+        parses.append(len(text))
+        return parse(self, text, millis)
+
+    monkeypatch.setattr(objects_module.ObjectReader, "_parse", counted)
+    held(CROWDS[crowd], monkeypatch)
+    assert len(parses) <= 2 * objects_module.REFUSALS + 1
+
+
+def test_how_deep_a_row_may_be_does_not_depend_on_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = b'{"k":"deep","x":' + b"[" * 1_500 + b"]" * 1_500 + b"}"
+    for neighbours in ([], usual(200), usual(200) + [b"1"] * 4_000):
+        _, dead = held([deep, *neighbours], monkeypatch)
+        assert 0 in [letter["offset"] for letter in dead]
+
+
+def test_keys_that_are_larger_than_values_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = of_fields([b'{"k":"no"}' * 1_000] * 100, [b'{"k":"%d"}' % n for n in range(100)])
+    commands, dead = StreamDecoder(SCHEMA).decode(Records("t", 0, columns.offsets + 1, columns))
+    assert commands.rows.column("k").to_pylist() == [str(n) for n in range(100)] and dead.num_rows == 0

@@ -25,6 +25,16 @@ async def _serve(config: Config) -> None:
     await Node(config, console_routes).run(stop)
 
 
+class WithoutPandas:
+    """An import hook: to this process pandas is not installed. Arrow would load it at its first array, a second on the
+    running loop and 40 MiB, only to ask whether the values are its."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError("No module named 'pandas'", name=name)
+
+
 def _preload(config: Config) -> None:
     """What the first request or session would import on the running loop, a tenth of a second at a time."""
     import granian.server.embed  # noqa: F401
@@ -43,6 +53,7 @@ def _preload(config: Config) -> None:
 def main() -> int:
     configure_logs()
     descriptors.raise_limit()
+    sys.meta_path.insert(0, WithoutPandas)
     config = Config.model_validate(json.loads(Path(sys.argv[1]).read_text()))
     _preload(config)
     keep_pauses_short()

@@ -1,6 +1,7 @@
 """Commits from processes that do not lead, through two logs that any process may append to (term 0).
 
-    log metastore/<domain>/requests    [nonce, [[key, value]…], {key: seqno}, expires_ms]    no rows: a flush
+    log metastore/<domain>/requests    [nonce, [[key, value]…], {key: seqno}, expires_ms, hears_unknown]
+                                       no rows: a flush
     log metastore/<domain>/replies     [nonce, kind, seqno, [[key, seqno, value]…], text]
                                        kind: 0 done, 1 conflict (rows: seqno −1 = there is none; no rows: too many
                                        to send), 2 invalid, 3 unavailable, 4 unknown
@@ -69,6 +70,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     expects: dict[bytes, int] = {}
     expires_ms: int = 0
     """0: never, as processes of an older version ask."""
+    hears_unknown: bool = False
+    """A process of an older version would take the reply for a refusal: it gets none, and its time runs out."""
 
     def expired(self, now_ms: int) -> bool:
         return 0 < self.expires_ms < now_ms
@@ -219,7 +222,7 @@ class Requester:
                 f"Too many requests wait to be sent: log={self._requests!r} count={len(self._unsent)}.",
                 fix="Look at the consensus database.",
             )
-        request = Request(self._rand.nonce(), rows, expects, self._clock.now_ms() + EXPIRES_AFTER_MS)
+        request = Request(self._rand.nonce(), rows, expects, self._clock.now_ms() + EXPIRES_AFTER_MS, True)
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting[request.nonce] = future
         self._unsent.append((_encode(request), future))

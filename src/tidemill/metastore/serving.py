@@ -110,13 +110,19 @@ class Serving:
     async def _answer_for_the_last(self, start: int, position: int) -> None:
         """RQ6, for the requests from `start` on and below `position`."""
         while start < position:
-            found = await self._consensus.read(self._requests, start, min(READ_REQUESTS, position - start))
+            try:
+                found = await self._consensus.read(self._requests, start, min(READ_REQUESTS, position - start))
+            except Missing:
+                # The last leader truncates late: what is gone it had answered.
+                start = (await self._consensus.log_head(self._requests)).start
+                continue
             if not found.records:
                 return
-            nonces = [request.nonce for record in found.records if (request := decode_request(record.data)) is not None]
-            if nonces:
-                text = "The leader that executed this request ended; what it answered may be lost."
-                await self._answer([_encode(Reply(nonce, UNKNOWN, 0, [], text)) for nonce in nonces])
+            requests = [request for record in found.records if (request := decode_request(record.data)) is not None]
+            text = "The leader that executed this request ended; what it answered may be lost."
+            replies = [_encode(Reply(r.nonce, UNKNOWN, 0, [], text)) for r in requests if r.hears_unknown]
+            if replies and not await self._answer(replies):
+                raise Unavailable("The last leader's requests cannot be answered yet.")
             start += len(found.records)
 
     async def _execute(self) -> None:
@@ -202,8 +208,9 @@ class Serving:
         except TidemillError as error:
             _log.warning("a flush is not answered", log=self._replies, cause=error.message)
 
-    async def _answer(self, replies: list[bytes]) -> None:
-        """Term 0, as everybody: an outcome that is durable stays true after this leader's term."""
+    async def _answer(self, replies: list[bytes]) -> bool:
+        """Term 0, as everybody: an outcome that is durable stays true after this leader's term. False when it could
+        not be said."""
         for attempt in range(ANSWER_ATTEMPTS):
             try:
                 head = await append_as_equal(self._consensus, self._rand, self._replies, replies, self._replies_at)
@@ -213,13 +220,14 @@ class Serving:
                 _log.warning("requests are not answered", log=self._replies, count=len(replies), cause=error.message)
                 await asyncio.sleep(RETRY_PAUSE_S * attempt)
         else:
-            return
+            return False
         self._replies_at = head.next
         if self._replies_at - self._replies_from > 2 * REPLIES_KEPT:
             start = self._replies_at - REPLIES_KEPT
             with contextlib.suppress(Unavailable, Unknown):  # the next answer tries again; those who wait come first
                 await self._consensus.truncate(self._replies, start)
                 self._replies_from = start
+        return True
 
     async def _truncate(self) -> None:
         await self._consensus.truncate(self._requests, self._position)

@@ -266,11 +266,13 @@ class Node:
         stack.push_async_callback(keeping.leave)
         await self._begin("the metastore", metastore.start)
         reporting.troubles["metastore"] = metastore.trouble
+        # Before others count on this node: one that cannot read the catalogue would be given partitions all the same.
+        await self._begin("the catalogue", lambda: catalogue.list(TopicRow))
+        await self._begin("the configured topics", lambda: self._create_topics(catalogue))
         stack.push_async_callback(membership.aclose)
         await self._begin("membership", membership.start)
         stack.push_async_callback(assignment.aclose)
         await self._begin("the assignment", assignment.start)
-        await self._begin("the configured topics", lambda: self._create_topics(catalogue))
         stack.push_async_callback(topics.aclose)
         await self._begin("the topics", topics.start)
         stack.push_async_callback(kafka.aclose)

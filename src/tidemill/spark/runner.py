@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 STOP_TIMEOUT_S = 4.0
 SESSION_THREAD = "session"
+REGISTERED_S = 30.0
+"""So often a driver looks whether its row is still there."""
 
 log = structlog.get_logger()
 
@@ -154,10 +156,17 @@ class Runner(Host):
 
     # bodies of units --------------------------------------------------------------------------------
     def _register(self) -> None:
+        """Until the pipeline ends: without its row, which somebody may delete while the driver looks dead, what it has
+        yet to read is held by nobody."""
         row = PipelineRow(self.settings.name, self.pipeline.fed_by(), self.pipeline.dead_letters)
-        self.portal.call(self.stores.catalogue.put(row))
+        catalogue = self.stores.catalogue
+        self.portal.call(catalogue.put(row))
         if self.pipeline.dead_letters:
             self.dead_letters.open()
+        self.tracker.heal(f"pipeline:{self.settings.name}:catalogue")
+        while not self.ending.wait(REGISTERED_S):
+            if self.portal.call(catalogue.get(PipelineRow, row.name)) is None:
+                self.portal.call(catalogue.put(row))
 
     def _dead_letter_shard(self) -> LogShard:
         """Raises Invalid when a shard of that name is none of dead letters."""

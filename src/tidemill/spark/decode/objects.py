@@ -15,7 +15,7 @@ closing bracket no other one may open. Where the two readers differ otherwise:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -33,10 +33,16 @@ Places = npt.NDArray[np.int64]
 LEAF = 32
 """So few rows are not looked at by halves."""
 
+REFUSALS = 16
+"""After so many refusals the rest of a block is for the slow path: to read it again and again would cost more."""
+
+SPARSE_BYTES = 64 << 10
+
 NESTED = 200
 """With so many brackets in it, a row may be nested as deep as only the other reader knows."""
 
 _ROW = re.compile(r"in row (\d+)$")
+_NUMBER = re.compile(rb"-?\d+$")
 _PLAIN = {"string", "bool", "int16", "int32", "int64", "float32", "float64"}
 _DATE = r"^(?:[1-9]\d{3}|0[1-9]\d\d|00[1-9]\d|000[1-9])-\d\d-\d\d"
 _FORMS = {
@@ -73,19 +79,23 @@ class ObjectReader:
         text = _Text(records, live)
         blocks: list[Block] = []
         slow = [live[~text.good]]
-        millis = self._in_millis(records, live[text.good])
-        ranges = [(0, int(text.good.sum()))]
+        millis = self._in_millis(records, text.places)
+        ranges, refusals = [(0, len(text.places))], 0
         while ranges:
             first, last = ranges.pop()
             if last - first <= 0:
                 continue
             places = text.places[first:last]
+            if refusals > REFUSALS:
+                slow.append(places)
+                continue
             try:
                 table = self._parse(text.between(first, last), millis)
                 if len(table) != last - first:
                     raise pa.ArrowInvalid("not an object a line")
                 arrays, odd = self._typed(table, millis)
-            except (pa.ArrowInvalid, pa.ArrowNotImplementedError, UnicodeDecodeError) as refused:
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as refused:
+                refusals += 1
                 if last - first <= LEAF:
                     slow.append(places)
                     continue
@@ -113,10 +123,9 @@ class ObjectReader:
             first = msgspec.json.decode(records.value(int(places[0])) or b"", type=dict[str, msgspec.Raw])
         except (ValueError, RecursionError):
             return frozenset()
-        return frozenset(n for n in names if n in first and bytes(first[n])[:1] not in (b'"', b"n"))
+        return frozenset(n for n in names if n in first and _NUMBER.match(bytes(first[n])))
 
     def _parse(self, text: bytes, millis: frozenset[str]) -> pa.Table:
-        text.decode()  # Arrow takes any bytes for a string
         fields = [(c.name, _read_as(c, millis)) for c in self._columns]
         return pj.read_json(
             pa.BufferReader(text),
@@ -175,28 +184,33 @@ def in_order(blocks: Sequence[Block]) -> tuple[dict[str, pa.Array], Places]:
 
 
 class _Text:
-    """The values as lines, in place of the batches' bytes: everything between them is blank."""
+    """The values as lines: in place of the batches' bytes, with blanks for everything between them, or joined where
+    there is more between them than they are. `good`: of the live records, those that are in it, at `places`."""
 
     def __init__(self, records: Columns, live: Places) -> None:
-        begins, ends = records.value_at[live], records.value_at[live] + records.value_bytes[live]
-        body = np.frombuffer(records.body, dtype=np.uint8)
-        good = ends - begins >= 2
-        good[good] = (body[begins[good]] == _OPENING) & (body[ends[good] - 1] == _CLOSING)
-        self._low = int(begins[0]) if len(begins) else 0
-        high = int(ends[-1]) + 1 if len(ends) else 0
-        raw = records.body[self._low : high]
-        begins, ends = begins - self._low, ends - self._low
-        for at in _odd_words(raw):
-            good &= ~((begins <= at) & (at < ends))
-        brackets = (body[self._low : high] | 0x20) == _OPENING  # { and [ differ in this bit
-        if np.count_nonzero(brackets) - len(live) > NESTED:
-            seen = np.concatenate([[0], np.cumsum(brackets)])
-            good &= seen[ends] - seen[begins] <= NESTED
+        begins, sizes = records.value_at[live], records.value_bytes[live]
+        low, high = (int(begins[0]), int(begins[-1] + sizes[-1]) + 1) if len(live) else (0, 0)
+        raw = records.body[low:high]
+        begins -= low
+        if len(raw) > 2 * int(sizes.sum()) + SPARSE_BYTES:
+            raw = b"".join(
+                [raw[at : at + size] + b" " for at, size in zip(begins.tolist(), sizes.tolist(), strict=True)]
+            )
+            begins = np.cumsum(sizes + 1) - sizes - 1
+        ends = begins + sizes
+        text = np.frombuffer(raw, dtype=np.uint8).copy()
+        good = sizes >= 2
+        good[good] = (text[begins[good]] == _OPENING) & (text[ends[good] - 1] == _CLOSING)
+        _leave_out_odd_words(raw, begins, ends, good)
+        brackets = (text | 0x20) == _OPENING  # { and [ differ in this bit
+        if np.count_nonzero(brackets) - np.count_nonzero(good) > NESTED:
+            counts = np.add.reduceat(brackets, np.stack([begins, ends], axis=1).ravel(), dtype=np.int32)[::2]
+            good &= counts <= NESTED
+        _blank(text, np.concatenate([[0], ends[good]]), np.concatenate([begins[good], [len(text)]]))
+        text[ends[good]] = _LINE
+        _leave_out_no_text(text, begins, ends, good)
         self.good, self.places = good, live[good]
         self._begins, self._ends = begins[good], ends[good]
-        text = np.frombuffer(raw, dtype=np.uint8).copy()
-        _blank(text, np.concatenate([[0], self._ends]), np.concatenate([self._begins, [len(text)]]))
-        text[self._ends] = _LINE
         self._text = text.tobytes()
 
     def between(self, first: int, last: int) -> bytes:
@@ -211,14 +225,36 @@ def _blank(text: npt.NDArray[np.uint8], begins: Places, ends: Places) -> None:
     text[at] = _SPACE
 
 
-def _odd_words(text: bytes) -> Iterator[int]:
-    """Where a number that is none stands in the place of a value."""
+def _leave_out_odd_words(text: bytes, begins: Places, ends: Places, good: npt.NDArray[np.bool_]) -> None:
+    """Rows with a number that is none in the place of a value; all rows from where they become too many to look at."""
     for word in _ODD_WORDS:
         at = text.find(word) if word[:1] in text else -1  # one letter is found many times faster
+        looks = 0
         while at >= 0:
-            if text[max(0, at - 64) : at].rstrip(b" \t\r\n-")[-1:] in (b":", b",", b"[", b""):
-                yield at
-            at = text.find(word, at + 1)
+            row, looks = int(np.searchsorted(begins, at, "right")) - 1, looks + 1
+            if looks > len(begins):
+                good[max(row, 0) :] = False
+                break
+            inside = row >= 0 and at < ends[row]
+            odd = inside and text[max(0, at - 64) : at].rstrip(b" \t\r\n-")[-1:] in (b":", b",", b"[", b"")
+            if odd:
+                good[row] = False
+            at = text.find(word, int(ends[row]) if odd else at + 1)
+
+
+def _leave_out_no_text(text: npt.NDArray[np.uint8], begins: Places, ends: Places, good: npt.NDArray[np.bool_]) -> None:
+    """Rows that are no UTF-8, which Arrow would take for a string."""
+    at, refusals = 0, 0
+    while at < len(text):
+        try:
+            bytes(text[at:]).decode()
+            return
+        except UnicodeDecodeError as error:
+            row, refusals = int(np.searchsorted(begins, at + error.start, "right")) - 1, refusals + 1
+            last = len(begins) if refusals > REFUSALS else row + 1
+            good[row:last] = False
+            at = len(text) if refusals > REFUSALS else int(ends[row])
+            text[int(begins[row]) : int(ends[last - 1]) + 1] = _SPACE
 
 
 def _read_as(column: Column, millis: frozenset[str]) -> pa.DataType:

@@ -1,0 +1,22 @@
+"""The node's process: what it loads, and what it must not load while it serves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+ARROW = """
+import sys
+from tidemill.cli.serve import WithoutPandas
+sys.meta_path.insert(0, WithoutPandas)
+import numpy as np, pyarrow as pa, pyarrow.json, pyarrow.parquet
+pa.array(np.arange(3)); pa.array(["a"]); pa.table({"a": [1, 2]}).filter(pa.array([True, False])).to_pylist()
+assert not [name for name in sys.modules if name.partition(".")[0] == "pandas"]
+"""
+
+
+def test_arrow_does_not_load_pandas_into_a_node() -> None:
+    done = subprocess.run([sys.executable, "-c", ARROW], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    without = ARROW.replace("sys.meta_path.insert(0, WithoutPandas)\n", "")
+    assert subprocess.run([sys.executable, "-c", without], capture_output=True, timeout=60, check=False).returncode == 1
