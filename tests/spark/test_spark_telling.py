@@ -13,6 +13,8 @@ from tidemill.base.clock import Rand
 from tidemill.base.errors import Corrupt, Unavailable
 from tidemill.base.marks import LIVES, Mark
 from tidemill.consensus.board import Board
+from tidemill.metastore.catalogue import PipelineRow
+from tidemill.spark import runner as runner_module
 
 PIPELINE = """
 def build(p):
@@ -143,3 +145,23 @@ def test_a_driver_that_ends_in_life_after_life_before_it_has_begun_is_not_moving
         before = last.progress
     assert since == sorted(since) and len(set(since)) == LIVES
     assert since[LIVES - 1] == since[LIVES] == since[LIVES + 1]
+
+
+def test_a_row_that_was_deleted_under_a_living_driver_is_there_again(
+    harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pipeline delete` takes a driver that was frozen, or whose clock is another, for gone."""
+    monkeypatch.setattr(runner_module, "REGISTERED_S", 0.05)
+    _, stopping, thread = started(harbour, tmp_path, PIPELINE)
+
+    def row() -> PipelineRow | None:
+        found: PipelineRow | None = harbour.portal.call(harbour.stores.catalogue.get(PipelineRow, "p"))
+        return found
+
+    try:
+        first = until(row)
+        harbour.portal.call(harbour.stores.catalogue.delete(PipelineRow, "p"))
+        assert until(row) == first
+    finally:
+        stopping.set()
+        thread.join()

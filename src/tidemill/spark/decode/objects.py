@@ -33,8 +33,9 @@ Places = npt.NDArray[np.int64]
 LEAF = 32
 """So few rows are not looked at by halves."""
 
-REFUSALS = 16
-"""After so many refusals the rest of a block is for the slow path: to read it again and again would cost more."""
+STRETCH = 2_048
+REFUSALS = 8
+"""Of so many rows at once; after so many refusals the rest of them is for the slow path, which costs less then."""
 
 SPARSE_BYTES = 64 << 10
 
@@ -80,7 +81,14 @@ class ObjectReader:
         blocks: list[Block] = []
         slow = [live[~text.good]]
         millis = self._in_millis(records, text.places)
-        ranges, refusals = [(0, len(text.places))], 0
+        for begin in range(0, len(text.places), STRETCH):
+            self._stretch(text, begin, min(begin + STRETCH, len(text.places)), millis, blocks, slow)
+        return blocks, np.sort(np.concatenate(slow))
+
+    def _stretch(
+        self, text: _Text, begin: int, end: int, millis: frozenset[str], blocks: list[Block], slow: list[Places]
+    ) -> None:
+        ranges, refusals = [(begin, end)], 0
         while ranges:
             first, last = ranges.pop()
             if last - first <= 0:
@@ -112,7 +120,6 @@ class ObjectReader:
                 places = places[~odd]
             if len(places):
                 blocks.append(Block(places, arrays))
-        return blocks, np.sort(np.concatenate(slow))
 
     def _in_millis(self, records: Columns, places: Places) -> frozenset[str]:
         """The timestamp columns that the first row has as numbers."""
