@@ -85,11 +85,15 @@ def test_a_table_left_out_of_a_copy_says_so_while_its_neighbours_are_copied(
     in_world(postgres_dsn, scenario)
 
 
-async def unpublished(world: World, table: str) -> None:
-    async def holds() -> bool:
-        return not await world.select(f"SELECT FROM pg_publication_rel WHERE prrelid = '{table}'::regclass")
+async def parked_table(world: World) -> None:
+    """`t`, whose changes are not carried any more, and which is not published."""
+    await world.sql("ALTER TABLE t ADD x int")
+    await world.parked("t", "column 'x' integer is new")
 
-    await until(holds, f"{table} is not published")
+    async def unpublished() -> bool:
+        return not await world.select("SELECT FROM pg_publication_rel WHERE prrelid = 't'::regclass")
+
+    await until(unpublished, "it is not published")
 
 
 def test_f409_a_parked_table_whose_copy_is_locked_names_the_holder_and_not_the_operator(postgres_dsn: str) -> None:
@@ -98,9 +102,7 @@ def test_f409_a_parked_table_whose_copy_is_locked_names_the_holder_and_not_the_o
         async with world.capture(table_poll_s=0.1) as capture:
             await good_flows(world)
             mark = capture.config.table_mark("public.t")
-            await world.sql("ALTER TABLE t ADD x int")
-            await world.parked("t", "column 'x' integer is new")
-            await unpublished(world, "t")
+            await parked_table(world)
             async with await psycopg.AsyncConnection.connect(world.dsn, application_name="nightly") as other:
                 await other.execute("UPDATE t SET v = v + 1")
                 await ask(world.catalogue, world.name, "public.t")
@@ -158,9 +160,74 @@ def test_f413_a_copy_that_is_asked_for_and_fails_is_told_whatever_the_row_says(
 
             async def copied() -> bool:
                 row = await world.table("public.t")
-                return row is not None and row.flows and row.generation > 0
+                return row is not None and row.flows and row.generation == 1
 
             await until(copied, "it is copied", 40)
             await until(lambda: told(world, capture, mark) is None, "nothing is told of it")
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_parked_table_that_is_copied_again_stays_published_while_its_neighbours_wait(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*GOOD, *T)
+        real, looked = joining.publish, asyncio.Event()
+        async with world.capture(table_poll_s=0.1) as capture:
+            await good_flows(world)
+            await parked_table(world)
+
+            async def publish(*args: Any, **settings: Any) -> Any:
+                done = await real(*args, **settings)
+                assert capture._session is not None and capture._session.joining is not None
+                await capture._session.joining._mend()  # as each second, while another table's lock is waited for
+                looked.set()
+                return done
+
+            with monkeypatch.context() as patch:
+                patch.setattr(joining, "publish", publish)
+                await ask(world.catalogue, world.name, "public.t")
+                await asyncio.wait_for(looked.wait(), 20)
+            assert await world.select("SELECT FROM pg_publication_rel WHERE prrelid = 't'::regclass")
+            await world.flowing("t", timeout_s=40)
+            await good_flows(world)
+        async with world.capture(table_poll_s=0.1):
+            await world.flowing("t")
+            row = await world.table("public.t")
+            assert row is not None and row.generation == 1, "it is copied once"
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_parked_table_is_not_unpublished_once_its_copy_began(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy begins between the look at what is published and the statement that takes it out."""
+
+    async def scenario(world: World) -> None:
+        await world.sql(*GOOD, *T)
+        async with world.capture(table_poll_s=0.1) as capture:
+            await good_flows(world)
+            await parked_table(world)
+            row = await world.table("public.t")
+            assert row is not None and capture._session is not None and capture._session.joining is not None
+            real, joins, taken_out = joining.published_tables, capture._session.joining, []
+
+            async def published_tables(*args: Any) -> Any:
+                published = await real(*args)
+                capture._desk.copying = {"public.t": row.oid}
+                return {**(published or {}), row.oid: "ONLY public.t"}
+
+            async def unpublish(*args: Any) -> bool:
+                taken_out.append(args[2])
+                return True
+
+            with monkeypatch.context() as patch:
+                patch.setattr(joining, "unpublish", unpublish)
+                patch.setattr(joining, "published_tables", published_tables)
+                await joins._unpublish_parked()
+                assert not taken_out
+            capture._desk.copied()
 
     in_world(postgres_dsn, scenario)

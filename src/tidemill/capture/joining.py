@@ -253,14 +253,25 @@ class Joining:
         await self._unpublish_parked()
 
     async def _unpublish_parked(self) -> None:
-        """The stream carries nothing of them, so nothing need be decoded, or stand in the application's way."""
-        parked = {row.oid for row in self._desk.rows.values() if row.parked_lsn and not row.recopy}
-        parked -= {row.oid for row in self._desk.rows.values() if row.state == "captured"}
-        if not parked:
+        """The stream carries nothing of them, so nothing need be decoded, or stand in the application's way.
+
+        A copy may begin at any await, and takes tables whose rows still say parked: it publishes them after it has
+        asked on this connection, so what is looked at again while the connection is ours stays so."""
+
+        def parked() -> set[int]:
+            rows = self._desk.rows.values()
+            kept = {row.oid for row in rows if row.recopy or row.state == "captured"}
+            return {row.oid for row in rows if row.parked_lsn} - kept - {*self._desk.copying.values()}
+
+        async def take_out(wire: Wire, oid: int, name: str) -> None:
+            if oid in parked():
+                await unpublish(wire, self._config, name)
+
+        if not parked():
             return
         published = await self._control.ask(lambda wire: published_tables(wire, self._config.publication)) or {}
-        for oid in parked & published.keys():
-            await self._control.ask(lambda wire, name=published[oid]: unpublish(wire, self._config, name))  # type: ignore[misc]
+        for oid in parked() & published.keys():
+            await self._control.ask(lambda wire, oid=oid: take_out(wire, oid, published[oid]))  # type: ignore[misc]
 
     # taking in ------------------------------------------------------------------------------------
     async def _pending(self, found: list[TableInfo]) -> list[TableInfo]:
@@ -308,7 +319,8 @@ class Joining:
         log.info("tables are taken in", capture=self._config.name, tables=[t.name for t in pending])
         wire = await Wire.connect(self._config.dsn, purpose=f"join {self._config.name}")
         try:
-            published = await published_tables(wire, self._config.publication)
+            # Not on the connection of the copy: see _unpublish_parked.
+            published = await self._control.ask(lambda wire: published_tables(wire, self._config.publication))
             if published is None:
                 raise Unavailable("the publication is gone.")
             result = await publish(wire, self._config, pending, published, attempts=LOCK_ATTEMPTS)
