@@ -15,6 +15,7 @@ from test_capture_tables import GOOD, good_flows, in_world
 
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.marks import State
+from tidemill.base.tasks import Restarts
 from tidemill.capture import joining, publication, snapshot
 from tidemill.capture.recopy import ask
 from tidemill.capture.topic_writer import TopicWriter
@@ -229,5 +230,52 @@ def test_a_parked_table_is_not_unpublished_once_its_copy_began(
                 await joins._unpublish_parked()
                 assert not taken_out
             capture._desk.copied()
+
+    in_world(postgres_dsn, scenario)
+
+
+class Never(Restarts):
+    def pause_s(self, ran_s: float, *, parked: bool = False) -> float:
+        return 1e6
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_f409_a_table_is_taken_in_when_its_lock_is_free_however_long_the_pause(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*GOOD, *T)
+        if not known:
+            await world.sql("ALTER TABLE t DROP CONSTRAINT t_pkey")
+        real, tries = joining.publish, 0
+        other = await psycopg.AsyncConnection.connect(world.dsn)
+
+        async def publish(*args: Any, **settings: Any) -> Any:
+            nonlocal tries
+            tries += 1
+            if tries == 1:
+                await other.execute("LOCK TABLE t IN SHARE ROW EXCLUSIVE MODE")
+            return await real(*args, **settings)
+
+        monkeypatch.setattr(joining, "publish", publish)
+        monkeypatch.setattr(joining, "Restarts", Never)
+        async with other, world.capture(table_poll_s=0.1) as capture:
+            await good_flows(world)
+            if known:
+                await parked_table(world)
+                await ask(world.catalogue, world.name, "public.t")
+            else:
+                await world.parked("t", "primary key")
+                await world.sql("ALTER TABLE t ADD PRIMARY KEY (id)")
+
+            def refused() -> bool:
+                table = told(world, capture, capture.config.table_mark("public.t"))
+                return table is not None and table.mark.held_by == f"postgres-pid:{other.info.backend_pid}"
+
+            await until(refused, "its holder is named")
+            await good_flows(world)
+            await other.rollback()
+            await world.flowing("t")
+            assert tries == 2, "and is left alone while the lock is held"
 
     in_world(postgres_dsn, scenario)

@@ -94,6 +94,11 @@ class Desk:
         """Whether followers of this relation may be told that it is captured."""
         return any(row.oid == oid and row.state == "captured" for row in self.rows.values())
 
+    def held_by(self, name: str) -> str:
+        """Who kept the table out when it was to be taken in last, "" = nobody."""
+        why = self._refusals.get(name)
+        return why.held_by if why is not None else ""
+
     # changing -------------------------------------------------------------------------------------
     async def park(self, name: str, lsn: int, reason: str, fix: str = "", *, state: str = "parked") -> None:
         """Carry no transaction of the table at or above `lsn` (D1). Raises Unrecorded."""

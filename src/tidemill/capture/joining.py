@@ -11,7 +11,8 @@ flows.
 J1  While a table is copied, nothing is confirmed to PostgreSQL beyond where the copy began: what the stream tells of
     it meanwhile is told again by the next session, which begins when the copy is done. The other tables know their
     part of that by their bindings.
-J2  A copy that fails is told under its table, and tried again after a pause that doubles.
+J2  A copy that fails is told under its table, and tried again after a pause that doubles; one that a lock kept out,
+    as soon as who was named for it holds the table no more.
 J3  A table is parked at the WAL end as of after its difference was seen, and from before that is asked for until the
     park is durable the stream's reader takes nothing more: no transaction at or above it is bound or confirmed by a
     session whose successor would not know of the park. Rows that came under the new description before were found by
@@ -35,6 +36,7 @@ from tidemill.capture.copying import take_snapshot
 from tidemill.capture.desk import Desk, Unrecorded
 from tidemill.capture.difference import against_catalogue
 from tidemill.capture.entry import delete_topic, gone, producer_id, refusal_of, start_table, without_taken
+from tidemill.capture.holders import table_holder
 from tidemill.capture.publication import LOCK_ATTEMPTS, publish, published_tables, unpublish
 from tidemill.capture.snapshot import SnapshotProgress
 from tidemill.capture.tables import (
@@ -277,18 +279,28 @@ class Joining:
     async def _pending(self, found: list[TableInfo]) -> list[TableInfo]:
         asked = {t.table for t in await self._catalogue.tables(self._config.name, fresh=False) if t.recopy}
         choice = await self._choice(found)
-        rows, now_s = self._desk.rows, self._clock.monotonic_s()
+        rows = self._desk.rows
         pending = []
         for table in choice.tables:
             row = rows.get(table.name)
             fresh = row is None or row.snapshot is None or row.state == "dropped" or table.name in asked
             anew = row is not None and row.oid != table.oid and bool(row.oid)
-            if (fresh or anew) and now_s >= self._pauses.get(table.name, (None, 0.0))[1]:
+            if (fresh or anew) and await self._due(table):
                 pending.append(table)
         # A renamed table comes after what its old name still has in the stream: both go by one oid.
         flushed = self._flushed()
         busy = {(r.oid, r.table) for r in rows.values() if r.flows or r.parked_lsn - 1 > flushed}
         return [t for t in pending if not any(oid == t.oid and name != t.name for oid, name in busy)]
+
+    async def _due(self, table: TableInfo) -> bool:
+        """J2."""
+        if self._clock.monotonic_s() >= self._pauses.get(table.name, (None, 0.0))[1]:
+            return True
+        held_by = self._desk.held_by(table.name)
+        if not held_by:
+            return False
+        holder = await self._control.ask(lambda wire: table_holder(wire, table.oid))
+        return holder is None or holder.name != held_by
 
     async def _copied_all(self, pending: list[TableInfo]) -> bool:
         """Publish and copy these tables; True when at least one is complete. What fails, of whatever type, is these
