@@ -48,6 +48,8 @@ class FakeTopicLog:
         self.faults: Fault | None = None
         self.calls: list[tuple[str, int, int]] = []
         """(topic id, partition, first sequence) in call order."""
+        self.fetching = self.fetching_most = 0
+        """Reads under way, now and at most."""
         self._arrived = asyncio.Event()
 
     def produce_nowait(
@@ -113,6 +115,16 @@ class FakeTopicLog:
 
     async def fetch(
         self, reads: Sequence[FetchRead], *, max_wait_s: float, min_bytes: int, max_bytes: int
+    ) -> list[Fetched]:
+        self.fetching += 1
+        self.fetching_most = max(self.fetching_most, self.fetching)
+        try:
+            return await self._fetch(reads, max_wait_s, min_bytes, max_bytes)
+        finally:
+            self.fetching -= 1
+
+    async def _fetch(
+        self, reads: Sequence[FetchRead], max_wait_s: float, min_bytes: int, max_bytes: int
     ) -> list[Fetched]:
         deadline = asyncio.get_running_loop().time() + max_wait_s
         while True:

@@ -59,6 +59,23 @@ def test_requests_of_one_connection_are_worked_on_concurrently(fake_broker: Fake
         assert time.monotonic() - began < 1.8
 
 
+@pytest.mark.parametrize(("connection_bytes_max", "together"), [(64 << 10, 4), (47 << 10, 2), (8 << 10, 1)])
+def test_reads_that_run_together_have_room_together(connection_bytes_max: int, together: int) -> None:
+    """S6: by the largest answers that they may get, not by what earlier ones, or other APIs, were answered with."""
+    broker = FakeBroker(KafkaSettings(connection_bytes_max=connection_bytes_max, fetch_bytes_max=16 << 10))
+    try:
+        broker.create_topic("t", 1)
+        with RawClient(broker.port) as client:
+            client.send(3, 1, 0, b"\xff\xff\xff\xff")
+            client.receive()
+            for i in range(6):
+                client.send(1, 4, i, fetch_body("t", 0, 0, max_wait_ms=100))
+            assert [client.receive()[0] for _ in range(6)] == list(range(6))
+        assert broker.topics.fetching_most == together
+    finally:
+        broker.close()
+
+
 def test_produce_reserves_every_batch_in_order_before_any_await() -> None:
     """K1, seed 000: `begin` alone, without one turn of the loop, has made every reservation of the request."""
 

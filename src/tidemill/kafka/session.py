@@ -12,8 +12,8 @@ S4  Reading stops while too much is under way or unsent, and starts again at hal
 S5  While a request stalls (`Stall`), or others have used up this turn of the loop, nothing behind it begins and nothing
     is read.
 S6  Of every API but Produce `Api.at_once` requests of the connection are worked on together (Kafka: one of all), and a
-    read (Fetch) begins only when its answers find room: what later ones take of memory and of the loop waits. Beside
-    other reads one begins only if answers as large as the last one have room together.
+    read (Fetch) begins only when its answers find room: what later ones take of memory and of the loop waits. Reads
+    that run together have room together, however large their answers become (`KafkaSettings.reads_at_once`).
 """
 
 from __future__ import annotations
@@ -82,9 +82,6 @@ class Session:
         """In slots that wait for an earlier one."""
         self._turns: dict[int, asyncio.Semaphore] = {}
         """By API (S6)."""
-        self._reading, self._read_ended = 0, asyncio.Event()
-        self._read_bytes = context.settings.connection_bytes_max + 1
-        """Of the newest answer to a read; before the first one, too many to expect several."""
         self._room = asyncio.Event()
         self._room.set()
         self._reader = FrameReader(pool, context.settings.request_bytes_max, self._hold)
@@ -242,7 +239,8 @@ class Session:
         if isinstance(work, asyncio.Future):
             work.add_done_callback(lambda done: self._done(done, request, slot, frame))
         else:
-            turns = self._turns.get(key) or self._turns.setdefault(key, asyncio.Semaphore(api.at_once))
+            at_once = min(api.at_once, self._context.settings.reads_at_once) if api.abandon else api.at_once
+            turns = self._turns.get(key) or self._turns.setdefault(key, asyncio.Semaphore(at_once))
             waiting = self._in_turn(work, turns, slot if api.abandon else None)
             task = self._tasks.spawn(waiting, name=f"kafka.{api.name}")
             if api.abandon:
@@ -262,18 +260,8 @@ class Session:
             if reads is None:
                 return await work
             await self._room.wait()
-            while self._reading and self._reading * self._read_bytes > self._context.settings.connection_bytes_max:
-                self._read_ended.clear()
-                await self._read_ended.wait()
-                await self._room.wait()
-            self._reading += 1
-            try:
-                reply = await work
-                self._count(reads, reply)
-                self._read_bytes = reads.size
-            finally:
-                self._reading -= 1
-                self._read_ended.set()
+            reply = await work
+            self._count(reads, reply)
             self.consider_reading()
             return reply
 

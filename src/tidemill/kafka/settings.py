@@ -45,6 +45,11 @@ class KafkaSettings(msgspec.Struct, frozen=True):
     cluster_id: str = "tidemill"
 
     @property
+    def reads_at_once(self) -> int:
+        """Reads of one connection that run together: so many that their largest answers have room together (S6)."""
+        return max(1, self.connection_bytes_max // self.fetch_bytes_max)
+
+    @property
     def topic_defaults(self) -> dict[str, str]:
         values = {"retention.ms": self.retention_ms, "retention.bytes": self.retention_bytes}
         return {name: str(value) for name, value in values.items() if value != -1}
