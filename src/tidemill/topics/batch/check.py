@@ -26,6 +26,7 @@ from tidemill.topics.batch.header import (
     parse_header,
 )
 from tidemill.topics.batch.scan import CHUNK_RECORDS, RECORD_BYTES_MIN, scan
+from tidemill.topics.batch.varint import BadVarint, varint
 from tidemill.topics.front import CorruptBatch, InvalidRecords
 
 _BY_COLUMNS_FROM = 128
@@ -123,7 +124,7 @@ def _one_by_one(data: bytes | memoryview, header: BatchHeader) -> int | None:
                 end = at + 1 + (byte >> 1)
                 at += 2
             else:
-                length, at = _varint(data, at, 35)
+                length, at = varint(data, at, 32)
                 end = at + length
                 at += 1
             if byte & 1:
@@ -133,7 +134,7 @@ def _one_by_one(data: bytes | memoryview, header: BatchHeader) -> int | None:
                 delta = (byte >> 1) ^ -(byte & 1)
                 at += 1
             else:
-                delta, at = _varint(data, at, 70)
+                delta, at = varint(data, at)
             if delta > high:
                 high = delta
             if delta < low:
@@ -159,7 +160,7 @@ def _one_by_one(data: bytes | memoryview, header: BatchHeader) -> int | None:
                 elif data[at + 1] < 0x80:
                     at += 2 + ((byte & 0x7F | data[at + 1] << 7) >> 1)
                 else:
-                    size, at = _varint(data, at, 35)
+                    size, at = varint(data, at, 32)
                     at += size
             headers = data[at]
             at += 1
@@ -180,7 +181,7 @@ def _one_by_one(data: bytes | memoryview, header: BatchHeader) -> int | None:
                         at += 1 + (byte >> 1)
             if at != end:
                 return None
-    except (IndexError, _Bad):
+    except (IndexError, BadVarint):
         return None
     base_ms = header.base_timestamp_ms
     whole = at == len(data) and base_ms + low >= -_INT64 and base_ms + high < _INT64
@@ -190,7 +191,7 @@ def _one_by_one(data: bytes | memoryview, header: BatchHeader) -> int | None:
 _KEY_AND_VALUE = (0, 1)
 
 
-class _Bad(Exception):
+class _Bad(ValueError):
     pass
 
 
@@ -205,8 +206,8 @@ def _walk(data: memoryview, header: BatchHeader) -> int:
             if not -_INT64 <= timestamp_ms < _INT64:
                 raise _Bad("its timestamp has more than 64 bits")
             highest = max(highest, timestamp_ms)
-    except (_Bad, IndexError) as error:
-        reason = str(error) if isinstance(error, _Bad) else "it passes the end of the batch"
+    except (ValueError, IndexError) as error:
+        reason = str(error) if isinstance(error, ValueError) else "it passes the end of the batch"
         raise InvalidRecords(
             f"a record is malformed: record={index} reason={reason}.", record_errors=((index, reason),)
         ) from None
@@ -217,17 +218,17 @@ def _walk(data: memoryview, header: BatchHeader) -> int:
 
 def _record(data: memoryview, at: int, index: int) -> tuple[int, int]:
     """(timestamp delta, where the next record begins) of the record at `at`."""
-    length, at = _varint(data, at, 35)
+    length, at = varint(data, at, 32)
     end = at + length
     if length < 0 or end > len(data):
         raise _Bad(f"its length is out of bounds: length={length}")
-    time_delta, at = _varint(data, at + 1, 70)
-    offset_delta, at = _varint(data, at, 35)
+    time_delta, at = varint(data, at + 1)
+    offset_delta, at = varint(data, at, 32)
     if offset_delta != index:
         raise _Bad(f"its offset delta is not its place: offset_delta={offset_delta}")
     for field in ("key", "value"):
         at = _skip(data, at, field, null=True)
-    headers, at = _varint(data, at, 35)
+    headers, at = varint(data, at, 32)
     if headers < 0 or headers > end - at:
         raise _Bad(f"its header count is out of bounds: headers={headers}")
     for _ in range(headers):
@@ -238,25 +239,7 @@ def _record(data: memoryview, at: int, index: int) -> tuple[int, int]:
 
 
 def _skip(data: memoryview, at: int, field: str, *, null: bool) -> int:
-    size, at = _varint(data, at, 35)
+    size, at = varint(data, at, 32)
     if size < (-1 if null else 0) or at + size > len(data):
         raise _Bad(f"the size of a field is out of bounds: field={field!r} size={size}")
     return at + max(size, 0)
-
-
-def _varint(data: memoryview | bytes, at: int, bits: int) -> tuple[int, int]:
-    zigzag = shift = 0
-    while True:
-        byte = data[at]
-        at += 1
-        zigzag |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            break
-        shift += 7
-        if shift >= bits:
-            raise _Bad("a variable-length integer is too long")
-    value = (zigzag >> 1) ^ -(zigzag & 1)
-    limit = 1 << 31 if bits == 35 else _INT64
-    if not -limit <= value < limit:
-        raise _Bad("a variable-length integer is too large")
-    return value, at

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from tidemill.topics.batch.records import Headers
+from tidemill.topics.batch.varint import varint
 
 Int64s = npt.NDArray[np.int64]
 
@@ -97,19 +98,3 @@ def of_fields(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> C
     zeros = [0] * count
     fields_at = list(zip(*places, strict=True)) or [()] * 4
     return columns_of(bytes(body), [range(count), zeros, *fields_at, zeros, zeros])
-
-
-def varint(data: bytes, at: int) -> tuple[int, int]:
-    """(value, next position). Raises IndexError past the end, ValueError past 64 bits."""
-    byte = data[at]
-    at += 1
-    zigzag = byte & 0x7F
-    shift = 7
-    while byte > 0x7F:
-        byte = data[at]
-        at += 1
-        zigzag |= (byte & 0x7F) << shift
-        shift += 7
-        if shift > 70:
-            raise ValueError("a variable-length integer is longer than 64 bits")
-    return (zigzag >> 1) ^ -(zigzag & 1), at

@@ -17,10 +17,11 @@ import numpy as np
 
 from tidemill.objects.store import Buffer
 from tidemill.topics.batch.codecs import decompress
-from tidemill.topics.batch.columns import Columns, Int64s, columns_of, no_columns, varint
+from tidemill.topics.batch.columns import Columns, Int64s, columns_of, no_columns
 from tidemill.topics.batch.header import APPEND_TIME, CRC_START, HEADER_BYTES, BatchHeader, parse_header
 from tidemill.topics.batch.records import Record
 from tidemill.topics.batch.scan import CHUNK_RECORDS, RECORD_BYTES_MIN, scan_places
+from tidemill.topics.batch.varint import varint
 from tidemill.topics.front import BadBatch, BatchRef, CorruptBatch
 
 GROUP_BYTES = 8 << 20
