@@ -6,6 +6,7 @@ superuser `postgres` (trust on loopback and the socket directory only).
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import pwd
@@ -14,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
@@ -184,7 +186,7 @@ class EmbeddedPostgres:
             return
         deadline = self._clock.monotonic_s() + STOP_TIMEOUT_S
         while _running(pid) and self._clock.monotonic_s() < deadline:
-            subprocess.run(["sleep", "0.05"], check=True)
+            threading.Event().wait(0.05)
 
     def _await_ready(self, log_path: Path) -> None:
         import psycopg
@@ -201,7 +203,8 @@ class EmbeddedPostgres:
                 if self._clock.monotonic_s() > deadline:
                     self.stop()
                     raise Unavailable(f"PostgreSQL did not answer: port={self.port}.") from error
-                subprocess.run(["sleep", "0.05"], check=True)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(0.05)
 
     def _own(self, path: Path) -> None:
         if self._uid is not None:
