@@ -204,6 +204,7 @@ class Runner:
                 mark = derived.mark
                 held = f" held by {mark.held_by}" if mark.held_by else ""
                 self._stuck[name] = f"{name} stuck for {derived.standing_ms / 1000:.1f} s: {mark.reason}{held}"
+                print(f"demo: {self._stuck[name]}", file=sys.stderr, flush=True)
 
     def _client_row(self, operation: str, row: dict[str, str | None], received_ms: int) -> None:
         placed_at = row.get("placed_at")
