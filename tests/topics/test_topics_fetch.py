@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 
 import pytest
-from topics_world import World, batch, fetch, run, values_of
+from topics_world import World, batch, eventually, fetch, run, values_of
 
 from tidemill.base.errors import Corrupt, Invalid, Missing
 from tidemill.topics.front import BatchRef, FetchRead, NotLeader, OffsetOutOfRange
@@ -250,6 +250,33 @@ def test_an_executor_reads_with_nothing_but_the_bucket() -> None:
         assert [v for _, v in values_of(found)][:2] == ["9a", "9b"]
         with pytest.raises(Invalid):
             await executor.high_watermark(topic_id, 0)
+
+    in_world(scenario(), world)
+
+
+def test_objects_are_read_side_by_side() -> None:
+    """A read of many objects takes the time of the slowest, not of all: on a remote store each answer takes its own."""
+    world = World()
+    under_way = most = 0
+
+    async def scenario() -> None:
+        nonlocal most
+        _, topic_id = await filled(world)
+        refs = await world.reader.plan(topic_id, 0, 0, 20)
+        keys = {ref.object_key for ref in refs}
+        read = world.objects.get_ranges
+
+        async def slow(key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+            nonlocal under_way, most
+            under_way += 1
+            most = max(most, under_way)
+            await eventually(lambda: most == len(keys))
+            under_way -= 1
+            return await read(key, ranges)
+
+        world.objects.get_ranges = slow  # type: ignore[method-assign]
+        assert len(values_of(await world.reader.read(refs))) == 20
+        assert most == len(keys) == 10
 
     in_world(scenario(), world)
 

@@ -24,7 +24,7 @@ from tidemill.spark.decode.slices import Descriptor
 from tidemill.spark.steps import STEP_BYTES, Step
 from tidemill.spark.stores import Stores
 from tidemill.spark.table import TableWriter
-from tidemill.spark.tasks import decode_blocks, fetch
+from tidemill.spark.tasks import decode_blocks, fetch_here
 from tidemill.spark.upsert.arrays import U64, Index, int64s
 from tidemill.spark.upsert.commands import Commands, Truncate, command_schema, select, times_of
 from tidemill.spark.upsert.mirror import Mirror
@@ -75,7 +75,7 @@ class LargeStep:
         writers = [pa.ipc.new_stream(sink, schema) for sink in sinks]
         try:
             for piece in _pieces(self._step.descriptors):
-                batches = self._table.portal.call(fetch(self._stores.objects, [piece]))
+                batches = fetch_here(self._table.portal, self._stores.objects, [piece])
                 for block in decode_blocks(self._feed, [piece], batches):
                     if stopping():
                         return False

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import Invalid, TidemillError
 from tidemill.base.portal import Portal
 from tidemill.shards.front import Remap
 from tidemill.spark.bytasks import ByTasks
@@ -34,7 +34,7 @@ from tidemill.spark.seats import IDLE_MOVE_S, Seat, Seats
 from tidemill.spark.steps import STEP_BYTES, STEP_RECORDS, Planner, Step
 from tidemill.spark.stores import Stores
 from tidemill.spark.table import TableWriter
-from tidemill.spark.tasks import decode, fetch
+from tidemill.spark.tasks import Batches, decode, fetch
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -193,20 +193,20 @@ class FeedSink:
 
     def _inline(self, work: Sequence[_Work]) -> None:
         """Decode and resolve on this thread; then all parts and appends of all tables at once."""
-        objects = self._stores.objects
         by_seat = {w.seat.name: w for w in work}
-        fetched = self._gather([(w.seat, fetch(objects, w.step.descriptors)) for w in work])
+        fetched = self._portal.call(fetch(self._stores.objects, [w.step.descriptors for w in work]))
         ready = []
-        for seat, batches in fetched:
-            item = by_seat[seat.name]
-            if self.seats.alone(seat, partial(self._drain, item, batches)):
+        for item, batches in zip(work, fetched, strict=True):
+            if isinstance(batches, TidemillError):
+                self.seats.fault(item.seat, batches)
+            elif self.seats.alone(item.seat, partial(self._drain, item, batches)):
                 ready.append(item)
         appended = self._gather([(w.seat, self._append(w)) for w in ready])
         for seat, won in appended:
             item = by_seat[seat.name]
             self.seats.alone(seat, partial(self._settle, item, won))
 
-    def _drain(self, item: _Work, batches: Sequence[Sequence[bytes]]) -> None:
+    def _drain(self, item: _Work, batches: Batches) -> None:
         table, step = item.table, item.step
         decoded = decode(_feed(item.seat), step.descriptors, batches)
         if decoded.stop is not None:

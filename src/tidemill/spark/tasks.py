@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,9 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.objects.store import ObjectStore
+from tidemill.base.errors import TidemillError
+from tidemill.base.portal import Portal
+from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.shards.front import TIME, Part, ShardSchema
 from tidemill.shards.hashing import bucket_of, hash_rows
 from tidemill.shards.parts import store_part
@@ -32,7 +35,7 @@ from tidemill.spark.upsert.commands import BEFORE_ALL, Commands, Truncate, join,
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import Resolved, resolve
 from tidemill.spark.upsert.runs import Run, write_run
-from tidemill.topics.reader import PartitionReaderImpl
+from tidemill.topics.fetch import read_batches
 
 
 class Decoded(msgspec.Struct, frozen=True):
@@ -48,7 +51,7 @@ def _decoder(feed: TopicFeed) -> CapturedDecoder | StreamDecoder:
     return CapturedDecoder(feed.schema, feed.table) if feed.captured else StreamDecoder(feed.schema)
 
 
-def decode(feed: TopicFeed, descriptors: Sequence[Descriptor], batches: Sequence[Sequence[bytes]]) -> Decoded:
+def decode(feed: TopicFeed, descriptors: Sequence[Descriptor], batches: Batches) -> Decoded:
     """`batches[i]` are the record batches of `descriptors[i]`. What cannot be read is in the result, never raised."""
     parts = list(decode_blocks(feed, descriptors, batches))
     stop = min((part.stop for part in parts if part.stop is not None), default=None)
@@ -60,9 +63,7 @@ def decode(feed: TopicFeed, descriptors: Sequence[Descriptor], batches: Sequence
     return Decoded(commands, dead, stop)
 
 
-def decode_blocks(
-    feed: TopicFeed, descriptors: Sequence[Descriptor], batches: Sequence[Sequence[bytes]]
-) -> Iterator[Decoded]:
+def decode_blocks(feed: TopicFeed, descriptors: Sequence[Descriptor], batches: Batches) -> Iterator[Decoded]:
     """The same block by block: what a block was made from is gone when the next one comes."""
     for descriptor, data in zip(descriptors, batches, strict=True):
         for records in blocks_of(descriptor.slice, data, descriptor.refs):
@@ -83,16 +84,38 @@ def decode_block(feed: TopicFeed, records: Records) -> Decoded:
     return Decoded(*decoder.decode(records))
 
 
-async def fetch(objects: ObjectStore, descriptors: Sequence[Descriptor]) -> list[list[bytes]]:
-    """The record batches of each descriptor, from the bucket alone."""
-    reader = PartitionReaderImpl(None, objects)
-    return [await reader.read(d.refs) for d in descriptors]
+Batches = Sequence[Sequence[Buffer]]
+"""The record batches of some descriptors, of each those of its slice."""
+
+
+async def fetch(
+    objects: ObjectStore, tables: Sequence[Sequence[Descriptor]]
+) -> list[list[list[Buffer]] | TidemillError]:
+    """The record batches of each table's descriptors, from the bucket alone; of one that cannot be read, the error.
+
+    An object holds what came together, of many tables: it is read once for all of them.
+    """
+    found = iter(await read_batches(objects, [d.refs for descriptors in tables for d in descriptors]))
+    out: list[list[list[Buffer]] | TidemillError] = []
+    for descriptors in tables:
+        mine = list(islice(found, len(descriptors)))
+        error = next((one for one in mine if isinstance(one, TidemillError)), None)
+        out.append(error if error is not None else [one for one in mine if not isinstance(one, TidemillError)])
+    return out
+
+
+def fetch_here(portal: Portal, objects: ObjectStore, descriptors: Sequence[Descriptor]) -> Batches:
+    """Of one table. Raises what reading raises."""
+    (found,) = portal.call(fetch(objects, [descriptors]))
+    if isinstance(found, TidemillError):
+        raise found
+    return found
 
 
 def decode_here(objects_url: str, feed: TopicFeed, descriptors: Sequence[Descriptor]) -> Decoded:
     """Fetch and decode in a worker process."""
     portal, objects = shared_objects(objects_url)
-    return decode(feed, descriptors, portal.call(fetch(objects, descriptors)))
+    return decode(feed, descriptors, fetch_here(portal, objects, descriptors))
 
 
 PENDING = "pending-{}-{}.arrow"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from tidemill.base.errors import Corrupt, Missing, TidemillError
@@ -29,7 +30,8 @@ def choose(sizes: Sequence[int], first: int, max_bytes: int, max_count: int, *, 
 async def read_batches(
     objects: ObjectStore, groups: Sequence[Sequence[BatchRef]], cache: ObjectCache | None = None
 ) -> list[list[Buffer] | TidemillError]:
-    """The batches of each group, base offsets patched. One coalesced read per object over all groups.
+    """The batches of each group, base offsets patched. One coalesced read per object over all groups, the objects side
+    by side: a store answers each in its own time, and how many are under way at once is the store's own limit.
 
     A group whose object cannot be read is the error instead; the others are not harmed.
     """
@@ -48,7 +50,8 @@ async def read_batches(
                 ]
             else:
                 missing.setdefault(ref.object_key, []).append(ref)
-    for key, refs in missing.items():
+
+    async def read(key: str, refs: list[BatchRef]) -> None:
         try:
             await _read_object(objects, key, refs, buffers)
         except Missing:
@@ -56,6 +59,11 @@ async def read_batches(
             failed[key] = Corrupt(f"an object that a partition log names is gone: key={key}.")
         except TidemillError as error:
             failed[key] = error
+
+    if len(missing) == 1:
+        await read(*missing.popitem())
+    elif missing:
+        await asyncio.gather(*(read(key, refs) for key, refs in missing.items()))
     results: list[list[Buffer] | TidemillError] = []
     for refs in groups:
         reason = next((failed[ref.object_key] for ref in refs if ref.object_key in failed), None)

@@ -1,0 +1,68 @@
+"""What a round reads of the bucket: each object once, whoever's records it holds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from tidemill.base.clock import ManualClock
+from tidemill.base.errors import Corrupt
+from tidemill.objects.memory import MemoryObjects
+from tidemill.spark.decode.slices import Descriptor, Slice
+from tidemill.spark.tasks import fetch
+from tidemill.topics.batch import Record, encode_batch
+from tidemill.topics.front import BatchRef
+
+
+class Counting(MemoryObjects):
+    def __init__(self) -> None:
+        super().__init__(ManualClock())
+        self.reads: list[str] = []
+
+    async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        self.reads.append(key)
+        return await super().get_ranges(key, ranges)
+
+
+def descriptor(topic: str, refs: Sequence[BatchRef]) -> Descriptor:
+    return Descriptor(Slice(topic, topic, 0, 0, len(refs), (len(refs),), (1,)), tuple(refs))
+
+
+async def stored(objects: Counting, tables: int, keys: Sequence[str]) -> list[list[Descriptor]]:
+    """Of each table one batch in each object."""
+    batches = [encode_batch([Record(b"k", b"%d" % table, (), 1, 0)], base_offset=0) for table in range(tables)]
+    starts = [sum(map(len, batches[:table])) for table in range(tables)]
+    for key in keys:
+        await objects.put(key, b"".join(batches))
+    return [
+        [
+            descriptor(
+                f"t{table}", [BatchRef(key, starts[table], len(batches[table]), n, 1, 1) for n, key in enumerate(keys)]
+            )
+        ]
+        for table in range(tables)
+    ]
+
+
+def test_an_object_that_many_tables_share_is_read_once() -> None:
+    async def scenario() -> None:
+        objects, keys = Counting(), [f"l0/{n}" for n in range(5)]
+        found = await fetch(objects, await stored(objects, 7, keys))
+        assert sorted(objects.reads) == keys
+        for table, descriptors in enumerate(found):
+            assert isinstance(descriptors, list)
+            assert [bytes(batch)[-2:-1] for batch in descriptors[0]] == [b"%d" % table] * 5
+
+    asyncio.run(scenario())
+
+
+def test_a_table_whose_object_is_gone_fails_alone() -> None:
+    async def scenario() -> None:
+        objects = Counting()
+        tables = [*await stored(objects, 1, ["l0/a"]), *await stored(objects, 1, ["l0/b"])]
+        await objects.delete("l0/b")
+        kept, lost = await fetch(objects, tables)
+        assert isinstance(kept, list)
+        assert isinstance(lost, Corrupt)
+
+    asyncio.run(scenario())
