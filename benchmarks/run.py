@@ -14,6 +14,7 @@ NAMES = (
     "metastore_commits",
     "produce",
     "consume",
+    "decode",
     "commit_to_client",
     "commit_to_shard",
     "capture",

@@ -1,0 +1,190 @@
+"""Decoding for tables: record batches to columns, and JSON to command tables by blocks beside record by record.
+
+    python benchmarks/decode.py [--rows N] [--rounds R] [--json]
+
+Method: one process, one thread, CPU time of the process, best of R rounds. Batches: N records of the `mixed` objects in
+batches of several sizes, from bytes to columns; keys, values and offsets are verified. JSON: N objects of each schema
+in batches of 1,000, from columns to a command table, by blocks and record by record, the two alternating; both tables
+must be equal, row by row, without a dead letter. The limit is Arrow's reader over the same objects as one ready text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import platform
+import random
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+import pyarrow as pa
+import pyarrow.json as pj
+
+from tidemill.shards.front import Binding
+from tidemill.shards.schema import contents_schema
+from tidemill.spark.decode import stream
+from tidemill.spark.decode.ddl import stream_schema
+from tidemill.spark.decode.records import Records, blocks_of
+from tidemill.spark.decode.slices import cut
+from tidemill.spark.decode.stream import StreamDecoder
+from tidemill.topics.batch import Columns, Record, decode_opened, encode_batch, open_batch
+
+BATCHES = (5, 20, 100, 1_000, 10_000)
+SCHEMAS = {
+    "few strings": "click_id string, product string, page string",
+    "mixed": "click_id string, product_id long, amount double, paid boolean, page string, at timestamp",
+    "wide": "id long, "
+    + ", ".join(
+        f"n{i} long, s{i} string, f{i} double, b{i} boolean, t{i} timestamp, d{i} date, i{i} int" for i in range(3)
+    ),
+}
+FIRST = datetime(2026, 11, 22, tzinfo=UTC)
+
+
+class Batching(msgspec.Struct):
+    records_a_batch: int
+    us_a_record: float
+    verified: int
+
+
+class Reading(msgspec.Struct):
+    schema: str
+    bytes_a_row: float
+    fields: int
+    blocks_us: float
+    records_us: float
+    arrow_us: float
+    verified: int
+
+    @property
+    def ratio(self) -> float:
+        return self.records_us / self.blocks_us
+
+
+def best_us(rounds: int, count: int, *works: Callable[[], object]) -> list[float]:
+    """µs of CPU for each of `count`, of each work; the works take turns."""
+    best = [float("inf")] * len(works)
+    for _, (number, work) in itertools.product(range(rounds), enumerate(works)):
+        gc.collect()
+        before = time.process_time()
+        work()
+        best[number] = min(best[number], (time.process_time() - before) / count * 1e6)
+    return best
+
+
+def values_of(schema: str, count: int) -> list[bytes]:
+    rand = random.Random(8)
+    out = []
+    for n in range(count):
+        at = FIRST + timedelta(milliseconds=n)
+        stamp = at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        row: dict[str, object] = {"click_id": f"c{n:09d}"}
+        if schema == "few strings":
+            row |= {"product": f"product-{rand.randrange(5_000)}", "page": rand.choice(("/", "/cart", "/search?q=tea"))}
+        elif schema == "mixed":
+            row |= {"product_id": rand.randrange(5_000), "amount": round(rand.random() * 100, 2)}
+            row |= {"paid": n % 3 == 0, "page": f"/p/{n % 977}", "at": stamp}
+        else:
+            row = {"id": n}
+            for i in range(3):
+                row |= {f"n{i}": rand.randrange(10**9), f"s{i}": f"text {n % 1009}", f"f{i}": rand.random()}
+                row |= {f"b{i}": n % 2 == 0, f"t{i}": stamp, f"d{i}": str(at.date()), f"i{i}": n % 1000}
+        out.append(json.dumps(row, separators=(",", ":")).encode())
+    return out
+
+
+def batches_of(values: Sequence[bytes], size: int) -> list[bytes]:
+    rows = [Record(b"%08d" % n, value, (), 1_763_769_600_000 + n) for n, value in enumerate(values)]
+    return [encode_batch(rows[at : at + size], base_offset=at) for at in range(0, len(rows), size)]
+
+
+def batching(values: Sequence[bytes], size: int, rounds: int) -> Batching:
+    batches = batches_of(values, size)
+
+    def decode() -> list[Columns]:
+        found = list(decode_opened(open_batch(batch) for batch in batches))
+        return [part for part in found if isinstance(part, Columns)]
+
+    (us,) = best_us(rounds, len(values), decode)
+    parts = decode()
+    if [v for part in parts for v in part.values] != list(values):
+        raise SystemExit(f"batches of {size}: other values")
+    if [o for part in parts for o in part.offsets.tolist()] != list(range(len(values))):
+        raise SystemExit(f"batches of {size}: other offsets")
+    if [k for part in parts for k in part.keys] != [b"%08d" % n for n in range(len(values))]:
+        raise SystemExit(f"batches of {size}: other keys")
+    return Batching(size, us, len(values))
+
+
+def reading(name: str, count: int, rounds: int) -> Reading:
+    values = values_of(name, count)
+    schema = stream_schema(SCHEMAS[name], SCHEMAS[name].split()[0])
+    (piece,) = cut(None, [Binding(7, {"id": (count,)})], "t", "id")
+    blocks = list(blocks_of(piece, batches_of(values, 1_000)))
+
+    def read(few: int) -> Callable[[], list[pa.Table]]:
+        def work() -> list[pa.Table]:
+            stream.FEW = few
+            return [rows_of(decoder, block) for block in blocks]
+
+        return work
+
+    def arrow() -> None:
+        for text in texts:
+            pj.read_json(
+                pa.BufferReader(text),
+                read_options=pj.ReadOptions(use_threads=False, block_size=len(text) + 1),
+                parse_options=pj.ParseOptions(explicit_schema=as_read),
+            )
+
+    decoder = StreamDecoder(schema)
+    as_read = pa.schema([(f.name, pa.string() if pa.types.is_date(f.type) else f.type) for f in contents_schema(schema)])
+    texts = [b"\n".join(values[at : at + 2_000]) for at in range(0, count, 2_000)]
+    by_blocks, by_records = read(stream.FEW), read(1 << 62)
+    blocks_us, records_us, arrow_us = best_us(rounds, count, by_blocks, by_records, arrow)
+    for one, other in zip(by_blocks(), by_records(), strict=True):
+        if not one.equals(other):
+            raise SystemExit(f"{name}: the rows differ")
+    return Reading(
+        name, sum(map(len, values)) / count, len(schema.columns), blocks_us, records_us, arrow_us, 2 * count
+    )
+
+
+def rows_of(decoder: StreamDecoder, block: Records) -> pa.Table:
+    commands, dead = decoder.decode(block)
+    if dead.num_rows or commands.rows.num_rows != len(block):
+        raise SystemExit(f"dead letters among good rows: {dead.slice(0, 3).to_pylist()}")
+    return commands.rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    mixed = values_of("mixed", args.rows)
+    batchings = [batching(mixed, size, args.rounds) for size in BATCHES]
+    readings = [reading(name, args.rows, args.rounds) for name in SCHEMAS]
+    machine = f"{os.cpu_count()} cores, Python {platform.python_version()}, Arrow {pa.__version__}"
+    if args.json:
+        print(json.dumps({"machine": machine, **msgspec.to_builtins({"batches": batchings, "json": readings})}))
+        return
+    print(f"machine: {machine}; {args.rows:,} rows, best of {args.rounds}, µs of CPU")
+    for one in batchings:
+        print(f"batches of {one.records_a_batch:>6,}: {one.us_a_record:.3f} a record, {one.verified:,} verified")
+    for row in readings:
+        print(
+            f"JSON {row.schema}, {row.bytes_a_row:.0f} B, {row.fields} fields: {row.blocks_us:.2f} a row by blocks,"
+            f" {row.records_us:.2f} record by record, ratio {row.ratio:.2f}; Arrow's reader alone {row.arrow_us:.2f},"
+            f" {row.blocks_us / row.arrow_us:.2f} of it; {row.verified:,} verified"
+        )
+
+
+if __name__ == "__main__":
+    main()
