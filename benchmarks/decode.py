@@ -143,16 +143,15 @@ def reading(name: str, count: int, rounds: int) -> Reading:
             )
 
     decoder = StreamDecoder(schema)
-    as_read = pa.schema([(f.name, pa.string() if pa.types.is_date(f.type) else f.type) for f in contents_schema(schema)])
+    fields = contents_schema(schema)
+    as_read = pa.schema([(f.name, pa.string() if pa.types.is_date(f.type) else f.type) for f in fields])
     texts = [b"\n".join(values[at : at + 2_000]) for at in range(0, count, 2_000)]
     by_blocks, by_records = read(stream.FEW), read(1 << 62)
     blocks_us, records_us, arrow_us = best_us(rounds, count, by_blocks, by_records, arrow)
     for one, other in zip(by_blocks(), by_records(), strict=True):
         if not one.equals(other):
             raise SystemExit(f"{name}: the rows differ")
-    return Reading(
-        name, sum(map(len, values)) / count, len(schema.columns), blocks_us, records_us, arrow_us, 2 * count
-    )
+    return Reading(name, sum(map(len, values)) / count, len(schema.columns), blocks_us, records_us, arrow_us, 2 * count)
 
 
 def rows_of(decoder: StreamDecoder, block: Records) -> pa.Table:
