@@ -19,6 +19,8 @@ NAMES = (
     "commit_to_shard",
     "capture",
     "shapes",
+    "positions",
+    "scaling",
 )
 LANES = ("hostile", "fuzz", "calendar")
 """Long ones that look for faults, not for speed: only by name."""
