@@ -258,7 +258,7 @@ def test_a_wall_clock_that_is_set_neither_shortens_nor_lengthens_the_wait_for_a_
     run(scenario())
 
 
-def test_objects_of_a_dropped_shard_go_when_no_row_mentions_it() -> None:
+def test_m4405_objects_of_a_dropped_shard_go_when_no_row_mentions_it() -> None:
     async def scenario() -> None:
         world = World()
         shard, other = await world.open(), await world.open("other")

@@ -44,7 +44,7 @@ def test_a_writer_at_the_wrong_upper_is_told_the_current_one_and_changes_nothing
     run(scenario())
 
 
-def test_caa_unknown_that_did_not_land_commits_on_the_retry() -> None:
+def test_m4401_caa_unknown_that_did_not_land_commits_on_the_retry() -> None:
     async def scenario() -> None:
         world = World()
         consensus = world.consensus()
@@ -57,7 +57,7 @@ def test_caa_unknown_that_did_not_land_commits_on_the_retry() -> None:
     run(scenario())
 
 
-def test_caa_unknown_that_landed_is_a_success_without_a_new_record() -> None:
+def test_m4401_caa_unknown_that_landed_is_a_success_without_a_new_record() -> None:
     async def scenario() -> None:
         world = World()
         consensus = world.consensus()
@@ -75,7 +75,7 @@ def test_caa_unknown_that_landed_is_a_success_without_a_new_record() -> None:
     run(scenario())
 
 
-def test_caa_peer_raced_and_ours_had_not_landed_is_a_mismatch() -> None:
+def test_m4401_caa_peer_raced_and_ours_had_not_landed_is_a_mismatch() -> None:
     async def scenario() -> None:
         world = World()
         consensus = world.consensus()
@@ -90,7 +90,7 @@ def test_caa_peer_raced_and_ours_had_not_landed_is_a_mismatch() -> None:
     run(scenario())
 
 
-def test_caa_peer_went_on_and_ours_had_landed_is_a_success() -> None:
+def test_m4401_caa_peer_went_on_and_ours_had_landed_is_a_success() -> None:
     async def scenario() -> None:
         world = World()
         mine, peer = await world.open(), await world.open()
@@ -102,7 +102,7 @@ def test_caa_peer_went_on_and_ours_had_landed_is_a_success() -> None:
     run(scenario())
 
 
-def test_caa_old_bounds_without_an_earlier_unknown_are_a_mismatch() -> None:
+def test_m4401_caa_old_bounds_without_an_earlier_unknown_are_a_mismatch() -> None:
     async def scenario() -> None:
         world = World()
         mine, peer = await world.open(), await world.open()
@@ -172,7 +172,7 @@ def test_orphan_parts_are_harmless() -> None:
     run(scenario())
 
 
-def test_a_closed_shard_refuses_appends_and_stays_readable() -> None:
+def test_m4405_a_closed_shard_refuses_appends_and_stays_readable() -> None:
     async def scenario() -> None:
         world = World()
         shard = await world.open()

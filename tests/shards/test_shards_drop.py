@@ -24,7 +24,7 @@ async def dropped(world: World, name: str = "t", shard_id: str = "") -> str:
     return done.shard_id
 
 
-def test_every_handle_of_a_dropped_shard_is_refused_and_the_name_gets_a_new_shard() -> None:
+def test_m4405_every_handle_of_a_dropped_shard_is_refused_and_the_name_gets_a_new_shard() -> None:
     async def scenario() -> None:
         world = World()
         writer, reader = await world.open(), await world.open()
@@ -33,6 +33,7 @@ def test_every_handle_of_a_dropped_shard_is_refused_and_the_name_gets_a_new_shar
         listener = reader.listen(0)
         assert (await anext(listener)).upper == 10
         old = await dropped(world)
+        log = await world.consensus().log_head(f"shard/{old}")
         for refused in (
             lambda: append(writer, 10, 20, [(1, "b", 15, 1)]),
             lambda: reader.snapshot(9),
@@ -42,6 +43,7 @@ def test_every_handle_of_a_dropped_shard_is_refused_and_the_name_gets_a_new_shar
         ):
             with pytest.raises(Missing):
                 await refused()
+        assert await world.consensus().log_head(f"shard/{old}") == log, "what is refused writes nothing"
         assert await created_shards(world.consensus()) == [] == await read_shards(world.consensus())
         with pytest.raises(Missing):
             await world.open(schema=None)

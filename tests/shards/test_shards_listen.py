@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from shard_world import World, append, contents_of, run, tuples, updates
 
-from tidemill.base.errors import Corrupt, Unavailable
+from tidemill.base.errors import Closed, Corrupt, Unavailable
 from tidemill.shards.compaction import FAN_IN, choose, compact_once
 from tidemill.shards.front import Batch, Delta, Part
 from tidemill.shards.handle import LogShard
@@ -72,7 +72,7 @@ def test_a_listener_wakes_for_another_writers_append() -> None:
     run(scenario())
 
 
-def test_regression_listen_compaction() -> None:
+def test_m4403_regression_listen_compaction() -> None:
     """A merged batch holds rows from before the listener's frontier: they are not seen twice."""
 
     async def scenario() -> None:
@@ -115,6 +115,24 @@ def test_compaction_keeps_contents_at_every_readable_time() -> None:
     run(scenario())
 
 
+def test_m4405_a_closed_shard_is_still_compacted_and_its_history_still_moves_up() -> None:
+    async def scenario() -> None:
+        world = World()
+        shard = await world.open()
+        await churn(shard, FAN_IN * 2)
+        newest = contents_of(await shard.snapshot(FAN_IN * 2 - 1))
+        await shard.close()
+        assert await shard.downgrade_since("keeper", 1, 10**6) == FAN_IN * 2 - 1, "the newest time stays readable"
+        done = await compact_once(shard, world.objects, world.rand)
+        assert done is not None and done.shown and done.rows_out == 3
+        assert len(shard.state.batches) == 1 and shard.state.closed
+        assert contents_of(await (await world.open()).snapshot(FAN_IN * 2 - 1)) == newest
+        with pytest.raises(Closed):
+            await append(shard, FAN_IN * 2, FAN_IN * 2 + 1, [])
+
+    run(scenario())
+
+
 def test_compaction_that_lost_its_batches_changes_nothing() -> None:
     async def scenario() -> None:
         world = World()
@@ -138,7 +156,7 @@ def test_idle_ticks_do_not_unseat_a_merge() -> None:
     assert choose(batches[1:]) == (0, 0)
 
 
-def test_truncate_rows_outside_registered_bounds_never_show() -> None:
+def test_m4404_truncate_rows_outside_registered_bounds_never_show() -> None:
     """Rows @0, @1, @2 registered as [1, 2): only the one @1, for snapshots, listeners and after compaction."""
 
     async def scenario() -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from shard_world import World, run
 
-from tidemill.base.clock import Rand
+from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import Conflict, Invalid, Unavailable
 from tidemill.shards import remap as remap_module
-from tidemill.shards.front import Binding
+from tidemill.shards.front import Binding, HistoryLost
+from tidemill.shards.minting import Minter
 from tidemill.shards.open import open_remap
 from tidemill.shards.reclock import missing
 from tidemill.shards.remap import LogRemap
+from tidemill.spark.decode.slices import cut
 
 
 async def opened(world: World, consensus: object = None) -> LogRemap:
@@ -39,18 +42,62 @@ def test_a_record_gets_the_smallest_time_that_passes_it() -> None:
     assert time_of(bindings, "other", 0, 0) is None
 
 
-def test_offsets_one_and_three_at_one_second() -> None:
+def test_m4501_offsets_one_and_three_at_one_second() -> None:
     async def scenario() -> None:
         remap = await opened(World())
         await remap.mint(at(1000, 4))
         bindings = await remap.after(-1)
         assert [time_of(bindings, "t", 0, o) for o in (1, 3)] == [1000, 1000]
         assert time_of(bindings, "t", 0, 4) is None
+        latest = await remap.latest()
+        assert latest is not None and latest.time_ms + 1 == 1001, "who has read up to 4 has every time below 1001"
 
     run(scenario())
 
 
-def test_replay_gives_the_same_times_in_another_process() -> None:
+@pytest.mark.parametrize(
+    ("now_ms", "latest_ms", "next_ms"),
+    [(0, None, 0), (1, None, 1), (1000, None, 1000), (1125, 1000, 1125), (1125, 2000, 2001)],
+)
+def test_m4502_a_minter_takes_the_first_free_time_from_now_on(now_ms: int, latest_ms: int | None, next_ms: int) -> None:
+    async def scenario() -> None:
+        clock = ManualClock(now_ms)
+        remap = await opened(World())
+        if latest_ms is not None:
+            await remap.mint(at(latest_ms, 1))
+        minter = Minter(remap, clock, interval_ms=1000)
+        await minter.open()
+        assert minter.due_in_s() == 0.0, "what was minted by another life is no reason to wait"
+        assert await minter.mint_missing({"t": (5,)}, 0)
+        assert minter.latest is not None and minter.latest.time_ms == next_ms
+        clock.advance(124)
+        assert round(minter.due_in_s() * 1000) == 876
+        clock.advance(876)
+        assert minter.due_in_s() == 0.0
+        assert not await minter.mint_missing({"t": (5,)}, 0), "nothing is minted while nothing moved"
+
+    run(scenario())
+
+
+def test_m4503_partitions_that_are_bound_one_after_the_other() -> None:
+    async def scenario() -> None:
+        remap = await opened(World())
+        for binding in (at(1000, 10), at(2000, 10, 10)):
+            await remap.mint(binding)
+        # What is read from an upper on: everything, everything, the second partition, nothing.
+        for upper, resume in ((0, ()), (1000, ()), (1001, (10,)), (2000, (10,)), (2001, (10, 10))):
+            base = await remap.at(upper - 1)
+            assert (base.offsets["t"] if base else ()) == resume
+            slices = cut(base, await remap.after(upper - 1), "t", "t")
+            assert {s.partition for s in slices} == {p for p in range(2) if len(resume) <= p}
+            for each in slices:
+                times = each.times_of(np.arange(each.start, each.end)).tolist()
+                assert times == [(1000, 2000)[each.partition]] * 10
+
+    run(scenario())
+
+
+def test_m4504_replay_gives_the_same_times_in_another_process() -> None:
     async def scenario() -> None:
         world = World()
         remap = await opened(world)
@@ -63,7 +110,29 @@ def test_replay_gives_the_same_times_in_another_process() -> None:
     run(scenario())
 
 
-def test_two_minters_bind_an_offset_once() -> None:
+def test_m4505_what_lies_below_a_forgotten_time_is_an_error_and_the_rest_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remap_module, "WHOLE_EVERY", 1)
+
+    async def scenario() -> None:
+        world = World()
+        remap = await opened(world)
+        for binding in (at(0, 3), at(1000, 5), at(2000, 6)):
+            await remap.mint(binding)
+        before = cut(await remap.at(1000), await remap.after(1000), "t", "t")
+        assert await remap.forget(1000) == 1
+        for handle in (await opened(world), await opened(world)):
+            assert await handle.at(1000) == at(1000, 5), "offsets 3 and 4 are told from what comes later"
+            assert cut(await handle.at(1000), await handle.after(1000), "t", "t") == before
+            for lost in (handle.at(0), handle.after(0)):
+                with pytest.raises(HistoryLost):
+                    await lost
+
+    run(scenario())
+
+
+def test_m4506_two_minters_bind_an_offset_once() -> None:
     async def scenario() -> None:
         world = World()
         a, b = await opened(world), await opened(world)

@@ -22,7 +22,7 @@ def after(*commands: Command) -> ShardState:
     return state
 
 
-def test_since_downgrade_mixed() -> None:
+def test_m4402_since_downgrade_mixed() -> None:
     leased = SetHold("leased", 0, 10_000, 1)
     state = after(leased, DowngradeSince("critical", 1, 2, 1), SetHold("leased", 3, 10_000, 1))
     assert state.since == 2

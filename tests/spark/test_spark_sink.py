@@ -46,15 +46,14 @@ def clicks_sink(harbour: Any, scratch: Path, **more: Any) -> FeedSink:
     return FeedSink(harbour.portal, s, "topic/clicks", remap, [table], Latency(), Latency(), **more)
 
 
-def shop_sink(harbour: Any, scratch: Path, tables: list[str]) -> FeedSink:
+def shop_sink(harbour: Any, scratch: Path, tables: list[str], **more: Any) -> FeedSink:
     s = harbour.stores
     writers = []
     for name in tables:
         feed = harbour.portal.call(captured_feed(s.catalogue, "shop", f"public.{name}"))
         writers.append(writer(harbour, name, feed.schema, scratch, feed))
     remap = harbour.portal.call(open_remap(s.consensus, s.clock, s.rand, "capture/shop"))
-    dead = dead_letters(harbour)
-    more: dict[str, Any] = {"dead_letters": dead, "idle_move_s": 0.0}
+    more = {"dead_letters": dead_letters(harbour), "idle_move_s": 0.0} | more
     return FeedSink(harbour.portal, s, "capture/shop", remap, writers, Latency(), Latency(), **more)
 
 
@@ -173,12 +172,13 @@ def test_duplicates_are_one_row_and_malformed_records_are_dead_letters(harbour: 
     assert "malformed" in letters[0]["reason"] and "key column" in letters[1]["reason"]
 
 
-def test_idle_bindings_move_the_upper(harbour: Any, tmp_path: Path) -> None:
+def test_m4302_idle_bindings_move_the_upper_without_a_part(harbour: Any, tmp_path: Path) -> None:
     topic = harbour.create_topic("clicks")
     sink = clicks_sink(harbour, tmp_path / "s")
     harbour.mint("topic/clicks", 5_000, topic)
     sink.process(sink.latest())
     assert harbour.upper("clicks") == 5_001
+    assert not any(batch.parts for batch in harbour.shard("clicks").state.batches)
     assert harbour.upper("p.dead_letters") == 0, "no letters, no writes"
 
 
@@ -218,7 +218,9 @@ def test_two_sinks_race_on_one_shard_and_the_loser_recomputes(harbour: Any, tmp_
     assert len(harbour.contents("p.dead_letters")) == 12
 
 
-def test_a_follower_whose_history_is_compacted_between_two_looks_starts_over(harbour: Any, tmp_path: Path) -> None:
+def test_m4403_a_follower_whose_history_is_compacted_between_two_looks_starts_over(
+    harbour: Any, tmp_path: Path
+) -> None:
     """Read from where it stands, the merged batch holds every live row as news and no deletion at all."""
     topic = harbour.create_topic("clicks")
     one, two = clicks_sink(harbour, tmp_path / "1"), clicks_sink(harbour, tmp_path / "2")

@@ -34,7 +34,7 @@ def lagging(fault: Fault, *, feedback_first: bool) -> Upsert:
 
 
 @pytest.mark.parametrize("feedback_first", [True, False])
-def test_lagging_replacement_below_upper_strands_data(feedback_first: bool) -> None:
+def test_m4101_lagging_replacement_below_upper_strands_data(feedback_first: bool) -> None:
     operator = lagging(Fault.NONE, feedback_first=feedback_first)
     pending = operator.drain()
     assert updates(pending.updates) == []
@@ -45,7 +45,7 @@ def test_lagging_replacement_below_upper_strands_data(feedback_first: bool) -> N
 
 
 @pytest.mark.parametrize("feedback_first", [True, False])
-def test_the_planted_fault_pins_the_output_frontier_at_5(feedback_first: bool) -> None:
+def test_m4101_the_planted_fault_pins_the_output_frontier_at_5(feedback_first: bool) -> None:
     operator = lagging(Fault.KEEP_BELOW_UPPER, feedback_first=feedback_first)
     assert operator.drain().upper == 5
     operator.advance(1_000)
@@ -53,7 +53,7 @@ def test_the_planted_fault_pins_the_output_frontier_at_5(feedback_first: bool) -
     assert operator.upper == 10
 
 
-def test_lagging_replacement_below_upper_is_dropped() -> None:
+def test_m4102_lagging_replacement_below_upper_is_dropped() -> None:
     shard = ModelShard()
     lag, peer = Writer(shard), Writer(shard)
     lag.operator.ingest(commands([(0, 1, 5, 1), (1, 2, 7, 2)]))
@@ -63,7 +63,7 @@ def test_lagging_replacement_below_upper_is_dropped() -> None:
     assert shard.contents(10) == {0: 1, 1: 2, 2: 3}
 
 
-def test_gh_9160_repro() -> None:
+def test_m4103_gh_9160_repro() -> None:
     shard = ModelShard()
     writer = Writer(shard)
     assert writer.step([(0, 0, 0, 0)], 1) == [(0, 0, 0, 1)]
@@ -79,7 +79,7 @@ def test_gh_9160_repro() -> None:
     assert shard.contents(3) == {0: 2}
 
 
-def test_rehydration_then_update() -> None:
+def test_m4104_rehydration_then_update() -> None:
     mirror = Mirror.hydrate(SCHEMA, pa.table({"k": [42], "v": [100]}), 1)
     operator = Upsert(SCHEMA, mirror)
     operator.ingest(commands([(42, 200, 1, 1)]))
@@ -87,7 +87,7 @@ def test_rehydration_then_update() -> None:
     assert updates(operator.drain().updates) == [(42, 100, 1, -1), (42, 200, 1, 1)]
 
 
-def test_multi_batch_rehydration() -> None:
+def test_m4105_multi_batch_rehydration() -> None:
     operator = Upsert(SCHEMA, Mirror(SCHEMA))
     operator.feedback(fed((1, 10, 0, 1), (1, 10, 0, -1), (1, 20, 0, 1)), 0, 1)
     operator.ingest(commands([(1, 30, 1, 1)]))
@@ -95,45 +95,45 @@ def test_multi_batch_rehydration() -> None:
     assert updates(operator.drain().updates) == [(1, 20, 1, -1), (1, 30, 1, 1)]
 
 
-def test_delete_existing_key() -> None:
+def test_m4106_delete_existing_key() -> None:
     writer = Writer(ModelShard())
     assert writer.step([(1, 77, 0, 0), (1, None, 1, 1)], 2) == [(1, 77, 0, 1), (1, 77, 1, -1)]
 
 
-def test_delete_nonexistent_key() -> None:
+def test_m4107_delete_nonexistent_key() -> None:
     assert Writer(ModelShard()).step([(1, None, 1, 1)], 2) == []
 
 
-def test_reinsert_after_delete() -> None:
+def test_m4108_reinsert_after_delete() -> None:
     writer = Writer(ModelShard())
     sets = [(1, 10, 0, 0), (1, None, 1, 1), (1, 20, 2, 2)]
     assert writer.step(sets, 3) == [(1, 10, 0, 1), (1, 10, 1, -1), (1, 20, 2, 1)]
 
 
-def test_reinsert_after_delete_in_batches_of_one_time() -> None:
+def test_m4108_reinsert_after_delete_in_batches_of_one_time() -> None:
     writer = Writer(ModelShard())
     found = writer.step([(1, 10, 0, 0)], 1) + writer.step([(1, None, 1, 1)], 2) + writer.step([(1, 20, 2, 2)], 3)
     assert found == [(1, 10, 0, 1), (1, 10, 1, -1), (1, 20, 2, 1)]
 
 
-def test_idempotent_update() -> None:
+def test_m4109_idempotent_update() -> None:
     assert Writer(ModelShard()).step([(1, 50, 0, 0), (1, 50, 1, 1)], 2) == [(1, 50, 0, 1)]
 
 
-def test_idempotent_update_across_batches() -> None:
+def test_m4109_idempotent_update_across_batches() -> None:
     writer = Writer(ModelShard())
     assert writer.step([(1, 50, 0, 0)], 1) == [(1, 50, 0, 1)]
     assert writer.step([(1, 50, 1, 1)], 2) == []
 
 
-def test_out_of_order_keys_across_timestamps() -> None:
+def test_m4110_out_of_order_keys_across_timestamps() -> None:
     writer = Writer(ModelShard())
     found = writer.step([(99, 1, 0, 0), (1, 2, 1, 1), (1, 3, 2, 2), (99, 4, 2, 3)], 3)
     expected = [(99, 1, 0, 1), (1, 2, 1, 1), (1, 2, 2, -1), (1, 3, 2, 1), (99, 1, 2, -1), (99, 4, 2, 1)]
     assert found == expected
 
 
-def test_drain_crosses_probe_window() -> None:
+def test_m4111_drain_crosses_probe_window() -> None:
     writer = Writer(ModelShard())
     writer.step([(k, k, 0, k) for k in range(1500)], 1)
     found = writer.step([(k, k + 1, 1, 1500 + k) for k in range(1500)], 2)
@@ -141,7 +141,7 @@ def test_drain_crosses_probe_window() -> None:
     assert [u for u in found if u[3] > 0] == [(k, k + 1, 1, 1) for k in range(1500)]
 
 
-def test_drain_reads_spilled_chunks(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_m4112_drain_reads_spilled_chunks(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr("tidemill.spark.upsert.mirror.SPILL_ROWS", 1)
     mirror = Mirror(SCHEMA, directory=tmp_path)
     shard = ModelShard()
