@@ -18,6 +18,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "stranded-rows": ("shards", "a lagging writer appends rows whose times the shard has passed (seed 001)"),
     "choose-before-hold": ("shards", "a reader chooses its batches before its hold is there"),
     "collect-held": ("shards", "collection passes over the holds of readers"),
+    "consolidate-above-since": ("shards", "compaction sums up times that readers still tell apart"),
     "seed002": ("capture", "a flush inside a transaction is reported at once, not aligned at its commit"),
     "early-keepalive": ("capture", "a commit does not take back that everything seen is confirmed"),
     "early-confirm": ("capture", "the topic writer reports a commit flushed before a binding covers it"),

@@ -1,0 +1,170 @@
+"""What a shard must hold, by its log alone, and whether everything that was read of it agrees.
+
+The model is a list of updates in the order in which they were appended: what a single writer would have written.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from tidemill.consensus import staterecords
+from tidemill.shards.apply import Rejected, apply
+from tidemill.shards.codec import decode_command
+from tidemill.shards.commands import Append
+from tidemill.shards.handle import LogShard
+from tidemill.shards.state import ShardState, check_whole
+from tidemill.sim.world import Violated
+
+Row = tuple[str, str]
+Update = tuple[str, str, int, int]
+"""k, v, time, diff"""
+Command = tuple[int, str, str | None, int]
+"""offset, k, v (None = deleted), time"""
+
+
+class Attempt(msgspec.Struct):
+    """One compare-and-append as its writer knows it: of `updates`, or of what `seen` made of the shard's contents.
+
+    outcome: `running` (its writer died, or never learned), `ok`, or `refused`.
+    """
+
+    token: str
+    lower: int
+    upper: int
+    updates: tuple[Update, ...] = ()
+    seen: tuple[Command, ...] = ()
+    outcome: str = "running"
+
+
+class Frontiers:
+    """What linearizable reads gave as since and upper: no read that begins later may give less."""
+
+    def __init__(self) -> None:
+        self.since = self.upper = 0
+
+    async def read(self, shard: LogShard) -> tuple[int, int]:
+        floor = self.since, self.upper
+        since, upper = await shard.frontiers()
+        if since < floor[0] or upper < floor[1]:
+            raise Violated(f"since or upper went back: before={floor} now={(since, upper)}")
+        self.since, self.upper = max(since, self.since), max(upper, self.upper)
+        return since, upper
+
+
+class Model:
+    """The multiset at every time."""
+
+    def __init__(self, updates: Iterable[Update]) -> None:
+        self.updates = sorted(updates, key=lambda update: update[2])
+
+    def at(self, as_of: int) -> Counter[Row]:
+        out: Counter[Row] = Counter()
+        for key, value, time, diff in self.updates:
+            if time > as_of:
+                break
+            out[key, value] += diff
+        return Counter({row: count for row, count in out.items() if count})
+
+    def from_since(self, since: int) -> Counter[Update]:
+        """The history that is still told apart: everything up to `since` is one sum."""
+        return _told(self.updates, since)
+
+
+def check_landed(records: Sequence[bytes], attempts: Mapping[str, Attempt]) -> list[Attempt]:
+    """The attempts that stand, in order, by a replay of every record that ever landed in the shard's log.
+
+    An append stands once if it was acknowledged, never if it was refused; since and upper never go back.
+    """
+    state: ShardState | None = None
+    stands: list[str] = []
+    for data in records:
+        if data[0] != staterecords.COMMAND:
+            continue
+        command = decode_command(data[1:])
+        result = apply(state, command)
+        if isinstance(result, Rejected):
+            continue
+        if state is not None and (result.since < state.since or result.upper < state.upper):
+            raise Violated(f"since or upper went back: version={result.version}")
+        state = result
+        if isinstance(command, Append):
+            stands.append(command.batch.token)
+    if state is not None:
+        check_whole(state)
+    for token, attempt in attempts.items():
+        count = stands.count(token)
+        if count > 1 or (attempt.outcome == "ok") > count or (attempt.outcome == "refused" and count):
+            raise Violated(f"an append stands {count} times: attempt={attempt.outcome} token={token}")
+    return [attempts[token] for token in stands]
+
+
+def check_reads(reads: Iterable[tuple[int, Counter[Row]]], model: Model) -> None:
+    """Contents at every time ever read are the model's, whenever they were read."""
+    for as_of, found in reads:
+        wanted = model.at(as_of)
+        if found != wanted:
+            raise Violated(f"contents differ from the model: as_of={as_of} {difference(found, wanted)}")
+
+
+def check_stored(stored: Iterable[Update], since: int, model: Model) -> None:
+    """What is stored says the same as the model at every readable time, not only at those that were read."""
+    found, wanted = _told(stored, since), model.from_since(since)
+    if found != wanted:
+        raise Violated(f"history differs from the model: since={since} {difference(found, wanted)}")
+
+
+def check_heard(heard: Counter[Update], frontier: int, model: Model) -> None:
+    """A listener from the beginning saw every update below its frontier once."""
+    wanted = Counter(update for update in model.updates if update[2] < frontier)
+    if heard != wanted:
+        raise Violated(f"a listener missed or repeated updates: {difference(heard, wanted)}")
+
+
+def folded(appends: Iterable[Attempt]) -> list[Update]:
+    """The updates that one sequential upsert makes of the commands of `appends`: the highest offset wins within a
+    key and time, null deletes, what changes nothing is nothing."""
+    live: dict[str, str] = {}
+    out: list[Update] = []
+    for attempt in appends:
+        winners: dict[tuple[int, str], tuple[int, str | None]] = {}
+        for offset, key, value, time in attempt.seen:
+            if attempt.lower <= time < attempt.upper and winners.get((time, key), (-1, None))[0] < offset:
+                winners[time, key] = offset, value
+        for (time, key), (_, value) in sorted(winners.items(), key=lambda item: item[0]):
+            before = live.get(key)
+            if before == value:
+                continue
+            if before is not None:
+                out.append((key, live.pop(key), time, -1))
+            if value is not None:
+                live[key] = value
+                out.append((key, value, time, 1))
+    return out
+
+
+def check_nothing_skipped(appends: Iterable[Attempt], topic: Iterable[Command]) -> None:
+    """Every record that was always there was seen by whoever wrote its time."""
+    records = list(topic)
+    for attempt in appends:
+        missed = {r for r in records if attempt.lower <= r[3] < attempt.upper} - set(attempt.seen)
+        if missed:
+            raise Violated(f"an append left records out: lower={attempt.lower} {_short(sorted(missed))}")
+
+
+def _told(updates: Iterable[Update], since: int) -> Counter[Update]:
+    out: Counter[Update] = Counter()
+    for key, value, time, diff in updates:
+        out[key, value, max(time, since), 0] += diff
+    return Counter({update: count for update, count in out.items() if count})
+
+
+def difference(found: Counter[Any], wanted: Counter[Any]) -> str:
+    return f"missing={_short((wanted - found).elements())} extra={_short((found - wanted).elements())}"
+
+
+def _short(rows: Iterable[Any]) -> str:
+    return str([str(row)[:60] for row in list(rows)[:5]])

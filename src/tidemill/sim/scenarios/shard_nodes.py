@@ -1,0 +1,156 @@
+"""What the scenarios of the shards room share: one shard, processes with a handle on it, and its keeper."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from tidemill.base.clock import Rand
+from tidemill.base.errors import Conflict, Unavailable, Unknown
+from tidemill.keeper.collection import collect
+from tidemill.keeper.grounds import Grounds, Retention
+from tidemill.keeper.jobs import Budget
+from tidemill.keeper.orphans import Orphans
+from tidemill.shards.compaction import compact_once
+from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.handle import LogShard
+from tidemill.shards.open import open_shard
+from tidemill.sim.oracles.shards import Attempt, Frontiers, Model, Row, Update
+from tidemill.sim.world import Actor, Down, World
+
+SCHEMA = ShardSchema((Column("k", "string"), Column("v", "string")), ("k",))
+NAME = "t"
+OWNER = "keeper"
+
+
+class Shared:
+    """What the scenario knows from outside: attempts, what was read, how far the listener durably got.
+
+    Its two subclasses say who writes, and what the shard must hold then.
+    """
+
+    def __init__(self, world: World, fault: str) -> None:
+        self.world = world
+        self.fault = fault
+        self.attempts: dict[str, Attempt] = {}
+        self.reads: list[tuple[int, Counter[Row]]] = []
+        self.frontiers = Frontiers()
+        self.heard: Counter[Update] = Counter()
+        self.heard_to = 0
+        """The listener's frontier."""
+        self.numbers = 0
+
+    def number(self) -> int:
+        self.numbers += 1
+        return self.numbers
+
+    def token(self) -> str:
+        return f"token-{self.number()}"
+
+    def cast(self) -> list[Actor[Node]]:
+        """The writers, not yet started."""
+        raise NotImplementedError
+
+    def beside(self) -> list[tuple[Actor[Node], Callable[[Any, Node], Awaitable[None]]]]:
+        """Further actors and what they do until the end."""
+        return []
+
+    async def feed(self) -> None:
+        """What goes on outside of all actors, until there is nothing more to write."""
+
+    async def write(self, node: Node) -> None:
+        """A writer's work, until it is done. Begins anew in each life."""
+        raise NotImplementedError
+
+    async def model(self, stands: Sequence[Attempt]) -> Model:
+        """What the shard must hold; `stands`: the attempts that landed, in order."""
+        raise NotImplementedError
+
+
+class Node:
+    """One process with a handle on the shard."""
+
+    def __init__(self, actor: Actor[Any], shard: LogShard, rand: Rand, objects: Any, consensus: Any) -> None:
+        self.actor = actor
+        self.shard = shard
+        self.rand = rand
+        self.objects = objects
+        self.consensus = consensus
+
+
+async def build(actor: Actor[Node]) -> Node:
+    consensus, objects, rand = actor.consensus(), actor.objects(), actor.world.rand()
+    writer = str(actor.life).replace("#", ".")
+    shard = await open_shard(consensus, objects, actor.clock, rand, NAME, SCHEMA, writer=writer)
+    return Node(actor, shard, rand, objects, consensus)
+
+
+async def oracle_handle(world: World) -> LogShard:
+    """A handle without faults."""
+    return await open_shard(world.consensus, world.objects, world.clock, Rand(0), NAME)
+
+
+async def keep(
+    shared: Shared, actor: Actor[Node], work: Callable[[Any, Node], Awaitable[None]], stop: asyncio.Future[None]
+) -> None:
+    """Run `work` in the actor, again after every death, until it ends or the scenario stops."""
+    while not stop.done():
+        if not actor.up:
+            await actor.start()
+            continue
+        working = actor.enter(lambda node: work(shared, node))
+        await asyncio.wait([working, stop], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            return
+        try:
+            working.result()
+            return
+        except Down:
+            await asyncio.sleep(shared.world.source.choice((0.0, 0.1, 1.0)))
+
+
+async def keep_up(shared: Shared, node: Node) -> None:
+    """Let history go up to where the listener is, merge runs, collect what was replaced, sweep orphans."""
+    source, epoch = shared.world.source, node.actor.life.number
+    metastore: Any = None  # there is no other shard, and no restore
+    retention = Retention(orphans_after_s=source.choice((0.1, 1.0)))
+    orphans = Orphans(Grounds(node.consensus, node.objects, metastore, node.actor.clock, node.rand, retention))
+    while True:
+        await asyncio.sleep(source.uniform(0, 0.3))
+        try:
+            if shared.heard_to > 1 and source.random() < 0.5:
+                since = source.randrange(shared.heard_to)
+                await node.shard.downgrade_since(OWNER, epoch, min(since, shared.heard_to - 1))
+            await compact_once(node.shard, node.objects, node.rand)
+            if source.random() < 0.7:
+                await collect(
+                    node.shard, node.objects, node.actor.clock, after_ms=source.choice((-1, 100)), persisted=1 << 60
+                )
+            if source.random() < 0.2:
+                await orphans.run(Budget(node.actor.clock, epoch))
+        except (Unavailable, Unknown, Conflict):
+            continue
+
+
+def table(updates: Iterable[Update]) -> pa.Table:
+    listed = list(updates)
+    return pa.table(
+        {
+            "k": pa.array([u[0] for u in listed], pa.string()),
+            "v": pa.array([u[1] for u in listed], pa.string()),
+            TIME: pa.array([u[2] for u in listed], pa.int64()),
+            DIFF: pa.array([u[3] for u in listed], pa.int64()),
+        }
+    )
+
+
+def updates_of(found: pa.Table) -> list[Update]:
+    return list(zip(*(found.column(name).to_pylist() for name in ("k", "v", TIME, DIFF)), strict=True))
+
+
+def rows_of(found: pa.Table) -> Counter[Row]:
+    return Counter(zip(found.column("k").to_pylist(), found.column("v").to_pylist(), strict=True))

@@ -1,0 +1,82 @@
+"""Readers of the shard: short snapshots, long reads under holds that are kept or expire, and one listener."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tidemill.base.errors import Invalid, Missing, Unavailable, Unknown
+from tidemill.shards.consolidate import contents
+from tidemill.shards.front import HistoryLost
+from tidemill.sim.scenarios.shard_nodes import SCHEMA, Node, Shared, rows_of, updates_of
+from tidemill.sim.world import Violated
+
+HOLD_MS = 10**9
+
+
+async def read(shared: Shared, node: Node) -> None:
+    """Snapshots at random readable times."""
+    source = shared.world.source
+    while True:
+        await asyncio.sleep(source.uniform(0, 0.6))
+        try:
+            since, upper = await shared.frontiers.read(node.shard)
+            if upper > since:
+                as_of = source.randrange(since, upper)
+                shared.reads.append((as_of, rows_of(await node.shard.snapshot(as_of, timeout_s=1.0))))
+        except (Unavailable, Unknown, Invalid):
+            continue
+
+
+async def read_long(shared: Shared, node: Node) -> None:
+    """Chooses under a hold and reads much later: the objects must still be there while the hold lives.
+
+    Some holds are short and expire under the read: then its objects may be gone, but what it reads is still exact.
+    """
+    source = shared.world.source
+    while True:
+        await asyncio.sleep(source.uniform(0, 0.4))
+        reader = f"long-{shared.number()}"
+        ttl_ms = HOLD_MS if source.random() < 0.6 else source.randint(20, 400)
+        try:
+            since, upper = await shared.frontiers.read(node.shard)
+            if upper <= since:
+                continue
+            as_of = source.randrange(since, upper)
+            if shared.fault == "choose-before-hold":
+                chosen = await node.shard.batches_until(as_of)
+                await asyncio.sleep(source.uniform(0, 1.0))
+            expires_ms = node.actor.clock.now_ms() + ttl_ms
+            await node.shard.hold(reader, as_of, ttl_ms)
+            if shared.fault != "choose-before-hold":
+                chosen = await node.shard.batches_until(as_of)
+        except (Unavailable, Unknown, Invalid):
+            continue
+        while True:
+            await asyncio.sleep(source.uniform(0, 0.8))
+            try:
+                updates = await node.shard.reader.read_batches(chosen, 0, as_of + 1)
+                shared.reads.append((as_of, rows_of(contents(SCHEMA, updates))))
+                if source.random() < 0.7:
+                    await node.shard.release(reader)  # the others lapse some time
+                break
+            except Missing as error:
+                if node.actor.clock.now_ms() < expires_ms:
+                    raise Violated(f"an object went under a hold: as_of={as_of} {error.message}") from error
+                shared.world.trace(f"{node.actor.life} a hold expired under a read at {as_of}")
+                break
+            except (Unavailable, Unknown):
+                continue
+
+
+async def listen(shared: Shared, node: Node) -> None:
+    """From where the last life of this listener durably was; progress and rows are kept in one step."""
+    while True:
+        try:
+            async for delta in node.shard.listen(shared.heard_to):
+                if delta.lower != shared.heard_to:
+                    raise Violated(f"a listener was given [{delta.lower}, {delta.upper}) at {shared.heard_to}")
+                shared.heard.update(updates_of(delta.rows))
+                shared.heard_to = delta.upper
+        except (Unavailable, Unknown, HistoryLost):
+            # Without a hold what it chose may be collected; since stays behind it, so it may choose again.
+            await asyncio.sleep(0.05)
