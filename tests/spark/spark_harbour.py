@@ -23,8 +23,8 @@ from tidemill.topics.log import LocalTopics
 
 
 class Harbour:
-    def __init__(self, root: Path) -> None:
-        self.urls = Urls(f"file://{root}/objects", f"sqlite://{root}/consensus.db")
+    def __init__(self, root: Path, urls: Urls | None = None) -> None:
+        self.urls = urls or Urls(f"file://{root}/objects", f"sqlite://{root}/consensus.db")
         self.portal = Portal("harbour")
         self.stores: Stores = self.portal.call(open_stores(self.urls))
         self.topics: LocalTopics = self.portal.call(self._topics())

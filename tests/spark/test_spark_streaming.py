@@ -135,6 +135,7 @@ def test_a_pipeline_keeps_its_tables_through_restarts_and_shows_marks(harbour: A
             time.sleep(0.1)
         at = shop.settle("clicks", "orders", "lines", "by_product")
         shop.check(at)
+        until(lambda: all(feed.sink.called.is_set() for feed in runner.feeds), "Spark brings batches")
         board = Board(harbour.stores.consensus, Rand())
         until(lambda: _marks_caught_up(harbour, board, at), "marks show the uppers")
         assert runner.latency.summary()["count"]

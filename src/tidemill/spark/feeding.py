@@ -166,9 +166,7 @@ class Feed:
         settings = self._host.settings
         checkpoint = settings.scratch / "checkpoints" / self.source.replace("/", "-")
         shutil.rmtree(checkpoint, ignore_errors=True)
-        options = {
-            "objects": settings.urls.objects,
-            "consensus": settings.urls.consensus,
+        options = {  # not the stores' URLs: options are in Spark's event log
             "source": self.source,
             "rows": "false",
             # It only says that time has come: what a table that is further behind lacks is read by the sink anyway.

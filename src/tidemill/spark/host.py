@@ -69,12 +69,17 @@ class Host:
         """Marks of the pipeline and its units; their supervision tells failures here."""
 
     def session_is_lost(self) -> bool:
-        """Has the JVM that a session was opened on ended? A session of somebody else's JVM is not ours to judge."""
+        """Has the JVM that a session was opened on ended, or its cluster given the application up?
+
+        A session of somebody else's JVM is not ours to judge.
+        """
         from pyspark import SparkContext
 
         gateway = SparkContext._gateway
         process = getattr(gateway, "proc", None)
-        return process is not None and process.poll() is not None
+        if process is None:
+            return False
+        return process.poll() is not None or (self.spark is not None and _given_up(self.spark))
 
     def retried(self, call: Callable[[], T]) -> T:
         """Call until storage answers or the pipeline ends."""
@@ -96,6 +101,17 @@ class Host:
 
     def mirror_dir(self, name: str) -> Path:
         return self.settings.scratch / "mirrors" / name
+
+
+def _given_up(spark: SparkSession) -> bool:
+    """Spark stops a context whose master removed it, and never starts it again."""
+    try:
+        return bool(spark.sparkContext._jsc.sc().isStopped())
+    except (OSError, AttributeError):
+        return True  # the way to the JVM is gone
+    except Exception as error:  # py4j raises what it likes
+        log.warning("Spark does not say whether it runs", error=str(error).splitlines()[0][:200])
+        return True
 
 
 @contextmanager

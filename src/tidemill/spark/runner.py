@@ -28,7 +28,7 @@ from tidemill.spark.host import Host, Settings, own_directory
 from tidemill.spark.pipeline import DerivedTable, Pipeline, load_pipeline
 from tidemill.spark.reporting import Reporter
 from tidemill.spark.scratch import sweep
-from tidemill.spark.stores import open_stores
+from tidemill.spark.stores import IN_ENVIRONMENT, open_stores
 from tidemill.spark.table import TableWriter
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class Runner(Host):
 
     def _run(self) -> None:
         self.stores = self.portal.call(open_stores(self.settings.urls, domains=self.settings.domains))
+        self.stores.urls = IN_ENVIRONMENT
         try:
             self._start()
             while not self._stopping.wait(0.2) and not self.ending.is_set():
@@ -85,10 +86,7 @@ class Runner(Host):
         proving = keep("objects", self.stores.objects.keep_proving, tracker=self.tracker, clock=self.stores.clock)
         self._proving = asyncio.run_coroutine_threadsafe(proving, self.portal.loop)
         self._unit("catalogue", self._register)
-        if self.spark is None:
-            self._unit(SESSION_THREAD, self._open_session, mark="spark")
-        else:
-            self.session_ready.set()
+        self._unit(SESSION_THREAD, self._open_session, mark="spark")
         for feed in self.feeds:
             self._thread(f"feed-{feed.source}", feed.run)
         for table in self.pipeline.derived_tables.values():
@@ -180,20 +178,26 @@ class Runner(Host):
             return found
 
     def _open_session(self) -> None:
-        from tidemill.spark.session import build_session
+        from tidemill.spark.session import build_session, is_local
+        from tidemill.spark.shipping import ship, tell
         from tidemill.spark.source import register
 
         settings = self.settings
-        spark = build_session(
-            f"tidemill-{settings.name}",
-            settings.master,
-            scratch=settings.scratch,
-            driver_memory=settings.driver_memory,
-            extra=settings.conf,
-        )
-        spark.sparkContext.setLogLevel("WARN")
-        register(spark, settings.urls.objects, settings.urls.consensus)
-        self.spark = spark
+        if self._own_spark:
+            self.spark = build_session(
+                f"tidemill-{settings.name}",
+                settings.master,
+                scratch=settings.scratch,
+                driver_memory=settings.driver_memory,
+                extra=settings.conf,
+            )
+            self.spark.sparkContext.setLogLevel("WARN")
+        spark = self.spark
+        assert spark is not None
+        tell(spark.sparkContext, settings.urls)
+        if not is_local(spark.sparkContext.master):
+            ship(spark.sparkContext, settings.scratch / "archive")
+        register(spark)
         self.session_ready.set()
         log.info("session is ready", spark=spark.version, master=spark.sparkContext.master)
 

@@ -4,6 +4,7 @@ mirrors/TABLE    of the pipeline's tables; those of tables it no longer has go
   pending-…      runs of tasks whose results never came
 large/           a step that was cut off
 checkpoints/     made anew by every process
+archive/         what is sent to executors that lack it (shipping.py)
 spark-local/     Spark's shuffle files; a killed JVM leaves its own behind
 """
 
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from tidemill.spark.bytasks import sweep_pending
 
-ANEW = ("large", "checkpoints", "spark-local")
+ANEW = ("large", "checkpoints", "spark-local", "archive")
 
 
 def sweep(scratch: Path, tables: Collection[str]) -> None:

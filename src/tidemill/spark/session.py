@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import tidemill
 from tidemill.spark.archive import archive_options
 from tidemill.spark.home import spark_home
 from tidemill.spark.java import export_java, find_java
@@ -18,6 +22,7 @@ from tidemill.spark.java import export_java, find_java
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+PYTHON_SETTING = "spark.pyspark.python"
 CHECKPOINT_MANAGER = "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
 
 STREAMING_SETTINGS: dict[str, str] = {
@@ -45,11 +50,15 @@ STREAMING_SETTINGS: dict[str, str] = {
     "spark.speculation": "false",
 }
 
-LOCAL_SETTINGS: dict[str, str] = {
+QUIET_SETTINGS: dict[str, str] = {
     "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+}
+
+LOCAL_SETTINGS: dict[str, str] = {
+    # Executors of a cluster come to the driver by its host's name, or by SPARK_LOCAL_IP; a local one needs neither.
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.host": "127.0.0.1",
-    "spark.ui.showConsoleProgress": "false",
 }
 
 QUICK_JVM = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-Xshare:auto", "-XX:-UsePerfData")
@@ -69,18 +78,26 @@ def normalise_master(master: str) -> str:
     return master
 
 
+def is_local(master: str) -> bool:
+    """Do tasks run in the driver's own JVM?"""
+    return master == "local" or master.startswith("local[")
+
+
 def log_option() -> str:
     """Spark's log goes to standard error, warnings and worse."""
     return f"-Dlog4j2.configurationFile={Path(__file__).with_name('log4j2.properties').as_uri()}"
 
 
-def settings(*, scratch: Path | None = None, driver_memory: str = "1g", quick: bool = True) -> dict[str, str]:
+def settings(
+    master: str = "local[*]", *, scratch: Path | None = None, driver_memory: str = "1g", quick: bool = True
+) -> dict[str, str]:
     """What `build_session` sets. `quick`: the C1 compiler and the serial collector, which cost nothing in steady
     state on small machines and halve the warm-up; turn it off for long SQL on many cores."""
     jvm = [log_option(), *archive_options(), *(QUICK_JVM if quick else ())]
     found = {
         **STREAMING_SETTINGS,
-        **LOCAL_SETTINGS,
+        **QUIET_SETTINGS,
+        **(LOCAL_SETTINGS if is_local(master) else {}),
         "spark.driver.memory": driver_memory,
         "spark.driver.extraJavaOptions": " ".join(jvm),
     }
@@ -100,19 +117,21 @@ def build_session(
 ) -> SparkSession:
     """A session tuned for short micro-batches; `extra` settings win over ours.
 
-    Finds Java (Invalid when there is none) and makes workers run this very interpreter. A session that is
+    Finds Java (Invalid when there is none). Workers run this very interpreter, unless PYSPARK_PYTHON or the setting
+    spark.pyspark.python names another; the master's own are made able to by `shipping.ship`. A session that is
     already active in the process is returned as it is, with our SQL settings added where they can be.
     """
     export_java(find_java())
     home = spark_home()
     if home:
         os.environ["SPARK_HOME"] = home
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    python = (extra or {}).get(PYTHON_SETTING) or os.environ.get("PYSPARK_PYTHON") or sys.executable
+    os.environ["PYSPARK_PYTHON"] = python
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
     # The launcher is a JVM of its own that only prints a command line: keep its start short too.
     os.environ.setdefault("SPARK_LAUNCHER_OPTS", " ".join(QUICK_JVM))
     master = normalise_master(master)
-    if master.startswith("local"):
+    if is_local(master):
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     if scratch is not None:  # by the environment, for Spark warns when it is told by a setting
         os.environ["SPARK_LOCAL_DIRS"] = str(scratch / "spark-local")
@@ -120,6 +139,23 @@ def build_session(
     from pyspark.sql import SparkSession
 
     builder = SparkSession.builder.appName(app_name).master(master)
-    for key, value in {**settings(scratch=scratch, driver_memory=driver_memory, quick=quick), **(extra or {})}.items():
+    ours = settings(master, scratch=scratch, driver_memory=driver_memory, quick=quick)
+    for key, value in {**ours, **(extra or {})}.items():
         builder = builder.config(key, value)
-    return builder.getOrCreate()
+    with _found_by_planners(python):
+        return builder.getOrCreate()
+
+
+@contextmanager
+def _found_by_planners(python: str) -> Iterator[None]:
+    """Spark plans Python sources on this machine, with the Python of the executors: the JVM that starts now, and no
+    other, leads it to what the driver's own Python has."""
+    before = os.environ.get("PYTHONPATH", "")
+    if python != sys.executable:
+        package = str(Path(tidemill.__file__).parents[1])
+        ours = dict.fromkeys([package, *map(sysconfig.get_path, ("purelib", "platlib"))])
+        os.environ["PYTHONPATH"] = os.pathsep.join([*ours, before])
+    try:
+        yield
+    finally:
+        os.environ["PYTHONPATH"] = before

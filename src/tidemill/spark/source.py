@@ -4,7 +4,7 @@
     streaming  option source=topic/NAME (with schema, key) or capture/NAME (with table=schema.table)
                rows=true  (default) one row a record: columns, _time, _order, _partition, _live
                rows=false one row a partition and batch: what to read, for operators that fetch for themselves
-    both       options objects=URL, consensus=URL
+    both       options objects=URL, consensus=URL; without them the environment of Spark's workers is asked
 
 The streaming offset is {"ts": T}: everything below time T, planned from remap alone, so that every query
 and every restart cuts a topic at the same places (U5). `latestOffset` waits for a new binding instead of
@@ -118,8 +118,7 @@ class _Options:
 
     @property
     def urls(self) -> Urls:
-        fix = "Give the URLs that tidemill.toml has."
-        return Urls(self.need("objects", fix), self.need("consensus", fix))
+        return Urls(self.text("objects"), self.text("consensus")).here()
 
     @property
     def source(self) -> str:
@@ -185,7 +184,7 @@ class ShardReader(DataSourceReader):  # type: ignore[misc]
             # Executors read while nobody here is called any more, so the hold is as long as a job may take: hold first.
             portal.call(shard.hold(shard.reader_name("spark"), as_of, JOB_HOLD_MS))
             batches = [b for b in portal.call(shard.batches_until(as_of)) if b.parts]
-        return [ShardPartition(self._options.urls.objects, shard.schema, batches, as_of)] if batches else []
+        return [ShardPartition(self._options.text("objects"), shard.schema, batches, as_of)] if batches else []
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         from tidemill.shards.consolidate import contents
@@ -252,7 +251,7 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
         descriptors = portal.call(self._plan(stores, start["ts"], end["ts"]))
         rows = self._options.flag("rows", True)
         feed = msgspec.msgpack.encode(self._options.one_feed()) if rows else b""
-        return [FeedPartition(self._options.urls.objects, msgspec.msgpack.encode(d), feed) for d in descriptors]
+        return [FeedPartition(self._options.text("objects"), msgspec.msgpack.encode(d), feed) for d in descriptors]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tidemill.base.clock import Clock, Rand, SystemClock
+from tidemill.base.errors import Invalid
 from tidemill.base.portal import Portal
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.open import open_consensus
@@ -23,6 +24,7 @@ from tidemill.objects.resilient import ResilientObjects
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.cpu import Cpu, pooled_cpu
 from tidemill.shards.front import Remap, ShardSchema
+from tidemill.spark import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 from tidemill.topics.front import PartitionReader
 
 if TYPE_CHECKING:
@@ -30,13 +32,29 @@ if TYPE_CHECKING:
 
 
 class Urls(msgspec.Struct, frozen=True):
-    """Where the durable halves live; travels to workers in plain text, so keep secrets in the environment."""
+    """Where the durable halves live. An empty one is in the environment: secrets travel to workers there alone."""
 
     objects: str
     consensus: str
 
+    def here(self) -> Urls:
+        """With what the environment says for what is empty. Raises Invalid where it says nothing."""
+        return Urls(_told(self.objects, OBJECTS_VARIABLE), _told(self.consensus, CONSENSUS_VARIABLE))
+
+
+IN_ENVIRONMENT = Urls("", "")
+
+
+def _told(url: str, variable: str) -> str:
+    found = url or os.environ.get(variable, "")
+    if not found:
+        raise Invalid(f"no URL of a store: variable={variable}.", fix="Give the URLs that tidemill.toml has.")
+    return found
+
 
 class Stores:
+    """`urls` is what workers are told (`Urls.here`)."""
+
     def __init__(
         self, urls: Urls, objects: ResilientObjects, consensus: Consensus, clock: Clock, rand: Rand, domains: int = 0
     ) -> None:
@@ -104,7 +122,7 @@ def _here() -> _Shared:
 
 def shared(urls: Urls) -> tuple[Portal, Stores]:
     """This process's portal and stores, opened once."""
-    here = _here()
+    here, urls = _here(), urls.here()
     if urls not in here.stores:
         here.stores[urls] = here.portal.call(open_stores(urls))
     return here.portal, here.stores[urls]
@@ -112,7 +130,7 @@ def shared(urls: Urls) -> tuple[Portal, Stores]:
 
 def shared_objects(url: str) -> tuple[Portal, ObjectStore]:
     """The bucket alone: what a task needs that only reads batches and writes parts."""
-    here = _here()
+    here, url = _here(), _told(url, OBJECTS_VARIABLE)
     if url not in here.objects:
         here.objects[url] = here.portal.call(open_objects(url, SystemClock(), Rand()))
     return here.portal, here.objects[url]

@@ -1,0 +1,51 @@
+"""What an executor is asked before work is given to it. These functions travel by value, for an executor may have
+nothing of ours yet: at its top this file imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import socket
+import zlib
+from pathlib import Path
+
+CODE = "tidemill's own code"
+
+
+def code_of(package: Path) -> str:
+    """Names the code in a package's directory: equal directories, equal names."""
+    found = 0
+    for path in sorted(package.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            found = zlib.crc32(path.relative_to(package).as_posix().encode(), found)
+            found = zlib.crc32(path.read_bytes(), found)
+    return f"{found:08x}"
+
+
+def lacking(wanted: dict[str, str], code: str) -> list[str]:
+    """What of `wanted` (distribution → version) and of our code (`code_of`) this interpreter does not have just so."""
+    out = []
+    for name, version in wanted.items():
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found = ""
+        if found != version:
+            out.append(f"{name} {version}" + (f" (has {found})" if found else ""))
+    spec = importlib.util.find_spec("tidemill")
+    if spec is None or spec.origin is None or code_of(Path(spec.origin).parent) != code:
+        out.append(CODE)
+    return out
+
+
+def trouble() -> str:
+    """Do what a task does first: import our code, open the bucket and consensus. "" or where and why that fails."""
+    try:
+        from tidemill.spark.stores import IN_ENVIRONMENT, shared
+
+        portal, stores = shared(IN_ENVIRONMENT)
+        portal.call(stores.consensus.head("metastore/cluster"))
+    except Exception as error:
+        return f"host={socket.gethostname()} error={type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return ""

@@ -1,0 +1,107 @@
+"""Spark's own standalone master and worker as processes, from the jars of the installed pyspark."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tidemill.cli.demo.postgres import free_port
+from tidemill.spark.home import spark_home
+from tidemill.spark.java import find_java
+from tidemill.spark.session import QUICK_JVM
+
+
+class Cluster:
+    """A master, and a worker that can be killed and started again.
+
+    The worker has a directory of its own, an environment with nothing of ours, and does not see what is in `hidden`
+    (a mount namespace of its own), as if it were another machine.
+    """
+
+    def __init__(self, root: Path, hidden: Path) -> None:
+        self._root = root
+        self._hidden = hidden
+        self._port, self._page = free_port(), free_port()
+        self._master: subprocess.Popen[bytes] | None = None
+        self._worker: subprocess.Popen[bytes] | None = None
+        # An interpreter of the same version that has no package at all: what executors run.
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(root / "python")], check=True)
+        self.python = str(root / "python" / "bin" / "python")
+
+    @property
+    def url(self) -> str:
+        return f"spark://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        ports = ["--port", str(self._port), "--webui-port", str(self._page)]
+        self._master = self._java("master", "org.apache.spark.deploy.master.Master", "--host", "127.0.0.1", *ports)
+        self._until(self._master, lambda: "Spark Master at" in self._page_text())
+        self.start_worker()
+
+    def start_worker(self) -> None:
+        work = self._root / "work"
+        mount = f'mount -t tmpfs -o size=1m tmpfs "{self._hidden}" && exec "$@"'
+        alone = ["unshare", "-m" if os.getuid() == 0 else "-rm", "sh", "-c", mount, "sh"]
+        self._worker = self._java(
+            "worker",
+            "org.apache.spark.deploy.worker.Worker",
+            *("--host", "127.0.0.1", "--port", str(free_port()), "--webui-port", str(free_port())),
+            *("--cores", "2", "--memory", "1g", "--work-dir", str(work), self.url),
+            before=alone,
+        )
+        self._until(self._worker, lambda: "ALIVE</td>" in "".join(self._page_text().split()))
+
+    def kill_worker(self) -> None:
+        """As a machine ends: the worker and its executors at once."""
+        assert self._worker is not None
+        _end(self._worker)
+
+    def close(self) -> None:
+        for process in (self._worker, self._master):
+            if process is not None:
+                _end(process)
+
+    def _page_text(self) -> str:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._page}/", timeout=2) as answer:
+                return str(answer.read().decode())
+        except OSError:
+            return ""
+
+    def _until(self, process: subprocess.Popen[bytes], there: Callable[[], bool]) -> None:
+        until_s = time.monotonic() + 60
+        while not there():
+            said = (self._root / "cluster.log").read_text()[-3000:]
+            assert process.poll() is None and time.monotonic() < until_s, said
+            time.sleep(0.1)
+
+    def _java(self, name: str, main: str, *arguments: str, before: list[str] | None = None) -> Any:
+        home = spark_home()
+        environ = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self._root),
+            "JAVA_HOME": find_java().home,
+            "SPARK_HOME": home,
+            "SPARK_LOCAL_IP": "127.0.0.1",
+            "SPARK_LOCAL_DIRS": str(self._root / name),
+            "SPARK_LAUNCHER_OPTS": " ".join(QUICK_JVM),
+            "SPARK_DAEMON_JAVA_OPTS": " ".join(QUICK_JVM),
+        }
+        with (self._root / "cluster.log").open("ab") as log:
+            return subprocess.Popen(
+                [*(before or []), f"{home}/bin/spark-class", main, *arguments],
+                env=environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, cwd=self._root,
+            )  # fmt: skip
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
