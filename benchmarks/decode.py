@@ -43,6 +43,7 @@ SCHEMAS = {
         f"n{i} long, s{i} string, f{i} double, b{i} boolean, t{i} timestamp, d{i} date, i{i} int" for i in range(3)
     ),
 }
+FEW = stream.FEW
 FIRST = datetime(2026, 11, 22, tzinfo=UTC)
 
 
@@ -146,7 +147,7 @@ def reading(name: str, count: int, rounds: int) -> Reading:
     fields = contents_schema(schema)
     as_read = pa.schema([(f.name, pa.string() if pa.types.is_date(f.type) else f.type) for f in fields])
     texts = [b"\n".join(values[at : at + 2_000]) for at in range(0, count, 2_000)]
-    by_blocks, by_records = read(stream.FEW), read(1 << 62)
+    by_blocks, by_records = read(FEW), read(1 << 62)
     blocks_us, records_us, arrow_us = best_us(rounds, count, by_blocks, by_records, arrow)
     for one, other in zip(by_blocks(), by_records(), strict=True):
         if not one.equals(other):

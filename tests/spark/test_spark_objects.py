@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 from tidemill.shards.front import Column, ShardSchema
 from tidemill.spark.decode import objects as objects_module
 from tidemill.spark.decode import stream
+from tidemill.spark.decode.lines import LINES, SPAN_BYTES
 from tidemill.spark.decode.records import Records
 from tidemill.spark.decode.stream import StreamDecoder
+from tidemill.topics.batch import Record, decode_columns, encode_batch
 from tidemill.topics.batch.columns import of_fields
 
 SCHEMA = ShardSchema(
@@ -171,6 +174,54 @@ def test_bytes_that_are_no_text_are_dead_letters(monkeypatch: pytest.MonkeyPatch
     assert len(dead) >= 1
 
 
+FORMS = ("2026-11-22T01:02:03Z", "2026-11-22T01:02:03.5Z", "2026-11-22T01:02:03.123456Z")
+CLOSE = (
+    "2026-11-22T01:02:03.5+02", "2026-11-22T01:02:03.5+0200", "2026-11-22T01:02:03+02:00",
+    "2026-11-22T01:02:03.Z", "2026-11-22T01:02:03,5Z", "2026-11-22T01:02:03 5Z", "2026-11-22T01:02:03.5z",
+    "2026-11-22 01:02:03Z", "2026-11-22t01:02:03Z", "2026/11/22T01:02:03Z", "2026-11-22T01.02.03Z",
+    "0000-11-22T01:02:03Z", "2026-02-30T01:02:03Z", "2026-11-22T24:00:00Z", "2026-11-22T23:59:60Z",
+    "2026-11-22T1:02:03.55Z", "2026-11-22T01:02:+3Z", "2026-11-22T01:02: 3Z", "2026-11-22T01:02:03.1234567Z",
+    "2026-11-22T01:02Z", "2026-11-22T01Z", "2026-11-22Z", "20261122T010203Z",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", CLOSE)
+def test_a_moment_that_is_nearly_usual(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among usual ones, which are not looked at by a pattern."""
+    usual_ones = [b'{"k":"u","t":"%s","d":"2026-11-22"}' % form.encode() for form in FORMS] * 11
+    for name, found in (("t", text), ("d", text[:10])):
+        held([*usual_ones, json.dumps({"k": "c", name: found}).encode(), *usual_ones], monkeypatch)
+
+
+@given(st.lists(st.tuples(st.sampled_from(FORMS), st.integers(0, 26), st.sampled_from("0195+-:.TZz ")), max_size=3))
+@settings(max_examples=100, deadline=None)
+def test_a_moment_of_which_one_byte_is_another(changes: list[tuple[str, int, str]]) -> None:
+    found: list[bytes | None] = [b'{"k":"u","t":"%s"}' % form.encode() for form in FORMS] * 11
+    for form, at, other in changes:
+        changed = form[:at] + other + form[at + 1 :]
+        found += [json.dumps({"k": "c", name: text}).encode() for name, text in (("t", changed), ("d", changed[:10]))]
+    with pytest.MonkeyPatch.context() as patch:
+        held(found, patch)
+
+
+@pytest.mark.parametrize("count", [39, 45, 61, 64, 100])
+def test_what_lies_behind_a_value_is_no_part_of_it(count: int) -> None:
+    """Its count of headers, which may look like a letter, a bracket or no text."""
+    rows = [Record(b'{"k":', value, (("h", b"NaN"),) * count) for value in usual(100)]
+    _, columns = decode_columns(encode_batch(rows))
+    decoder = StreamDecoder(SCHEMA)
+    assert decoder._objects is not None
+    blocks, slow = decoder._objects.read(columns, np.arange(100))
+    assert len(slow) == 0 and [n for b in blocks for n in b.arrays["i"].to_pylist()] == list(range(100))
+
+
+def test_values_of_all_sizes_are_cut_to_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = (0, SPAN_BYTES // 2, SPAN_BYTES - 8, SPAN_BYTES, 3 * SPAN_BYTES)
+    long = [b'{"k":"' + b"x" * size + b'"}' for size in sizes]
+    rows, dead = held([*usual(LINES), *long, *usual(3), *long, *usual(LINES + 1)], monkeypatch)
+    assert len(rows) == 2 * LINES + 14 and not dead
+
+
 def test_good_rows_never_meet_the_slow_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is slow is counted, not timed: nothing of a block of good rows, and of a bad one only itself."""
     slow: list[int] = []
@@ -208,15 +259,15 @@ CROWDS = {
 @pytest.mark.parametrize("crowd", CROWDS)
 def test_a_block_of_odd_rows_is_not_read_again_and_again(crowd: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parses: list[int] = []
-    parse = objects_module.ObjectReader._parse
+    parse = objects_module._parse
 
-    def counted(self: Any, text: bytes, millis: Any) -> Any:
-        parses.append(len(text))
-        return parse(self, text, millis)
+    def counted(text: Any, options: Any) -> Any:
+        parses.append(text.size)
+        return parse(text, options)
 
-    monkeypatch.setattr(objects_module.ObjectReader, "_parse", counted)
+    monkeypatch.setattr(objects_module, "_parse", counted)
     held(CROWDS[crowd], monkeypatch)
-    stretches = -(-len(CROWDS[crowd]) // objects_module.STRETCH)
+    stretches = -(-len(CROWDS[crowd]) // LINES)
     assert len(parses) <= stretches * (2 * objects_module.REFUSALS + 3)
 
 

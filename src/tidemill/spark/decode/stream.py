@@ -27,7 +27,8 @@ from tidemill.shards.schema import arrow_type
 from tidemill.spark.decode.build import command_table
 from tidemill.spark.decode.fields import columns_of_rows, row_decoder
 from tidemill.spark.decode.letters import Letter, letter_table
-from tidemill.spark.decode.objects import Block, ObjectReader, Places, in_order
+from tidemill.spark.decode.lines import Places
+from tidemill.spark.decode.objects import Block, ObjectReader, in_order
 from tidemill.spark.decode.records import Records
 from tidemill.spark.upsert.commands import Commands
 from tidemill.topics.batch import Columns
