@@ -103,7 +103,7 @@ def test_an_interpreter_lacks_what_it_has_in_another_version_and_code_that_diffe
 
 
 @pytest.mark.spark
-def test_executors_that_lack_nothing_are_sent_nothing_and_ones_without_a_way_to_a_store_are_told(
+def test_f313_executors_that_lack_nothing_are_sent_nothing_and_ones_without_a_way_to_a_store_are_told(
     spark: Any, harbour: Any, tmp_path: Path
 ) -> None:
     context = spark.sparkContext
