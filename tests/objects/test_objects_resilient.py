@@ -118,6 +118,25 @@ def test_a_late_duplicate_of_our_own_put_is_not_a_conflict() -> None:
     asyncio.run(main())
 
 
+def test_our_own_object_that_a_sweep_took_before_it_was_read_back_is_no_conflict() -> None:
+    """The put was so long under way that its object was old: nobody else wrote it, so nobody may be blamed."""
+
+    async def main() -> None:
+        inner = Scripted([(True, Unknown), (False, Conflict)])
+        first_head = inner.head
+
+        async def swept_then_head(key: str) -> ObjectMeta | None:
+            await MemoryObjects.delete(inner, key)
+            return await first_head(key)
+
+        inner.head = swept_then_head  # type: ignore[method-assign]
+        with pytest.raises(Unknown, match="deleted before"):
+            await resilient(inner).put("k", b"ours")
+        assert inner.calls == 2, "its key is never used again"
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("script", [[], [(False, Unavailable)], [(False, Unknown)]])
 def test_another_writers_object_is_a_conflict(script: Script) -> None:
     async def main() -> None:

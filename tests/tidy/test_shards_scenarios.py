@@ -6,6 +6,8 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+from tidemill.sim.scenarios import FAULTS
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "shards-scenarios.md"
 COUNTS = {"41": 12, "43": 6, "44": 5, "45": 6}
@@ -37,6 +39,12 @@ def test_every_row_of_the_notes_is_on_the_page_once() -> None:
 
 def test_every_row_names_its_tests_and_every_such_test_its_row() -> None:
     assert {i: set(NAMED.findall(" ".join(cells))) for i, cells in rows()} == ids_of_tests()
+
+
+def test_every_planted_fault_of_the_room_is_on_the_page() -> None:
+    simulated = PAGE.read_text().partition("## Simulation")[2]
+    named = set(re.findall(r"^\| `([a-z0-9-]+)` \|", simulated, re.MULTILINE))
+    assert named == {name for name, (room, _) in FAULTS.items() if room == "shards"}
 
 
 def test_every_row_is_held_alone_and_through_spark_or_says_why_there_is_no_spark_in_it() -> None:

@@ -8,7 +8,7 @@ R3  A put whose outcome is Unknown is made again. That is safe however late the 
     proves too little: in a directory an object can be seen that power loss would still take away, and
     only another attempt, which loses but makes the entry safe first, says otherwise.
 R4  Conflict after an attempt of ours that may have landed is settled by reading back, so our own
-    success is never reported as Conflict.
+    success is never reported as Conflict. What was deleted in between (by age, as an orphan) stays Unknown.
 
 Ours is decided by nonce where the store keeps one (`NoncedObjects`), else by comparing bytes; two
 writers of equal bytes to one key may then both hear success, which changes nothing durable.
@@ -165,8 +165,16 @@ class ResilientObjects:
                 await self._once("write", lambda: self._attempt(key, data, nonce))
                 return
             except Conflict:
-                if unsettled is not None and await self._is_ours(key, data, nonce, retry):
+                if unsettled is None:
+                    raise
+                ours = await self._is_ours(key, data, nonce, retry)
+                if ours:
                     return
+                if ours is None:
+                    raise Unknown(
+                        f"The object was there and was deleted before it could be read back: key={key}.",
+                        fix="Write under another key.",
+                    ) from unsettled
                 raise
             except Unknown as error:
                 unsettled = error

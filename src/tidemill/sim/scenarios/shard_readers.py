@@ -44,7 +44,11 @@ async def read_long(shared: Shared, node: Node) -> None:
             as_of = source.randrange(since, upper)
             if shared.fault == "choose-before-hold":
                 chosen = await node.shard.batches_until(as_of)
-                await asyncio.sleep(source.uniform(0, 1.0))
+                for _ in range(source.randint(0, 20)):  # most often until what it chose was merged
+                    await asyncio.sleep(0.1)
+                    await node.shard.frontiers()
+                    if not {*chosen} <= {*node.shard.state.batches}:
+                        break
             expires_ms = node.actor.clock.now_ms() + ttl_ms
             await node.shard.hold(reader, as_of, ttl_ms)
             if shared.fault != "choose-before-hold":

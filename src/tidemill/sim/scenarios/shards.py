@@ -25,14 +25,18 @@ from tidemill.shards.front import TIME, Part, ShardSchema
 from tidemill.shards.parts import decode_part
 from tidemill.shards.state import Garbage, ShardState
 from tidemill.sim.oracles.shards import check_heard, check_landed, check_reads, check_stored
+from tidemill.sim.scenarios import shard_upserts
 from tidemill.sim.scenarios.shard_nodes import Shared, build, keep, keep_up, oracle_handle, rows_of, updates_of
 from tidemill.sim.scenarios.shard_readers import listen, read, read_long
 from tidemill.sim.scenarios.shard_writers import Writers
 from tidemill.sim.world import Actor, Crew, Violated, World, swapped
+from tidemill.spark.upsert import operator, resolve
 
 
 async def run(world: World, fault: str = "") -> None:
-    shared = Writers(world, fault)
+    # Both kinds of writers meet both kinds of object stores, which go by the last bit (Actor.objects).
+    upserting = fault in shard_upserts.FAULTS or (fault != "stranded-rows" and world.seed // 2 % 2 == 1)
+    shared: Shared = shard_upserts.Upserts(world, fault) if upserting else Writers(world, fault)
     decoded: dict[str | bytes, pa.Table] = {}
 
     def decode_once(schema: ShardSchema, data: Any, part: Part) -> pa.Table:
@@ -48,6 +52,7 @@ async def run(world: World, fault: str = "") -> None:
         swapped(compaction, "SMALLEST_CLASS_BYTES", world.source.choice((1 << 10, 64 << 10))),
         swapped(reading, "decode_part", decode_once),
         swapped(apply_rules, "collectable", _deaf if fault == "collect-held" else apply_rules.collectable),
+        swapped(operator, "resolve", shard_upserts.drained_twice if fault == "drain-twice" else resolve.resolve),
         swapped(compaction, "merged", _eager if fault == "consolidate-above-since" else consolidate.merged),
     ):
         await play(world, shared)
@@ -82,9 +87,9 @@ async def play(world: World, shared: Shared) -> None:
         ]
         if source.random() < 0.7:
             others.append(crew.spawn(keep(shared, keeper, keep_up, stop)))
-        for _ in range(source.choice((0, 1, 3))):
+        for _ in range(source.choice((0, 1, 3, 6))):
             await asyncio.sleep(source.uniform(0, 0.8))
-            victim = source.choice(world.actors)
+            victim = source.choice(writers if source.random() < 0.5 else world.actors)
             if victim.up:
                 victim.crash()
         await asyncio.wait(writing, timeout=5.0)

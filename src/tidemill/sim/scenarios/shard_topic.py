@@ -1,0 +1,108 @@
+"""A topic of one partition beside the shard: records that are produced, compacted away and bound to times.
+
+Topics and captures have rooms of their own in the simulation; here a topic is a list that everybody reads alike, but
+for its compaction: of a key's records all but the newest may go at any moment, so that two readers of one time may
+have seen different ones. Bindings are real: two minters race for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from tidemill.base.clock import Clock
+from tidemill.base.errors import Unavailable, Unknown
+from tidemill.shards.front import Binding
+from tidemill.shards.minting import Minter
+from tidemill.shards.open import open_remap
+from tidemill.shards.remap import LogRemap
+from tidemill.sim.clock import EPOCH_MS
+from tidemill.sim.oracles.shards import Command
+from tidemill.sim.scenarios.shard_nodes import Node
+from tidemill.sim.world import World
+from tidemill.spark.decode.slices import cut
+
+SOURCE = "topic/t"
+TOPIC = "t"
+
+
+class WorldTime:
+    """Milliseconds since the world began: times that a shard's can be drawn from at random."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def now_ms(self) -> int:
+        return self._clock.now_ms() - EPOCH_MS
+
+    def monotonic_s(self) -> float:
+        return self._clock.monotonic_s()
+
+
+class Topic:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.records: list[tuple[str, str | None]] = []
+        self.gone: set[int] = set()
+        """Offsets that compaction took away."""
+        self.done = False
+        self._compacts = world.source.random() < 0.6
+        self._keys = world.source.randint(1, 5)
+
+    async def feed(self) -> None:
+        """Produce for a while: few keys, values that repeat, deletions, also of what is not there. Compaction goes on
+        for a while after that."""
+        source = self.world.source
+        for _ in range(source.randint(3, 30)):
+            for _ in range(source.choice((1, 1, 2, 5))):
+                value = source.choice((None, "a", "b", "c", f"v{len(self.records)}", self.world.filler))
+                self.records.append((f"k{source.randrange(self._keys)}", value))
+            await self._pause()
+        self.done = True
+        for _ in range(8):
+            await self._pause()
+
+    async def _pause(self) -> None:
+        source = self.world.source
+        await asyncio.sleep(source.uniform(0, 0.2) if source.random() < 0.7 else 0)
+        if not self._compacts or source.random() < 0.2:
+            return
+        newest = {key: offset for offset, (key, _) in enumerate(self.records)}
+        old = [o for o, (key, _) in enumerate(self.records) if newest[key] != o and o not in self.gone]
+        self.gone |= {offset for offset in old if source.random() < 0.5}
+        self.world.trace(f"topic compacted: {len(self.gone)} of {len(self.records)} are gone")
+
+    def read(self, base: Binding | None, bindings: Sequence[Binding], start: int = 0) -> list[Command]:
+        """What is there now of what the bindings cover beyond `base`, with the time of each; from offset `start` on."""
+        out: list[Command] = []
+        for each in cut(base, bindings, TOPIC, TOPIC):
+            offsets = np.arange(each.start, each.end)
+            for offset, time in zip(offsets.tolist(), each.times_of(offsets).tolist(), strict=True):
+                if offset not in self.gone and offset >= start:
+                    out.append((offset, *self.records[offset], time))
+        return out
+
+    async def mint(self, node: Node) -> None:
+        """One of the nodes that bind what is there to the time it is."""
+        source = self.world.source
+        minter = Minter(await bindings(node), WorldTime(node.actor.clock), interval_ms=0)
+        while True:
+            try:
+                if minter.latest is None:
+                    await minter.open()
+                if self.records:
+                    await minter.mint_missing({TOPIC: (len(self.records),)}, 0)
+            except (Unavailable, Unknown):
+                pass  # of reading; what minting meets it resolves by itself
+            await asyncio.sleep(source.uniform(0, 0.1))
+
+    async def bound(self) -> list[Binding]:
+        """Every binding, as an oracle reads them."""
+        remap = await open_remap(self.world.consensus, self.world.clock, self.world.rand(), SOURCE)
+        return await remap.after(-1)
+
+
+async def bindings(node: Node) -> LogRemap:
+    return await open_remap(node.consensus, node.actor.clock, node.rand, SOURCE)
