@@ -29,7 +29,9 @@ from tidemill.shapes.shard_source import ShardFeed, shard_types
 from tidemill.shapes.shard_text import date_text, float4_text, float8_text, text_columns, timestamp_text
 from tidemill.shapes.share import LoopShare
 from tidemill.shapes.where import compile_where
+from tidemill.shards.evolution import Changes
 from tidemill.shards.front import Column, Shard, ShardSchema
+from tidemill.shards.handle import LogShard
 from tidemill.shards.open import open_shard
 
 SCHEMA = ShardSchema((Column("id", "int32"), Column("v", "string")), ("id",))
@@ -232,6 +234,38 @@ def test_a_shape_that_history_overtakes_starts_over_and_its_clients_refetch(post
             await append(3000, 4000, (3500, -1, "d"), (3500, 1, "e"))
             await client.follow_until(lambda: client.rows['"shard"."s"/"1"']["v"] == "e")
             assert client.refetches == 1
+        await shard.aclose()
+
+    run(main())
+
+
+@pytest.mark.postgres
+def test_a_shape_over_a_shard_that_gets_a_column_starts_over_with_it(postgres_dsn: str) -> None:
+    async def main() -> None:
+        clock, rand = SystemClock(), Rand(1)
+        consensus, objects = MemoryConsensus(clock), MemoryObjects(clock)
+
+        async def opener(_: str) -> Shard:
+            return await open_shard(consensus, objects, clock, rand, "s", None if created else SCHEMA)
+
+        async def append(shard: LogShard, lower: int, *updates: tuple[int, int, dict[str, object]]) -> None:
+            rows = FakeShard("s", shard.schema).table(list(updates))
+            await shard.compare_and_append(lower, lower + 1000, [await shard.write_part(rows)], rand.nonce())
+
+        created = False
+        shard = await open_shard(consensus, objects, clock, rand, "s", SCHEMA)
+        created = True
+        async with ShapeWorld(postgres_dsn, "SELECT 1", shards=opener) as world:
+            await append(shard, 0, (10, 1, {"id": 1, "v": "a"}))
+            client = await world.sync(table="shard.s")
+            await shard.evolve(Changes((Column("n", "int16", "7"),)))
+            later = await open_shard(consensus, objects, clock, rand, "s")
+            await append(later, 1000, (1500, 1, {"id": 2, "v": "b", "n": 8}))
+            await client.follow_until(lambda: client.refetches == 1 and len(client.rows) == 2)
+            assert sorted(client.rows.values(), key=repr) == [
+                {"id": "1", "v": "a", "n": "7"}, {"id": "2", "v": "b", "n": "8"},
+            ]  # fmt: skip
+            await later.aclose()
         await shard.aclose()
 
     run(main())

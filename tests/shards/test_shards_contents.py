@@ -118,11 +118,18 @@ def test_damaged_and_exchanged_parts_are_corrupt() -> None:
         decode_part(SCHEMA, encoded.data, Part(2, 10))
 
 
-def test_a_part_written_before_a_column_existed_reads_it_as_null() -> None:
+def test_a_part_of_an_earlier_version_reads_with_what_it_lacks_filled_in() -> None:
     encoded = encode_part(SCHEMA, updates([(1, "a", 1, 1)]))
-    wider = ShardSchema((*SCHEMA.columns, Column("n", "decimal(5,2)")), ("k",))
-    table = decode_part(wider, encoded.data, Part(1, encoded.data.size))
-    assert table.schema.equals(part_schema(wider)) and table.column("n").to_pylist() == [None]
+    part = Part(1, encoded.data.size)
+    added = (Column("n", "decimal(5,2)", None, 2), Column("m", "int16", "7", 3))
+    later = ShardSchema((*SCHEMA.columns, *added), ("k",), version=3)
+    table = decode_part(later, encoded.data, part)
+    assert table.schema.equals(part_schema(later))
+    assert (table.column("n").to_pylist(), table.column("m").to_pylist()) == ([None], [7])
+    with pytest.raises(Corrupt, match="lack a column: column=n"):
+        decode_part(ShardSchema((*SCHEMA.columns, Column("n", "int16")), ("k",)), encoded.data, part)
+    with pytest.raises(Corrupt, match="another type: column=k"):
+        decode_part(ShardSchema((Column("k", "int32"), Column("v", "string")), ("k",)), encoded.data, part)
 
 
 def test_rows_that_do_not_fit_are_refused_with_the_column() -> None:

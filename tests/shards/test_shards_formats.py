@@ -10,8 +10,8 @@ from tidemill.base.errors import Corrupt
 from tidemill.shards.apply import apply, collectable
 from tidemill.shards.codec import decode_command, decode_state, encode_command, encode_state
 from tidemill.shards.commands import Append, BatchId, Collected, Create, Drop, Replace, SetHold, Sweep
-from tidemill.shards.front import Batch, Part, part_key, written_ms
-from tidemill.shards.state import Garbage, Hold, ShardState
+from tidemill.shards.front import Batch, Column, Part, ShardSchema, part_key, written_ms
+from tidemill.shards.state import Garbage, Hold, ShardState, WriterToken
 
 PART = [3, 100, 0, "shards/id/w-0af3.parquet", b"", 1, 9]
 SCHEMA_OUT = [[["k", "int64"], ["v", "string"]], ["k"], 1]
@@ -49,7 +49,32 @@ def test_a_rollup_of_format_1_opens_and_is_written_as_format_2() -> None:
     assert (state.garbage, state.swept_ms, state.dropped, state.batches[0].summed_to) == ((), 0, False, -1)
     assert decode_state(encode_state(state)) == state
     with pytest.raises(Corrupt, match="unknown rollup format"):
-        decode_state(encode([3, *old[1:]]))
+        decode_state(encode([4, *old[1:]]))
+
+
+UNCHANGED = {
+    "rollup": "9e02a174a26964939292a16ba5696e74363492a176ac646563696d616c28342c322991a16b04040ac2079195a17204cd0384"
+    "00029194a177a174000a9196000aa177a1749197036400ba7368617264732f69642f7740352d306166332e70617271756574"
+    "c400010904919405326492a161a16203c2",
+    "create": "9401a174a26964939292a16ba5696e74363492a176ac646563696d616c28342c322991a16b04",
+    "append": "920296000aa177a1749197036400ba7368617264732f69642f7740352d306166332e70617271756574c4000109ff",
+}
+"""What the version before schemas had versions wrote."""
+
+
+def test_a_shard_whose_schema_never_changed_is_written_as_before_there_were_versions() -> None:
+    part = Part(3, 100, 0, "shards/id/w@5-0af3.parquet", b"", 1, 9)
+    schema = ShardSchema((Column("k", "int64"), Column("v", "decimal(4,2)")), ("k",), 4)
+    state = ShardState(
+        "t", "id", schema, 4, 10, (Batch(0, 10, (part,), "w", "t", 4),), (Hold("r", 4, 900, 0, 2),),
+        (WriterToken("w", "t", 0, 10),), False, 3, 100, 0, 7, (Garbage(5, 50, 100, ("a", "b")),), 3, False,
+    )  # fmt: skip
+    create, append = Create("t", "id", schema), Append(Batch(0, 10, (part,), "w", "t"))
+    assert decode_state(bytes.fromhex(UNCHANGED["rollup"])) == state
+    assert encode_state(state).hex() == UNCHANGED["rollup"]
+    for command, name in ((create, "create"), (append, "append")):
+        assert decode_command(bytes.fromhex(UNCHANGED[name])) == command
+        assert encode_command(command).hex() == UNCHANGED[name]
 
 
 def test_everything_new_survives_its_bytes() -> None:

@@ -10,7 +10,7 @@ from shard_world import World, append, contents_of, run, summed
 
 from tidemill.base.clock import ManualClock
 from tidemill.base.errors import Unavailable
-from tidemill.shards import handle
+from tidemill.shards import reads
 from tidemill.shards.apply import Reason, Rejected, apply
 from tidemill.shards.commands import Append, Close, Create, SetHold
 from tidemill.shards.front import Batch, Part
@@ -81,7 +81,7 @@ def test_a_moving_hold_writes_seldom_and_not_at_all_at_the_head() -> None:
 
 
 def test_a_large_read_holds_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handle, "HOLD_ABOVE_BYTES", 100)
+    monkeypatch.setattr(reads, "HOLD_ABOVE_BYTES", 100)
 
     async def scenario() -> None:
         world = World()

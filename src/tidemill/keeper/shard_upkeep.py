@@ -81,6 +81,8 @@ class ShardUpkeep:
         created = {create.shard_id: create for create in await created_shards(self._g.consensus)}
         for shard_id in self._tended.keys() - created.keys():
             await self._close(shard_id)
+        for tended in [t for t in self._tended.values() if t.shard.state.schema != t.shard.schema]:
+            await self._close_quietly(tended)  # its cache is of an older schema: a new handle merges under the new one
         for shard_id, create in created.items():
             if shard_id not in self._tended:
                 try:

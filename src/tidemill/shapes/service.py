@@ -203,7 +203,8 @@ class ShapeService:
 
     def _still_true(self, plan: Plan, request: ShapeRequest) -> bool:
         if plan.relation is None:
-            return self.current(plan.definition) is not None
+            shape = self.current(plan.definition)  # a shard may have got columns since
+            return shape is not None and shape.schema_json == plan.schema_json
         return self._tables.find(request.table)[1] == plan.relation
 
     def _remember(self, request: ShapeRequest, plan: Plan) -> None:

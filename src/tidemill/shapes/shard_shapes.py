@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Invalid, Missing, TidemillError
+from tidemill.base.errors import Invalid, Missing, TidemillError, mendable
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.plan import SHARD_SCHEMA, Compiler, FieldError, Plan, ShapeRequest, check_columns
 from tidemill.shapes.shape import ShapeDefinition, Source
 from tidemill.shapes.shard_source import ShardFeed, shard_schema_json, shard_types
 from tidemill.shapes.share import LoopShare
-from tidemill.shards.front import HistoryLost, Shard
+from tidemill.shards.front import Evolved, HistoryLost, Shard
 
 ShardOpener = Callable[[str], Awaitable[Shard]]
 
@@ -82,10 +82,13 @@ class ShardShapes:
             except Missing:
                 self._handles.pop(name, None)  # it was dropped; the name may mean another one
                 raise
+            except Evolved as error:
+                self._handles.pop(name, None)  # the next request plans with its new columns
+                raise mendable(error) from error
             shape.ready()
             try:
                 await feed.follow(shape)
-            except (HistoryLost, Missing) as error:  # dropped: the name may mean another one by now
+            except (HistoryLost, Missing, Evolved) as error:  # dropped: the name may mean another one by now
                 self._handles.pop(name, None)
                 shape.drop(f"the shard's changes ended: {error}")
             except Invalid:

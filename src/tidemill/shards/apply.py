@@ -14,6 +14,7 @@ from typing import assert_never
 import msgspec
 from msgspec.structs import replace
 
+from tidemill.base.errors import Invalid
 from tidemill.shards.commands import (
     Append,
     BatchId,
@@ -23,17 +24,21 @@ from tidemill.shards.commands import (
     Create,
     DowngradeSince,
     Drop,
+    Evolve,
     ReleaseHold,
     Replace,
     SetHold,
     Sweep,
 )
+from tidemill.shards.evolution import evolved
 from tidemill.shards.front import Batch, written_ms
 from tidemill.shards.state import (
     HOLDS_KEPT,
+    VERSIONS_KEPT,
     WRITERS_KEPT,
     Garbage,
     Hold,
+    SchemaVersion,
     ShardState,
     WriterToken,
     batch_sums,
@@ -57,6 +62,8 @@ class Reason(StrEnum):
     STALE = "stale"
     DROPPED = "dropped"
     BROKEN = "broken"
+    SCHEMA = "schema"
+    EVOLVED = "evolved"
 
 
 class Rejected(msgspec.Struct, frozen=True):
@@ -108,6 +115,8 @@ def apply(state: ShardState | None, command: Command) -> ShardState | Rejected:
             new = replace(state, garbage=tuple(g for g in state.garbage if g.version > command.version))
         case Sweep():
             new = replace(state, swept_ms=max(state.swept_ms, command.before_ms))
+        case Evolve():
+            new = _evolve(state, command)
         case _:
             assert_never(command)
     if isinstance(new, Rejected):
@@ -130,6 +139,9 @@ def _append(state: ShardState, command: Append) -> ShardState | Rejected:
                 return Rejected(Reason.COMMITTED)
     if state.closed:
         return Rejected(Reason.CLOSED)
+    if batch.parts and batch.schema_version != state.schema.version:
+        # What it computed knows nothing of the new columns: equal writers would give unequal rows.
+        return Rejected(Reason.EVOLVED, f"version={state.schema.version} written={batch.schema_version}")
     if _stale(state, batch):
         return Rejected(Reason.STALE, f"swept_ms={state.swept_ms}")
     if state.upper != batch.lower:
@@ -206,6 +218,8 @@ def _replace(state: ShardState, command: Replace) -> ShardState | Rejected:
     run = state.batches[at : at + len(old)]
     if tuple(batch_id(b) for b in run) != old:
         return Rejected(Reason.MOVED, f"lower={merged.lower} upper={merged.upper}")
+    if not max(b.schema_version for b in run) <= merged.schema_version <= state.schema.version:
+        return Rejected(Reason.EVOLVED, f"version={state.schema.version} written={merged.schema_version}")
     if _stale(state, merged):
         return Rejected(Reason.STALE, f"swept_ms={state.swept_ms}")
     if garbage_full(state):
@@ -245,6 +259,22 @@ def _drop(state: ShardState, command: Drop) -> ShardState | Rejected:
         state, batches=batches, holds=(), writers=(), garbage=(), rows=0, size_bytes=0, inline_bytes=0,
         closed=True, dropped=True,
     )  # fmt: skip
+
+
+def _evolve(state: ShardState, command: Evolve) -> ShardState | Rejected:
+    if state.closed:
+        return Rejected(Reason.CLOSED)
+    try:
+        schema = evolved(state.schema, command.changes)
+    except Invalid as error:
+        return Rejected(Reason.SCHEMA, error.message)
+    if schema == state.schema:
+        return Rejected(Reason.COMMITTED)
+    old = {column.name: column for column in state.schema.columns}
+    added = tuple(c.name for c in schema.columns if c.name not in old)
+    widened = tuple((c.name, old[c.name].type) for c in schema.columns if c.name in old and c != old[c.name])
+    version = SchemaVersion(schema.version, state.upper, command.at_ms, added, widened)
+    return replace(state, schema=schema, versions=(*state.versions, version)[-VERSIONS_KEPT:])
 
 
 def collectable(state: ShardState, before_ms: int, now_ms: int) -> tuple[Garbage, ...]:

@@ -11,15 +11,21 @@
       8 drop        [8, shard_id]
       9 collected   [9, version]
      10 sweep       [10, before_ms]
-    schema   = [[[name, type]…], [key…], buckets]
-    batch    = [lower, upper, writer, token, [part…], summed_to]      summed_to absent = -1
+     11 evolve      [11, [column…], [column…], at_ms]               columns to add, columns to widen
+    schema   = [[[name, type]…], [key…], buckets]                   version 1; later versions:
+               [[column…], [key…], buckets, version]
+    column   = [name, type, default, version]                       default nil = null
+    batch    = [lower, upper, writer, token, [part…], summed_to, schema_version]
+                                                                    summed_to absent = -1, schema_version absent = 1
     part     = [rows, size_bytes, bucket, object_key, inline, min_hash, max_hash]
     rollup   = [2, name, shard_id, schema, since, upper, closed, version,
                 [[reader, since, expires_ms, epoch, version]…], [[writer, token, lower, upper]…], [batch…],
-                [[version, at_ms, size_bytes, [object_key…]]…], swept_ms, dropped]
+                [[version, at_ms, size_bytes, [object_key…]]…], swept_ms, dropped,
+                [[version, upper, at_ms, [added…], [[widened, type]…]]…]]
 
 The leading number of a rollup is its format: a reader that meets a newer one stops (Corrupt). Format 1 lacks a hold's
-version and everything after the batches; it is still read.
+version and everything after the batches; it is still read. A shard whose schema never changed is written as before
+there were versions, in format 2, which lacks the last field; any other in format 3.
 Integers are non-negative; min_hash and max_hash are full unsigned 64 bits.
 """
 
@@ -39,15 +45,18 @@ from tidemill.shards.commands import (
     Create,
     DowngradeSince,
     Drop,
+    Evolve,
     ReleaseHold,
     Replace,
     SetHold,
     Sweep,
 )
+from tidemill.shards.evolution import Changes
 from tidemill.shards.front import Batch, Column, Part, ShardSchema
-from tidemill.shards.state import Garbage, Hold, ShardState, WriterToken, batch_sums
+from tidemill.shards.state import Garbage, Hold, SchemaVersion, ShardState, WriterToken, batch_sums
 
-ROLLUP_FORMAT = 2
+ROLLUP_FORMAT = 3
+UNCHANGED_FORMAT = 2
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
@@ -75,6 +84,8 @@ def encode_command(command: Command) -> bytes:
             out = [9, version]
         case Sweep(before_ms):
             out = [10, before_ms]
+        case Evolve(changes, at_ms):
+            out = [11, [_column_out(c) for c in changes.add], [_column_out(c) for c in changes.widen], at_ms]
         case _:
             assert_never(command)
     return _encode(out)
@@ -105,6 +116,8 @@ def decode_command(data: bytes) -> Command:
                 return Collected(version)
             case [10, before_ms, *_]:
                 return Sweep(before_ms)
+            case [11, add, widen, at_ms, *_]:
+                return Evolve(Changes(tuple(Column(*c[:4]) for c in add), tuple(Column(*c[:4]) for c in widen)), at_ms)
             case [tag, *_]:
                 raise Corrupt(f"unknown shard command: tag={tag!r}.", fix="Upgrade tidemill.")
     except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:
@@ -114,36 +127,39 @@ def decode_command(data: bytes) -> Command:
 
 def encode_state(state: ShardState) -> bytes:
     """A rollup: everything a reader needs instead of the records before it."""
-    return _encode(
-        [
-            ROLLUP_FORMAT,
-            state.name,
-            state.shard_id,
-            _schema_out(state.schema),
-            state.since,
-            state.upper,
-            state.closed,
-            state.version,
-            [[h.reader, h.since, h.expires_ms, h.epoch, h.version] for h in state.holds],
-            [[w.writer, w.token, w.lower, w.upper] for w in state.writers],
-            [_batch_out(b) for b in state.batches],
-            [[g.version, g.at_ms, g.size_bytes, list(g.objects)] for g in state.garbage],
-            state.swept_ms,
-            state.dropped,
-        ]
-    )
+    changed = state.schema.version > 1
+    out = [
+        ROLLUP_FORMAT if changed else UNCHANGED_FORMAT,
+        state.name,
+        state.shard_id,
+        _schema_out(state.schema),
+        state.since,
+        state.upper,
+        state.closed,
+        state.version,
+        [[h.reader, h.since, h.expires_ms, h.epoch, h.version] for h in state.holds],
+        [[w.writer, w.token, w.lower, w.upper] for w in state.writers],
+        [_batch_out(b) for b in state.batches],
+        [[g.version, g.at_ms, g.size_bytes, list(g.objects)] for g in state.garbage],
+        state.swept_ms,
+        state.dropped,
+    ]
+    if changed:
+        out.append([[v.version, v.upper, v.at_ms, list(v.added), [list(w) for w in v.widened]] for v in state.versions])
+    return _encode(out)
 
 
 def decode_state(data: bytes) -> ShardState:
     """Raises Corrupt when the bytes are no rollup of this format."""
     try:
         fields = _decode(data)
-        if fields[0] not in (1, ROLLUP_FORMAT):
+        if fields[0] not in (1, UNCHANGED_FORMAT, ROLLUP_FORMAT):
             raise Corrupt(
                 f"unknown rollup format: format={fields[0]!r}.", fix="Upgrade tidemill: a newer one wrote it."
             )
         name, shard_id, schema, since, upper, closed, version, holds, writers, batches = fields[1:11]
         garbage, swept_ms, dropped = fields[11:14] if fields[0] > 1 else ([], 0, False)
+        versions = fields[14] if fields[0] > UNCHANGED_FORMAT else []
         decoded = tuple(_batch_in(b) for b in batches)
         sums = [batch_sums(b) for b in decoded]
         return ShardState(
@@ -163,6 +179,9 @@ def decode_state(data: bytes) -> ShardState:
             garbage=tuple(Garbage(g[0], g[1], g[2], tuple(g[3])) for g in garbage),
             swept_ms=swept_ms,
             dropped=dropped,
+            versions=tuple(
+                SchemaVersion(v[0], v[1], v[2], tuple(v[3]), tuple((w[0], w[1]) for w in v[4])) for v in versions
+            ),
         )
     except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:
         raise Corrupt(f"shard rollup is unreadable: bytes={len(data)} ({error}).") from error
@@ -182,18 +201,27 @@ def decode_batch(data: bytes) -> Batch:
 
 
 def _schema_out(schema: ShardSchema) -> list[Any]:
-    return [[[c.name, c.type] for c in schema.columns], list(schema.key), schema.buckets]
+    if schema.version == 1:
+        return [[[c.name, c.type] for c in schema.columns], list(schema.key), schema.buckets]
+    return [[_column_out(c) for c in schema.columns], list(schema.key), schema.buckets, schema.version]
 
 
 def _schema_in(fields: list[Any]) -> ShardSchema:
-    return ShardSchema(tuple(Column(c[0], c[1]) for c in fields[0]), tuple(fields[1]), fields[2])
+    columns = tuple(Column(*c[:4]) for c in fields[0])
+    return ShardSchema(columns, tuple(fields[1]), fields[2], fields[3] if len(fields) > 3 else 1)
+
+
+def _column_out(column: Column) -> list[Any]:
+    return [column.name, column.type, column.default, column.version]
 
 
 def _batch_out(batch: Batch) -> list[Any]:
     parts = [[p.rows, p.size_bytes, p.bucket, p.object_key, p.inline, p.min_hash, p.max_hash] for p in batch.parts]
-    return [batch.lower, batch.upper, batch.writer, batch.token, parts, batch.summed_to]
+    out = [batch.lower, batch.upper, batch.writer, batch.token, parts, batch.summed_to]
+    return out if batch.schema_version == 1 else [*out, batch.schema_version]
 
 
 def _batch_in(fields: list[Any]) -> Batch:
     parts = tuple(Part(p[0], p[1], p[2], p[3], p[4], p[5], p[6]) for p in fields[4])
-    return Batch(fields[0], fields[1], parts, fields[2], fields[3], fields[5] if len(fields) > 5 else -1)
+    summed_to = fields[5] if len(fields) > 5 else -1
+    return Batch(fields[0], fields[1], parts, fields[2], fields[3], summed_to, fields[6] if len(fields) > 6 else 1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tidemill.shards.evolution import Changes
 from tidemill.shards.front import Batch, ShardSchema
 
 
@@ -93,4 +94,11 @@ class Sweep(msgspec.Struct, frozen=True):
     before_ms: int
 
 
-Command = Create | Append | SetHold | ReleaseHold | DowngradeSince | Replace | Close | Drop | Collected | Sweep
+class Evolve(msgspec.Struct, frozen=True):
+    """Give the schema these columns and types, from upper on. What it has already changes nothing (RFC 0003)."""
+
+    changes: Changes
+    at_ms: int
+
+
+Command = Create | Append | SetHold | ReleaseHold | DowngradeSince | Replace | Close | Drop | Collected | Sweep | Evolve

@@ -6,6 +6,7 @@ C2  For every readable time the sum of updates is unchanged: only times below si
     filters by time and sees nothing twice.
 C3  The merge is shown only if every batch it read still stands as it was (Replace); a loser has made
     orphans and nothing else. Replaced objects become garbage in the same step, and are collected later.
+    Parts are written under the newest schema that the state had when the batches were chosen.
 C4  Memory is bounded by RANGE_BYTES of parts, whatever the shard's size: hashes are uniform, so a merge goes by
     equal ranges of them.
 
@@ -35,10 +36,11 @@ from tidemill.shards.apply import batch_id
 from tidemill.shards.commands import Replace
 from tidemill.shards.consolidate import merged
 from tidemill.shards.cpu import Cpu, inline_cpu
-from tidemill.shards.front import HASH, Batch, Part
+from tidemill.shards.front import HASH, Batch, Part, ShardSchema
 from tidemill.shards.handle import INLINE_BUDGET_BYTES, LogShard
 from tidemill.shards.hashing import bucket_of, hash_rows
 from tidemill.shards.parts import store_part, within
+from tidemill.shards.reading import PartReader
 from tidemill.shards.schema import hash_columns, update_schema
 from tidemill.shards.state import batch_sums, garbage_full
 
@@ -117,15 +119,16 @@ async def compact_once(shard: LogShard, objects: ObjectStore, rand: Rand, *, cpu
     now_ms = shard.stamp_ms()
     parts: list[Part] = []
     inline_left = INLINE_BUDGET_BYTES - state.inline_bytes
+    schema, reader = state.schema, shard.reader_under(state.schema)
     for low, high in hash_ranges(sum(batch_sums(b)[1] for b in run)):
-        updates = await _in_range(shard, run, low, high, cpu)
+        updates = await _in_range(schema, reader, run, low, high, cpu)
         if not updates.num_rows:
             continue
-        for bucket, rows in await cpu(partial(_compacted, shard, updates, advance_to)):
+        for bucket, rows in await cpu(partial(_compacted, schema, updates, advance_to)):
             part = await store_part(
                 objects,
                 shard.shard_id,
-                shard.schema,
+                schema,
                 rows,
                 writer=f"c-{shard.writer}",
                 rand=rand,
@@ -137,7 +140,8 @@ async def compact_once(shard: LogShard, objects: ObjectStore, rand: Rand, *, cpu
             )
             inline_left -= len(part.inline)
             parts.append(part)
-    batch = Batch(lower, upper, tuple(parts), shard.writer, rand.nonce(), advance_to if lower == 0 else -1)
+    summed_to = advance_to if lower == 0 else -1
+    batch = Batch(lower, upper, tuple(parts), shard.writer, rand.nonce(), summed_to, schema.version)
     shown = await shard.replace(Replace(tuple(batch_id(b) for b in run), batch, shard.stamp_ms()))
     sums = [batch_sums(b) for b in run]
     out = batch_sums(batch)
@@ -151,15 +155,17 @@ def hash_ranges(size_bytes: int) -> list[tuple[int, int]]:
     return [(a, b - 1) for a, b in pairwise(cuts)]
 
 
-async def _in_range(shard: LogShard, run: Sequence[Batch], low: int, high: int, cpu: Cpu) -> pa.Table:
+async def _in_range(
+    schema: ShardSchema, reader: PartReader, run: Sequence[Batch], low: int, high: int, cpu: Cpu
+) -> pa.Table:
     """Updates of the run whose hash is in [low, high], part after part, so that one decoded part is held at a time."""
-    names = update_schema(shard.schema).names
-    found = [update_schema(shard.schema).empty_table()]
+    names = update_schema(schema).names
+    found = [update_schema(schema).empty_table()]
     for batch in run:
         for part in batch.parts:
             if part.max_hash < low or high < part.min_hash:
                 continue
-            rows = within(await shard.reader.read_part(part), batch.lower, batch.upper)
+            rows = within(await reader.read_part(part), batch.lower, batch.upper)
             if part.min_hash < low or high < part.max_hash:
                 rows = await cpu(partial(_of_hashes, rows, low, high))
             found.append(rows.select(names))
@@ -173,19 +179,19 @@ def _of_hashes(rows: pa.Table, low: int, high: int) -> pa.Table:
     return rows.take(pa.array(np.arange(start, end)))
 
 
-def _compacted(shard: LogShard, updates: pa.Table, advance_to: int) -> list[tuple[int, pa.Table]]:
-    return _split(shard, merged(shard.schema, updates, advance_to))
+def _compacted(schema: ShardSchema, updates: pa.Table, advance_to: int) -> list[tuple[int, pa.Table]]:
+    return _split(schema, merged(schema, updates, advance_to))
 
 
-def _split(shard: LogShard, updates: pa.Table) -> list[tuple[int, pa.Table]]:
+def _split(schema: ShardSchema, updates: pa.Table) -> list[tuple[int, pa.Table]]:
     """(bucket, rows) of the merged parts: by bucket, then by hash range, none above PART_ROWS but for one hash."""
     if updates.num_rows == 0:
         return []
-    updates = updates.cast(update_schema(shard.schema))
-    hashes = hash_rows(updates, hash_columns(shard.schema))
+    updates = updates.cast(update_schema(schema))
+    hashes = hash_rows(updates, hash_columns(schema))
     order = np.argsort(hashes, kind="stable")
     hashes = hashes[order]
-    buckets = bucket_of(hashes, shard.schema.buckets)
+    buckets = bucket_of(hashes, schema.buckets)
     cuts = [0]
     while cuts[-1] < len(hashes):
         at = cuts[-1]

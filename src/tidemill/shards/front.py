@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 import pyarrow as pa
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import Fenced, Invalid
 
 TIME = "_time"
 DIFF = "_diff"
@@ -27,19 +27,33 @@ class HistoryLost(Invalid):
     """The time asked for lies below since, or did when the batches were chosen: start again from newer contents."""
 
 
+class Evolved(Fenced):
+    """The shard's schema is newer than the handle's: open it again. Nothing was read or written."""
+
+
 class Column(msgspec.Struct, frozen=True):
-    """`type`: bool int16 int32 int64 float32 float64 string binary date timestamp(us, UTC) decimal(p,s) json."""
+    """`type`: bool int16 int32 int64 float32 float64 string binary date timestamp(us, UTC) decimal(p,s) json.
+
+    `default`: what rows hold that were written before the column was added, in PostgreSQL's text form; None = null.
+    `version`: the version of the schema that brought the column.
+    """
 
     name: str
     type: str
+    default: str | None = None
+    version: int = 1
 
 
 class ShardSchema(msgspec.Struct, frozen=True):
-    """Columns in order, and the names of those that form the key (empty = the whole row)."""
+    """Columns in order, and the names of those that form the key (empty = the whole row).
+
+    `version` rises by one with every change (RFC 0003); two schemas of one shard with one version are equal.
+    """
 
     columns: tuple[Column, ...]
     key: tuple[str, ...]
     buckets: int = 1
+    version: int = 1
 
 
 def part_key(shard_id: str, writer: str, written_at_ms: int, nonce: str) -> str:
@@ -75,6 +89,8 @@ class Batch(msgspec.Struct, frozen=True):
     token: str = ""
     summed_to: int = -1
     """A merge has summed all updates up to this time: what they say of a row stands in it once."""
+    schema_version: int = 1
+    """The newest version of the shard's schema that a part of it was written under."""
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -86,7 +102,11 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class Shard(Protocol):
-    """A handle of one process. `name` is the shard's name; frontiers are plain ms here, wrapped at the room's edge."""
+    """A handle of one process. `name` is the shard's name; frontiers are plain ms here, wrapped at the room's edge.
+
+    `schema` is the newest as of when the handle was opened, and stays: rows are given and taken under it. What was
+    written before reads under it; what was written under a newer one raises Evolved, and so does an append after one.
+    """
 
     name: str
     schema: ShardSchema

@@ -1,4 +1,4 @@
-"""Opening by name. A shard's register `shard/<name>` decides, once, its id and schema; its log holds the rest.
+"""Opening by name. A shard's register `shard/<name>` decides, once, its id and first schema; its log holds the rest.
 
 register shard/<name>     the encoded Create command (codec): first writer wins. Drop after it: the name is free again
 log      shard/<shard id> commands; the first is that same Create, put there by whoever opens first
@@ -52,12 +52,14 @@ async def open_shard(
         if wanted is None:
             raise Missing(f"no such shard: shard={name}.", fix="See `tidemill shard list`.")
         created = await _create(consensus, rand, Create(name, rand.uuid(), wanted), found)
-    if wanted is not None and wanted != created.schema:
+    machine = await open_machine(consensus, rand, created)
+    other = "" if wanted is None else difference(machine.state.schema, wanted)
+    if other:
+        await machine.aclose()
         raise Invalid(
-            f"shard exists with another schema: shard={name} difference=[{difference(created.schema, wanted)}].",
+            f"shard exists with another schema: shard={name} difference=[{other}].",
             fix="Give the pipeline another shard name, or keep the schema.",
         )
-    machine = await open_machine(consensus, rand, created)
     return LogShard(machine, objects, clock, rand, writer=writer, cpu=cpu)
 
 

@@ -23,6 +23,7 @@ from tidemill.base.errors import Corrupt, Invalid
 from tidemill.base.limits import INLINE_PART_BYTES
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.cpu import Cpu, inline_cpu
+from tidemill.shards.evolution import under
 from tidemill.shards.front import DIFF, HASH, TIME, Part, ShardSchema, part_key
 from tidemill.shards.hashing import hash_rows
 from tidemill.shards.schema import conform, hash_columns, part_schema, update_schema
@@ -95,11 +96,7 @@ def encode_part(schema: ShardSchema, rows: pa.Table, codec: Codec = "lz4") -> En
 
 
 def decode_part(schema: ShardSchema, data: Any, part: Part) -> pa.Table:
-    """The rows of a part with `_time`, `_diff`, `_hash`, in stored order. Raises Corrupt.
-
-    Parts written before a column was added lack it; it reads as null.
-    """
-    want = part_schema(schema)
+    """The rows of a part under `schema`, with `_time`, `_diff`, `_hash`, in stored order. Raises Corrupt."""
     where = part.object_key or "inline"
     try:
         table = pq.read_table(pa.BufferReader(data), use_threads=False)
@@ -107,14 +104,7 @@ def decode_part(schema: ShardSchema, data: Any, part: Part) -> pa.Table:
         raise Corrupt(f"part is unreadable: object={where} ({error}).") from error
     if table.num_rows != part.rows:
         raise Corrupt(f"part has other rows: object={where} rows={table.num_rows} want={part.rows}.")
-    if table.schema.equals(want):
-        return table
-    columns = []
-    for field in want:
-        index = table.schema.get_field_index(field.name)
-        column = pa.nulls(table.num_rows, field.type) if index < 0 else table.column(index)
-        columns.append(column if column.type.equals(field.type) else column.cast(field.type))
-    return pa.Table.from_arrays(columns, schema=want)
+    return under(schema, table, part_schema(schema))
 
 
 def within(rows: pa.Table, lower: int, upper: int) -> pa.Table:

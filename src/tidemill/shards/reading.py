@@ -14,7 +14,7 @@ import pyarrow as pa
 from tidemill.base.limits import MIB, OBJECT_CONCURRENCY
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.cpu import Cpu, inline_cpu
-from tidemill.shards.front import Batch, Part, ShardSchema
+from tidemill.shards.front import Batch, Evolved, Part, ShardSchema
 from tidemill.shards.parts import decode_part, within
 from tidemill.shards.schema import part_schema
 
@@ -53,10 +53,16 @@ class PartReader:
         """Rows of the batch with lower ≤ `_time` < upper, within the batch's own bounds; parts one after another.
 
         A batch may be registered with narrower bounds than its parts were written with: rows outside never show.
+        Raises Evolved as well.
         """
         lower, upper = max(lower, batch.lower), min(upper, batch.upper)
         if not batch.parts or lower >= upper:
             return part_schema(self._schema).empty_table()
+        if batch.schema_version > self._schema.version:
+            raise Evolved(
+                f"rows of a newer schema: version={batch.schema_version} known={self._schema.version}.",
+                fix="Open the shard again.",
+            )
         tables = await asyncio.gather(*(self.read_part(p) for p in batch.parts))
         return pa.concat_tables([within(t, lower, upper) for t in tables])
 

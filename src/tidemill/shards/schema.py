@@ -12,7 +12,7 @@
     decimal(p,s)     decimal128(p, s)          1 ≤ p ≤ 38, 0 ≤ s ≤ p
 
 Stored order: columns, `_time` int64 (ms), `_diff` int64, `_hash` uint64. All columns are nullable on
-disk: NOT NULL is a rule of the source, and a source may drop it.
+disk: NOT NULL is a rule of the source, and a source may drop it. What a schema may become: `evolution`.
 """
 
 from __future__ import annotations
@@ -72,14 +72,13 @@ def arrow_type(type_name: str) -> pa.DataType:
 
 
 def checked(schema: ShardSchema) -> ShardSchema:
-    """The schema with canonical type strings. Raises Invalid naming the column that is wrong."""
+    """The schema as version 1, with canonical type strings. Raises Invalid naming the column that is wrong."""
     if not schema.columns:
         raise Invalid("a shard needs at least one column.", fix="Name its columns.")
     seen: set[str] = set()
     columns = []
     for column in schema.columns:
-        if not column.name or column.name in _RESERVED:
-            raise Invalid(f"reserved column name: column={column.name!r}.", fix="Rename the column.")
+        check_name(column.name)
         if column.name in seen:
             raise Invalid(f"column named twice: column={column.name}.", fix="Name each column once.")
         seen.add(column.name)
@@ -94,6 +93,12 @@ def checked(schema: ShardSchema) -> ShardSchema:
     return ShardSchema(tuple(columns), tuple(schema.key), schema.buckets)
 
 
+def check_name(name: str) -> None:
+    """Raises Invalid: no column of a shard may have this name."""
+    if not name or name in _RESERVED:
+        raise Invalid(f"reserved column name: column={name!r}.", fix="Rename the column.")
+
+
 def difference(have: ShardSchema, want: ShardSchema) -> str:
     """What differs, for people, or "" when the two are the same."""
     out = []
@@ -102,7 +107,7 @@ def difference(have: ShardSchema, want: ShardSchema) -> str:
     out += [f"-{name} {kind}" for name, kind in old.items() if name not in new]
     out += [f"+{name} {kind}" for name, kind in new.items() if name not in old]
     out += [f"{n} {old[n]}→{new[n]}" for n in old if n in new and old[n] != new[n]]
-    if not out and have.columns != want.columns:
+    if not out and list(old) != list(new):
         out.append("column order")
     if have.key != want.key:
         out.append(f"key ({','.join(have.key)})→({','.join(want.key)})")
@@ -130,8 +135,11 @@ def part_schema(schema: ShardSchema) -> pa.Schema:
 
 
 def hash_columns(schema: ShardSchema) -> tuple[str, ...]:
-    """The columns `_hash` is taken of: the key, or the whole row when there is none."""
-    return schema.key or tuple(c.name for c in schema.columns)
+    """The columns `_hash` is taken of: the key, or, where there is none, every column that was there from the start.
+
+    So a row has one hash under every version, and a retraction meets what it retracts.
+    """
+    return schema.key or tuple(c.name for c in schema.columns if c.version == 1)
 
 
 def conform(rows: pa.Table, target: pa.Schema) -> pa.Table:

@@ -5,6 +5,7 @@ S2  the batches are contiguous: the first begins at 0, each begins where the las
 S3  since never passes a hold that stood when it moved.
 S4  `rows`, `size_bytes` and `inline_bytes` are the sums over all parts.
 S5  garbage is in order of its versions, and no batch names an object of it.
+S6  no batch was written under a newer schema than the state's.
 
 `apply` refuses what would break one of them, with the reason: a refused command changes nothing.
 """
@@ -52,6 +53,20 @@ class Garbage(msgspec.Struct, frozen=True):
     objects: tuple[str, ...]
 
 
+VERSIONS_KEPT = 32
+"""Facts for people: what reads or writes needs the newest schema only."""
+
+
+class SchemaVersion(msgspec.Struct, frozen=True):
+    """The schema became `version` at `at_ms`, when upper was `upper`. `widened`: columns with the types they had."""
+
+    version: int
+    upper: int
+    at_ms: int
+    added: tuple[str, ...] = ()
+    widened: tuple[tuple[str, str], ...] = ()
+
+
 class WriterToken(msgspec.Struct, frozen=True):
     """The newest append of one writer: proof, for that token, that it landed."""
 
@@ -81,6 +96,8 @@ class ShardState(msgspec.Struct, frozen=True):
     swept_ms: int = 0
     """No part that was written before may be shown any more."""
     dropped: bool = False
+    versions: tuple[SchemaVersion, ...] = ()
+    """How the schema came to be what it is, oldest first; the first version is not told."""
 
 
 def garbage_full(state: ShardState) -> bool:
@@ -97,7 +114,7 @@ def batch_sums(batch: Batch) -> tuple[int, int, int]:
 
 
 def broken_step(old: ShardState, new: ShardState) -> str:
-    """What of S1 to S5 one transition would break, or "": at a cost that does not grow with the number of batches."""
+    """What of S1 to S6 one transition would break, or "": at a cost that does not grow with the number of batches."""
     if new.since < old.since:
         return f"S1: since went back: old={old.since} new={new.since}"
     if new.upper < old.upper:
@@ -114,11 +131,15 @@ def broken_step(old: ShardState, new: ShardState) -> str:
         return "S4: sums went below zero"
     if len(new.garbage) > 1 and new.garbage[-2].version >= new.garbage[-1].version:
         return f"S5: garbage out of order: version={new.garbage[-1].version}"
+    if new.batches and new.batches[-1].schema_version > new.schema.version:
+        return f"S6: the last batch is of a newer schema: version={new.schema.version}"
+    if new.schema.version < old.schema.version:
+        return f"S6: the schema went back: old={old.schema.version} new={new.schema.version}"
     return ""
 
 
 def broken_whole(state: ShardState) -> str:
-    """What of S1 to S5 one state breaks, walking everything, or ""."""
+    """What of S1 to S6 one state breaks, walking everything, or ""."""
     at = 0
     for batch in state.batches:
         if not batch.lower == at < batch.upper:
@@ -134,6 +155,8 @@ def broken_whole(state: ShardState) -> str:
     named = {part.object_key for batch in state.batches for part in batch.parts if part.object_key}
     if any(not named.isdisjoint(garbage.objects) for garbage in state.garbage):
         return "S5: a batch names garbage"
+    if any(batch.schema_version > state.schema.version for batch in state.batches):
+        return "S6: a batch is of a newer schema"
     return ""
 
 

@@ -83,7 +83,7 @@ class TidemillSource(DataSource):  # type: ignore[misc]
         return spark_schema(columns)
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        return ShardReader(self._given())
+        return ShardReader(self._given(), schema.names)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         return FeedReader(self._given())
@@ -150,9 +150,11 @@ def _shard_schema(options: _Options) -> ShardSchema:
 class ShardPartition(InputPartition):  # type: ignore[misc]
     """Everything an executor needs besides the bucket: the parts are named, and small ones are inside."""
 
-    def __init__(self, objects: str, schema: ShardSchema, batches: Sequence[Batch], as_of: int) -> None:
+    def __init__(
+        self, objects: str, schema: ShardSchema, batches: Sequence[Batch], as_of: int, names: Sequence[str]
+    ) -> None:
         self.objects = objects
-        self.payload = msgspec.msgpack.encode((schema, list(batches), as_of))
+        self.payload = msgspec.msgpack.encode((schema, list(batches), as_of, list(names)))
 
 
 JOB_HOLD_MS = 15 * 60_000
@@ -160,10 +162,11 @@ JOB_HOLD_MS = 15 * 60_000
 
 
 class ShardReader(DataSourceReader):  # type: ignore[misc]
-    """Contents of one shard at one time."""
+    """Contents of one shard at one time: the columns `names`, for it may have got more since the frame was made."""
 
-    def __init__(self, options: dict[str, str]) -> None:
+    def __init__(self, options: dict[str, str], names: Sequence[str]) -> None:
         self._options = _Options(options)
+        self._names = tuple(names)
 
     def partitions(self) -> Sequence[InputPartition]:
         portal, stores = shared(self._options.urls)
@@ -184,7 +187,8 @@ class ShardReader(DataSourceReader):  # type: ignore[misc]
             # Executors read while nobody here is called any more, so the hold is as long as a job may take: hold first.
             portal.call(shard.hold(shard.reader_name("spark"), as_of, JOB_HOLD_MS))
             batches = [b for b in portal.call(shard.batches_until(as_of)) if b.parts]
-        return [ShardPartition(self._options.text("objects"), shard.schema, batches, as_of)] if batches else []
+        objects = self._options.text("objects")
+        return [ShardPartition(objects, shard.schema, batches, as_of, self._names)] if batches else []
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         from tidemill.shards.consolidate import contents
@@ -192,11 +196,11 @@ class ShardReader(DataSourceReader):  # type: ignore[misc]
         from tidemill.spark.stores import shared_objects
 
         assert isinstance(partition, ShardPartition)
-        kind = tuple[ShardSchema, list[Batch], int]
-        schema, batches, as_of = msgspec.msgpack.decode(partition.payload, type=kind)
+        kind = tuple[ShardSchema, list[Batch], int, list[str]]
+        schema, batches, as_of, names = msgspec.msgpack.decode(partition.payload, type=kind)
         portal, objects = shared_objects(partition.objects)
         updates = portal.call(PartReader(objects, schema).read_batches(batches, 0, as_of + 1))
-        yield from contents(schema, updates).to_batches(max_chunksize=20_000)
+        yield from contents(schema, updates).select(names).to_batches(max_chunksize=20_000)
 
 
 # streaming ----------------------------------------------------------------------------------------------

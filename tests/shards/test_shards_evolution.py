@@ -1,0 +1,255 @@
+"""What a schema may become, who is told of it, and that everybody who evolves it at once ends in one schema."""
+
+from __future__ import annotations
+
+import asyncio
+from decimal import Decimal
+
+import pyarrow as pa
+import pytest
+from shard_world import SCHEMA, FlakyConsensus, World, append, run, updates
+
+from tidemill.base.errors import Closed, Invalid, Unknown
+from tidemill.shards.checkpoint import assemble, decode_header, encode_header
+from tidemill.shards.compaction import compact_once
+from tidemill.shards.evolution import Changes, canonical_default, changes_to, default_value, evolved
+from tidemill.shards.front import Column, Evolved, ShardSchema
+from tidemill.shards.hashing import bucket_of, hash_rows
+from tidemill.shards.restore import restore_shard
+from tidemill.shards.schema import hash_columns
+from tidemill.shards.state import SchemaVersion
+
+N = Column("n", "int16", "7")
+BASE = ShardSchema(
+    (Column("k", "int16"), Column("f", "float32"), Column("d", "decimal(5,2)"), Column("s", "string")), ("k",), 4
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [("k", ["int32", "int64"]), ("f", ["float64"]), ("d", ["decimal(6,2)", "decimal(38,2)"])],
+)
+def test_a_type_widens_to_every_one_that_holds_its_values_exactly(name: str, kinds: list[str]) -> None:
+    for kind in kinds:
+        found = evolved(BASE, Changes(widen=(Column(name, kind),)))
+        assert found.version == 2 and {c.name: c.type for c in found.columns}[name] == kind
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        Changes(widen=(Column("k", "float64"),)), Changes(widen=(Column("k", "decimal(38,0)"),)),
+        Changes(widen=(Column("d", "decimal(9,3)"),)), Changes(widen=(Column("d", "float64"),)),
+        Changes(widen=(Column("s", "json"),)), Changes(widen=(Column("x", "int32"),)),
+        Changes(widen=(Column("s", "binary"),)), Changes(add=(Column("s", "int16"),)),
+        Changes(add=(Column("_time", "int16"),)), Changes(add=(Column("n", "int16", "x"),)),
+        Changes(add=(Column("n", "int16", "70000"),)), Changes(add=(Column("n", "json", "{"),)),
+        Changes(add=(Column("n", "int99"),)), Changes(add=(Column("k", "int16", "1"),)),
+    ],
+)  # fmt: skip
+def test_what_would_not_leave_every_value_as_it_was_is_refused(refused: Changes) -> None:
+    with pytest.raises(Invalid) as error:
+        evolved(BASE, refused)
+    assert (refused.add + refused.widen)[0].name in error.value.message
+
+
+def test_narrowing_is_no_change_for_whoever_asks_for_less() -> None:
+    wide = evolved(BASE, Changes(widen=(Column("k", "int64"),)))
+    assert evolved(wide, Changes(widen=(Column("k", "int32"),))) == wide
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "kept"),
+    [("float32", "0.1", "0.10000000149011612"), ("float64", "0.1", "0.1"), ("decimal(5,2)", "1.5", "1.50"),
+     ("decimal(20,10)", "0", "0.0000000000"), ("bool", "TRUE", "t"), ("int16", "07", "7"), ("json", "[1]", "[1]"),
+     ("string", "", ""), ("float32", "-0.0", "-0.0"), ("float32", "NaN", "nan"), ("timestamp", "infinity", "infinity")],
+)  # fmt: skip
+def test_a_default_is_kept_as_the_text_that_means_the_same_under_every_wider_type(
+    kind: str, text: str, kept: str
+) -> None:
+    assert canonical_default(Column("n", kind, text)) == kept
+    value = default_value(Column("n", kind, kept))
+    assert canonical_default(Column("n", kind, kept)) == kept
+    wider = {"float32": pa.float64(), "decimal(5,2)": pa.decimal128(9, 2)}.get(kind, value.type)
+    again = default_value(Column("n", {"float32": "float64", "decimal(5,2)": "decimal(9,2)"}.get(kind, kind), kept))
+    assert repr(pa.scalar(value, value.type).cast(wider)) == repr(again)
+
+
+def test_the_difference_is_told_when_a_schema_cannot_become_another() -> None:
+    want = ShardSchema((Column("k", "int32"), Column("s", "string"), Column("n", "bool")), ("k",), 4)
+    with pytest.raises(Invalid, match=r"-f float32, -d decimal\(5,2\), \+n bool, k int16→int32"):
+        changes_to(BASE, want)
+    for other in (ShardSchema(BASE.columns, ("k", "s"), 4), ShardSchema(BASE.columns, ("k",), 8)):
+        with pytest.raises(Invalid, match="difference"):
+            changes_to(BASE, other)
+
+
+def test_columns_may_stand_in_any_order_where_a_schema_is_asked_for() -> None:
+    want = ShardSchema((Column("n", "bool"), *reversed(BASE.columns)), ("k",), 4)
+    changes = changes_to(BASE, want)
+    assert changes == Changes((Column("n", "bool"),)) and not changes_to(evolved(BASE, changes), want)
+
+
+def test_a_row_has_one_hash_and_one_bucket_under_every_version() -> None:
+    keyless = ShardSchema((Column("a", "int16"), Column("f", "float32"), Column("d", "decimal(5,2)")), ())
+    rows = pa.table(
+        {"a": [1, -2, None], "f": pa.array([0.1, float("nan"), -0.0], pa.float32()),
+         "d": pa.array([Decimal("1.25"), None, Decimal("-3.00")], pa.decimal128(5, 2))},
+    )  # fmt: skip
+    wide = rows.cast(pa.schema([("a", pa.int64()), ("f", pa.float64()), ("d", pa.decimal128(30, 2))]))
+    before, after = hash_rows(rows, ["a", "f", "d"]), hash_rows(wide, ["a", "f", "d"])
+    assert (before == after).all() and (bucket_of(before, 7) == bucket_of(after, 7)).all()
+    assert hash_columns(evolved(keyless, Changes((N,)))) == ("a", "f", "d")
+
+
+def test_a_shard_evolves_and_times_before_and_after_read_exactly() -> None:
+    async def main() -> None:
+        world = World()
+        old = await world.open()
+        await append(old, 0, 5, [(1, "a", 1, 1), (2, "b", 2, 1)])
+        assert (await old.evolve(Changes((N,)))).version == 2
+        new = await world.open(schema=None, writer="new")
+        assert [c.name for c in new.schema.columns] == ["k", "v", "n"]
+        changed = updates([(1, "a", 6, -1), (1, "a", 6, 1)]).append_column("n", pa.array([7, 8], pa.int16()))
+        await new.compare_and_append(5, 9, [await new.write_part(changed)], "")
+        untouched = {"k": 2, "v": "b", "n": 7}
+        assert by_key(await new.snapshot(4)) == [{"k": 1, "v": "a", "n": 7}, untouched]
+        assert by_key(await new.snapshot(8)) == [{"k": 1, "v": "a", "n": 8}, untouched]
+        assert by_key(await old.snapshot(4)) == [{"k": 1, "v": "a"}, {"k": 2, "v": "b"}]
+        with pytest.raises(Evolved):
+            await old.snapshot(8)
+        with pytest.raises(Evolved):
+            await anext(old.listen(5))
+
+    run(main())
+
+
+def by_key(table: pa.Table) -> list[dict[str, object]]:
+    return sorted(table.to_pylist(), key=lambda row: row["k"])
+
+
+def test_a_merge_by_a_handle_of_before_keeps_the_new_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tidemill.shards.compaction.FAN_IN", 2)
+    world = World()
+
+    async def main() -> None:
+        old = await world.open()
+        await append(old, 0, 5, [(1, "a", 1, 1)])
+        await old.evolve(Changes((N,)))
+        new = await world.open(schema=None)
+        rows = updates([(2, "b", 6, 1)]).append_column("n", pa.array([9], pa.int16()))
+        await new.compare_and_append(5, 7, [await new.write_part(rows)], "")
+        done = await compact_once(old, world.objects, world.rand)
+        assert done is not None and done.shown and done.batches == 2
+        found = await new.snapshot(6)
+        assert sorted(found.column("n").to_pylist()) == [7, 9]
+        assert old.state.batches[0].schema_version == 2
+        with pytest.raises(Evolved):
+            await old.snapshot(4)  # merged since under the newest version
+
+    run(main())
+
+
+def test_a_writer_of_an_older_version_is_fenced_and_its_progress_is_carried() -> None:
+    async def main() -> None:
+        world = World()
+        old = await world.open()
+        part = await old.write_part(updates([(1, "a", 1, 1)]))
+        await (await world.open()).evolve(Changes((N,)))
+        with pytest.raises(Evolved, match="version=2 written=1"):
+            await old.compare_and_append(0, 5, [part], "t")
+        assert await old.compare_and_append(0, 3, [], "") == 3
+        assert (await old.frontiers())[1] == 3 and not old.state.rows
+
+    run(main())
+
+
+def test_an_append_that_landed_before_the_schema_changed_is_found_again_by_its_token() -> None:
+    async def main() -> None:
+        world = World()
+        old = await world.open()
+        part = await old.write_part(updates([(1, "a", 1, 1)]))
+        await old.compare_and_append(0, 5, [part], "t")
+        await old.evolve(Changes((N,)))
+        assert await old.compare_and_append(0, 5, [part], "t") == 5
+
+    run(main())
+
+
+def test_evolvers_that_race_end_in_one_schema() -> None:
+    async def main() -> None:
+        world = World()
+        handles = [await world.open(writer=f"w{i}") for i in range(6)]
+        asked = [
+            Changes((N,)), Changes((Column("n", "int64", "7"),)), Changes((Column("m", "string"),)),
+            Changes((Column("m", "string"), N)), Changes((Column("n", "int32", "7"),)), Changes((N,)),
+        ]  # fmt: skip
+        await asyncio.gather(*(h.evolve(changes) for h, changes in zip(handles, asked, strict=True)))
+        found = {(await world.open(schema=None)).schema for _ in handles}
+        assert len(found) == 1
+        schema = found.pop()
+        assert {(c.name, c.type, c.default) for c in schema.columns[2:]} == {("n", "int64", "7"), ("m", "string", None)}
+        for handle in handles:
+            await handle.frontiers()
+            assert handle.state.schema == schema
+            told = handle.state.versions
+            assert [v.version for v in told] == list(range(2, schema.version + 1))
+        with pytest.raises(Invalid, match="another default: column=n default='7' wanted='8'"):
+            await handles[0].evolve(Changes((Column("n", "int16", "8"),)))
+        with pytest.raises(Invalid, match="not every value would stay what it is: column=v type=string wanted=bool"):
+            await handles[0].evolve(Changes(widen=(Column("v", "bool"),)))
+
+    run(main())
+
+
+def test_an_evolution_of_unknown_outcome_may_be_asked_for_again() -> None:
+    async def main() -> None:
+        world = World()
+        consensus = FlakyConsensus(world.durable)
+        shard = await world.open(consensus=consensus)
+        consensus.script = [(True, False)]
+        try:
+            await shard.evolve(Changes((N,)))
+        except Unknown:
+            await shard.evolve(Changes((N,)))
+        assert (await shard.evolve(Changes((N,)))).version == 2
+        await shard.close()
+        with pytest.raises(Closed):
+            await shard.evolve(Changes((Column("z", "bool"),)))
+
+    run(main())
+
+
+def test_versions_are_in_rollups_in_checkpoint_rows_and_in_a_restored_shard() -> None:
+    async def main() -> None:
+        world = World()
+        shard = await world.open()
+        await append(shard, 0, 5, [(1, "a", 1, 1)])
+        await shard.evolve(Changes((N,), (Column("k", "int64"),)))
+        await shard.rollup()
+        again = await world.open(schema=None)
+        assert again.state == shard.state
+        (version,) = again.state.versions
+        assert version == SchemaVersion(2, 5, version.at_ms, ("n",)) and version.at_ms > 0
+        restored = assemble(decode_header(encode_header(again.state)), again.state.batches)
+        assert restored == again.state
+        elsewhere = World()
+        elsewhere.objects = world.objects
+        await restore_shard(elsewhere.consensus(), elsewhere.rand, restored, "attempt")
+        found = await elsewhere.open(schema=None)
+        assert (found.schema, found.state.versions) == (again.schema, again.state.versions)
+        assert (await found.snapshot(4)).to_pylist() == [{"k": 1, "v": "a", "n": 7}]
+
+    run(main())
+
+
+def test_what_a_version_widened_is_told_with_the_type_it_had() -> None:
+    async def main() -> None:
+        world = World()
+        small = ShardSchema((Column("k", "int16"), Column("v", "string")), ("k",))
+        shard = await world.open(name="s", schema=small)
+        await shard.evolve(Changes(widen=(Column("k", "int32"),)))
+        assert shard.state.versions[0].widened == (("k", "int16"),)
+        assert SCHEMA.version == shard.schema.version == 1
+
+    run(main())
