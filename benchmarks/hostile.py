@@ -31,9 +31,9 @@ from typing import Any
 
 from harbour import machine
 from hostile_throws import THROWS, Throw, World, get
+from tidemill.base.config import load
 from tidemill.cli.demo.environment import Environment, prepare
 from tidemill.cli.demo.runner import Runner
-from tidemill.node.config import load
 from tidemill.node.processes import next_port
 from tidemill.node.supervise import Supervisor
 

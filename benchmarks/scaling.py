@@ -38,7 +38,7 @@ PUT_USD, GET_USD, GB_MONTH_USD = 5e-6, 0.4e-6, 0.023
 """Standard object storage, list price of the large vendors."""
 
 PACE_S = 0.06
-"""A busy table appends at most this often (spark/source.py PACE_MS); one beside it that gets nothing, once a second."""
+"""A busy table appends at most this often (PACE_MS of spark/source); one beside it that gets nothing, once a second."""
 IDLE_MOVE_S = 1.0
 INLINE_BYTES = 16 << 10
 """A part below it travels in the log record: no object."""

@@ -9,8 +9,8 @@ import pytest
 import typer
 from pydantic import BaseModel
 
+from tidemill.base.config import Config
 from tidemill.cli.main import app
-from tidemill.node.config import Config
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]

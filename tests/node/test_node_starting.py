@@ -13,12 +13,12 @@ import pytest
 
 import tidemill.node.assembly as assembly
 from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.config import Config
 from tidemill.base.errors import Unavailable
 from tidemill.base.marks import Mark
 from tidemill.consensus.board import Board
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.metastore import Metastore
-from tidemill.node.config import Config
 
 WHY = "planted: consensus went away."
 

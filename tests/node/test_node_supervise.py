@@ -74,7 +74,7 @@ def test_f307_a_pipeline_file_that_does_not_import_parks_its_driver_alone_and_a_
     tmp_path: Path,
 ) -> None:
     """The real driver's process, up to where it would open its stores."""
-    from tidemill.node.config import parse
+    from tidemill.base.config import parse
     from tidemill.node.processes import driver
 
     file = tmp_path / "pipeline.py"
@@ -160,8 +160,8 @@ def test_a_log_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_no_password_is_on_a_command_line_or_in_a_file_that_others_may_read(tmp_path: Path) -> None:
+    from tidemill.base.config import parse
     from tidemill.node import processes
-    from tidemill.node.config import parse
 
     values = {
         "node": {"data": str(tmp_path / "data")},
@@ -213,7 +213,7 @@ asyncio.run(main())
 
 
 def test_an_unwritable_data_directory_is_refused_by_name(tmp_path: Path) -> None:
-    from tidemill.node.config import parse
+    from tidemill.base.config import parse
     from tidemill.node.processes import start_all
 
     (tmp_path / "file").write_text("")

@@ -1,4 +1,4 @@
-"""base: ids, frontiers, clock, randomness, errors, limits, tasks, marks.
+"""base: ids, frontiers, clock, randomness, errors, limits, tasks, marks, the configuration file.
 
-Owns the vocabulary every room shares. Does no I/O and imports no other room.
+Owns the vocabulary every room shares. Does no I/O but for reading the configuration, and imports no other room.
 """

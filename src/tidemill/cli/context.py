@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tidemill.base.clock import Clock, Rand, SystemClock
+from tidemill.base.config import Config, load
 from tidemill.base.portal import Portal
-from tidemill.node.config import Config, load
 
 if TYPE_CHECKING:
     from tidemill.consensus.api import Consensus

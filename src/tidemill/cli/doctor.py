@@ -15,10 +15,10 @@ import msgspec
 import typer
 
 from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.config import Config, exposed, load
 from tidemill.base.errors import TidemillError
 from tidemill.base.portal import Portal
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
-from tidemill.node.config import Config, exposed, load
 
 MINIMUM_FREE_BYTES = 2 << 30
 PROBE_TIMEOUT_S = 3.0

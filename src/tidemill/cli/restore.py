@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tidemill.base.clock import Clock, Rand, SystemClock
+from tidemill.base.config import load
 from tidemill.base.errors import Invalid
 from tidemill.base.portal import Portal
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
 from tidemill.cli.progress import Bars
-from tidemill.node.config import load
 from tidemill.node.logs import configure_logs
 
 if TYPE_CHECKING:

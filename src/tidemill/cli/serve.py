@@ -10,11 +10,11 @@ from pathlib import Path
 
 from tidemill.base import descriptors
 from tidemill.base.clock import MOVED
+from tidemill.base.config import Config
 from tidemill.base.errors import Invalid
 from tidemill.base.garbage import keep_pauses_short
 from tidemill.console.app import console_routes
 from tidemill.node.assembly import Node
-from tidemill.node.config import Config
 from tidemill.node.logs import configure_logs
 
 

@@ -10,9 +10,9 @@ from urllib.request import urlopen
 
 import typer
 
+from tidemill.base.config import load
 from tidemill.base.errors import Invalid, Missing, Unavailable
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
-from tidemill.node.config import load
 
 app = typer.Typer(help="List and fetch shapes.", no_args_is_help=True)
 

@@ -8,11 +8,11 @@ import sys
 from contextlib import AsyncExitStack
 
 from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.config import Config, exposed, load
 from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.base.portal import Portal
 from tidemill.base.tasks import Tasks
 from tidemill.cli.context import ConfigOption
-from tidemill.node.config import Config, exposed, load
 from tidemill.node.processes import make_supervisor, start_all
 from tidemill.node.telling import Telling
 

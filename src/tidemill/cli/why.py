@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
 from tidemill.base.chain import Verdict, table_mark, verdict
+from tidemill.base.config import Config
 from tidemill.base.errors import Missing
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.marks import Derived, as_row, trouble
 from tidemill.cli.context import ConfigOption, JsonOption, consensus_only, print_json
 from tidemill.cli.status import read_marks
-from tidemill.node.config import Config
 
 Name = Annotated[
     str, typer.Argument(help="A mark, as `tidemill status` names it, or a table's name. Empty = the worst.")
@@ -53,11 +52,12 @@ def why(name: Name = "", config: ConfigOption = None, as_json: JsonOption = Fals
 
 def intruder(config: Config) -> str:
     """Who keeps SQLite's file locked, when the whole cluster goes silent: nobody could report that of himself."""
+    from tidemill.consensus.open import sqlite_file
     from tidemill.consensus.sqlite.holders import intruders
 
-    scheme, _, rest = config.consensus_url.partition(":")
-    found = intruders(Path("/" + rest.lstrip("/") if rest.startswith("/") else rest)) if scheme == "sqlite" else []
-    return f"{found[0]}, which locks {rest}" if found else ""
+    file = sqlite_file(config.consensus_url)
+    found = intruders(file) if file is not None else []
+    return f"{found[0]}, which locks {file}" if found else ""
 
 
 def lines(found: Verdict, exit_code: int) -> list[str]:

@@ -18,14 +18,11 @@ async def open_consensus(url: str, clock: Clock, rand: Rand) -> Consensus:
     `memory:` lives and dies with the returned object. One object per event loop.
     """
     scheme, separator, rest = url.partition(":")
-    if separator and scheme == "sqlite":
+    file = sqlite_file(url)
+    if file is not None:
         from tidemill.consensus.sqlite.client import SqliteConsensus
 
-        host = rest.startswith("//") and not rest.startswith("///")
-        path = "/" + rest.lstrip("/") if rest.startswith("/") else rest
-        if host or not path or path.endswith("/"):
-            raise Invalid(f"The URL names no database file: consensus.url={url!r}.", fix=FIX)
-        sqlite = SqliteConsensus(Path(path), clock, rand)
+        sqlite = SqliteConsensus(file, clock, rand)
         await sqlite.start()
         return sqlite
     if separator and scheme in ("postgresql", "postgres"):
@@ -39,3 +36,15 @@ async def open_consensus(url: str, clock: Clock, rand: Rand) -> Consensus:
 
         return MemoryConsensus(clock)
     raise Invalid(f"The URL names no known engine: consensus.url={url!r}.", fix=FIX)
+
+
+def sqlite_file(url: str) -> Path | None:
+    """The database file that a `sqlite:` URL names; None of every other URL. Raises Invalid when it names none."""
+    scheme, separator, rest = url.partition(":")
+    if not separator or scheme != "sqlite":
+        return None
+    host = rest.startswith("//") and not rest.startswith("///")
+    path = "/" + rest.lstrip("/") if rest.startswith("/") else rest
+    if host or not path or path.endswith("/"):
+        raise Invalid(f"The URL names no database file: consensus.url={url!r}.", fix=FIX)
+    return Path(path)

@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tidemill.base import descriptors
 from tidemill.base.clock import Clock, Rand, SystemClock
+from tidemill.base.config import CaptureSection, Config
 from tidemill.base.errors import Conflict, Invalid, Unavailable
 from tidemill.base.marks import Report, Tracker
 from tidemill.base.memory import Budget
@@ -51,7 +52,6 @@ from tidemill.metastore.lsm.compaction.open import open_merger
 from tidemill.metastore.open import NODE, metastore_on
 from tidemill.node.assignment import CaptureFirst
 from tidemill.node.binder import Binder
-from tidemill.node.config import CaptureSection, Config
 from tidemill.node.http import HttpServer
 from tidemill.node.reporting import Reporting
 from tidemill.node.served import http_limits, shape_settings

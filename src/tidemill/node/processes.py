@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tidemill.base.clock import Clock
+from tidemill.base.config import Config, ConsensusSection, ObjectsSection
 from tidemill.base.errors import Invalid
-from tidemill.node.config import Config, ConsensusSection, ObjectsSection
 from tidemill.node.supervise import ChildSpec, Supervisor
 from tidemill.spark import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 

@@ -3,7 +3,7 @@ must not load those rooms."""
 
 from __future__ import annotations
 
-from tidemill.node.config import HttpSection, ShapesSection
+from tidemill.base.config import HttpSection, ShapesSection
 from tidemill.node.http_limits import HttpLimits
 from tidemill.shapes.log import LogLimits
 from tidemill.shapes.settings import CacheAges, ShapeSettings

@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 
 from tidemill.base.clock import Rand
+from tidemill.base.config import Config, load
 from tidemill.base.errors import Invalid
 from tidemill.cli.demo import shop
 from tidemill.cli.demo.postgres import EmbeddedPostgres
-from tidemill.node.config import Config, load
 
 MARKER = "harbour-shop"
 DATABASE = "shop"

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from tidemill.base.clock import Clock, Rand
+from tidemill.base.config import Config
 from tidemill.base.errors import Invalid, Missing
 from tidemill.cli.verify.compare import Row
 from tidemill.cli.verify.derived import Recomputed
@@ -17,7 +18,6 @@ from tidemill.cli.verify.poisoned import poisoned_keys
 from tidemill.cli.verify.table import Progress, Verified, verify_captured, verify_expected
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
-from tidemill.node.config import Config
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.front import Shard
 from tidemill.shards.open import open_remap, open_shard

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tidemill.base.config import HttpSection, ShapesSection, load
 from tidemill.base.errors import Invalid
-from tidemill.node.config import HttpSection, ShapesSection, load
 from tidemill.node.http_limits import HttpLimits
 from tidemill.node.served import http_limits, shape_settings
 from tidemill.shapes import ShapeSettings

@@ -1,0 +1,59 @@
+"""Which cluster a reader means: the nearest word about it wins.
+
+    1  options objects and consensus                       as given, each by itself
+    2  option config                                       the URLs of that file
+    3  what `register` was given
+    4  TIDEMILL_OBJECTS__URL and TIDEMILL_CONSENSUS__URL   what a driver tells its workers
+    5  TIDEMILL_CONFIG, else ./tidemill.toml               with TIDEMILL_<SECTION>__<KEY> over it, as for every command
+
+A URL that came from a file or the environment is no option of the query, so that neither Spark's plan nor its event
+log names it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from tidemill.base.errors import Invalid
+from tidemill.consensus.open import sqlite_file
+from tidemill.spark import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
+from tidemill.spark.stores import Urls
+
+FIX = "Give option config=/path/of/tidemill.toml, or start the session with TIDEMILL_CONFIG or beside that file."
+
+
+def find_cluster(
+    objects: str = "",
+    consensus: str = "",
+    config: str = "",
+    registered: Mapping[str, str] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+) -> Urls:
+    """Raises Invalid when a file is wrong, or when no cluster is where it should be: reading makes none."""
+    env = os.environ if environ is None else environ
+    if not (objects and consensus):
+        found = _said(config, registered or {}, env)
+        objects, consensus = objects or found.objects, consensus or found.consensus
+    if not (objects and consensus):
+        raise Invalid("one of objects and consensus is not named.", fix=FIX)
+    file = sqlite_file(consensus)
+    if file is not None and not file.exists():
+        raise Invalid(f"there is no cluster here: consensus={consensus} directory={Path.cwd()}.", fix=FIX)
+    return Urls(objects, consensus)
+
+
+def _said(config: str, registered: Mapping[str, str], env: Mapping[str, str]) -> Urls:
+    told = (OBJECTS_VARIABLE, CONSENSUS_VARIABLE)
+    if registered and not config:
+        return Urls(registered.get("objects", ""), registered.get("consensus", ""))
+    if all(env.get(name) for name in told) and not config:
+        return Urls(*(env[name] for name in told))
+    from tidemill.base.config import load
+
+    if config:
+        env = {name: value for name, value in env.items() if name not in told}
+    found = load(Path(config).expanduser() if config else None, environ=env)
+    return Urls(found.objects_url, found.consensus_url)

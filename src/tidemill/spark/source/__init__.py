@@ -1,0 +1,69 @@
+"""`format("tidemill")`: the Python data source. Spark finds it by itself, through the package `pyspark_tidemill`.
+
+    batch      option shard=NAME (or .load("NAME")); as_of = ms, ISO 8601 text (UTC when it names no zone) or latest
+    streaming  option source=topic/NAME (with schema, key) or capture/NAME (with table=schema.table)
+               rows=true  (default) one row a record: columns, _time, _order, _partition, _live
+               rows=false one row a partition and batch: what to read, for operators that fetch for themselves
+               start=MS, max_rows, pace_ms
+    both       which cluster: see `spark.cluster`
+
+An option that is not known, or means nothing to the read, is refused.
+Spark pickles instances of these classes by reference and calls them in processes of its own: planners and
+executors. State lives in `stores.shared` of each.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader
+
+from tidemill.spark.source.batch import ShardReader, shard_schema
+from tidemill.spark.source.catalogue import keep_options, table_options
+from tidemill.spark.source.options import BATCH, STREAM, Options, from_catalogue
+from tidemill.spark.source.stream import DESCRIPTOR_COLUMNS, FeedReader, row_columns
+from tidemill.spark.types import spark_schema
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+    from pyspark.sql.types import StructType
+
+__all__ = ["DESCRIPTOR_COLUMNS", "TidemillSource", "register"]
+
+
+def register(spark: SparkSession, objects: str = "", consensus: str = "") -> None:
+    """Give the session the URLs of a cluster once, so that its reads need not name one."""
+    given = {"objects": objects, "consensus": consensus}
+
+    class Configured(TidemillSource):  # travels to workers by value, so its URLs do too
+        registered = {key: value for key, value in given.items() if value}
+
+    spark.dataSource.register(Configured)
+
+
+class TidemillSource(DataSource):  # type: ignore[misc]
+    registered: dict[str, str] = {}
+
+    def _read_options(self, schema: StructType | None = None) -> Options:
+        return Options({**(table_options(schema) if schema is not None else {}), **self.options}, self.registered)
+
+    @classmethod
+    def name(cls) -> str:
+        return "tidemill"
+
+    def schema(self) -> StructType:
+        options = self._read_options()
+        if options.shard:
+            found = spark_schema(shard_schema(options).columns)
+            return keep_options(found, options) if from_catalogue(self.options) else found
+        return spark_schema(row_columns(options) if options.flag("rows", True) else DESCRIPTOR_COLUMNS)
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        options = self._read_options(schema)
+        options.only(BATCH, "a batch read")
+        return ShardReader(options, schema)
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:
+        options = self._read_options(schema)
+        options.only(STREAM, "a stream")
+        return FeedReader(options)

@@ -1,0 +1,108 @@
+"""Batch reads: the contents of one shard at one time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+from pyspark.sql.datasource import DataSourceReader, InputPartition
+
+from tidemill.base.errors import Invalid
+from tidemill.shards.front import Batch, ShardSchema
+from tidemill.shards.holding import HOLD_ABOVE_BYTES
+from tidemill.spark.source.options import Options
+from tidemill.spark.stores import shared
+from tidemill.spark.types import spark_schema
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql.types import StructType
+
+AS_OF_TIMEOUT_S = 60.0
+JOB_HOLD_MS = 15 * 60_000
+"""How long what a batch read planned stays readable to its executors; a longer job is told that history is lost."""
+
+
+def shard_schema(options: Options) -> ShardSchema:
+    portal, stores = shared(options.urls)
+    schema: ShardSchema = portal.call(stores.shard(options.shard)).schema
+    return schema
+
+
+class ShardPartition(InputPartition):  # type: ignore[misc]
+    """Everything an executor needs besides the bucket: the parts are named, and small ones are inside."""
+
+    def __init__(self, objects: str, schema: ShardSchema, batches: Sequence[Batch], as_of: int) -> None:
+        self.objects = objects
+        self.payload = msgspec.msgpack.encode((schema, list(batches), as_of))
+
+
+class ShardReader(DataSourceReader):  # type: ignore[misc]
+    """`schema`: the columns that are wanted, all of the shard's or some of them."""
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        if not options.shard:
+            raise Invalid(
+                "no shard is named.",
+                fix='Give option shard=NAME, or .load("NAME"); make a table of a catalogue without a list of columns.',
+            )
+        self._options = options
+        self._schema = schema
+
+    def partitions(self) -> Sequence[InputPartition]:
+        portal, stores = shared(self._options.urls)
+        shard = portal.call(stores.shard(self._options.shard))
+        _check_columns(self._schema, shard.schema, shard.name)
+        since, upper = portal.call(shard.frontiers())
+        given = self._options.as_of_ms
+        as_of = upper - 1 if given is None else given
+        if as_of >= upper and given is not None:
+            upper = portal.call(shard.wait_upper(as_of, AS_OF_TIMEOUT_S))
+        if upper == 0 and given is None:
+            return []
+        if not since <= as_of < upper:
+            raise Invalid(
+                f"time is not readable: shard={shard.name} as_of={as_of} since={since} upper={upper}.",
+                fix="Read at a time from since to upper - 1.",
+            )
+        batches = [b for b in portal.call(shard.batches_until(as_of)) if b.parts]
+        if sum(part.size_bytes for batch in batches for part in batch.parts) > HOLD_ABOVE_BYTES:
+            # Executors read while nobody here is called any more, so the hold is as long as a job may take: hold first.
+            portal.call(shard.hold(shard.reader_name("spark"), as_of, JOB_HOLD_MS))
+            batches = [b for b in portal.call(shard.batches_until(as_of)) if b.parts]
+        return [ShardPartition(self._options.objects, shard.schema, batches, as_of)] if batches else []
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        from tidemill.shards.consolidate import contents
+        from tidemill.shards.reading import PartReader
+        from tidemill.spark.stores import shared_objects
+
+        if not isinstance(partition, ShardPartition):
+            return  # Spark's own, in place of none: the shard is empty
+        kind = tuple[ShardSchema, list[Batch], int]
+        schema, batches, as_of = msgspec.msgpack.decode(partition.payload, type=kind)
+        portal, objects = shared_objects(partition.objects)
+        updates = portal.call(PartReader(objects, schema).read_batches(batches, 0, as_of + 1))
+        wanted = contents(schema, updates).select(self._schema.fieldNames())
+        yield from wanted.cast(_arrow_schema(self._schema, wanted.schema)).to_batches(max_chunksize=20_000)
+
+
+def _check_columns(wanted: StructType, schema: ShardSchema, name: str) -> None:
+    """Raises Invalid: a schema given by hand, or kept by a catalogue, has what the shard has not."""
+    have = {field.name: field.dataType for field in spark_schema(schema.columns).fields}
+    for field in wanted.fields:
+        if have.get(field.name) != field.dataType:
+            there = have[field.name].simpleString() if field.name in have else "no such column"
+            raise Invalid(
+                f"the shard has another column: shard={name} column={field.name}"
+                f" wanted={field.dataType.simpleString()} there={there}.",
+                fix="Leave the schema out, or make the table of the catalogue anew.",
+            )
+
+
+def _arrow_schema(wanted: StructType, found: pa.Schema) -> pa.Schema:
+    """`found` with the nullability that Spark was told: it compares the two."""
+    for at, field in enumerate(wanted.fields):
+        found = found.set(at, found.field(at).with_nullable(field.nullable))
+    return found

@@ -1,0 +1,29 @@
+"""Tables of a catalogue: `CREATE TABLE … USING tidemill OPTIONS (…)`.
+
+Spark 4.3 gives a Python data source the options of such a table when it is made, and when it is read only the schema
+that the catalogue kept. So the options are kept in that schema, as metadata of its first column.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from tidemill.spark.source.options import Options
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
+METADATA = "tidemill.options"
+
+
+def keep_options(schema: StructType, options: Options) -> StructType:
+    schema.fields[0].metadata = {METADATA: json.dumps(options.as_text())}
+    return schema
+
+
+def table_options(schema: StructType) -> dict[str, str]:
+    """Those of the table that this is the schema of; none when it is not one's."""
+    kept = next((f.metadata[METADATA] for f in schema.fields if METADATA in (f.metadata or {})), "{}")
+    found: dict[str, str] = json.loads(kept)
+    return found

@@ -1,0 +1,133 @@
+"""The options of `format("tidemill")`: text, keys in any case, every one of them known."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import Any
+
+from tidemill.base.errors import Invalid
+from tidemill.spark import OBJECTS_VARIABLE
+from tidemill.spark.cluster import find_cluster
+from tidemill.spark.stores import Urls
+
+CLUSTER = ("config", "objects", "consensus")
+BATCH = ("shard", "path", "as_of")
+STREAM = ("source", "table", "schema", "key", "rows", "start", "max_rows", "pace_ms")
+LATEST = "latest"
+
+
+class Options:
+    """Raises Invalid naming the option, everywhere. `registered`: URLs that `register` was given."""
+
+    def __init__(self, options: Mapping[str, str], registered: Mapping[str, str] | None = None) -> None:
+        self._options = _given({key.lower(): value for key, value in options.items()})
+        self._registered = dict(registered or {})
+        known = (*CLUSTER, *BATCH, *STREAM)
+        for key in self._options:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, 1)
+                meant = f"Did you mean {near[0]}? " if near else ""
+                raise Invalid(f"unknown option: option={key}.", fix=f"{meant}Known are {', '.join(known)}.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what was found: each process finds its cluster for itself."""
+        return {key: value for key, value in self.__dict__.items() if key != "urls"}
+
+    def only(self, names: tuple[str, ...], of: str) -> None:
+        """Refuse what a read of this kind would not look at."""
+        for key in self._options:
+            if key not in (*CLUSTER, *names):
+                raise Invalid(
+                    f"option means nothing to {of}: option={key}.", fix=f"Leave it out; {of} knows {', '.join(names)}."
+                )
+
+    def text(self, key: str, default: str = "") -> str:
+        return self._options.get(key, default)
+
+    def need(self, key: str, fix: str) -> str:
+        found = self.text(key)
+        if not found:
+            raise Invalid(f"option is missing: option={key}.", fix=fix)
+        return found
+
+    def number(self, key: str, default: int) -> int:
+        try:
+            return int(self.text(key, str(default)))
+        except ValueError as error:
+            raise Invalid(f"option is not a number: option={key} value={self.text(key)!r}.") from error
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.text(key, str(default)).lower()
+        if value not in ("true", "false"):
+            raise Invalid(f"option is neither true nor false: option={key} value={value!r}.")
+        return value == "true"
+
+    def as_text(self) -> dict[str, str]:
+        return dict(self._options)
+
+    @cached_property
+    def urls(self) -> Urls:
+        objects, consensus, config = (self.text(key) for key in ("objects", "consensus", "config"))
+        return find_cluster(objects, consensus, config, self._registered)
+
+    @property
+    def objects(self) -> str:
+        """What a partition says of the bucket: nothing where the environment of workers says it."""
+        told = not any(self.text(key) for key in ("objects", "config")) and not self._registered
+        return "" if told and os.environ.get(OBJECTS_VARIABLE) else self.urls.objects
+
+    @property
+    def shard(self) -> str:
+        """Its name, or "" when this reads something else."""
+        named, path = self.text("shard"), self.text("path")
+        if named and path and named != path:
+            raise Invalid(f"two shards are named: shard={named} path={path}.", fix="Name one.")
+        return named or path
+
+    @property
+    def as_of_ms(self) -> int | None:
+        """None = the newest."""
+        return as_of_ms(self.text("as_of", LATEST))
+
+    @property
+    def source(self) -> str:
+        return self.need("source", "Write topic/<name> or capture/<name>, or give a shard for a batch read.")
+
+
+def from_catalogue(options: Mapping[str, str]) -> bool:
+    """Is this CREATE TABLE, which hands over the table's properties too (its owner, its comment)?"""
+    return "provider" in options
+
+
+def _given(options: dict[str, str]) -> dict[str, str]:
+    """Of a catalogue's properties, options are those that it names `option.KEY` as well, and the path."""
+    if not from_catalogue(options):
+        return options
+    named = {key.removeprefix("option."): value for key, value in options.items() if key.startswith("option.")}
+    return named | {key: value for key, value in options.items() if key == "path"}
+
+
+def as_of_ms(value: str | int | datetime | None) -> int | None:
+    """A time in ms: a number, ISO 8601 text or a datetime (UTC when they name no zone); None = the newest, for
+    `latest` and None. What is finer than a ms is cut off. Raises Invalid."""
+    if value is None or (isinstance(value, str) and value.strip().lower() == LATEST):
+        return None
+    if isinstance(value, int):
+        return value
+    if isinstance(value, str):
+        text = value.strip()
+        if text.removeprefix("-").isascii() and text.removeprefix("-").isdigit():
+            return int(text)
+        try:
+            value = datetime.fromisoformat(text)
+        except ValueError as error:
+            raise Invalid(
+                f"as_of is no time: as_of={text!r}.", fix="Write ms since 1970, 2026-11-22T12:00:00Z, or latest."
+            ) from error
+    moment = value.replace(tzinfo=UTC) if value.tzinfo is None else value
+    since_epoch = moment - datetime(1970, 1, 1, tzinfo=UTC)
+    return (since_epoch.days * 86_400 + since_epoch.seconds) * 1000 + since_epoch.microseconds // 1000

@@ -1,0 +1,202 @@
+"""Streams of a topic or a captured table.
+
+The streaming offset is {"ts": T}: everything below time T, planned from remap alone, so that every query
+and every restart cuts a topic at the same places (U5). `latestOffset` waits for a new binding instead of
+being polled: Spark asks again at once while there is nothing new. The planner lives as long as the query.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
+
+from tidemill.base.errors import Invalid, Unavailable, Unknown
+from tidemill.shards.front import Binding, Column, Remap
+from tidemill.spark.decode.ddl import stream_schema
+from tidemill.spark.decode.slices import Descriptor
+from tidemill.spark.feeds import NotReady, TopicFeed, captured_feed, stream_feed
+from tidemill.spark.planning import plan
+from tidemill.spark.source.options import Options
+from tidemill.spark.stores import Stores, shared
+from tidemill.spark.types import META
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+MAX_ROWS = 500_000
+"""Records of one micro-batch, unless option max_rows says otherwise; a single time is never split."""
+WAIT_S = 0.25
+"""How long `latestOffset` waits for a new binding before it says that there is none."""
+PACE_MS = 60
+"""Two micro-batches begin at least this far apart: a trigger for every binding would cost more than it brings."""
+DESCRIPTOR_COLUMNS = (
+    Column("topic", "string"), Column("partition", "int32"), Column("start", "int64"), Column("end", "int64"),
+    Column("descriptor", "binary"),
+)  # fmt: skip
+
+
+def row_columns(options: Options) -> tuple[Column, ...]:
+    """What a row-yielding stream gives. Raises Invalid when its source does not exist yet: they are needed now."""
+    return (*_one_feed(options).schema.columns, *(Column(n, t) for n, t in META))
+
+
+def _one_feed(options: Options) -> TopicFeed:
+    """The one topic of a row-yielding stream."""
+    portal, stores = shared(options.urls)
+    kind, _, name = options.source.partition("/")
+    try:
+        if kind == "capture":
+            table = options.need("table", "Name it as schema.table.")
+            return portal.call(captured_feed(stores.catalogue, name, table))
+        schema = stream_schema(options.need("schema", 'Write "name type, …".'), options.need("key", "Name the key."))
+        return portal.call(stream_feed(stores.catalogue, name, schema))
+    except NotReady as error:
+        raise Invalid(f"source is not there yet: source={options.source}.", fix=f"Wait: {error.reason}.") from error
+
+
+class FeedPartition(InputPartition):  # type: ignore[misc]
+    """`payload`: the descriptor in msgpack; `feed`: how to decode it (rows=true only)."""
+
+    def __init__(self, objects: str, payload: bytes, feed: bytes) -> None:
+        self.objects = objects
+        self.payload = payload
+        self.feed = feed
+
+
+class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._initial: dict[str, int] | None = None
+        self._target: int | None = None
+        self._remap: Remap | None = None
+        self._feeds: list[TopicFeed] | None = None
+        self._offered_ms = 0
+
+    def initialOffset(self) -> dict[str, int]:
+        """Called twice at start; the same answer both times. Option start=MS begins later than everything."""
+        if self._initial is None:
+            _end_quietly_with_the_query()
+            self._initial = {"ts": self._options.number("start", 0)}
+        return self._initial
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        return ReadMaxRows(self._options.number("max_rows", MAX_ROWS))
+
+    def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:
+        """One past the newest binding, or `start` when there is none beyond it. Storage errors: try again later."""
+        portal, stores = shared(self._options.urls)
+        pace_ms = self._options.number("pace_ms", PACE_MS)
+        try:
+            end = portal.call(self._latest(stores, start["ts"], limit, pace_ms))
+        except (Unavailable, Unknown):
+            return start
+        self._offered_ms = stores.clock.now_ms()
+        return {"ts": end}
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        portal, stores = shared(self._options.urls)
+        latest = portal.call(self._newest(stores))
+        self._target = 0 if latest is None else latest.time_ms + 1
+
+    def partitions(self, start: dict[str, int], end: dict[str, int]) -> Sequence[InputPartition]:
+        portal, stores = shared(self._options.urls)
+        descriptors = portal.call(self._plan(stores, start["ts"], end["ts"]))
+        rows = self._options.flag("rows", True)
+        feed = msgspec.msgpack.encode(_one_feed(self._options)) if rows else b""
+        return [FeedPartition(self._options.objects, msgspec.msgpack.encode(d), feed) for d in descriptors]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        import pyarrow as pa
+
+        assert isinstance(partition, FeedPartition)
+        descriptor = msgspec.msgpack.decode(partition.payload, type=Descriptor)
+        if partition.feed:
+            from tidemill.spark.tasks import decode_here
+
+            feed = msgspec.msgpack.decode(partition.feed, type=TopicFeed)
+            decoded = decode_here(partition.objects, feed, [descriptor])
+            if decoded.stop is not None:
+                raise Invalid(decoded.stop.reason, fix=decoded.stop.fix)
+            yield from decoded.commands.rows.to_batches(20_000)
+            return
+        piece = descriptor.slice
+        row = (piece.topic, piece.partition, piece.start, piece.end, partition.payload)
+        kinds = (pa.string(), pa.int32(), pa.int64(), pa.int64(), pa.binary())
+        arrays = [pa.array([value], kind) for value, kind in zip(row, kinds, strict=True)]
+        yield pa.RecordBatch.from_arrays(arrays, names=[c.name for c in DESCRIPTOR_COLUMNS])
+
+    # ----------------------------------------------------------------------------------------------------
+
+    async def _open_remap(self, stores: Stores) -> Remap:
+        if self._remap is None:
+            self._remap = await stores.remap(self._options.source)
+        return self._remap
+
+    async def _newest(self, stores: Stores) -> Binding | None:
+        return await (await self._open_remap(stores)).latest()
+
+    async def _latest(self, stores: Stores, start: int, limit: ReadLimit, pace_ms: int) -> int:
+        remap = await self._open_remap(stores)
+        early_ms = pace_ms - (stores.clock.now_ms() - self._offered_ms)
+        if early_ms > 0 and self._target is None:
+            await asyncio.sleep(min(early_ms, pace_ms) / 1000)
+        if self._target is None:
+            await remap.wait(start - 1, WAIT_S)
+        latest = await remap.latest()
+        end = start if latest is None else max(start, latest.time_ms + 1)
+        if self._target is not None:
+            end = max(start, min(end, self._target))
+        if isinstance(limit, ReadAllAvailable) or not isinstance(limit, ReadMaxRows):
+            return end
+        return await self._within(remap, start, end, limit.max_rows)
+
+    async def _within(self, remap: Remap, start: int, end: int, max_rows: int) -> int:
+        """The latest end ≤ `end` with at most max_rows records after `start`; one time at least, were it larger."""
+        bindings = [b for b in await remap.after(start - 1) if b.time_ms < end]
+        if not bindings:
+            return end
+        base = await remap.at(start - 1)
+        before = _records(base) if base is not None else 0
+        if _records(bindings[-1]) - before <= max_rows and bindings[-1].time_ms + 1 >= end:
+            return end
+        fitting = [b for b in bindings if _records(b) - before <= max_rows]
+        return (fitting[-1] if fitting else bindings[0]).time_ms + 1
+
+    async def _plan(self, stores: Stores, start: int, end: int) -> list[Descriptor]:
+        remap = await self._open_remap(stores)
+        feeds = await self._topics(stores)
+        return await plan(stores.topics, remap, feeds, start, end)
+
+    async def _topics(self, stores: Stores) -> list[tuple[str, str]]:
+        """(name, id) of every topic that this stream reads."""
+        from tidemill.metastore.catalogue import CaptureRow, TopicRow
+
+        kind, _, name = self._options.source.partition("/")
+        names = [name]
+        if kind == "capture":
+            row = await stores.catalogue.get(CaptureRow, name)
+            table = self._options.text("table")
+            names = [] if row is None else [t for s, t in row.topics.items() if table in ("", s)]
+        found = [await stores.catalogue.get(TopicRow, n) for n in names]
+        return [(row.name, row.topic_id) for row in found if row is not None]
+
+
+def _end_quietly_with_the_query() -> None:
+    """A stopped query closes its planner's socket, often while we wait for a binding: no traceback for that."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if not issubclass(kind, BrokenPipeError):
+            before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _records(binding: Binding) -> int:
+    return sum(sum(offsets) for offsets in binding.offsets.values())

@@ -1,0 +1,90 @@
+"""Reading shards in a real session that nobody registered anything with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
+
+pytestmark = pytest.mark.spark
+
+SCHEMA = ShardSchema((Column("k", "int64"), Column("v", "string")), ("k",))
+Row = tuple[int | None, str | None, int, int]
+
+
+def append(harbour: Any, name: str, lower: int, upper: int, rows: list[Row], schema: ShardSchema = SCHEMA) -> None:
+    """One batch of (k, v, time, diff)."""
+    kinds = (pa.int64(), pa.string(), pa.int64(), pa.int64())
+    columns = [pa.array(c, t) for c, t in zip(zip(*rows, strict=True), kinds, strict=True)] if rows else []
+    table = pa.table(dict(zip(("k", "v", TIME, DIFF), columns, strict=False)))
+
+    async def run() -> None:
+        shard = await harbour.stores.shard(name, schema)
+        parts = [await shard.write_part(table)] if rows else []
+        await shard.compare_and_append(lower, upper, parts, "")
+
+    harbour.portal.call(run())
+
+
+@pytest.fixture
+def config(harbour: Any, tmp_path: Path) -> str:
+    file = tmp_path / "tidemill.toml"
+    urls = harbour.urls
+    file.write_text(f"[objects]\nurl = '{urls.objects}'\n[consensus]\nurl = '{urls.consensus}'\n")
+    return str(file)
+
+
+def rows(frame: Any) -> list[tuple[Any, ...]]:
+    return sorted((tuple(r) for r in frame.collect()), key=repr)
+
+
+def test_a_shard_is_read_by_name_and_configuration_in_every_way_spark_has(
+    harbour: Any, spark: Any, config: str
+) -> None:
+    append(harbour, "t", 0, 10, [(1, "a", 5, 1), (2, "b", 6, 1)])
+    append(harbour, "t", 10, 20, [(1, "a", 12, -1), (1, "c", 12, 1)])
+    append(harbour, "empty", 0, 10, [])
+    read = spark.read.format("tidemill").option("config", config)
+    newest, before = [(1, "c"), (2, "b")], [(1, "a"), (2, "b")]
+    assert rows(read.option("shard", "t").load()) == rows(read.load("t")) == newest
+    assert rows(read.option("as_of", "1970-01-01T00:00:00.011").load("t")) == before
+    assert rows(spark.read.format("tidemill").options(config=config, AS_OF="latest").load("t")) == newest
+    assert rows(spark.read.format("tidemill").option("config", config).schema("v string").load("t")) == [("b",), ("c",)]
+
+    empty = spark.read.format("tidemill").option("config", config).load("empty")
+    assert (empty.columns, empty.collect(), empty.count()) == (["k", "v"], [], 0)
+
+    spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW seen USING tidemill OPTIONS (shard 't', config '{config}')")
+    assert rows(spark.sql("SELECT v FROM seen WHERE k = 1")) == [("c",)]
+    spark.sql(f"CREATE TABLE kept USING tidemill OPTIONS (path 't', config '{config}') COMMENT 'of a shard'")
+    try:
+        assert rows(spark.table("kept")) == newest
+        assert rows(spark.sql("SELECT * FROM kept WITH (as_of = 11)")) == before
+        append(harbour, "t", 20, 30, [(3, None, 25, 1)])
+        assert rows(spark.table("kept")) == [*newest, (3, None)]
+    finally:
+        spark.sql("DROP TABLE kept")
+
+
+@pytest.mark.parametrize(
+    ("options", "schema", "said"),
+    [
+        ({"shrad": "t"}, None, "Did you mean shard"),
+        ({"shard": "t", "as_of": "99"}, None, "time is not readable.*as_of=99"),
+        ({"shard": "t", "rows": "true"}, None, "means nothing to a batch read: option=rows"),
+        ({"shard": "t"}, "v long", "column=v wanted=bigint there=string"),
+        ({"shard": "t"}, "w long", "column=w wanted=bigint there=no such column"),
+    ],
+)
+def test_what_cannot_be_read_is_told_in_one_sentence(
+    harbour: Any, spark: Any, config: str, options: dict[str, str], schema: str | None, said: str
+) -> None:
+    append(harbour, "t", 0, 10, [(1, "a", 5, 1)])
+    harbour.portal.call(harbour.shard("t").close())
+    read = spark.read.format("tidemill").options(config=config, **options)
+    with pytest.raises(Exception, match=said):
+        (read.schema(schema) if schema else read).load().collect()
