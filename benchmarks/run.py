@@ -17,6 +17,7 @@ NAMES = (
     "decode",
     "commit_to_client",
     "commit_to_shard",
+    "upsert",
     "capture",
     "shapes",
     "positions",

@@ -1,0 +1,19 @@
+"""The driver of a pipeline as `tidemill.spark.driver` starts it, told which steps are left to Spark tasks.
+
+python benchmarks/upsert_driver.py INLINE_ROWS ARGUMENTS_OF_THE_DRIVER   (INLINE_ROWS < 0: as the product has it)
+"""
+
+from __future__ import annotations
+
+import sys
+
+from tidemill.spark.driver import leave, main
+from tidemill.spark.sink import FeedSink
+
+if __name__ == "__main__":
+    inline_rows = int(sys.argv[1])
+    if inline_rows >= 0:
+        defaults = FeedSink.__init__.__kwdefaults__
+        assert defaults is not None and "inline_rows" in defaults
+        defaults["inline_rows"] = inline_rows
+    leave(main(sys.argv[2:]))
