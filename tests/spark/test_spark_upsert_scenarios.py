@@ -142,7 +142,7 @@ def test_m4111_drain_crosses_probe_window() -> None:
 
 
 def test_m4112_drain_reads_spilled_chunks(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr("tidemill.spark.upsert.mirror.SPILL_ROWS", 1)
+    monkeypatch.setattr("tidemill.spark.upsert.mirror.SPILL_BYTES", 1)
     mirror = Mirror(SCHEMA, directory=tmp_path)
     shard = ModelShard()
     writer = Writer(shard)

@@ -58,6 +58,7 @@ def no_commands(schema: ShardSchema) -> Commands:
 
 def join(schema: ShardSchema, parts: list[Commands]) -> Commands:
     """All commands of several inputs, in any order: order is a column, not a position."""
+    parts = [part for part in parts if len(part)]
     if len(parts) == 1:
         return parts[0]
     if not parts:

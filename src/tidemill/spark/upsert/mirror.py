@@ -27,10 +27,11 @@ from tidemill.spark.upsert.resolve import HashRows, KeyChanges
 from tidemill.spark.upsert.runs import Run, merge, open_run, write_run
 
 RUNS_MAX = 6
-SPILL_ROWS = 100_000
-"""A run this long goes to a file at once."""
+SPILL_BYTES = 16 << 20
+"""A run this large goes to a file at once."""
 MERGE_RATIO = 4
-"""A run is merged with all newer ones once it is at most this many times as long as they are together."""
+"""When there are too many runs, one is merged with all newer ones if it is at most this many times as long as they are
+together."""
 MANIFEST = "MANIFEST.json"
 _FILES = itertools.count(1)
 
@@ -121,7 +122,7 @@ class Mirror:
     @property
     def held_bytes(self) -> int:
         """Of the runs that are in memory; the others are mapped files."""
-        return sum(run.rows.nbytes + run.hashes.nbytes for run in list(self.runs) if run.path is None)
+        return sum(run.size_bytes for run in list(self.runs) if run.path is None)
 
     def __len__(self) -> int:
         """Rows in all runs: at least the number of live keys."""
@@ -202,30 +203,25 @@ class Mirror:
         if not len(run):
             return
         self.runs.append(self._spilled(run))
-        while (first := self._due()) is not None:
+        if (first := self._due()) is not None:
             merged = merge(self.schema, self.runs[first:][::-1], drop_absent=first == 0)
             self.runs[first:] = [self._spilled(merged)] if len(merged) else []
             self.merges += 1
 
     def _due(self) -> int | None:
         """Index of the oldest run to merge with all newer ones, or None: few runs, none much rewritten."""
-        newer = len(self.runs[-1]) if self.runs else 0
-        first: int | None = None
+        if len(self.runs) <= RUNS_MAX:
+            return None
+        first = len(self.runs) - 2
+        newer = len(self.runs[-1])
         for index in range(len(self.runs) - 2, -1, -1):
-            if len(self.runs[index]) <= newer:
+            if len(self.runs[index]) <= MERGE_RATIO * newer:
                 first = index
             newer += len(self.runs[index])
-        if first is None and len(self.runs) > RUNS_MAX:
-            first = len(self.runs) - 2
-            newer = len(self.runs[-1])
-            for index in range(len(self.runs) - 2, -1, -1):
-                if len(self.runs[index]) <= MERGE_RATIO * newer:
-                    first = index
-                newer += len(self.runs[index])
         return first
 
     def _spilled(self, run: Run) -> Run:
-        return self._to_file(run) if self._directory is not None and len(run) >= SPILL_ROWS else run
+        return self._to_file(run) if self._directory is not None and run.size_bytes >= SPILL_BYTES else run
 
     def _to_file(self, run: Run) -> Run:
         assert self._directory is not None

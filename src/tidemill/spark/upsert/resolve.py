@@ -22,7 +22,18 @@ import pyarrow as pa
 from tidemill.shards.front import DIFF, TIME, ShardSchema
 from tidemill.shards.hashing import hash_rows
 from tidemill.shards.schema import contents_schema, update_schema
-from tidemill.spark.upsert.arrays import U64, Index, Mask, group_by_key, int64s, key_tuples, rows_equal, to_mask
+from tidemill.spark.upsert.arrays import (
+    U64,
+    Index,
+    Mask,
+    group_by_key,
+    int64s,
+    key_tuples,
+    one_chunk,
+    rows_at,
+    rows_equal,
+    to_mask,
+)
 from tidemill.spark.upsert.commands import BEFORE_ALL, LIVE, ORDER, PARTITION, Commands, command_schema
 
 HashRows = Callable[[pa.Table, tuple[str, ...]], U64]
@@ -92,15 +103,17 @@ def resolve(
     last = np.ones(len(key_number), dtype=bool)
     last[:-1] = first[1:]
 
-    winners = rows.take(pa.array(order[wins]))
+    winners = rows_at(rows, order[wins])
     times, hashes = times[wins], hashes[order][wins]
     live = to_mask(winners.column(LIVE))
     columns = contents_schema(schema).names
+    values = [name for name in columns if name not in key]
     contents = winners.select(columns)
 
     firsts = np.nonzero(first)[0]
-    found_rows, found = mirror.lookup(contents.select(list(key)).take(pa.array(firsts)), hashes[firsts])
-    pool = pa.concat_tables([contents, found_rows.select(columns)]).combine_chunks()
+    found_rows, found = mirror.lookup(rows_at(contents.select(list(key)), firsts), hashes[firsts])
+    pool = pa.concat_tables([contents, found_rows.select(columns)]) if found_rows.num_rows else contents
+    pool = one_chunk(pool)
     n = len(times)
     prior = np.arange(n, dtype=np.int64) - 1
     prior[firsts] = np.where(found >= 0, n + found, 0)
@@ -111,18 +124,20 @@ def resolve(
     changed = prior_live | live
     both = np.nonzero(prior_live & live)[0]
     if len(both):
-        changed[both] = ~rows_equal(pool, both, pool, prior[both], columns)
-    retract = np.nonzero(changed & prior_live)[0]
-    insert = np.nonzero(changed & live)[0]
-    at = np.concatenate([prior[retract], insert])
-    updates = pool.take(pa.array(at))
-    updates = updates.append_column(TIME, pa.array(np.concatenate([times[retract], times[insert]])))
-    diffs = np.concatenate([np.full(len(retract), -1, np.int64), np.ones(len(insert), np.int64)])
-    updates = updates.append_column(DIFF, pa.array(diffs)).cast(update_schema(schema))
-    return Resolved(lower, upper, updates, _changes(pool, hashes, live, changed, first, last, found, columns))
+        changed[both] = ~rows_equal(pool, both, pool, prior[both], values)
+    # In the order of a part, so that nobody sorts again: by hash, then time, a retraction before its insertion.
+    retract_or_insert = np.stack([changed & prior_live, changed & live], axis=1).ravel()
+    chosen = np.flatnonzero(retract_or_insert)
+    number, inserts = chosen >> 1, (chosen & 1).astype(bool)
+    updates = rows_at(pool, np.where(inserts, number, prior[number]))
+    updates = updates.append_column(TIME, pa.array(times[number]))
+    updates = updates.append_column(DIFF, pa.array(np.where(inserts, np.int64(1), np.int64(-1))))
+    changes = _changes(contents, pool, hashes, live, changed, first, last, found, values)
+    return Resolved(lower, upper, updates.cast(update_schema(schema)), changes)
 
 
 def _changes(
+    contents: pa.Table,
     pool: pa.Table,
     hashes: U64,
     live: Mask,
@@ -130,7 +145,7 @@ def _changes(
     first: Mask,
     last: Mask,
     found: Index,
-    columns: list[str],
+    values: list[str],
 ) -> KeyChanges:
     """Per key, its last state, where that differs from what the mirror holds now."""
     lasts = np.nonzero(last)[0]
@@ -142,9 +157,9 @@ def _changes(
         differs[several] = (was_live | is_live)[several]
         both = np.nonzero(several & was_live & is_live)[0]
         if len(both):
-            differs[both] = ~rows_equal(pool, lasts[both], pool, len(live) + found[both], columns)
+            differs[both] = ~rows_equal(pool, lasts[both], pool, len(live) + found[both], values)
     keep = lasts[differs]
-    return KeyChanges(pool.take(pa.array(keep)), hashes[keep], live[keep])
+    return KeyChanges(rows_at(contents, keep), hashes[keep], live[keep])
 
 
 def _with_truncations(schema: ShardSchema, commands: Commands, mirror: Lookup) -> pa.Table:

@@ -32,6 +32,10 @@ class Run:
     def __len__(self) -> int:
         return len(self.hashes)
 
+    @property
+    def size_bytes(self) -> int:
+        return int(self.rows.nbytes) + self.hashes.nbytes
+
     def find(self, keys: pa.Table, hashes: U64, key: Sequence[str]) -> Index:
         """Row of each key in this run, or -1. A hash only nominates; the real keys decide."""
         n = len(self.hashes)
@@ -65,8 +69,7 @@ def merge(schema: ShardSchema, runs: Sequence[Run], *, drop_absent: bool) -> Run
     rows = pa.concat_tables([run.rows for run in runs]).combine_chunks()
     hashes = np.concatenate([run.hashes for run in runs])
     live = np.concatenate([run.live for run in runs])
-    age = np.concatenate([np.full(len(run), number, dtype=np.int32) for number, run in enumerate(runs)])
-    order, starts = group_by_key(rows, hashes, schema.key, age)
+    order, starts = group_by_key(rows, hashes, schema.key)
     keep = order[starts]
     if drop_absent:
         keep = keep[live[keep]]
