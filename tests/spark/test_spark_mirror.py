@@ -50,10 +50,10 @@ def test_a_long_history_is_rewritten_rarely(monkeypatch: pytest.MonkeyPatch) -> 
     rewritten = 0
     merge = mirror_file.merge
 
-    def counting(schema, runs, *, drop_absent):  # type: ignore[no-untyped-def]
+    def counting(schema, runs, *, drop_absent, path):  # type: ignore[no-untyped-def]
         nonlocal rewritten
         rewritten += sum(len(run) for run in runs)
-        return merge(schema, runs, drop_absent=drop_absent)
+        return merge(schema, runs, drop_absent=drop_absent, path=path)
 
     monkeypatch.setattr(mirror_file, "merge", counting)
     mirror = Mirror.hydrate(SCHEMA, pa.table({"k": range(50_000), "v": [0] * 50_000}), 1)
@@ -127,3 +127,32 @@ def test_a_damaged_run_is_not_trusted(tmp_path: Path) -> None:
     (run,) = tmp_path.glob("run-*.arrow")
     run.write_bytes(run.read_bytes()[:1000])
     assert Mirror.load(tmp_path, SCHEMA, "shard-1", "boot-1") is None
+
+
+def test_runs_of_many_pieces_are_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory and in a file; keys that share a hash stay in one piece."""
+    from tidemill.spark.upsert import runs
+
+    monkeypatch.setattr(runs, "PIECE_ROWS", 50)
+    for directory, spill in ((None, 1 << 40), (tmp_path, 1)):
+        monkeypatch.setattr(mirror_file, "SPILL_BYTES", spill)
+
+        def shared(rows: pa.Table, columns: tuple[str, ...]) -> np.ndarray:  # type: ignore[type-arg]
+            return hash_rows(rows, columns) >> np.uint64(56) << np.uint64(56)
+
+        mirror = Mirror(SCHEMA, directory=directory, hasher=shared)
+        expected: dict[int, int] = {}
+        for time in range(20):
+            chosen = [(time * 37 + n * 11) % 900 for n in range(80)]
+            changes = [(k, expected[k], time, -1) for k in chosen if k in expected]
+            expected |= dict.fromkeys(chosen, time)
+            mirror.apply(delta(*changes, *[(k, time, time, 1) for k in chosen]), time, time + 1)
+        assert mirror.merges > 1 and any(len(run.rows.to_batches()) > 3 for run in mirror.runs)
+        assert (directory is None) == all(run.path is None for run in mirror.runs)
+        assert rows(mirror.live_rows()) == expected
+        keys = pa.table({"k": pa.array(range(1000), pa.int64())})
+        hashes = shared(keys, ("k",))
+        order = np.argsort(hashes, kind="stable")
+        found_rows, found = mirror.lookup(keys.take(pa.array(order)), hashes[order])
+        values = found_rows.column("v").to_pylist()
+        assert {int(order[i]): values[at] for i, at in enumerate(found.tolist()) if at >= 0} == expected

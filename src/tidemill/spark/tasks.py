@@ -212,7 +212,7 @@ def _keep_run(task: Task, resolved: Resolved, rand: Rand) -> str:
         return ""
     path = directory / PENDING.format(task.bucket, rand.nonce())
     changes = resolved.changes
-    write_run(Run(changes.rows, changes.hashes, changes.live), path)
+    write_run(task.schema, Run(changes.rows, changes.hashes, changes.live), path)
     return str(path)
 
 

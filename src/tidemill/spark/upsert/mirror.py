@@ -22,7 +22,7 @@ from tidemill.base.errors import Corrupt
 from tidemill.shards.front import DIFF, TIME, ShardSchema
 from tidemill.shards.hashing import hash_rows
 from tidemill.shards.schema import contents_schema
-from tidemill.spark.upsert.arrays import U64, Index, group_by_key, int64s, rows_equal
+from tidemill.spark.upsert.arrays import U64, Index, group_by_key, int64s, rows_at, rows_equal
 from tidemill.spark.upsert.resolve import HashRows, KeyChanges
 from tidemill.spark.upsert.runs import Run, merge, open_run, write_run
 
@@ -77,7 +77,7 @@ class Mirror:
             order, starts = group_by_key(rows, hashes, schema.key)
             if not starts.all():
                 raise Corrupt(f"a key has two live rows in the shard: upper={upper} rows={int((~starts).sum())}.")
-            run = Run(rows.take(pa.array(order)), hashes[order], np.ones(len(order), dtype=bool))
+            run = Run(rows_at(rows, order), hashes[order], np.ones(len(order), dtype=bool))
             mirror.runs.append(mirror._spilled(run))
         return mirror
 
@@ -92,14 +92,14 @@ class Mirror:
             if not len(open_keys):
                 break
             whole = len(open_keys) == len(hashes)
-            asked = keys if whole else keys.take(pa.array(open_keys))
+            asked = keys if whole else rows_at(keys, open_keys)
             at = run.find(asked, hashes if whole else hashes[open_keys], self.schema.key)
             known = np.nonzero(at >= 0)[0]
             live = known[run.live[at[known]]]
             found[open_keys[live]] = taken + np.arange(len(live))
             taken += len(live)
             if len(live):
-                tables.append(run.rows.take(pa.array(at[live])))
+                tables.append(run.rows_at(at[live]))
             open_keys = open_keys[at < 0]
         if not tables:
             return contents_schema(self.schema).empty_table(), found
@@ -204,8 +204,10 @@ class Mirror:
             return
         self.runs.append(self._spilled(run))
         if (first := self._due()) is not None:
-            merged = merge(self.schema, self.runs[first:][::-1], drop_absent=first == 0)
-            self.runs[first:] = [self._spilled(merged)] if len(merged) else []
+            old = self.runs[first:][::-1]
+            large = self._directory is not None and sum(run.size_bytes for run in old) >= SPILL_BYTES
+            merged = merge(self.schema, old, drop_absent=first == 0, path=self._new_file() if large else None)
+            self.runs[first:] = [merged] if len(merged) else []
             self.merges += 1
 
     def _due(self) -> int | None:
@@ -224,12 +226,13 @@ class Mirror:
         return self._to_file(run) if self._directory is not None and run.size_bytes >= SPILL_BYTES else run
 
     def _to_file(self, run: Run) -> Run:
+        return write_run(self.schema, run, self._new_file())
+
+    def _new_file(self) -> Path:
+        """Never a name that was used before: another process may have the file of that name mapped."""
         assert self._directory is not None
         self._directory.mkdir(parents=True, exist_ok=True)
-        # Never a name that was used before: another process may have the file of that name mapped.
-        path = self._directory / f"run-{self.upper}-{os.getpid()}-{next(_FILES)}.arrow"
-        write_run(run, path)
-        return open_run(self.schema, path)
+        return self._directory / f"run-{self.upper}-{os.getpid()}-{next(_FILES)}.arrow"
 
     # cache on disk ---------------------------------------------------------------------------------
     def save(self, shard: str, boot: str) -> None:

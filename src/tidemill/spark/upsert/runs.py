@@ -1,13 +1,14 @@
 """Immutable hash-sorted runs of a mirror: lookup in one, merge of several, and their files.
 
-A run holds distinct keys, sorted by hash: the last known contents of each key, or its absence (`live` False).
+A run holds distinct keys, sorted by hash: the last known contents of each key, or its absence (`live` False). Its rows
+may be in several chunks; none ends between two rows of one hash.
 
     file   one Arrow IPC file, uncompressed, memory-mapped: the shard's columns, `_live` bool, `_hash` uint64
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,17 +17,32 @@ import pyarrow as pa
 from tidemill.base.errors import Corrupt
 from tidemill.shards.front import HASH, ShardSchema
 from tidemill.shards.schema import contents_schema
-from tidemill.spark.upsert.arrays import U64, Index, Mask, group_by_key, key_tuples, one_chunk, rows_equal, to_mask
+from tidemill.spark.upsert.arrays import (
+    U64,
+    Index,
+    Mask,
+    group_by_key,
+    key_tuples,
+    one_chunk,
+    rows_at,
+    rows_equal,
+    to_mask,
+)
 from tidemill.spark.upsert.commands import LIVE
+
+PIECE_ROWS = 64 << 10
+"""Runs are merged so many rows at a time: what a piece needs stays in the cache, and memory holds one."""
 
 
 class Run:
     """`collides`: two of its keys share a hash, so a lookup may have to look at neighbours."""
 
-    __slots__ = ("collides", "hashes", "live", "path", "rows")
+    __slots__ = ("_chunks", "_starts", "collides", "hashes", "live", "path", "rows")
 
     def __init__(self, rows: pa.Table, hashes: U64, live: Mask, path: Path | None = None) -> None:
-        self.rows, self.hashes, self.live, self.path = one_chunk(rows), hashes, live, path
+        self.rows, self.hashes, self.live, self.path = rows, hashes, live, path
+        self._chunks = rows.to_batches()
+        self._starts = np.cumsum([0, *(chunk.num_rows for chunk in self._chunks)])
         self.collides = bool((hashes[1:] == hashes[:-1]).any()) if len(hashes) > 1 else False
 
     def __len__(self) -> int:
@@ -35,6 +51,22 @@ class Run:
     @property
     def size_bytes(self) -> int:
         return int(self.rows.nbytes) + self.hashes.nbytes
+
+    def rows_at(self, at: Index, columns: Sequence[str] | None = None) -> pa.Table:
+        """The rows at these places, which ascend but for those of one hash."""
+        rows = self.rows if columns is None else self.rows.select(list(columns))
+        ends = np.searchsorted(at, self._starts)
+        found = []
+        for number, chunk in enumerate(self._chunks):
+            first, last = ends[number], ends[number + 1]
+            if first < last:
+                mine = pa.Table.from_batches([chunk.select(rows.column_names)])
+                found.append(rows_at(mine, at[first:last] - self._starts[number]))
+        return pa.concat_tables(found) if found else rows.slice(0, 0)
+
+    def between(self, lower: int, upper: int) -> Run:
+        """The rows at places [lower, upper), as views."""
+        return Run(self.rows.slice(lower, upper - lower), self.hashes[lower:upper], self.live[lower:upper])
 
     def find(self, keys: pa.Table, hashes: U64, key: Sequence[str]) -> Index:
         """Row of each key in this run, or -1. A hash only nominates; the real keys decide."""
@@ -46,7 +78,7 @@ class Run:
         hit = np.nonzero((at < n) & (self.hashes[np.minimum(at, n - 1)] == hashes))[0]
         if not len(hit):
             return found
-        equal = rows_equal(keys, hit, self.rows, at[hit], key)
+        equal = rows_equal(keys, hit, self.rows_at(at[hit], key), np.arange(len(hit), dtype=np.int64), key)
         found[hit[equal]] = at[hit[equal]]
         if self.collides and not equal.all():
             self._find_colliding(keys, hashes, key, hit[~equal], found)
@@ -64,24 +96,54 @@ class Run:
                     break
 
 
-def merge(schema: ShardSchema, runs: Sequence[Run], *, drop_absent: bool) -> Run:
-    """One run with the newest state of every key; `runs` newest first. `drop_absent` when none is older."""
-    rows = pa.concat_tables([run.rows for run in runs]).combine_chunks()
+def merge(schema: ShardSchema, runs: Sequence[Run], *, drop_absent: bool, path: Path | None = None) -> Run:
+    """One run with the newest state of every key; `runs` newest first. `drop_absent` when none is older.
+
+    Piece by piece, each a range of hashes; with a path into that file, so that memory holds one piece.
+    """
+    pieces = (_merged(schema, piece, drop_absent) for piece in _pieces(runs))
+    if path is not None:
+        write_pieces(schema, pieces, path)
+        return open_run(schema, path)
+    found = list(pieces)
+    rows = pa.concat_tables([piece.rows for piece in found])
+    return Run(rows, np.concatenate([p.hashes for p in found]), np.concatenate([p.live for p in found]))
+
+
+def _pieces(runs: Sequence[Run]) -> Iterator[list[Run]]:
+    """The runs cut at the same hashes: some PIECE_ROWS in all of each, for hashes are uniform."""
+    count = max(1, -(-sum(len(run) for run in runs) // PIECE_ROWS))
+    bounds = np.array([(number << 64) // count for number in range(1, count)], dtype=np.uint64)
+    cuts = [[0, *np.searchsorted(run.hashes, bounds).tolist(), len(run)] for run in runs]
+    for number in range(count):
+        yield [run.between(cut[number], cut[number + 1]) for run, cut in zip(runs, cuts, strict=True)]
+
+
+def _merged(schema: ShardSchema, runs: Sequence[Run], drop_absent: bool) -> Run:
+    rows = one_chunk(pa.concat_tables([run.rows for run in runs]))
     hashes = np.concatenate([run.hashes for run in runs])
     live = np.concatenate([run.live for run in runs])
     order, starts = group_by_key(rows, hashes, schema.key)
     keep = order[starts]
     if drop_absent:
         keep = keep[live[keep]]
-    return Run(rows.take(pa.array(keep)), hashes[keep], live[keep])
+    return Run(rows_at(rows, keep), hashes[keep], live[keep])
 
 
-def write_run(run: Run, path: Path) -> Run:
+def write_run(schema: ShardSchema, run: Run, path: Path) -> Run:
     """Store a run and return it memory-mapped. Not synced: a mirror is a cache."""
-    table = run.rows.append_column(LIVE, pa.array(run.live)).append_column(HASH, pa.array(run.hashes, pa.uint64()))
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    return Run(run.rows, run.hashes, run.live, path)
+    write_pieces(schema, [run], path)
+    return open_run(schema, path)
+
+
+def write_pieces(schema: ShardSchema, pieces: Iterable[Run], path: Path) -> None:
+    """Runs of ascending hash ranges as the file of one."""
+    stored = contents_schema(schema).append(pa.field(LIVE, pa.bool_())).append(pa.field(HASH, pa.uint64()))
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, stored) as writer:
+        for piece in pieces:
+            if len(piece):
+                table = piece.rows.append_column(LIVE, pa.array(piece.live))
+                writer.write_table(table.append_column(HASH, pa.array(piece.hashes, pa.uint64())).cast(stored))
 
 
 def open_run(schema: ShardSchema, path: Path) -> Run:
