@@ -83,9 +83,9 @@ def test_f302_a_batch_that_cannot_be_read_is_one_dead_letter_for_its_range(
     whole = encode_batch([Record(b"k", b'{"click_id":"a"}', (), 0, 0) for _ in range(4)])
     junk = forged(whole, 61, bytes((i * 37) & 0xFF for i in range(len(whole) - 61)))
     deltas = forged(whole, 64, b"\xff\xff\xff\xff\x0f")
-    from tidemill.topics import reader
+    from tidemill.spark import tasks
 
-    plain = reader.read_batches
+    plain = tasks.read_batches
     poison = {4: junk, 8: deltas}
 
     async def read(objects: Any, groups: Any, *more: Any) -> Any:
@@ -99,7 +99,7 @@ def test_f302_a_batch_that_cannot_be_read_is_one_dead_letter_for_its_range(
             swapped.append(row)
         return swapped
 
-    monkeypatch.setattr(reader, "read_batches", read)
+    monkeypatch.setattr(tasks, "read_batches", read)
     with pipeline(harbour, tmp_path, f"def build(p):\n    {CLICKS}\n"):
         for n in range(4):
             harbour.produce(topic, [(b"k", {"click_id": f"{n}.{i}"}) for i in range(4)])
