@@ -22,6 +22,7 @@ NAMES = (
     "shapes",
     "positions",
     "scaling",
+    "derived",
 )
 LANES = ("hostile", "fuzz", "calendar")
 """Long ones that look for faults, not for speed: only by name."""

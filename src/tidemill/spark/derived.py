@@ -2,14 +2,18 @@
 
     t = min(uppers of the inputs) - 1 → the function on the contents at t → difference to the output → append
 
-Recomputed whole, at intervals, in a thread of its own, so that no streaming query waits for it. Inputs that
-did not change are not recomputed, but time moves on all the same. At the times it is computed for, the
-output is exactly the function of its inputs; between them it stays as it was.
+Computed at intervals, in a thread of its own, so that no streaming query waits for it. Inputs that did not change are
+not computed, but time moves on all the same. At the times it is computed for, the output is exactly the function of
+its inputs; between them it stays as it was.
+
+whole     the function gets all rows of every input
+by group  the table says which columns group it: what the result has for a group depends on the inputs' rows of that
+          group alone. The function gets the rows of the groups that changed, the difference is taken within them, and
+          a result row of any other group is refused. The first round of a process is whole: the function may be new.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,19 +23,20 @@ import numpy as np
 import pyarrow as pa
 import structlog
 
-from tidemill.base.clock import Clock
 from tidemill.base.errors import Corrupt, Invalid, Missing, TidemillError
 from tidemill.base.portal import Portal
-from tidemill.shards.front import TIME, HistoryLost, ShardSchema
+from tidemill.shards.front import TIME, ShardSchema
 from tidemill.shards.handle import LogShard
 from tidemill.shards.hashing import hash_rows
-from tidemill.shards.holding import MovingHold
 from tidemill.shards.schema import checked, conform, contents_schema, update_schema
 from tidemill.spark.advance import LAG_MS, advance_idle
+from tidemill.spark.groups import NO_GROUPS, groups_of
+from tidemill.spark.inputs import InputMirror
 from tidemill.spark.pipeline import DerivedTable
 from tidemill.spark.stores import Stores
 from tidemill.spark.table import TableWriter
 from tidemill.spark.types import columns_of, spark_schema
+from tidemill.spark.upsert.arrays import U64
 from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, Commands, command_schema
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import resolve
@@ -39,57 +44,11 @@ from tidemill.spark.upsert.resolve import resolve
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+_INTEGERS = {"int16", "int32", "int64"}
 MOST_BUSY = 0.5
 """Share of one thread's time that recomputing may take: a slow function makes its interval longer."""
 
 log = structlog.get_logger()
-
-
-class InputMirror:
-    """The contents of an input at exactly one time, moved forward by its deltas.
-
-    `changed`: they may differ from those that the output was last made of. Set as soon as the mirror moves, for a
-    move may fail half way; the derivation clears it.
-    """
-
-    def __init__(self, portal: Portal, shard: LogShard, clock: Clock) -> None:
-        self.shard = shard
-        self.changed = True
-        self.hold = MovingHold(shard, shard.reader_name("derived"), clock)
-        self._portal = portal
-        self._mirror = Mirror(shard.schema)
-
-    def move_to(self, time_ms: int) -> None:
-        """Contents as of `time_ms`, which must be final."""
-        end = time_ms + 1
-        if end <= self._mirror.upper:
-            return
-        try:
-            if self._mirror.upper:
-                self._follow(end)
-        except HistoryLost:
-            pass
-        if self._mirror.upper < end:
-            contents = self._portal.call(self.shard.snapshot(time_ms))
-            self._mirror = Mirror.hydrate(self.shard.schema, contents, end)
-            self.changed = True
-
-    def _follow(self, end: int) -> None:
-        for batch in self._portal.call(self.shard.batches(self._mirror.upper)):
-            lower, upper = self._mirror.upper, min(batch.upper, end)
-            if upper <= lower:
-                continue
-            rows = self._portal.call(self.shard.read_batch(batch, lower, upper))
-            self.changed |= rows.num_rows > 0
-            self._mirror.apply(rows, lower, upper)
-
-    def keep(self, time_ms: int) -> None:
-        """Hold the input's history from `time_ms` on: while another input is behind, a restart reads there again."""
-        with contextlib.suppress(HistoryLost):
-            self._portal.call(self.hold.at(time_ms))
-
-    def contents(self) -> pa.Table:
-        return self._mirror.live_rows()
 
 
 class Derivation:
@@ -105,12 +64,16 @@ class Derivation:
         self.recomputed = 0
         self.took_s = 0.0
         """The last round that recomputed."""
+        self.groups: int | None = None
+        """How many groups that round computed; None = all."""
         self.writer: TableWriter | None = None
         self._portal = portal
         self._stores = stores
         self._spark = spark
         self._mirror_dir = mirror_dir
         self._inputs: list[InputMirror] = []
+        self._output: InputMirror | None = None
+        """The table's own contents by group."""
 
     @property
     def upper(self) -> int:
@@ -154,7 +117,8 @@ class Derivation:
         inputs = []
         for name in self.table.inputs:
             self.waits_for = f"shard:{name}"
-            inputs.append(InputMirror(self._portal, self._portal.call(s.shard(name)), s.clock))
+            shard = self._portal.call(s.shard(name))
+            inputs.append(self._grouped(shard, self.table.by.get(name, ())))
         self.waits_for = ""
         self._inputs = inputs
         frames = [self._spark.createDataFrame([], spark_schema(i.shard.schema.columns)) for i in inputs]
@@ -163,7 +127,13 @@ class Derivation:
         shard = self._portal.call(s.shard(self.table.name, schema))
         writer = TableWriter(self._portal, s, shard, self._mirror_dir)
         writer.hydrate()
+        self._output = self._grouped(shard, self.table.by_output) if self.table.by else None
+        check_groups(self.table, schema, {i.shard.name: i.shard.schema for i in inputs})
         self.writer = writer
+
+    def _grouped(self, shard: LogShard, by: tuple[str, ...]) -> InputMirror:
+        directory = self._mirror_dir.parent.parent / "derived" / self.table.name / shard.name
+        return InputMirror(self._portal, shard, self._stores.clock, by, directory)
 
     def round(self) -> bool:
         """Bring the output to the inputs' common time; False when there was nothing to do or a peer was first."""
@@ -189,14 +159,16 @@ class Derivation:
             if won:
                 self.writer.operator.feedback(update_schema(self.writer.schema).empty_table(), lower, end)
             return won
-        commands = difference(self.writer.schema, self._compute(), self.writer.operator.mirror, end - 1)
+        groups = self._touched()
+        commands = self._whole(end) if groups is None else self._by_group(groups, lower, end)
         pending = resolve(self.writer.schema, commands, self.writer.operator.mirror, lower, end)
         won = self._portal.call(self._append(lower, end, pending.updates))
         if won:
             self.writer.committed(pending)
             for one in self._inputs:
-                one.changed = False
+                one.settle()
             self.recomputed += 1
+            self.groups = None if groups is None else len(groups)
             if self.recomputed == 1:
                 log.info("derived table is there", table=self.table.name, rows=len(pending.changes.hashes))
         else:
@@ -207,9 +179,42 @@ class Derivation:
         assert self.writer is not None
         return await self.writer.append(lower, upper, await self.writer.write(updates))
 
-    def _compute(self) -> pa.Table:
+    def _touched(self) -> U64 | None:
+        """The groups to compute; None = all of them."""
+        if not self.table.by:
+            return None
+        found = NO_GROUPS
+        for one in self._inputs:
+            if one.touched is None or (one.changed and not one.by):
+                return None
+            found = np.union1d(found, one.touched)
+        return found
+
+    def _whole(self, end: int) -> Commands:
         assert self.writer is not None
-        frames = [self._spark.createDataFrame(i.contents(), spark_schema(i.shard.schema.columns)) for i in self._inputs]
+        result = self._compute([i.contents() for i in self._inputs])
+        return difference(self.writer.schema, result, self.writer.operator.mirror, end - 1)
+
+    def _by_group(self, groups: U64, lower: int, end: int) -> Commands:
+        """Raises Invalid where the function does not keep to the groups."""
+        assert self.writer is not None and self._output is not None
+        schema = self.writer.schema
+        result = self._compute([i.rows_of(groups) for i in self._inputs])
+        if not np.isin(groups_of(result, self.table.by_output), groups).all():
+            raise Invalid(
+                f"derived function made rows of groups that it was given no rows of: table={self.table.name}.",
+                fix="Its result may depend on rows of the same group only: correct by=…, or leave it out.",
+            )
+        self._output.move_to(lower - 1)
+        here = Mirror.hydrate(schema, self._output.rows_of(groups), lower)
+        return difference(schema, result, here, end - 1)
+
+    def _compute(self, contents: Sequence[pa.Table]) -> pa.Table:
+        assert self.writer is not None
+        frames = [
+            self._spark.createDataFrame(rows, spark_schema(i.shard.schema.columns))
+            for rows, i in zip(contents, self._inputs, strict=True)
+        ]
         rows = self._called(frames, lambda result: result.toArrow())
         return conform(rows, contents_schema(self.writer.schema))
 
@@ -228,6 +233,26 @@ class FunctionRaised(TidemillError):
 def _first_line(error: BaseException) -> str:
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}".rstrip(": ")
+
+
+def check_groups(table: DerivedTable, output: ShardSchema, inputs: dict[str, ShardSchema]) -> None:
+    """Raises Invalid when a column that groups the table is not there, or has another type than the result's."""
+    kinds = {c.name: c.type for c in output.columns}
+    for name, by in table.by.items():
+        have = {c.name: c.type for c in inputs[name].columns}
+        for column, ours in zip(by, table.by_output, strict=True):
+            here, there = have.get(column), kinds.get(ours)
+            if here is None or there is None:
+                lacks = f"input={name} column={column}" if here is None else f"result column={ours}"
+                raise Invalid(
+                    f"no such column to group by: table={table.name} {lacks}.",
+                    fix="Name columns of the input and of the result in by=….",
+                )
+            if here != there and not {here, there} <= _INTEGERS:  # integers of any width hash alike
+                raise Invalid(
+                    f"a group's column has two types: table={table.name} input={name} {column} {here}, {ours} {there}.",
+                    fix="Cast it in the function to the type that the input has.",
+                )
 
 
 def difference(schema: ShardSchema, result: pa.Table, mirror: Mirror, time_ms: int) -> Commands:

@@ -6,7 +6,7 @@ def build(p: Pipeline) -> None:
     clicks = p.topic("clicks", key="click_id", schema="click_id string, product_id long, at timestamp")
     p.table("clicks", clicks)
 
-    @p.derived("clicks_by_product", key="product_id", inputs=("clicks",), every_s=2)
+    @p.derived("clicks_by_product", key="product_id", inputs=("clicks",), every_s=2, by="product_id")
     def clicks_by_product(spark, clicks):             # DataFrames, all at one time
         return clicks.groupBy("product_id").count()
 """
@@ -25,6 +25,7 @@ from tidemill.base.errors import Invalid
 from tidemill.shards.front import ShardSchema
 from tidemill.spark.decode.ddl import stream_schema
 
+Names = str | tuple[str, ...]
 DerivedFunction = Callable[..., Any]
 """(spark, one DataFrame an input, in the order named) → DataFrame."""
 
@@ -81,6 +82,10 @@ class DerivedTable(msgspec.Struct, frozen=True):
     inputs: tuple[str, ...]
     every_s: float
     function: DerivedFunction
+    by: dict[str, tuple[str, ...]] = {}
+    """Input → the columns whose values are a row's group; an input that is not named is given whole."""
+    by_output: tuple[str, ...] = ()
+    """The same columns of the result, in the same order."""
 
 
 Input = CapturedTable | StreamTopic
@@ -109,20 +114,42 @@ class Pipeline:
         self.tables[name] = source
 
     def derived(
-        self, name: str, *, key: str | tuple[str, ...], inputs: tuple[str, ...], every_s: float = 2.0
+        self,
+        name: str,
+        *,
+        key: Names,
+        inputs: tuple[str, ...],
+        every_s: float = 2.0,
+        by: Names | dict[str, Names] = (),
     ) -> Callable[[DerivedFunction], DerivedFunction]:
-        """Keep shard `name` equal to a function of other tables, recomputed at most every `every_s` seconds."""
+        """Keep shard `name` equal to a function of other tables, recomputed at most every `every_s` seconds.
+
+        `by`: columns that group the table. What the result has for a group may depend on the inputs' rows of that group
+        alone; then only groups that changed are computed. Columns that every input and the result have, or for each
+        input its own, in the order of `key`, which groups the result then; an input that is left out is given whole,
+        and a change in it computes everything.
+        """
         self._free(name)
-        keys = tuple(k.strip() for k in key.split(",")) if isinstance(key, str) else tuple(key)
+        keys = _names(key)
         if not keys or not all(keys):
             raise Invalid(f"derived table needs a key: table={name}.", fix="Name the key columns of its result.")
         if not inputs:
             raise Invalid(f"derived table needs inputs: table={name}.", fix="Name the tables it is computed from.")
         if every_s <= 0:
             raise Invalid(f"interval must be positive: table={name} every_s={every_s}.")
+        grouped = {i: _names(n) for i, n in by.items()} if isinstance(by, dict) else dict.fromkeys(inputs, _names(by))
+        output = keys if isinstance(by, dict) else _names(by)
+        for one, columns in grouped.items() if output else ():
+            if one not in inputs or len(columns) != len(output):
+                raise Invalid(
+                    f"groups do not fit: table={name} input={one} columns={','.join(columns)} of={','.join(output)}.",
+                    fix="Name inputs of the table, and for each as many columns as group the result.",
+                )
 
         def keep(function: DerivedFunction) -> DerivedFunction:
-            self.derived_tables[name] = DerivedTable(name, keys, tuple(inputs), every_s, function)
+            self.derived_tables[name] = DerivedTable(
+                name, keys, tuple(inputs), every_s, function, grouped if output else {}, output
+            )
             return function
 
         return keep
@@ -151,6 +178,12 @@ class Pipeline:
     def _free(self, name: str) -> None:
         if name in self.tables or name in self.derived_tables:
             raise Invalid(f"table is declared twice: table={name}.", fix="Give each table its own name.")
+
+
+def _names(given: Names) -> tuple[str, ...]:
+    """One column or several, as a tuple or as text ("a, b")."""
+    names = given.split(",") if isinstance(given, str) else given
+    return tuple(name.strip() for name in names)
 
 
 def load_pipeline(path: Path, name: str) -> Pipeline:

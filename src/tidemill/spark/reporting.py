@@ -257,7 +257,8 @@ class Reporter:
     # facts ------------------------------------------------------------------------------------------
     def facts(self) -> dict[str, object]:
         """memory: {share: (bytes, limit)}; commit_to_shard_ms, bound_to_shard_ms: {count, p50, p99, max};
-        tables: {name: {won, lost, rows, dropped, merges, read, to_go, eta_s?, recomputed?}}."""
+        tables: {name: {won, lost, rows, dropped, merges, read, to_go, eta_s?, recomputed?, groups?}}; groups:
+        how many the last recomputation had, −1 = all."""
         runner = self._runner
         tables: dict[str, dict[str, int]] = {}
         for table in runner.tables():
@@ -274,6 +275,7 @@ class Reporter:
         for name, derivation in runner.derivations.items():
             if name in tables:
                 tables[name]["recomputed"] = derivation.recomputed
+                tables[name]["groups"] = -1 if derivation.groups is None else derivation.groups
         spark = runner.spark if runner.session_ready.is_set() else None
         return {
             "commit_to_shard_ms": runner.latency.summary(),

@@ -2,6 +2,7 @@
 
 mirrors/TABLE    of the pipeline's tables; those of tables it no longer has go
   pending-…      runs of tasks whose results never came
+derived/         inputs of derived tables, by group; made anew by every process
 large/           a step that was cut off
 checkpoints/     made anew by every process
 archive/         what is sent to executors that lack it (shipping.py)
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from tidemill.spark.bytasks import sweep_pending
 
-ANEW = ("large", "checkpoints", "spark-local", "archive")
+ANEW = ("derived", "large", "checkpoints", "spark-local", "archive")
 
 
 def sweep(scratch: Path, tables: Collection[str]) -> None:

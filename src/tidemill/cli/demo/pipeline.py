@@ -24,7 +24,7 @@ def build(p: Pipeline) -> None:
     )
     p.table("clicks", clicks)
 
-    @p.derived("conversion_by_product", key="product_id", inputs=("clicks", "order_line"), every_s=2)
+    @p.derived("conversion_by_product", key="product_id", inputs=("clicks", "order_line"), by="product_id", every_s=2)
     def conversion(spark: SparkSession, clicks: DataFrame, order_line: DataFrame) -> DataFrame:
         seen = clicks.groupBy("product_id").agg(f.count("*").alias("clicks"))
         sold = order_line.groupBy("product_id").agg(
