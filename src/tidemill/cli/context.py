@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tidemill.metastore.catalogue import Catalogue
     from tidemill.metastore.metastore import Metastore
     from tidemill.objects.store import ObjectStore
-    from tidemill.shards.front import Shard
+    from tidemill.shards.handle import LogShard
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="Path of tidemill.toml.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON value as the last line.")]
@@ -66,7 +66,7 @@ class Stores(ConsensusOnly):
         if "metastore" in self.__dict__:
             self.portal.call(self.metastore.aclose())
 
-    def shard(self, name: str) -> Shard:
+    def shard(self, name: str) -> LogShard:
         """Open an existing shard. Raises Missing."""
         from tidemill.shards.open import open_shard
 

@@ -70,6 +70,15 @@ async def read_shards(consensus: Consensus) -> list[ShardState]:
     return [state for state in states if state is not None and not state.dropped]
 
 
+async def read_shard(consensus: Consensus, name: str) -> ShardState | None:
+    """The state of one shard as of now, without writing anything; None when there is none of this name."""
+    found = await registered(consensus, name)
+    if found is None or not isinstance(found[0], Create):
+        return None
+    state = await shard_replica(consensus, found[0].shard_id).load()
+    return None if state is None or state.dropped else state
+
+
 async def created_shards(consensus: Consensus) -> list[Create]:
     """What the register of every shard that was not dropped says, in name order."""
     return [created for _, created in await all_registered(consensus) if isinstance(created, Create)]

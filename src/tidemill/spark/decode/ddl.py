@@ -6,7 +6,7 @@ import re
 
 from tidemill.base.errors import Invalid
 from tidemill.shards.front import Column, ShardSchema
-from tidemill.shards.schema import checked
+from tidemill.shards.schema import canonical_type, checked
 
 _TYPES = {
     "string": "string",
@@ -27,6 +27,29 @@ _TYPES = {
 }
 _DECIMAL = re.compile(r"(?:decimal|numeric)\((\d+),(\d+)\)")
 _COLUMN = re.compile(r"\s*(?:`([^`]+)`|(\w+))\s+([A-Za-z]+(?:\s*\(\s*\d+\s*,\s*\d+\s*\))?)\s*(?:,|$)")
+
+
+_ONE = re.compile(
+    r"\s*(?:`([^`]+)`|(\w+))\s+(\w+(?:\s*\([^)]*\))?)(?:\s+default\s+(.+?))?\s*", re.IGNORECASE | re.DOTALL
+)
+
+
+def parse_column(text: str) -> Column:
+    """`name type` or `name type default value`; types by Spark's names or the shard's own, text in quotes or without.
+
+    Raises Invalid naming what does not parse.
+    """
+    found = _ONE.fullmatch(text)
+    if found is None:
+        raise Invalid(f"column does not parse: column={text!r}.", fix='Write "name type" or "name type default value".')
+    kind = found[3].lower().replace(" ", "")
+    default: str | None = found[4]
+    if default is not None and len(default) > 1 and default[0] == default[-1] == "'":
+        default = default[1:-1].replace("''", "'")
+    elif default is not None and default.lower() == "null":
+        default = None
+    kind = kind.replace("numeric(", "decimal(")
+    return Column(found[1] or found[2], _TYPES.get(kind) or canonical_type(kind), default)
 
 
 def parse_ddl(text: str) -> tuple[Column, ...]:

@@ -1,0 +1,92 @@
+"""`tidemill shard compact evolve`: what changes a shard and leaves its contents as they are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tidemill.base.errors import Invalid
+from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
+from tidemill.cli.shard.showing import Name
+
+if TYPE_CHECKING:
+    from tidemill.shards.evolution import Changes
+
+Added = Annotated[list[str] | None, typer.Option("--add", help='A new column: "name type", "name type default 5".')]
+Widened = Annotated[list[str] | None, typer.Option("--widen", help='A column and its wider type: "name type".')]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+def compact(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Merge what the keeper would merge, now. Contents and readable times stay; replaced objects go later."""
+    from tidemill.shards.compaction import compact_once
+
+    merges = lost = rows_in = rows_out = bytes_in = bytes_out = 0
+    with stores(config) as opened:
+        shard = opened.shard(name)
+        while (done := opened.portal.call(compact_once(shard, opened.objects, opened.rand))) is not None:
+            if not done.shown:
+                lost += 1  # somebody else, most likely the keeper, was first
+                continue
+            merges += 1
+            rows_in, rows_out = rows_in + done.rows_in, rows_out + done.rows_out
+            bytes_in, bytes_out = bytes_in + done.bytes_in, bytes_out + done.bytes_out
+            if not as_json:
+                print(
+                    f"merged {done.batches} batches: {done.rows_in:,} → {done.rows_out:,} updates,"
+                    f" {done.bytes_in:,} → {done.bytes_out:,} bytes",
+                    flush=True,
+                )
+        opened.portal.call(shard.aclose())
+    if as_json:
+        print_json({"shard": name, "merges": merges, "lost": lost, "updates": [rows_in, rows_out],
+                    "bytes": [bytes_in, bytes_out]})  # fmt: skip
+    elif not merges:
+        print("nothing to merge" if not lost else "somebody else merges it")
+
+
+def evolve(
+    name: Name,
+    add: Added = None,
+    widen: Widened = None,
+    yes: Yes = False,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Add columns and widen types. Every time reads as it did; older rows hold the default, or null.
+
+    It cannot be taken back. What the shard has already is left alone, so a repeat is harmless.
+    """
+    from tidemill.shards.evolution import Changes, evolved
+    from tidemill.spark.decode.ddl import parse_column
+
+    asked = Changes(tuple(map(parse_column, add or ())), tuple(map(parse_column, widen or ())))
+    if not asked:
+        raise Invalid("nothing is asked for.", fix='Give --add "name type" or --widen "name type".')
+    with stores(config) as opened:
+        shard = opened.shard(name)
+        try:
+            if evolved(shard.schema, asked) != shard.schema and not yes:
+                _ask(opened, name, asked, as_json)
+            schema = opened.portal.call(shard.evolve(asked))
+        finally:
+            opened.portal.call(shard.aclose())
+    columns = {column.name: column.type for column in schema.columns}
+    if as_json:
+        print_json({"shard": name, "schema_version": schema.version, "before": shard.schema.version,
+                    "columns": columns})  # fmt: skip
+    elif schema == shard.schema:
+        print(f"{name} has it already: schema {schema.version}")
+    else:
+        print(f"{name} has schema {schema.version}: " + ", ".join(f"{n} {kind}" for n, kind in columns.items()))
+
+
+def _ask(opened: Stores, name: str, asked: Changes, as_json: bool) -> None:
+    """Raises Invalid unless the user says yes."""
+    from tidemill.keeper.drop import users_of
+
+    users = opened.portal.call(users_of(opened.metastore, name))
+    said = f"Written by {', '.join(users)}: the table stops until its file asks for the same. " if users else ""
+    if as_json or not typer.confirm(f"{said}Change shard {name} for good: {asked}?"):
+        raise Invalid(f"nothing was changed: shard={name} asked=[{asked}].", fix="Say yes, or give --yes.")

@@ -1,0 +1,163 @@
+"""`tidemill shard list describe history`: read only, and without the bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tidemill.base.errors import Missing
+from tidemill.cli.context import ConfigOption, ConsensusOnly, JsonOption, consensus_only, print_json
+
+if TYPE_CHECKING:
+    from tidemill.shards.front import ShardSchema
+    from tidemill.shards.state import SchemaVersion, ShardState
+
+Name = Annotated[str, typer.Argument(help="Shard name.")]
+_YEAR_9999_MS = 253_402_300_799_000
+
+
+def list_all(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """List the shards: readable times, batches, updates, and bytes stored and waiting for deletion."""
+    from tidemill.shards.open import read_shards
+
+    with consensus_only(config) as opened:
+        found = [facts_of(state) for state in opened.portal.call(read_shards(opened.consensus))]
+    if as_json:
+        print_json(found)
+        return
+    for row in found:
+        print(
+            f"{row['shard']}  since={row['since']}  upper={row['upper']}  batches={row['batches']}"
+            f"  updates={row['updates']:,}  bytes={row['bytes']:,}  schema={row['schema_version']}"
+        )
+
+
+def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Show one shard: its columns and how they came, who holds its history, and what waits for deletion."""
+    with consensus_only(config) as opened:
+        state = state_of(opened, name)
+        now_ms = opened.clock.now_ms()
+    holds: list[dict[str, Any]] = [
+        {"owner": h.reader, "since": h.since, "ends_in_ms": h.expires_ms - now_ms if h.expires_ms else None}
+        for h in state.holds
+        if h.live(now_ms)
+    ]
+    row = facts_of(state) | {
+        "columns": {column.name: column.type for column in state.schema.columns},
+        "defaults": {c.name: c.default for c in state.schema.columns if c.version > 1},
+        "key": list(state.schema.key),
+        "buckets": state.schema.buckets,
+        "versions": [_version(state.schema, version) for version in state.versions],
+        "holds": holds,
+    }
+    if as_json:
+        print_json(row)
+        return
+    print(f"{state.name}  id {state.shard_id}")
+    print(f"  readable from {when(state.since)} to before {when(state.upper)}" + ("  closed" if state.closed else ""))
+    print("  columns " + ", ".join(f"{c.name} {c.type}" for c in state.schema.columns))
+    print("  key " + (", ".join(state.schema.key) or "the whole row"))
+    for version in row["versions"]:
+        print(f"  schema {version['version']} from {when(version['upper'])}: {version['change']}")
+    print(f"  {row['batches']} batches  {row['parts']} parts  {row['updates']:,} updates  {row['bytes']:,} bytes")
+    print(f"  waiting for deletion: {row['garbage_bytes']:,} bytes in {row['garbage_objects']} objects")
+    for hold in holds:
+        ends = "stays" if hold["ends_in_ms"] is None else f"ends in {hold['ends_in_ms']} ms unless renewed"
+        print(f"  held from {when(hold['since'])} by {hold['owner']} ({ends})")
+
+
+def history(
+    name: Name,
+    last: Annotated[int, typer.Option(min=1, help="How many of the newest to show.")] = 20,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the newest batches of a shard, oldest first: times, updates, writer; and its changes of schema.
+
+    A merge puts one batch in the place of many: what lies behind it is told together.
+    """
+    with consensus_only(config) as opened:
+        state = state_of(opened, name)
+    rows = sorted(_history(state), key=lambda row: row["upper"])[-last:]
+    if as_json:
+        print_json(rows)
+        return
+    for row in rows:
+        if "change" in row:
+            print(f"{when(row['upper'])}  schema {row['version']}: {row['change']}")
+            continue
+        what = f"updates={row['updates']:,}  bytes={row['bytes']:,}" if row["parts"] else "nothing"
+        merged = "" if row["summed_to"] < 0 else f"  summed to {when(row['summed_to'])}"
+        print(f"{when(row['lower'])} to before {when(row['upper'])}  {what}  by {row['writer'] or 'unknown'}{merged}")
+
+
+def _history(state: ShardState) -> Iterator[dict[str, Any]]:
+    for batch in state.batches:
+        yield {
+            "lower": batch.lower,
+            "upper": batch.upper,
+            "updates": sum(part.rows for part in batch.parts),
+            "bytes": sum(part.size_bytes for part in batch.parts),
+            "parts": len(batch.parts),
+            "writer": batch.writer,
+            "summed_to": batch.summed_to,
+            "schema_version": batch.schema_version,
+        }
+    for version in state.versions:
+        yield _version(state.schema, version)
+
+
+def _version(schema: ShardSchema, version: SchemaVersion) -> dict[str, Any]:
+    """`change`: types as they are now."""
+    columns = {column.name: column for column in schema.columns}
+    said = [f"+{columns[n].name} {columns[n].type}" + _default(columns[n].default) for n in version.added]
+    said += [f"{name} {kind}→{columns[name].type}" for name, kind in version.widened]
+    return {
+        "version": version.version,
+        "upper": version.upper,
+        "at_ms": version.at_ms,
+        "change": ", ".join(said),
+        "added": list(version.added),
+        "widened": dict(version.widened),
+    }
+
+
+def _default(text: str | None) -> str:
+    return "" if text is None else f" default {text}"
+
+
+def state_of(opened: ConsensusOnly, name: str) -> ShardState:
+    """Raises Missing."""
+    from tidemill.shards.open import read_shard
+
+    state = opened.portal.call(read_shard(opened.consensus, name))
+    if state is None:
+        raise Missing(f"no such shard: shard={name}.", fix="See `tidemill shard list`.")
+    return state
+
+
+def when(time_ms: int) -> str:
+    """A time as it is used, and as people read it."""
+    if not 0 < time_ms < _YEAR_9999_MS:
+        return str(time_ms)
+    return f"{time_ms} ({datetime.fromtimestamp(time_ms / 1000, UTC):%Y-%m-%d %H:%M:%S})"
+
+
+def facts_of(state: ShardState) -> dict[str, Any]:
+    return {
+        "shard": state.name,
+        "shard_id": state.shard_id,
+        "since": state.since,
+        "upper": state.upper,
+        "batches": len(state.batches),
+        "parts": sum(len(batch.parts) for batch in state.batches),
+        "updates": state.rows,
+        "bytes": state.size_bytes,
+        "garbage_bytes": sum(g.size_bytes for g in state.garbage),
+        "garbage_objects": sum(len(g.objects) for g in state.garbage),
+        "closed": state.closed,
+        "schema_version": state.schema.version,
+    }

@@ -1,0 +1,157 @@
+"""`tidemill shard` on a cluster with nothing running: what it shows, what it changes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from typer.testing import CliRunner
+
+from tidemill.base.errors import Invalid, Missing, TidemillError
+from tidemill.cli.context import stores
+from tidemill.cli.main import app
+from tidemill.metastore.catalogue import PipelineRow
+from tidemill.shards import compaction
+from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.open import open_shard
+
+SCHEMA = ShardSchema((Column("k", "int32"), Column("v", "string")), ("k",))
+DAY = 1_700_000_000_000
+
+
+class Cluster:
+    def __init__(self, directory: Path) -> None:
+        self.config = directory / "tidemill.toml"
+        self.config.write_text(f'[node]\ndata = "{directory}/data"\n')
+        (directory / "data").mkdir()
+
+    def command(self, *arguments: str, answer: str = "") -> str:
+        """What it printed. Raises what it refused with."""
+        done = CliRunner().invoke(app, ["shard", *arguments, "--config", str(self.config)], input=answer)
+        if isinstance(done.exception, TidemillError):
+            raise done.exception
+        assert done.exit_code == 0, (done.output, done.exception)
+        return done.stdout
+
+    def json(self, *arguments: str) -> Any:
+        return json.loads(self.command(*arguments, "--json").splitlines()[-1])
+
+    def append(self, *batches: list[tuple[int, str, int]], name: str = "orders") -> None:
+        """One append a batch, each a second: key, value, diff."""
+        with stores(self.config) as opened:
+
+            async def run() -> None:
+                shard = await open_shard(
+                    opened.consensus, opened.objects, opened.clock, opened.rand, name, SCHEMA, writer="w1"
+                )
+                _, lower = await shard.frontiers()
+                for rows in batches:
+                    upper = max(lower, DAY) + 1000
+                    k, v, diffs = zip(*rows, strict=True)
+                    table = pa.table(
+                        {"k": pa.array(k, pa.int32()), "v": list(v), TIME: [upper - 1] * len(rows), DIFF: list(diffs)}
+                    )
+                    await shard.compare_and_append(lower, upper, [await shard.write_part(table)], "")
+                    lower = upper
+                await shard.aclose()
+
+            opened.portal.call(run())
+
+    def pipeline(self, row: PipelineRow) -> None:
+        with stores(self.config) as opened:
+            opened.portal.call(opened.catalogue.put(row))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path)
+
+
+def test_a_shard_is_listed_described_and_its_history_told(cluster: Cluster) -> None:
+    assert cluster.json("list") == [] and cluster.command("list") == ""
+    cluster.append([(1, "a", 1), (2, "b", 1)], [(1, "a", -1), (1, "c", 1)])
+    (row,) = cluster.json("list")
+    assert (row["shard"], row["batches"], row["parts"], row["updates"], row["schema_version"]) == ("orders", 2, 2, 4, 1)
+    assert "orders  since=0" in cluster.command("list")
+    told = cluster.json("history", "orders")
+    assert [(r["lower"], r["upper"], r["updates"], r["writer"]) for r in told] == [
+        (0, DAY + 1000, 2, "w1"), (DAY + 1000, DAY + 2000, 2, "w1"),
+    ]  # fmt: skip
+    assert cluster.json("history", "orders", "--last", "1") == told[1:]
+    assert "updates=2" in cluster.command("history", "orders") and "by w1" in cluster.command("history", "orders")
+    described = cluster.json("describe", "orders")
+    assert described["columns"] == {"k": "int32", "v": "string"} and described["versions"] == described["holds"] == []
+    for command in ("describe", "history", "compact"):
+        with pytest.raises(Missing, match="no such shard: shard=nothing"):
+            cluster.command(command, "nothing")
+
+
+def test_columns_are_added_and_widened_after_a_question_and_told_with_their_time(cluster: Cluster) -> None:
+    cluster.append([(1, "a", 1)])
+    cluster.pipeline(PipelineRow("p", {"orders": "topic:orders"}))
+    arguments = (
+        "evolve",
+        "orders",
+        "--add",
+        "n long default 7",
+        "--add",
+        "note string default 'it''s'",
+        "--widen",
+        "k long",
+    )
+    with pytest.raises(Invalid, match="nothing was changed"):
+        cluster.command(*arguments, answer="n\n")
+    with pytest.raises(Invalid, match="nothing was changed"):
+        cluster.json(*arguments)
+    assert cluster.json("describe", "orders")["schema_version"] == 1
+    said = cluster.command(*arguments, answer="y\n")
+    assert "Written by p" in said and "orders has schema 2: k int64, v string, n int64, note string" in said
+    assert cluster.json(*arguments)["schema_version"] == 2, "a repeat is harmless, and asks nothing"
+    described = cluster.json("describe", "orders")
+    (version,) = described["versions"]
+    assert (version["version"], version["upper"]) == (2, DAY + 1000)
+    assert version["change"] == "+n int64 default 7, +note string default it's, k int32→int64"
+    assert described["defaults"] == {"n": "7", "note": "it's"}
+    assert f"schema 2 from {DAY + 1000} (2023-11-14 22:13:21): +n int64" in cluster.command("describe", "orders")
+    assert cluster.json("history", "orders")[-1]["version"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "nothing is asked for"),
+        (("--add", "n"), "column does not parse"),
+        (("--add", "n money"), "no such column type"),
+        (("--widen", "k short"), None),
+        (("--widen", "v long"), "column=v type=string wanted=int64"),
+        (("--widen", "x long"), "no such column to widen"),
+        (("--add", "k int default 1"), "another default"),
+        (("--add", "n int default x"), "not a int32"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_column_and_changes_nothing(
+    cluster: Cluster, arguments: tuple[str, ...], said: str | None
+) -> None:
+    cluster.append([(1, "a", 1)])
+    if said is None:  # asked for less than it is: nothing to do
+        assert cluster.json("evolve", "orders", *arguments, "--yes")["schema_version"] == 1
+        return
+    with pytest.raises(Invalid, match=said):
+        cluster.command("evolve", "orders", *arguments, "--yes")
+    assert cluster.json("describe", "orders")["schema_version"] == 1
+
+
+def test_compact_merges_what_is_due_and_leaves_contents_alone(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compaction, "FAN_IN", 4)
+    cluster.append(*[[(n, "a", 1)] for n in range(5)])
+    assert "merged 5 batches: 5 → 5 updates" in cluster.command("compact", "orders")
+    assert cluster.command("compact", "orders") == "nothing to merge\n"
+    cluster.append(*[[(n, "b", 1)] for n in range(5, 8)])
+    done = cluster.json("compact", "orders")
+    assert (done["merges"], done["lost"], done["updates"]) == (1, 0, [8, 8])
+    assert cluster.json("describe", "orders")["batches"] == 1
