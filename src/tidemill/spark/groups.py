@@ -57,7 +57,7 @@ def rows_of(mirror: Mirror, groups: U64) -> pa.Table:
         counts = np.searchsorted(run.hashes, groups | _LOWER, side="right") - first
         at = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
         if len(at):
-            runs.append(Run(run.rows.take(pa.array(at)), run.hashes[at], run.live[at]))
+            runs.append(Run(run.rows_at(at), run.hashes[at], run.live[at]))
     if not runs:
         return contents_schema(mirror.schema).empty_table()
     return merge(mirror.schema, runs, drop_absent=True).rows
