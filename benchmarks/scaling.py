@@ -31,11 +31,18 @@ CONSENSUS_SQLITE = Unit("consensus appends, SQLite", 26_517, "./dev bench consen
 DOMAIN = Unit("metastore commits, one domain", 18_135, "./dev bench metastore_commits (postgres, 64 × 1, slower hours)")
 NODE_MB = Unit("produced MB, one core of a node", 1000 / 4.2, "./dev bench produce (4.2 CPU-s a GB, 1 MB batches)")
 CAPTURE = Unit("captured changes, one capture", 20_751, "python benchmarks/capture.py --rows 100000")
-DRIVER_INSERTS_US, DRIVER_UPDATES_US = 5.9, 17.0
+DRIVER_INSERTS_US, DRIVER_UPDATES_US = 3.5, 3.3
 """CPU µs a row of a driver with its JVM and workers (./dev bench upsert)."""
+
+DRIVER = "driver cores, all tables"
 
 PUT_USD, GET_USD, GB_MONTH_USD = 5e-6, 0.4e-6, 0.023
 """Standard object storage, list price of the large vendors."""
+
+HYDRATE_US = 1.3
+"""CPU µs a row to make a mirror from a shard: 13 CPU s for 10 M keys, measured at the step's start."""
+MIRROR_SHARE = 1.5
+"""Mirror files are Arrow without compression, with hash and liveness, and up to six runs."""
 
 PACE_S = 0.06
 """A busy table appends at most this often (PACE_MS of spark/source); one beside it that gets nothing, once a second."""
@@ -98,7 +105,7 @@ def tell(load: Load, insert_us: float, update_us: float) -> None:
         DOMAIN.name: (load.tables / 60 + flushes_per_s(load) / 60) / (DOMAIN.per_s * FILL),
         NODE_MB.name: mb / (NODE_MB.per_s * FILL),
         CAPTURE.name: load.changes_per_s / (CAPTURE.per_s * FILL),
-        "driver cores, all tables": driver_cores(load, insert_us, update_us) / FILL,
+        DRIVER: driver_cores(load, insert_us, update_us) / FILL,
     }
     puts, gets, usd = bill(load)
     print(
@@ -109,6 +116,11 @@ def tell(load: Load, insert_us: float, update_us: float) -> None:
         print(f"  {name:36} {share:8.2f} of one at half load → {math.ceil(share)}")
     first = max(uses, key=lambda name: uses[name])
     print(f"  first full: {first}")
+    rows = load.live_gb * 1e9 / load.bytes_per_change
+    print(
+        f"  {rows / 1e6:,.0f} M live rows: {load.live_gb * MIRROR_SHARE:.0f} GB of mirror files beside the driver, "
+        f"made anew on another machine in {rows * HYDRATE_US / 1e6:,.0f} CPU s"
+    )
     print(
         f"  a million changes: {puts:,.0f} puts, {gets:,.0f} gets, {usd:.3f} USD; "
         f"the live data: {load.live_gb * 2 * GB_MONTH_USD:.2f} USD a month (at most twice what lives)"
