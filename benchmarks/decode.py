@@ -1,4 +1,5 @@
-"""Decoding for tables: record batches to columns, and JSON to command tables by blocks beside record by record.
+"""Decoding for tables: record batches to columns, and JSON of stream topics and of captured tables to command
+tables by blocks beside record by record.
 
     python benchmarks/decode.py [--rows N] [--rounds R] [--json]
 
@@ -25,9 +26,10 @@ import msgspec
 import pyarrow as pa
 import pyarrow.json as pj
 
-from tidemill.shards.front import Binding
-from tidemill.shards.schema import contents_schema
-from tidemill.spark.decode import stream
+from tidemill.shards.front import Binding, Column, ShardSchema
+from tidemill.shards.schema import arrow_type
+from tidemill.spark.decode import objects
+from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.decode.records import Records, blocks_of
 from tidemill.spark.decode.slices import cut
@@ -43,7 +45,18 @@ SCHEMAS = {
         f"n{i} long, s{i} string, f{i} double, b{i} boolean, t{i} timestamp, d{i} date, i{i} int" for i in range(3)
     ),
 }
-FEW = stream.FEW
+ORDERS = ShardSchema(
+    (
+        Column("id", "int64"),
+        Column("customer", "string"),
+        Column("price", "decimal(12,2)"),
+        Column("at", "timestamp"),
+        Column("paid", "bool"),
+        Column("note", "string"),
+    ),
+    ("id",),
+)
+FEW = objects.FEW
 FIRST = datetime(2026, 11, 22, tzinfo=UTC)
 
 
@@ -99,6 +112,18 @@ def values_of(schema: str, count: int) -> list[bytes]:
     return out
 
 
+def captured_values(count: int) -> list[bytes]:
+    """As capture writes rows: everything but numbers and booleans in PostgreSQL's text."""
+    rand = random.Random(8)
+    out = []
+    for n in range(count):
+        at = str(FIRST + timedelta(milliseconds=n)).replace("+00:00", "+00")
+        row = {"id": n, "customer": f"customer {rand.randrange(5_000)}", "price": f"{n % 10_000}.{n % 100:02d}"}
+        row |= {"at": at, "paid": n % 3 == 0, "note": None if n % 2 else "by the door"}
+        out.append(json.dumps(row, separators=(",", ":"), ensure_ascii=False).encode())
+    return out
+
+
 def batches_of(values: Sequence[bytes], size: int) -> list[bytes]:
     rows = [Record(b"%08d" % n, value, (), 1_763_769_600_000 + n) for n, value in enumerate(values)]
     return [encode_batch(rows[at : at + size], base_offset=at) for at in range(0, len(rows), size)]
@@ -122,15 +147,14 @@ def batching(values: Sequence[bytes], size: int, rounds: int) -> Batching:
     return Batching(size, us, len(values))
 
 
-def reading(name: str, count: int, rounds: int) -> Reading:
-    values = values_of(name, count)
-    schema = stream_schema(SCHEMAS[name], SCHEMAS[name].split()[0])
+def reading(name: str, values: Sequence[bytes], decoder: StreamDecoder | CapturedDecoder, rounds: int) -> Reading:
+    count, columns = len(values), decoder.schema.columns
     (piece,) = cut(None, [Binding(7, {"id": (count,)})], "t", "id")
     blocks = list(blocks_of(piece, batches_of(values, 1_000)))
 
     def read(few: int) -> Callable[[], list[pa.Table]]:
         def work() -> list[pa.Table]:
-            stream.FEW = few
+            objects.FEW = few
             return [rows_of(decoder, block) for block in blocks]
 
         return work
@@ -143,20 +167,23 @@ def reading(name: str, count: int, rounds: int) -> Reading:
                 parse_options=pj.ParseOptions(explicit_schema=as_read),
             )
 
-    decoder = StreamDecoder(schema)
-    fields = contents_schema(schema)
-    as_read = pa.schema([(f.name, pa.string() if pa.types.is_date(f.type) else f.type) for f in fields])
+    texts_of = ("date", "decimal(12,2)") if isinstance(decoder, StreamDecoder) else ("timestamp", "decimal(12,2)")
+    as_read = pa.schema([(c.name, pa.string() if c.type in texts_of else arrow_type(c.type)) for c in columns])
     texts = [b"\n".join(values[at : at + 2_000]) for at in range(0, count, 2_000)]
     by_blocks, by_records = read(FEW), read(1 << 62)
     blocks_us, records_us, arrow_us = best_us(rounds, count, by_blocks, by_records, arrow)
     for one, other in zip(by_blocks(), by_records(), strict=True):
         if not one.equals(other):
             raise SystemExit(f"{name}: the rows differ")
-    return Reading(name, sum(map(len, values)) / count, len(schema.columns), blocks_us, records_us, arrow_us, 2 * count)
+    return Reading(name, sum(map(len, values)) / count, len(columns), blocks_us, records_us, arrow_us, 2 * count)
 
 
-def rows_of(decoder: StreamDecoder, block: Records) -> pa.Table:
-    commands, dead = decoder.decode(block)
+def rows_of(decoder: StreamDecoder | CapturedDecoder, block: Records) -> pa.Table:
+    if isinstance(decoder, StreamDecoder):
+        commands, dead = decoder.decode(block)
+    else:
+        found = decoder.decode(block)
+        commands, dead = found.commands, found.dead
     if dead.num_rows or commands.rows.num_rows != len(block):
         raise SystemExit(f"dead letters among good rows: {dead.slice(0, 3).to_pylist()}")
     return commands.rows
@@ -170,7 +197,11 @@ def main() -> None:
     args = parser.parse_args()
     mixed = values_of("mixed", args.rows)
     batchings = [batching(mixed, size, args.rounds) for size in BATCHES]
-    readings = [reading(name, args.rows, args.rounds) for name in SCHEMAS]
+    readings = []
+    for name, ddl in SCHEMAS.items():
+        decoder = StreamDecoder(stream_schema(ddl, ddl.split()[0]))
+        readings.append(reading(name, values_of(name, args.rows), decoder, args.rounds))
+    readings.append(reading("captured", captured_values(args.rows), CapturedDecoder(ORDERS), args.rounds))
     machine = f"{os.cpu_count()} cores, Python {platform.python_version()}, Arrow {pa.__version__}"
     if args.json:
         print(json.dumps({"machine": machine, **msgspec.to_builtins({"batches": batchings, "json": readings})}))
@@ -180,7 +211,7 @@ def main() -> None:
         print(f"batches of {one.records_a_batch:>6,}: {one.us_a_record:.3f} a record, {one.verified:,} verified")
     for row in readings:
         print(
-            f"JSON {row.schema}, {row.bytes_a_row:.0f} B, {row.fields} fields: {row.blocks_us:.2f} a row by blocks,"
+            f"{row.schema}, {row.bytes_a_row:.0f} B, {row.fields} fields: {row.blocks_us:.2f} a row by blocks,"
             f" {row.records_us:.2f} record by record, ratio {row.ratio:.2f}; Arrow's reader alone {row.arrow_us:.2f},"
             f" {row.blocks_us / row.arrow_us:.2f} of it; {row.verified:,} verified"
         )

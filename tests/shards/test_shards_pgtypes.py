@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.base.errors import Invalid
+from tidemill.base.pgtext import read_bytea
 from tidemill.shards.front import Column
-from tidemill.shards.pgtypes import DATE_INFINITY, TIMESTAMP_INFINITY, column_for, parse_column
+from tidemill.shards.pgtypes import DATE_INFINITY, TIMESTAMP_INFINITY, cast_text, column_for, parse_column
 
 
 @pytest.mark.parametrize(
@@ -112,6 +113,31 @@ def test_a_bad_value_is_named_with_its_column(type_name: str, bad: str) -> None:
     with pytest.raises(Invalid, match="column=c") as caught:
         parse_column([None, bad], Column("c", type_name))
     assert repr(bad) in caught.value.message
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.none() | st.binary(max_size=5).map(lambda b: "\\x" + b.hex())),
+    st.lists(st.sampled_from(["\\x", "\\xAb", "\\x0 a", "\\x0", "x", "", "\\", "\\y00", "\\x0g", "\\xé"]), max_size=1),
+    st.integers(0, 9),
+)
+def test_binary_by_columns_is_binary_by_values(values: list[str | None], odd: list[str], at: int) -> None:
+    values[at:at] = odd
+    expected: list[bytes | None] | None
+    try:
+        expected = [None if v is None else read_bytea(v) for v in values]
+    except ValueError:
+        expected = None
+    text = pa.array(["before", *values], pa.string())[1:]
+    try:
+        assert cast_text(text, "binary").to_pylist() == expected
+    except pa.ArrowInvalid:
+        assert odd
+    if expected is None:
+        with pytest.raises(Invalid):
+            parse_column(values, Column("c", "binary"))
+    else:
+        assert parse_column(values, Column("c", "binary")).to_pylist() == expected
 
 
 @settings(max_examples=200, deadline=None)

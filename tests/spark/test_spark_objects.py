@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from tidemill.shards.front import Column, ShardSchema
 from tidemill.spark.decode import objects as objects_module
-from tidemill.spark.decode import stream
 from tidemill.spark.decode.lines import LINES, SPAN_BYTES
 from tidemill.spark.decode.records import Records
 from tidemill.spark.decode.stream import StreamDecoder
@@ -144,10 +143,10 @@ def outcome(decoder: StreamDecoder, found: list[bytes | None]) -> tuple[list[Any
 def held(found: list[bytes | None], monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
     decoder = StreamDecoder(SCHEMA)
     with monkeypatch.context() as patch:
-        patch.setattr(stream, "FEW", 1 << 62)
+        patch.setattr(objects_module, "FEW", 1 << 62)
         alone = outcome(decoder, found)
     with monkeypatch.context() as patch:
-        patch.setattr(stream, "FEW", 0)
+        patch.setattr(objects_module, "FEW", 0)
         together = outcome(decoder, found)
     assert together[0] == alone[0]
     assert sorted(map(repr, together[1])) == sorted(map(repr, alone[1]))
@@ -211,7 +210,7 @@ def test_what_lies_behind_a_value_is_no_part_of_it(count: int) -> None:
     _, columns = decode_columns(encode_batch(rows))
     decoder = StreamDecoder(SCHEMA)
     assert decoder._objects is not None
-    blocks, slow = decoder._objects.read(columns, np.arange(100))
+    blocks, slow = decoder._objects.read(columns.body, columns.value_at, columns.value_bytes, np.arange(100))
     assert len(slow) == 0 and [n for b in blocks for n in b.arrays["i"].to_pylist()] == list(range(100))
 
 

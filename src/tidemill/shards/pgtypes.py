@@ -21,6 +21,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -48,6 +49,12 @@ _TIMESTAMP = re.compile(r"timestamp(?:\(\d\))?(?: with(?:out)? time zone)?")
 TIMESTAMP_INFINITY = 2**63 - 1
 DATE_INFINITY = 2**31 - 1
 
+_NIBBLES = np.full(256, 255, dtype=np.uint8)
+_NIBBLES[list(b"0123456789")] = range(10)
+_NIBBLES[list(b"abcdef")] = _NIBBLES[list(b"ABCDEF")] = range(10, 16)
+
+_HEX_MARK = np.frombuffer(b"\\x", dtype=np.uint8)
+
 T = TypeVar("T")
 
 
@@ -73,18 +80,20 @@ def parse_column(values: Sequence[str | None], column: Column) -> pa.Array:
     kind = canonical_type(column.type)
     if kind in ("string", "json"):
         return pa.array(values, pa.string())
-    if kind == "binary":
-        return pa.array([None if v is None else _each(read_bytea, v, column) for v in values], pa.binary())
-    text = pa.array(values, pa.string())
-    target = arrow_type(kind)
     try:
-        return _cast(text, kind, target)
+        return cast_text(pa.array(values, pa.string()), kind)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-        return _slowly(values, column, kind, target)
+        return _slowly(values, column, kind, arrow_type(kind))
 
 
-def _cast(text: pa.Array, kind: str, target: pa.DataType) -> pa.Array:
-    """Arrow's own parsers, which take exactly what PostgreSQL prints for ordinary values; raises ArrowInvalid."""
+def cast_text(text: pa.Array, kind: str) -> pa.Array:
+    """The same for an Arrow array of text, by columns, for ordinary values: Arrow's own parsers take exactly what
+    PostgreSQL prints for them. Raises ArrowInvalid or ArrowNotImplementedError where one of them is none."""
+    target = arrow_type(kind)
+    if kind in ("string", "json"):
+        return text
+    if kind == "binary":
+        return _bytea(text)
     if kind == "bool":
         true, false = pc.equal(text, "t"), pc.equal(text, "f")
         if pc.any(pc.invert(pc.or_(true, false))).as_py():
@@ -99,6 +108,33 @@ def _cast(text: pa.Array, kind: str, target: pa.DataType) -> pa.Array:
     return text.cast(target)
 
 
+def _bytea(text: pa.Array) -> pa.Array:
+    _, offsets, data = text.buffers()
+    places = np.frombuffer(offsets, dtype=np.int32)[text.offset : text.offset + len(text) + 1]
+    begins, sizes = places[:-1], np.diff(places)
+    present = np.flatnonzero(sizes) if text.null_count else slice(None)  # what is null has no bytes
+    digits = np.maximum(sizes - 2, 0)
+    characters = np.frombuffer(data if data is not None else b"", dtype=np.uint8)
+    marks = np.add.outer(begins[present], np.arange(2))
+    if (
+        np.count_nonzero(sizes > 1) != len(text) - text.null_count
+        or (digits & 1).any()
+        or (characters[marks] != _HEX_MARK).any()
+    ):
+        raise pa.ArrowInvalid("not in the hex format")
+    kept = np.ones(int(places[-1]), dtype=bool)
+    kept[: int(places[0])] = False
+    kept[marks] = False
+    nibbles = _NIBBLES[characters[: len(kept)][kept]]
+    if (nibbles > 15).any():
+        raise pa.ArrowInvalid("not in the hex format")
+    ends = np.zeros(len(places), dtype=np.int32)
+    np.cumsum(digits >> 1, out=ends[1:])
+    joined = pa.py_buffer((nibbles[0::2] << 4) | nibbles[1::2])
+    found = pa.Array.from_buffers(pa.binary(), len(text), [None, pa.py_buffer(ends), joined])
+    return pc.if_else(text.is_valid(), found, None) if text.null_count else found
+
+
 def _slowly(values: Sequence[str | None], column: Column, kind: str, target: pa.DataType) -> pa.Array:
     """Value by value: names the bad one, and reads what only PostgreSQL writes (infinity, BC, year 10000)."""
     if kind == "timestamp":
@@ -107,9 +143,11 @@ def _slowly(values: Sequence[str | None], column: Column, kind: str, target: pa.
     if kind == "date":
         numbers = [None if v is None else _each(_date_days, v, column) for v in values]
         return pa.array(numbers, pa.int32()).view(target)
+    if kind == "binary":
+        return pa.array([None if v is None else _each(read_bytea, v, column) for v in values], target)
     for value in values:
         if value is not None:
-            _each(lambda v: _cast(pa.array([v], pa.string()), kind, target), value, column)
+            _each(lambda v: cast_text(pa.array([v], pa.string()), kind), value, column)
     raise Invalid(f"values do not fit together: column={column.name} type={column.type}.")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +16,13 @@ from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, command_schem
 def command_table(
     schema: ShardSchema,
     live: Mapping[str, pa.Array],
-    live_at: Sequence[int] | npt.NDArray[np.int64],
+    live_at: npt.NDArray[np.int64],
     absent: Mapping[str, pa.Array],
-    absent_at: Sequence[int],
+    absent_at: npt.NDArray[np.int64],
     records: Records,
 ) -> pa.Table:
     """`live_at` and `absent_at` are places in `records`; the mappings hold their columns."""
-    at = np.concatenate([np.asarray(live_at, dtype=np.int64), np.asarray(absent_at, dtype=np.int64)])
+    at = np.concatenate([live_at, absent_at])
     gone = len(absent_at)
     meta = {
         TIME: pa.array(records.times[at]),

@@ -1,20 +1,22 @@
-"""JSON objects → Arrow columns by blocks, as the row-by-row decoder (stream.py) reads them, several times faster.
+"""JSON objects → Arrow columns by blocks, as a row-by-row decoder reads them, several times faster.
 
-    values ─► lines (lines.py) ─► Arrow's JSON reader ─► arrays
-                 └─ what it refuses, or could read otherwise: places for the slow path ─┘
+    values ─► lines (lines.py) ─► Arrow's JSON reader ─► a dialect ─► arrays
+                 └─ what they refuse, or could read otherwise: places for the slow path ─┘
 
 A line is one object for certain when it begins with { and ends with }: a string cannot hold a line's end, and behind a
-closing bracket no other one may open. Where the two readers differ otherwise:
+closing bracket no other one may open. Where the readers differ otherwise:
 
     a field twice, another type, a surrogate without its pair, a number out of range     refused by Arrow
     NaN and Infinity, nesting that ends the other reader, bytes that are no UTF-8         looked for in the text
-    a null key, a number that is not finite, a text in an unusual form                   looked for in the arrays
+    a field that is left out, where that is not null                                     the text's quotes are counted
+    what is particular to a column: a null key, a number that is not finite, …           looked for by the dialect
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -22,10 +24,10 @@ import pyarrow as pa
 import pyarrow.json as pj
 
 from tidemill.shards.front import Column
-from tidemill.shards.schema import arrow_type
-from tidemill.spark.decode.forms import MOMENTS, bools, millis, moments
-from tidemill.spark.decode.lines import Lines, Mask, Places, stretches
-from tidemill.topics.batch import Columns
+from tidemill.spark.decode.lines import Lines, Mask, Places, quotes, stretches
+
+FEW = 64
+"""So few values are left to the slow path."""
 
 LEAF = 32
 """So few rows are not looked at by halves."""
@@ -34,9 +36,23 @@ REFUSALS = 8
 """Of a stretch; after so many the rest of it is for the slow path, which costs less then."""
 
 _ROW = re.compile(r"in row (\d+)$")
-_NUMBER = re.compile(rb"-?\d+$")
-_PLAIN = {"string", "bool", "int16", "int32", "int64", "float32", "float64"}
+_NULL = msgspec.Raw(b"null")
 _EXPONENT, _MINUS_ZERO = np.uint64(0x7FF0000000000000), np.uint64(1 << 63)
+
+
+class Dialect(Protocol):
+    """How columns are written. `exact`: an object has all of them and no other."""
+
+    exact: bool
+
+    def read_as(self, column: Column, seen: bytes) -> pa.DataType:
+        """What Arrow is to read; `seen` is how one of the objects has it, b"" where none is known."""
+        ...
+
+    def typed(self, column: Column, array: pa.Array, odd: Mask) -> pa.Array:
+        """The column of what Arrow read. What the slow path may read otherwise joins `odd`, and is anything. Raises
+        ArrowInvalid where there are such rows, and it does not know which."""
+        ...
 
 
 class Block(msgspec.Struct, frozen=True):
@@ -45,34 +61,33 @@ class Block(msgspec.Struct, frozen=True):
     places: Places
     arrays: dict[str, pa.Array]
 
+    def before(self, place: int) -> Block:
+        end = int(np.searchsorted(self.places, place))
+        return Block(self.places[:end], {name: array[:end] for name, array in self.arrays.items()})
+
 
 class ObjectReader:
-    """Of one table. `us_range`: the timestamps that it may hold, µs."""
+    """Of one list of columns."""
 
-    def __init__(self, columns: Sequence[Column], key: Sequence[str], us_range: tuple[int, int]) -> None:
+    def __init__(self, columns: Sequence[Column], dialect: Dialect) -> None:
         self._columns = columns
-        self._key = {c.name for c in columns if c.name in key}
-        self._us_range = us_range
-        self._types = {c.name: arrow_type(c.type) for c in columns}
+        self._dialect = dialect
 
-    @staticmethod
-    def reads(columns: Sequence[Column]) -> bool:
-        """Can these columns be read by blocks?"""
-        return all(c.type in _PLAIN or c.type in MOMENTS for c in columns)
-
-    def read(self, records: Columns, live: Places) -> tuple[list[Block], Places]:
-        """(what was read, places that only the slow path may judge) of the records at `live`, whose values are not
-        null."""
+    def read(self, body: bytes, at: Places, sizes: Places, places: Places) -> tuple[list[Block], Places]:
+        """(what was read, places that only the slow path may judge) of the values that lie at `at` in `body`; their
+        records are `places`, ascending as they do."""
+        if len(places) < FEW:
+            return [], places
         blocks: list[Block] = []
-        slow: list[Places] = []
-        for lines in stretches(pa.py_buffer(records.body), records.value_at[live], records.value_bytes[live], live):
+        slow = [places[:0]]
+        for lines in stretches(pa.py_buffer(body), at, sizes, places):
             slow.append(lines.left_out)
             if len(lines.places):
                 self._stretch(lines, blocks, slow)
-        return blocks, np.sort(np.concatenate(slow)) if slow else live
+        return blocks, np.sort(np.concatenate(slow))
 
     def _stretch(self, lines: Lines, blocks: list[Block], slow: list[Places]) -> None:
-        options = self._options(lines.between(0, 1))
+        options = self._options(lines)
         ranges, refusals = [(0, len(lines.places))], 0
         while ranges:
             first, last = ranges.pop()
@@ -83,9 +98,12 @@ class ObjectReader:
                 slow.append(places)
                 continue
             try:
-                table = _parse(lines.between(first, last), options)
+                text = lines.between(first, last)
+                table = _parse(text, options)
                 if len(table) != last - first:
                     raise pa.ArrowInvalid("not an object a line")
+                if self._dialect.exact and _fields_left_out(text, table):
+                    raise pa.ArrowInvalid("a field is left out")
                 arrays, odd = self._typed(table)
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as refused:
                 refusals += 1
@@ -106,22 +124,17 @@ class ObjectReader:
             if len(places):
                 blocks.append(Block(places, arrays))
 
-    def _options(self, first_line: pa.Buffer) -> pj.ParseOptions:
-        """What Arrow is to read. Timestamps that the first line has as numbers are read as numbers."""
-        try:
-            first = msgspec.json.decode(first_line, type=dict[str, msgspec.Raw])
-        except (ValueError, RecursionError):
-            first = {}
-        fields = []
-        for column in self._columns:
-            kind = self._types[column.name]
-            if column.type == "float32":
-                kind = pa.float64()
-            elif column.type in MOMENTS:
-                number = column.type == "timestamp" and _NUMBER.match(bytes(first.get(column.name, b"")))
-                kind = pa.int64() if number else pa.string()
-            fields.append((column.name, kind))
-        return pj.ParseOptions(explicit_schema=pa.schema(fields), unexpected_field_behavior="ignore")
+    def _options(self, lines: Lines) -> pj.ParseOptions:
+        seen: dict[str, bytes] = {}
+        for at in (0, len(lines.places) // 2, len(lines.places) - 1):
+            try:
+                fields = msgspec.json.decode(lines.between(at, at + 1), type=dict[str, msgspec.Raw])
+            except (ValueError, RecursionError):
+                continue
+            seen = {name: bytes(raw) for name, raw in fields.items() if raw != _NULL} | seen
+        kinds = [(c.name, self._dialect.read_as(c, seen.get(c.name, b""))) for c in self._columns]
+        others = "error" if self._dialect.exact else "ignore"
+        return pj.ParseOptions(explicit_schema=pa.schema(kinds), unexpected_field_behavior=others)
 
     def _typed(self, table: pa.Table) -> tuple[dict[str, pa.Array], Mask]:
         """The columns' arrays, and which rows are odd."""
@@ -130,18 +143,7 @@ class ObjectReader:
         for column in self._columns:
             found = table.column(column.name)
             array = found.chunk(0) if found.num_chunks == 1 else pa.concat_arrays(found.chunks)
-            if array.null_count and column.name in self._key:
-                odd |= bools(array.is_null())
-            if column.type in ("float32", "float64"):
-                odd |= _strange(array)
-            elif column.type in MOMENTS:
-                if pa.types.is_integer(array.type):
-                    array = millis(array, self._us_range, odd)
-                else:
-                    array = moments(array, column.type, self._us_range, odd)
-            if column.type == "float32":
-                array = array.cast(pa.float32(), safe=False)
-            arrays[column.name] = array
+            arrays[column.name] = self._dialect.typed(column, array, odd)
         return arrays, odd
 
 
@@ -150,11 +152,27 @@ def _parse(text: pa.Buffer, options: pj.ParseOptions) -> pa.Table:
     return pj.read_json(pa.BufferReader(text), read_options=reading, parse_options=options)
 
 
-def _strange(array: pa.Array) -> Mask:
-    """Which are not finite, or −0, which the other reader tells from −0.0."""
+def _fields_left_out(text: pa.Buffer, table: pa.Table) -> bool:
+    """A field is left out exactly where the text has fewer strings than names and values: no row has a name twice, or
+    one that is no column's."""
+    if not any(column.null_count for column in table.columns):
+        return False
+    strings = table.num_rows * table.num_columns
+    strings += sum(table.num_rows - c.null_count for c in table.columns if pa.types.is_string(c.type))
+    return bool(quotes(np.frombuffer(text, dtype=np.uint8)) != 2 * strings)
+
+
+def strange_floats(array: pa.Array) -> Mask:
+    """Which float64s are not finite, or −0, which the other readers tell from −0.0."""
     bits = np.frombuffer(array.buffers()[1], dtype=np.uint64)[array.offset : array.offset + len(array)]
     found: Mask = ((bits & _EXPONENT) == _EXPONENT) | (bits == _MINUS_ZERO)
     return found & bools(array.is_valid()) if array.null_count and found.any() else found
+
+
+def bools(array: pa.Array) -> Mask:
+    """A copy, of an array of booleans without nulls."""
+    bits = np.unpackbits(np.frombuffer(array.buffers()[1], dtype=np.uint8), bitorder="little")
+    return bits[array.offset : array.offset + len(array)].view(bool)
 
 
 def in_order(blocks: Sequence[Block]) -> tuple[dict[str, pa.Array], Places]:

@@ -25,6 +25,7 @@ from tidemill.base.tasks import is_fault, sentence
 from tidemill.shards.front import Column, ShardSchema
 from tidemill.shards.schema import arrow_type
 from tidemill.spark.decode.build import command_table
+from tidemill.spark.decode.declared import Declared
 from tidemill.spark.decode.fields import columns_of_rows, row_decoder
 from tidemill.spark.decode.letters import Letter, letter_table
 from tidemill.spark.decode.lines import Places
@@ -38,9 +39,6 @@ _MICROSECOND = datetime.timedelta(microseconds=1)
 FIRST_US = (datetime.datetime(1, 1, 1, tzinfo=datetime.UTC) - _EPOCH) // _MICROSECOND
 LAST_US = (datetime.datetime(9999, 12, 31, 23, 59, 59, 999_999, tzinfo=datetime.UTC) - _EPOCH) // _MICROSECOND
 """What every reader of a table can hold: Python's datetime ends here, and so do Spark's rows in Python."""
-
-FEW = 64
-"""So few records are read one by one."""
 
 
 def _sized(bits: int) -> Any:
@@ -70,8 +68,8 @@ class StreamDecoder:
         self._value = row_decoder(schema.columns, _FIELDS, Decimal | None)
         self._key = row_decoder(self._key_columns, _FIELDS, Decimal | None)
         self._one_key = len(self._key_columns) == 1
-        blocks = ObjectReader.reads(schema.columns)
-        self._objects = ObjectReader(schema.columns, schema.key, (FIRST_US, LAST_US)) if blocks else None
+        dialect = Declared(schema.key, (FIRST_US, LAST_US))
+        self._objects = ObjectReader(schema.columns, dialect) if Declared.reads(schema.columns) else None
 
     def decode(self, records: Records) -> tuple[Commands, pa.Table]:
         """(commands, dead letters as updates of DEAD_LETTERS)."""
@@ -103,13 +101,13 @@ class StreamDecoder:
         alone, live_at = columns_of_rows(self._columns, rows, live_at, dead, _array)
         live, places = in_order([*blocks, Block(np.array(live_at, dtype=np.int64), alone)])
         absent, absent_at = columns_of_rows(self._key_columns, keys, absent_at, dead, _array)
-        table = command_table(self.schema, live, places, absent, absent_at, records)
+        table = command_table(self.schema, live, places, absent, np.array(absent_at, dtype=np.int64), records)
         return Commands(table), letter_table([*records.unread, *_letters(records, dead)])
 
     def _by_blocks(self, columns: Columns, live: Places) -> tuple[list[Block], Places]:
-        if self._objects is None or len(live) < FEW:
+        if self._objects is None:
             return [], live
-        return self._objects.read(columns, live)
+        return self._objects.read(columns.body, columns.value_at[live], columns.value_bytes[live], live)
 
     def _key_of(self, key: bytes | None) -> Any:
         """A row with fields c0… of the key columns."""

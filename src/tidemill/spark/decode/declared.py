@@ -1,15 +1,19 @@
-"""Text columns of Arrow → dates and timestamps, where their form is one that the row-by-row decoder reads alike."""
+"""How strangers write the columns of a declared schema in JSON, as far as Arrow and the row-by-row decoder (stream.py)
+read it alike."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tidemill.shards.front import Column
 from tidemill.shards.schema import arrow_type
-
-Mask = npt.NDArray[np.bool_]
+from tidemill.spark.decode.lines import Mask
+from tidemill.spark.decode.objects import bools, strange_floats
 
 _US_OF_DAY = 86_400_000_000
 _DATE = r"^(?:[1-9]\d{3}|0[1-9]\d\d|00[1-9]\d|000[1-9])-\d\d-\d\d"
@@ -17,10 +21,42 @@ _FORMS = {
     "date": _DATE + "$",
     "timestamp": _DATE + r"T([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)$",
 }
-MOMENTS = frozenset(_FORMS)
+_PLAIN = frozenset({"string", "bool", "int16", "int32", "int64", "float32", "float64"})
+_NUMBER = re.compile(rb"-?\d+$")
 
 
-def moments(texts: pa.Array, kind: str, us_range: tuple[int, int], odd: Mask) -> pa.Array:
+class Declared:
+    """See objects.Dialect. `us_range`: the timestamps that the table may hold, µs."""
+
+    exact = False
+
+    def __init__(self, key: Sequence[str], us_range: tuple[int, int]) -> None:
+        self._key = frozenset(key)
+        self._us_range = us_range
+
+    @staticmethod
+    def reads(columns: Sequence[Column]) -> bool:
+        """Can these columns be read by blocks?"""
+        return all(c.type in _PLAIN or c.type in _FORMS for c in columns)
+
+    def read_as(self, column: Column, seen: bytes) -> pa.DataType:
+        if column.type in _FORMS:
+            return pa.int64() if column.type == "timestamp" and _NUMBER.match(seen) else pa.string()
+        return pa.float64() if column.type == "float32" else arrow_type(column.type)
+
+    def typed(self, column: Column, array: pa.Array, odd: Mask) -> pa.Array:
+        if array.null_count and column.name in self._key:
+            odd |= bools(array.is_null())
+        if column.type in _FORMS:
+            if pa.types.is_integer(array.type):
+                return _millis(array, self._us_range, odd)
+            return _moments(array, column.type, self._us_range, odd)
+        if column.type in ("float32", "float64"):
+            odd |= strange_floats(array)
+        return array.cast(pa.float32(), safe=False) if column.type == "float32" else array
+
+
+def _moments(texts: pa.Array, kind: str, us_range: tuple[int, int], odd: Mask) -> pa.Array:
     """ISO 8601 texts as dates or timestamps (`kind`); what is in no usual form, or out of range, joins `odd` and is
     null. Raises ArrowInvalid where a text of that form is no moment: the 30th of February."""
     if not _plainest(texts, kind):
@@ -29,16 +65,16 @@ def moments(texts: pa.Array, kind: str, us_range: tuple[int, int], odd: Mask) ->
         texts = pc.if_else(strange, None, texts)
     found = texts.cast(arrow_type(kind))
     low, high = us_range if kind == "timestamp" else (us_range[0] // _US_OF_DAY, us_range[1] // _US_OF_DAY)
-    return in_range(found, low, high, odd)
+    return _in_range(found, low, high, odd)
 
 
-def millis(numbers: pa.Array, us_range: tuple[int, int], odd: Mask) -> pa.Array:
+def _millis(numbers: pa.Array, us_range: tuple[int, int], odd: Mask) -> pa.Array:
     """Integer milliseconds as timestamps; what is out of range joins `odd` and is null."""
-    found = in_range(numbers, us_range[0] // 1000 + 1, us_range[1] // 1000, odd)
+    found = _in_range(numbers, us_range[0] // 1000 + 1, us_range[1] // 1000, odd)
     return pc.multiply(found, 1000).cast(arrow_type("timestamp"))
 
 
-def in_range(array: pa.Array, low: int, high: int, odd: Mask) -> pa.Array:
+def _in_range(array: pa.Array, low: int, high: int, odd: Mask) -> pa.Array:
     """What is not from `low` to `high` joins `odd` and is null."""
     numbers = array.view(pa.int32() if array.type.bit_width == 32 else pa.int64())
     seen = pc.min_max(numbers)
@@ -64,9 +100,3 @@ def _plainest(texts: pa.Array, kind: str) -> bool:
     if kind == "date":
         return low == high == 10
     return low >= 20 and high <= 27 and bool((np.frombuffer(data, dtype=np.uint8)[ends - 1] == ord("Z")).all())
-
-
-def bools(array: pa.Array) -> Mask:
-    """A copy, of an array of booleans without nulls."""
-    bits = np.unpackbits(np.frombuffer(array.buffers()[1], dtype=np.uint8), bitorder="little")
-    return bits[array.offset : array.offset + len(array)].view(bool)
