@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
 
+from tidemill.consensus import staterecords
+from tidemill.shards.codec import encode_command
+from tidemill.shards.commands import Append, Create
+from tidemill.shards.front import Batch, Column, ShardSchema
 from tidemill.sim.oracles.linearizable import Call, linearizable, log_model, register_model
+from tidemill.sim.oracles.shards import (
+    Attempt,
+    Frontiers,
+    Model,
+    check_heard,
+    check_landed,
+    check_nothing_skipped,
+    check_reads,
+    check_stored,
+    folded,
+)
 from tidemill.sim.oracles.topics import check_acknowledged, check_log, check_producer, check_stable
 from tidemill.sim.world import Violated
 
@@ -93,3 +110,73 @@ def test_topic_oracles_fire() -> None:
         check_producer("p", [b"a"], [*log, (3, b"a")])
     with pytest.raises(Violated, match="last"):
         check_stable({(0, 3): b"x"}, {0: dict(log)})
+
+
+UPDATES = [("a", "1", 1, 1), ("a", "1", 3, -1), ("a", "2", 3, 1), ("b", "9", 5, 1)]
+
+
+def test_shard_oracles_of_contents_fire() -> None:
+    model = Model(UPDATES)
+    good = {0: {}, 2: {("a", "1"): 1}, 3: {("a", "2"): 1}, 9: {("a", "2"): 1, ("b", "9"): 1}}
+    check_reads([(as_of, Counter(rows)) for as_of, rows in good.items()], model)
+    for as_of, wrong in ((2, {("a", "2"): 1}), (3, {("a", "2"): 2}), (9, {("a", "2"): 1})):
+        with pytest.raises(Violated, match="differ"):
+            check_reads([(as_of, Counter(wrong))], model)
+    # What is stored may have summed up what lies at or below since, and nothing else.
+    summed = [("a", "2", 3, 1), ("b", "9", 5, 1)]
+    check_stored(UPDATES, 0, model)
+    check_stored(summed, 3, model)
+    with pytest.raises(Violated, match="since=2"):
+        check_stored(summed, 2, model)
+    with pytest.raises(Violated, match="extra"):
+        check_stored([("a", "2", 5, 1), ("b", "9", 5, 1)], 3, model)
+    check_heard(Counter(UPDATES), 6, model)
+    check_heard(Counter(UPDATES[:3]), 5, model)
+    with pytest.raises(Violated, match="missed or repeated"):
+        check_heard(Counter(UPDATES[:2]), 5, model)
+    with pytest.raises(Violated, match="missed or repeated"):
+        check_heard(Counter([*UPDATES, UPDATES[0]]), 6, model)
+
+
+def test_shard_oracle_of_the_log_fires() -> None:
+    create = Create("t", "id", ShardSchema((Column("k", "string"), Column("v", "string")), ("k",)))
+    appends = [Append(Batch(0, 2, (), "w", "one")), Append(Batch(2, 5, (), "w", "two"))]
+    log = [bytes([staterecords.COMMAND]) + encode_command(command) for command in (create, *appends)]
+
+    def attempts(one: str, two: str) -> dict[str, Attempt]:
+        return {"one": Attempt("one", 0, 2, outcome=one), "two": Attempt("two", 2, 5, outcome=two)}
+
+    assert [a.token for a in check_landed(log, attempts("ok", "running"))] == ["one", "two"]
+    assert [a.token for a in check_landed(log[:2], attempts("ok", "running"))] == ["one"]
+    for records, said in ((log[:2], attempts("ok", "ok")), (log, attempts("ok", "refused"))):
+        with pytest.raises(Violated, match="stands"):
+            check_landed(records, said)
+
+
+def test_shard_oracle_of_frontiers_fires() -> None:
+    class Answers:
+        def __init__(self, *found: tuple[int, int]) -> None:
+            self.found = list(found)
+
+        async def frontiers(self) -> tuple[int, int]:
+            return self.found.pop(0)
+
+    async def ask(*found: tuple[int, int]) -> None:
+        frontiers, shard = Frontiers(), Answers(*found)
+        for _ in range(len(found)):
+            await frontiers.read(shard)  # type: ignore[arg-type]
+
+    asyncio.run(ask((0, 0), (0, 5), (3, 5), (3, 9)))
+    for back in ((2, 9), (3, 8)):
+        with pytest.raises(Violated, match="went back"):
+            asyncio.run(ask((3, 9), back))
+
+
+def test_the_folding_of_commands_is_an_upsert() -> None:
+    first = Attempt("1", 0, 4, seen=((0, "a", "x", 1), (2, "a", "z", 1), (1, "a", "y", 1), (3, "b", None, 2)))
+    second = Attempt("2", 4, 9, seen=((2, "a", "q", 1), (4, "a", "z", 4), (5, "a", None, 5), (6, "a", "w", 9)))
+    assert folded([first, second]) == [("a", "z", 1, 1), ("a", "z", 5, -1)]
+    topic = [(2, "a", "z", 1), (3, "b", None, 2), (5, "a", None, 5), (6, "a", "w", 9)]
+    check_nothing_skipped([first, second], topic)
+    with pytest.raises(Violated, match="left records out"):
+        check_nothing_skipped([first, second], [*topic, (7, "c", "n", 3)])

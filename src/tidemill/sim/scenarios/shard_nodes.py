@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Conflict, Unavailable, Unknown
+from tidemill.base.errors import Conflict, Fenced, Unavailable, Unknown
 from tidemill.keeper.collection import collect
 from tidemill.keeper.grounds import Grounds, Retention
 from tidemill.keeper.jobs import Budget
@@ -114,7 +115,10 @@ async def keep(
 
 
 async def keep_up(shared: Shared, node: Node) -> None:
-    """Let history go up to where the listener is, merge runs, collect what was replaced, sweep orphans."""
+    """Let history go up to where the listener is, merge runs, collect what was replaced, sweep orphans.
+
+    Of two keepers the one of the newer epoch owns the critical hold; both merge, collect and sweep.
+    """
     source, epoch = shared.world.source, node.actor.life.number
     metastore: Any = None  # there is no other shard, and no restore
     retention = Retention(orphans_after_s=source.choice((0.1, 1.0)))
@@ -124,7 +128,8 @@ async def keep_up(shared: Shared, node: Node) -> None:
         try:
             if shared.heard_to > 1 and source.random() < 0.5:
                 since = source.randrange(shared.heard_to)
-                await node.shard.downgrade_since(OWNER, epoch, min(since, shared.heard_to - 1))
+                with contextlib.suppress(Fenced):
+                    await node.shard.downgrade_since(OWNER, epoch, min(since, shared.heard_to - 1))
             await compact_once(node.shard, node.objects, node.rand)
             if source.random() < 0.7:
                 await collect(

@@ -55,6 +55,8 @@ async def read_long(shared: Shared, node: Node) -> None:
                 chosen = await node.shard.batches_until(as_of)
         except (Unavailable, Unknown, Invalid):
             continue
+        if ttl_ms < HOLD_MS:
+            await asyncio.sleep(ttl_ms / 1000 + source.uniform(0, 1.0))
         while True:
             await asyncio.sleep(source.uniform(0, 0.8))
             try:

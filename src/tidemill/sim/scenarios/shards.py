@@ -19,8 +19,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tidemill.base.limits import INLINE_PART_BYTES
 from tidemill.shards import apply as apply_rules
-from tidemill.shards import compaction, consolidate, machine, reading
+from tidemill.shards import compaction, consolidate, handle, machine, reading
 from tidemill.shards.front import TIME, Part, ShardSchema
 from tidemill.shards.parts import decode_part
 from tidemill.shards.state import Garbage, ShardState
@@ -46,10 +47,15 @@ async def run(world: World, fault: str = "") -> None:
             decoded[key] = decode_part(schema, data, part)
         return decoded[key]
 
+    inline_bytes = world.source.choice((0, INLINE_PART_BYTES))
     with (
+        swapped(handle, "INLINE_PART_BYTES", inline_bytes),
+        swapped(compaction, "INLINE_PART_BYTES", inline_bytes),
         swapped(machine, "ROLLUP_AFTER_RECORDS", world.source.choice((5, 512))),
         swapped(compaction, "FAN_IN", world.source.choice((2, 4, 8))),
         swapped(compaction, "SMALLEST_CLASS_BYTES", world.source.choice((1 << 10, 64 << 10))),
+        swapped(compaction, "RANGE_BYTES", world.source.choice((4 << 10, 32 << 20))),
+        swapped(compaction, "PART_ROWS", world.source.choice((3, 1 << 20))),
         swapped(reading, "decode_part", decode_once),
         swapped(apply_rules, "collectable", _deaf if fault == "collect-held" else apply_rules.collectable),
         swapped(operator, "resolve", shard_upserts.drained_twice if fault == "drain-twice" else resolve.resolve),
@@ -73,8 +79,9 @@ async def play(world: World, shared: Shared) -> None:
     source = world.source
     writers = shared.cast()
     beside = shared.beside()
-    names = ("reader", "long-reader", "listener", "keeper")
-    reader, long_reader, listener, keeper = (Actor(world, name, build) for name in names)
+    names = ("reader", "long-reader", "listener")
+    reader, long_reader, listener = (Actor(world, name, build) for name in names)
+    keepers = [Actor(world, f"keeper-{i}", build) for i in range(source.choice((0, 1, 1, 2)))]
     stop: asyncio.Future[None] = world.loop.create_future()
     async with Crew() as crew:
         writing = [crew.spawn(keep(shared, writer, type(shared).write, stop)) for writer in writers]
@@ -83,10 +90,9 @@ async def play(world: World, shared: Shared) -> None:
             crew.spawn(keep(shared, reader, read, stop)),
             crew.spawn(keep(shared, long_reader, read_long, stop)),
             crew.spawn(keep(shared, listener, listen, stop)),
+            *(crew.spawn(keep(shared, keeper, keep_up, stop)) for keeper in keepers),
             *(crew.spawn(keep(shared, actor, work, stop)) for actor, work in beside),
         ]
-        if source.random() < 0.7:
-            others.append(crew.spawn(keep(shared, keeper, keep_up, stop)))
         for _ in range(source.choice((0, 1, 3, 6))):
             await asyncio.sleep(source.uniform(0, 0.8))
             victim = source.choice(writers if source.random() < 0.5 else world.actors)
