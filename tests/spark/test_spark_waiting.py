@@ -46,7 +46,7 @@ def test_a_pipeline_waits_for_its_capture_and_its_snapshot_and_says_so(harbour: 
         reports = harbour.portal.call(Board(harbour.stores.consensus, Rand()).reports())
         memory: Any = next(r for r in reports if r.process == "pipeline:p").facts["memory"]
         assert memory["resident"][0] > 1 << 20 and memory["mirrors"][0] > 0
-        assert memory["steps"][1] == 4 * STEP_BYTES, "two feeds, two steps' worth each"
+        assert memory["steps"][1] == 6 * STEP_BYTES, "two feeds, three steps' worth each"
     finally:
         stopping.set()
         thread.join(30)

@@ -5,7 +5,8 @@
 Spark's batch says only "time has come to `end`". What is read follows from the shard's upper and remap, so
 a replay after a crash (p ≥ end) does nothing, a hole or a foreign checkpoint (p < start) is simply read, and
 a batch id never identifies anything (U5). Small steps are computed here; bigger ones by Spark tasks through
-the same functions, with the append still here. A lost race is recomputed from the peer's upper, never trimmed.
+the same functions, with the append still here. While a step is resolved and written, the one after it is read
+and decoded (ahead.py). A lost race is recomputed from the peer's upper, never trimmed.
 
 Tables share a round, so that a hundred small ones cost one round trip, and nothing else (seats.py). Time
 that is too large for a step is taken aside, in a thread of its own.
@@ -25,6 +26,7 @@ import msgspec
 from tidemill.base.errors import Invalid, TidemillError
 from tidemill.base.portal import Portal
 from tidemill.shards.front import Remap
+from tidemill.spark.ahead import Ahead
 from tidemill.spark.bytasks import ByTasks
 from tidemill.spark.dead_letters import DeadLetters
 from tidemill.spark.decode.captured import Stop
@@ -34,13 +36,14 @@ from tidemill.spark.seats import IDLE_MOVE_S, Seat, Seats
 from tidemill.spark.steps import STEP_BYTES, STEP_RECORDS, Planner, Step
 from tidemill.spark.stores import Stores
 from tidemill.spark.table import TableWriter
-from tidemill.spark.tasks import Batches, decode, fetch
+from tidemill.spark.tasks import Batches, Decoded, decode, fetch
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
 INLINE_ROWS = 20_000
-"""A step of at most this many records is computed on the driver: a Spark job costs more than it (notes §2)."""
+"""Beside executors of a cluster a step of at most this many records is computed on the driver. On one machine every
+step is: tasks cost two to three times as much at every size that a step may have (docs/benchmarks.md, upsert)."""
 
 
 class TableStops(Invalid):
@@ -53,6 +56,7 @@ class _Work(msgspec.Struct):
     seat: Seat
     step: Step
     upper: int
+    decoded: Decoded | None = None
     pending: Any = None
 
     @property
@@ -74,7 +78,7 @@ class FeedSink:
         bound: Latency,
         *,
         dead_letters: DeadLetters | None = None,
-        inline_rows: int = INLINE_ROWS,
+        inline_rows: int | None = None,
         idle_move_s: float = IDLE_MOVE_S,
         scratch: Path | None = None,
     ) -> None:
@@ -84,15 +88,16 @@ class FeedSink:
         """One past the newest binding that this sink has seen."""
         self.error = ""
         """Why nothing of the whole feed goes on."""
-        self.taken_bytes = 0
-        """Stored bytes of the round under way; at most two steps' worth."""
+        self._round_bytes = 0
         self._portal = portal
         self._stores = stores
         self._dead = dead_letters
         self._inline_rows = inline_rows
+        self._most_inline = STEP_RECORDS
         self._scratch = scratch
         self.seats = Seats(stores.clock, latency, bound, idle_move_s)
         self._planner = Planner(stores, remap)
+        self._ahead = Ahead(portal, stores, remap)
         self._by_tasks: ByTasks | None = None
         self._stopping = threading.Event()
         self.called = threading.Event()
@@ -105,13 +110,20 @@ class FeedSink:
             self.seats.attach(table)
 
     @property
+    def taken_bytes(self) -> int:
+        """Stored bytes of the round under way and of what is read ahead; at most three steps' worth."""
+        return self._round_bytes + self._ahead.bytes
+
+    @property
     def resting(self) -> list[TableWriter]:
         """Tables that nobody works on, so that their mirrors may be saved: half of a change would be trusted later."""
         return self.seats.at_rest if self.idle.is_set() else []
 
     def use(self, context: SparkContext) -> None:
         """From now on bigger steps may run as Spark tasks; until then everything is computed here."""
-        self._by_tasks = ByTasks(context, self._stores)
+        local = str(context.master).startswith("local")
+        wanted = self._inline_rows if self._inline_rows is not None else STEP_RECORDS if local else INLINE_ROWS
+        self._by_tasks, self._most_inline = ByTasks(context, self._stores), wanted
 
     def stop(self) -> None:
         """The batch under way ends as soon as it may; nothing new begins."""
@@ -154,14 +166,18 @@ class FeedSink:
                         return
                     self._round(due, end)
             finally:
-                self.taken_bytes = 0
+                self._round_bytes = 0
+                self._ahead.drop()
                 self.idle.set()
 
     # one round ----------------------------------------------------------------------------------------
     def _round(self, due: Sequence[Seat], end: int) -> None:
         """One step of every table that fits into the round's share of memory; of one at least."""
         self._planner.begin()
-        planned = self._gather([(s, self._planner.next(s.name, _feed(s), s.table.upper, end)) for s in due])
+        ahead = next((s for s in due if self._ahead.is_for(s.name, _feed(s), s.table.upper)), None)
+        prepared = self._ahead.take(end) if ahead is not None else None
+        to_plan = [s for s in due if prepared is None or s is not ahead]
+        planned = self._gather([(s, self._planner.next(s.name, _feed(s), s.table.upper, end)) for s in to_plan])
         small: list[_Work] = []
         for seat, step in planned:
             if step.large:
@@ -170,12 +186,22 @@ class FeedSink:
                 seat.nothing_until = step.upper
             else:
                 small.append(_Work(seat, step, step.upper))
+        if ahead is not None and prepared is not None:
+            small.append(_Work(ahead, prepared.step, prepared.step.upper, prepared.decoded))
         work = _share(small)
-        self.taken_bytes = sum(w.step.bytes for w in work)
-        big = [w for w in work if w.step.records > self._inline_rows and self._by_tasks is not None]
+        self._round_bytes = sum(w.step.bytes for w in work)
+        self._read_ahead(small, work, end)
+        big = [w for w in work if w.step.records > self._most_inline]
         self._inline([w for w in work if w not in big])
         if big:
             self._in_spark(big)
+
+    def _read_ahead(self, small: Sequence[_Work], work: Sequence[_Work], end: int) -> None:
+        """Begin with the step that comes next for certain: of the table that will be furthest behind then."""
+        after = [((w.upper if w in work else w.step.lower), w.seat.name, w.seat) for w in small]
+        lower, _, seat = min(after, key=lambda one: one[:2], default=(end, "", None))
+        if lower < end and seat is not None:
+            self._ahead.begin(seat.name, _feed(seat), lower, end, self._most_inline)
 
     def _gather(self, calls: Sequence[tuple[Seat, Any]]) -> list[tuple[Seat, Any]]:
         """All at once on the portal's loop; those that fail are told, the others returned."""
@@ -194,23 +220,31 @@ class FeedSink:
     def _inline(self, work: Sequence[_Work]) -> None:
         """Decode and resolve on this thread; then all parts and appends of all tables at once."""
         by_seat = {w.seat.name: w for w in work}
-        fetched = self._portal.call(fetch(self._stores.objects, [w.step.descriptors for w in work]))
-        ready = []
-        for item, batches in zip(work, fetched, strict=True):
-            if isinstance(batches, TidemillError):
-                self.seats.fault(item.seat, batches)
-            elif self.seats.alone(item.seat, partial(self._drain, item, batches)):
-                ready.append(item)
+        self._fetch([w for w in work if w.decoded is None])
+        ready = [w for w in work if w.decoded is not None and self.seats.alone(w.seat, partial(self._drain, w))]
         appended = self._gather([(w.seat, self._append(w)) for w in ready])
         for seat, won in appended:
             item = by_seat[seat.name]
             self.seats.alone(seat, partial(self._settle, item, won))
 
-    def _drain(self, item: _Work, batches: Batches) -> None:
-        table, step = item.table, item.step
-        decoded = decode(_feed(item.seat), step.descriptors, batches)
+    def _fetch(self, work: Sequence[_Work]) -> None:
+        """Fetch for all at once, then decode; one that cannot be read is told."""
+        fetched = self._portal.call(fetch(self._stores.objects, [w.step.descriptors for w in work]))
+        for item, batches in zip(work, fetched, strict=True):
+            if isinstance(batches, TidemillError):
+                self.seats.fault(item.seat, batches)
+            else:
+                self.seats.alone(item.seat, partial(self._decode, item, batches))
+
+    def _decode(self, item: _Work, batches: Batches) -> None:
+        item.decoded = decode(_feed(item.seat), item.step.descriptors, batches)
+
+    def _drain(self, item: _Work) -> None:
+        table, decoded = item.table, item.decoded
+        assert decoded is not None
+        item.decoded = None  # the operator has it from here on
         if decoded.stop is not None:
-            item.upper = _before(decoded.stop, step.lower)
+            item.upper = _before(decoded.stop, item.step.lower)
         self._bury(decoded.dead)
         table.operator.ingest(decoded.commands)
         table.operator.advance(item.upper)
@@ -288,7 +322,7 @@ def _share(work: Sequence[_Work]) -> list[_Work]:
     """Small steps first, as many as a step's worth of memory; and the table that is furthest behind in any case."""
     if not work:
         return []
-    chosen = [min(work, key=lambda w: w.step.lower)]
+    chosen = [min(work, key=lambda w: (w.step.lower, w.seat.name))]
     records = size = 0
     for item in sorted(work, key=lambda w: w.step.records):
         records, size = records + item.step.records, size + item.step.bytes

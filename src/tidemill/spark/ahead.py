@@ -1,0 +1,77 @@
+"""The step after the one under way, fetched and decoded while that one is resolved, written and appended.
+
+What a step holds follows from bindings and topic alone, so it may be read before the table stands there. Whether it is
+the table's next one is seen when its turn comes; else it is thrown away. One step at a time: memory holds two.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import msgspec
+
+from tidemill.base.portal import Portal
+from tidemill.shards.front import Remap
+from tidemill.spark.feeds import TopicFeed
+from tidemill.spark.steps import Planner, Step
+from tidemill.spark.stores import Stores
+from tidemill.spark.tasks import Decoded, decode, fetch_here
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    step: Step
+    decoded: Decoded
+
+
+class Ahead:
+    """Of one feed. Called by one thread at a time."""
+
+    def __init__(self, portal: Portal, stores: Stores, remap: Remap) -> None:
+        self._portal = portal
+        self._stores = stores
+        # Its own: a planner's round is one caller's.
+        self._planner = Planner(stores, remap)
+        self._thread: ThreadPoolExecutor | None = None
+        self._of: tuple[str, TopicFeed, int] | None = None
+        self._under_way: Future[Prepared | None] | None = None
+        self.bytes = 0
+        """Stored bytes of the step that is read ahead."""
+
+    def begin(self, table: str, feed: TopicFeed, lower: int, end: int, most_records: int) -> None:
+        """Read the table's step from `lower` on, at most to `end`; not one of more records."""
+        self.drop()
+        if self._under_way is not None:
+            return  # what was thrown away is not at its end yet
+        self._thread = self._thread or ThreadPoolExecutor(1, "ahead")
+        self._of = (table, feed, lower)
+        self._under_way = self._thread.submit(self._read, table, feed, lower, end, most_records)
+
+    def is_for(self, table: str, feed: TopicFeed, lower: int) -> bool:
+        return self._of == (table, feed, lower)
+
+    def take(self, end: int) -> Prepared | None:
+        """The step, once it is read; None when it is beyond `end`, too large to be read ahead, or could not be read:
+        whoever needs it reads it himself then, and names what is wrong."""
+        under_way, self._of = self._under_way, None
+        error = under_way.exception() if under_way is not None else None
+        self._under_way, self.bytes = None, 0
+        if under_way is None or error is not None:
+            return None
+        found = under_way.result()
+        return found if found is not None and found.step.upper <= end else None
+
+    def drop(self) -> None:
+        """Nobody will ask for it."""
+        self._of = None
+        if self._under_way is not None and (self._under_way.cancel() or self._under_way.done()):
+            self._under_way = None
+            self.bytes = 0
+
+    def _read(self, table: str, feed: TopicFeed, lower: int, end: int, most_records: int) -> Prepared | None:
+        self._planner.begin()
+        step = self._portal.call(self._planner.next(table, feed, lower, end))
+        if step.large or step.records > most_records or not step.slices:
+            return None
+        self.bytes = step.bytes
+        batches = fetch_here(self._portal, self._stores.objects, step.descriptors)
+        return Prepared(step, decode(feed, step.descriptors, batches))
