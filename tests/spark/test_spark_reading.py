@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -12,6 +13,7 @@ from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
 
 pytestmark = pytest.mark.spark
 
+PUSHED = "spark.sql.python.filterPushdown.enabled"
 SCHEMA = ShardSchema((Column("k", "int64"), Column("v", "string")), ("k",))
 Row = tuple[int | None, str | None, int, int]
 
@@ -88,3 +90,39 @@ def test_what_cannot_be_read_is_told_in_one_sentence(
     read = spark.read.format("tidemill").options(config=config, **options)
     with pytest.raises(Exception, match=said):
         (read.schema(schema) if schema else read).load().collect()
+
+
+def test_a_large_shard_is_read_in_ranges_and_a_key_in_one(harbour: Any, spark: Any, config: str) -> None:
+    count = 1_200_000
+    k = np.arange(count)
+
+    def batch(at: int, keys: Any, values: Any, diff: int) -> pa.Table:
+        n = len(keys)
+        columns = {"k": pa.array(keys), "v": pa.array(values), TIME: pa.array(np.full(n, at))}
+        return pa.table({**columns, DIFF: pa.array(np.full(n, diff))})
+
+    async def run() -> None:
+        shard = await harbour.stores.shard("large", SCHEMA)
+        await shard.compare_and_append(0, 10, [await shard.write_part(batch(5, k, ["a"] * count, 1))], "")
+        changed = np.append(np.arange(0, count, 1000), 7)
+        lost = await shard.write_part(batch(15, changed, ["a"] * len(changed), -1))
+        won = await shard.write_part(batch(15, changed, ["b"] * len(changed), 1))
+        await shard.compare_and_append(10, 20, [lost, won], "")
+
+    harbour.portal.call(run())
+    frame = spark.read.format("tidemill").option("config", config).load("large")
+    assert frame.rdd.getNumPartitions() == 3
+    seen = {r.v: (r["count(1)"], r["sum(k)"]) for r in frame.groupBy("v").agg({"*": "count", "k": "sum"}).collect()}
+    changed = {7, *range(0, count, 1000)}
+    assert seen == {"b": (1201, sum(changed)), "a": (count - 1201, count * (count - 1) // 2 - sum(changed))}
+
+    assert spark.conf.get(PUSHED) == "true"
+    found = {"k = 7": {7}, "k IN (7, 8, -1)": {7, 8}, "k <=> NULL": set(), "k = 7 AND v = 'a'": set()}
+    for where, want in found.items():
+        assert {r.k for r in frame.where(where).collect()} == want
+    assert frame.where("k = 7").rdd.getNumPartitions() == 1, "the other ranges hold no such hash"
+    try:
+        spark.conf.set(PUSHED, "false")
+        assert rows(frame.where("k = 7")) == [(7, "b")]
+    finally:
+        spark.conf.set(PUSHED, "true")

@@ -46,6 +46,8 @@ STREAMING_SETTINGS: dict[str, str] = {
     "spark.sql.execution.arrow.pyspark.enabled": "true",
     # Times in shards are UTC.
     "spark.sql.session.timeZone": "UTC",
+    # What a query says about a shard's key chooses what is read (spark/source/filters.py); off by default.
+    "spark.sql.python.filterPushdown.enabled": "true",
     # Speculative copies of a task would only write orphaned parts.
     "spark.speculation": "false",
 }

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader
 
-from tidemill.spark.source.batch import ShardReader, shard_schema
+from tidemill.spark.source.batch import shard_reader, shard_schema
 from tidemill.spark.source.catalogue import keep_options, table_options
 from tidemill.spark.source.options import BATCH, STREAM, Options, from_catalogue
 from tidemill.spark.source.stream import DESCRIPTOR_COLUMNS, FeedReader, row_columns
@@ -61,7 +61,7 @@ class TidemillSource(DataSource):  # type: ignore[misc]
     def reader(self, schema: StructType) -> DataSourceReader:
         options = self._read_options(schema)
         options.only(BATCH, "a batch read")
-        return ShardReader(options, schema)
+        return shard_reader(options, schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         options = self._read_options(schema)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
-from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
 
 from tidemill.base.errors import Invalid
-from tidemill.shards.front import Batch, ShardSchema
+from tidemill.shards.front import Evolved, Part, ShardSchema
 from tidemill.shards.holding import HOLD_ABOVE_BYTES
+from tidemill.shards.ranges import Range, cut, read_range
+from tidemill.spark.source.filters import wanted_hashes
 from tidemill.spark.source.options import Options
-from tidemill.spark.stores import shared
+from tidemill.spark.stores import shared, shared_objects
 from tidemill.spark.types import spark_schema
 
 if TYPE_CHECKING:
@@ -33,9 +36,9 @@ def shard_schema(options: Options) -> ShardSchema:
 class ShardPartition(InputPartition):  # type: ignore[misc]
     """Everything an executor needs besides the bucket: the parts are named, and small ones are inside."""
 
-    def __init__(self, objects: str, schema: ShardSchema, batches: Sequence[Batch], as_of: int) -> None:
+    def __init__(self, objects: str, schema: ShardSchema, chosen: Range, as_of: int) -> None:
         self.objects = objects
-        self.payload = msgspec.msgpack.encode((schema, list(batches), as_of))
+        self.payload = msgspec.msgpack.encode((schema, chosen, as_of))
 
 
 class ShardReader(DataSourceReader):  # type: ignore[misc]
@@ -49,11 +52,14 @@ class ShardReader(DataSourceReader):  # type: ignore[misc]
             )
         self._options = options
         self._schema = schema
+        self._filters: list[Filter] = []
 
     def partitions(self) -> Sequence[InputPartition]:
+        """One a range of hashes: as many as the shard's size is worth, none where a filter says that nothing is."""
         portal, stores = shared(self._options.urls)
         shard = portal.call(stores.shard(self._options.shard))
         _check_columns(self._schema, shard.schema, shard.name)
+        wanted = wanted_hashes(shard.schema, self._filters)
         since, upper = portal.call(shard.frontiers())
         given = self._options.as_of_ms
         as_of = upper - 1 if given is None else given
@@ -66,26 +72,43 @@ class ShardReader(DataSourceReader):  # type: ignore[misc]
                 f"time is not readable: shard={shard.name} as_of={as_of} since={since} upper={upper}.",
                 fix="Read at a time from since to upper - 1.",
             )
-        batches = [b for b in portal.call(shard.batches_until(as_of)) if b.parts]
-        if sum(part.size_bytes for batch in batches for part in batch.parts) > HOLD_ABOVE_BYTES:
+        ranges = cut(portal.call(shard.batches_until(as_of)), wanted)
+        if sum(p.size_bytes for r in ranges for batch in r.batches for p in batch.parts) > HOLD_ABOVE_BYTES:
             # Executors read while nobody here is called any more, so the hold is as long as a job may take: hold first.
             portal.call(shard.hold(shard.reader_name("spark"), as_of, JOB_HOLD_MS))
-            batches = [b for b in portal.call(shard.batches_until(as_of)) if b.parts]
-        return [ShardPartition(self._options.objects, shard.schema, batches, as_of)] if batches else []
+            ranges = cut(portal.call(shard.batches_until(as_of)), wanted)
+        if any(batch.schema_version > shard.schema.version for r in ranges for batch in r.batches):
+            raise Evolved(f"the shard's schema changed meanwhile: shard={shard.name}.", fix="Read again.")
+        return [ShardPartition(self._options.objects, shard.schema, chosen, as_of) for chosen in ranges]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        from tidemill.shards.consolidate import contents
-        from tidemill.shards.reading import PartReader
-        from tidemill.spark.stores import shared_objects
-
         if not isinstance(partition, ShardPartition):
-            return  # Spark's own, in place of none: the shard is empty
-        kind = tuple[ShardSchema, list[Batch], int]
-        schema, batches, as_of = msgspec.msgpack.decode(partition.payload, type=kind)
+            return  # Spark's own, in place of none: there is nothing to read
+        schema, chosen, as_of = msgspec.msgpack.decode(partition.payload, type=tuple[ShardSchema, Range, int])
         portal, objects = shared_objects(partition.objects)
-        updates = portal.call(PartReader(objects, schema).read_batches(batches, 0, as_of + 1))
-        wanted = contents(schema, updates).select(self._schema.fieldNames())
-        yield from wanted.cast(_arrow_schema(self._schema, wanted.schema)).to_batches(max_chunksize=20_000)
+
+        def fetch(part: Part) -> bytes:
+            return portal.call(objects.get(part.object_key)) if part.object_key else part.inline
+
+        names = self._schema.fieldNames()
+        for rows in read_range(schema, chosen, as_of, fetch):
+            wanted = rows.select(names)
+            yield from wanted.cast(_arrow_schema(self._schema, wanted.schema)).to_batches(max_chunksize=20_000)
+
+
+class FilteredShardReader(ShardReader):
+    """What a filter says about the key chooses parts, row groups and rows. Spark applies every filter again."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
+        self._filters = list(filters)
+        return filters
+
+
+def shard_reader(options: Options, schema: StructType) -> ShardReader:
+    """Spark refuses a reader that takes filters in a session that pushes none (spark.sql.python.filterPushdown.enabled,
+    off by default), and does not say which it is: but it plans reads with filters in workers of their own."""
+    filtered = "pyspark.sql.worker.data_source_pushdown_filters" in sys.modules
+    return (FilteredShardReader if filtered else ShardReader)(options, schema)
 
 
 def _check_columns(wanted: StructType, schema: ShardSchema, name: str) -> None:

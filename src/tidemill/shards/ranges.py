@@ -1,0 +1,175 @@
+"""Contents of a shard by ranges of its hash: many readers at once, each of bounded memory. Pure, but for `fetch`.
+
+Every update of a row has the row's hash, so ranges of hashes are independent of each other, whatever batch or part an
+update lies in. Within a range the largest parts that do not overlap are *streamed*, a row group at a time, and the
+updates of all others (the recent difference, usually) are held. A streamed insertion whose hash nothing else has is
+settled: it is shown as it is. Only the rest is summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tidemill.base.errors import Corrupt
+from tidemill.base.limits import MIB
+from tidemill.shards.consolidate import contents
+from tidemill.shards.evolution import under
+from tidemill.shards.front import DIFF, HASH, Batch, Part, ShardSchema
+from tidemill.shards.parts import within
+from tidemill.shards.schema import contents_schema, part_schema
+
+RANGE_BYTES = 16 * MIB
+RANGE_ROWS = 500_000
+"""A range of a large shard has about this many encoded bytes and updates, whichever is fewer."""
+RANGES_MAX = 1024
+HASH_MAX = (1 << 64) - 1
+
+Fetch = Callable[[Part], Any]
+"""The encoded bytes of a part. Raises Missing, Unavailable."""
+
+
+class Range(msgspec.Struct, frozen=True):
+    """Hashes low to high, both included, and the batches with only those parts that may hold some of them.
+
+    `wanted`: only these hashes, sorted; None = all.
+    """
+
+    low: int
+    high: int
+    batches: list[Batch]
+    wanted: list[int] | None = None
+
+
+def cut(batches: Sequence[Batch], wanted: Sequence[int] | None = None) -> list[Range]:
+    """Ranges that cover every update: equal ones, but for bounds that move to where a large part begins."""
+    parts = [part for batch in batches for part in batch.parts]
+    size_bytes, rows = sum(p.size_bytes for p in parts), sum(p.rows for p in parts)
+    count = min(max(1, -(-size_bytes // RANGE_BYTES), -(-rows // RANGE_ROWS)), RANGES_MAX)
+    begins = np.array(sorted(p.min_hash for _, p in streamed_parts(batches)), dtype=np.uint64)
+    cuts = [0, *(_snapped((i << 64) // count, begins, (1 << 64) // (3 * count)) for i in range(1, count)), HASH_MAX + 1]
+    found = []
+    for low, after in pairwise(cuts):
+        hashes = None if wanted is None else [h for h in sorted(wanted) if low <= h < after]
+        chosen = [msgspec.structs.replace(b, parts=_within(b.parts, low, after - 1, hashes)) for b in batches]
+        if any(batch.parts for batch in chosen):
+            found.append(Range(low, after - 1, [b for b in chosen if b.parts], hashes))
+    return found
+
+
+def _snapped(at: int, begins: Any, near: int) -> int:
+    """`at`, or a part's beginning that is near: then each of two readers decodes parts of its own."""
+    index = int(np.searchsorted(begins, np.uint64(at)))
+    around = [int(begins[i]) for i in (index - 1, index) if 0 <= i < len(begins)]
+    closest = min(around, key=lambda hash_: abs(hash_ - at), default=at)
+    return closest if abs(closest - at) < near else at
+
+
+def _within(parts: Sequence[Part], low: int, high: int, wanted: Sequence[int] | None) -> tuple[Part, ...]:
+    return tuple(
+        p
+        for p in parts
+        if p.min_hash <= high
+        and low <= p.max_hash
+        and (wanted is None or any(p.min_hash <= hash_ <= p.max_hash for hash_ in wanted))
+    )
+
+
+def streamed_parts(batches: Sequence[Batch]) -> list[tuple[Batch, Part]]:
+    """The largest parts whose hashes do not overlap, largest first."""
+    chosen: list[tuple[Batch, Part]] = []
+    for batch, part in sorted(((b, p) for b in batches for p in b.parts), key=lambda found: -found[1].rows):
+        if all(part.max_hash < other.min_hash or other.max_hash < part.min_hash for _, other in chosen):
+            chosen.append((batch, part))
+    return chosen
+
+
+def read_range(schema: ShardSchema, chosen: Range, as_of: int, fetch: Fetch) -> Iterator[pa.Table]:
+    """The rows of the range at `as_of`, in tables of the shard's columns. Raises as `fetch`, Corrupt."""
+    streamed = streamed_parts(chosen.batches)
+    names = {id(part) for _, part in streamed}
+    held = [
+        rows
+        for batch in chosen.batches
+        for part in batch.parts
+        if id(part) not in names
+        for rows in _groups(schema, chosen, batch, part, as_of, fetch)
+    ]
+    updates = [part_schema(schema).empty_table(), *held]
+    touched = np.unique(np.concatenate([rows.column(HASH).to_numpy() for rows in updates]))
+    columns = contents_schema(schema).names
+    for batch, part in streamed:
+        open_end: pa.Table | None = None  # what has the last hash of a row group: the next one may have more of it
+        for group in _groups(schema, chosen, batch, part, as_of, fetch):
+            rows = group if open_end is None else pa.concat_tables([open_end, group])
+            end = int(np.searchsorted(rows.column(HASH).to_numpy(), rows.column(HASH)[-1].as_py(), side="left"))
+            rows, open_end = rows.slice(0, end), rows.slice(end)
+            settled = _settled(rows, touched)
+            if not settled.all():
+                updates.append(rows.filter(pa.array(~settled)))
+                rows = rows.filter(pa.array(settled))
+            if rows.num_rows:
+                yield rows.select(columns)
+        if open_end is not None:
+            updates.append(open_end)
+    rest = pa.concat_tables(updates)
+    if rest.num_rows:
+        yield contents(schema, rest)
+
+
+def _settled(rows: pa.Table, touched: Any) -> Any:
+    """Which rows, sorted by hash, are single insertions that nobody else says anything of."""
+    hashes = rows.column(HASH).to_numpy()
+    alone = rows.column(DIFF).to_numpy() == 1
+    same = hashes[1:] == hashes[:-1]
+    alone[1:] &= ~same
+    alone[:-1] &= ~same
+    if len(touched) and len(hashes):
+        at = np.minimum(np.searchsorted(touched, hashes), len(touched) - 1)
+        alone &= touched[at] != hashes
+    return alone
+
+
+def _groups(
+    schema: ShardSchema, chosen: Range, batch: Batch, part: Part, as_of: int, fetch: Fetch
+) -> Iterator[pa.Table]:
+    """Updates of a part that are in the range, its batch's bounds and at most `as_of`: none empty, sorted by hash."""
+    where = part.object_key or "inline"
+    try:
+        file = pq.ParquetFile(pa.BufferReader(fetch(part)))
+        column = file.schema_arrow.get_field_index(HASH)
+        for group in range(file.metadata.num_row_groups):
+            if not _may_hold(file.metadata.row_group(group).column(column).statistics, chosen):
+                continue
+            rows = under(schema, file.read_row_group(group, use_threads=False), part_schema(schema))
+            rows = _in_range(within(rows, batch.lower, min(batch.upper, as_of + 1)), chosen)
+            if rows.num_rows:
+                yield rows
+    except (pa.ArrowException, OSError) as error:
+        raise Corrupt(f"part is unreadable: object={where} ({error}).") from error
+
+
+def _may_hold(statistics: Any, chosen: Range) -> bool:
+    if statistics is None or not statistics.has_min_max:
+        return True
+    low, high = int(statistics.min), int(statistics.max)
+    if high < chosen.low or chosen.high < low:
+        return False
+    return chosen.wanted is None or any(low <= hash_ <= high for hash_ in chosen.wanted)
+
+
+def _in_range(rows: pa.Table, chosen: Range) -> pa.Table:
+    hashes = rows.column(HASH).to_numpy()
+    if chosen.wanted is not None:
+        return rows.filter(pa.array(np.isin(hashes, np.array(chosen.wanted, dtype=np.uint64))))
+    if not len(hashes) or (chosen.low <= int(hashes[0]) and int(hashes[-1]) <= chosen.high):
+        return rows
+    start = int(np.searchsorted(hashes, np.uint64(chosen.low), side="left"))
+    end = int(np.searchsorted(hashes, np.uint64(chosen.high), side="right"))
+    return rows.slice(start, end - start)
