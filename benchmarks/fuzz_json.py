@@ -21,6 +21,7 @@ import pyarrow as pa
 from fuzz_found import Found
 from tidemill.shards.front import Column, ShardSchema
 from tidemill.shards.parts import encode_part
+from tidemill.spark.decode import objects
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.records import Records, blocks_of
 from tidemill.spark.decode.slices import Slice
@@ -37,6 +38,8 @@ BLOCK_RECORDS = 60
 TYPES = ("string", "bool", "int16", "int32", "int64", "float32", "float64", "date", "timestamp", "json",
          "decimal(6,2)", "decimal(38,10)")  # fmt: skip
 STREAM = ShardSchema((Column("k", "string"), *(Column(f"c_{i}", t) for i, t in enumerate(TYPES))), ("k",))
+BY_BLOCKS = ShardSchema(tuple(c for c in STREAM.columns if c.type != "json"), ("k",))
+"""A stream with a column of JSON is read record by record."""
 CAPTURED = ShardSchema(
     (Column("k", "int64"), Column('odd "name', "string"), *(Column(f"c_{i}", t) for i, t in enumerate(TYPES)),
      Column("raw", "binary")),
@@ -130,7 +133,7 @@ def stream_outcome(decoder: StreamDecoder, records: Records) -> tuple[list[Any],
 
 def one_block(rand: random.Random, found: Decoded, decoder: StreamDecoder, captured: CapturedDecoder) -> None:
     is_stream = rand.random() < 0.6
-    schema = STREAM if is_stream else CAPTURED
+    schema = decoder.schema if is_stream else CAPTURED
     values: list[bytes | None] = []
     keys: list[bytes | None] = []
     for _ in range(rand.randrange(1, BLOCK_RECORDS)):
@@ -247,12 +250,13 @@ def one_batch(rand: random.Random, found: Found) -> None:
 
 def run(seconds: float, seed: int) -> dict[str, Any]:
     rand, found = random.Random(seed), Decoded()
-    decoder, captured = StreamDecoder(STREAM), CapturedDecoder(CAPTURED, "public.t")
+    objects.FEW = 2  # a block is read by blocks, each of its records alone
+    decoders, captured = (StreamDecoder(STREAM), StreamDecoder(BY_BLOCKS)), CapturedDecoder(CAPTURED, "public.t")
     for _ in range(50):
-        one_block(rand, found, decoder, captured)
+        one_block(rand, found, rand.choice(decoders), captured)
     for _ in found.rounds(seconds, MEMORY_LIMIT_MIB):
         for _ in range(20):
-            one_block(rand, found, decoder, captured)
+            one_block(rand, found, rand.choice(decoders), captured)
             one_batch(rand, found)
     return {
         "blocks": found.blocks, "records": found.records, "accepted": found.accepted, "dead": found.dead,

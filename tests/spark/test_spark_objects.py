@@ -29,12 +29,13 @@ SCHEMA = ShardSchema(
         Column("b", "bool"),
         Column("d", "date"),
         Column("t", "timestamp"),
+        Column("n", "decimal(6,2)"),
     ),
     ("k",),
 )
 GOOD = (
-    '{"k":"a","i":1,"small":-5,"f":1.5,"r":0.1,"b":true,"d":"2024-02-29","t":"2026-11-22T01:02:03.5Z"}',
-    '{"t":"2026-11-22T01:02:03+02:00","k":"é\\u00e9\\n\\u0000","x":{"k":"other","y":[1,2,{}]},"f":-1e-300}',
+    '{"k":"a","i":1,"small":-5,"f":1.5,"r":0.1,"b":true,"d":"2024-02-29","t":"2026-11-22T01:02:03.5Z","n":"-12.50"}',
+    '{"t":"2026-11-22T01:02:03+02:00","k":"é\\u00e9\\n\\u0000","x":{"k":"other","y":[1,2,{}]},"f":-1e-300,"n":12.5}',
     '{"k":"c"}',
     ' { "k" : "d" , "f" : 12345678901234567890123 , "i" : -9223372036854775808 } ',
 )
@@ -106,6 +107,12 @@ ODD = (
     '\n{"k":"a"}',
     '{"k":"a"}\n{"k":"b"}',
 )
+DECIMALS = (
+    "1", "-0", "-0.0", "0.1", "9999.99", "10000", "9999.995", "1.234", "1.230", "1e2", "1E+2", "125e-2", "1e-3",
+    "1e400", "1e-400", "0e400", "0e-400", "00012.50", "+1", ".5", "5.", "-.5", " 1", "1 ", "1_0", "NaN", "-NaN", "sNaN",
+    "Infinity", "inf", "", "-", "e5", "0x10", "1e", "1,5", "٣", "123456789012345678901234567890123456789.5", "0.000",
+    "1.00000000000000000000000000000000000000000000000000", "1e99999999999999999999",
+)  # fmt: skip
 lines = st.sampled_from([g.encode() for g in GOOD]) | st.sampled_from([o.encode() for o in ODD])
 objects = st.fixed_dictionaries(
     {},
@@ -118,6 +125,7 @@ objects = st.fixed_dictionaries(
         "b": st.booleans() | st.none(),
         "d": st.dates().map(str) | st.text(max_size=3),
         "t": st.datetimes().map(lambda d: d.isoformat() + "Z") | st.integers(-(2**62), 2**62),
+        "n": st.none() | st.decimals(-10_000, 10_000, places=2).map(str) | st.sampled_from(DECIMALS) | st.floats(),
         "x": st.text() | st.none(),
     },
 ).map(lambda found: json.dumps(found, ensure_ascii=False).encode("utf-8", "surrogatepass"))
@@ -171,6 +179,13 @@ def test_bytes_that_are_no_text_are_dead_letters(monkeypatch: pytest.MonkeyPatch
     good = [value.encode() for value in GOOD] * 20
     _, dead = held([*good, b'{"k":"\xff"}', b'{"k":"a","x":"\xed\xa0\x80"}', *good], monkeypatch)
     assert len(dead) >= 1
+
+
+@pytest.mark.parametrize("text", DECIMALS)
+def test_a_decimal_in_whatever_spelling(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = [value.encode() for value in GOOD] * 5
+    as_number = b'{"k":"a","n":%s}' % text.encode()
+    held([*good, as_number, *good, json.dumps({"k": "b", "n": text}).encode(), *good], monkeypatch)
 
 
 FORMS = ("2026-11-22T01:02:03Z", "2026-11-22T01:02:03.5Z", "2026-11-22T01:02:03.123456Z")

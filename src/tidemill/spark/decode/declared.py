@@ -37,7 +37,7 @@ class Declared:
     @staticmethod
     def reads(columns: Sequence[Column]) -> bool:
         """Can these columns be read by blocks?"""
-        return all(c.type in _PLAIN or c.type in _FORMS for c in columns)
+        return all(c.type in _PLAIN or c.type in _FORMS or c.type.startswith("decimal") for c in columns)
 
     def read_as(self, column: Column, seen: bytes) -> pa.DataType:
         if column.type in _FORMS:
@@ -51,6 +51,8 @@ class Declared:
             if pa.types.is_integer(array.type):
                 return _millis(array, self._us_range, odd)
             return _moments(array, column.type, self._us_range, odd)
+        if pa.types.is_decimal(array.type):
+            array.validate(full=True)  # Arrow's reader looks at the digits before it rescales, not at those after
         if column.type in ("float32", "float64"):
             odd |= strange_floats(array)
         return array.cast(pa.float32(), safe=False) if column.type == "float32" else array
