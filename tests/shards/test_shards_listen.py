@@ -9,7 +9,8 @@ import pyarrow as pa
 import pytest
 from shard_world import World, append, contents_of, run, tuples, updates
 
-from tidemill.base.errors import Closed, Corrupt, Unavailable
+from tidemill.base.errors import Closed, Corrupt, Missing, Unavailable
+from tidemill.shards import handle as handle_module
 from tidemill.shards.compaction import FAN_IN, choose, compact_once
 from tidemill.shards.front import Batch, Delta, Part
 from tidemill.shards.handle import LogShard
@@ -144,6 +145,42 @@ def test_compaction_that_lost_its_batches_changes_nothing() -> None:
         assert sorted(d.shown for d in done if d) == [False, True]
         assert len((await world.open()).state.batches) == 1
         assert contents_of(await two.snapshot(FAN_IN - 1)).total() == 3
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("collected", [True, False])
+def test_compaction_whose_input_goes_while_it_reads_has_lost_if_it_was_merged_and_else_says_so(
+    monkeypatch: pytest.MonkeyPatch, collected: bool
+) -> None:
+    monkeypatch.setattr(handle_module, "INLINE_PART_BYTES", 0)
+
+    async def scenario() -> None:
+        world = World()
+        slow, quick = await world.open(writer="slow"), await world.open(writer="quick")
+        await churn(slow, FAN_IN)
+        await slow.frontiers()
+        slow.reader._limit_bytes = 0
+        get, before = world.objects.get, [m.key async for m in world.objects.list("shards/")]
+
+        async def after_the_other(key: str, start: int = 0, end: int | None = None) -> bytes:
+            monkeypatch.setattr(world.objects, "get", get)
+            if collected:
+                done = await compact_once(quick, world.objects, world.rand)
+                assert done is not None and done.shown
+            for each in before:
+                await world.objects.delete(each)
+            return await get(key, start, end)
+
+        monkeypatch.setattr(world.objects, "get", after_the_other)
+        if not collected:
+            with pytest.raises(Missing):
+                await compact_once(slow, world.objects, world.rand)
+            return
+        done = await compact_once(slow, world.objects, world.rand)
+        assert done is not None and not done.shown
+        assert len(slow.state.batches) == 1
+        assert contents_of(await slow.snapshot(FAN_IN - 1)).total() == 3
 
     run(scenario())
 

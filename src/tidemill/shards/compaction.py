@@ -5,7 +5,8 @@ C2  For every readable time the sum of updates is unchanged: only times below si
     min(since, upper - 1); a listener at frontier f ≤ since is stopped by its own check, every other one
     filters by time and sees nothing twice.
 C3  The merge is shown only if every batch it read still stands as it was (Replace); a loser has made
-    orphans and nothing else. Replaced objects become garbage in the same step, and are collected later.
+    orphans and nothing else, also where what it was reading was collected before it had read it. Replaced objects
+    become garbage in the same step, and are collected later.
     Parts are written under the newest schema that the state had when the batches were chosen.
 C4  Memory is bounded by RANGE_BYTES of parts, whatever the shard's size: hashes are uniform, so a merge goes by
     equal ranges of them.
@@ -30,6 +31,7 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.base.clock import Rand
+from tidemill.base.errors import Missing
 from tidemill.base.limits import INLINE_PART_BYTES, MIB
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.apply import batch_id
@@ -42,7 +44,7 @@ from tidemill.shards.hashing import bucket_of, hash_rows
 from tidemill.shards.parts import store_part, within
 from tidemill.shards.reading import PartReader
 from tidemill.shards.schema import hash_columns, update_schema
-from tidemill.shards.state import batch_sums, garbage_full
+from tidemill.shards.state import ShardState, batch_sums, garbage_full
 
 FAN_IN = 8
 """Batches of one size class before they are merged; each update is rewritten about log8(size) times."""
@@ -107,13 +109,34 @@ def choose(batches: Sequence[Batch], since: int = 0) -> tuple[int, int]:
 
 
 async def compact_once(shard: LogShard, objects: ObjectStore, rand: Rand, *, cpu: Cpu = inline_cpu) -> Compacted | None:
-    """Merge one run, or return None when there is nothing to do. When it raises, nothing changed."""
+    """Merge one run, or return None when there is nothing to do. When it raises, nothing changed.
+
+    Raises Missing only of what the shard still names.
+    """
     await shard.frontiers()
     state = shard.state
     start, end = choose(state.batches, state.since)
     run = state.batches[start:end]
     if not run or garbage_full(state):
         return None
+    gone = tuple(batch_id(b) for b in run)
+    try:
+        batch = await _merged(shard, objects, rand, state, run, cpu)
+        shown = await shard.replace(Replace(gone, batch, shard.stamp_ms()))
+    except Missing:
+        await shard.frontiers()
+        if {*gone} <= {batch_id(b) for b in shard.state.batches}:
+            raise
+        batch, shown = Batch(run[0].lower, run[-1].upper, ()), False  # somebody merged them, and they were collected
+    sums = [batch_sums(b) for b in run]
+    out = batch_sums(batch)
+    return Compacted(len(run), sum(s[0] for s in sums), out[0], sum(s[1] for s in sums), out[1], shown)
+
+
+async def _merged(
+    shard: LogShard, objects: ObjectStore, rand: Rand, state: ShardState, run: Sequence[Batch], cpu: Cpu
+) -> Batch:
+    """The batch that may stand for the run: its parts are stored, and nothing refers to them yet."""
     lower, upper = run[0].lower, run[-1].upper
     advance_to = min(state.since, upper - 1)
     now_ms = shard.stamp_ms()
@@ -141,11 +164,7 @@ async def compact_once(shard: LogShard, objects: ObjectStore, rand: Rand, *, cpu
             inline_left -= len(part.inline)
             parts.append(part)
     summed_to = advance_to if lower == 0 else -1
-    batch = Batch(lower, upper, tuple(parts), shard.writer, rand.nonce(), summed_to, schema.version)
-    shown = await shard.replace(Replace(tuple(batch_id(b) for b in run), batch, shard.stamp_ms()))
-    sums = [batch_sums(b) for b in run]
-    out = batch_sums(batch)
-    return Compacted(len(run), sum(s[0] for s in sums), out[0], sum(s[1] for s in sums), out[1], shown)
+    return Batch(lower, upper, tuple(parts), shard.writer, rand.nonce(), summed_to, schema.version)
 
 
 def hash_ranges(size_bytes: int) -> list[tuple[int, int]]:
