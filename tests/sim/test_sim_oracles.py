@@ -112,24 +112,25 @@ def test_topic_oracles_fire() -> None:
         check_stable({(0, 3): b"x"}, {0: dict(log)})
 
 
-UPDATES = [("a", "1", 1, 1), ("a", "1", 3, -1), ("a", "2", 3, 1), ("b", "9", 5, 1)]
+UPDATES = [("a", "1", 7, 1, 1), ("a", "1", 7, 3, -1), ("a", "2", 7, 3, 1), ("b", "9", None, 5, 1)]
 
 
 def test_shard_oracles_of_contents_fire() -> None:
     model = Model(UPDATES)
-    good = {0: {}, 2: {("a", "1"): 1}, 3: {("a", "2"): 1}, 9: {("a", "2"): 1, ("b", "9"): 1}}
+    one, two, nine = ("a", "1", 7), ("a", "2", 7), ("b", "9", None)
+    good = {0: {}, 2: {one: 1}, 3: {two: 1}, 9: {two: 1, nine: 1}}
     check_reads([(as_of, Counter(rows)) for as_of, rows in good.items()], model)
-    for as_of, wrong in ((2, {("a", "2"): 1}), (3, {("a", "2"): 2}), (9, {("a", "2"): 1})):
+    for as_of, wrong in ((2, {two: 1}), (3, {two: 2}), (9, {two: 1}), (2, {("a", "1", 8): 1})):
         with pytest.raises(Violated, match="differ"):
             check_reads([(as_of, Counter(wrong))], model)
     # What is stored may have summed up what lies at or below since, and nothing else.
-    summed = [("a", "2", 3, 1), ("b", "9", 5, 1)]
+    summed = [(*two, 3, 1), (*nine, 5, 1)]
     check_stored(UPDATES, 0, model)
     check_stored(summed, 3, model)
     with pytest.raises(Violated, match="since=2"):
         check_stored(summed, 2, model)
     with pytest.raises(Violated, match="extra"):
-        check_stored([("a", "2", 5, 1), ("b", "9", 5, 1)], 3, model)
+        check_stored([(*two, 5, 1), (*nine, 5, 1)], 3, model)
     check_heard(Counter(UPDATES), 6, model)
     check_heard(Counter(UPDATES[:3]), 5, model)
     with pytest.raises(Violated, match="missed or repeated"):
@@ -175,7 +176,10 @@ def test_shard_oracle_of_frontiers_fires() -> None:
 def test_the_folding_of_commands_is_an_upsert() -> None:
     first = Attempt("1", 0, 4, seen=((0, "a", "x", 1), (2, "a", "z", 1), (1, "a", "y", 1), (3, "b", None, 2)))
     second = Attempt("2", 4, 9, seen=((2, "a", "q", 1), (4, "a", "z", 4), (5, "a", None, 5), (6, "a", "w", 9)))
-    assert folded([first, second]) == [("a", "z", 1, 1), ("a", "z", 5, -1)]
+    assert folded([first, second]) == [("a", "z", 7, 1, 1), ("a", "z", 7, 5, -1)]
+    # With the column from 4 on, the record at offset 4 changes it although its value is the same: 7 becomes 7 + 4 % 3.
+    grown = [("a", "z", 7, 1, 1), ("a", "z", 7, 4, -1), ("a", "z", 8, 4, 1), ("a", "z", 8, 5, -1)]
+    assert folded([first, second], evolved_at=4) == grown
     topic = [(2, "a", "z", 1), (3, "b", None, 2), (5, "a", None, 5), (6, "a", "w", 9)]
     check_nothing_skipped([first, second], topic)
     with pytest.raises(Violated, match="left records out"):

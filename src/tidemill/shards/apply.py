@@ -139,8 +139,9 @@ def _append(state: ShardState, command: Append) -> ShardState | Rejected:
                 return Rejected(Reason.COMMITTED)
     if state.closed:
         return Rejected(Reason.CLOSED)
-    if batch.parts and batch.schema_version != state.schema.version:
-        # What it computed knows nothing of the new columns: equal writers would give unequal rows.
+    if batch.schema_version != state.schema.version:
+        # What it computed knows nothing of the new columns: equal writers would give unequal rows. Of an interval
+        # without rows as well: what changed in the new columns alone is no change to it.
         return Rejected(Reason.EVOLVED, f"version={state.schema.version} written={batch.schema_version}")
     if _stale(state, batch):
         return Rejected(Reason.STALE, f"swept_ms={state.swept_ms}")

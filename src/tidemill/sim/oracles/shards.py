@@ -19,11 +19,20 @@ from tidemill.shards.handle import LogShard
 from tidemill.shards.state import ShardState, check_whole
 from tidemill.sim.world import Violated
 
-Row = tuple[str, str]
-Update = tuple[str, str, int, int]
-"""k, v, time, diff"""
+DEFAULT_N = 7
+"""What a row holds in the column `n` that was written before the shard had it."""
+
+Row = tuple[str, str, int | None]
+"""k, v, n"""
+Update = tuple[str, str, int | None, int, int]
+"""k, v, n, time, diff"""
 Command = tuple[int, str, str | None, int]
 """offset, k, v (None = deleted), time"""
+
+
+def n_of(offset: int, version: int) -> int:
+    """What a record of a topic has in column `n`, to whom reads it under this version of the schema."""
+    return DEFAULT_N if version == 1 else DEFAULT_N + offset % 3
 
 
 class Attempt(msgspec.Struct):
@@ -59,14 +68,14 @@ class Model:
     """The multiset at every time."""
 
     def __init__(self, updates: Iterable[Update]) -> None:
-        self.updates = sorted(updates, key=lambda update: update[2])
+        self.updates = sorted(updates, key=lambda update: update[3])
 
     def at(self, as_of: int) -> Counter[Row]:
         out: Counter[Row] = Counter()
-        for key, value, time, diff in self.updates:
+        for *row, time, diff in self.updates:
             if time > as_of:
                 break
-            out[key, value] += diff
+            out[tuple(row)] += diff  # type: ignore[index]
         return Counter({row: count for row, count in out.items() if count})
 
     def from_since(self, since: int) -> Counter[Update]:
@@ -119,30 +128,30 @@ def check_stored(stored: Iterable[Update], since: int, model: Model) -> None:
 
 def check_heard(heard: Counter[Update], frontier: int, model: Model) -> None:
     """A listener from the beginning saw every update below its frontier once."""
-    wanted = Counter(update for update in model.updates if update[2] < frontier)
+    wanted = Counter(update for update in model.updates if update[3] < frontier)
     if heard != wanted:
         raise Violated(f"a listener missed or repeated updates: {difference(heard, wanted)}")
 
 
-def folded(appends: Iterable[Attempt]) -> list[Update]:
+def folded(appends: Iterable[Attempt], evolved_at: int = 1 << 60) -> list[Update]:
     """The updates that one sequential upsert makes of the commands of `appends`: the highest offset wins within a
-    key and time, null deletes, what changes nothing is nothing."""
-    live: dict[str, str] = {}
+    key and time, null deletes, what changes nothing is nothing. From `evolved_at` on rows have the column `n`."""
+    live: dict[str, Row] = {}
     out: list[Update] = []
     for attempt in appends:
         winners: dict[tuple[int, str], tuple[int, str | None]] = {}
         for offset, key, value, time in attempt.seen:
             if attempt.lower <= time < attempt.upper and winners.get((time, key), (-1, None))[0] < offset:
                 winners[time, key] = offset, value
-        for (time, key), (_, value) in sorted(winners.items(), key=lambda item: item[0]):
-            before = live.get(key)
-            if before == value:
-                continue
-            if before is not None:
-                out.append((key, live.pop(key), time, -1))
-            if value is not None:
-                live[key] = value
-                out.append((key, value, time, 1))
+        version = 1 if attempt.lower < evolved_at else 2
+        for (time, key), (offset, value) in sorted(winners.items(), key=lambda item: item[0]):
+            before, row = live.pop(key, None), None if value is None else (key, value, n_of(offset, version))
+            if before is not None and before != row:
+                out.append((*before, time, -1))
+            if row is not None:
+                live[key] = row
+                if before != row:
+                    out.append((*row, time, 1))
     return out
 
 
@@ -157,8 +166,8 @@ def check_nothing_skipped(appends: Iterable[Attempt], topic: Iterable[Command]) 
 
 def _told(updates: Iterable[Update], since: int) -> Counter[Update]:
     out: Counter[Update] = Counter()
-    for key, value, time, diff in updates:
-        out[key, value, max(time, since), 0] += diff
+    for key, value, n, time, diff in updates:
+        out[key, value, n, max(time, since), 0] += diff
     return Counter({update: count for update, count in out.items() if count})
 
 

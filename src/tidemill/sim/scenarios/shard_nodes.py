@@ -11,19 +11,23 @@ from typing import Any
 import pyarrow as pa
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Conflict, Fenced, Unavailable, Unknown
+from tidemill.base.errors import Conflict, Fenced, Missing, Unavailable, Unknown
 from tidemill.keeper.collection import collect
 from tidemill.keeper.grounds import Grounds, Retention
 from tidemill.keeper.jobs import Budget
 from tidemill.keeper.orphans import Orphans
 from tidemill.shards.compaction import compact_once
+from tidemill.shards.evolution import Changes
 from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.handle import LogShard
 from tidemill.shards.open import open_shard
-from tidemill.sim.oracles.shards import Attempt, Frontiers, Model, Row, Update
+from tidemill.shards.schema import contents_schema, update_schema
+from tidemill.sim.oracles.shards import DEFAULT_N, Attempt, Frontiers, Model, Row, Update
 from tidemill.sim.world import Actor, Down, World
 
 SCHEMA = ShardSchema((Column("k", "string"), Column("v", "string")), ("k",))
+N = Column("n", "int32", str(DEFAULT_N))
+"""The column that a shard may get."""
 NAME = "t"
 OWNER = "keeper"
 
@@ -73,7 +77,7 @@ class Shared:
 
 
 class Node:
-    """One process with a handle on the shard."""
+    """One process with a handle on the shard, under the schema that it found."""
 
     def __init__(self, actor: Actor[Any], shard: LogShard, rand: Rand, objects: Any, consensus: Any) -> None:
         self.actor = actor
@@ -82,12 +86,35 @@ class Node:
         self.objects = objects
         self.consensus = consensus
 
+    async def reopen(self) -> None:
+        """After Evolved. Raises Unavailable, Unknown: then the next use is told Evolved again."""
+        self.shard = await open_shard(
+            self.consensus, self.objects, self.actor.clock, self.rand, NAME, writer=self.shard.writer
+        )
+        self.actor.world.trace(f"{self.actor.life} goes on under version {self.shard.schema.version}")
+
 
 async def build(actor: Actor[Node]) -> Node:
     consensus, objects, rand = actor.consensus(), actor.objects(), actor.world.rand()
     writer = str(actor.life).replace("#", ".")
-    shard = await open_shard(consensus, objects, actor.clock, rand, NAME, SCHEMA, writer=writer)
+    try:
+        shard = await open_shard(consensus, objects, actor.clock, rand, NAME, writer=writer)
+    except Missing:
+        shard = await open_shard(consensus, objects, actor.clock, rand, NAME, SCHEMA, writer=writer)
     return Node(actor, shard, rand, objects, consensus)
+
+
+async def evolve(shared: Shared, node: Node) -> None:
+    """Add a column, and later widen it. Several may do so, and again after each death: they end in one schema."""
+    source = shared.world.source
+    for changes in (Changes(add=(N,)), Changes(widen=(Column("n", "int64"),))):
+        await asyncio.sleep(source.uniform(0, 1.5))
+        while True:
+            try:
+                await node.shard.evolve(changes)
+                break
+            except (Unavailable, Unknown):
+                await asyncio.sleep(0.05)
 
 
 async def oracle_handle(world: World) -> LogShard:
@@ -141,21 +168,22 @@ async def keep_up(shared: Shared, node: Node) -> None:
             continue
 
 
-def table(updates: Iterable[Update]) -> pa.Table:
+def table(schema: ShardSchema, updates: Iterable[Update]) -> pa.Table:
     listed = list(updates)
-    return pa.table(
-        {
-            "k": pa.array([u[0] for u in listed], pa.string()),
-            "v": pa.array([u[1] for u in listed], pa.string()),
-            TIME: pa.array([u[2] for u in listed], pa.int64()),
-            DIFF: pa.array([u[3] for u in listed], pa.int64()),
-        }
-    )
+    columns = [pa.array([u[i] for u in listed], field.type) for i, field in enumerate(contents_schema(schema))]
+    columns += [pa.array([u[i] for u in listed], pa.int64()) for i in (3, 4)]
+    return pa.Table.from_arrays(columns, schema=update_schema(schema))
 
 
 def updates_of(found: pa.Table) -> list[Update]:
-    return list(zip(*(found.column(name).to_pylist() for name in ("k", "v", TIME, DIFF)), strict=True))
+    return list(zip(*_rows(found), *(found.column(name).to_pylist() for name in (TIME, DIFF)), strict=True))
 
 
 def rows_of(found: pa.Table) -> Counter[Row]:
-    return Counter(zip(found.column("k").to_pylist(), found.column("v").to_pylist(), strict=True))
+    return Counter(zip(*_rows(found), strict=True))
+
+
+def _rows(found: pa.Table) -> list[list[Any]]:
+    """k, v, n: who reads without the column sees only rows that hold its default."""
+    n = found.column("n").to_pylist() if "n" in found.column_names else [DEFAULT_N] * found.num_rows
+    return [found.column("k").to_pylist(), found.column("v").to_pylist(), n]

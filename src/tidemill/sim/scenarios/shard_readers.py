@@ -6,8 +6,8 @@ import asyncio
 
 from tidemill.base.errors import Invalid, Missing, Unavailable, Unknown
 from tidemill.shards.consolidate import contents
-from tidemill.shards.front import HistoryLost
-from tidemill.sim.scenarios.shard_nodes import SCHEMA, Node, Shared, rows_of, updates_of
+from tidemill.shards.front import Evolved, HistoryLost
+from tidemill.sim.scenarios.shard_nodes import Node, Shared, rows_of, updates_of
 from tidemill.sim.world import Violated
 
 HOLD_MS = 10**9
@@ -23,6 +23,8 @@ async def read(shared: Shared, node: Node) -> None:
             if upper > since:
                 as_of = source.randrange(since, upper)
                 shared.reads.append((as_of, rows_of(await node.shard.snapshot(as_of, timeout_s=1.0))))
+        except Evolved:
+            await again(node)
         except (Unavailable, Unknown, Invalid):
             continue
 
@@ -37,22 +39,23 @@ async def read_long(shared: Shared, node: Node) -> None:
         await asyncio.sleep(source.uniform(0, 0.4))
         reader = f"long-{shared.number()}"
         ttl_ms = HOLD_MS if source.random() < 0.6 else source.randint(20, 400)
+        shard = node.shard
         try:
-            since, upper = await shared.frontiers.read(node.shard)
+            since, upper = await shared.frontiers.read(shard)
             if upper <= since:
                 continue
             as_of = source.randrange(since, upper)
             if shared.fault == "choose-before-hold":
-                chosen = await node.shard.batches_until(as_of)
+                chosen = await shard.batches_until(as_of)
                 for _ in range(source.randint(0, 20)):  # most often until what it chose was merged
                     await asyncio.sleep(0.1)
-                    await node.shard.frontiers()
-                    if not {*chosen} <= {*node.shard.state.batches}:
+                    await shard.frontiers()
+                    if not {*chosen} <= {*shard.state.batches}:
                         break
             expires_ms = node.actor.clock.now_ms() + ttl_ms
-            await node.shard.hold(reader, as_of, ttl_ms)
+            await shard.hold(reader, as_of, ttl_ms)
             if shared.fault != "choose-before-hold":
-                chosen = await node.shard.batches_until(as_of)
+                chosen = await shard.batches_until(as_of)
         except (Unavailable, Unknown, Invalid):
             continue
         if ttl_ms < HOLD_MS:
@@ -60,10 +63,13 @@ async def read_long(shared: Shared, node: Node) -> None:
         while True:
             await asyncio.sleep(source.uniform(0, 0.8))
             try:
-                updates = await node.shard.reader.read_batches(chosen, 0, as_of + 1)
-                shared.reads.append((as_of, rows_of(contents(SCHEMA, updates))))
+                updates = await shard.reader.read_batches(chosen, 0, as_of + 1)
+                shared.reads.append((as_of, rows_of(contents(shard.schema, updates))))
                 if source.random() < 0.7:
-                    await node.shard.release(reader)  # the others lapse some time
+                    await shard.release(reader)  # the others lapse some time
+                break
+            except Evolved:
+                await again(node)
                 break
             except Missing as error:
                 if node.actor.clock.now_ms() < expires_ms:
@@ -83,6 +89,16 @@ async def listen(shared: Shared, node: Node) -> None:
                     raise Violated(f"a listener was given [{delta.lower}, {delta.upper}) at {shared.heard_to}")
                 shared.heard.update(updates_of(delta.rows))
                 shared.heard_to = delta.upper
+        except Evolved:
+            await again(node)
         except (Unavailable, Unknown, HistoryLost):
             # Without a hold what it chose may be collected; since stays behind it, so it may choose again.
             await asyncio.sleep(0.05)
+
+
+async def again(node: Node) -> None:
+    """The shard has a newer schema: go on under it, as soon as it can be read."""
+    try:
+        await node.reopen()
+    except (Unavailable, Unknown):
+        await asyncio.sleep(0.05)

@@ -19,11 +19,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tidemill.base.errors import Conflict, Unavailable, Unknown
-from tidemill.shards.front import TIME, Batch, HistoryLost
+from tidemill.shards.front import TIME, Batch, Evolved, HistoryLost, ShardSchema
+from tidemill.shards.handle import LogShard
 from tidemill.shards.remap import LogRemap
-from tidemill.shards.schema import contents_schema
-from tidemill.sim.oracles.shards import Attempt, Command, Model, check_nothing_skipped, folded
-from tidemill.sim.scenarios.shard_nodes import SCHEMA, Node, Shared, build, rows_of
+from tidemill.shards.schema import arrow_type, contents_schema
+from tidemill.sim.oracles.shards import Attempt, Command, Model, check_nothing_skipped, folded, n_of
+from tidemill.sim.scenarios.shard_nodes import Node, Shared, build, oracle_handle, rows_of
+from tidemill.sim.scenarios.shard_readers import again
 from tidemill.sim.scenarios.shard_topic import Topic, bindings
 from tidemill.sim.world import Actor, Violated, World
 from tidemill.spark.upsert.commands import Commands, command_schema, select, times_of
@@ -62,11 +64,15 @@ class Upserts(Shared):
     async def model(self, stands: Sequence[Attempt]) -> Model:
         kept = [command for command in self.topic.read(None, await self.topic.bound())]
         check_nothing_skipped(stands, kept)
+        # What knows the column is decided by the log alone, not by which version a winner had heard of.
+        versions = (await oracle_handle(self.world)).state.versions
+        evolved_at = versions[0].upper if versions else 1 << 60
         if not self.topic.gone:
-            whole = Attempt("", 0, 1 << 60, seen=tuple(kept))
-            if folded([whole]) != folded(stands):
+            before, after = (Attempt("", lower, upper, seen=tuple(kept)) for lower, upper in
+                             ((0, evolved_at), (evolved_at, 1 << 61)))  # fmt: skip
+            if sorted(folded([before, after], evolved_at)) != sorted(folded(stands, evolved_at)):
                 raise Violated("several writers wrote something else than one")
-        return Model(folded(stands))
+        return Model(folded(stands, evolved_at))
 
 
 class Writer:
@@ -75,12 +81,15 @@ class Writer:
     def __init__(self, shared: Upserts, node: Node, remap: LogRemap) -> None:
         self._shared = shared
         self._node = node
-        self._shard = node.shard
         self._remap = remap
         self._fault = Fault.KEEP_BELOW_UPPER if shared.fault == "restash-below-upper" else Fault.NONE
         self._operator: Upsert | None = None
         self._seen: set[Command] = set()
         self._skip_to = shared.checkpoints.get(node.actor.name, 0) if shared.fault == "trust-checkpoint" else 0
+
+    @property
+    def _shard(self) -> LogShard:
+        return self._node.shard
 
     async def step(self) -> bool:
         """One round. True once everything is bound and this writer has come to its end."""
@@ -102,7 +111,7 @@ class Writer:
             commands = self._shared.topic.read(base, found, self._skip_to)
             (planned,) = found[-1].offsets.values()
             self._shared.checkpoints[self._node.actor.name] = planned[0]
-            operator.ingest(_commands(commands))
+            operator.ingest(_commands(operator.schema, commands))
             operator.advance(found[-1].time_ms + 1)
             self._seen.update(commands)
             if source.random() < 0.5:
@@ -110,6 +119,10 @@ class Writer:
             if source.random() < 0.2:
                 await self._follow()
             await self._commit()
+        except Evolved:
+            self._operator = None  # its mirror, and what it took in, are of the older schema
+            self._seen.clear()
+            await again(self._node)
         except (Unavailable, Unknown):
             await asyncio.sleep(0.05)
         return False
@@ -148,7 +161,7 @@ class Writer:
                 await self._shard.compare_and_append(lower, upper, parts, attempt.token)
                 attempt.outcome = "ok"
                 return
-            except (Conflict, Unavailable):
+            except (Conflict, Unavailable, Evolved):
                 attempt.outcome = "refused"
                 raise
             except Unknown:
@@ -176,15 +189,16 @@ class Writer:
             await self._start_over()
 
     async def _start_over(self) -> None:
+        schema = self._shard.schema
         while True:
             _, upper = await self._shared.frontiers.read(self._shard)
             try:
-                rows = await self._shard.snapshot(upper - 1) if upper else contents_schema(SCHEMA).empty_table()
+                rows = await self._shard.snapshot(upper - 1) if upper else contents_schema(schema).empty_table()
                 break
             except HistoryLost:
                 continue
         kept = self._operator
-        self._operator = Upsert(SCHEMA, Mirror.hydrate(SCHEMA, rows, upper), fault=self._fault)
+        self._operator = Upsert(schema, Mirror.hydrate(schema, rows, upper), fault=self._fault)
         if kept is not None:
             self._shared.world.trace(f"{self._node.actor.life} started over at {upper}")
             self._operator.adopt(kept)
@@ -200,16 +214,18 @@ class Writer:
         return True
 
 
-def _commands(seen: Sequence[Command]) -> Commands:
+def _commands(schema: ShardSchema, seen: Sequence[Command]) -> Commands:
+    """What a decoder of this schema makes of records: under version 1 it does not look at their `n`."""
     columns = [
         pa.array([c[1] for c in seen], pa.string()),
         pa.array([c[2] for c in seen], pa.string()),
+        *(pa.array([n_of(c[0], schema.version) for c in seen], arrow_type(n.type)) for n in schema.columns[2:]),
         pa.array([c[3] for c in seen], pa.int64()),
         pa.array([c[0] for c in seen], pa.int64()),
         pa.array([0] * len(seen), pa.int32()),
         pa.array([c[2] is not None for c in seen], pa.bool_()),
     ]
-    return Commands(pa.Table.from_arrays(columns, schema=command_schema(SCHEMA)))
+    return Commands(pa.Table.from_arrays(columns, schema=command_schema(schema)))
 
 
 def drained_twice(schema: Any, commands: Commands, mirror: Lookup, lower: int, upper: int, hasher: Any) -> Resolved:

@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Sequence
 
 from tidemill.base.errors import Conflict, Unavailable, Unknown
-from tidemill.sim.oracles.shards import Attempt, Model, Update
+from tidemill.shards.front import Evolved
+from tidemill.sim.oracles.shards import DEFAULT_N, Attempt, Model, Update
 from tidemill.sim.scenarios.shard_nodes import Node, Shared, build, table
+from tidemill.sim.scenarios.shard_readers import again
 from tidemill.sim.world import Actor, Violated, World
 
 
@@ -37,8 +39,9 @@ class Writers(Shared):
             try:
                 _, lower = await node.shard.frontiers(fresh=fresh)
                 upper = lower + source.randint(1, 20)
-                attempt = Attempt(self.token(), lower, upper, self._updates(name, lower, upper))
-                parts = [await node.shard.write_part(table(attempt.updates))] if attempt.updates else []
+                attempt = Attempt(self.token(), lower, upper, self._updates(node, lower, upper))
+                rows = table(node.shard.schema, attempt.updates)
+                parts = [await node.shard.write_part(rows)] if attempt.updates else []
             except (Unavailable, Unknown):
                 await asyncio.sleep(0.05)
                 continue
@@ -62,23 +65,28 @@ class Writers(Shared):
                 except Unavailable:
                     attempt.outcome = "refused"
                     await asyncio.sleep(0.05)
+                except Evolved:
+                    attempt.outcome = "refused"
+                    await again(node)
                 else:
                     attempt.outcome = "ok"
                     self.remaining[name] -= 1
-                    self.rows[name] += [update for update in attempt.updates if update[3] > 0]
+                    self.rows[name] += [update for update in attempt.updates if update[4] > 0]
                 break
             world.trace(f"{node.actor.life} append [{lower}, {upper}) ×{len(attempt.updates)} {attempt.outcome}")
             await asyncio.sleep(source.uniform(0, 0.1) if source.random() < 0.5 else 0)
 
-    def _updates(self, name: str, lower: int, upper: int) -> tuple[Update, ...]:
+    def _updates(self, node: Node, lower: int, upper: int) -> tuple[Update, ...]:
         """New rows, some large enough to become objects, and retractions of this writer's own."""
-        source = self.world.source
+        source, name = self.world.source, node.actor.name
+        evolved = node.shard.schema.version > 1
         out: list[Update] = []
         for _ in range(source.choice((0, 1, 1, 2, 4))):
             value = self.world.filler if source.random() < 0.15 else "v"
-            out.append((f"{name}-{self.number()}", value, source.randrange(lower, upper), 1))
+            n = source.choice((DEFAULT_N, 8, None)) if evolved else DEFAULT_N
+            out.append((f"{name}-{self.number()}", value, n, source.randrange(lower, upper), 1))
         if self.rows[name] and source.random() < 0.4:
             # Forgotten at once, whatever becomes of the append: a row must not be retracted twice.
-            key, value, _, _ = self.rows[name].pop(source.randrange(len(self.rows[name])))
-            out.append((key, value, source.randrange(lower, upper), -1))
+            key, value, n, _, _ = self.rows[name].pop(source.randrange(len(self.rows[name])))
+            out.append((key, value, n, source.randrange(lower, upper), -1))
         return tuple(out)

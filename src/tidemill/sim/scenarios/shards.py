@@ -1,8 +1,9 @@
 """Writers, readers, and a keeper that merges, collects and sweeps, on one real shard.
 
 Faults: every store fault; every actor dies at any step and starts again from the stores; several writers race for
-every upper; holds expire under their readers. In half of the worlds the writers append rows of their own, in the
-others they are identical upserts of one topic (shard_upserts.py).
+every upper; holds expire under their readers; the shard gets a column under all of them, which is then widened.
+In half of the worlds the writers append rows of their own, in the others they are identical upserts of one topic
+(shard_upserts.py).
 Oracle: replaying the log, acknowledged appends stand once and refused ones never, bounds contiguous; since and upper
 never go back; contents at every time ever read equal the sequential model and never change, and so does what is stored
 for every readable time; a listener sees every update once; what was chosen under a live hold is there until it ends,
@@ -27,7 +28,7 @@ from tidemill.shards.parts import decode_part
 from tidemill.shards.state import Garbage, ShardState
 from tidemill.sim.oracles.shards import check_heard, check_landed, check_reads, check_stored
 from tidemill.sim.scenarios import shard_upserts
-from tidemill.sim.scenarios.shard_nodes import Shared, build, keep, keep_up, oracle_handle, rows_of, updates_of
+from tidemill.sim.scenarios.shard_nodes import Shared, build, evolve, keep, keep_up, oracle_handle, rows_of, updates_of
 from tidemill.sim.scenarios.shard_readers import listen, read, read_long
 from tidemill.sim.scenarios.shard_writers import Writers
 from tidemill.sim.world import Actor, Crew, Violated, World, swapped
@@ -38,11 +39,11 @@ async def run(world: World, fault: str = "") -> None:
     # Both kinds of writers meet both kinds of object stores, which go by the last bit (Actor.objects).
     upserting = fault in shard_upserts.FAULTS or (fault != "stranded-rows" and world.seed // 2 % 2 == 1)
     shared: Shared = shard_upserts.Upserts(world, fault) if upserting else Writers(world, fault)
-    decoded: dict[str | bytes, pa.Table] = {}
+    decoded: dict[tuple[int, str | bytes], pa.Table] = {}
 
     def decode_once(schema: ShardSchema, data: Any, part: Part) -> pa.Table:
         """Parts never change, so all the handles of a world may share one decoding: half the cost of a seed."""
-        key = part.object_key or part.inline
+        key = schema.version, part.object_key or part.inline
         if key not in decoded:
             decoded[key] = decode_part(schema, data, part)
         return decoded[key]
@@ -79,6 +80,7 @@ async def play(world: World, shared: Shared) -> None:
     source = world.source
     writers = shared.cast()
     beside = shared.beside()
+    beside += [(Actor(world, f"evolver-{i}", build), evolve) for i in range(source.choice((0, 0, 1, 2)))]
     names = ("reader", "long-reader", "listener")
     reader, long_reader, listener = (Actor(world, name, build) for name in names)
     keepers = [Actor(world, f"keeper-{i}", build) for i in range(source.choice((0, 1, 1, 2)))]
