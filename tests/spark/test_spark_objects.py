@@ -168,6 +168,49 @@ def test_blocks_give_what_records_give(found: list[bytes | None], good: int) -> 
         held([GOOD[good].encode()] * 40 + found, patch)
 
 
+KEYED = {
+    "a text": ShardSchema((Column("k", "string"), Column("v", "int64")), ("k",)),
+    "a number": ShardSchema((Column("k", "int64"), Column("v", "int64")), ("k",)),
+    "a moment": ShardSchema((Column("k", "timestamp"), Column("v", "int64")), ("k",)),
+    "two": ShardSchema((Column("k", "string"), Column("v", "int64"), Column("i", "int32")), ("i", "k")),
+    "JSON": ShardSchema((Column("k", "json"), Column("v", "int64")), ("k",)),
+}
+keys = st.lists(
+    st.none()
+    | st.binary(max_size=3)
+    | st.text(max_size=3).map(str.encode)
+    | st.integers(-(2**64), 2**64).map(lambda n: str(n).encode())
+    | st.sampled_from(GOOD + ODD).map(str.encode)
+    | st.sampled_from([b'{"k":1,"i":2}', b' {"k":3}', b'{"k":5}', b'"2026-11-22T01:02:03Z"', b'{"i":7,"k":"x"}']),
+    max_size=20,
+)
+
+
+@pytest.mark.parametrize("kind", KEYED)
+@given(keys, st.lists(st.sampled_from([None, b'{"k":"a","v":1,"i":3}', b'{"k":4,"v":1}']), min_size=1))
+@settings(max_examples=100, deadline=None)
+def test_deletions_by_blocks_are_deletions_one_by_one(
+    kind: str, keys: list[bytes | None], values: list[bytes | None]
+) -> None:
+    columns = of_fields(keys, [values[n % len(values)] for n in range(len(keys))])
+    found = []
+    for few in (1 << 62, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(objects_module, "FEW", few)
+            commands, dead = StreamDecoder(KEYED[kind]).decode(Records("t", 0, columns.offsets + 1, columns))
+        found.append((commands.rows.sort_by("_order").to_pylist(), sorted(map(repr, dead.to_pylist()))))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("kind", "key"), [("a text", b"k%d"), ("a number", b'{"k":%d}'), ("two", b'{"i":7,"k":"%d"}')])
+def test_good_deletions_never_meet_the_slow_path(kind: str, key: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = StreamDecoder(KEYED[kind])
+    monkeypatch.setattr(decoder, "_key_of", None)
+    columns = of_fields([key % n for n in range(500)], [None] * 500)
+    commands, dead = decoder.decode(Records("t", 0, columns.offsets + 1, columns))
+    assert commands.rows.num_rows == 500 and dead.num_rows == 0
+
+
 @pytest.mark.parametrize("odd", ODD)
 def test_an_odd_value_among_good_ones(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
     good = [value.encode() for value in GOOD] * 20
@@ -240,14 +283,14 @@ def test_good_rows_never_meet_the_slow_path(monkeypatch: pytest.MonkeyPatch) -> 
     """What is slow is counted, not timed: nothing of a block of good rows, and of a bad one only itself."""
     slow: list[int] = []
     decoder = StreamDecoder(SCHEMA)
-    by_blocks = decoder._by_blocks
+    by_blocks = decoder._values_by_blocks
 
     def counted(*arguments: Any) -> Any:
         blocks, rest = by_blocks(*arguments)
         slow.append(len(rest))
         return blocks, rest
 
-    monkeypatch.setattr(decoder, "_by_blocks", counted)
+    monkeypatch.setattr(decoder, "_values_by_blocks", counted)
     outcome(decoder, usual(1_000))
     outcome(decoder, [*usual(500), b'{"k":7}', b"no object", *usual(500)])
     outcome(decoder, [*usual(500), b'{"k":"a","i":1.0}', *usual(500)])

@@ -85,6 +85,16 @@ def stretches(body: pa.Buffer, at: Places, sizes: Places, places: Places) -> Ite
         first = last
 
 
+def texts(body: bytes, at: Places, sizes: Places) -> pa.Array:
+    """The fields that lie at `at`, ascending, as strings. Raises ArrowInvalid where one of them is no UTF-8."""
+    if not len(at):
+        return pa.array([], pa.string())
+    found = of_ranges(pa.py_buffer(body), at, at + sizes, np.ones(len(at), dtype=bool))
+    strings = pa.Array.from_buffers(pa.string(), len(found), found.buffers())
+    strings.validate(full=True)
+    return strings
+
+
 def of_ranges(body: pa.Buffer, begins: Places, ends: Places, good: Mask) -> pa.Array:
     """The bytes of the good ones of some ranges, which ascend, as a binary array."""
     count, low = len(begins), int(begins[0])

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.json as pj
 
 from tidemill.shards.front import Column
-from tidemill.spark.decode.lines import Lines, Mask, Places, quotes, stretches
+from tidemill.spark.decode.lines import Lines, Mask, Places, quotes, stretches, texts
 
 FEW = 64
 """So few values are left to the slow path."""
@@ -145,6 +145,18 @@ class ObjectReader:
             array = found.chunk(0) if found.num_chunks == 1 else pa.concat_arrays(found.chunks)
             arrays[column.name] = self._dialect.typed(column, array, odd)
         return arrays, odd
+
+
+def texts_as_they_are(
+    column: Column, body: bytes, at: Places, sizes: Places, places: Places
+) -> tuple[list[Block], Places]:
+    """As `ObjectReader.read` for values that are no JSON, but the one column's text."""
+    if len(places) < FEW:
+        return [], places
+    try:
+        return [Block(places, {column.name: texts(body, at, sizes)})], places[:0]
+    except pa.ArrowInvalid:
+        return [], places
 
 
 def _parse(text: pa.Buffer, options: pj.ParseOptions) -> pa.Table:

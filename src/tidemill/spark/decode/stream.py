@@ -29,7 +29,7 @@ from tidemill.spark.decode.declared import Declared
 from tidemill.spark.decode.fields import columns_of_rows, row_decoder
 from tidemill.spark.decode.letters import Letter, letter_table
 from tidemill.spark.decode.lines import Places
-from tidemill.spark.decode.objects import Block, ObjectReader, in_order
+from tidemill.spark.decode.objects import Block, ObjectReader, in_order, texts_as_they_are
 from tidemill.spark.decode.records import Records
 from tidemill.spark.upsert.commands import Commands
 from tidemill.topics.batch import Columns
@@ -70,19 +70,23 @@ class StreamDecoder:
         self._one_key = len(self._key_columns) == 1
         dialect = Declared(schema.key, (FIRST_US, LAST_US))
         self._objects = ObjectReader(schema.columns, dialect) if Declared.reads(schema.columns) else None
+        self._keys = ObjectReader(self._key_columns, dialect) if Declared.reads(self._key_columns) else None
 
     def decode(self, records: Records) -> tuple[Commands, pa.Table]:
         """(commands, dead letters as updates of DEAD_LETTERS)."""
         columns = records.columns
         valued = columns.value_bytes >= 0
-        blocks, slow = self._by_blocks(columns, np.flatnonzero(valued))
+        keyed = np.flatnonzero(~valued & (columns.key_bytes >= 0))
+        blocks, slow = self._values_by_blocks(columns, np.flatnonzero(valued))
+        gone, slow_keys = self._keys_by_blocks(columns, keyed)
+        keyless = np.flatnonzero(~valued & (columns.key_bytes < 0))
         rows: list[Any] = []
         live_at: list[int] = []
         keys: list[Any] = []
         absent_at: list[int] = []
         dead: list[tuple[int, str]] = []
         key_fields = [f"c{i}" for i in self._key_at]
-        for at in np.sort(np.concatenate([slow, np.flatnonzero(~valued)])).tolist():
+        for at in np.sort(np.concatenate([slow, slow_keys, keyless])).tolist():
             value = columns.value(at)
             try:
                 if value is not None:
@@ -99,15 +103,22 @@ class StreamDecoder:
                     raise
                 dead.append((at, _said(error)))
         alone, live_at = columns_of_rows(self._columns, rows, live_at, dead, _array)
-        live, places = in_order([*blocks, Block(np.array(live_at, dtype=np.int64), alone)])
-        absent, absent_at = columns_of_rows(self._key_columns, keys, absent_at, dead, _array)
-        table = command_table(self.schema, live, places, absent, np.array(absent_at, dtype=np.int64), records)
+        alone_gone, absent_at = columns_of_rows(self._key_columns, keys, absent_at, dead, _array)
+        live = in_order([*blocks, Block(np.array(live_at, dtype=np.int64), alone)])
+        absent = in_order([*gone, Block(np.array(absent_at, dtype=np.int64), alone_gone)])
+        table = command_table(self.schema, *live, *absent, records)
         return Commands(table), letter_table([*records.unread, *_letters(records, dead)])
 
-    def _by_blocks(self, columns: Columns, live: Places) -> tuple[list[Block], Places]:
+    def _values_by_blocks(self, columns: Columns, live: Places) -> tuple[list[Block], Places]:
         if self._objects is None:
             return [], live
         return self._objects.read(columns.body, columns.value_at[live], columns.value_bytes[live], live)
+
+    def _keys_by_blocks(self, columns: Columns, keyed: Places) -> tuple[list[Block], Places]:
+        at, sizes = columns.key_at[keyed], columns.key_bytes[keyed]
+        if self._one_key and self._key_columns[0].type == "string":
+            return texts_as_they_are(self._key_columns[0], columns.body, at, sizes, keyed)
+        return self._keys.read(columns.body, at, sizes, keyed) if self._keys is not None else ([], keyed)
 
     def _key_of(self, key: bytes | None) -> Any:
         """A row with fields c0… of the key columns."""
