@@ -11,6 +11,8 @@ import pytest
 from upsert_world import SCHEMA, ModelShard, Writer, oracle
 
 from tidemill.base.errors import Corrupt
+from tidemill.shards.evolution import Changes, evolved
+from tidemill.shards.front import Column
 from tidemill.shards.hashing import hash_rows
 from tidemill.spark.upsert import mirror as mirror_file
 from tidemill.spark.upsert.mirror import RUNS_MAX, Mirror
@@ -118,6 +120,26 @@ def test_a_saved_mirror_of_another_shard_boot_or_schema_is_not_trusted(tmp_path:
     other = type(SCHEMA)(SCHEMA.columns, SCHEMA.key, buckets=2)
     assert Mirror.load(tmp_path, other, "shard-1", "boot-1") is None
     assert Mirror.load(tmp_path / "none", SCHEMA, "shard-1", "boot-1") is None
+
+
+def test_a_mirror_that_was_saved_under_an_older_version_goes_on_under_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tidemill.spark.upsert.runs.PIECE_ROWS", 64)
+    mirror = Mirror(SCHEMA, directory=tmp_path)
+    mirror.apply(delta(*[(k, k, 0, 1) for k in range(200)]), 0, 1)
+    mirror.apply(delta((5, 5, 1, -1), (6, 6, 1, -1), (6, 7, 1, 1)), 1, 2)
+    mirror.save("shard-1", "boot-1")
+    newer = evolved(SCHEMA, Changes((Column("n", "float32", "0.1"), Column("s", "string"))))
+    newest = evolved(newer, Changes(widen=(Column("n", "float64"),)))
+    again = Mirror.load(tmp_path, newest, "shard-1", "boot-1")
+    assert again is not None and again.upper == 2
+    live = again.live_rows()
+    assert rows(live) == {k: (7 if k == 6 else k) for k in range(200) if k != 5}
+    assert set(live.column("n").to_pylist()) == {float(np.float32(0.1))} and set(live.column("s").to_pylist()) == {None}
+    again.save("shard-1", "boot-1")
+    assert Mirror.load(tmp_path, newest, "shard-1", "boot-1") is not None
+    assert Mirror.load(tmp_path, newer, "shard-1", "boot-1") is None, "what is newer is not made older"
 
 
 def test_a_damaged_run_is_not_trusted(tmp_path: Path) -> None:

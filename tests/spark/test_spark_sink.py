@@ -11,10 +11,11 @@ import pyarrow as pa
 
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.compaction import compact_once
+from tidemill.shards.front import ShardSchema
 from tidemill.shards.open import open_remap, open_shard
 from tidemill.spark.dead_letters import DeadLetters
 from tidemill.spark.decode.ddl import stream_schema
-from tidemill.spark.decode.letters import DEAD_LETTERS, FIRST_DEAD_LETTERS, Letter, letter_table
+from tidemill.spark.decode.letters import DEAD_LETTERS, Letter, letter_table
 from tidemill.spark.facts import Latency
 from tidemill.spark.feeds import captured_feed, stream_feed
 from tidemill.spark.sink import FeedSink, planned_end
@@ -319,12 +320,21 @@ def test_a_crash_between_the_letters_and_the_table_adds_no_letter_twice(harbour:
     assert harbour.upper("clicks") == 201
 
 
-def test_a_dead_letter_shard_of_an_earlier_make_takes_what_it_has_columns_for(harbour: Any) -> None:
+def test_a_dead_letter_shard_of_an_earlier_make_gets_the_columns_of_this_one_while_it_is_written(harbour: Any) -> None:
     s = harbour.stores
-    harbour.portal.call(s.shard("p.dead_letters", FIRST_DEAD_LETTERS))
-    DeadLetters(harbour.portal, lambda: harbour.portal.call(s.shard("p.dead_letters")), s.rand).put(letters("t", 4))
-    (found,) = harbour.contents("p.dead_letters")
-    assert (found["offset"], found["reason"], "table" in found) == (4, "broken", False)
+    schemas = [ShardSchema(DEAD_LETTERS.columns[:6], DEAD_LETTERS.key), DEAD_LETTERS]
+
+    def opened() -> Any:
+        return harbour.portal.call(s.shard("p.dead_letters", schemas.pop(0)))
+
+    mine = DeadLetters(harbour.portal, opened, s.rand)
+    mine.open()
+    theirs = DeadLetters(harbour.portal, lambda: harbour.portal.call(s.shard("p.dead_letters", DEAD_LETTERS)), s.rand)
+    theirs.put(letters("t", 4))
+    mine.put(letters("t", 4, 5))
+    found = harbour.contents("p.dead_letters")
+    assert [(r["offset"], r["reason"], r["table"]) for r in found] == [(4, "broken", ""), (5, "broken", "")]
+    assert (theirs.total, mine.total, schemas) == (1, 1, [])
 
 
 def test_the_end_of_a_batch_is_read_from_sparks_offset_log(tmp_path: Path) -> None:

@@ -13,12 +13,15 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Conflict, Corrupt, Invalid, Missing, Unknown
 from tidemill.consensus.api import Consensus, Versioned
 from tidemill.objects.store import ObjectStore
+from tidemill.shards.apply import Reason, Rejected
 from tidemill.shards.codec import decode_command, encode_command
-from tidemill.shards.commands import Create, Drop
+from tidemill.shards.commands import Create, Drop, Evolve
 from tidemill.shards.cpu import Cpu, inline_cpu
+from tidemill.shards.evolution import changes_to
 from tidemill.shards.front import ShardSchema
 from tidemill.shards.handle import LogShard
-from tidemill.shards.machine import open_machine, shard_replica
+from tidemill.shards.machine import ShardMachine, open_machine, shard_replica
+from tidemill.shards.refusals import refusal
 from tidemill.shards.remap import LogRemap
 from tidemill.shards.schema import checked, difference
 from tidemill.shards.state import ShardState
@@ -39,10 +42,10 @@ async def open_shard(
     writer: str = "",
     cpu: Cpu = inline_cpu,
 ) -> LogShard:
-    """The shard's handle; with `schema` it is created when absent.
+    """The shard's handle; with `schema` it is created when absent, and gets the columns and wider types that it lacks.
 
-    Raises Missing (absent and no schema given), Invalid (bad name or schema, or it exists with another schema:
-    the message has the difference), Unavailable, Unknown.
+    Raises Missing (absent and no schema given), Invalid (bad name or schema, or it exists with one that cannot become
+    this one: the message has the difference), Closed, Unavailable, Unknown.
     """
     _check_name(name)
     wanted = None if schema is None else checked(schema)
@@ -53,14 +56,33 @@ async def open_shard(
             raise Missing(f"no such shard: shard={name}.", fix="See `tidemill shard list`.")
         created = await _create(consensus, rand, Create(name, rand.uuid(), wanted), found)
     machine = await open_machine(consensus, rand, created)
-    other = "" if wanted is None else difference(machine.state.schema, wanted)
-    if other:
-        await machine.aclose()
-        raise Invalid(
-            f"shard exists with another schema: shard={name} difference=[{other}].",
-            fix="Give the pipeline another shard name, or keep the schema.",
-        )
+    if wanted is not None:
+        try:
+            await _evolve(machine, wanted, clock)
+        except BaseException:
+            await machine.aclose()
+            raise
     return LogShard(machine, objects, clock, rand, writer=writer, cpu=cpu)
+
+
+async def _evolve(machine: ShardMachine, wanted: ShardSchema, clock: Clock) -> None:
+    """Until the shard holds every column of `wanted`. Racing evolvers may be first, and be asked for more or less."""
+    while True:
+        seen = machine.state.schema
+        try:
+            changes = changes_to(seen, wanted)
+        except Invalid as error:
+            name = machine.state.name
+            raise Invalid(
+                f"shard exists with another schema: shard={name} difference=[{difference(seen, wanted)}].",
+                fix="New columns and wider types are taken by themselves. For anything else name another shard, or have"
+                f" it made anew: tidemill shard drop {name}",
+            ) from error
+        if not changes:
+            return
+        result = await machine.propose(Evolve(changes, clock.now_ms()))
+        if isinstance(result, Rejected) and result.reason is not Reason.COMMITTED and machine.state.schema == seen:
+            raise refusal(result, machine.state)
 
 
 async def read_shards(consensus: Consensus) -> list[ShardState]:

@@ -21,9 +21,8 @@ import structlog
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Conflict
 from tidemill.base.portal import Portal
-from tidemill.shards.front import TIME, Batch, HistoryLost
+from tidemill.shards.front import TIME, Batch, Evolved, HistoryLost
 from tidemill.shards.handle import LogShard
-from tidemill.shards.schema import update_schema
 from tidemill.spark.upsert.arrays import int64s
 
 log = structlog.get_logger()
@@ -55,15 +54,21 @@ class DeadLetters:
         if letters.num_rows == 0:
             return
         with self._one_at_a_time:
-            shard = self._opened_shard()
-            while True:
-                self._follow(shard)
-                new = letters.filter(pa.array(self._is_new(letters)))
-                if new.num_rows == 0:
-                    return
-                if self._append(shard, new):
-                    self.total += new.num_rows
-                    return
+            while not self._added(self._opened_shard(), letters):
+                pass
+
+    def _added(self, shard: LogShard, letters: pa.Table) -> bool:
+        """False: a peer was first, or gave the shard more columns. Look again."""
+        try:
+            self._follow(shard)
+            new = letters.filter(pa.array(self._is_new(letters)))
+            if new.num_rows and not self._append(shard, new):
+                return False
+        except Evolved:
+            self._shard = None
+            return False
+        self.total += new.num_rows
+        return True
 
     def _opened_shard(self) -> LogShard:
         if self._shard is None:
@@ -75,7 +80,6 @@ class DeadLetters:
         at = max(lower, int(int64s(new, TIME).max()))
         times = pa.array(np.full(new.num_rows, at, dtype=np.int64))
         rows = new.set_column(new.schema.get_field_index(TIME), TIME, times)
-        rows = rows.select(update_schema(shard.schema).names)  # a shard from before has fewer columns
 
         async def run() -> None:
             part = await shard.write_part(rows)

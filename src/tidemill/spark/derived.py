@@ -25,7 +25,7 @@ import structlog
 
 from tidemill.base.errors import Corrupt, Invalid, Missing, TidemillError
 from tidemill.base.portal import Portal
-from tidemill.shards.front import TIME, ShardSchema
+from tidemill.shards.front import TIME, Evolved, ShardSchema
 from tidemill.shards.handle import LogShard
 from tidemill.shards.hashing import hash_rows
 from tidemill.shards.schema import checked, conform, contents_schema, update_schema
@@ -94,9 +94,10 @@ class Derivation:
                 self.round()
                 self.error = ""
                 worked()
-            except Missing as error:
+            except (Missing, Evolved) as error:
                 self.error = error.message
-                self.writer = None  # a shard may have been dropped: by name there is another one, some time
+                # A shard may have been dropped: by name there is another one, some time. Or it has got columns.
+                self.writer = None
             except FunctionRaised:
                 raise
             except BaseException:

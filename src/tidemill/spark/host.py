@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
@@ -92,9 +93,11 @@ class Host:
                     raise
 
     def writer(self, name: str, schema: ShardSchema, feed: TopicFeed | None = None) -> TableWriter:
-        """The shard, created when absent, with a hydrated mirror. Raises Invalid when its schema is another, and what
-        storage raises."""
+        """The shard, created when absent and evolved when `schema` has more, with a hydrated mirror. The feed decodes
+        what the shard holds. Raises Invalid when it cannot become `schema`, and what storage raises."""
         shard = self.portal.call(self.stores.shard(name, schema))
+        if feed is not None:
+            feed = replace(feed, schema=shard.schema)
         table = TableWriter(self.portal, self.stores, shard, self.mirror_dir(name), feed)
         table.hydrate()
         return table

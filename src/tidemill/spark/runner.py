@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from tidemill.base.errors import Closed, Invalid, TidemillError
+from tidemill.base.errors import Closed, TidemillError
 from tidemill.base.tasks import keep, keep_thread, sentence
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.handle import LogShard
 from tidemill.spark.dead_letters import DeadLetters
-from tidemill.spark.decode.letters import DEAD_LETTERS, FIRST_DEAD_LETTERS
+from tidemill.spark.decode.letters import DEAD_LETTERS
 from tidemill.spark.derived import Derivation
 from tidemill.spark.feeding import Feed
 from tidemill.spark.host import Host, Settings, own_directory
@@ -168,14 +168,7 @@ class Runner(Host):
 
     def _dead_letter_shard(self) -> LogShard:
         """Raises Invalid when a shard of that name is none of dead letters."""
-        name = self.pipeline.dead_letters
-        try:
-            return self.portal.call(self.stores.shard(name, DEAD_LETTERS))
-        except Invalid:
-            found = self.portal.call(self.stores.shard(name))
-            if found.schema != FIRST_DEAD_LETTERS:
-                raise
-            return found
+        return self.portal.call(self.stores.shard(self.pipeline.dead_letters, DEAD_LETTERS))
 
     def _open_session(self) -> None:
         from tidemill.spark.session import build_session, is_local

@@ -73,7 +73,7 @@ class Stores:
         self.topics: PartitionReader = PartitionReaderImpl(consensus, objects)
 
     async def shard(self, name: str, schema: ShardSchema | None = None) -> LogShard:
-        """A shard's handle; with `schema` it is created when absent. Raises as `open_shard` does."""
+        """A shard's handle; with `schema` it is created when absent, and evolved. Raises as `open_shard` does."""
         from tidemill.shards.open import open_shard
 
         return await open_shard(self.consensus, self.objects, self.clock, self.rand, name, schema, cpu=self.cpu)

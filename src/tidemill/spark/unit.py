@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from tidemill.base.errors import Corrupt
 from tidemill.base.tasks import keep_thread, sentence
+from tidemill.shards.front import Evolved
 from tidemill.spark.feeds import NotReady, TopicFeed
 from tidemill.spark.host import Host
 from tidemill.spark.sink import FeedSink
@@ -78,6 +79,9 @@ class TableUnit:
         sink.seats.attach(writer, self._told)
         try:
             self._seated(sink, writer)
+        except Evolved:
+            writer.save()  # the mirror goes on under the new version
+            raise
         finally:
             sink.seats.detach(self.name)
             if not self._host.ending.is_set():

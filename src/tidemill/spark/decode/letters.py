@@ -33,9 +33,6 @@ DEAD_LETTERS = ShardSchema(
 """`at` is the record's tidemill time. [offset, last_offset] is more than one record where a batch cannot be read.
 `table` and `key` (JSON of the key columns, "" = not known) name the row that a captured table lacks because of it."""
 
-FIRST_DEAD_LETTERS = ShardSchema(DEAD_LETTERS.columns[:6], DEAD_LETTERS.key)
-"""What shards of dead letters had before captured tables could have any."""
-
 DEAD_BYTES_MAX = 64 << 10
 """A dead letter keeps at most this much of the record."""
 REASON_CHARS_MAX = 500

@@ -24,7 +24,7 @@ from tidemill.shards.hashing import hash_rows
 from tidemill.shards.schema import contents_schema
 from tidemill.spark.upsert.arrays import U64, Index, group_by_key, int64s, rows_at, rows_equal
 from tidemill.spark.upsert.resolve import HashRows, KeyChanges
-from tidemill.spark.upsert.runs import Run, merge, open_run, write_run
+from tidemill.spark.upsert.runs import Run, merge, open_run, renew_run, write_run
 
 RUNS_MAX = 6
 SPILL_BYTES = 16 << 20
@@ -252,16 +252,26 @@ class Mirror:
 
     @classmethod
     def load(cls, directory: Path, schema: ShardSchema, shard: str, boot: str) -> Mirror | None:
-        """The saved mirror, or None when there is none that can be trusted: other shard, schema or boot, a bad file."""
+        """The saved mirror, or None when there is none that can be trusted: other shard, schema or boot, a bad file.
+
+        One that was saved under an older version of the schema is taken over, a run at a time.
+        """
         try:
             manifest = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=_Manifest)
         except (OSError, msgspec.DecodeError):
             return None
-        if (manifest.shard, manifest.boot, manifest.schema) != (shard, boot, schema):
+        if (manifest.shard, manifest.boot) != (shard, boot):
             return None
+        old = manifest.schema
+        if old != schema and old.version >= schema.version:
+            return None  # versions of one shard follow one another: a lower one is where this one came from
         mirror = cls(schema, manifest.upper, directory=directory)
         try:
-            mirror.runs = [open_run(schema, directory / name) for name, _ in manifest.runs]
+            for name, _ in manifest.runs:
+                path = directory / name
+                mirror.runs.append(
+                    open_run(schema, path) if old == schema else renew_run(old, schema, path, mirror._new_file())
+                )
         except Corrupt:
             return None
         if [len(run) for run in mirror.runs] != [rows for _, rows in manifest.runs]:

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.base.errors import Corrupt
+from tidemill.shards.evolution import under
 from tidemill.shards.front import HASH, ShardSchema
 from tidemill.shards.schema import contents_schema
 from tidemill.spark.upsert.arrays import (
@@ -144,6 +145,18 @@ def write_pieces(schema: ShardSchema, pieces: Iterable[Run], path: Path) -> None
             if len(piece):
                 table = piece.rows.append_column(LIVE, pa.array(piece.live))
                 writer.write_table(table.append_column(HASH, pa.array(piece.hashes, pa.uint64())).cast(stored))
+
+
+def renew_run(old: ShardSchema, schema: ShardSchema, path: Path, into: Path) -> Run:
+    """The run that is stored under an older version of the schema, piece by piece as a file of its own.
+
+    Raises Corrupt. Hashes and order stay: a key has one hash under every version.
+    """
+    run = open_run(old, path)
+    pieces = (run.between(at, min(at + PIECE_ROWS, len(run))) for at in range(0, len(run), PIECE_ROWS))
+    target = contents_schema(schema)
+    write_pieces(schema, (Run(under(schema, p.rows, target), p.hashes, p.live) for p in pieces), into)
+    return open_run(schema, into)
 
 
 def open_run(schema: ShardSchema, path: Path) -> Run:
