@@ -51,7 +51,9 @@ def capture(dsn: str, tables: str = "public.*") -> str:
 
 def test_a_malformed_key_is_named(tmp_path: Path) -> None:
     path = configuration(tmp_path, "[kafka]\nautocreate = true")
-    refused(tidemill("status", "--config", str(path), cwd=tmp_path), "kafka.autocreate", "Remove it")
+    refused(
+        tidemill("status", "--config", str(path), cwd=tmp_path), "kafka.autocreate", "Write kafka.auto_create_topics"
+    )
     assert not (tmp_path / "data").exists()
 
 
@@ -146,3 +148,31 @@ def test_fresh_never_deletes_what_is_not_a_demo(tmp_path: Path) -> None:
                     "--kafka", f"127.0.0.1:{free_port()}", cwd=tmp_path)  # fmt: skip
     refused(done, "--fresh", "--data")
     assert (tmp_path / "precious").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("run", "nope"), "no such pipeline in the configuration: pipeline=nope. Known: p"),
+        (("run", "p", "--conf", "executor.memory=2g"), "--conf"),
+        (("run", "p", "--driver-memory", "lots"), "--driver-memory"),
+        (("run", "p", "--label", "B!"), "--label"),
+        (("describe", "nope"), "no such pipeline: pipeline=nope"),
+        (("restart", "p"), "no such driver reports: pipeline=p"),
+    ],
+)
+def test_a_pipeline_or_an_option_that_is_not_there_is_one_sentence(
+    tmp_path: Path, arguments: tuple[str, ...], named: str
+) -> None:
+    path = configuration(tmp_path, '[pipeline.p]\nfile = "p.py"\n')
+    refused(tidemill("pipeline", *arguments, "--config", str(path), cwd=tmp_path), named)
+
+
+def test_a_pipeline_of_the_configuration_is_listed_before_it_ever_ran(tmp_path: Path) -> None:
+    path = configuration(tmp_path, '[pipeline.p]\nfile = "p.py"\n')
+    done = tidemill("pipeline", "list", "--json", "--config", str(path), cwd=tmp_path)
+    (row,) = json.loads(done.stdout)
+    assert row == {
+        "pipeline": "p", "file": str(tmp_path / "p.py"), "running": 0, "silent": 0, "tables": [], "lag_ms": 0,
+        "dead_letters": 0,
+    }  # fmt: skip

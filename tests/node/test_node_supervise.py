@@ -53,6 +53,18 @@ def test_a_killed_child_comes_back_under_a_new_pid_and_stop_ends_it(tmp_path: Pa
     asyncio.run(scenario())
 
 
+def test_a_child_that_was_asked_to_end_is_started_anew_and_tells_no_failure(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        said: list[str] = []
+        supervisor = Supervisor(tmp_path, SystemClock(), print, said.append)
+        child = supervisor.add(ChildSpec("ends", [sys.executable, "-c", "pass"], mark="pipeline:p"))
+        await until(lambda: child.restarts >= 2)
+        assert supervisor.tracker.failure("pipeline:p") is None and not said
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+
+
 REFUSES = [sys.executable, "-c", "import sys; print('tidemill: node.http is taken.', file=sys.stderr); sys.exit(2)"]
 
 

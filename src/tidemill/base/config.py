@@ -5,6 +5,7 @@ Every value may also come from the environment as TIDEMILL_<SECTION>__<KEY>, whi
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import tomllib
@@ -144,8 +145,35 @@ class TopicSection(Section):
         return {name: str(value) for name, value in values.items() if value is not None}
 
 
+class PipelineSparkSection(Section):
+    """How the drivers of one pipeline run. "": as [spark] says."""
+
+    master: str = ""
+    driver_memory: str = "1g"
+    instances: int = Field(1, ge=0, le=64)
+    conf: dict[str, str] = {}
+
+    @field_validator("driver_memory")
+    @classmethod
+    def _memory(cls, value: str) -> str:
+        if not re.fullmatch(r"[1-9]\d*[kmgt]", value.lower()):
+            raise ValueError(f"{value!r}: write it as 512m or 2g")
+        return value
+
+    @field_validator("conf", mode="before")
+    @classmethod
+    def _settings(cls, value: Any) -> Any:
+        """As Spark has them: `spark.executor.memory = "1g"` without quotes is three tables in TOML."""
+        found = _flat(value) if isinstance(value, dict) else value
+        for key in found if isinstance(found, dict) else ():
+            if not key.startswith("spark."):
+                raise ValueError(f"{key!r} is no setting of Spark's: they begin with spark.")
+        return found
+
+
 class PipelineSection(Section):
     file: str
+    spark: PipelineSparkSection = PipelineSparkSection()
 
 
 class SparkSection(Section):
@@ -226,7 +254,9 @@ def parse(values: Mapping[str, Any], *, origin: str) -> Config:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
-            raise Invalid(f"unknown key in {origin}: {key}.", fix="Remove it, or correct its spelling.") from error
+            near = _nearest(first["loc"])
+            fix = f"Write {near}, or remove it." if near else "Remove it, or correct its spelling."
+            raise Invalid(f"unknown key in {origin}: {key}.", fix=fix) from error
         raise Invalid(f"bad value in {origin}: {key}: {first['msg']}.", fix=f"Correct {key}.") from error
     base = Path(origin).parent if origin else Path()
     pipelines = {
@@ -234,6 +264,32 @@ def parse(values: Mapping[str, Any], *, origin: str) -> Config:
         for name, section in config.pipeline.items()
     }
     return config.model_copy(update={"pipeline": pipelines})
+
+
+def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, found in value.items():
+        if isinstance(found, dict):
+            out |= _flat(found, f"{prefix}{key}.")
+        elif isinstance(found, bool):
+            out[prefix + key] = str(found).lower()
+        else:
+            out[prefix + key] = str(found) if isinstance(found, int | float) else found
+    return out
+
+
+def _nearest(place: tuple[int | str, ...]) -> str:
+    """The known key that is most like the unknown one at `place`, in full; "" where none is like it."""
+    model: Any = Config
+    for part in place[:-1]:
+        if isinstance(model, dict):
+            model = model["of"]
+            continue
+        kind = model.model_fields[part].annotation
+        arguments = getattr(kind, "__args__", ())
+        model = {"of": arguments[-1]} if arguments else kind
+    near = difflib.get_close_matches(str(place[-1]), model.model_fields, 1)
+    return ".".join([*(str(part) for part in place[:-1]), near[0]]) if near else ""
 
 
 def _text(path: Path) -> str:

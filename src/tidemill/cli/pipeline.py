@@ -1,38 +1,126 @@
-"""`tidemill pipeline`: give up a pipeline that was stopped for good."""
+"""`tidemill pipeline`: run pipelines beside no node, see what they do, start them anew, give one up."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tidemill.base.errors import Invalid
+from tidemill.base.config import Config, PipelineSection, load
+from tidemill.base.errors import Invalid, Missing
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.cli.context import ConfigOption, JsonOption, print_json, stores
-from tidemill.consensus.board import Board
+from tidemill.cli.pipeline_view import instance_line, instances_of, read_view, table_line
+from tidemill.cli.supervised import ConfOption, InstancesOption, MasterOption, MemoryOption, run_supervised
 from tidemill.metastore.catalogue import PipelineRow
+from tidemill.node.overrides import overridden
+from tidemill.node.processes import start_drivers
 
-app = typer.Typer(help="Give up a pipeline that was stopped for good.", no_args_is_help=True)
-
-
-@app.callback()
-def pipeline() -> None:
-    """Give up a pipeline that was stopped for good."""
+app = typer.Typer(help="Run, list, describe, restart and give up pipelines.", no_args_is_help=True)
+Name = Annotated[str, typer.Argument(help="Name of the pipeline.")]
 
 
-@app.command("delete")
-def delete(
-    name: Annotated[str, typer.Argument(help="Name of the pipeline.")],
+@app.command("run")
+def run(
+    name: Name,
+    file: Annotated[Path | None, typer.Option("--file", help="Its Python file, for one not in tidemill.toml.")] = None,
+    instances: InstancesOption = None,
+    label: Annotated[
+        str, typer.Option("--label", help="Tells these drivers from those of other machines: a-z, 0-9 and _.")
+    ] = "",
+    master: MasterOption = "",
+    driver_memory: MemoryOption = "",
+    conf: ConfOption = [],  # noqa: B006
+    config: ConfigOption = None,
+) -> None:
+    """Run the drivers of one pipeline, supervised, until Ctrl-C: without a node, on this machine or on another one.
+
+    Identical drivers are safe at any number: each step is won by one of them, the others take its result.
+    """
+    loaded = _with_file(load(config), name, file)
+    if instances is None:
+        instances = max(1, loaded.pipeline[name].spark.instances)
+    loaded = overridden(loaded, [name], instances=instances, master=master, driver_memory=driver_memory, conf=conf)
+    if label and not (label.isascii() and label.replace("_", "a").isalnum() and label.islower()):
+        raise Invalid(f"bad option: --label {label!r}.", fix="Use a-z, 0-9 and _, starting with a letter.")
+    teller = "-".join(part for part in ("pipeline", name, label) if part)
+    run_supervised(loaded, teller, lambda supervisor, _: start_drivers(loaded, name, supervisor, label))
+
+
+@app.command("list")
+def list_all(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """List the pipelines: how many drivers run, tables, and how far the last of them is behind."""
+    with stores(config) as opened:
+        views = read_view(opened)
+    if as_json:
+        print_json([view.summary() for view in views.values()])
+        return
+    for view in views.values():
+        row = view.summary()
+        print(
+            f"{row['pipeline']}  {row['running']} running  {row['silent']} silent  tables={len(view.tables)}"
+            f"  lag={row['lag_ms']} ms  dead_letters={row['dead_letters']}  {row['file']}".rstrip()
+        )
+
+
+@app.command("describe")
+def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Show one pipeline: of each table its input, upper, lag in time, rows and seats; dead letters; its drivers."""
+    with stores(config) as opened:
+        views = read_view(opened)
+    if name not in views:
+        raise Missing(f"no such pipeline: pipeline={name}.", fix="See `tidemill pipeline list`.")
+    view = views[name]
+    if as_json:
+        print_json(view.summary() | {"tables": view.tables, "instances": view.instances})
+        return
+    row = view.summary()
+    print(f"{name}  {row['file']}".rstrip())
+    print(f"  dead letters {row['dead_letters']}" + (f" in {view.letters}" if view.letters else ""))
+    print("  tables")
+    for table in view.tables:
+        print(f"    {table_line(table)}")
+    print("  drivers" if view.instances else "  no driver reports")
+    for instance in view.instances:
+        print(f"    {instance_line(instance)}")
+
+
+@app.command("restart")
+def restart(
+    name: Name,
+    instance: Annotated[str, typer.Option("--instance", help="Only this one, as `describe` names it.")] = "",
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
+    """End the drivers of a pipeline on this machine, one after the other; whoever supervises them starts them anew.
+
+    The next one is ended when the one before reports again, so that of several identical ones some always work.
+    """
+    from tidemill.cli.pipeline_restart import restart_one
+
+    done = []
+    with stores(config) as opened:
+        found = [r for r in instances_of(opened, name) if instance in ("", r.process.removeprefix(f"pipeline:{name}:"))]
+        if not found:
+            raise Missing(
+                f"no such driver reports: pipeline={name} instance={instance!r}.", fix="See `tidemill pipeline list`."
+            )
+        for report in found:
+            done.append(restart_one(opened, report))
+            if not as_json:
+                print(f"{report.process}: pid {done[-1]['before']} → {done[-1]['pid']}", flush=True)
+    if as_json:
+        print_json(done)
+
+
+@app.command("delete")
+def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Forget a pipeline that does not run: no bindings and records are kept for it any more; its tables stay as they
     are, until `shard drop`. One that runs is refused. Started later, it may find that what it had not read is gone."""
     with stores(config) as opened:
-        board = Board(opened.consensus, opened.rand)
-        for report in opened.portal.call(board.reports()):
-            of_it = report.process == f"pipeline:{name}" or report.process.startswith(f"pipeline:{name}:")
-            if of_it and opened.clock.now_ms() - report.at_ms <= MARK_BLIND_AFTER_MS:
+        for report in instances_of(opened, name):
+            if opened.clock.now_ms() - report.at_ms <= MARK_BLIND_AFTER_MS:
                 raise Invalid(
                     f"the pipeline runs: pipeline={name} process={report.process} pid={report.pid} host={report.host}.",
                     fix="Stop it, and take it out of the configuration.",
@@ -42,3 +130,17 @@ def delete(
         print_json({"deleted": name})
     else:
         print(f"deleted {name}; its tables stay")
+
+
+def _with_file(config: Config, name: str, file: Path | None) -> Config:
+    if file is not None:
+        section = config.pipeline.get(name)
+        update = {"file": str(file.absolute())}
+        found = section.model_copy(update=update) if section is not None else PipelineSection.model_validate(update)
+        return config.model_copy(update={"pipeline": config.pipeline | {name: found}})
+    if name not in config.pipeline:
+        known = ", ".join(sorted(config.pipeline)) or "none"
+        raise Missing(
+            f"no such pipeline in the configuration: pipeline={name}.", fix=f"Known: {known}; or give --file."
+        )
+    return config

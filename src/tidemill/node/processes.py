@@ -6,6 +6,7 @@ what the parent saw, environment variables filled in.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from tidemill.base.clock import Clock
 from tidemill.base.config import Config, ConsensusSection, ObjectsSection
 from tidemill.base.errors import Invalid
 from tidemill.node.supervise import ChildSpec, Supervisor
-from tidemill.spark import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
+from tidemill.spark import CONF_VARIABLE, CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 
 NODE_MODULE = "tidemill.cli.serve"
 """Started by name: the floor above puts the console into the node's process."""
@@ -34,7 +35,8 @@ def start_all(
     say: Callable[[str], None] = lambda _: None,
     supervisor: Supervisor | None = None,
 ) -> Supervisor:
-    """Start the node (or several beside each other) and one driver a pipeline, supervised. Call on a running loop."""
+    """Start the node (or several beside each other) and the drivers of each pipeline, supervised. Call on a running
+    loop."""
     supervisor = supervisor or make_supervisor(config, clock, on_failure, say)
     for number in range(1, nodes + 1):
         numbered = config if number == 1 else beside(config, number)
@@ -50,8 +52,17 @@ def start_all(
         command = [sys.executable, "-m", NODE_MODULE, str(path)]
         supervisor.add(ChildSpec(name, command, mark=f"node:{numbered.node.name}", vital=True))
     for name in config.pipeline:
-        supervisor.add(driver(config, name))
+        start_drivers(config, name, supervisor)
     return supervisor
+
+
+def start_drivers(config: Config, name: str, supervisor: Supervisor, label: str = "") -> None:
+    """As many identical drivers of a pipeline as the configuration says. `label` tells those of one machine from those
+    of another."""
+    for number in range(1, config.pipeline[name].spark.instances + 1):
+        supervisor.add(
+            driver(config, name, "-".join(part for part in (label, str(number) if number > 1 else "") if part))
+        )
 
 
 def make_supervisor(
@@ -93,26 +104,29 @@ def next_port(address: str, by: int) -> str:
     return f"{host}:{int(port) + by}"
 
 
-def driver(config: Config, name: str) -> ChildSpec:
-    """A pipeline's driver. The URLs may hold passwords, so they travel in the environment: a command line is for all
-    to see."""
-    file = config.pipeline[name].file
-    command = [
-        sys.executable,
-        "-m",
-        "tidemill.spark.driver",
-        "--domains",
-        str(config.metastore.domains),
-        "--pipeline",
-        file,
-        "--name",
-        name,
-        "--master",
-        config.spark.master,
-        "--scratch",
-        str(Path(config.node.data).absolute() / "scratch" / name),
-        "--budget-ms",
-        str(int(config.freshness.budget_s * 1000)),
-    ]
-    environ = {OBJECTS_VARIABLE: config.objects_url, CONSENSUS_VARIABLE: config.consensus_url}
-    return ChildSpec(f"pipeline-{name}", command, environ, mark=f"pipeline:{name}", watch=(file,))
+def driver(config: Config, name: str, instance: str = "") -> ChildSpec:
+    """A pipeline's driver; `instance` tells it from identical ones, in its scratch directory, its log and its marks.
+
+    The URLs and settings may hold passwords, so they travel in the environment: a command line is for all to see.
+    """
+    section = config.pipeline[name]
+    own = f"{name}-{instance}" if instance else name
+    options = {
+        "domains": str(config.metastore.domains),
+        "pipeline": section.file,
+        "name": name,
+        "instance": instance,
+        "master": section.spark.master or config.spark.master,
+        "driver-memory": section.spark.driver_memory,
+        "scratch": str(Path(config.node.data).absolute() / "scratch" / own),
+        "budget-ms": str(int(config.freshness.budget_s * 1000)),
+    }
+    command = [sys.executable, "-m", "tidemill.spark.driver"]
+    command += [part for key, value in options.items() for part in (f"--{key}", value)]
+    environ = {
+        OBJECTS_VARIABLE: config.objects_url,
+        CONSENSUS_VARIABLE: config.consensus_url,
+        CONF_VARIABLE: json.dumps(section.spark.conf),
+    }
+    mark = f"pipeline:{name}" + (f":{instance}" if instance else "")
+    return ChildSpec(f"pipeline-{own}", command, environ, mark=mark, watch=(section.file,))

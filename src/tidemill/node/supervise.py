@@ -100,7 +100,8 @@ class Child:
             if code == EXIT_CONFIGURATION and self.spec.vital and not self._steady:
                 raise Invalid(words)
             self.restarts += 1
-            self._told(words, code)
+            if code != 0:  # else it was asked to end: `tidemill pipeline restart`
+                self._told(words, code)
             if code == EXIT_CONFIGURATION:
                 await self._parked()
                 continue

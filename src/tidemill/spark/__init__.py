@@ -26,7 +26,10 @@ OBJECTS_VARIABLE = "TIDEMILL_OBJECTS__URL"
 CONSENSUS_VARIABLE = "TIDEMILL_CONSENSUS__URL"
 """The configuration's own names: what a driver is told by its environment, for a command line is for all to see."""
 
-__all__ = ["CONSENSUS_VARIABLE", "OBJECTS_VARIABLE", "Pipeline", "build_session", "register"]
+CONF_VARIABLE = "TIDEMILL_DRIVER_CONF"
+"""Spark settings of a driver as a JSON object: some hold secrets."""
+
+__all__ = ["CONF_VARIABLE", "CONSENSUS_VARIABLE", "OBJECTS_VARIABLE", "Pipeline", "build_session", "register"]
 
 
 def __getattr__(name: str) -> Any:

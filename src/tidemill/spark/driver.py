@@ -12,6 +12,7 @@ boundary. Exit 2: the pipeline or a URL is wrong, in one sentence. Anything else
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -25,7 +26,7 @@ import structlog
 from tidemill.base import descriptors
 from tidemill.base.errors import Invalid
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
-from tidemill.spark import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
+from tidemill.spark import CONF_VARIABLE, CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 from tidemill.spark.stores import Urls
 
 log = structlog.get_logger()
@@ -84,12 +85,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _conf(pairs: list[str]) -> dict[str, str]:
-    """Raises SystemExit 2, as argparse does, on one without `=`."""
+    """Over those of the environment. Raises SystemExit 2, as argparse does, on one without `=`."""
     wrong = [pair for pair in pairs if "=" not in pair]
     if wrong:
         print(f"not a Spark setting: conf={wrong[0]!r}. Write KEY=VALUE.", file=sys.stderr)
         raise SystemExit(EXIT_CONFIGURATION)
-    return dict(pair.split("=", 1) for pair in pairs)
+    told: dict[str, str] = json.loads(os.environ.get(CONF_VARIABLE) or "{}")
+    return told | dict(pair.split("=", 1) for pair in pairs)
 
 
 def _log_to_stderr() -> None:

@@ -284,4 +284,6 @@ class Reporter:
             "memory": self._memory(),
             "dead_letters": runner.dead_letters.total,
             "spark": spark.version if spark is not None else "",
+            "master": runner.settings.master,
+            "began_ms": self._began_ms,
         }

@@ -1,0 +1,61 @@
+"""Ends one driver of this machine and waits for the one that comes in its place."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.marks import Report, this_process
+from tidemill.cli.context import Stores
+from tidemill.consensus.board import Board
+
+MODULE = b"tidemill.spark.driver"
+BACK_WITHIN_S = 90.0
+LOOK_S = 0.2
+
+
+def restart_one(opened: Stores, report: Report) -> dict[str, object]:
+    """{process, before, pid}. Raises Invalid: it runs elsewhere, or is gone; Unavailable: nobody started it anew.
+
+    SIGTERM ends it at a batch boundary. One that is stopped (SIGSTOP) would not hear it: SIGKILL, which loses nothing.
+    """
+    _, host = this_process()
+    if report.host != host:
+        raise Invalid(
+            f"the driver runs on another machine: process={report.process} host={report.host}.",
+            fix=f"Run `tidemill pipeline restart` on {report.host}.",
+        )
+    if not _is_driver(report.pid):
+        raise Invalid(
+            f"the driver is gone: process={report.process} pid={report.pid}.", fix="Start it: tidemill pipeline run."
+        )
+    os.kill(report.pid, signal.SIGKILL if _stopped(report.pid) else signal.SIGTERM)
+    board, portal = Board(opened.consensus, opened.rand), opened.portal
+    until_s = opened.clock.monotonic_s() + BACK_WITHIN_S
+    while opened.clock.monotonic_s() < until_s:
+        for found in portal.call(board.reports()):
+            if found.process == report.process and found.pid != report.pid:
+                return {"process": report.process, "before": report.pid, "pid": found.pid}
+        portal.call(asyncio.sleep(LOOK_S))
+    raise Unavailable(
+        f"the driver ended and nobody started it anew: process={report.process}.",
+        fix="Supervise it: tidemill up, or tidemill pipeline run.",
+    )
+
+
+def _is_driver(pid: int) -> bool:
+    """A pid may be another program's by now."""
+    try:
+        return MODULE in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def _stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False

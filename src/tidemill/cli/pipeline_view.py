@@ -1,0 +1,140 @@
+"""What the pipelines are and do: from the configuration, the catalogue, the shards and what their drivers report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tidemill.base.limits import MARK_BLIND_AFTER_MS
+from tidemill.base.marks import Derived, Report, derive_all
+from tidemill.cli.context import Stores
+from tidemill.consensus.board import Board
+from tidemill.metastore.catalogue import PipelineRow
+
+PREFIX = "pipeline:"
+
+
+@dataclass
+class View:
+    """One pipeline. Rows of `tables` and `instances` are as `describe --json` prints them."""
+
+    name: str
+    file: str = ""
+    letters: str = ""
+    dead_letters: int = 0
+    tables: list[dict[str, Any]] = field(default_factory=list)
+    instances: list[dict[str, Any]] = field(default_factory=list)
+
+    def summary(self) -> dict[str, Any]:
+        silent = sum(1 for instance in self.instances if instance["state"] == "silent")
+        return {
+            "pipeline": self.name,
+            "file": self.file,
+            "running": len(self.instances) - silent,
+            "silent": silent,
+            "tables": [table["table"] for table in self.tables],
+            "lag_ms": max((table["lag_ms"] for table in self.tables), default=0),
+            "dead_letters": self.dead_letters,
+        }
+
+
+def reports_of(reports: list[Report], name: str) -> list[Report]:
+    """Of the drivers of one pipeline, also silent ones."""
+    own = PREFIX + name
+    return [r for r in reports if r.process == own or r.process.startswith(f"{own}:")]
+
+
+def instances_of(opened: Stores, name: str) -> list[Report]:
+    return reports_of(opened.portal.call(Board(opened.consensus, opened.rand).reports()), name)
+
+
+def read_view(opened: Stores) -> dict[str, View]:
+    """Every pipeline that is configured, in the catalogue, or reports. Raises as storage does."""
+    from tidemill.shards.open import read_shards
+
+    portal, now_ms = opened.portal, opened.clock.now_ms()
+    reports = portal.call(Board(opened.consensus, opened.rand).reports())
+    rows = {row.name: row for row in portal.call(opened.catalogue.list(PipelineRow))}
+    shards = {state.name: state for state in portal.call(read_shards(opened.consensus))}
+    marks = derive_all(reports, now_ms)
+    reporting = {r.process.split(":")[1] for r in reports if r.process.startswith(PREFIX)}
+    out = {}
+    for name in sorted({*opened.config.pipeline, *rows, *reporting}):
+        mine = reports_of(reports, name)
+        view = out[name] = View(name)
+        section, row = opened.config.pipeline.get(name), rows.get(name)
+        view.file = section.file if section is not None else ""
+        view.instances = [_instance(report, name, now_ms) for report in mine]
+        if row is None:
+            continue
+        view.letters = row.dead_letters
+        view.dead_letters = shards[row.dead_letters].rows if row.dead_letters in shards else 0
+        for table, fed_by in sorted(row.tables.items()):
+            stored = shards[table].rows if table in shards else 0
+            upper = shards[table].upper if table in shards else 0
+            view.tables.append(_table(table, fed_by, upper, stored, marks.get(f"shard:{table}"), mine))
+    return out
+
+
+def _table(
+    name: str, fed_by: str, upper: int, stored: int, mark: Derived | None, reports: list[Report]
+) -> dict[str, Any]:
+    """lag_ms: how much newer than the table its inputs are; rows: what the drivers that report have written in this
+    life; updates: what the shard stores; seats: the processes in which the table takes part."""
+    facts = {r.process: _tables(r)[name] for r in reports if name in _tables(r)}
+    return {
+        "table": name,
+        "input": fed_by,
+        "upper": upper,
+        "state": str(mark.state) if mark is not None else "",
+        "lag_ms": max(0, mark.mark.target - max(upper, mark.mark.position)) if mark is not None else 0,
+        "held_by": mark.mark.held_by if mark is not None else "",
+        "reason": mark.mark.reason if mark is not None else "",
+        "updates": stored,
+        "rows": sum(int(fact.get("rows", 0)) for fact in facts.values()),
+        "won": sum(int(fact.get("won", 0)) for fact in facts.values()),
+        "lost": sum(int(fact.get("lost", 0)) for fact in facts.values()),
+        "seats": sorted(facts),
+    }
+
+
+def _instance(report: Report, name: str, now_ms: int) -> dict[str, Any]:
+    facts = report.facts
+    began_ms, silent_ms = facts.get("began_ms"), now_ms - report.at_ms
+    resident = facts.get("memory")
+    return {
+        "process": report.process,
+        "instance": report.process.removeprefix(PREFIX + name).removeprefix(":"),
+        "state": "silent" if silent_ms > MARK_BLIND_AFTER_MS else "running" if facts.get("spark") else "starting",
+        "pid": report.pid,
+        "host": report.host,
+        "age_s": (now_ms - began_ms) // 1000 if isinstance(began_ms, int) else None,
+        "report_age_ms": max(0, silent_ms),
+        "master": facts.get("master", ""),
+        "tables": len(_tables(report)),
+        "resident_bytes": resident.get("resident", (0, 0))[0] if isinstance(resident, dict) else 0,
+    }
+
+
+def _tables(report: Report) -> dict[str, dict[str, Any]]:
+    found = report.facts.get("tables")
+    return found if isinstance(found, dict) else {}
+
+
+def table_line(table: dict[str, Any]) -> str:
+    held = f"  held by {table['held_by']}" if table["held_by"] else ""
+    reason = f": {table['reason']}" if table["reason"] else ""
+    return (
+        f"{table['table']} ← {table['input']}  upper={table['upper']}  {table['state'] or 'not reported'}"
+        f"  lag={table['lag_ms']} ms  rows={table['rows']:,}  updates={table['updates']:,}"
+        f"  seats={len(table['seats'])}{held}{reason}"
+    )
+
+
+def instance_line(instance: dict[str, Any]) -> str:
+    age = f"  age {instance['age_s']} s" if instance["age_s"] is not None else ""
+    silent = f" for {instance['report_age_ms'] // 1000} s" if instance["state"] == "silent" else ""
+    return (
+        f"{instance['process']}  {instance['state']}{silent}  pid {instance['pid']} on {instance['host']}{age}"
+        f"  tables={instance['tables']}  {instance['master']}"
+    ).rstrip()
