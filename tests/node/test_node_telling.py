@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.marks import Report, Tracker
 from tidemill.consensus.board import Board
 from tidemill.consensus.open import open_consensus
@@ -68,3 +69,31 @@ def test_each_error_of_a_driver_is_printed_once_and_again_when_it_comes_back(tmp
         telling._print(reports)
     telling._print([Report("node:n1", 5, broken.marks)])
     assert said == ["shard:orders: other columns."] * 2
+
+
+def test_a_driver_that_ends_in_order_is_forgotten_where_a_peer_goes_on_and_blind_where_none_does(
+    tmp_path: Path,
+) -> None:
+    url = f"sqlite://{tmp_path}/consensus.db"
+    clock, rand = SystemClock(), Rand()
+
+    async def scenario() -> None:
+        consensus = await open_consensus(url, clock, rand)
+        board = Board(consensus, rand)
+        now_ms = clock.now_ms()
+        silent_ms = now_ms - 10 * MARK_BLIND_AFTER_MS
+        for process, at_ms in (
+            ("pipeline:two", now_ms), ("pipeline:two:2", now_ms), ("pipeline:one", now_ms), ("node:n1", now_ms),
+            ("pipeline:dead", now_ms), ("pipeline:dead:b", silent_ms),
+        ):  # fmt: skip
+            await board.publish(Report(process, at_ms, ()))
+        telling = Telling("n1", url, Tracker(), clock, rand, lambda _: None)
+        await telling.retire(["pipeline:two:2", "pipeline:one", "pipeline:dead", "node:n1"])
+        left = {report.process for report in await board.reports()}
+        assert left == {"pipeline:two", "pipeline:one", "pipeline:dead", "pipeline:dead:b", "node:n1"}
+        await board.publish(Report("pipeline:two:2", now_ms, ()))  # it may come again
+        assert await told(board, "pipeline:two:2") is not None
+        await telling.aclose()
+        await consensus.aclose()
+
+    asyncio.run(scenario())

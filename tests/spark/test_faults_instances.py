@@ -150,3 +150,4 @@ def test_f314_of_two_drivers_one_may_freeze_or_die_the_table_goes_on_and_the_fro
             beside.terminate()
             assert beside.wait(30) == 0
         assert not Path(f"/proc/{pid}").exists()
+        assert f"{FIRST}:b" not in drivers(made, "silent") | drivers(made, "running"), "it is not missed"

@@ -57,11 +57,16 @@ def run_supervised(
             await telling.adopt()
             tasks = await stack.enter_async_context(Tasks(lambda _, error: fail(error)))
             tasks.spawn(telling.run(), name="telling")
-            stack.push_async_callback(supervisor.stop)
+            stack.push_async_callback(_end, supervisor, telling)
             start(supervisor, fail)
             await failed
 
     asyncio.run(run())
+
+
+async def _end(supervisor: Supervisor, telling: Telling) -> None:
+    await supervisor.stop()
+    await telling.retire([child.mark for child in supervisor.children.values()])
 
 
 def _say(sentence: str) -> None:

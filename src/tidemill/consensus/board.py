@@ -77,6 +77,12 @@ class Board:
         """All reports, by process name. One that cannot be read is there without marks, as of the beginning of time."""
         return [_read(process, registers) for process, registers in (await self._scan()).items()]
 
+    async def forget(self, process: str) -> None:
+        """Drop the report of a process that ended for good; one that speaks up meanwhile keeps it."""
+        for key, version in reversed((await self._scan()).get(process, [])):
+            if not await self._drop(key, version.seq):
+                return
+
     # ----------------------------------------------------------------------------------------------
 
     async def _scan(self) -> dict[str, list[tuple[str, Versioned]]]:

@@ -6,13 +6,13 @@ A driver that cannot even start has nobody else to speak for it. Nothing is writ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import TidemillError
-from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
+from tidemill.base.limits import MARK_BLIND_AFTER_MS, MARK_PUBLISH_INTERVAL_S
 from tidemill.base.marks import Report, Tracker
 from tidemill.base.tasks import is_fault, sentence
 from tidemill.consensus.api import Consensus
@@ -22,6 +22,7 @@ from tidemill.consensus.open import open_consensus
 LOOK_EVERY = 3
 """Rounds between two looks at what the drivers publish."""
 ADOPT_TIMEOUT_S = 3.0
+RETIRE_TIMEOUT_S = 3.0
 
 log = structlog.get_logger()
 
@@ -65,6 +66,21 @@ class Telling:
                     raise
                 log.debug("nothing told", error=sentence(error))
 
+    async def retire(self, ended: Collection[str]) -> None:
+        """These processes ended with their parent, in order. A driver that a peer outlives is not missed, so it is
+        forgotten; what nobody does any more stays, as blind: no report is never read as health."""
+        try:
+            async with asyncio.timeout(RETIRE_TIMEOUT_S):
+                board = await self._board()
+                reports = await board.reports()
+                now_ms = self._clock.now_ms()
+                living = {_pipeline(r.process) for r in reports if r.process not in ended and not _blind(r, now_ms)}
+                for process in ended:
+                    if _pipeline(process) in living - {""}:
+                        await board.forget(process)
+        except (TidemillError, TimeoutError) as error:
+            log.info("what ended is told as blind for an hour", cause=sentence(error))
+
     async def aclose(self) -> None:
         if self._consensus is not None:
             await self._consensus.aclose()
@@ -90,3 +106,13 @@ class Telling:
             if self._said.get(name) != error:
                 self._say(f"{name}: {error}")
         self._said = now
+
+
+def _pipeline(process: str) -> str:
+    """Whose driver a process is; "" = nobody's."""
+    kind, _, rest = process.partition(":")
+    return rest.partition(":")[0] if kind == "pipeline" else ""
+
+
+def _blind(report: Report, now_ms: int) -> bool:
+    return now_ms - report.at_ms > MARK_BLIND_AFTER_MS
