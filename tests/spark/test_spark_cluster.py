@@ -121,7 +121,7 @@ def test_f313_executors_that_lack_nothing_are_sent_nothing_and_ones_without_a_wa
 
 
 @pytest.mark.spark
-def test_a_pipeline_runs_on_executors_that_have_nothing_of_ours_and_goes_on_when_they_come_back(
+def test_f315_a_pipeline_runs_on_executors_that_have_nothing_of_ours_and_goes_on_without_them(
     shared_by_network: Any, cluster: Any, tmp_path: Path
 ) -> None:
     harbour, scratch, events = shared_by_network, tmp_path / "driver", tmp_path / "driver" / "events"
@@ -171,11 +171,23 @@ def test_a_pipeline_runs_on_executors_that_have_nothing_of_ours_and_goes_on_when
         assert rows(harbour) == expected
         assert tasks_done(events) > before, "no step went by Spark tasks"
 
+        def held_by() -> str:
+            """Who holds the executors of this pipeline back."""
+            marks = (mark for report in harbour.portal.call(board.reports()) for mark in report.marks)
+            return next((mark.held_by for mark in marks if mark.name == "pipeline:p:executors"), "")
+
         cluster.kill_worker()
         produce(ROWS, 30)
-        cluster.start_worker()
         until(lambda: harbour.upper("clicks") > 30)
         assert rows(harbour) == expected
+        assert held_by() == cluster.url
+        cluster.start_worker()
+        until(lambda: not held_by())
+        before = tasks_done(events)
+        produce(ROWS, 40)
+        until(lambda: harbour.upper("clicks") > 40)
+        assert rows(harbour) == expected
+        assert tasks_done(events) > before, "no step went by the new executor's tasks"
         said = "".join(path.read_text() for path in events.rglob("*") if path.is_file())
         assert "spark.master" in said and PASSWORD not in said and SECRET not in said
         driver.terminate()

@@ -23,11 +23,13 @@ from tidemill.shards.handle import LogShard
 from tidemill.spark.dead_letters import DeadLetters
 from tidemill.spark.decode.letters import DEAD_LETTERS
 from tidemill.spark.derived import Derivation
+from tidemill.spark.executors import keep_work_going
 from tidemill.spark.feeding import Feed
 from tidemill.spark.host import Host, Settings, own_directory
 from tidemill.spark.pipeline import DerivedTable, Pipeline, load_pipeline
 from tidemill.spark.reporting import Reporter
 from tidemill.spark.scratch import sweep
+from tidemill.spark.session import is_local
 from tidemill.spark.stores import IN_ENVIRONMENT, open_stores
 from tidemill.spark.table import TableWriter
 
@@ -87,6 +89,8 @@ class Runner(Host):
         self._proving = asyncio.run_coroutine_threadsafe(proving, self.portal.loop)
         self._unit("catalogue", self._register)
         self._unit(SESSION_THREAD, self._open_session, mark="spark")
+        if self._own_spark and not is_local(self.settings.master):
+            self._unit("executors", partial(keep_work_going, self))
         for feed in self.feeds:
             self._thread(f"feed-{feed.source}", feed.run)
         for table in self.pipeline.derived_tables.values():
@@ -171,7 +175,7 @@ class Runner(Host):
         return self.portal.call(self.stores.shard(self.pipeline.dead_letters, DEAD_LETTERS))
 
     def _open_session(self) -> None:
-        from tidemill.spark.session import build_session, is_local
+        from tidemill.spark.session import build_session
         from tidemill.spark.shipping import ship, tell
         from tidemill.spark.source import register
 
