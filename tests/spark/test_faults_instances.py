@@ -46,7 +46,7 @@ class Clicks:
         from confluent_kafka import Producer
 
         self._made = made
-        self._producer = Producer({"bootstrap.servers": made.kafka, "acks": "all"})
+        self._producer = Producer({"bootstrap.servers": made.kafka, "acks": "all", "log_level": 0})
         self.count = 0
 
     def come(self) -> None:
