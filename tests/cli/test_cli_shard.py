@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from tidemill.base.errors import Invalid, Missing, TidemillError
+from tidemill.base.errors import Invalid, Missing, TidemillError, Unavailable
 from tidemill.cli.context import stores
 from tidemill.cli.main import app
+from tidemill.cli.shard import exporting
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.shards import compaction
+from tidemill.shards import compaction, ranges
 from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.open import open_shard
 
@@ -155,3 +157,75 @@ def test_compact_merges_what_is_due_and_leaves_contents_alone(
     done = cluster.json("compact", "orders")
     assert (done["merges"], done["lost"], done["updates"]) == (1, 0, [8, 8])
     assert cluster.json("describe", "orders")["batches"] == 1
+
+
+def test_an_export_is_one_time_whole_or_not_at_all(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "RANGE_ROWS", 50)
+    cluster.append([(n, "a", 1) for n in range(300)], [(n, "a", -1) for n in range(100)])
+    cluster.command("evolve", "orders", "--add", "n long default 7", "--yes")
+    early = cluster.json("export", "orders", str(tmp_path / "early"), "--as-of", str(DAY + 1000))
+    assert (early["rows"], early["as_of_ms"], early["shard"]) == (300, DAY + 1000, "orders") and early["files"] > 3
+    assert "200 rows" in cluster.command("export", "orders", str(tmp_path / "now"))
+    for name, first in (("early", 0), ("now", 100)):
+        found = pq.read_table(tmp_path / name)  # other engines too take what begins with _ for none of the files
+        assert sorted(found.column("k").to_pylist()) == list(range(first, 300))
+        assert set(found.column("n").to_pylist()) == {7} and found.schema.names == ["k", "v", "n"]
+    assert json.loads((tmp_path / "now" / "_tidemill.json").read_text())["rows"] == 200
+    assert cluster.json("describe", "orders")["holds"] == []
+    with pytest.raises(Invalid, match="it is there already"):
+        cluster.command("export", "orders", str(tmp_path / "now"))
+    with pytest.raises(Invalid, match="not readable yet"):
+        cluster.command("export", "orders", str(tmp_path / "later"), "--as-of", str(DAY * 2))
+    assert not (tmp_path / "later").exists() and not list(tmp_path.glob("*.partial"))
+
+
+def test_an_export_that_is_cut_off_shows_nothing_and_the_next_one_is_whole(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "RANGE_ROWS", 50)
+    cluster.append([(n, "a", 1) for n in range(300)])
+    plain, done = exporting._write, list[Path]()
+
+    def full(path: Path, *more: Any) -> int:
+        if done:
+            raise OSError("no space left on device")
+        done.append(path)
+        return plain(path, *more)
+
+    monkeypatch.setattr(exporting, "_write", full)
+    with pytest.raises(Unavailable, match="no space left"):
+        cluster.command("export", "orders", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists() and (tmp_path / "out.partial").exists()
+    assert cluster.json("describe", "orders")["holds"] == []
+    monkeypatch.setattr(exporting, "_write", plain)
+    cluster.command("export", "orders", str(tmp_path / "out"))
+    assert pq.read_table(tmp_path / "out").num_rows == 300 and not (tmp_path / "out.partial").exists()
+
+
+def test_a_shard_that_was_emptied_exports_its_columns(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.append([(1, "a", 1)], [(1, "a", -1)])
+    assert cluster.json("export", "orders", str(tmp_path / "out"))["rows"] == 0
+    assert pq.read_table(tmp_path / "out").schema.names == ["k", "v"]
+
+
+def test_a_shard_that_is_used_is_dropped_only_when_told_twice(cluster: Cluster) -> None:
+    cluster.append([(1, "a", 1)])
+    cluster.pipeline(PipelineRow("p", {"orders": "topic:orders"}))
+    with stores(cluster.config) as opened:
+        shard = opened.shard("orders")
+        opened.portal.call(shard.hold("read/someone", DAY + 999, 60_000))
+        opened.portal.call(shard.aclose())
+    with pytest.raises(Invalid, match="the shard is in use: shard=orders by=pipeline:p, hold:read/someone"):
+        cluster.command("drop", "orders", "--yes")
+    assert len(cluster.json("list")) == 1
+    said = cluster.command("drop", "orders", "--yes-really")
+    assert "pipeline p makes it again" in said and "tidemill pipeline delete p" in said
+    assert cluster.json("list") == []
+    cluster.append([(1, "a", 1)], name="other")
+    with pytest.raises(Invalid, match="nothing was deleted"):
+        cluster.command("drop", "other", answer="n\n")
+    assert cluster.json("drop", "other", "--yes")["pipelines"] == []
+    with pytest.raises(Missing):
+        cluster.command("drop", "other", "--yes")

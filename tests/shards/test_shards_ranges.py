@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shard_world import SCHEMA, Row, contents_of, summed, updates
 
 from tidemill.shards import parts, ranges
-from tidemill.shards.front import Batch, Column, Part, ShardSchema
+from tidemill.shards.front import Batch, Column, Evolved, Part, ShardSchema
 from tidemill.shards.hashing import hash_rows
 from tidemill.shards.parts import encode_part
 from tidemill.shards.ranges import HASH_MAX, Range, cut, read_range, streamed_parts
@@ -141,3 +141,9 @@ def test_what_one_reader_holds_does_not_grow_with_what_is_settled(monkeypatch: p
     assert sum(t.num_rows for t in tables) == 20_000 and max(t.num_rows for t in tables) <= 1_000
     assert summed_rows == [4], "one old row, its two updates, and the part's last, after which nothing could come"
     assert len(set(pa.concat_tables(tables).column("k").to_pylist())) == 20_000
+
+
+def test_a_range_with_rows_of_a_newer_schema_is_refused_before_any_is_shown() -> None:
+    batch = Batch(0, 5, (part_of(SCHEMA, [(1, "a", 1, 1)]),), schema_version=2)
+    with pytest.raises(Evolved, match="version=2 known=1"):
+        read(SCHEMA, [batch], 4)

@@ -10,7 +10,7 @@ from urllib.request import urlopen
 
 import typer
 
-from tidemill.base.config import load
+from tidemill.base.config import Config, load
 from tidemill.base.errors import Invalid, Missing, Unavailable
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
 
@@ -56,8 +56,19 @@ def get(
         print(json.dumps(row))
 
 
+def live_shapes(config: Config) -> list[dict[str, Any]]:
+    """The shapes of the configured node; none while it is down, for they live in it, and none where it tells nobody."""
+    try:
+        return list(json.loads(_ask(config.node.http, "/api/shapes", {})[1]))
+    except (Unavailable, Invalid):
+        return []
+
+
 def _get(config: ConfigOption, path: str, parameters: dict[str, str]) -> tuple[Any, bytes]:
-    address = load(config).node.http
+    return _ask(load(config).node.http, path, parameters)
+
+
+def _ask(address: str, path: str, parameters: dict[str, str]) -> tuple[Any, bytes]:
     url = f"http://{address}{path}" + (f"?{urlencode(parameters)}" if parameters else "")
     try:
         with urlopen(url, timeout=60) as answer:

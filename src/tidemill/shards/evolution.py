@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from msgspec.structs import replace
 
 from tidemill.base.errors import Corrupt, Invalid
-from tidemill.shards.front import Column, ShardSchema
+from tidemill.shards.front import Batch, Column, Evolved, ShardSchema
 from tidemill.shards.pgtypes import parse_column
 from tidemill.shards.schema import arrow_type, canonical_type, check_name, difference
 
@@ -130,6 +130,15 @@ def _check_json(name: str, text: str) -> None:
 def default_value(column: Column) -> Any:
     """What rows hold that were written before the column: one Arrow scalar of its type."""
     return parse_column([column.default], column)[0]
+
+
+def check_known(schema: ShardSchema, batch: Batch) -> None:
+    """Raises Evolved: rows of the batch may have columns that `schema` does not know."""
+    if batch.schema_version > schema.version:
+        raise Evolved(
+            f"rows of a newer schema: version={batch.schema_version} known={schema.version}.",
+            fix="Open the shard again.",
+        )
 
 
 def under(schema: ShardSchema, rows: pa.Table, target: pa.Schema) -> pa.Table:

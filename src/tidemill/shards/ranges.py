@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from tidemill.base.errors import Corrupt
 from tidemill.base.limits import MIB
 from tidemill.shards.consolidate import contents
-from tidemill.shards.evolution import under
+from tidemill.shards.evolution import check_known, under
 from tidemill.shards.front import DIFF, HASH, Batch, Part, ShardSchema
 from tidemill.shards.parts import within
 from tidemill.shards.schema import contents_schema, part_schema
@@ -91,7 +91,9 @@ def streamed_parts(batches: Sequence[Batch]) -> list[tuple[Batch, Part]]:
 
 
 def read_range(schema: ShardSchema, chosen: Range, as_of: int, fetch: Fetch) -> Iterator[pa.Table]:
-    """The rows of the range at `as_of`, in tables of the shard's columns. Raises as `fetch`, Corrupt."""
+    """The rows of the range at `as_of`, in tables of the shard's columns. Raises as `fetch`, Corrupt, Evolved."""
+    for batch in chosen.batches:
+        check_known(schema, batch)
     streamed = streamed_parts(chosen.batches)
     names = {id(part) for _, part in streamed}
     held = [

@@ -14,7 +14,8 @@ import pyarrow as pa
 from tidemill.base.limits import MIB, OBJECT_CONCURRENCY
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.cpu import Cpu, inline_cpu
-from tidemill.shards.front import Batch, Evolved, Part, ShardSchema
+from tidemill.shards.evolution import check_known
+from tidemill.shards.front import Batch, Part, ShardSchema
 from tidemill.shards.parts import decode_part, within
 from tidemill.shards.schema import part_schema
 
@@ -58,11 +59,7 @@ class PartReader:
         lower, upper = max(lower, batch.lower), min(upper, batch.upper)
         if not batch.parts or lower >= upper:
             return part_schema(self._schema).empty_table()
-        if batch.schema_version > self._schema.version:
-            raise Evolved(
-                f"rows of a newer schema: version={batch.schema_version} known={self._schema.version}.",
-                fix="Open the shard again.",
-            )
+        check_known(self._schema, batch)
         tables = await asyncio.gather(*(self.read_part(p) for p in batch.parts))
         return pa.concat_tables([within(t, lower, upper) for t in tables])
 

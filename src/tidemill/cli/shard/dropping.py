@@ -7,25 +7,30 @@ from typing import Annotated
 import typer
 
 from tidemill.base.errors import Invalid
-from tidemill.cli.context import ConfigOption, JsonOption, print_json, stores
-from tidemill.cli.shard.showing import Name
+from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
+from tidemill.cli.shard.showing import Name, state_of
 
 
 def drop(
     name: Name,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    really: Annotated[bool, typer.Option("--yes-really", help="Delete it though somebody uses it.")] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete a shard. A pipeline that writes it makes it again from its source."""
-    from tidemill.keeper.drop import drop_shard, users_of
+    """Delete a shard. One that is written or read is refused; a pipeline that writes it makes it again."""
+    from tidemill.keeper.drop import drop_shard
 
     with stores(config) as opened:
-        users = opened.portal.call(users_of(opened.metastore, name))
-        if not yes:
-            said = f"It is made again by: {', '.join(users)}." if users else "No pipeline makes it again."
-            if as_json or not typer.confirm(f"Delete shard {name} and everything in it? {said}"):
-                raise Invalid(f"nothing was deleted: shard={name}.", fix="Say yes, or give --yes.")
+        users = _users(opened, name)
+        if users and not really:
+            raise Invalid(
+                f"the shard is in use: shard={name} by={', '.join(users)}.",
+                fix="Readers end without it, and a pipeline makes it again from its source. To delete it all the same:"
+                " --yes-really",
+            )
+        if not (yes or really) and (as_json or not typer.confirm(f"Delete shard {name} and everything in it?")):
+            raise Invalid(f"nothing was deleted: shard={name}.", fix="Say yes, or give --yes.")
         done = opened.portal.call(
             drop_shard(opened.consensus, opened.objects, opened.metastore, opened.clock, opened.rand, name)
         )
@@ -34,4 +39,22 @@ def drop(
         return
     print(f"dropped {done.name}: {done.rows:,} updates, {done.size_bytes:,} bytes, given back within half an hour")
     for pipeline in done.pipelines:
-        print(f"  pipeline {pipeline} makes it again from its source")
+        print(
+            f"  pipeline {pipeline} makes it again from its source; if it was stopped for good, it keeps that source:"
+        )
+        print(f"  tidemill pipeline delete {pipeline}")
+
+
+def _users(opened: Stores, name: str) -> list[str]:
+    """Pipelines that write the shard, who holds its history, and the shapes that this configuration's node has of it.
+
+    Raises Missing.
+    """
+    from tidemill.cli.shape import live_shapes
+    from tidemill.keeper.drop import users_of
+
+    holds, now_ms = state_of(opened, name).holds, opened.clock.now_ms()
+    found = [f"pipeline:{user}" for user in opened.portal.call(users_of(opened.metastore, name))]
+    found += [f"hold:{hold.reader}" for hold in holds if hold.expires_ms and hold.live(now_ms)]
+    found += [f"shape:{s['handle']}" for s in live_shapes(opened.config) if s["source"] == f"shard:{name}"]
+    return found

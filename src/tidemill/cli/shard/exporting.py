@@ -1,0 +1,124 @@
+"""`tidemill shard export`: one time of a shard as a directory of Parquet files, whole or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tidemill.base.errors import Invalid, Unavailable
+from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
+from tidemill.cli.shard.showing import Name, when
+
+if TYPE_CHECKING:
+    from tidemill.shards.front import ShardSchema
+    from tidemill.shards.handle import LogShard
+    from tidemill.shards.ranges import Fetch, Range
+
+MANIFEST = "_tidemill.json"
+
+
+def export(
+    name: Name,
+    to: Annotated[Path, typer.Argument(help="A directory that does not exist yet.")],
+    as_of: Annotated[int | None, typer.Option(help="Time in ms; default: the newest.")] = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a shard's contents at one time as Parquet files, any size in little memory.
+
+    The directory appears when everything is in it; an export that was cut off leaves TO.partial behind, which the next
+    one replaces.
+    """
+    if to.exists():
+        raise Invalid(f"it is there already: to={to}.", fix="Name a directory that does not exist yet.")
+    with stores(config) as opened:
+        shard = opened.shard(name)
+        try:
+            facts = opened.portal.call(_export(opened, shard, as_of, to))
+        finally:
+            opened.portal.call(shard.aclose())
+    if as_json:
+        print_json(facts)
+    else:
+        print(f"{name} at {when(facts['as_of_ms'])}: {facts['rows']:,} rows in {facts['files']} files, {to}")
+
+
+async def _export(opened: Stores, shard: LogShard, as_of: int | None, to: Path) -> dict[str, Any]:
+    """Hold the time, then choose: what is chosen stays for as long as the export takes. Raises Invalid, Unavailable."""
+    _, upper = await shard.frontiers()
+    time_ms = upper - 1 if as_of is None else as_of
+    if not 0 <= time_ms < upper:
+        raise Invalid(
+            f"not readable yet: shard={shard.name} as_of={time_ms} upper={upper}.", fix="Ask for a time below upper."
+        )
+    from tidemill.cli.progress import Bars
+    from tidemill.shards.ranges import cut
+
+    partial = to.with_name(f"{to.name}.partial")
+    async with shard.holding("export", time_ms):
+        ranges = cut(await shard.batches_until(time_ms))
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            rows = 0
+
+            def fetch(part: Any) -> Any:
+                return part.inline or opened.portal.call(opened.objects.get(part.object_key))
+
+            with Bars() as bars:
+                for number, piece in enumerate(_or_empty(ranges)):
+                    path = partial / f"part-{number:05}.parquet"
+                    # On a thread: the hold is renewed meanwhile.
+                    rows += await asyncio.to_thread(_write, path, shard.schema, piece, time_ms, fetch)
+                    bars.show(shard.name, number + 1, len(ranges))
+            facts = {"shard": shard.name, "shard_id": shard.shard_id, "as_of_ms": time_ms, "rows": rows,
+                     "files": number + 1, "key": list(shard.schema.key),
+                     "columns": {c.name: c.type for c in shard.schema.columns}}  # fmt: skip
+            (partial / MANIFEST).write_text(json.dumps(facts, indent=1) + "\n")
+            _sync(partial / MANIFEST)
+            _sync(partial)
+            partial.rename(to)
+            _sync(to.parent)
+        except OSError as error:
+            raise Unavailable(
+                f"cannot write the export: to={to} ({error}).", fix="Make room, or name another."
+            ) from error
+    return facts
+
+
+def _or_empty(ranges: Sequence[Range]) -> Sequence[Range]:
+    """A shard without rows is one file without rows: readers find its columns."""
+    from tidemill.shards.ranges import HASH_MAX, Range
+
+    return ranges or [Range(0, HASH_MAX, [])]
+
+
+def _write(path: Path, schema: ShardSchema, piece: Range, as_of: int, fetch: Fetch) -> int:
+    """The rows of one range as one file, in its final bytes on the disk."""
+    import pyarrow.parquet as pq
+
+    from tidemill.shards.ranges import read_range
+    from tidemill.shards.schema import contents_schema
+
+    rows = 0
+    with pq.ParquetWriter(path, contents_schema(schema), compression="zstd") as writer:
+        for table in read_range(schema, piece, as_of, fetch):
+            writer.write_table(table)
+            rows += table.num_rows
+    _sync(path)
+    return rows
+
+
+def _sync(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
