@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.shards.front import Column, ShardSchema
+from tidemill.spark.decode import lines as lines_module
 from tidemill.spark.decode import objects as objects_module
-from tidemill.spark.decode.lines import LINES, SPAN_BYTES
+from tidemill.spark.decode.lines import LINES
 from tidemill.spark.decode.records import Records
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.topics.batch import Record, decode_columns, encode_batch
@@ -273,10 +274,11 @@ def test_what_lies_behind_a_value_is_no_part_of_it(count: int) -> None:
 
 
 def test_values_of_all_sizes_are_cut_to_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = (0, SPAN_BYTES // 2, SPAN_BYTES - 8, SPAN_BYTES, 3 * SPAN_BYTES)
-    long = [b'{"k":"' + b"x" * size + b'"}' for size in sizes]
-    rows, dead = held([*usual(LINES), *long, *usual(3), *long, *usual(LINES + 1)], monkeypatch)
-    assert len(rows) == 2 * LINES + 14 and not dead
+    monkeypatch.setattr(lines_module, "LINES", 100)
+    monkeypatch.setattr(lines_module, "SPAN_BYTES", 5_000)
+    long = [b'{"k":"' + b"x" * size + b'"}' for size in (0, 2_500, 4_992, 5_000, 15_000)]
+    rows, dead = held([*usual(101), *long, *usual(3), *long, *usual(250)], monkeypatch)
+    assert len(rows) == 364 and not dead
 
 
 def test_good_rows_never_meet_the_slow_path(monkeypatch: pytest.MonkeyPatch) -> None:

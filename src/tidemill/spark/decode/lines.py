@@ -5,7 +5,7 @@
                                                             the gaps are left out
 
 The byte behind a value is never another value's (in a batch it is the header count), so the line's end takes its place.
-Lines are bounded by count and bytes: the text of one stays in the cache while it is read.
+Lines are bounded by count and bytes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Bytes = npt.NDArray[np.uint8]
 Offsets = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 
-LINES = 4_096
-SPAN_BYTES = 1 << 20
-"""At most so many values at once, which lie within so many bytes (a value larger than that is alone)."""
+LINES = 5_000
+SPAN_BYTES = 2 << 20
+"""At most so many values at once, which lie within so many bytes (a value larger than that is alone). Measured: every
+stretch is a visit to another thread for Arrow's reader, and what is larger leaves the cache."""
 
 NESTED = 200
 """With so many brackets in it, a row may be nested as deep as only the other reader knows."""
 
-_ALTERNATING = pa.array(np.arange(2 * LINES) % 2 == 0)
 _OPENING, _CLOSING, _LINE = b"{}\n"
 _BEFORE_VALUES = np.zeros(256, dtype=bool)
 _BEFORE_VALUES[list(b":,[")] = True
@@ -77,10 +77,10 @@ class Lines:
 def stretches(body: pa.Buffer, at: Places, sizes: Places, places: Places) -> Iterator[Lines]:
     """The values that begin at `at`, ascending, in order."""
     ends = at + sizes
-    first = 0
+    first, most = 0, -(-len(at) // max(1, -(-len(at) // LINES)))  # all of about one size
     while first < len(at):
         reached = int(np.searchsorted(ends, at[first] + SPAN_BYTES, side="right"))
-        last = min(first + LINES, max(reached, first + 1))
+        last = min(first + most, max(reached, first + 1))
         yield Lines(body, at[first:last], sizes[first:last], places[first:last])
         first = last
 
@@ -104,8 +104,6 @@ def of_ranges(body: pa.Buffer, begins: Places, ends: Places, good: Mask) -> pa.A
     offsets[-1] = ends[-1] - low
     buffers = [None, pa.py_buffer(offsets), body.slice(low, int(offsets[-1]))]
     with_gaps = pa.Array.from_buffers(pa.binary(), 2 * count, buffers)
-    if count <= LINES and good.all():
-        return with_gaps.filter(_ALTERNATING.slice(0, 2 * count))
     mask = np.zeros(2 * count, dtype=bool)
     mask[::2] = good
     return with_gaps.filter(pa.array(mask))

@@ -32,7 +32,7 @@ FEW = 64
 LEAF = 32
 """So few rows are not looked at by halves."""
 
-REFUSALS = 8
+REFUSALS = 16
 """Of a stretch; after so many the rest of it is for the slow path, which costs less then."""
 
 _ROW = re.compile(r"in row (\d+)$")

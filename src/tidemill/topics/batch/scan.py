@@ -8,6 +8,8 @@ Only good records come out: where anything is not as the format has it, the answ
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
@@ -53,17 +55,16 @@ def scan(data: bytes | memoryview, at: int, first: int, count: int) -> Scanned |
 def scan_places(data: bytes | memoryview, at: int, places: Column) -> Scanned | None:
     """The same for records of one or more batches behind each other, which have these offset deltas."""
     try:
-        starts = _hop(data, at, len(places))
+        starts = np.fromiter(_hop(data, at, len(places)), dtype=np.int64, count=len(places) + 1)
         return _columns(np.frombuffer(data, dtype=np.uint8), starts, places)
     except IndexError:
         return None
 
 
-def _hop(data: bytes | memoryview, at: int, count: int) -> Column:
+def _hop(data: bytes | memoryview, at: int, count: int) -> Iterator[int]:
     """Where each record begins, and where the last one ends. Raises IndexError past the end."""
     position = at
-    starts = [position]
-    append = starts.append
+    yield position
     for _ in range(count):
         byte = data[position]
         if byte < 0x80:
@@ -71,7 +72,7 @@ def _hop(data: bytes | memoryview, at: int, count: int) -> Column:
         else:
             second = data[position + 1]
             if second < 0x80:
-                position += 2 + ((byte & 0x7F | second << 7) >> 1)
+                position += (byte >> 1) + (second << 6) - 62  # 2 + ((byte & 0x7F | second << 7) >> 1)
             else:
                 third = data[position + 2]
                 length, size = byte & 0x7F | (second & 0x7F) << 7 | (third & 0x7F) << 14, 3
@@ -82,8 +83,7 @@ def _hop(data: bytes | memoryview, at: int, count: int) -> Column:
                     if size > _VARINT32:
                         raise IndexError("a length of more than five bytes")
                 position += size + (length >> 1)
-        append(position)
-    return np.array(starts, dtype=np.int64)
+        yield position
 
 
 def _columns(data: npt.NDArray[np.uint8], starts: Column, places: Column) -> Scanned | None:
