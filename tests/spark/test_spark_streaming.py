@@ -188,6 +188,14 @@ def test_big_batches_go_through_spark_tasks_to_the_same_contents(harbour: Any, s
     expected: dict[str, int] = {}
     sink = clicks_sink(harbour, tmp_path / "s", inline_rows=10)
     sink.use(spark.sparkContext)
+    run, inline = sink._by_tasks.run, []
+
+    def noting(work: Any) -> Any:
+        results = run(work)
+        inline.extend(name for name, result in results.items() if result.inline)
+        return results
+
+    sink._by_tasks.run = noting
     for n in range(1, 4):
         rows = [(b"k", {"click_id": f"k{k}", "product_id": k * n}) for k in range(0, 60_000, 20 * n)]
         expected |= {value["click_id"]: value["product_id"] for _, value in rows}
@@ -200,6 +208,7 @@ def test_big_batches_go_through_spark_tasks_to_the_same_contents(harbour: Any, s
     assert mirror == expected
     assert sink.seats.tables[0].operator.upper == 31
     assert not list((tmp_path / "s").rglob("pending-*")), "no task leaves its run behind"
+    assert inline == [], "the tasks decided each of them"
 
 
 def test_rows_of_a_topic_as_a_streaming_dataframe(harbour: Any, spark: Any, tmp_path: Path) -> None:

@@ -1,29 +1,35 @@
-"""Bigger steps by Spark tasks: by table and hash range they write parts and leave their runs; the driver appends."""
+"""Bigger steps by Spark tasks: pieces are decoded, ranges resolved (exchange.py); the driver appends."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 
 from tidemill.shards.front import Part
 from tidemill.spark.decode.letters import no_dead_letters
-from tidemill.spark.steps import Step
+from tidemill.spark.decode.slices import Descriptor
+from tidemill.spark.exchange import PENDING, Piece, Plan, RangeResult, read, resolve_range
+from tidemill.spark.steps import Step, pieces
 from tidemill.spark.stores import Stores
 from tidemill.spark.table import TableWriter
-from tidemill.spark.tasks import PENDING, Task, TaskResult, boot_id, concat_changes, from_ipc, run_task
+from tidemill.spark.tasks import boot_id, from_ipc
+from tidemill.spark.upsert.commands import BEFORE_ALL
 from tidemill.spark.upsert.resolve import KeyChanges, no_changes
 from tidemill.spark.upsert.runs import Run, open_run
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-TASKS_MAX = 8
-"""Hash ranges of one table's step."""
-ROWS_PER_TASK = 50_000
+RANGES_MAX = 8
+"""Hash ranges of one table's step. As many for every step: an executor's process keeps the mirrors of its ranges."""
+PIECE_BYTES = 1 << 20
+"""Of stored record batches: a task reads at least so much."""
 
 
 class Results(msgspec.Struct):
@@ -43,51 +49,42 @@ class ByTasks:
 
     def run(self, work: Sequence[tuple[TableWriter, Step]]) -> dict[str, Results]:
         """By table. A table whose task fails for good is to be done inline, which names what is wrong with it alone."""
-        out: dict[str, Results] = {}
+        slots = max(1, self._context.defaultParallelism)
+        plans: list[Plan] = []
         payloads: list[bytes] = []
         for table, step in work:
             sweep_pending(table.mirror_dir)
             table.save()
-            payloads += self._tasks(table, step)
+            for descriptors in _packed(step, max(PIECE_BYTES, -(-step.bytes // slots))):
+                payloads.append(msgspec.msgpack.encode(Piece(len(plans), descriptors)))
+            plans.append(self._plan(table, step, plans[-1].first + plans[-1].ranges if plans else 0, slots))
+        told = msgspec.msgpack.encode(plans)
+        ranges = plans[-1].first + plans[-1].ranges
         try:
-            found = self._context.parallelize(payloads, len(payloads)).map(run_task).collect()
+            read_once = self._context.parallelize(payloads, len(payloads)).flatMap(partial(read, told))
+            exchanged = read_once.partitionBy(ranges, int)  # the key is the place
+            answers = exchanged.mapPartitionsWithIndex(partial(resolve_range, told)).collect()
+            found = [msgspec.msgpack.decode(answer, type=RangeResult) for answer in answers]
         except Exception:  # py4j raises what it likes, of one table or of Spark: inline tells which
             return {table.name: Results([], [], 0, no_dead_letters(), True) for table, _ in work}
-        results = [msgspec.msgpack.decode(f, type=TaskResult) for f in found]
-        for table, _ in work:
-            mine = sorted((r for r in results if r.table == table.name), key=lambda r: r.bucket)
-            out[table.name] = Results(
-                [r.part for r in mine if r.part is not None],
-                [Path(r.run) for r in mine if r.run],
-                sum(r.rows for r in mine),
-                pa.concat_tables([from_ipc(r.dead, no_dead_letters()) for r in mine]),
-                any(r.inline for r in mine),
-            )
-        return out
+        return {table.name: _joined_results(table, [r for r in found if r.table == table.name]) for table, _ in work}
 
-    def _tasks(self, table: TableWriter, step: Step) -> list[bytes]:
+    def _plan(self, table: TableWriter, step: Step, first: int, slots: int) -> Plan:
         assert table.feed is not None
-        buckets = min(TASKS_MAX, max(1, self._context.defaultParallelism), 1 + step.records // ROWS_PER_TASK)
-        return [
-            msgspec.msgpack.encode(
-                Task(
-                    table.name,
-                    table.shard.shard_id,
-                    table.shard.writer,
-                    table.feed,
-                    table.schema,
-                    step.descriptors,
-                    step.lower,
-                    step.upper,
-                    bucket,
-                    buckets,
-                    self._stores.urls,
-                    str(table.mirror_dir),
-                    boot_id(),
-                )
-            )
-            for bucket in range(buckets)
-        ]
+        return Plan(
+            table.name,
+            table.shard.shard_id,
+            table.shard.writer,
+            table.feed,
+            table.schema,
+            step.lower,
+            step.upper,
+            first,
+            min(RANGES_MAX, slots),
+            self._stores.urls,
+            str(table.mirror_dir),
+            boot_id(),
+        )
 
     def append(self, table: TableWriter, step: Step, found: Results) -> None:
         won = table.portal.call(table.append(step.lower, step.upper, found.parts))
@@ -102,14 +99,47 @@ class ByTasks:
                 path.unlink(missing_ok=True)
 
 
+def _packed(step: Step, most_bytes: int) -> Iterator[tuple[Descriptor, ...]]:
+    """The step's batches in as many shares as tasks read at once: a task costs more than a few batches do."""
+    share: list[Descriptor] = []
+    size = 0
+    for descriptor in pieces(step.descriptors, most_bytes):
+        more = sum(ref.size_bytes for ref in descriptor.refs)
+        if share and size + more > most_bytes:
+            yield tuple(share)
+            share, size = [], 0
+        share.append(descriptor)
+        size += more
+    if share:
+        yield tuple(share)
+
+
 def sweep_pending(mirror_dir: Path) -> None:
     """Runs that tasks left whose results never came: a task that was killed, or an attempt that another one beat."""
     for path in mirror_dir.glob(PENDING.format("*", "*")):
         path.unlink(missing_ok=True)
 
 
+def _joined_results(table: TableWriter, found: Sequence[RangeResult]) -> Results:
+    ordered = sorted(found, key=lambda r: r.number)
+    asides = [aside for r in ordered for aside in r.asides]
+    # A truncation needs every live key at once, and a stop shortens the interval.
+    empty = table.operator.mirror.empty
+    inline = any(
+        aside.stop is not None or any(t.order != BEFORE_ALL or not empty for t in aside.truncates) for aside in asides
+    )
+    return Results(
+        [r.part for r in ordered if r.part is not None],
+        [Path(r.run) for r in ordered if r.run],
+        sum(r.rows for r in ordered),
+        pa.concat_tables([no_dead_letters(), *(from_ipc(a.dead, no_dead_letters()) for a in asides)]),
+        inline,
+    )
+
+
 def _joined(table: TableWriter, runs: Sequence[Run]) -> KeyChanges:
+    """Runs of ascending hash ranges as one."""
     if not runs:
         return no_changes(table.schema)
-    run = concat_changes(runs)
-    return KeyChanges(run.rows, run.hashes, run.live)
+    rows = pa.concat_tables([run.rows for run in runs])
+    return KeyChanges(rows, np.concatenate([r.hashes for r in runs]), np.concatenate([r.live for r in runs]))

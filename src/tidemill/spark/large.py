@@ -9,19 +9,18 @@ whole interval at once: a key is in one range, and ranges share nothing.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 
 from tidemill.shards.front import TIME, Part
 from tidemill.shards.hashing import bucket_of, hash_rows
 from tidemill.spark.decode.captured import Stop
-from tidemill.spark.decode.slices import Descriptor
-from tidemill.spark.steps import STEP_BYTES, Step
+from tidemill.spark.ranges import cut
+from tidemill.spark.steps import STEP_BYTES, Step, pieces
 from tidemill.spark.stores import Stores
 from tidemill.spark.table import TableWriter
 from tidemill.spark.tasks import decode_blocks, fetch_here
@@ -29,7 +28,6 @@ from tidemill.spark.upsert.arrays import U64, Index, int64s
 from tidemill.spark.upsert.commands import Commands, Truncate, command_schema, select, times_of
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import KeyChanges, no_changes, resolve
-from tidemill.topics.front import BatchRef
 
 RANGE_RECORDS = 250_000
 RANGE_BYTES = 64 << 20
@@ -74,7 +72,7 @@ class LargeStep:
         sinks = [pa.OSFile(str(self._file(number)), "wb") for number in range(self._ranges)]
         writers = [pa.ipc.new_stream(sink, schema) for sink in sinks]
         try:
-            for piece in _pieces(self._step.descriptors):
+            for piece in pieces(self._step.descriptors, STEP_BYTES):
                 batches = fetch_here(self._table.portal, self._stores.objects, [piece])
                 for block in decode_blocks(self._feed, [piece], batches):
                     if stopping():
@@ -95,9 +93,7 @@ class LargeStep:
     def _write(self, rows: pa.Table, writers: Sequence[Any]) -> None:
         if not rows.num_rows:
             return
-        ranges = bucket_of(hash_rows(rows, self._table.schema.key), self._ranges)
-        for number, writer in enumerate(writers):
-            mine = rows.filter(pa.array(ranges == number))
+        for mine, writer in zip(cut(rows, self._table.schema.key, self._ranges), writers, strict=True):
             if mine.num_rows:
                 writer.write_table(mine)
 
@@ -142,20 +138,3 @@ class _RangeOf:
     @property
     def empty(self) -> bool:
         return self._mirror.empty
-
-
-def _pieces(descriptors: Sequence[Descriptor]) -> Iterator[Descriptor]:
-    """Each descriptor's batches some at a time; where its topic begins is said once."""
-    for descriptor in descriptors:
-        piece, begins_ms = descriptor.slice, descriptor.slice.begins_ms
-        groups: list[list[BatchRef]] = [[]]
-        size = 0
-        for ref in descriptor.refs:
-            if groups[-1] and size + ref.size_bytes > STEP_BYTES:
-                groups.append([])
-                size = 0
-            groups[-1].append(ref)
-            size += ref.size_bytes
-        for refs in groups:
-            yield Descriptor(msgspec.structs.replace(piece, begins_ms=begins_ms), tuple(refs))
-            begins_ms = -1

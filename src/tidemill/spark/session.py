@@ -44,6 +44,8 @@ STREAMING_SETTINGS: dict[str, str] = {
     "spark.sql.streaming.numRecentProgressUpdates": "10",
     # Arrow instead of pickled rows between DataFrames and pandas or Arrow tables.
     "spark.sql.execution.arrow.pyspark.enabled": "true",
+    # Arrow's own pool gives pages back that a worker's next task needs (driver.py): touching them anew is dear.
+    "spark.executorEnv.ARROW_DEFAULT_MEMORY_POOL": "system",
     # Times in shards are UTC.
     "spark.sql.session.timeZone": "UTC",
     # What a query says about a shard's key chooses what is read (spark/source/filters.py); off by default.

@@ -9,7 +9,7 @@ A step is whole times. One time alone may hold more than a step may: such a step
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from tidemill.spark.decode.slices import Descriptor, Slice, cut, record_count
 from tidemill.spark.feeds import TopicFeed
 from tidemill.spark.planning import locate
 from tidemill.spark.stores import Stores
+from tidemill.topics.front import BatchRef
 
 STEP_RECORDS = 100_000
 STEP_BYTES = 32 << 20
@@ -146,3 +147,20 @@ def _sizes(bindings: Sequence[Binding], descriptors: Sequence[Descriptor]) -> li
         sizes = np.array([r.size_bytes for r in descriptor.refs], dtype=np.int64)
         np.add.at(out, np.searchsorted(times, descriptor.slice.times_of(first)), sizes)
     return [int(total) for total in np.cumsum(out)]
+
+
+def pieces(descriptors: Sequence[Descriptor], most_bytes: int) -> Iterator[Descriptor]:
+    """Each descriptor's batches some at a time; where its topic begins is said once."""
+    for descriptor in descriptors:
+        piece, begins_ms = descriptor.slice, descriptor.slice.begins_ms
+        groups: list[list[BatchRef]] = [[]]
+        size = 0
+        for ref in descriptor.refs:
+            if groups[-1] and size + ref.size_bytes > most_bytes:
+                groups.append([])
+                size = 0
+            groups[-1].append(ref)
+            size += ref.size_bytes
+        for refs in groups:
+            yield Descriptor(msgspec.structs.replace(piece, begins_ms=begins_ms), tuple(refs))
+            begins_ms = -1

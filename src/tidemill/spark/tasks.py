@@ -1,40 +1,28 @@
-"""What runs where the data is: on an executor as a Spark task, or inline on the driver. The same functions.
-
-A task reads record batches, decodes them, resolves them against the mirror, and writes a part. It needs
-the bucket; consensus only if no mirror as of the right upper is found on its machine (U3).
-"""
+"""Fetching and decoding: inline on the driver, or in a Spark task (exchange.py), by the same functions."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pyarrow as pa
 
-from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.base.portal import Portal
 from tidemill.objects.store import Buffer, ObjectStore
-from tidemill.shards.front import TIME, Part, ShardSchema
-from tidemill.shards.hashing import bucket_of, hash_rows
-from tidemill.shards.parts import store_part
+from tidemill.shards.front import TIME
 from tidemill.spark.decode.captured import CapturedDecoder, Stop
 from tidemill.spark.decode.letters import no_dead_letters
 from tidemill.spark.decode.records import Records, blocks_of
 from tidemill.spark.decode.slices import Descriptor
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.feeds import TopicFeed
-from tidemill.spark.stores import Urls, shared, shared_objects
+from tidemill.spark.stores import shared_objects
 from tidemill.spark.upsert.arrays import int64s
 from tidemill.spark.upsert.commands import BEFORE_ALL, Commands, Truncate, join, no_commands, select, times_of
-from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.resolve import Resolved, resolve
-from tidemill.spark.upsert.runs import Run, write_run
 from tidemill.topics.fetch import read_batches
 
 
@@ -118,104 +106,6 @@ def decode_here(objects_url: str, feed: TopicFeed, descriptors: Sequence[Descrip
     return decode(feed, descriptors, fetch_here(portal, objects, descriptors))
 
 
-PENDING = "pending-{}-{}.arrow"
-"""A task's run beside the mirror, by bucket and attempt: the driver takes it in or removes it."""
-
-
-# a whole task -------------------------------------------------------------------------------------------
-
-
-class Task(msgspec.Struct, frozen=True):
-    """One hash range (bucket of buckets) of one table for [lower, upper)."""
-
-    table: str
-    shard_id: str
-    writer: str
-    feed: TopicFeed
-    schema: ShardSchema
-    descriptors: tuple[Descriptor, ...]
-    lower: int
-    upper: int
-    bucket: int
-    buckets: int
-    urls: Urls
-    mirror: str
-    """Directory of the driver's saved mirror, useful where it is on this machine too."""
-    boot: str
-
-
-class TaskResult(msgspec.Struct, frozen=True):
-    """`run`: file of the pending run beside the mirror, or "" where there is none. `inline`: do it over on the driver,
-    for a truncation needs every live key at once, and a stop shortens the interval."""
-
-    table: str
-    bucket: int
-    part: Part | None
-    rows: int
-    commands: int
-    run: str
-    dead: bytes
-    inline: bool
-
-
-def run_task(payload: bytes) -> bytes:
-    """A Spark task: decode, resolve, write. Parts are named per attempt; only returned ones are ever referenced."""
-    task = msgspec.msgpack.decode(payload, type=Task)
-    decoded = decode_here(task.urls.objects, task.feed, task.descriptors)
-    dead = to_ipc(decoded.dead) if task.bucket == 0 else b""
-    mirror = _mirror(task)
-    truncates = any(t.order != BEFORE_ALL or not mirror.empty for t in decoded.commands.truncates)
-    if truncates or decoded.stop is not None:
-        return msgspec.msgpack.encode(TaskResult(task.table, task.bucket, None, 0, 0, "", dead, True))
-    commands = _of_bucket(decoded.commands, task)
-    resolved = resolve(task.schema, commands, mirror, task.lower, task.upper)
-    part, run = None, ""
-    if resolved.updates.num_rows:
-        portal, objects = shared_objects(task.urls.objects)
-        rand = Rand()
-        now_ms = SystemClock().now_ms()
-        part = portal.call(
-            store_part(
-                objects, task.shard_id, task.schema, resolved.updates, writer=task.writer, rand=rand, now_ms=now_ms
-            )
-        )
-        run = _keep_run(task, resolved, rand)
-    result = TaskResult(
-        task.table, task.bucket, part, resolved.updates.num_rows, commands.rows.num_rows, run, dead, False
-    )
-    return msgspec.msgpack.encode(result)
-
-
-def _of_bucket(commands: Commands, task: Task) -> Commands:
-    if task.buckets == 1:
-        return commands
-    mine = bucket_of(hash_rows(commands.rows, task.schema.key), task.buckets) == task.bucket
-    return Commands(commands.rows.filter(pa.array(mine)))
-
-
-def _mirror(task: Task) -> Mirror:
-    """The driver's mirror if it is here and as of `lower`, else one rebuilt from the shard."""
-    found = Mirror.load(Path(task.mirror), task.schema, task.shard_id, task.boot)
-    if found is not None and found.upper == task.lower:
-        return found
-    if task.lower == 0:
-        return Mirror(task.schema)
-    portal, stores = shared(task.urls)
-    shard = portal.call(stores.shard(task.table))
-    return Mirror.hydrate(task.schema, portal.call(shard.snapshot(task.lower - 1)), task.lower)
-
-
-def _keep_run(task: Task, resolved: Resolved, rand: Rand) -> str:
-    """The pending run as a file beside the mirror, if that directory is on this machine; else it is read back."""
-    directory = Path(task.mirror)
-    if not directory.is_dir() or not os.access(directory, os.W_OK):
-        return ""
-    path = directory / PENDING.format(task.bucket, rand.nonce())
-    changes = resolved.changes
-    write_run(task.schema, Run(changes.rows, changes.hashes, changes.live), path)
-    return str(path)
-
-
 def to_ipc(table: pa.Table) -> bytes:
     if table.num_rows == 0:
         return b""
@@ -235,9 +125,3 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
-
-
-def concat_changes(runs: Sequence[Run]) -> Run:
-    """Runs of disjoint, ascending hash ranges as one."""
-    rows = pa.concat_tables([run.rows for run in runs])
-    return Run(rows, np.concatenate([run.hashes for run in runs]), np.concatenate([run.live for run in runs]))

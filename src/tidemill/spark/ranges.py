@@ -1,0 +1,118 @@
+"""A mirror of one hash range of a shard, in a process that executes tasks: kept from step to step, made where none is.
+
+It follows the shard as a driver's mirror does (U3), reading of each batch the parts that reach into the range.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from tidemill.base.portal import Portal
+from tidemill.shards.consolidate import contents
+from tidemill.shards.front import HASH, Batch, HistoryLost, ShardSchema
+from tidemill.shards.handle import LogShard
+from tidemill.shards.hashing import bucket_of, hash_rows
+from tidemill.shards.schema import part_schema
+from tidemill.spark.stores import Urls, shared
+from tidemill.spark.upsert.arrays import U64, Index, rows_at
+from tidemill.spark.upsert.mirror import Mirror
+
+KEPT_BYTES = 256 << 20
+"""Of all mirrors of ranges that one worker keeps."""
+
+
+class HashRange(msgspec.Struct, frozen=True):
+    """The `number`th of `count` equal ranges."""
+
+    number: int
+    count: int
+
+    def holds(self, hashes: U64) -> pa.Array:
+        return pa.array(bucket_of(hashes, self.count) == self.number)
+
+    def part_of(self, batch: Batch) -> Batch:
+        """The batch without the parts that have no row of the range."""
+        reached = [bucket_of(np.array([p.min_hash, p.max_hash], np.uint64), self.count) for p in batch.parts]
+        parts = tuple(p for p, (low, high) in zip(batch.parts, reached, strict=True) if low <= self.number <= high)
+        return msgspec.structs.replace(batch, parts=parts)
+
+
+def cut(rows: pa.Table, key: tuple[str, ...], count: int) -> list[pa.Table]:
+    """The rows of each of `count` hash ranges, in order."""
+    if count == 1:
+        return [rows]
+    numbers = bucket_of(hash_rows(rows, key), count).astype(np.int16)
+    order: Index = np.argsort(numbers, kind="stable")
+    ordered = rows_at(rows, order)
+    ends = np.searchsorted(numbers[order], np.arange(count + 1)).tolist()
+    return [ordered.slice(ends[at], ends[at + 1] - ends[at]) for at in range(count)]
+
+
+class RangeMirrors:
+    """Of one process; one caller at a time. `made` and `followed` count what a task's mirror came from."""
+
+    def __init__(self, most_bytes: int = KEPT_BYTES) -> None:
+        self.made = 0
+        self.followed = 0
+        self._most_bytes = most_bytes
+        self._kept: OrderedDict[tuple[str, HashRange], Mirror] = OrderedDict()
+
+    def at(self, urls: Urls, table: str, shard_id: str, schema: ShardSchema, part: HashRange, upper: int) -> Mirror:
+        """As of `upper`. Raises what reading the shard raises."""
+        portal, stores = shared(urls)
+        shard = portal.call(stores.shard(table))
+        mirror = self._kept.pop((shard_id, part), None)
+        if mirror is None or mirror.schema != schema or not self._follow(portal, shard, mirror, part, upper):
+            found = portal.call(_contents(shard, part, upper - 1))
+            mirror = Mirror.hydrate(schema, found, upper)
+            self.made += 1
+        self._kept[shard_id, part] = mirror
+        while len(self._kept) > 1 and sum(m.held_bytes for m in self._kept.values()) > self._most_bytes:
+            self._kept.popitem(last=False)
+        return mirror
+
+    def _follow(self, portal: Portal, shard: LogShard, mirror: Mirror, part: HashRange, upper: int) -> bool:
+        """False when what it needs is forgotten, or when it is beyond already."""
+        if mirror.upper > upper:
+            return False
+        try:
+            for batch in portal.call(shard.batches(mirror.upper)):
+                until = min(batch.upper, upper)
+                if until > mirror.upper:
+                    rows = portal.call(shard.read_batch(part.part_of(batch), mirror.upper, until))
+                    mirror.apply(rows.filter(part.holds(rows.column(HASH).to_numpy())), mirror.upper, until)
+        except HistoryLost:
+            return False
+        self.followed += 1
+        return mirror.upper == upper
+
+
+async def _contents(shard: LogShard, part: HashRange, as_of: int) -> pa.Table:
+    """What the shard holds of the range, one batch after another, so that memory holds a batch and the range."""
+    async with shard.holding("read", as_of):
+        found = [part_schema(shard.schema).empty_table()]
+        for batch in await shard.batches_until(as_of):
+            rows = await shard.read_batch(part.part_of(batch), 0, as_of + 1)
+            found.append(rows.filter(part.holds(rows.column(HASH).to_numpy())))
+    return contents(shard.schema, pa.concat_tables(found))
+
+
+KEPT = RangeMirrors()
+"""Of this process. A worker that Spark ends loses it, and its successor makes its own."""
+
+
+def range_mirror(
+    urls: Urls, table: str, shard_id: str, schema: ShardSchema, part: HashRange, upper: int, saved: Path, boot: str
+) -> Mirror:
+    """The driver's mirror where it is on this machine and as of `upper`, else one of the range."""
+    found = Mirror.load(saved, schema, shard_id, boot)
+    if found is not None and found.upper == upper:
+        return found
+    if upper == 0:
+        return Mirror(schema)
+    return KEPT.at(urls, table, shard_id, schema, part, upper)
