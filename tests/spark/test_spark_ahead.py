@@ -28,8 +28,8 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     take = Ahead.take
 
-    def noting(self: Ahead, end: int) -> Prepared | None:
-        prepared = take(self, end)
+    def noting(self: Ahead) -> Prepared | None:
+        prepared = take(self)
         if prepared is not None:
             found.append((prepared.step.lower, prepared.step.upper))
         return prepared

@@ -49,16 +49,13 @@ class Ahead:
     def is_for(self, table: str, feed: TopicFeed, lower: int) -> bool:
         return self._of == (table, feed, lower)
 
-    def take(self, end: int) -> Prepared | None:
-        """The step, once it is read; None when it is beyond `end`, too large to be read ahead, or could not be read:
-        whoever needs it reads it himself then, and names what is wrong."""
+    def take(self) -> Prepared | None:
+        """The step, once it is read; None when it is too large to be read ahead, or could not be read: whoever needs it
+        reads it himself then, and names what is wrong."""
         under_way, self._of = self._under_way, None
         error = under_way.exception() if under_way is not None else None
         self._under_way, self.bytes = None, 0
-        if under_way is None or error is not None:
-            return None
-        found = under_way.result()
-        return found if found is not None and found.step.upper <= end else None
+        return under_way.result() if under_way is not None and error is None else None
 
     def drop(self) -> None:
         """Nobody will ask for it."""

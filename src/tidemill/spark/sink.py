@@ -175,7 +175,7 @@ class FeedSink:
         """One step of every table that fits into the round's share of memory; of one at least."""
         self._planner.begin()
         ahead = next((s for s in due if self._ahead.is_for(s.name, _feed(s), s.table.upper)), None)
-        prepared = self._ahead.take(end) if ahead is not None else None
+        prepared = self._ahead.take() if ahead is not None else None
         to_plan = [s for s in due if prepared is None or s is not ahead]
         planned = self._gather([(s, self._planner.next(s.name, _feed(s), s.table.upper, end)) for s in to_plan])
         small: list[_Work] = []
