@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import NamedTuple
 
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+LOOK_S = 0.5
 KINDS = ("driver", "jvm", "workers")
 
 
@@ -17,13 +19,19 @@ class Spent(NamedTuple):
 
 
 class Tree:
+    """Looked at twice a second: a worker that ends takes its time along, for who forked it does not wait for it."""
+
     def __init__(self, pid: int) -> None:
         self._root = pid
-        self._before: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+        self._lock = threading.Lock()
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._before: dict[int, float] = {}
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def begin(self) -> None:
         """From now on."""
-        self._before = self._cpu_s()
+        self._look()
+        self._before = {pid: cpu_s for pid, (_, cpu_s) in self._seen.items()}
         for pid in self._kinds():
             try:
                 Path(f"/proc/{pid}/clear_refs").write_text("5")  # peak := resident now
@@ -31,20 +39,26 @@ class Tree:
                 continue  # it ended meanwhile
 
     def spent(self) -> Spent:
-        now = self._cpu_s()
+        self._look()
+        cpu_s = dict.fromkeys(KINDS, 0.0)
+        for pid, (kind, now_s) in self._seen.items():
+            cpu_s[kind] += now_s - self._before.get(pid, 0.0)
         peak = dict.fromkeys(KINDS, 0)
         for pid, kind in self._kinds().items():
             peak[kind] += _peak_mib(pid)
-        return Spent({kind: now[kind] - self._before[kind] for kind in KINDS}, peak)
+        return Spent(cpu_s, peak)
 
-    def _cpu_s(self) -> dict[str, float]:
-        out = dict.fromkeys(KINDS, 0.0)
-        for pid, kind in self._kinds().items():
-            fields = _stat(pid)
-            if fields:
-                # utime, stime, and those of children that ended.
-                out[kind] += sum(int(fields[at]) for at in (11, 12, 13, 14)) * _TICK_S
-        return out
+    def _watch(self) -> None:
+        while Path(f"/proc/{self._root}").exists():
+            self._look()
+            threading.Event().wait(LOOK_S)
+
+    def _look(self) -> None:
+        with self._lock:
+            for pid, kind in self._kinds().items():
+                fields = _stat(pid)
+                if fields:
+                    self._seen = {**self._seen, pid: (kind, (int(fields[11]) + int(fields[12])) * _TICK_S)}
 
     def _kinds(self) -> dict[int, str]:
         parents = {int(p.name): _stat(int(p.name)) for p in Path("/proc").iterdir() if p.name.isdigit()}
