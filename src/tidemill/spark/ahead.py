@@ -6,7 +6,8 @@ the table's next one is seen when its turn comes; else it is thrown away. One st
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from concurrent.futures import Future
 
 import msgspec
 
@@ -31,7 +32,6 @@ class Ahead:
         self._stores = stores
         # Its own: a planner's round is one caller's.
         self._planner = Planner(stores, remap)
-        self._thread: ThreadPoolExecutor | None = None
         self._of: tuple[str, TopicFeed, int] | None = None
         self._under_way: Future[Prepared | None] | None = None
         self.bytes = 0
@@ -42,9 +42,17 @@ class Ahead:
         self.drop()
         if self._under_way is not None:
             return  # what was thrown away is not at its end yet
-        self._thread = self._thread or ThreadPoolExecutor(1, "ahead")
         self._of = (table, feed, lower)
-        self._under_way = self._thread.submit(self._read, table, feed, lower, end, most_records)
+        self._under_way = under_way = Future[Prepared | None]()
+
+        def run() -> None:
+            try:
+                under_way.set_result(self._read(table, feed, lower, end, most_records))
+            except BaseException as error:  # of whatever type: `take` says what becomes of it
+                under_way.set_exception(error)
+
+        # A daemon, for it may wait for storage when the process ends.
+        threading.Thread(target=run, name="ahead", daemon=True).start()
 
     def is_for(self, table: str, feed: TopicFeed, lower: int) -> bool:
         return self._of == (table, feed, lower)
@@ -60,7 +68,7 @@ class Ahead:
     def drop(self) -> None:
         """Nobody will ask for it."""
         self._of = None
-        if self._under_way is not None and (self._under_way.cancel() or self._under_way.done()):
+        if self._under_way is not None and self._under_way.done():
             self._under_way = None
             self.bytes = 0
 
