@@ -23,9 +23,9 @@ CORPUS = {
     "topics": (57, 188, 312, 535, 666, 1677),
     # 17: two deletions of one topic both said that they had done it. 163: a deletion that landed said "missing".
     "catalogue": (17, 163, 409),
-    # 19: an upsert under an older schema moved the upper past a record that changed the new column alone.
-    # 83: a merge whose inputs another keeper had merged and collected said that objects are missing.
-    "shards": (19, 83),
+    # 238: an upsert under an older schema moved the upper past a record that changed the new column alone.
+    # 212: a merge whose inputs another keeper had merged and collected said that objects are missing.
+    "shards": (212, 238),
     "capture": (),
     # 5, 73: an elder manifest of the same seqno replaced the newest. 86, 301: a deposed leader read collected files.
     "metastore": (69, 73, 86, 301, 308),
@@ -53,7 +53,8 @@ def test_clean_seeds_are_clean(room: str) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_planted_fault_is_found(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--fault", fault, "--seeds", "100", "--jobs", "1"]) == 1
+    # The rarest is in one world of thirty; the most of them are found in the first few.
+    assert main(["--fault", fault, "--seeds", "300", "--jobs", "1"]) == 1
     said = capsys.readouterr().out
     assert f"replay: python -m tidemill.sim --room {FAULTS[fault][0]} --seed " in said
     assert f"--fault {fault} --trace" in said

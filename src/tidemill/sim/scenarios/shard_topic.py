@@ -1,8 +1,8 @@
 """A topic of one partition beside the shard: records that are produced, compacted away and bound to times.
 
 Topics and captures have rooms of their own in the simulation; here a topic is a list that everybody reads alike, but
-for its compaction: of a key's records all but the newest may go at any moment, so that two readers of one time may
-have seen different ones. Bindings are real: two minters race for them.
+for its compaction: of a key's records all but the newest may go at any moment, in one replica before the other, so that
+two readers of one time may have seen different ones. Bindings are real: two minters race for them.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Topic:
     def __init__(self, world: World) -> None:
         self.world = world
         self.records: list[tuple[str, str | None]] = []
-        self.gone: set[int] = set()
-        """Offsets that compaction took away."""
+        self.replicas: tuple[set[int], set[int]] = set(), set()
+        """Of each replica, offsets that its compaction took away: they are compacted at moments of their own."""
         self.done = False
         self._compacts = world.source.random() < 0.6
-        self._keys = world.source.randint(1, 5)
+        self._keys = world.source.randint(1, 3)
 
     async def feed(self) -> None:
         """Produce for a while: few keys, values that repeat, deletions, also of what is not there. Compaction goes on
@@ -67,20 +67,33 @@ class Topic:
     async def _pause(self) -> None:
         source = self.world.source
         await asyncio.sleep(source.uniform(0, 0.2) if source.random() < 0.7 else 0)
-        if not self._compacts or source.random() < 0.2:
+        if not self._compacts or source.random() < 0.3:
             return
         newest = {key: offset for offset, (key, _) in enumerate(self.records)}
-        old = [o for o, (key, _) in enumerate(self.records) if newest[key] != o and o not in self.gone]
-        self.gone |= {offset for offset in old if source.random() < 0.5}
-        self.world.trace(f"topic compacted: {len(self.gone)} of {len(self.records)} are gone")
+        old = [offset for offset, (key, _) in enumerate(self.records) if newest[key] != offset]
+        gone = source.choice(self.replicas)
+        gone |= {offset for offset in old if source.random() < 0.5}
+        self.world.trace(f"topic compacted: {len(gone)} of {len(self.records)} are gone from one replica")
+
+    @property
+    def gone(self) -> set[int]:
+        """Offsets that somebody may not have seen."""
+        return self.replicas[0] | self.replicas[1]
 
     def read(self, base: Binding | None, bindings: Sequence[Binding], start: int = 0) -> list[Command]:
-        """What is there now of what the bindings cover beyond `base`, with the time of each; from offset `start` on."""
+        """What one replica has now of what the bindings cover beyond `base`, with the time of each; from `start` on."""
+        return self._without(self.world.source.choice(self.replicas), base, bindings, start)
+
+    def kept(self, bindings: Sequence[Binding]) -> list[Command]:
+        """What every reader has seen."""
+        return self._without(self.gone, None, bindings, 0)
+
+    def _without(self, gone: set[int], base: Binding | None, bindings: Sequence[Binding], start: int) -> list[Command]:
         out: list[Command] = []
         for each in cut(base, bindings, TOPIC, TOPIC):
             offsets = np.arange(each.start, each.end)
             for offset, time in zip(offsets.tolist(), each.times_of(offsets).tolist(), strict=True):
-                if offset not in self.gone and offset >= start:
+                if offset not in gone and offset >= start:
                     out.append((offset, *self.records[offset], time))
         return out
 

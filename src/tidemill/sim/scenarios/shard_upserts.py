@@ -62,7 +62,7 @@ class Upserts(Shared):
             pass
 
     async def model(self, stands: Sequence[Attempt]) -> Model:
-        kept = [command for command in self.topic.read(None, await self.topic.bound())]
+        kept = self.topic.kept(await self.topic.bound())
         check_nothing_skipped(stands, kept)
         # What knows the column is decided by the log alone, not by which version a winner had heard of.
         versions = (await oracle_handle(self.world)).state.versions
