@@ -24,7 +24,7 @@ NAMES = (
     "scaling",
     "derived",
 )
-LANES = ("hostile", "fuzz", "calendar")
+LANES = ("hostile", "instances", "fuzz", "calendar")
 """Long ones that look for faults, not for speed: only by name."""
 
 FILES = {"calendar": "month"}
