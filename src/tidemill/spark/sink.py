@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 INLINE_ROWS = 20_000
 """Beside executors of a cluster a step of at most this many records is computed on the driver. On one machine every
-step is: tasks cost two to three times as much at every size that a step may have (docs/benchmarks.md, upsert)."""
+step is: tasks cost three times as much and more at every size that a step may have (docs/benchmarks.md, upsert)."""
 
 
 class TableStops(Invalid):
