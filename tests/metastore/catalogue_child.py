@@ -12,13 +12,13 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.logs import configure_logs
 from tidemill.consensus.open import open_consensus
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.domain import Domain
 from tidemill.metastore.open import NODE, open_metastore
 from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.metastore.rows.groups import GroupOffsetRow
-from tidemill.node.logs import configure_logs
 from tidemill.objects.open import open_objects
 
 DOMAINS = 3

@@ -76,8 +76,8 @@ class Stores(ConsensusOnly):
 @contextmanager
 def consensus_only(path: Path | None) -> Iterator[ConsensusOnly]:
     """Open the consensus that the configuration names; closed at the end. Raises Invalid with the key and the fix."""
+    from tidemill.base.logs import configure_logs
     from tidemill.consensus.open import open_consensus
-    from tidemill.node.logs import configure_logs
 
     configure_logs("warning")  # a command that leads for a moment has nothing to tell about it
     config = load(path)

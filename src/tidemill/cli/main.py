@@ -11,6 +11,7 @@ import sys
 import typer
 
 from tidemill.base.errors import TidemillError
+from tidemill.base.logs import configure_logs
 from tidemill.cli import (
     capture,
     demo_command,
@@ -27,7 +28,6 @@ from tidemill.cli import (
     verify_command,
     why,
 )
-from tidemill.node.logs import configure_logs
 
 app = typer.Typer(
     name="tidemill",

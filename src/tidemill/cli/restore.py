@@ -10,10 +10,10 @@ import typer
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.config import load
 from tidemill.base.errors import Invalid
+from tidemill.base.logs import configure_logs
 from tidemill.base.portal import Portal
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
 from tidemill.cli.progress import Bars
-from tidemill.node.logs import configure_logs
 
 if TYPE_CHECKING:
     from tidemill.keeper.restore import Restorer

@@ -13,9 +13,9 @@ from tidemill.base.clock import MOVED
 from tidemill.base.config import Config
 from tidemill.base.errors import Invalid
 from tidemill.base.garbage import keep_pauses_short
+from tidemill.base.logs import configure_logs
 from tidemill.console.app import console_routes
 from tidemill.node.assembly import Node
-from tidemill.node.logs import configure_logs
 
 
 async def _serve(config: Config) -> None:

@@ -26,6 +26,7 @@ import structlog
 from tidemill.base import descriptors
 from tidemill.base.errors import Invalid
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
+from tidemill.base.logs import configure_logs
 from tidemill.spark import CONF_VARIABLE, CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 from tidemill.spark.stores import Urls
 
@@ -50,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--budget-ms", type=int, default=FRESHNESS_BUDGET_MS, help="freshness.budget_s in ms")
     parser.add_argument("--conf", action="append", default=[], metavar="KEY=VALUE", help="a Spark setting; repeatable")
     options = parser.parse_args(arguments)
-    _log_to_stderr()
+    configure_logs()
     descriptors.raise_limit()
     # Arrow's own pool gives pages back that the next step needs: touching them anew is a quarter of a driver's time.
     pa.set_memory_pool(pa.system_memory_pool())
@@ -92,17 +93,6 @@ def _conf(pairs: list[str]) -> dict[str, str]:
         raise SystemExit(EXIT_CONFIGURATION)
     told: dict[str, str] = json.loads(os.environ.get(CONF_VARIABLE) or "{}")
     return told | dict(pair.split("=", 1) for pair in pairs)
-
-
-def _log_to_stderr() -> None:
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.JSONRenderer(),
-        ],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
 
 
 def leave(code: int) -> None:

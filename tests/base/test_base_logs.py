@@ -1,0 +1,38 @@
+"""Logging never harms who logs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+CHILD = """
+import sys, threading
+import structlog
+from tidemill.base.logs import configure_logs
+configure_logs()
+sys.stdin.readline()
+for n in range(3):
+    structlog.get_logger().error("still here", n=n)
+print("alive")
+"""
+
+
+def test_a_reader_of_the_logs_that_went_away_ends_nobody() -> None:
+    command = [sys.executable, "-c", CHILD]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stderr is not None and child.stdin is not None and child.stdout is not None
+        child.stderr.close()
+        child.stdin.write("\n")
+        child.stdin.close()
+        assert child.stdout.read() == "alive\n"
+        assert child.wait(20) == 0
+
+
+def test_a_closed_stderr_ends_nobody() -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD.replace("sys.stdin.readline()", "sys.stderr.close()")],
+        capture_output=True, text=True, timeout=20, check=True,
+    )  # fmt: skip
+    assert child.stdout == "alive\n"
