@@ -21,6 +21,7 @@ NAMES = (
     "capture",
     "shapes",
     "positions",
+    "scan",
     "scaling",
     "derived",
 )

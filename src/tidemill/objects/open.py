@@ -133,6 +133,11 @@ def _scheme(url: str) -> str:
     raise Invalid(f"objects.url has an unknown scheme: objects.url={redact(url)!r}.", fix=_FORMS)
 
 
+def local_directory(url: str) -> str | None:
+    """The absolute directory of a local store; None of any other. Raises Invalid for a URL of no known form."""
+    return os.path.abspath(_directory(url)) if _scheme(url) == "file" else None
+
+
 def _directory(url: str) -> str:
     if not url.startswith("file:"):
         return os.path.expanduser(url)

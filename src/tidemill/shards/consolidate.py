@@ -92,7 +92,7 @@ def _keyed(schema: ShardSchema, updates: pa.Table) -> pa.Table | None:
     first[0] = True
     np.not_equal(hashes[1:], hashes[:-1], out=first[1:])
     starts = np.nonzero(first)[0]
-    if len(starts) < len(hashes) and not _same_keys(schema, updates, order, np.nonzero(~first)[0]):
+    if len(starts) < len(hashes) and not same_keys(schema, updates, order, np.nonzero(~first)[0]):
         return None
     last = np.append(starts[1:], len(hashes)) - 1
     live = diffs[last] == 1
@@ -102,7 +102,7 @@ def _keyed(schema: ShardSchema, updates: pa.Table) -> pa.Table | None:
     return out.take(pa.array(order[last[live]])).combine_chunks()
 
 
-def _same_keys(schema: ShardSchema, updates: pa.Table, order: Any, repeats: Any) -> bool:
+def same_keys(schema: ShardSchema, updates: pa.Table, order: Any, repeats: Any) -> bool:
     """Does every row at `repeats` (sorted positions) have the key of the row before it? Nulls equal nulls."""
     here, before = pa.array(order[repeats]), pa.array(order[repeats - 1])
     for name in schema.key:

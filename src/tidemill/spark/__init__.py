@@ -2,9 +2,9 @@
 
 Owns the Java runtime and session (`java`, `session`), the decoding of topics to Arrow (`decode`), the
 upsert operator and its local mirror (`upsert`), the Python data source `format("tidemill")` (`source`),
-the `foreachBatch` sink (`sink`), the user's declarations (`pipeline`), derived tables and the driver
-process. Does not own topics or shards: it calls their reader and writer fronts only, since its code
-travels to executors.
+plans over the parts of a shard (`reading`), the `foreachBatch` sink (`sink`), the user's declarations
+(`pipeline`), derived tables and the driver process. Does not own topics or shards: it calls their reader
+and writer fronts only, since its code travels to executors.
 
 U1  Per key at most one live row; the winner per (key, time) is decided by order, never by batch.
 U2  Below the shard's upper: drop; at upper: process; above: keep. One spelling, `upsert.classify`.
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tidemill.spark.pipeline import Pipeline as Pipeline
+    from tidemill.spark.reading import read as read
     from tidemill.spark.session import build_session as build_session
     from tidemill.spark.source import register as register
 
@@ -29,7 +30,7 @@ CONSENSUS_VARIABLE = "TIDEMILL_CONSENSUS__URL"
 CONF_VARIABLE = "TIDEMILL_DRIVER_CONF"
 """Spark settings of a driver as a JSON object: some hold secrets."""
 
-__all__ = ["CONF_VARIABLE", "CONSENSUS_VARIABLE", "OBJECTS_VARIABLE", "Pipeline", "build_session", "register"]
+__all__ = ["CONF_VARIABLE", "CONSENSUS_VARIABLE", "OBJECTS_VARIABLE", "Pipeline", "build_session", "read", "register"]
 
 
 def __getattr__(name: str) -> Any:
@@ -42,6 +43,10 @@ def __getattr__(name: str) -> Any:
         from tidemill.spark.session import build_session
 
         return build_session
+    if name == "read":
+        from tidemill.spark.reading import read
+
+        return read
     if name == "register":
         from tidemill.spark.source import register
 

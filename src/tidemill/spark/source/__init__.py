@@ -15,6 +15,7 @@ executors. State lives in `stores.shared` of each.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader
 
@@ -33,12 +34,21 @@ __all__ = ["DESCRIPTOR_COLUMNS", "TidemillSource", "register"]
 
 def register(spark: SparkSession, objects: str = "", consensus: str = "") -> None:
     """Give the session the URLs of a cluster once, so that its reads need not name one."""
-    given = {"objects": objects, "consensus": consensus}
+    given = {key: value for key, value in (("objects", objects), ("consensus", consensus)) if value}
 
     class Configured(TidemillSource):  # travels to workers by value, so its URLs do too
-        registered = {key: value for key, value in given.items() if value}
+        registered = given
 
     spark.dataSource.register(Configured)
+    _registered[spark] = given
+
+
+_registered: WeakKeyDictionary[SparkSession, dict[str, str]] = WeakKeyDictionary()
+
+
+def registered_with(spark: SparkSession) -> dict[str, str]:
+    """The URLs that `register` gave this session."""
+    return _registered.get(spark, {})
 
 
 class TidemillSource(DataSource):  # type: ignore[misc]

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.types import StructType
 
+    from tidemill.base.portal import Portal
+    from tidemill.shards.handle import LogShard
+
 AS_OF_TIMEOUT_S = 60.0
 JOB_HOLD_MS = 15 * 60_000
 """How long what a batch read planned stays readable to its executors; a longer job is told that history is lost."""
@@ -60,18 +63,9 @@ class ShardReader(DataSourceReader):  # type: ignore[misc]
         shard = portal.call(stores.shard(self._options.shard))
         _check_columns(self._schema, shard.schema, shard.name)
         wanted = wanted_hashes(shard.schema, self._filters)
-        since, upper = portal.call(shard.frontiers())
-        given = self._options.as_of_ms
-        as_of = upper - 1 if given is None else given
-        if as_of >= upper and given is not None:
-            upper = portal.call(shard.wait_upper(as_of, AS_OF_TIMEOUT_S))
-        if upper == 0 and given is None:
+        as_of = readable_at(portal, shard, self._options.as_of_ms)
+        if as_of is None:
             return []
-        if not since <= as_of < upper:
-            raise Invalid(
-                f"time is not readable: shard={shard.name} as_of={as_of} since={since} upper={upper}.",
-                fix="Read at a time from since to upper - 1.",
-            )
         ranges = cut(portal.call(shard.batches_until(as_of)), wanted)
         if sum(p.size_bytes for r in ranges for batch in r.batches for p in batch.parts) > HOLD_ABOVE_BYTES:
             # Executors read while nobody here is called any more, so the hold is as long as a job may take: hold first.
@@ -109,6 +103,25 @@ def shard_reader(options: Options, schema: StructType) -> ShardReader:
     off by default), and does not say which it is: but it plans reads with filters in workers of their own."""
     filtered = "pyspark.sql.worker.data_source_pushdown_filters" in sys.modules
     return (FilteredShardReader if filtered else ShardReader)(options, schema)
+
+
+def readable_at(portal: Portal, shard: LogShard, given: int | None) -> int | None:
+    """The time to read at: as given, once it is final, or the newest; None while nothing was ever written.
+
+    Raises Invalid for a time that is not readable.
+    """
+    since, upper = portal.call(shard.frontiers())
+    if given is None and upper == 0:
+        return None
+    as_of = upper - 1 if given is None else given
+    if as_of >= upper:
+        upper = portal.call(shard.wait_upper(as_of, AS_OF_TIMEOUT_S))
+    if not since <= as_of < upper:
+        raise Invalid(
+            f"time is not readable: shard={shard.name} as_of={as_of} since={since} upper={upper}.",
+            fix="Read at a time from since to upper - 1.",
+        )
+    return as_of
 
 
 def _check_columns(wanted: StructType, schema: ShardSchema, name: str) -> None:

@@ -1,0 +1,170 @@
+"""`tidemill.spark.read`: a plan over the parts themselves, exact at every time, and held while anybody may read it."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from structlog.testing import capture_logs
+from test_spark_streaming import until
+
+from tidemill.base.errors import Invalid
+from tidemill.shards.compaction import compact_once
+from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
+from tidemill.spark import read, reading
+
+pytestmark = pytest.mark.spark
+
+COLUMNS = (
+    Column("k", "int64"), Column("v", "string"), Column("x", "float64"), Column("at", "timestamp"),
+    Column("d", "date"), Column("m", "decimal(12,2)"), Column("b", "binary"), Column("s", "int16"),
+)  # fmt: skip
+SCHEMA = ShardSchema(COLUMNS, ("k",))
+COUNT = 30_000
+
+
+def rows(keys: Any, version: int, time: int, diff: int) -> pa.Table:
+    """Of each key the same row for one version, whoever asks; -1 is the key null."""
+    keys = np.asarray(keys)
+    n = len(keys)
+    odd = keys % 7 == 0
+    columns = {
+        "k": pa.array(keys, mask=keys == -1),
+        "v": pa.array([f"{k}-{version}" for k in keys], pa.string()),
+        "x": pa.array(np.where(odd, np.where(keys % 2 == 0, np.nan, -0.0), keys * 1.5)),
+        "at": pa.array(np.where(odd, -(2**63) + 1, keys * 10**9), pa.timestamp("us", "UTC")),
+        "d": pa.array((keys % 40_000 - 20_000).astype(np.int32), pa.int32()).cast(pa.date32()),
+        "m": pa.array(keys).cast(pa.decimal128(21, 2)).cast(pa.decimal128(12, 2)),
+        "b": pa.array([b"\0" * (k % 3) for k in keys], pa.binary()),
+        "s": pa.array((keys % 100).astype(np.int16), mask=odd),
+    }
+    return pa.table({**columns, TIME: np.full(n, time), DIFF: np.full(n, diff)})
+
+
+def append(harbour: Any, name: str, upper: int, *parts: pa.Table, schema: ShardSchema = SCHEMA) -> None:
+    async def run() -> None:
+        shard = await harbour.stores.shard(name, schema)
+        lower = (await shard.frontiers())[1]
+        await shard.compare_and_append(lower, upper, [await shard.write_part(p) for p in parts], "")
+
+    harbour.portal.call(run())
+
+
+def merge(harbour: Any, name: str, since: int) -> None:
+    """As the keeper does: what was written before is one part, encoded as merged parts are."""
+
+    async def run() -> None:
+        shard = await harbour.stores.shard(name)
+        await shard.downgrade_since("keeper", 1, since)
+        found = await compact_once(shard, harbour.stores.objects, harbour.stores.rand)
+        assert found is not None and found.shown
+
+    harbour.portal.call(run())
+
+
+def holds(harbour: Any, name: str) -> list[str]:
+    shard = harbour.shard(name)
+    harbour.portal.call(shard.frontiers())
+    return [h.reader.partition("/")[0] for h in shard.state.holds if h.reader != "keeper"]
+
+
+def same(harbour: Any, name: str, frame: Any, as_of: int) -> int:
+    """Equal to the shard's own snapshot, bit for bit; how many rows."""
+    want = harbour.portal.call(harbour.shard(name).snapshot(as_of, 10))
+    found = frame.toArrow().cast(want.schema)
+    order = [("k", "ascending")]
+    # As bytes: NaN is NaN, and 0.0 is not -0.0.
+    assert [c.to_pylist() for c in _bits(found.sort_by(order)).columns] == [
+        c.to_pylist() for c in _bits(want.sort_by(order)).columns
+    ]
+    return found.num_rows
+
+
+def _bits(table: pa.Table) -> pa.Table:
+    whole = table.select(["k", "v", "m", "b", "s"])
+    for name, kind in (("x", pa.int64()), ("at", pa.int64()), ("d", pa.int32())):
+        whole = whole.append_column(name, table.column(name).combine_chunks().view(kind))
+    return whole
+
+
+def explained(spark: Any, frame: Any) -> str:
+    said: str = spark._jvm.PythonSQLUtils.explainString(frame._jdf.queryExecution(), "formatted")
+    return said
+
+
+@pytest.fixture
+def changed(harbour: Any) -> dict[str, str]:
+    """A settled part, changes of it in parts of either sign, an insertion-only part, a null key; uppers 10 to 50."""
+    every = np.arange(-1, COUNT)
+    append(harbour, "t", 10, rows(every, 0, 5, 1))
+    merge(harbour, "t", 9)
+    lost = np.append(np.arange(0, COUNT, 50), -1)
+    append(harbour, "t", 20, rows(lost, 0, 15, -1), rows(lost[5:], 1, 15, 1))
+    append(harbour, "t", 30, rows(np.arange(COUNT, 2 * COUNT), 0, 25, 1))
+    append(harbour, "t", 50, rows([0, 50], 3, 45, 1))
+    return {"objects": harbour.urls.objects, "consensus": harbour.urls.consensus}
+
+
+def test_the_plan_is_the_contents_at_every_time_and_columns_and_filters_are_sparks_own(
+    harbour: Any, spark: Any, changed: dict[str, str]
+) -> None:
+    assert same(harbour, "t", read(spark, "t", as_of=9, **changed), 9) == COUNT + 1
+    assert same(harbour, "t", read(spark, "t", as_of=19, **changed), 19) == COUNT - 4
+    newest = read(spark, "t", **changed)
+    assert same(harbour, "t", newest, 49) == newest.count() == 2 * COUNT - 2
+    assert newest.columns == [c.name for c in COLUMNS]
+    assert "BroadcastHashJoin LeftAnti" in explained(spark, newest.select("v"))
+    plan = explained(spark, newest.select("v").where("k = 50"))
+    assert "EqualTo(k,50)" in plan and "Scan parquet" in plan
+    assert not [name for name in ("x", "at", "m") if f"{name}:" in plan.partition("ReadSchema: ")[2].split("\n")[0]]
+    plain = explained(spark, read(spark, "t", as_of=9, **changed))
+    assert "Join" not in plain and "Union" not in plain, "without a difference it is Parquet alone"
+
+
+def test_what_a_frame_reads_is_held_until_its_last_descendant_is_gone(
+    harbour: Any, spark: Any, changed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "WATCH_S", 0.05)
+    frame = read(spark, "t", as_of=19, **changed)
+    assert holds(harbour, "t") == ["dataframe"]
+    descendant = frame.where("k > 3").groupBy("s").count()
+    del frame
+    for _ in range(3):
+        gc.collect()
+        spark._jvm.System.gc()
+    assert holds(harbour, "t") == ["dataframe"]
+    assert descendant.count() == 101
+    del descendant
+
+    def let_go() -> bool:
+        gc.collect()
+        spark._jvm.System.gc()
+        return not holds(harbour, "t")
+
+    until(let_go, "the hold ends")
+
+
+def test_where_no_plan_can_be_exact_the_data_source_reads_and_the_log_says_so(
+    harbour: Any, spark: Any, changed: dict[str, str]
+) -> None:
+    unkeyed = ShardSchema(COLUMNS, ())
+    append(harbour, "u", 10, rows([1, 1, 2], 0, 5, 1), schema=unkeyed)
+    append(harbour, "u", 20, rows([1], 0, 15, -1), schema=unkeyed)
+    with capture_logs() as logs:
+        frame = read(spark, "u", **changed)
+    assert same(harbour, "u", frame, 19) == 2
+    assert [e["because"] for e in logs if e["event"] == "read through the data source"] == [
+        "it has no key, and updates that are not merged"
+    ]
+    harbour.portal.call(harbour.shard("u").close())
+    with pytest.raises(Invalid, match="time is not readable"):
+        read(spark, "u", as_of=99, **changed)
+
+
+def test_a_shard_that_was_never_written_is_an_empty_frame(harbour: Any, spark: Any) -> None:
+    harbour.portal.call(harbour.stores.shard("e", SCHEMA))
+    frame = read(spark, "e", objects=harbour.urls.objects, consensus=harbour.urls.consensus)
+    assert (frame.columns, frame.count()) == ([c.name for c in COLUMNS], 0)
