@@ -126,3 +126,33 @@ def test_a_large_shard_is_read_in_ranges_and_a_key_in_one(harbour: Any, spark: A
         assert rows(frame.where("k = 7")) == [(7, "b")]
     finally:
         spark.conf.set(PUSHED, "true")
+
+
+def stream(spark: Any, config: str, root: Path, **options: Any) -> list[tuple[Any, ...]]:
+    """Everything that came to this directory, after what is there now came too: (k, v, _time, _diff)."""
+    frame = spark.readStream.format("tidemill").options(**{"shard": "t", **options}, changes=True, config=config).load()
+    assert frame.columns == ["k", "v", TIME, DIFF]
+    out = str(root / "out")
+    query = frame.writeStream.format("parquet").option("checkpointLocation", str(root / "checkpoint"))
+    query.trigger(availableNow=True).start(out).awaitTermination(60)
+    return rows(spark.read.schema(frame.schema).parquet(out))
+
+
+def test_a_changelog_is_the_contents_and_then_every_update_over_restarts(
+    harbour: Any, spark: Any, config: str, tmp_path: Path
+) -> None:
+    append(harbour, "t", 0, 10, [(1, "a", 5, 1), (2, "b", 6, 1)])
+    append(harbour, "t", 10, 20, [(1, "a", 12, -1), (1, "c", 12, 1)])
+    first = [(1, "c", 19, 1), (2, "b", 19, 1)]
+    assert stream(spark, config, tmp_path) == first
+    append(harbour, "t", 20, 30, [(2, "b", 21, -1), (None, None, 25, 1)])
+    append(harbour, "t", 30, 40, [(1, "c", 35, -1), (1, "d", 35, 1)])
+    later = [(1, "c", 35, -1), (1, "d", 35, 1), (2, "b", 21, -1), (None, None, 25, 1)]
+    assert stream(spark, config, tmp_path, max_rows=2) == sorted([*first, *later], key=repr)
+    assert stream(spark, config, tmp_path) == sorted([*first, *later], key=repr), "nothing twice"
+    assert stream(spark, config, tmp_path / "late", start=25) == [r for r in later if r[2] >= 25]
+
+    append(harbour, "old", 0, 40, [(1, "a", 5, 1)])
+    harbour.portal.call(harbour.shard("old").downgrade_since("keeper", 1, 30))
+    with pytest.raises(Exception, match=r"history is lost: shard=old .*since=30"):
+        stream(spark, config, tmp_path / "lost", shard="old", start=25)

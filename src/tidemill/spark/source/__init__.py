@@ -5,6 +5,7 @@
                rows=true  (default) one row a record: columns, _time, _order, _partition, _live
                rows=false one row a partition and batch: what to read, for operators that fetch for themselves
                start=MS, max_rows, pace_ms
+               or shard=NAME with changes=true: columns, _time, _diff; start=MS, max_rows
     both       which cluster: see `spark.cluster`
 
 An option that is not known, or means nothing to the read, is refused.
@@ -19,9 +20,11 @@ from weakref import WeakKeyDictionary
 
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader
 
+from tidemill.base.errors import Invalid
 from tidemill.spark.source.batch import shard_reader, shard_schema
 from tidemill.spark.source.catalogue import keep_options, table_options
-from tidemill.spark.source.options import BATCH, STREAM, Options, from_catalogue
+from tidemill.spark.source.changes import META, ChangesReader
+from tidemill.spark.source.options import BATCH, CHANGES, STREAM, Options, from_catalogue
 from tidemill.spark.source.stream import DESCRIPTOR_COLUMNS, FeedReader, row_columns
 from tidemill.spark.types import spark_schema
 
@@ -64,7 +67,8 @@ class TidemillSource(DataSource):  # type: ignore[misc]
     def schema(self) -> StructType:
         options = self._read_options()
         if options.shard:
-            found = spark_schema(shard_schema(options).columns)
+            more = META if options.flag("changes", False) else ()
+            found = spark_schema((*shard_schema(options).columns, *more))
             return keep_options(found, options) if from_catalogue(self.options) else found
         return spark_schema(row_columns(options) if options.flag("rows", True) else DESCRIPTOR_COLUMNS)
 
@@ -75,5 +79,10 @@ class TidemillSource(DataSource):  # type: ignore[misc]
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         options = self._read_options(schema)
+        if options.shard:
+            options.only(CHANGES, "a stream of changes")
+            if not options.flag("changes", False):
+                raise Invalid("a stream of a shard gives its changes.", fix="Give option changes=true.")
+            return ChangesReader(options, schema)
         options.only(STREAM, "a stream")
         return FeedReader(options)

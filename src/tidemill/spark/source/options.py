@@ -17,6 +17,7 @@ from tidemill.spark.stores import Urls
 CLUSTER = ("config", "objects", "consensus")
 BATCH = ("shard", "path", "as_of")
 STREAM = ("source", "table", "schema", "key", "rows", "start", "max_rows", "pace_ms")
+CHANGES = ("shard", "path", "changes", "start", "max_rows")
 LATEST = "latest"
 
 
@@ -26,7 +27,7 @@ class Options:
     def __init__(self, options: Mapping[str, str], registered: Mapping[str, str] | None = None) -> None:
         self._options = _given({key.lower(): value for key, value in options.items()})
         self._registered = dict(registered or {})
-        known = (*CLUSTER, *BATCH, *STREAM)
+        known = tuple(dict.fromkeys((*CLUSTER, *BATCH, *STREAM, *CHANGES)))
         for key in self._options:
             if key not in known:
                 near = difflib.get_close_matches(key, known, 1)

@@ -1,0 +1,144 @@
+"""Streams of a shard's changelog: every update with its time and diff.
+
+The offset is {"ts": T}: all updates below T are out. From 0 the first batch is the contents at its last time, as
+insertions then; after that, and from any other start, it is the updates themselves. History is held one tick behind the
+offset for as long as the planner lives; a stream that comes back later than the shard remembers is told so, and never
+given a hole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
+
+from tidemill.base.errors import Invalid, Unavailable, Unknown
+from tidemill.base.limits import MIB
+from tidemill.shards.front import DIFF, TIME, Batch, Column, Part, ShardSchema
+from tidemill.shards.holding import MovingHold
+from tidemill.shards.ranges import Range, cut, read_range
+from tidemill.shards.reading import PartReader
+from tidemill.spark.source.options import Options
+from tidemill.spark.stores import shared, shared_objects
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql.types import StructType
+
+    from tidemill.shards.handle import LogShard
+
+META = (Column(TIME, "int64"), Column(DIFF, "int64"))
+MAX_ROWS = 500_000
+WAIT_S = 0.25
+TASK_BYTES = 16 * MIB
+"""Encoded updates of one task."""
+
+
+class ChangesPartition(InputPartition):  # type: ignore[misc]
+    """`chosen`: a range of the contents at `upper` - 1, or None: the updates of `batches` in [lower, upper)."""
+
+    def __init__(
+        self, objects: str, schema: ShardSchema, chosen: Range | None, batches: list[Batch], lower: int, upper: int
+    ) -> None:
+        self.objects = objects
+        self.payload = msgspec.msgpack.encode((schema, chosen, batches, lower, upper))
+
+
+class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
+    def __init__(self, options: Options, schema: StructType) -> None:
+        self._options = options
+        self._names = schema.fieldNames()
+        self._target: int | None = None
+        self._opened: tuple[LogShard, MovingHold] | None = None
+
+    def initialOffset(self) -> dict[str, int]:
+        return {"ts": self._options.number("start", 0)}
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        return ReadMaxRows(self._options.number("max_rows", MAX_ROWS))
+
+    def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:
+        """Where a batch of whole appends ends that has at most the limit's rows; `start` when there is nothing more."""
+        portal, _ = shared(self._options.urls)
+        frontier = start["ts"]
+        try:
+            shard, hold = self._open()
+            upper = portal.call(shard.wait_upper(frontier, 0 if self._target is not None else WAIT_S))
+            if self._target is not None:
+                upper = min(upper, self._target)
+            if upper <= frontier:
+                return start
+            portal.call(hold.at(max(0, frontier - 1)))
+            if frontier == 0:
+                return {"ts": upper}
+            end, rows = frontier, 0
+            for batch in portal.call(shard.batches(frontier)):
+                rows += sum(part.rows for part in batch.parts)
+                if isinstance(limit, ReadMaxRows) and end > frontier and rows > limit.max_rows:
+                    break
+                end = min(batch.upper, upper)
+            return {"ts": end}
+        except (Unavailable, Unknown):
+            return start
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        portal, _ = shared(self._options.urls)
+        self._target = portal.call(self._open()[0].frontiers())[1]
+
+    def partitions(self, start: dict[str, int], end: dict[str, int]) -> Sequence[InputPartition]:
+        portal, _ = shared(self._options.urls)
+        shard, hold = self._open()
+        lower, upper = start["ts"], end["ts"]
+        objects = self._options.objects
+        portal.call(hold.at(max(0, (upper if lower == 0 else lower) - 1)))
+        if lower == 0:
+            chosen = cut(portal.call(shard.batches_until(upper - 1)))
+            return [ChangesPartition(objects, shard.schema, each, [], lower, upper) for each in chosen]
+        batches = [b for b in portal.call(shard.batches(lower)) if b.lower < upper and b.parts]
+        return [ChangesPartition(objects, shard.schema, None, group, lower, upper) for group in _tasks(batches)]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        import pyarrow as pa
+
+        assert isinstance(partition, ChangesPartition)
+        kind = tuple[ShardSchema, Range | None, list[Batch], int, int]
+        schema, chosen, batches, lower, upper = msgspec.msgpack.decode(partition.payload, type=kind)
+        portal, objects = shared_objects(partition.objects)
+        if chosen is None:
+            rows = portal.call(PartReader(objects, schema, cache_bytes=0).read_batches(batches, lower, upper))
+            yield from rows.select(self._names).to_batches(20_000)
+            return
+
+        def fetch(part: Part) -> bytes:
+            return portal.call(objects.get(part.object_key)) if part.object_key else part.inline
+
+        for rows in read_range(schema, chosen, upper - 1, fetch):
+            for name, value in ((TIME, upper - 1), (DIFF, 1)):
+                rows = rows.append_column(name, pa.repeat(pa.scalar(value, pa.int64()), rows.num_rows))
+            yield from rows.select(self._names).to_batches(20_000)
+
+    def _open(self) -> tuple[LogShard, MovingHold]:
+        if self._opened is None:
+            portal, stores = shared(self._options.urls)
+            if not self._options.shard:
+                raise Invalid("no shard is named.", fix="Give option shard=NAME.")
+            shard = portal.call(stores.shard(self._options.shard))
+            self._opened = shard, MovingHold(shard, shard.reader_name("stream"), stores.clock)
+        return self._opened
+
+
+def _tasks(batches: Sequence[Batch]) -> list[list[Batch]]:
+    """The batches' parts, about TASK_BYTES a task."""
+    out: list[list[Batch]] = []
+    held = TASK_BYTES
+    for batch in batches:
+        for part in batch.parts:
+            if held + part.size_bytes > TASK_BYTES:
+                out.append([])
+                held = 0
+            out[-1].append(msgspec.structs.replace(batch, parts=(part,)))
+            held += part.size_bytes
+    return out
