@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+from running import until
 from test_spark_sink import clicks_sink
 from upsert_world import SCHEMA
 
@@ -17,6 +18,8 @@ from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.marks import Tracker
 from tidemill.base.tasks import keep_thread
 from tidemill.metastore.catalogue import PipelineRow
+from tidemill.shards.evolution import Changes
+from tidemill.shards.front import DIFF, TIME, Column
 from tidemill.spark.derived import Derivation, difference
 from tidemill.spark.pipeline import DerivedTable
 from tidemill.spark.types import spark_schema
@@ -242,3 +245,43 @@ def test_an_idle_input_does_not_hold_a_derived_table_back(harbour: Any, tmp_path
     clicks.sink.process(clicks.sink.latest())
     assert derived.round()
     assert derived.upper == clicks.time + 60_000
+
+
+def test_an_input_that_gets_a_column_is_read_with_it_and_the_derived_table_gets_it_too(
+    harbour: Any, tmp_path: Path
+) -> None:
+    clicks = Clicks(harbour, tmp_path)
+    clicks.say(("a", 1), ("b", 2))
+    copy = derivation(harbour, tmp_path, lambda _, found: found, key="click_id")
+    tracker, stopping = Tracker(1000), threading.Event()
+    clock = harbour.stores.clock
+    failed: list[Any] = []
+    thread = threading.Thread(
+        target=keep_thread,
+        args=("shard:counts", lambda: copy.run(stopping)),
+        kwargs={"tracker": tracker, "clock": clock, "ending": stopping},
+    )
+    thread.start()
+    try:
+        until(lambda: harbour.upper("counts") == harbour.upper("clicks"))
+        harbour.portal.call(harbour.shard("clicks").evolve(Changes((Column("note", "string", "old"),))))
+        writer, upper = harbour.shard("clicks"), harbour.upper("clicks")
+        row = {"click_id": "c", "product_id": 3, "note": "new", TIME: upper, DIFF: 1}
+        rows = pa.Table.from_pylist([row])
+
+        async def append() -> None:
+            await writer.compare_and_append(upper, upper + 10, [await writer.write_part(rows)], "")
+
+        harbour.portal.call(append())
+        until(lambda: harbour.upper("counts") == upper + 10)
+        failed.append(tracker.failure("shard:counts"))
+    finally:
+        stopping.set()
+        thread.join(30)
+    assert failed == [None], "it opened its inputs again, and nobody was bothered"
+    assert [(r["click_id"], r["note"]) for r in harbour.contents("counts")] == [
+        ("a", "old"),
+        ("b", "old"),
+        ("c", "new"),
+    ]
+    assert [r["note"] for r in harbour.contents("counts", upper - 1)] == [None, None], "as it was made: without it"
