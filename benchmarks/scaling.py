@@ -31,7 +31,7 @@ CONSENSUS_SQLITE = Unit("consensus appends, SQLite", 26_517, "./dev bench consen
 DOMAIN = Unit("metastore commits, one domain", 18_135, "./dev bench metastore_commits (postgres, 64 × 1, slower hours)")
 NODE_MB = Unit("produced MB, one core of a node", 1000 / 4.2, "./dev bench produce (4.2 CPU-s a GB, 1 MB batches)")
 CAPTURE = Unit("captured changes, one capture", 20_751, "python benchmarks/capture.py --rows 100000")
-DRIVER_INSERTS_US, DRIVER_UPDATES_US = 3.5, 3.3
+DRIVER_INSERTS_US, DRIVER_UPDATES_US = 2.0, 2.2
 """CPU µs a row of a driver with its JVM and workers (./dev bench upsert)."""
 
 DRIVER = "driver cores, all tables"
