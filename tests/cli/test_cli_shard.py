@@ -229,3 +229,15 @@ def test_a_shard_that_is_used_is_dropped_only_when_told_twice(cluster: Cluster) 
     assert cluster.json("drop", "other", "--yes")["pipelines"] == []
     with pytest.raises(Missing):
         cluster.command("drop", "other", "--yes")
+
+
+def test_a_drop_that_was_cut_off_is_finished(cluster: Cluster) -> None:
+    """DS1: the shard said that it is gone, and its name was not free yet."""
+    cluster.append([(1, "a", 1)])
+    with stores(cluster.config) as opened:
+        shard = opened.shard("orders")
+        opened.portal.call(shard.drop())
+        opened.portal.call(shard.aclose())
+    assert cluster.json("drop", "orders", "--yes")["dropped"] == "orders"
+    cluster.append([(1, "b", 1)])
+    assert len(cluster.json("list")) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
@@ -178,3 +179,15 @@ def test_runs_of_many_pieces_are_one_run(tmp_path: Path, monkeypatch: pytest.Mon
         found_rows, found = mirror.lookup(keys.take(pa.array(order)), hashes[order])
         values = found_rows.column("v").to_pylist()
         assert {int(order[i]): values[at] for i, at in enumerate(found.tolist()) if at >= 0} == expected
+
+
+def test_a_file_of_a_process_that_had_this_pid_is_not_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver is always pid 1 in a container, and counts its files from 1 again: what it reads is what is there."""
+    monkeypatch.setattr(mirror_file, "_FILES", itertools.count(1))
+    mirror = Mirror(SCHEMA, directory=tmp_path)
+    first = mirror._new_file()
+    first.write_bytes(b"mapped")
+    monkeypatch.setattr(mirror_file, "_FILES", itertools.count(1))
+    assert mirror._new_file() != first

@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from tidemill.base.errors import Unavailable
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.compaction import compact_once
 from tidemill.shards.front import ShardSchema
@@ -196,6 +197,32 @@ def test_a_replayed_batch_does_nothing(harbour: Any, tmp_path: Path) -> None:
     again.process(101)
     assert len(harbour.portal.call(harbour.shard("clicks").batches(-1))) == batches
     assert (again.seats.tables[0].won, again.seats.tables[0].lost) == (0, 0)
+
+
+def test_a_step_that_cannot_be_appended_is_held_once_however_often_it_is_tried(harbour: Any, tmp_path: Path) -> None:
+    """The bucket can be read and not written: the driver's memory does not grow with the tries."""
+    topic = harbour.create_topic("clicks")
+    harbour.produce(topic, [(b"%d" % n, {"click_id": str(n), "product_id": n}) for n in range(50)])
+    harbour.mint("topic/clicks", 10, topic)
+    sink = clicks_sink(harbour, tmp_path / "s")
+    (table,) = sink.seats.tables
+    append, tries = table.append, []
+
+    async def refused(*_: Any) -> bool:
+        tries.append(table.operator.stashed)
+        raise Unavailable("the bucket takes nothing.")
+
+    table.append = refused  # type: ignore[method-assign]
+    for _ in range(4):
+        for seat in sink.seats._seats.values():
+            seat.due_s = 0.0
+        sink.process(sink.latest())
+    assert tries == [50] * 4
+    table.append = append  # type: ignore[method-assign]
+    for seat in sink.seats._seats.values():
+        seat.due_s = 0.0
+    sink.process(sink.latest())
+    assert len(harbour.contents("clicks")) == 50
 
 
 def test_two_sinks_race_on_one_shard_and_the_loser_recomputes(harbour: Any, tmp_path: Path) -> None:

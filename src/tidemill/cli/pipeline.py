@@ -97,11 +97,15 @@ def restart(
 
     The next one is ended when the one before reports again, so that of several identical ones some always work.
     """
-    from tidemill.cli.pipeline_restart import restart_one
+    from tidemill.cli.pipeline_restart import restart_one, runs_here
 
     done = []
     with stores(config) as opened:
-        found = [r for r in instances_of(opened, name) if instance in ("", r.process.removeprefix(f"pipeline:{name}:"))]
+        found = instances_of(opened, name)
+        if instance:
+            found = [r for r in found if instance in (r.process, r.process.removeprefix(f"pipeline:{name}:"))]
+        else:  # the drivers of other machines, and one that died and still has its report, are nobody's here
+            found = [r for r in found if runs_here(r)] or found[:1]
         if not found:
             raise Missing(
                 f"no such driver reports: pipeline={name} instance={instance!r}.", fix="See `tidemill pipeline list`."

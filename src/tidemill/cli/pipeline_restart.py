@@ -46,6 +46,11 @@ def restart_one(opened: Stores, report: Report) -> dict[str, object]:
     )
 
 
+def runs_here(report: Report) -> bool:
+    """Is it a driver of this machine that lives?"""
+    return report.host == this_process()[1] and _is_driver(report.pid)
+
+
 def _is_driver(pid: int) -> bool:
     """A pid may be another program's by now."""
     try:

@@ -134,9 +134,11 @@ def shard_changes(
     if not groups and not stray and old == header:
         return []
     first: list[ShardGroup] = []
-    if old is not None and old.shard_id == state.shard_id and header.since != old.since and groups:
-        # The old tokens with it: a token says that its append is there, and it may not be yet.
-        first = [ShardGroup(replace(old, since=header.since))]
+    moved = old is not None and (header.since != old.since or header.schema != old.schema)
+    if old is not None and old.shard_id == state.shard_id and moved and groups:
+        # The old tokens with it: a token says that its append is there, and it may not be yet. A newer schema reads
+        # every older batch, an older one no newer batch.
+        first = [ShardGroup(replace(old, since=header.since, schema=header.schema, versions=header.versions))]
     return [*first, *groups, ShardGroup(header, (), stray)]
 
 

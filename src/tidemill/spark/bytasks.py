@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 import pyarrow as pa
+import structlog
 
+from tidemill.base.tasks import sentence
 from tidemill.shards.front import Part
 from tidemill.spark.decode.letters import no_dead_letters
 from tidemill.spark.decode.slices import Descriptor
@@ -25,6 +27,8 @@ from tidemill.spark.upsert.runs import Run, open_run
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
+
+log = structlog.get_logger()
 
 RANGES_MAX = 8
 """Hash ranges of one table's step. As many for every step: an executor's process keeps the mirrors of its ranges."""
@@ -65,7 +69,9 @@ class ByTasks:
             exchanged = read_once.partitionBy(ranges, int)  # the key is the place
             answers = exchanged.mapPartitionsWithIndex(partial(resolve_range, told)).collect()
             found = [msgspec.msgpack.decode(answer, type=RangeResult) for answer in answers]
-        except Exception:  # py4j raises what it likes, of one table or of Spark: inline tells which
+        except Exception as error:  # py4j raises what it likes, of one table or of Spark: inline tells which
+            tables = sorted(table.name for table, _ in work)
+            log.warning("a step by tasks failed, the driver computes it", tables=tables, error=sentence(error)[:500])
             return {table.name: Results([], [], 0, no_dead_letters(), True) for table, _ in work}
         return {table.name: _joined_results(table, [r for r in found if r.table == table.name]) for table, _ in work}
 

@@ -23,11 +23,15 @@ def mark_of(host: Host) -> str:
 
 
 def keep_work_going(host: Host) -> None:
-    """Until the pipeline ends; waits for the session first. Told under `mark_of` while there is no executor."""
-    while not host.session_ready.wait(LOOK_S):
-        if host.ending.is_set():
+    """Until the pipeline ends; waits for Spark's context first. Told under `mark_of` while there is no executor.
+
+    Where Spark itself asks for executors when they are needed (dynamic allocation), none is no trouble, and not ours.
+    """
+    while host.spark is None:
+        if host.ending.wait(LOOK_S):
             return
-    assert host.spark is not None
+    if host.spark.sparkContext.getConf().get("spark.dynamicAllocation.enabled", "false") == "true":
+        return
     context, clock, mark = host.spark.sparkContext, host.stores.clock, mark_of(host)
     seen_s = clock.monotonic_s()
     while not host.ending.wait(LOOK_S):

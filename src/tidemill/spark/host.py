@@ -139,7 +139,8 @@ def own_directory(scratch: Path) -> Iterator[None]:
                 if attempt == LOCK_ATTEMPTS - 1:
                     raise Invalid(
                         f"scratch directory is in use by another process: scratch={scratch}.",
-                        fix="Give each driver its own --scratch.",
+                        fix="A driver of this name runs here already. Give a second one a name of its own: tidemill"
+                        " pipeline run NAME --label TEXT.",
                     ) from error
                 threading.Event().wait(0.1)
         yield

@@ -27,6 +27,7 @@ from tidemill.base.marks import argmin
 from tidemill.base.memory import resident_bytes
 from tidemill.base.tasks import is_fault, sentence
 from tidemill.consensus.board import Board
+from tidemill.spark.executors import mark_of
 from tidemill.spark.steps import STEP_BYTES
 from tidemill.spark.unit import TableUnit
 
@@ -188,7 +189,9 @@ class Reporter:
 
     def _derived(self, name: str, found: Derivation | None) -> Place:
         if found is None:
-            return self._opening(name, "", "Spark is starting", False)
+            executors = mark_of(self._runner)
+            waits = self._tracker.failure(executors) is not None  # it asks them whether they can work
+            return self._opening(name, executors if waits else "", "Spark is starting", waits)
         if not found.recomputed and not found.error and found.writer is None:
             return self._opening(name, found.waits_for, "opening", False)
         upper, target = found.upper, max(found.target, 1)

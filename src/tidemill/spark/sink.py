@@ -246,7 +246,7 @@ class FeedSink:
         if decoded.stop is not None:
             item.upper = _before(decoded.stop, item.step.lower)
         self._bury(decoded.dead)
-        table.operator.ingest(decoded.commands)
+        table.operator.begin(decoded.commands)
         table.operator.advance(item.upper)
         item.pending = table.operator.drain()
 

@@ -8,7 +8,7 @@ import typer
 
 from tidemill.base.errors import Invalid
 from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
-from tidemill.cli.shard.showing import Name, state_of
+from tidemill.cli.shard.showing import Name
 
 
 def drop(
@@ -48,12 +48,14 @@ def drop(
 def _users(opened: Stores, name: str) -> list[str]:
     """Pipelines that write the shard, who holds its history, and the shapes that this configuration's node has of it.
 
-    Raises Missing.
+    A drop that was cut off left a state that nobody holds: `drop_shard` goes on with it, or raises Missing.
     """
     from tidemill.cli.shape import live_shapes
     from tidemill.keeper.drop import users_of
+    from tidemill.shards.open import read_shard
 
-    holds, now_ms = state_of(opened, name).holds, opened.clock.now_ms()
+    state, now_ms = opened.portal.call(read_shard(opened.consensus, name)), opened.clock.now_ms()
+    holds = state.holds if state is not None else ()
     found = [f"pipeline:{user}" for user in opened.portal.call(users_of(opened.metastore, name))]
     found += [f"hold:{hold.reader}" for hold in holds if hold.expires_ms and hold.live(now_ms)]
     found += [f"shape:{s['handle']}" for s in live_shapes(opened.config) if s["source"] == f"shard:{name}"]

@@ -229,10 +229,13 @@ class Mirror:
         return write_run(self.schema, run, self._new_file())
 
     def _new_file(self) -> Path:
-        """Never a name that was used before: another process may have the file of that name mapped."""
+        """Never the name of a file that is there: somebody may have it mapped, we too. A pid comes again (in a
+        container it is always 1)."""
         assert self._directory is not None
         self._directory.mkdir(parents=True, exist_ok=True)
-        return self._directory / f"run-{self.upper}-{os.getpid()}-{next(_FILES)}.arrow"
+        while (path := self._directory / f"run-{self.upper}-{os.getpid()}-{next(_FILES)}.arrow").exists():
+            pass
+        return path
 
     # cache on disk ---------------------------------------------------------------------------------
     def save(self, shard: str, boot: str) -> None:

@@ -61,6 +61,11 @@ class Upsert:
         """Take commands of any time; their source need not be complete yet."""
         self._stash = join(self.schema, [self._stash, self._without_below(commands)])
 
+    def begin(self, commands: Commands) -> None:
+        """Take every command that the source has for times from the upper on, up to where it is complete: what was
+        taken in before is among them, so that a step which cannot be appended and is read again is held once."""
+        self._stash = self._without_below(commands)
+
     def advance(self, source_frontier: int) -> None:
         """The source has delivered every command with time < source_frontier."""
         self.source_frontier = max(self.source_frontier, source_frontier)
