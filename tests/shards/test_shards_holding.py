@@ -8,12 +8,12 @@ import pytest
 from msgspec.structs import replace
 from shard_world import World, append, contents_of, run, summed
 
-from tidemill.base.clock import ManualClock
-from tidemill.base.errors import Unavailable
+from tidemill.base.clock import ManualClock, SystemClock
+from tidemill.base.errors import Unavailable, Unknown
 from tidemill.shards import reads
 from tidemill.shards.apply import Reason, Rejected, apply
 from tidemill.shards.commands import Append, Close, Create, SetHold
-from tidemill.shards.front import Batch, Part
+from tidemill.shards.front import Batch, HistoryLost, Part
 from tidemill.shards.holding import MovingHold, holding
 from tidemill.shards.open import open_shard
 from tidemill.shards.state import HOLDS_KEPT, ShardState
@@ -76,6 +76,56 @@ def test_a_moving_hold_writes_seldom_and_not_at_all_at_the_head() -> None:
         await hold.release()
         await shard.frontiers()
         assert shard.state.holds == ()
+
+    run(scenario())
+
+
+def test_a_kept_hold_is_renewed_where_it_stands_and_at_the_head() -> None:
+    async def scenario() -> None:
+        world = World()
+        shard = await world.open()
+        await append(shard, 0, 100, [(1, "a", 5, 1)])
+        hold = MovingHold(shard, "stream/1", SystemClock(), ttl_ms=3000, kept=True)
+        proposing, turns = shard.hold, asyncio.Queue[tuple[int, BaseException | None]]()
+
+        async def watched(reader: str, since: int, ttl_ms: int) -> None:
+            error: BaseException | None = None
+            try:
+                if turns_away:
+                    raise turns_away.pop()
+                await proposing(reader, since, ttl_ms)
+            except BaseException as raised:
+                error = raised
+                raise
+            finally:
+                turns.put_nowait((since, error))
+
+        turns_away: list[BaseException] = []
+        shard.hold = watched  # type: ignore[method-assign]
+        keeping = asyncio.ensure_future(hold.keep())
+        await hold.at(99)
+        assert await turns.get() == (99, None), "much may be written before its owner comes back"
+        chosen_at = shard.state.holds[0].version
+        await append(shard, 100, 200, [(2, "a", 150, 1)])
+        await shard.downgrade_since("retention", 1, 150)
+        turns_away.append(Unknown("the answer was lost."))
+        since, error = await turns.get()
+        assert since == 99 and isinstance(error, Unknown)
+        assert await turns.get() == (99, None), "the next turn"
+        assert (await shard.frontiers())[0] == 99
+        assert next(h for h in shard.state.holds if h.reader == "stream/1").version == chosen_at
+
+        await shard.release("stream/1")  # as if it had lapsed
+        await shard.downgrade_since("retention", 1, 160)
+        since, error = await turns.get()
+        assert since == 99 and isinstance(error, HistoryLost) and not keeping.done()
+        with pytest.raises(HistoryLost):
+            await hold.at(99)
+        await hold.at(170)
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        await shard.frontiers()
+        assert "stream/1" in [h.reader for h in shard.state.holds], "its owner may come back"
 
     run(scenario())
 

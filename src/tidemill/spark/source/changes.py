@@ -2,12 +2,14 @@
 
 The offset is {"ts": T}: all updates below T are out. From 0 the first batch is the contents at its last time, as
 insertions then; after that, and from any other start, it is the updates themselves. History is held one tick behind the
-offset for as long as the planner lives; a stream that comes back later than the shard remembers is told so, and never
-given a hole.
+offset for as long as the planner lives, whether it is asked or not; a stream that comes back later than the shard
+remembers is told so, and never given a hole.
 """
 
 from __future__ import annotations
 
+import asyncio
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,7 +20,7 @@ from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTri
 from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.base.limits import MIB
 from tidemill.shards.front import DIFF, TIME, Batch, Column, Part, ShardSchema
-from tidemill.shards.holding import MovingHold
+from tidemill.shards.holding import HOLD_TTL_MS, MovingHold
 from tidemill.shards.ranges import Range, cut, read_range
 from tidemill.shards.reading import PartReader
 from tidemill.spark.source.options import Options
@@ -61,7 +63,10 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
         return ReadMaxRows(self._options.number("max_rows", MAX_ROWS))
 
     def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:
-        """Where a batch of whole appends ends that has at most the limit's rows; `start` when there is nothing more."""
+        """Where a batch of whole appends ends that has at most the limit's rows; `start` when there is nothing more.
+
+        Storage errors: try again later; but a query that ends with what is there now must not take them for the end.
+        """
         portal, _ = shared(self._options.urls)
         frontier = start["ts"]
         try:
@@ -69,9 +74,11 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
             upper = portal.call(shard.wait_upper(frontier, 0 if self._target is not None else WAIT_S))
             if self._target is not None:
                 upper = min(upper, self._target)
+            held = min(frontier, upper) if frontier else upper
+            if held:
+                portal.call(hold.at(held - 1))
             if upper <= frontier:
                 return start
-            portal.call(hold.at(max(0, frontier - 1)))
             if frontier == 0:
                 return {"ts": upper}
             end, rows = frontier, 0
@@ -82,6 +89,8 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
                 end = min(batch.upper, upper)
             return {"ts": end}
         except (Unavailable, Unknown):
+            if self._target is not None:
+                raise
             return start
 
     def prepareForTriggerAvailableNow(self) -> None:
@@ -126,7 +135,10 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
             if not self._options.shard:
                 raise Invalid("no shard is named.", fix="Give option shard=NAME.")
             shard = portal.call(stores.shard(self._options.shard))
-            self._opened = shard, MovingHold(shard, shard.reader_name("stream"), stores.clock)
+            hold = MovingHold(shard, shard.reader_name("stream"), stores.clock, ttl_ms=HOLD_TTL_MS, kept=True)
+            keeping = asyncio.run_coroutine_threadsafe(hold.keep(), portal.loop)
+            weakref.finalize(self, keeping.cancel).atexit = False
+            self._opened = shard, hold
         return self._opened
 
 

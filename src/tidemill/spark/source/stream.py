@@ -89,12 +89,17 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
         return ReadMaxRows(self._options.number("max_rows", MAX_ROWS))
 
     def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:
-        """One past the newest binding, or `start` when there is none beyond it. Storage errors: try again later."""
+        """One past the newest binding, or `start` when there is none beyond it.
+
+        Storage errors: try again later; but a query that ends with what is there now must not take them for the end.
+        """
         portal, stores = shared(self._options.urls)
         pace_ms = self._options.number("pace_ms", PACE_MS)
         try:
             end = portal.call(self._latest(stores, start["ts"], limit, pace_ms))
         except (Unavailable, Unknown):
+            if self._target is not None:
+                raise
             return start
         self._offered_ms = stores.clock.now_ms()
         return {"ts": end}

@@ -1,0 +1,133 @@
+"""Planners of streams, asked as Spark asks them, without a session: first answer, hold, storage that is away."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyspark.sql.types import StructType
+from running import until
+
+from tidemill.base.clock import SystemClock
+from tidemill.base.errors import Unavailable, Unknown
+from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.holding import MovingHold
+from tidemill.shards.state import Hold
+from tidemill.spark.source import changes
+from tidemill.spark.source.changes import ChangesReader
+from tidemill.spark.source.options import Options
+from tidemill.spark.source.stream import FeedReader
+
+SCHEMA = ShardSchema((Column("k", "int64"),), ("k",))
+
+
+def append(harbour: Any, lower: int, upper: int, key: int) -> None:
+    kinds = {"k": key, TIME: upper - 1, DIFF: 1}
+    table = pa.table({name: pa.array([value], pa.int64()) for name, value in kinds.items()})
+
+    async def run() -> None:
+        shard = await harbour.stores.shard("t", SCHEMA)
+        await shard.compare_and_append(lower, upper, [await shard.write_part(table)], "")
+
+    harbour.portal.call(run())
+
+
+def forget(harbour: Any, since: int) -> int:
+    """As the keeper does; returns the shard's since."""
+    return int(harbour.portal.call(harbour.shard("t").downgrade_since("retention", 1, since)))
+
+
+def reader_of(harbour: Any, **options: str) -> ChangesReader:
+    urls = {"objects": harbour.urls.objects, "consensus": harbour.urls.consensus}
+    schema = StructType().add("k", "long").add(TIME, "long").add(DIFF, "long")
+    return ChangesReader(Options({"shard": "t", "changes": "true", **urls, **options}), schema)
+
+
+def latest(reader: Any, start: dict[str, int]) -> dict[str, int]:
+    found: dict[str, int] = reader.latestOffset(start, reader.getDefaultReadLimit())
+    return found
+
+
+def read(reader: ChangesReader, start: dict[str, int], end: dict[str, int]) -> list[tuple[int, ...]]:
+    batches = [b for partition in reader.partitions(start, end) for b in reader.read(partition)]
+    return sorted((row["k"], row[TIME], row[DIFF]) for b in batches for row in b.to_pylist())
+
+
+def stream_hold(harbour: Any) -> Hold | None:
+    shard = harbour.shard("t")
+    harbour.portal.call(shard.frontiers())
+    return next((h for h in shard.state.holds if h.reader.startswith("stream/")), None)
+
+
+def test_a_changelog_begins_with_the_contents_where_older_history_is_forgotten(harbour: Any) -> None:
+    append(harbour, 0, 100, 1)
+    append(harbour, 100, 200, 2)
+    assert forget(harbour, 150) == 150
+    reader = reader_of(harbour)
+    end = latest(reader, reader.initialOffset())
+    assert end == {"ts": 200}
+    append(harbour, 200, 300, 3)
+    assert forget(harbour, 299) == 199, "held from the moment that it was answered"
+    assert read(reader, {"ts": 0}, end) == [(1, 199, 1), (2, 199, 1)]
+    assert latest(reader, end) == {"ts": 300}
+    assert read(reader, end, {"ts": 300}) == [(3, 299, 1)]
+
+
+def test_a_planner_that_nobody_asks_keeps_its_place_until_it_is_gone(
+    harbour: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changes, "HOLD_TTL_MS", 6000)
+    ended: list[MovingHold] = []
+    keep: Callable[[MovingHold], Any] = MovingHold.keep
+
+    async def watched(hold: MovingHold) -> None:
+        try:
+            await keep(hold)
+        finally:
+            ended.append(hold)
+
+    monkeypatch.setattr(MovingHold, "keep", watched)
+    append(harbour, 0, 100, 1)
+    reader = reader_of(harbour, start="100")
+    begun_ms = SystemClock().now_ms()
+    assert latest(reader, {"ts": 100}) == {"ts": 100}, "nothing is there yet"
+    until(lambda: (hold := stream_hold(harbour)) and hold.expires_ms > begun_ms + 6000 + 1500)
+    append(harbour, 100, 200, 2)
+    assert forget(harbour, 199) == 99
+    assert latest(reader, {"ts": 100}) == {"ts": 200}
+    assert read(reader, {"ts": 100}, {"ts": 200}) == [(2, 199, 1)]
+    assert not ended
+    del reader
+    gc.collect()
+    until(lambda: ended)
+
+
+@pytest.mark.parametrize("error", [Unavailable, Unknown])
+def test_storage_that_is_away_is_waited_for_but_is_not_the_end_of_what_is_there_now(
+    harbour: Any, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    append(harbour, 0, 100, 1)
+    topic = harbour.create_topic("t")
+    harbour.produce(topic, [(b"k", b"v")])
+    harbour.mint("topic/t", 50, topic)
+    urls = {"objects": harbour.urls.objects, "consensus": harbour.urls.consensus}
+    changelog, records = reader_of(harbour), FeedReader(Options({"source": "topic/t", "rows": "false", **urls}))
+
+    async def away(*_: object) -> Any:
+        raise error("consensus is away.")
+
+    for reader in (changelog, records):
+        with monkeypatch.context() as patched:
+            patched.setattr("tidemill.shards.reads.ShardReads.wait_upper", away)
+            patched.setattr(FeedReader, "_latest", away)
+            assert latest(reader, {"ts": 10}) == {"ts": 10}, "a stream that goes on asks again"
+        reader.prepareForTriggerAvailableNow()
+        with monkeypatch.context() as patched:
+            patched.setattr("tidemill.shards.reads.ShardReads.wait_upper", away)
+            patched.setattr(FeedReader, "_latest", away)
+            with pytest.raises(error):
+                latest(reader, {"ts": 10})
+    assert (latest(changelog, {"ts": 10}), latest(records, {"ts": 10})) == ({"ts": 100}, {"ts": 51})
