@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tidemill.base.clock import Rand, SystemClock
@@ -394,6 +394,7 @@ _commands: st.SearchStrategy[Command] = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(_commands, st.integers(1, 3), st.integers(0, 1)), max_size=30))
+@example([(SetDomainUuid(UUID), 1, 1), (PersistManifest(UUID, manifest(-1, 2)), 1, 0)])
 def test_no_sequence_of_updates_breaks_the_invariants_or_turns_a_counter_back(
     steps: list[tuple[Command, int, int]],
 ) -> None:

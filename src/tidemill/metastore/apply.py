@@ -4,7 +4,8 @@ update             accepted when                                                
 set domain uuid    none is set                                                  set it
 write batch        uuid matches, rows, seqno above the newest                   append to volatile at its seqno
 persist manifest   uuid matches, epoch is that of the record's own term,        store it; drop volatile ≤ its seqno
-                   last_seqno was issued, neither seqno, epoch nor number below stored
+                   counts from 0, last_seqno was issued, neither seqno, epoch nor number
+                   below stored
 reset manifest     volatile empty, no manifest or one of seqno 0                replace uuid and manifest; deltas so
                                                                                 that this record stands at its seqno
                                                                                 and this term at its epoch

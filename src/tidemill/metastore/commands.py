@@ -52,6 +52,7 @@ class PersistManifest(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
     def check(self, state: DomainState) -> None:
         check_uuid(state, self.domain_uuid)
+        check_counts(self.manifest)
         check_issued(state, self.manifest)
         check_not_lower(state, self.manifest)
 
@@ -65,11 +66,8 @@ class ResetManifest(msgspec.Struct, frozen=True, array_like=True, tag=4):
     def check(self, state: DomainState) -> None:
         if not self.domain_uuid:
             raise Invalid("A domain uuid cannot be empty.", fix="Name the domain that is restored.")
-        if self.manifest is not None and (self.manifest.last_seqno < 0 or self.manifest.epoch < 0):
-            raise Invalid(
-                f"A manifest counts from 0: last_seqno={self.manifest.last_seqno} epoch={self.manifest.epoch}.",
-                fix="Restore from a manifest that this program wrote.",
-            )
+        if self.manifest is not None:
+            check_counts(self.manifest)
         if state.volatile or state.persisted_seqno:
             raise Conflict(
                 f"The domain is not empty: uuid={state.domain_uuid} newest_seqno={state.newest_seqno}.",
@@ -79,6 +77,14 @@ class ResetManifest(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 Command = SetDomainUuid | WriteBatch | PersistManifest | ResetManifest
+
+
+def check_counts(manifest: PersistedManifest) -> None:
+    if manifest.last_seqno < 0 or manifest.epoch < 0:
+        raise Invalid(
+            f"A manifest counts from 0: last_seqno={manifest.last_seqno} epoch={manifest.epoch}.",
+            fix="Restore from a manifest that this program wrote.",
+        )
 
 
 def check_uuid(state: DomainState, domain_uuid: str) -> None:
