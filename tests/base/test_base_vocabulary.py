@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import Invalid, TidemillError, Unavailable
 from tidemill.base.frontier import ChangePosition, Lsn
-from tidemill.base.portal import Portal
 from tidemill.base.tasks import Tasks
 
 
@@ -65,13 +64,3 @@ def test_closing_a_task_group_ends_what_runs_and_a_failure_does_not_end_its_sibl
         return heard
 
     assert asyncio.run(scenario()) == ["failing: away"]
-
-
-def test_the_portal_returns_results_and_raises_errors_of_its_loop() -> None:
-    async def fail() -> None:
-        raise Invalid("no.")
-
-    with Portal() as portal:
-        assert portal.call(asyncio.sleep(0, "result")) == "result"
-        with pytest.raises(Invalid, match="no"):
-            portal.call(fail())

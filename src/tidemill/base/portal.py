@@ -5,16 +5,28 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, Self, TypeVar
+
+from tidemill.base.errors import Closed
 
 T = TypeVar("T")
 
+CLOSE_S = 5.0
+"""What runs on the loop when it is closed is cancelled, and has this long to end."""
+
 
 class Portal:
-    """`call(coroutine)` runs it on the portal's loop and returns its result, or raises its error."""
+    """`call(coroutine)` runs it on the portal's loop and returns its result, or raises its error.
+
+    No caller outlives the loop: `close` cancels what runs, and a thread that waits in `call` gets CancelledError.
+    """
 
     def __init__(self, name: str = "tidemill-portal") -> None:
         self._loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()
+        self._waiting: set[Future[Any]] = set()
+        self._closing = False
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -23,20 +35,40 @@ class Portal:
         return self._loop
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """Raises what the coroutine raises, TimeoutError, Closed when the portal is; CancelledError when it closes."""
+        with self._lock:  # one that is closing either sees this call, or refuses it
+            if self._closing:
+                coroutine.close()
+                raise Closed("the event loop of this process is closed.")
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            self._waiting.add(future)
         try:
             return future.result(timeout_s)
         except BaseException:
             future.cancel()
             raise
+        finally:
+            self._waiting.discard(future)
 
     def close(self) -> None:
-        if self._loop.is_closed():
-            return
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=5)
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        asyncio.run_coroutine_threadsafe(self._end_tasks(), self._loop)
+        self._thread.join(timeout=2 * CLOSE_S)
+        for future in list(self._waiting):  # of tasks that did not end when they were cancelled
+            future.cancel()
         if not self._thread.is_alive():
             self._loop.close()
+
+    async def _end_tasks(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_S)
+        self._loop.stop()
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,83 @@
+"""The event loop that synchronous code calls: results, errors, and an end that leaves nobody waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+
+from tidemill.base import portal as portal_module
+from tidemill.base.errors import Closed, Invalid
+from tidemill.base.portal import Portal
+
+
+def test_the_portal_returns_results_and_raises_errors_of_its_loop() -> None:
+    async def fail() -> None:
+        raise Invalid("no.")
+
+    with Portal() as portal:
+        assert portal.call(asyncio.sleep(0, "result")) == "result"
+        with pytest.raises(Invalid, match="no"):
+            portal.call(fail())
+
+
+def waiting_in(portal: Portal, began: threading.Event, coroutine: object) -> tuple[threading.Thread, list[str]]:
+    told: list[str] = []
+
+    def work() -> None:
+        try:
+            portal.call(coroutine)  # type: ignore[arg-type]
+        except CancelledError:
+            told.append("cancelled")
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    assert began.wait(30)
+    return thread, told
+
+
+def test_closing_ends_who_waits_in_a_call_and_lets_the_task_clean_up() -> None:
+    began, cleaned = threading.Event(), threading.Event()
+
+    async def forever() -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            cleaned.set()
+
+    portal = Portal()
+    thread, told = waiting_in(portal, began, forever())
+    portal.close()
+    thread.join(30)
+    assert not thread.is_alive() and told == ["cancelled"] and cleaned.is_set()
+
+
+def test_a_task_that_does_not_end_holds_nobody_up_when_the_portal_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portal_module, "CLOSE_S", 0.1)
+    began = threading.Event()
+
+    async def stubborn() -> None:
+        began.set()
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                continue
+
+    portal = Portal()
+    thread, told = waiting_in(portal, began, stubborn())
+    portal.close()
+    thread.join(30)
+    assert not thread.is_alive() and told == ["cancelled"]
+
+
+def test_a_portal_that_was_closed_refuses_calls() -> None:
+    portal = Portal()
+    portal.close()
+    portal.close()
+    with pytest.raises(Closed):
+        portal.call(asyncio.sleep(0))
