@@ -11,7 +11,7 @@ from tidemill.base.config import Config, PipelineSection, load
 from tidemill.base.errors import Invalid, Missing
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.cli.context import ConfigOption, JsonOption, print_json, stores
-from tidemill.cli.pipeline_view import instance_line, instances_of, read_view, table_line
+from tidemill.cli.pipeline_view import instance_line, instances_of, lag_text, read_view, table_line
 from tidemill.cli.supervised import ConfOption, InstancesOption, MasterOption, MemoryOption, run_supervised
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.node.overrides import overridden
@@ -60,7 +60,7 @@ def list_all(config: ConfigOption = None, as_json: JsonOption = False) -> None:
         row = view.summary()
         print(
             f"{row['pipeline']}  {row['running']} running  {row['silent']} silent  tables={len(view.tables)}"
-            f"  lag={row['lag_ms']} ms  dead_letters={row['dead_letters']}  {row['file']}".rstrip()
+            f"  lag={lag_text(row['lag_ms'])}  dead_letters={row['dead_letters']}  {row['file']}".rstrip()
         )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.marks import Derived, Report, derive_all
+from tidemill.base.marks import Derived, Report, State, derive_all
 from tidemill.cli.context import Stores
 from tidemill.consensus.board import Board
 from tidemill.metastore.catalogue import PipelineRow
@@ -27,13 +27,14 @@ class View:
 
     def summary(self) -> dict[str, Any]:
         silent = sum(1 for instance in self.instances if instance["state"] == "silent")
+        lags = [table["lag_ms"] for table in self.tables]
         return {
             "pipeline": self.name,
             "file": self.file,
             "running": len(self.instances) - silent,
             "silent": silent,
             "tables": [table["table"] for table in self.tables],
-            "lag_ms": max((table["lag_ms"] for table in self.tables), default=0),
+            "lag_ms": None if None in lags else max(lags, default=0),
             "dead_letters": self.dead_letters,
         }
 
@@ -72,22 +73,24 @@ def read_view(opened: Stores) -> dict[str, View]:
         for table, fed_by in sorted(row.tables.items()):
             stored = shards[table].rows if table in shards else 0
             upper = shards[table].upper if table in shards else 0
-            view.tables.append(_table(table, fed_by, upper, stored, marks.get(f"shard:{table}"), mine))
+            view.tables.append(table_row(table, fed_by, upper, stored, marks.get(f"shard:{table}"), mine))
     return out
 
 
-def _table(
+def table_row(
     name: str, fed_by: str, upper: int, stored: int, mark: Derived | None, reports: list[Report]
 ) -> dict[str, Any]:
-    """lag_ms: how much newer than the table its inputs are; rows: what the drivers that report have written in this
-    life; updates: what the shard stores; seats: the processes in which the table takes part."""
+    """lag_ms: how much newer than the table its inputs are, None while no driver tells; rows: what the drivers that
+    report have written in this life; updates: what the shard stores; seats: the processes in which the table takes
+    part."""
+    told = mark is not None and mark.state is not State.BLIND
     facts = {r.process: _tables(r)[name] for r in reports if name in _tables(r)}
     return {
         "table": name,
         "input": fed_by,
         "upper": upper,
         "state": str(mark.state) if mark is not None else "",
-        "lag_ms": max(0, mark.mark.target - max(upper, mark.mark.position)) if mark is not None else 0,
+        "lag_ms": max(0, mark.mark.target - max(upper, mark.mark.position)) if mark is not None and told else None,
         "held_by": mark.mark.held_by if mark is not None else "",
         "reason": mark.mark.reason if mark is not None else "",
         "updates": stored,
@@ -121,12 +124,16 @@ def _tables(report: Report) -> dict[str, dict[str, Any]]:
     return found if isinstance(found, dict) else {}
 
 
+def lag_text(lag_ms: int | None) -> str:
+    return "unknown" if lag_ms is None else f"{lag_ms} ms"
+
+
 def table_line(table: dict[str, Any]) -> str:
     held = f"  held by {table['held_by']}" if table["held_by"] else ""
     reason = f": {table['reason']}" if table["reason"] else ""
     return (
         f"{table['table']} ← {table['input']}  upper={table['upper']}  {table['state'] or 'not reported'}"
-        f"  lag={table['lag_ms']} ms  rows={table['rows']:,}  updates={table['updates']:,}"
+        f"  lag={lag_text(table['lag_ms'])}  rows={table['rows']:,}  updates={table['updates']:,}"
         f"  seats={len(table['seats'])}{held}{reason}"
     )
 

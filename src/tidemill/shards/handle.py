@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.base.limits import INLINE_PART_BYTES, MIB
-from tidemill.objects.store import ObjectStore
 from tidemill.shards.apply import Reason, Rejected, bounds_error
 from tidemill.shards.commands import Append, Close, Collected, Drop, Evolve, Replace, Sweep
-from tidemill.shards.cpu import Cpu, inline_cpu
 from tidemill.shards.evolution import Changes
 from tidemill.shards.front import Batch, Part, ShardSchema
-from tidemill.shards.machine import ShardMachine
 from tidemill.shards.parts import store_part
-from tidemill.shards.reading import CACHE_BYTES
 from tidemill.shards.reads import ShardReads
 from tidemill.shards.state import ShardState
 
@@ -36,19 +32,9 @@ APPEND_PAUSE_S = 0.2
 class LogShard(ShardReads):
     """See `front.Shard` for the contract. Any number of handles, in any processes, are equals."""
 
-    def __init__(
-        self,
-        machine: ShardMachine,
-        objects: ObjectStore,
-        clock: Clock,
-        rand: Rand,
-        *,
-        writer: str = "",
-        cpu: Cpu = inline_cpu,
-        cache_bytes: int = CACHE_BYTES,
-    ) -> None:
-        super().__init__(machine, objects, clock, rand, writer=writer, cpu=cpu, cache_bytes=cache_bytes)
-        self._appending = asyncio.Lock()
+    @cached_property
+    def _appending(self) -> asyncio.Lock:
+        return asyncio.Lock()
 
     async def write_part(self, rows: pa.Table, bucket: int = 0) -> Part:
         if not 0 <= bucket < self.schema.buckets:

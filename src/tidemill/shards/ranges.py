@@ -110,7 +110,8 @@ def read_range(schema: ShardSchema, chosen: Range, as_of: int, fetch: Fetch) -> 
         open_end: pa.Table | None = None  # what has the last hash of a row group: the next one may have more of it
         for group in _groups(schema, chosen, batch, part, as_of, fetch):
             rows = group if open_end is None else pa.concat_tables([open_end, group])
-            end = int(np.searchsorted(rows.column(HASH).to_numpy(), rows.column(HASH)[-1].as_py(), side="left"))
+            hashes = rows.column(HASH).to_numpy()
+            end = int(np.searchsorted(hashes, hashes[-1], side="left"))
             rows, open_end = rows.slice(0, end), rows.slice(end)
             settled = _settled(rows, touched)
             if not settled.all():

@@ -1,0 +1,25 @@
+"""What `pipeline list` and `pipeline describe` say of how far tables are behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from tidemill.base.marks import Derived, Mark, derive
+from tidemill.cli.pipeline_view import View, lag_text, table_row
+
+NOW_MS = 1_000_000_000
+
+
+def told(age_ms: int) -> Derived:
+    return derive(Mark("shard:orders", position=500, target=900), "pipeline:p", NOW_MS - age_ms, NOW_MS)
+
+
+@pytest.mark.parametrize(
+    ("mark", "lag_ms"), [(told(10), 400), (told(3_600_000), None), (None, None)], ids=["live", "silent", "never"]
+)
+def test_a_lag_that_no_live_driver_tells_is_unknown_and_not_zero(mark: Derived | None, lag_ms: int | None) -> None:
+    current = table_row("stock", "captured", 900, 1, derive(Mark("shard:stock", 900, 900), "p", NOW_MS, NOW_MS), [])
+    row = table_row("orders", "captured", 100, 1, mark, [])
+    assert (row["lag_ms"], current["lag_ms"]) == (lag_ms, 0)
+    assert View("p", tables=[current, row]).summary()["lag_ms"] == lag_ms
+    assert lag_text(lag_ms) == ("unknown" if lag_ms is None else "400 ms")
