@@ -7,6 +7,7 @@ and its workers.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pyarrow as pa
 
 from harbour import machine
@@ -25,6 +25,7 @@ from tidemill.spark import Pipeline
 from tidemill.spark.derived import Derivation
 from tidemill.spark.session import build_session
 from tidemill.spark.stores import Stores, Urls, open_stores
+from upsert_tree import Tree
 
 CLICKS = ShardSchema((Column("click_id", "int64"), Column("product_id", "int64"), Column("ms", "int64")), ("click_id",))
 
@@ -33,13 +34,6 @@ def by_product(_: Any, clicks: Any) -> Any:
     from pyspark.sql import functions as f
 
     return clicks.groupBy("product_id").agg(f.count("*").alias("clicks"), f.max("ms").alias("last_ms"))
-
-
-def cpu_s() -> float:
-    """Of this process and all below it that live."""
-    here = psutil.Process()
-    times = [p.cpu_times() for p in (here, *here.children(recursive=True))]
-    return sum(t.user + t.system for t in times)
 
 
 class Shop:
@@ -78,15 +72,17 @@ def main() -> None:
         for name, by in (("whole", ()), ("by_group", "product_id")):
             p.derived(name, key="product_id", inputs=("clicks",), by=by)(by_product)
             ways[name] = Derivation(portal, stores, spark, p.derived_tables[name], scratch / name / "mirrors" / name)
+        tree = Tree(os.getpid())
         took: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
         for number in range(options.rounds + 2):
             for name, way in ways.items():
                 if way.writer is None:
                     way.open()
-                began, used = time.monotonic(), cpu_s()
+                tree.begin()
+                began = time.monotonic()
                 assert way.round()
                 if number >= 2:  # the first is whole for both, the second meets a cold plan
-                    took[name].append((time.monotonic() - began, cpu_s() - used))
+                    took[name].append((time.monotonic() - began, sum(tree.spent().cpu_s.values())))
             results = [
                 portal.call(w.writer.shard.snapshot(shop.upper - 1)).sort_by("product_id") for w in ways.values()
             ]

@@ -22,7 +22,8 @@ import pyarrow.parquet as pq
 
 from harbour import machine
 from tidemill.shards.consolidate import contents
-from tidemill.shards.front import DIFF, HASH, TIME, Column, ShardSchema
+from tidemill.shards.difference import last_states
+from tidemill.shards.front import DIFF, HASH, Column, ShardSchema
 from tidemill.shards.hashing import hash_rows
 from tidemill.shards.parts import encode_part
 from tidemill.shards.schema import contents_schema, part_schema, update_schema
@@ -75,21 +76,18 @@ def all_sums(shard: Shard, names: list[str]) -> pa.Table:
 
 
 def difference(shard: Shard, names: list[str]) -> pa.Table:
-    later = pa.concat_tables(map(shard.read, shard.later))
+    states = last_states(SCHEMA, pa.concat_tables(map(shard.read, shard.later)))
+    assert states is not None
+    gone, live = states
     base = shard.read(shard.base, [*names, HASH])
-    hashes, touched = base.column(HASH).to_numpy(), np.unique(later.column(HASH).to_numpy())
+    hashes, touched = base.column(HASH).to_numpy(), gone.column(HASH).to_numpy()
     hit = np.minimum(np.searchsorted(hashes, touched), len(hashes) - 1)
     # The keys of both sides are compared where the hashes meet, as the exact reading would.
     hit = hit[hashes[hit] == touched]
     keys = base if SCHEMA.key[0] in names else shard.read(shard.base, list(SCHEMA.key))
     stale = np.ones(len(hashes), dtype=bool)
-    stale[hit[pc.is_in(keys.column(SCHEMA.key[0]).take(pa.array(hit)), later.column(SCHEMA.key[0])).to_numpy()]] = False
-    order = np.lexsort((later.column(DIFF).to_numpy(), later.column(TIME).to_numpy(), later.column(HASH).to_numpy()))
-    ordered = later.column(HASH).to_numpy()[order]
-    last = order[np.append(ordered[1:] != ordered[:-1], True)]
-    newest = later.take(pa.array(last))
-    newest = newest.filter(pc.equal(newest.column(DIFF), 1)).select(names)
-    return pa.concat_tables([base.filter(pa.array(stale)).select(names), newest])
+    stale[hit[pc.is_in(keys.column(SCHEMA.key[0]).take(pa.array(hit)), gone.column(SCHEMA.key[0])).to_numpy()]] = False
+    return pa.concat_tables([base.filter(pa.array(stale)).select(names), live.select(names)])
 
 
 def positions(shard: Shard, names: list[str]) -> pa.Table:

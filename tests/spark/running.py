@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,18 @@ def started(harbour: Any, tmp_path: Path, text: str) -> tuple[Runner, threading.
     return runner, stopping, thread
 
 
+@contextmanager
+def pipeline(harbour: Any, directory: Path, text: str) -> Iterator[Runner]:
+    directory.mkdir(exist_ok=True)
+    runner, stopping, thread = started(harbour, directory, text)
+    try:
+        yield runner
+    finally:
+        stopping.set()
+        thread.join(30)
+    assert not thread.is_alive()
+
+
 def until(find: Any) -> Any:
     waiting = threading.Event()
     for _ in range(600):
@@ -37,3 +51,8 @@ def until(find: Any) -> Any:
 def mark(harbour: Any, name: str) -> Mark | None:
     reports = harbour.portal.call(Board(harbour.stores.consensus, Rand()).reports())
     return next((m for r in reports for m in r.marks if m.name == name), None)
+
+
+def error_of(harbour: Any, name: str) -> str:
+    found = mark(harbour, name)
+    return found.error if found is not None else ""

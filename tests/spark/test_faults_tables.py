@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import crc32c
 import pytest
-from running import mark, started, until
+from running import error_of, mark, pipeline, until
 
 from tidemill.cli.verify.poisoned import poisoned_keys
-from tidemill.spark.runner import Runner
 from tidemill.topics.batch import Record, encode_batch
 
 CLICKS = 'p.table("clicks", p.topic("clicks", key="click_id", schema="click_id string, n long, at timestamp"))'
@@ -24,22 +21,6 @@ def build(p):
     p.table("orders", p.capture("shop").table("orders"))
     p.table("others", p.capture("shop").table("others"))
 """
-
-
-@contextmanager
-def pipeline(harbour: Any, tmp_path: Path, text: str) -> Iterator[Runner]:
-    runner, stopping, thread = started(harbour, tmp_path, text)
-    try:
-        yield runner
-    finally:
-        stopping.set()
-        thread.join(30)
-    assert not thread.is_alive()
-
-
-def error_of(harbour: Any, name: str) -> str:
-    found = mark(harbour, name)
-    return found.error if found is not None else ""
 
 
 POISON = [

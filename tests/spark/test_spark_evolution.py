@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from running import mark, started, until
+from running import error_of, pipeline, until
 
 from tidemill.shards.reads import ShardReads
-from tidemill.spark.runner import Runner
 
 CLICKS = 'def build(p):\n    p.table("clicks", p.topic("clicks", key="id", schema="{}"))\n'
 OLD = CLICKS.format("id int, n int")
 NEW = CLICKS.format("note string, id long, n long")
-
-
-@contextmanager
-def pipeline(harbour: Any, directory: Path, text: str) -> Iterator[Runner]:
-    directory.mkdir(exist_ok=True)
-    runner, stopping, thread = started(harbour, directory, text)
-    try:
-        yield runner
-    finally:
-        stopping.set()
-        thread.join(30)
-    assert not thread.is_alive()
-
-
-def error_of(harbour: Any) -> str:
-    found = mark(harbour, "shard:clicks")
-    return found.error if found is not None else ""
 
 
 def test_a_table_that_gained_a_column_and_wider_types_goes_on_with_the_mirror_it_had(
@@ -54,7 +34,7 @@ def test_a_table_that_gained_a_column_and_wider_types_goes_on_with_the_mirror_it
             harbour.produce(topic, [(b"", row) for row in big])
             harbour.mint("topic/clicks", 2000, topic)
             until(lambda: harbour.upper("clicks") == 2001)
-            assert not error_of(harbour)
+            assert not error_of(harbour, "shard:clicks")
     before = [{"id": n, "n": n, "note": None} for n in range(4)]
     after = [before[0], {"id": 1, "n": 1 << 40, "note": "x"}, before[2], {"id": 3, "n": 3, "note": "y"}]
     assert harbour.contents("clicks", 1000) == before and harbour.contents("clicks") == after
@@ -80,8 +60,8 @@ def test_a_driver_with_the_file_of_before_is_fenced_says_so_and_goes_on_with_the
             until(lambda: harbour.upper("clicks") == 2001)
             want = [{"id": 1, "n": 5, "note": "x"}, {"id": 2, "n": 2, "note": None}]
             assert harbour.contents("clicks") == want
-            until(lambda: "-note string, id int64→int32" in error_of(harbour))
-            assert "tidemill shard drop clicks" in error_of(harbour)
+            until(lambda: "-note string, id int64→int32" in error_of(harbour, "shard:clicks"))
+            assert "tidemill shard drop clicks" in error_of(harbour, "shard:clicks")
     with pipeline(harbour, tmp_path / "old", NEW):
         harbour.produce(topic, [(b"", {"id": 2, "n": 3, "note": "z"})])
         harbour.mint("topic/clicks", 3000, topic)
