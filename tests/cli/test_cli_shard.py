@@ -231,6 +231,17 @@ def test_a_shard_that_is_used_is_dropped_only_when_told_twice(cluster: Cluster) 
         cluster.command("drop", "other", "--yes")
 
 
+def test_a_shard_that_a_derived_table_reads_is_dropped_only_when_told_twice(cluster: Cluster) -> None:
+    """Also where another pipeline reads it than the one that writes it, and neither runs."""
+    cluster.append([(1, "a", 1)])
+    cluster.pipeline(PipelineRow("b", {"sums": "derived"}, derived={"sums": {"orders": ("k",), "names": ()}}))
+    cluster.pipeline(PipelineRow("c", {"other": "derived"}, derived={"other": {"names": ()}}))
+    with pytest.raises(Invalid, match="the shard is in use: shard=orders by=shard:sums"):
+        cluster.command("drop", "orders", "--yes")
+    assert len(cluster.json("list")) == 1
+    assert cluster.json("drop", "orders", "--yes-really")["dropped"] == "orders"
+
+
 def test_a_drop_that_was_cut_off_is_finished(cluster: Cluster) -> None:
     """DS1: the shard said that it is gone, and its name was not free yet."""
     cluster.append([(1, "a", 1)])

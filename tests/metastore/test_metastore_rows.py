@@ -14,6 +14,7 @@ from tidemill.base.errors import Corrupt, Invalid
 from tidemill.metastore import rows
 from tidemill.metastore.rows.family import Family
 from tidemill.metastore.rows.keys import Column, Kind, entity_of, names_entity
+from tidemill.metastore.rows.pipelines import PipelineRow
 from tidemill.metastore.rows.topics import TOPICS, TopicRow
 
 EVERY_FAMILY = pytest.mark.parametrize("family", rows.ALL, ids=repr)
@@ -167,3 +168,9 @@ def test_a_key_needs_all_its_columns() -> None:
 def test_a_family_whose_key_is_not_first_in_its_row_is_a_mistake() -> None:
     with pytest.raises(TypeError):
         Family(0x7E, "wrong", TopicRow, Column("topic_id", Kind.TEXT))
+
+
+def test_a_pipeline_of_an_older_version_names_no_inputs() -> None:
+    key = rows.PIPELINES.key("p")
+    old = b"\x01" + msgspec.msgpack.encode([{"sums": "derived"}, "p.dead_letters"])
+    assert rows.PIPELINES.decode(key, old) == PipelineRow("p", {"sums": "derived"}, "p.dead_letters")

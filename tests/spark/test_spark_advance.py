@@ -10,7 +10,7 @@ from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.front import Binding
 from tidemill.shards.remap import LogRemap
-from tidemill.spark.advance import advance_idle
+from tidemill.spark.advance import advance_idle, sources_of
 
 ROWS = [
     PipelineRow("p", {"clicks": "topic:clicks", "orders": "capture:shop:public.orders", "joined": "derived"}),
@@ -47,8 +47,22 @@ def test_only_the_sources_of_a_shard_that_has_everything_are_advanced() -> None:
         assert await times() == [1000, 2000, 1000]
         assert await advance_idle(catalogue, remap, "clicks", 1001, 5000)
         assert await times() == [5000, 2000, 1000]
-        # A derived shard is as far as all that its pipeline reads.
+        # Of a derived shard of an older driver, which named no inputs: all that its pipeline reads.
         assert await advance_idle(catalogue, remap, "joined", 2001, 6000)
         assert await times() == [5000, 6000, 1000]
 
     asyncio.run(scenario())
+
+
+def test_a_derived_shard_is_made_of_the_sources_of_its_inputs_alone_whoever_keeps_them() -> None:
+    made = {
+        "joined": {"clicks": (), "sums": ("id",)},  # of the same pipeline, and of another one
+        "again": {"joined": (), "again": (), "kept by nobody": ()},
+    }
+    rows = [
+        PipelineRow("p", {"clicks": "topic:clicks", "idle": "topic:idle"} | dict.fromkeys(made, "derived"), "", made),
+        PipelineRow("q", {"other": "capture:shop:public.orders", "sums": "derived"}, "", {"sums": {"other": ()}}),
+    ]
+    assert sources_of(rows, "again") == sources_of(rows, "joined") == {"topic/clicks", "capture/shop"}
+    assert sources_of(rows, "sums") == {"capture/shop"}
+    assert sources_of(rows, "kept by nobody") == set()

@@ -20,6 +20,7 @@ from tidemill.base.tasks import keep_thread
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.evolution import Changes
 from tidemill.shards.front import DIFF, TIME, Column
+from tidemill.spark import Pipeline
 from tidemill.spark.derived import Derivation, difference
 from tidemill.spark.pipeline import DerivedTable
 from tidemill.spark.types import spark_schema
@@ -285,3 +286,15 @@ def test_an_input_that_gets_a_column_is_read_with_it_and_the_derived_table_gets_
         ("c", "new"),
     ]
     assert [r["note"] for r in harbour.contents("counts", upper - 1)] == [None, None], "as it was made: without it"
+
+
+@pytest.mark.parametrize(
+    ("tables", "circle"), [({"a": ("a",)}, "a ← a"), ({"a": ("b", "x"), "b": ("c",), "c": ("a",)}, "a ← ")]
+)
+def test_derived_tables_that_would_wait_for_each_other_are_refused(tables: dict[str, Any], circle: str) -> None:
+    p = Pipeline("p")
+    for name, inputs in tables.items():
+        p.derived(name, key="k", inputs=inputs)(count_by_product)
+    with pytest.raises(Invalid, match="derived tables wait for each other") as refused:
+        p.check()
+    assert circle in str(refused.value)

@@ -220,3 +220,32 @@ def test_groups_that_cannot_be_are_refused(harbour: Any, tmp_path: Path, by: Any
     Shop(harbour)
     with pytest.raises(Invalid, match=says):
         derived(harbour, tmp_path, by=by).open()
+
+
+def test_a_round_says_why_it_computed_everything(harbour: Any, tmp_path: Path) -> None:
+    shop, told = Shop(harbour), []
+    one, plain = derived(harbour, tmp_path / "a"), derived(harbour, tmp_path / "b", by=())
+    one.open()
+
+    def round_at(time: int) -> None:
+        for table in (shop.clicks, shop.lines, shop.names):
+            if table.upper < time:
+                table.change({}, time)
+        one.round()
+        told.append(one.whole_because)
+
+    shop.clicks.change({("c1",): ("c1", 1)}, 10)
+    round_at(10)
+    shop.clicks.change({("c2",): ("c2", 2)}, 20)
+    round_at(20)
+    shop.names.change({(1,): (1, "one")}, 30)
+    round_at(30)
+    shop.clicks.change({("c1",): None}, 40)
+    plain.open()
+    for table in (shop.lines, shop.names):
+        table.change({}, 40)
+    plain.round()
+    round_at(50)  # the other was first; its rows are there
+    assert told[:3] == ["it is the first round since the table was opened", "", "names, which is given whole, changed"]
+    assert plain.whole_because == "no by=… says which columns group it"
+    assert held(harbour) == shop.expected()

@@ -11,7 +11,14 @@ from tidemill.base.config import Config, PipelineSection, load
 from tidemill.base.errors import Invalid, Missing
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.cli.context import ConfigOption, JsonOption, print_json, stores
-from tidemill.cli.pipeline_view import instance_line, instances_of, lag_text, read_view, table_line
+from tidemill.cli.pipeline_view import (
+    derived_line,
+    instance_line,
+    instances_of,
+    lag_text,
+    read_view,
+    table_line,
+)
 from tidemill.cli.supervised import ConfOption, InstancesOption, MasterOption, MemoryOption, run_supervised
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.node.overrides import overridden
@@ -66,7 +73,8 @@ def list_all(config: ConfigOption = None, as_json: JsonOption = False) -> None:
 
 @app.command("describe")
 def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Show one pipeline: of each table its input, upper, lag in time, rows and seats; dead letters; its drivers."""
+    """Show one pipeline: of each table its input, upper, lag in time, rows and seats, of a derived one how it is kept
+    and why; dead letters; its drivers."""
     with stores(config) as opened:
         views = read_view(opened)
     if name not in views:
@@ -81,6 +89,8 @@ def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = Fals
     print("  tables")
     for table in view.tables:
         print(f"    {table_line(table)}")
+        if "inputs" in table:
+            print(f"      {derived_line(table)}")
     print("  drivers" if view.instances else "  no driver reports")
     for instance in view.instances:
         print(f"    {instance_line(instance)}")

@@ -73,7 +73,10 @@ def read_view(opened: Stores) -> dict[str, View]:
         for table, fed_by in sorted(row.tables.items()):
             stored = shards[table].rows if table in shards else 0
             upper = shards[table].upper if table in shards else 0
-            view.tables.append(table_row(table, fed_by, upper, stored, marks.get(f"shard:{table}"), mine))
+            found = table_row(table, fed_by, upper, stored, marks.get(f"shard:{table}"), mine)
+            if table in row.derived:
+                found |= _derived(table, row.derived[table], mine)
+            view.tables.append(found)
     return out
 
 
@@ -99,6 +102,35 @@ def table_row(
         "lost": sum(int(fact.get("lost", 0)) for fact in facts.values()),
         "seats": sorted(facts),
     }
+
+
+def _derived(name: str, inputs: dict[str, tuple[str, ...]], reports: list[Report]) -> dict[str, Any]:
+    """inputs: each with the columns that group it; maintained: `by group` or `whole`, and why; last_groups: how many
+    the last round of a driver that reports computed, −1 = all, and why; None = no round yet."""
+    by = [f"{i} ({', '.join(columns)})" for i, columns in inputs.items() if columns]
+    whole = [i for i, columns in inputs.items() if not columns]
+    why = f"by=… groups it by {', '.join(by)}" if by else "no by=… says which columns group it"
+    if by and whole:
+        why += f"; a change in {', '.join(whole)}, given whole, computes everything"
+    last = max(
+        (_tables(r)[name] for r in reports if _tables(r).get(name, {}).get("recomputed")),
+        key=lambda fact: int(fact["recomputed"]),
+        default={},
+    )
+    return {
+        "inputs": {i: list(columns) for i, columns in inputs.items()},
+        "maintained": "by group" if by else "whole",
+        "maintained_why": why,
+        "last_groups": last.get("groups"),
+        "last_whole_why": last.get("whole_because", ""),
+    }
+
+
+def derived_line(table: dict[str, Any]) -> str:
+    """How a derived table is kept, and why."""
+    groups, because = table["last_groups"], table["last_whole_why"]
+    last = "" if groups is None else f"; last round {'whole' if groups < 0 else f'{groups:,} groups'}"
+    return f"{table['maintained']}: {table['maintained_why']}{last}" + (f", for {because}" if because else "")
 
 
 def _instance(report: Report, name: str, now_ms: int) -> dict[str, Any]:
@@ -131,8 +163,9 @@ def lag_text(lag_ms: int | None) -> str:
 def table_line(table: dict[str, Any]) -> str:
     held = f"  held by {table['held_by']}" if table["held_by"] else ""
     reason = f": {table['reason']}" if table["reason"] else ""
+    made_of = ", ".join(table["inputs"]) if "inputs" in table else table["input"]
     return (
-        f"{table['table']} ← {table['input']}  upper={table['upper']}  {table['state'] or 'not reported'}"
+        f"{table['table']} ← {made_of}  upper={table['upper']}  {table['state'] or 'not reported'}"
         f"  lag={lag_text(table['lag_ms'])}  rows={table['rows']:,}  updates={table['updates']:,}"
         f"  seats={len(table['seats'])}{held}{reason}"
     )

@@ -43,6 +43,12 @@ async def users_of(metastore: Metastore, name: str) -> tuple[str, ...]:
     return tuple(sorted(row.name for row in rows if name in row.tables or name == row.dead_letters))
 
 
+async def derived_from(metastore: Metastore, name: str) -> tuple[str, ...]:
+    """Derived tables that read the shard, by name."""
+    rows = await metastore.rows(PIPELINES)
+    return tuple(sorted({table for row in rows for table, inputs in row.derived.items() if name in inputs}))
+
+
 async def drop_shard(
     consensus: Consensus,
     objects: ObjectStore,

@@ -6,7 +6,7 @@ several shards at one time, needs them to pass the others': it says that the sou
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Sequence
 
 from tidemill.metastore.catalogue import Catalogue, PipelineRow
 from tidemill.metastore.rows.pipelines import source_of
@@ -24,9 +24,8 @@ async def advance_idle(
     Only of a shard that has everything its sources have bound: one that is behind is not idle, and catches up by
     itself. The shard follows when its pipeline does. Raises Unavailable, Unknown.
     """
-    rows = [row for row in await catalogue.list(PipelineRow, fresh=False) if shard in row.tables]
     moved = False
-    for source in {source for row in rows for source in _sources(row, shard)}:
+    for source in sources_of(await catalogue.list(PipelineRow, fresh=False), shard):
         remap = await open_remap(source)
         latest = await remap.latest()
         if latest is not None and latest.time_ms < min(upper, time_ms):
@@ -34,7 +33,21 @@ async def advance_idle(
     return moved
 
 
-def _sources(row: PipelineRow, shard: str) -> Iterable[str]:
-    """A derived shard's are all of its pipeline."""
-    fed_by = row.tables[shard]
-    return [source_of(each) for each in ([fed_by] if fed_by != "derived" else row.tables.values()) if each != "derived"]
+def sources_of(pipelines: Sequence[PipelineRow], shard: str) -> set[str]:
+    """The sources of bindings that the shard is made of, through derived tables of whichever pipelines."""
+    found: set[str] = set()
+    waiting, seen = [shard], {shard}
+    while waiting:
+        name = waiting.pop()
+        for row in pipelines:
+            fed_by = row.tables.get(name)
+            if fed_by is None:
+                continue
+            if fed_by != "derived":
+                found.add(source_of(fed_by))
+                continue
+            # A row of an older version names no inputs: the table may read all that its pipeline keeps.
+            new = row.derived.get(name, row.tables).keys() - seen
+            seen |= new
+            waiting += new
+    return found

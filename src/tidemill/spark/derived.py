@@ -66,6 +66,8 @@ class Derivation:
         """The last round that recomputed."""
         self.groups: int | None = None
         """How many groups that round computed; None = all."""
+        self.whole_because = ""
+        """Why that round computed all."""
         self.writer: TableWriter | None = None
         self._portal = portal
         self._stores = stores
@@ -74,6 +76,8 @@ class Derivation:
         self._inputs: list[InputMirror] = []
         self._output: InputMirror | None = None
         """The table's own contents by group."""
+        self._opened = True
+        """Nothing was computed since `open`: the inputs are new."""
 
     @property
     def upper(self) -> int:
@@ -131,6 +135,7 @@ class Derivation:
         self._output = self._grouped(shard, self.table.by_output) if self.table.by else None
         check_groups(self.table, schema, {i.shard.name: i.shard.schema for i in inputs})
         self.writer = writer
+        self._opened = True
 
     def _grouped(self, shard: LogShard, by: tuple[str, ...]) -> InputMirror:
         directory = self._mirror_dir.parent.parent / "derived" / self.table.name / shard.name
@@ -160,7 +165,7 @@ class Derivation:
             if won:
                 self.writer.operator.feedback(update_schema(self.writer.schema).empty_table(), lower, end)
             return won
-        groups = self._touched()
+        groups, because = self._touched()
         commands = self._whole(end) if groups is None else self._by_group(groups, lower, end)
         pending = resolve(self.writer.schema, commands, self.writer.operator.mirror, lower, end)
         won = self._portal.call(self._append(lower, end, pending.updates))
@@ -170,6 +175,8 @@ class Derivation:
                 one.settle()
             self.recomputed += 1
             self.groups = None if groups is None else len(groups)
+            self.whole_because = because
+            self._opened = False
             if self.recomputed == 1:
                 log.info("derived table is there", table=self.table.name, rows=len(pending.changes.hashes))
         else:
@@ -180,16 +187,20 @@ class Derivation:
         assert self.writer is not None
         return await self.writer.append(lower, upper, await self.writer.write(updates))
 
-    def _touched(self) -> U64 | None:
-        """The groups to compute; None = all of them."""
+    def _touched(self) -> tuple[U64 | None, str]:
+        """The groups to compute; None = all of them, and why."""
         if not self.table.by:
-            return None
+            return None, "no by=… says which columns group it"
+        if self._opened:
+            return None, "it is the first round since the table was opened"
         found = NO_GROUPS
         for one in self._inputs:
-            if one.touched is None or (one.changed and not one.by):
-                return None
+            if one.changed and not one.by:
+                return None, f"{one.shard.name}, which is given whole, changed"
+            if one.touched is None:
+                return None, f"what changed in {one.shard.name} is no longer in its history"
             found = np.union1d(found, one.touched)
-        return found
+        return found, ""
 
     def _whole(self, end: int) -> Commands:
         assert self.writer is not None

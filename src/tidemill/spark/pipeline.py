@@ -16,6 +16,7 @@ from __future__ import annotations
 import runpy
 import traceback
 from collections.abc import Callable
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,14 @@ class Pipeline:
         """After all declarations. Inputs of derived tables may be shards of other pipelines: not checked here."""
         if not self.tables and not self.derived_tables:
             raise Invalid(f"pipeline has no tables: pipeline={self.name}.", fix="Call p.table(…) in build.")
+        try:
+            TopologicalSorter({name: table.inputs for name, table in self.derived_tables.items()}).prepare()
+        except CycleError as error:
+            circle = " ← ".join(error.args[1])
+            raise Invalid(
+                f"derived tables wait for each other: pipeline={self.name} tables={circle}.",
+                fix="A derived table can read neither itself nor what is made of it.",
+            ) from error
 
     @property
     def dead_letters(self) -> str:
@@ -167,6 +176,10 @@ class Pipeline:
     def fed_by(self) -> dict[str, str]:
         """Shard → what feeds it, as the catalogue names it."""
         return {n: s.fed_by for n, s in self.tables.items()} | dict.fromkeys(self.derived_tables, "derived")
+
+    def inputs(self) -> dict[str, dict[str, tuple[str, ...]]]:
+        """Derived shard → input → the columns that group it, as the catalogue names them."""
+        return {n: {i: t.by.get(i, ()) for i in t.inputs} for n, t in self.derived_tables.items()}
 
     def sources(self) -> dict[str, dict[str, Input]]:
         """Remap name → tables fed by it: one streaming query each."""

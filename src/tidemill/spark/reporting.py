@@ -260,13 +260,13 @@ class Reporter:
     # facts ------------------------------------------------------------------------------------------
     def facts(self) -> dict[str, object]:
         """memory: {share: (bytes, limit)}; commit_to_shard_ms, bound_to_shard_ms: {count, p50, p99, max};
-        tables: {name: {won, lost, rows, dropped, merges, read, to_go, eta_s?, recomputed?, groups?}}; groups:
-        how many the last recomputation had, −1 = all."""
+        tables: {name: {won, lost, rows, dropped, merges, read, to_go, eta_s?, recomputed?, groups?,
+        whole_because?}}; groups: how many the last recomputation had, −1 = all, and why."""
         runner = self._runner
-        tables: dict[str, dict[str, int]] = {}
+        tables: dict[str, dict[str, int | str]] = {}
         for table in runner.tables():
             progress = table.progress
-            tables[table.name] = {
+            found: dict[str, int | str] = {
                 "won": table.won,
                 "lost": table.lost,
                 "rows": table.rows,
@@ -274,11 +274,15 @@ class Reporter:
                 "merges": table.operator.mirror.merges,
                 "read": progress.read,
                 "to_go": progress.to_go,
-            } | ({"eta_s": int(progress.eta_s)} if progress.eta_s is not None else {})
+            }
+            if progress.eta_s is not None:
+                found["eta_s"] = int(progress.eta_s)
+            tables[table.name] = found
         for name, derivation in runner.derivations.items():
             if name in tables:
                 tables[name]["recomputed"] = derivation.recomputed
                 tables[name]["groups"] = -1 if derivation.groups is None else derivation.groups
+                tables[name]["whole_because"] = derivation.whole_because
         spark = runner.spark if runner.session_ready.is_set() else None
         return {
             "commit_to_shard_ms": runner.latency.summary(),

@@ -160,7 +160,8 @@ class Runner(Host):
     def _register(self) -> None:
         """Until the pipeline ends: without its row, which somebody may delete while the driver looks dead, what it has
         yet to read is held by nobody."""
-        row = PipelineRow(self.settings.name, self.pipeline.fed_by(), self.pipeline.dead_letters)
+        p = self.pipeline
+        row = PipelineRow(self.settings.name, p.fed_by(), p.dead_letters, p.inputs())
         catalogue = self.stores.catalogue
         self.portal.call(catalogue.put(row))
         if self.pipeline.dead_letters:

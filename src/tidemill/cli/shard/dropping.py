@@ -18,7 +18,8 @@ def drop(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete a shard. One that is written or read is refused; a pipeline that writes it makes it again."""
+    """Delete a shard. One that is written or read is refused; a pipeline that writes it makes it again, and derived
+    tables that read it wait until then."""
     from tidemill.keeper.drop import drop_shard
 
     with stores(config) as opened:
@@ -46,17 +47,19 @@ def drop(
 
 
 def _users(opened: Stores, name: str) -> list[str]:
-    """Pipelines that write the shard, who holds its history, and the shapes that this configuration's node has of it.
+    """Pipelines that write the shard, derived tables that read it, who holds its history, and the shapes that this
+    configuration's node has of it.
 
     A drop that was cut off left a state that nobody holds: `drop_shard` goes on with it, or raises Missing.
     """
     from tidemill.cli.shape import live_shapes
-    from tidemill.keeper.drop import users_of
+    from tidemill.keeper.drop import derived_from, users_of
     from tidemill.shards.open import read_shard
 
     state, now_ms = opened.portal.call(read_shard(opened.consensus, name)), opened.clock.now_ms()
     holds = state.holds if state is not None else ()
     found = [f"pipeline:{user}" for user in opened.portal.call(users_of(opened.metastore, name))]
+    found += [f"shard:{table}" for table in opened.portal.call(derived_from(opened.metastore, name))]
     found += [f"hold:{hold.reader}" for hold in holds if hold.expires_ms and hold.live(now_ms)]
     found += [f"shape:{s['handle']}" for s in live_shapes(opened.config) if s["source"] == f"shard:{name}"]
     return found

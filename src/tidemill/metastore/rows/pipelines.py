@@ -1,7 +1,7 @@
 """Pipelines.
 
 pipeline   04 | "" | name text
-           tables map, dead_letters
+           tables map, dead_letters, derived map
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from tidemill.metastore.rows.keys import Column, Kind
 
 class PipelineRow(msgspec.Struct, frozen=True):
     """tables: shard name → what feeds it, for `status` and `verify`. Sources: `capture:<name>:<schema.table>`,
-    `topic:<name>`, `derived`."""
+    `topic:<name>`, `derived`. derived: derived shard → its inputs in their order → the input's columns that group it
+    (none: given whole); a row of an older version names none of them."""
 
     name: str
     tables: dict[str, str] = {}
     dead_letters: str = ""
+    derived: dict[str, dict[str, tuple[str, ...]]] = {}
 
 
 PIPELINES = Family(0x04, "pipeline", PipelineRow, Column("name", Kind.TEXT), own_entity=False)
