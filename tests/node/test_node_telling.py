@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.marks import Report, Tracker
+from tidemill.base.marks import Report, Tracker, this_process
 from tidemill.consensus.board import Board
 from tidemill.consensus.open import open_consensus
+from tidemill.node.instances import DRIVER_MODULE
 from tidemill.node.telling import Telling
 
 
@@ -50,8 +54,7 @@ def test_a_child_that_cannot_start_is_told_with_one_age_over_restarts_of_up_and_
                 tracker.heal("pipeline:shop")
                 tracker.remove("pipeline:shop")
                 await telling._publish()
-                report = await told(board, "up:n1")
-                assert report is not None and report.marks == ()
+                assert await told(board, "up:n1") is None, "an empty report would turn blind, while all is well"
             await telling.aclose()
         assert since == [1_000, 1_000]
         await consensus.aclose()
@@ -71,6 +74,21 @@ def test_each_error_of_a_driver_is_printed_once_and_again_when_it_comes_back(tmp
     assert said == ["shard:orders: other columns."] * 2
 
 
+def test_an_empty_report_of_an_earlier_life_is_taken_away(tmp_path: Path) -> None:
+    clock, rand = SystemClock(), Rand()
+
+    async def scenario() -> None:
+        telling = Telling("n1", f"sqlite://{tmp_path}/consensus.db", Tracker(), clock, rand, lambda _: None)
+        board = await telling._board()
+        await board.publish(Report("up:n1", 1, ()))
+        await telling.adopt()
+        await telling._publish()
+        assert await told(board, "up:n1") is None
+        await telling.aclose()
+
+    asyncio.run(scenario())
+
+
 def test_a_driver_that_ends_in_order_is_forgotten_where_a_peer_goes_on_and_blind_where_none_does(
     tmp_path: Path,
 ) -> None:
@@ -87,8 +105,13 @@ def test_a_driver_that_ends_in_order_is_forgotten_where_a_peer_goes_on_and_blind
             ("pipeline:dead", now_ms), ("pipeline:dead:b", silent_ms),
         ):  # fmt: skip
             await board.publish(Report(process, at_ms, ()))
-        telling = Telling("n1", url, Tracker(), clock, rand, lambda _: None)
+        tracker = Tracker()
+        tracker.fail("pipeline:two:2", "killed by SIGKILL.", now_ms=now_ms)
+        telling = Telling("n1", url, tracker, clock, rand, lambda _: None)
+        await telling._publish()
+        assert await told(board, "up:n1") is not None
         await telling.retire(["pipeline:two:2", "pipeline:one", "pipeline:dead", "node:n1"])
+        await telling._publish()  # its rounds go on until it is closed
         left = {report.process for report in await board.reports()}
         assert left == {"pipeline:two", "pipeline:one", "pipeline:dead", "pipeline:dead:b", "node:n1"}
         await board.publish(Report("pipeline:two:2", now_ms, ()))  # it may come again
@@ -97,3 +120,37 @@ def test_a_driver_that_ends_in_order_is_forgotten_where_a_peer_goes_on_and_blind
         await consensus.aclose()
 
     asyncio.run(scenario())
+
+
+def test_drivers_that_are_not_started_any_more_are_forgotten_once_they_are_dead(tmp_path: Path) -> None:
+    """`up` with three drivers was killed, and is started with one. The second is frozen, not dead."""
+    clock, rand = SystemClock(), Rand()
+    argv = [sys.executable, "-c", "input()", DRIVER_MODULE]
+
+    async def scenario(frozen_pid: int, dead_pid: int) -> None:
+        telling = Telling("n1", f"sqlite://{tmp_path}/c.db", Tracker(), clock, rand, lambda _: None, pipelines=["shop"])
+        board = await telling._board()
+        host, now_ms = this_process()[1], clock.now_ms()
+        silent_ms = now_ms - 2 * MARK_BLIND_AFTER_MS
+        for process, at_ms, pid, where in (
+            ("pipeline:shop", now_ms, 1, host), ("pipeline:shop:2", silent_ms, frozen_pid, host),
+            ("pipeline:shop:3", silent_ms, dead_pid, host), ("pipeline:shop:4", now_ms, dead_pid, host),
+            ("pipeline:shop:5", silent_ms, dead_pid, "elsewhere"), ("pipeline:shop:b-3", silent_ms, dead_pid, host),
+            ("pipeline:other:3", silent_ms, dead_pid, host), ("node:n1", silent_ms, dead_pid, host),
+        ):  # fmt: skip
+            await board.publish(Report(process, at_ms, (), {}, pid, where))
+        before = {report.process for report in await board.reports()}
+        await telling._look(board)
+        assert {report.process for report in await board.reports()} == before, "whom it starts is not known yet"
+        telling.started = ["pipeline:shop", "node:n1"]
+        await telling._look(board)
+        assert before - {report.process for report in await board.reports()} == {"pipeline:shop:3"}
+        await telling.aclose()
+
+    with subprocess.Popen(argv, stdin=subprocess.PIPE) as frozen, subprocess.Popen(["true"]) as dead:
+        dead.wait()
+        frozen.send_signal(signal.SIGSTOP)
+        try:
+            asyncio.run(scenario(frozen.pid, dead.pid))
+        finally:
+            frozen.kill()

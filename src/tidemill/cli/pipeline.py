@@ -9,7 +9,6 @@ import typer
 
 from tidemill.base.config import Config, PipelineSection, load
 from tidemill.base.errors import Invalid, Missing
-from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.cli.context import ConfigOption, JsonOption, print_json, stores
 from tidemill.cli.pipeline_view import (
     derived_line,
@@ -20,7 +19,9 @@ from tidemill.cli.pipeline_view import (
     table_line,
 )
 from tidemill.cli.supervised import ConfOption, InstancesOption, MasterOption, MemoryOption, run_supervised
+from tidemill.consensus.board import Board
 from tidemill.metastore.catalogue import PipelineRow
+from tidemill.node.instances import is_silent, runs_here
 from tidemill.node.overrides import overridden
 from tidemill.node.processes import start_drivers
 
@@ -52,7 +53,13 @@ def run(
     if label and not (label.isascii() and label.replace("_", "a").isalnum() and label.islower()):
         raise Invalid(f"bad option: --label {label!r}.", fix="Use a-z, 0-9 and _, starting with a letter.")
     teller = "-".join(part for part in ("pipeline", name, label) if part)
-    run_supervised(loaded, teller, lambda supervisor, _: start_drivers(loaded, name, supervisor, label))
+    run_supervised(
+        loaded,
+        teller,
+        lambda supervisor, _: start_drivers(loaded, name, supervisor, label),
+        pipelines=[name],
+        label=label,
+    )
 
 
 @app.command("list")
@@ -107,7 +114,7 @@ def restart(
 
     The next one is ended when the one before reports again, so that of several identical ones some always work.
     """
-    from tidemill.cli.pipeline_restart import restart_one, runs_here
+    from tidemill.cli.pipeline_restart import restart_one
 
     done = []
     with stores(config) as opened:
@@ -131,15 +138,20 @@ def restart(
 @app.command("delete")
 def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Forget a pipeline that does not run: no bindings and records are kept for it any more; its tables stay as they
-    are, until `shard drop`. One that runs is refused. Started later, it may find that what it had not read is gone."""
+    are, until `shard drop`. One that runs is refused. Started later, it may find that what it had not read is gone.
+    Its drivers are not missed any more."""
     with stores(config) as opened:
-        for report in instances_of(opened, name):
-            if opened.clock.now_ms() - report.at_ms <= MARK_BLIND_AFTER_MS:
+        reports = instances_of(opened, name)
+        for report in reports:
+            if not is_silent(report, opened.clock.now_ms()):
                 raise Invalid(
                     f"the pipeline runs: pipeline={name} process={report.process} pid={report.pid} host={report.host}.",
                     fix="Stop it, and take it out of the configuration.",
                 )
         opened.portal.call(opened.catalogue.delete(PipelineRow, name))
+        board = Board(opened.consensus, opened.rand)
+        for report in reports:
+            opened.portal.call(board.forget(report.process))
     if as_json:
         print_json({"deleted": name})
     else:

@@ -11,8 +11,8 @@ from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.marks import Report, this_process
 from tidemill.cli.context import Stores
 from tidemill.consensus.board import Board
+from tidemill.node.instances import is_driver
 
-MODULE = b"tidemill.spark.driver"
 BACK_WITHIN_S = 90.0
 LOOK_S = 0.2
 
@@ -28,7 +28,7 @@ def restart_one(opened: Stores, report: Report) -> dict[str, object]:
             f"the driver runs on another machine: process={report.process} host={report.host}.",
             fix=f"Run `tidemill pipeline restart` on {report.host}.",
         )
-    if not _is_driver(report.pid):
+    if not is_driver(report.pid):
         raise Invalid(
             f"the driver is gone: process={report.process} pid={report.pid}.", fix="Start it: tidemill pipeline run."
         )
@@ -44,19 +44,6 @@ def restart_one(opened: Stores, report: Report) -> dict[str, object]:
         f"the driver ended and nobody started it anew: process={report.process}.",
         fix="Supervise it: tidemill up, or tidemill pipeline run.",
     )
-
-
-def runs_here(report: Report) -> bool:
-    """Is it a driver of this machine that lives?"""
-    return report.host == this_process()[1] and _is_driver(report.pid)
-
-
-def _is_driver(pid: int) -> bool:
-    """A pid may be another program's by now."""
-    try:
-        return MODULE in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
 
 
 def _stopped(pid: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack
 from typing import Annotated
 
@@ -30,10 +30,15 @@ MemoryOption = Annotated[str, typer.Option("--driver-memory", help="Heap of each
 
 
 def run_supervised(
-    config: Config, name: str, start: Callable[[Supervisor, Callable[[BaseException], None]], None]
+    config: Config,
+    name: str,
+    start: Callable[[Supervisor, Callable[[BaseException], None]], None],
+    *,
+    pipelines: Collection[str],
+    label: str = "",
 ) -> None:
     """Until SIGINT or SIGTERM; raises what a child ends everything with. `name`: who tells of children that do not come
-    to run; `start` adds them."""
+    to run; `start` adds them: of `pipelines` all the drivers there are with `label`."""
 
     async def run() -> None:
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -52,13 +57,17 @@ def run_supervised(
             await _host_consensus(config, stack)
             clock = SystemClock()
             supervisor = make_supervisor(config, clock, fail, _say)
-            telling = Telling(name, config.consensus_url, supervisor.tracker, clock, Rand(), _say)
+            tracker = supervisor.tracker
+            telling = Telling(
+                name, config.consensus_url, tracker, clock, Rand(), _say, pipelines=pipelines, label=label
+            )
             stack.push_async_callback(telling.aclose)
             await telling.adopt()
             tasks = await stack.enter_async_context(Tasks(lambda _, error: fail(error)))
             tasks.spawn(telling.run(), name="telling")
             stack.push_async_callback(_end, supervisor, telling)
             start(supervisor, fail)
+            telling.started = [child.mark for child in supervisor.children.values()]
             await failed
 
     asyncio.run(run())

@@ -35,7 +35,7 @@ def up(
     def start(supervisor: Supervisor, fail: Callable[[BaseException], None]) -> None:
         start_all(loaded, SystemClock(), fail, supervisor=supervisor)
 
-    run_supervised(loaded, loaded.node.name, start)
+    run_supervised(loaded, loaded.node.name, start, pipelines=loaded.pipeline)
 
 
 def _preflight(config: Config) -> None:

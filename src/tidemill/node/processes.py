@@ -15,6 +15,7 @@ from pathlib import Path
 from tidemill.base.clock import Clock
 from tidemill.base.config import Config, ConsensusSection, ObjectsSection
 from tidemill.base.errors import Invalid
+from tidemill.node.instances import DRIVER_MODULE, instance_name, process_of
 from tidemill.node.supervise import ChildSpec, Supervisor
 from tidemill.spark import CONF_VARIABLE, CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 
@@ -60,9 +61,7 @@ def start_drivers(config: Config, name: str, supervisor: Supervisor, label: str 
     """As many identical drivers of a pipeline as the configuration says. `label` tells those of one machine from those
     of another."""
     for number in range(1, config.pipeline[name].spark.instances + 1):
-        supervisor.add(
-            driver(config, name, "-".join(part for part in (label, str(number) if number > 1 else "") if part))
-        )
+        supervisor.add(driver(config, name, instance_name(label, number)))
 
 
 def make_supervisor(
@@ -121,12 +120,11 @@ def driver(config: Config, name: str, instance: str = "") -> ChildSpec:
         "scratch": str(Path(config.node.data).absolute() / "scratch" / own),
         "budget-ms": str(int(config.freshness.budget_s * 1000)),
     }
-    command = [sys.executable, "-m", "tidemill.spark.driver"]
+    command = [sys.executable, "-m", DRIVER_MODULE]
     command += [part for key, value in options.items() for part in (f"--{key}", value)]
     environ = {
         OBJECTS_VARIABLE: config.objects_url,
         CONSENSUS_VARIABLE: config.consensus_url,
         CONF_VARIABLE: json.dumps(section.spark.conf),
     }
-    mark = f"pipeline:{name}" + (f":{instance}" if instance else "")
-    return ChildSpec(f"pipeline-{own}", command, environ, mark=mark, watch=(section.file,))
+    return ChildSpec(f"pipeline-{own}", command, environ, mark=process_of(name, instance), watch=(section.file,))

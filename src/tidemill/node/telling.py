@@ -1,6 +1,7 @@
 """What `up` tells for its children: marks of those that do not come to run, and their tables' errors in the terminal.
 
-A driver that cannot even start has nobody else to speak for it. Nothing is written while every child runs.
+A driver that cannot even start has nobody else to speak for it. Nothing is written while every child runs. Whose end
+was meant is not missed: the reports of drivers that ended with their parent, or that it does not start any more, go.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import TidemillError
-from tidemill.base.limits import MARK_BLIND_AFTER_MS, MARK_PUBLISH_INTERVAL_S
+from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
 from tidemill.base.marks import Report, Tracker
 from tidemill.base.tasks import is_fault, sentence
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.board import Board
 from tidemill.consensus.open import open_consensus
+from tidemill.node.instances import not_missed, not_started
 
 LOOK_EVERY = 3
 """Rounds between two looks at what the drivers publish."""
@@ -28,15 +30,33 @@ log = structlog.get_logger()
 
 
 class Telling:
-    """`run` until cancelled; `adopt` before the first child starts, so that ages survive a restart of `up` too."""
+    """`run` until cancelled; `adopt` before the first child starts, so that ages survive a restart of `up` too.
 
-    def __init__(self, name: str, url: str, tracker: Tracker, clock: Clock, rand: Rand, say: Callable[[str], None]):
+    The drivers of `pipelines` with `label` are this parent's, and of them it starts those in `started`, processes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        tracker: Tracker,
+        clock: Clock,
+        rand: Rand,
+        say: Callable[[str], None],
+        *,
+        pipelines: Collection[str] = (),
+        label: str = "",
+    ) -> None:
         self._process = f"up:{name}"
         self._url = url
         self._tracker = tracker
         self._clock = clock
         self._rand = rand
         self._say = say
+        self._pipelines = pipelines
+        self._label = label
+        self.started: Collection[str] | None = None
+        """None = not known yet."""
         self._consensus: Consensus | None = None
         self._told = False
         self._said: dict[str, str] = {}
@@ -48,7 +68,7 @@ class Telling:
                 for report in await board.reports():
                     if report.process == self._process:
                         self._tracker.adopt(report)
-                        self._told = bool(report.marks)
+                        self._told = True
         except (TidemillError, TimeoutError) as error:
             log.info("what was told before is not known", cause=sentence(error))
 
@@ -60,24 +80,31 @@ class Telling:
             try:
                 await self._publish()
                 if round_number % LOOK_EVERY == 0:
-                    self._print(await (await self._board()).reports())
+                    await self._look(await self._board())
             except BaseException as error:
                 if not is_fault(error):
                     raise
                 log.debug("nothing told", error=sentence(error))
 
+    async def _look(self, board: Board) -> None:
+        reports = await board.reports()
+        self._print(reports)
+        if self.started is not None:
+            now_ms = self._clock.now_ms()
+            gone = not_started(reports, self._pipelines, self._label, self.started, now_ms)
+            await _forget(board, not_missed(reports, gone, now_ms))
+
     async def retire(self, ended: Collection[str]) -> None:
-        """These processes ended with their parent, in order. A driver that a peer outlives is not missed, so it is
-        forgotten; what nobody does any more stays, as blind: no report is never read as health."""
+        """These processes ended with their parent, in order."""
         try:
             async with asyncio.timeout(RETIRE_TIMEOUT_S):
                 board = await self._board()
-                reports = await board.reports()
-                now_ms = self._clock.now_ms()
-                living = {_pipeline(r.process) for r in reports if r.process not in ended and not _blind(r, now_ms)}
-                for process in ended:
-                    if _pipeline(process) in living - {""}:
-                        await board.forget(process)
+                gone = not_missed(await board.reports(), ended, self._clock.now_ms())
+                for process in gone:  # what it failed with is nobody's trouble any more
+                    self._tracker.heal(process)
+                    self._tracker.remove(process)
+                await _forget(board, gone)
+                await self._publish()
         except (TidemillError, TimeoutError) as error:
             log.info("what ended is told as blind for an hour", cause=sentence(error))
 
@@ -92,9 +119,11 @@ class Telling:
 
     async def _publish(self) -> None:
         report = self._tracker.report(self._process, self._clock.now_ms())
-        if report.marks or self._told:
+        if report.marks:
             await (await self._board()).publish(report)
-            self._told = bool(report.marks)
+        elif self._told:  # an empty report that is not renewed would turn blind
+            await (await self._board()).forget(self._process)
+        self._told = bool(report.marks)
 
     def _print(self, reports: list[Report]) -> None:
         """Errors that drivers tell of their units: each once, again only when it is another or came back."""
@@ -108,11 +137,7 @@ class Telling:
         self._said = now
 
 
-def _pipeline(process: str) -> str:
-    """Whose driver a process is; "" = nobody's."""
-    kind, _, rest = process.partition(":")
-    return rest.partition(":")[0] if kind == "pipeline" else ""
-
-
-def _blind(report: Report, now_ms: int) -> bool:
-    return now_ms - report.at_ms > MARK_BLIND_AFTER_MS
+async def _forget(board: Board, processes: Collection[str]) -> None:
+    for process in processes:
+        log.info("a driver is forgotten, for its end was meant", process=process)
+        await board.forget(process)

@@ -1,0 +1,97 @@
+"""Identical drivers of one pipeline: what each is called, whether it lives, and whose end was meant.
+
+    pipeline:shop  pipeline:shop:2      those of `up`, and of `pipeline run shop`
+    pipeline:shop:b  pipeline:shop:b-2  those of `pipeline run shop --label b`
+
+The drivers of one pipeline and one label are one supervisor's: what it does not start nobody does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from tidemill.base.limits import MARK_BLIND_AFTER_MS
+from tidemill.base.marks import Report, this_process
+
+KIND = "pipeline"
+DRIVER_MODULE = "tidemill.spark.driver"
+
+
+def instance_name(label: str, number: int) -> str:
+    """Of driver `number`, from 1; "" for the first one without a label."""
+    return "-".join(part for part in (label, str(number) if number > 1 else "") if part)
+
+
+def process_of(pipeline: str, instance: str) -> str:
+    """Under which a driver reports."""
+    return ":".join(part for part in (KIND, pipeline, instance) if part)
+
+
+def pipeline_of(process: str) -> str:
+    """Whose driver a process is; "" = nobody's."""
+    kind, _, rest = process.partition(":")
+    return rest.partition(":")[0] if kind == KIND else ""
+
+
+def place_of(process: str) -> tuple[str, int]:
+    """(label, number) of a driver's process."""
+    label, _, number = process.split(":", 2)[2].rpartition("-") if process.count(":") > 1 else ("", "", "1")
+    if number.isdecimal():
+        return label, int(number)
+    return number, 1
+
+
+def is_driver(pid: int) -> bool:
+    """Does a driver run under it here? A pid may be another program's by now."""
+    try:
+        return DRIVER_MODULE.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def runs_here(report: Report) -> bool:
+    """Is it a driver of this machine that lives?"""
+    return report.host == this_process()[1] and is_driver(report.pid)
+
+
+def is_silent(report: Report, now_ms: int) -> bool:
+    return now_ms - report.at_ms > MARK_BLIND_AFTER_MS
+
+
+def not_started(
+    reports: Iterable[Report], pipelines: Collection[str], label: str, started: Collection[str], now_ms: int
+) -> list[str]:
+    """Processes that were this supervisor's drivers, are dead, and are not started any more.
+
+    One that is frozen is not dead; of one of another machine nobody here knows.
+    """
+    host = this_process()[1]
+    return [
+        r.process
+        for r in reports
+        if pipeline_of(r.process) in pipelines
+        and place_of(r.process)[0] == label
+        and r.process not in started
+        and is_silent(r, now_ms)
+        and r.host == host
+        and not is_driver(r.pid)
+    ]
+
+
+def not_missed(reports: Iterable[Report], ended: Collection[str], now_ms: int) -> list[str]:
+    """Of drivers that ended on purpose, those to forget: all where a peer goes on, else all but the first, which stays
+    and turns blind. What nobody does any more is never read as health."""
+    ended_of: dict[str, list[str]] = defaultdict(list)
+    living = set()
+    for report in reports:
+        if report.process in ended:
+            ended_of[pipeline_of(report.process)].append(report.process)
+        elif not is_silent(report, now_ms):
+            living.add(pipeline_of(report.process))
+    ended_of.pop("", None)
+    out: list[str] = []
+    for pipeline, processes in ended_of.items():
+        out += sorted(processes, key=place_of)[0 if pipeline in living else 1 :]
+    return out

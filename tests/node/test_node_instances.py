@@ -1,0 +1,43 @@
+"""Identical drivers by name, and which of those that ended on purpose are not missed."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidemill.base.limits import MARK_BLIND_AFTER_MS
+from tidemill.base.marks import Report
+from tidemill.node.instances import instance_name, not_missed, pipeline_of, place_of, process_of
+
+NOW_MS = 1_000_000
+labels = st.from_regex(r"[a-z][a-z0-9_]{0,5}", fullmatch=True) | st.just("")
+drivers = st.tuples(st.sampled_from(["p", "q2"]), labels, st.integers(1, 64))
+
+
+@given(drivers)
+def test_a_driver_s_name_tells_its_pipeline_its_label_and_its_number(driver: tuple[str, str, int]) -> None:
+    pipeline, label, number = driver
+    process = process_of(pipeline, instance_name(label, number))
+    assert (pipeline_of(process), *place_of(process)) == driver
+
+
+def test_what_is_no_driver_is_nobody_s() -> None:
+    assert [pipeline_of(process) for process in ("node:p", "up:pipeline-p", "demo", "")] == [""] * 4
+
+
+@given(st.dictionaries(drivers, st.tuples(st.booleans(), st.booleans())))
+def test_of_a_pipeline_that_nobody_does_any_more_one_driver_stays_and_else_all_that_ended_go(
+    said: dict[tuple[str, str, int], tuple[bool, bool]],
+) -> None:
+    names = {process_of(pipeline, instance_name(label, n)): told for (pipeline, label, n), told in said.items()}
+    reports = [
+        Report(process, NOW_MS - (2 * MARK_BLIND_AFTER_MS if silent else 0), ())
+        for process, (silent, _) in names.items()
+    ]
+    ended = {process for process, (_, meant) in names.items() if meant}
+    gone = set(not_missed(reports, [*ended, "pipeline:p:never_reported", "node:n1"], NOW_MS))
+    assert gone <= ended
+    for pipeline in ("p", "q2"):
+        mine = {process for process in names if pipeline_of(process) == pipeline}
+        works = any(not names[process][0] for process in mine - ended)
+        assert len(mine & ended - gone) == (0 if works else min(1, len(mine & ended)))
