@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import gc, weakref
-from tidemill.base.garbage import TAKE_BACK_EVERY, keep_pauses_short
+from tidemill.base import garbage
+from tidemill.base.garbage import keep_pauses_short
 
 class Node: pass
 
@@ -26,12 +29,25 @@ gc.collect()
 assert fresh() is None, "a young cycle is found at once"
 dead = [weakref.ref(each) for each in kept]
 kept.clear()
-for _ in range(TAKE_BACK_EVERY):
-    gc.collect()
+gc.collect()
+assert all(ref() is not None for ref in dead), "what was set aside is not walked"
+{until_it_is_taken_back}
 assert not any(ref() for ref in dead), "a cycle that dies among what was set aside is found in the end"
+"""
+GROWTH = """
+heap = [[] for _ in range(2 * garbage.GROWN_LEAST)]
+for _ in range(garbage.LOOK_EVERY):
+    gc.collect()
+"""
+ALWAYS = """
+garbage.TAKE_BACK_EVERY = 100
+for _ in range(100):
+    gc.collect()
 """
 
 
-def test_pauses_are_short_and_nothing_leaks_for_ever() -> None:
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=60, check=False)
+@pytest.mark.parametrize("until", [GROWTH, ALWAYS], ids=["the heap grew by half", "after many collections"])
+def test_pauses_are_short_and_nothing_leaks_for_ever(until: str) -> None:
+    code = CODE.replace("{until_it_is_taken_back}", until)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
