@@ -11,6 +11,7 @@ from tidemill.base.clock import Rand
 from tidemill.consensus.board import Board
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.spark.steps import STEP_BYTES
+from tidemill.spark.upsert.mirror import MANIFEST
 
 PIPELINE = """
 def build(p):
@@ -51,6 +52,32 @@ def test_a_pipeline_waits_for_its_capture_and_its_snapshot_and_says_so(harbour: 
         stopping.set()
         thread.join(30)
     assert not thread.is_alive()
+
+
+def test_mirrors_are_saved_before_spark_is_asked_to_stop_however_long_that_takes(harbour: Any, tmp_path: Path) -> None:
+    """A supervisor waits for twenty seconds; queries on a busy machine take longer, and the next start would pay."""
+    harbour.create_topic("clicks")
+    runner, stopping, thread = started(harbour, tmp_path, PIPELINE)
+    kept = tmp_path / "scratch" / "mirrors" / "clicks" / MANIFEST
+    saw: list[tuple[str, bool]] = []
+
+    class Query:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def stop(self) -> None:
+            saw.append((self.name, kept.exists()))
+            if self.name == "slow":
+                until(lambda: len(saw) == 2)
+
+    try:
+        until(lambda: runner.tables())
+        runner.feeds[0].query, runner.feeds[1].query = Query("slow"), Query("other")
+    finally:
+        stopping.set()
+        thread.join(30)
+    assert not thread.is_alive()
+    assert sorted(saw) == [("other", True), ("slow", True)], "none waits for another one"
 
 
 def test_f305_a_table_that_the_capture_does_not_have_is_parked_and_the_others_flow(

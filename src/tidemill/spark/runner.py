@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from tidemill.base.clock import Clock
 from tidemill.base.errors import Closed, TidemillError
 from tidemill.base.tasks import keep, keep_thread, sentence
 from tidemill.metastore.catalogue import PipelineRow
@@ -99,7 +100,7 @@ class Runner(Host):
         self._thread("report", reporter.run)
 
     def _stop(self) -> None:
-        """In order: sinks end their batch, queries stop between batches, then the session, then the stores.
+        """In order: sinks end their batch, mirrors are saved, queries stop between batches, then session and stores.
 
         A query is never stopped inside a batch: Spark would interrupt it there, noisily (notes/ecosystem.md §3).
         Bounded, for a supervisor waits: what takes longer is cut off by the end of the process, at no cost but time.
@@ -113,16 +114,20 @@ class Runner(Host):
         for thread in self._threads:
             if thread.name != SESSION_THREAD:
                 thread.join(max(0.1, until_s - clock.monotonic_s()))
-        for feed in self.feeds:
-            if feed.query is not None and feed.sink is not None and feed.sink.idle.wait(STOP_TIMEOUT_S):
-                _bounded(feed.query.stop, STOP_TIMEOUT_S)
-        if self._proving is not None:
-            self._proving.cancel()
-        for feed in self.feeds:
+        until_s = clock.monotonic_s() + STOP_TIMEOUT_S
+        rested = [
+            feed
+            for feed in self.feeds
+            if feed.sink is not None and feed.sink.idle.wait(max(0.1, until_s - clock.monotonic_s()))
+        ]
+        for feed in rested:  # before Spark, which may take longer than the supervisor waits
             for table in feed.sink.resting if feed.sink is not None else ():
                 _quietly(table.save)
+        _bounded([feed.query.stop for feed in rested if feed.query is not None], clock, STOP_TIMEOUT_S)
+        if self._proving is not None:
+            self._proving.cancel()
         if self.spark is not None and self._own_spark:
-            _bounded(self.spark.stop, STOP_TIMEOUT_S)
+            _bounded([self.spark.stop], clock, STOP_TIMEOUT_S)
         _quietly(lambda: self.portal.call(self.stores.aclose(), STOP_TIMEOUT_S))
         self.portal.close()
 
@@ -211,11 +216,14 @@ class Runner(Host):
         found.run(self.ending, partial(self.tracker.heal, f"shard:{table.name}"))
 
 
-def _bounded(call: Callable[[], Any], timeout_s: float) -> None:
-    """Call, but wait for its end no longer than this."""
-    thread = threading.Thread(target=_quietly, args=(call,), daemon=True)
-    thread.start()
-    thread.join(timeout_s)
+def _bounded(calls: Sequence[Callable[[], Any]], clock: Clock, timeout_s: float) -> None:
+    """Call all at once, but wait for their end no longer than this."""
+    threads = [threading.Thread(target=_quietly, args=(call,), daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    until_s = clock.monotonic_s() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, until_s - clock.monotonic_s()))
 
 
 def _quietly(call: Callable[[], Any]) -> None:

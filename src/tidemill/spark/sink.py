@@ -158,6 +158,8 @@ class FeedSink:
         """Bring every table to `end` that can come there now; one that fails, waits or is aside is left behind."""
         self.target = max(self.target, end)
         with self._one_at_a_time:
+            if self._stopping.is_set():
+                return  # once it rests then, it rests for good: its mirrors may be saved
             self.idle.clear()
             try:
                 while not self._stopping.is_set():
