@@ -22,6 +22,7 @@ NAMES = (
     "shapes",
     "positions",
     "scan",
+    "shard_commits",
     "scaling",
     "derived",
 )
