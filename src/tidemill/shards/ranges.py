@@ -8,7 +8,7 @@ settled: it is shown as it is. Only the rest is summed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -107,23 +107,62 @@ def read_range(schema: ShardSchema, chosen: Range, as_of: int, fetch: Fetch) -> 
     touched = np.unique(np.concatenate([rows.column(HASH).to_numpy() for rows in updates]))
     columns = contents_schema(schema).names
     for batch, part in streamed:
-        open_end: pa.Table | None = None  # what has the last hash of a row group: the next one may have more of it
-        for group in _groups(schema, chosen, batch, part, as_of, fetch):
-            rows = group if open_end is None else pa.concat_tables([open_end, group])
-            hashes = rows.column(HASH).to_numpy()
-            end = int(np.searchsorted(hashes, hashes[-1], side="left"))
-            rows, open_end = rows.slice(0, end), rows.slice(end)
+        for rows in _whole_hashes(_groups(schema, chosen, batch, part, as_of, fetch)):
             settled = _settled(rows, touched)
             if not settled.all():
                 updates.append(rows.filter(pa.array(~settled)))
                 rows = rows.filter(pa.array(settled))
             if rows.num_rows:
                 yield rows.select(columns)
-        if open_end is not None:
-            updates.append(open_end)
     rest = pa.concat_tables(updates)
     if rest.num_rows:
         yield contents(schema, rest)
+
+
+def read_ordered(schema: ShardSchema, batch: Batch, as_of: int, fetch: Fetch) -> Iterator[pa.Table]:
+    """The updates of one batch at most at `as_of`, in tables of ascending hashes, none of which ends inside one hash.
+
+    Memory holds a row group; of parts that overlap, those parts. Raises as `fetch`, Corrupt, Evolved.
+    """
+    check_known(schema, batch)
+    whole = Range(0, HASH_MAX, [batch])
+
+    def groups() -> Iterator[pa.Table]:
+        for parts in _apart(batch.parts):
+            found = (rows for part in parts for rows in _groups(schema, whole, batch, part, as_of, fetch))
+            if len(parts) == 1:
+                yield from found
+            elif tables := list(found):
+                together = pa.concat_tables(tables)
+                yield together.take(pa.array(np.argsort(together.column(HASH).to_numpy(), kind="stable")))
+
+    return _whole_hashes(groups())
+
+
+def _apart(parts: Sequence[Part]) -> list[list[Part]]:
+    """Parts by ascending hashes; those that overlap together."""
+    out: list[list[Part]] = []
+    end = -1
+    for part in sorted(parts, key=lambda part: part.min_hash):
+        if not out or part.min_hash > end:
+            out.append([])
+        out[-1].append(part)
+        end = max(end, part.max_hash)
+    return out
+
+
+def _whole_hashes(groups: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Rows of ascending hashes, cut anew: what has the last hash of a table waits, for the next one may have more."""
+    open_end: pa.Table | None = None
+    for group in groups:
+        rows = group if open_end is None else pa.concat_tables([open_end, group])
+        hashes = rows.column(HASH).to_numpy()
+        end = int(np.searchsorted(hashes, hashes[-1], side="left"))
+        open_end = rows.slice(end)
+        if end:
+            yield rows.slice(0, end)
+    if open_end is not None:
+        yield open_end
 
 
 def _settled(rows: pa.Table, touched: Any) -> Any:

@@ -15,12 +15,12 @@ import pyarrow as pa
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, Corrupt, Missing, TidemillError, Unavailable
 from tidemill.base.limits import MIB
-from tidemill.objects.store import ObjectStore
+from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.shards.apply import Reason, Rejected
 from tidemill.shards.commands import Command, DowngradeSince, ReleaseHold, SetHold
 from tidemill.shards.consolidate import contents
 from tidemill.shards.cpu import Cpu, inline_cpu
-from tidemill.shards.front import HASH, Batch, Delta, HistoryLost, ShardSchema
+from tidemill.shards.front import HASH, Batch, Delta, HistoryLost, Part, ShardSchema
 from tidemill.shards.holding import HOLD_ABOVE_BYTES, holding
 from tidemill.shards.machine import ShardMachine
 from tidemill.shards.reading import CACHE_BYTES, PartReader
@@ -110,17 +110,28 @@ class ShardReads:
 
         A large read holds its time first, and chooses its batches then.
         """
+        async with self.chosen_until(as_of, timeout_s) as batches:
+            try:
+                return await self.reader.read_batches(batches, 0, as_of + 1)
+            except Missing as error:
+                raise await self._why_missing(error, batches) from error
+
+    @asynccontextmanager
+    async def chosen_until(self, as_of: int, timeout_s: float | None = None) -> AsyncIterator[list[Batch]]:
+        """The batches with every update of time ≤ as_of, to be read inside; for a large read they are held."""
         batches = await self.batches_until(as_of, timeout_s)
         if _size(batches) <= HOLD_ABOVE_BYTES:
-            return await self._read(batches, as_of)
+            yield batches
+            return
         async with self.holding("read", as_of):
-            return await self._read(await self.batches_until(as_of), as_of)
+            yield await self.batches_until(as_of)
 
-    async def _read(self, batches: Sequence[Batch], as_of: int) -> pa.Table:
+    async def fetch(self, part: Part, chosen: Sequence[Batch]) -> Buffer:
+        """The encoded bytes of a part of one of the batches. Raises HistoryLost, Corrupt, Unavailable."""
         try:
-            return await self.reader.read_batches(batches, 0, as_of + 1)
+            return await self._objects.get(part.object_key) if part.object_key else part.inline
         except Missing as error:
-            raise await self._why_missing(error, batches) from error
+            raise await self._why_missing(error, chosen) from error
 
     async def _why_missing(self, error: Missing, batches: Sequence[Batch]) -> TidemillError:
         """An object that was chosen and is not there: collected since (read again), or lost (Corrupt)."""

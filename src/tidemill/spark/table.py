@@ -6,6 +6,7 @@ caller's thread, so that marks and consensus are never kept waiting by a merge.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,12 +14,14 @@ import pyarrow as pa
 
 from tidemill.base.errors import Conflict, Corrupt, Unavailable
 from tidemill.base.portal import Portal
+from tidemill.objects.store import Buffer
 from tidemill.shards.front import HistoryLost, Part, ShardSchema
 from tidemill.shards.handle import LogShard
 from tidemill.spark.facts import Progress
 from tidemill.spark.feeds import TopicFeed
 from tidemill.spark.stores import Stores
 from tidemill.spark.tasks import boot_id
+from tidemill.spark.upsert.hydrate import mirror_of
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.operator import Fault, Upsert
 from tidemill.spark.upsert.resolve import KeyChanges, Resolved
@@ -110,16 +113,26 @@ class TableWriter:
         for _ in range(START_ATTEMPTS):
             _, upper = self.portal.call(self.shard.frontiers())
             try:
-                contents = self.portal.call(self.shard.snapshot(upper - 1))
+                mirror = self.portal.call(self._read(upper))
                 break
             except HistoryLost:
                 continue  # since passed the time in between: read at a newer one
         else:
             raise Unavailable(f"the shard's history is forgotten while it is read: shard={self.name}.")
-        mirror = Mirror.hydrate(self.schema, contents, upper, directory=self.mirror_dir)
         kept = self.operator
         self.operator = Upsert(self.schema, mirror, fault=self._fault)
         self.operator.adopt(kept)
+
+    async def _read(self, upper: int) -> Mirror:
+        """A mirror of the contents at upper - 1."""
+        shard = self.shard
+        async with shard.chosen_until(upper - 1) as batches:
+
+            def fetch(part: Part) -> Buffer:
+                return self.portal.call(shard.fetch(part, batches))
+
+            # On a thread: the hold is renewed meanwhile.
+            return await asyncio.to_thread(mirror_of, self.schema, batches, upper, fetch, self.mirror_dir)
 
     # writing ----------------------------------------------------------------------------------------
     def token(self) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -19,12 +20,21 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.base.errors import Corrupt
-from tidemill.shards.front import DIFF, TIME, ShardSchema
+from tidemill.shards.front import DIFF, HASH, TIME, ShardSchema
 from tidemill.shards.hashing import hash_rows
 from tidemill.shards.schema import contents_schema
 from tidemill.spark.upsert.arrays import U64, Index, group_by_key, int64s, rows_at, rows_equal
 from tidemill.spark.upsert.resolve import HashRows, KeyChanges
-from tidemill.spark.upsert.runs import Run, merge, open_run, renew_run, write_run
+from tidemill.spark.upsert.runs import (
+    Run,
+    count_live,
+    merge,
+    open_run,
+    pieces_of,
+    renew_run,
+    write_pieces,
+    write_run,
+)
 
 RUNS_MAX = 6
 SPILL_BYTES = 16 << 20
@@ -141,6 +151,23 @@ class Mirror:
             return
         self._push(self._fold(updates))
 
+    def adopt(self, updates: Iterable[pa.Table], lower: int, upper: int) -> None:
+        """As `apply`, of a delta too large for memory: its tables have ascending hashes, none ends inside one hash."""
+        path = self._new_file()
+        write_pieces(self.schema, (self._fold(table) for table in updates), path)
+        self._step(lower, upper)
+        run = open_run(self.schema, path)
+        if len(run):
+            self._push(run)
+        else:
+            path.unlink()
+
+    def count_live(self) -> int:
+        """How many keys are live. Memory holds a piece."""
+        if len(self.runs) < 2:
+            return sum(int(np.count_nonzero(run.live)) for run in self.runs)
+        return sum(count_live(self.schema, piece) for piece in pieces_of(self.runs[::-1]))
+
     def _step(self, lower: int, upper: int) -> None:
         if lower != self.upper or upper < lower:
             raise Corrupt(f"delta does not continue the mirror: mirror={self.upper} lower={lower} upper={upper}.")
@@ -155,7 +182,12 @@ class Mirror:
         updates = updates.combine_chunks()
         rows = updates.select(self._columns).cast(contents_schema(self.schema))
         times, diffs = int64s(updates, TIME), int64s(updates, DIFF)
-        hashes = self._hasher(rows, self.schema.key)
+        if self._hasher is hash_rows and HASH in updates.column_names:
+            hashes = np.asarray(updates.column(HASH).to_numpy(), dtype=np.uint64)
+        else:
+            hashes = self._hasher(rows, self.schema.key)
+        if bool((diffs == 1).all()) and bool((hashes[1:] > hashes[:-1]).all()):
+            return Run(rows, hashes, np.ones(len(hashes), dtype=bool))  # settled: as it is
         order, starts = group_by_key(rows, hashes, self.schema.key, times, diffs)
         key_number = np.cumsum(starts) - 1
         ends = np.append(np.nonzero(starts)[0][1:], len(order)) - 1
@@ -223,7 +255,8 @@ class Mirror:
         return first
 
     def _spilled(self, run: Run) -> Run:
-        return self._to_file(run) if self._directory is not None and run.size_bytes >= SPILL_BYTES else run
+        large = self._directory is not None and run.path is None and run.size_bytes >= SPILL_BYTES
+        return self._to_file(run) if large else run
 
     def _to_file(self, run: Run) -> Run:
         return write_run(self.schema, run, self._new_file())

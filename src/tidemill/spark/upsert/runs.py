@@ -102,7 +102,7 @@ def merge(schema: ShardSchema, runs: Sequence[Run], *, drop_absent: bool, path: 
 
     Piece by piece, each a range of hashes; with a path into that file, so that memory holds one piece.
     """
-    pieces = (_merged(schema, piece, drop_absent) for piece in _pieces(runs))
+    pieces = (_merged(schema, piece, drop_absent) for piece in pieces_of(runs))
     if path is not None:
         write_pieces(schema, pieces, path)
         return open_run(schema, path)
@@ -111,13 +111,20 @@ def merge(schema: ShardSchema, runs: Sequence[Run], *, drop_absent: bool, path: 
     return Run(rows, np.concatenate([p.hashes for p in found]), np.concatenate([p.live for p in found]))
 
 
-def _pieces(runs: Sequence[Run]) -> Iterator[list[Run]]:
+def pieces_of(runs: Sequence[Run]) -> Iterator[list[Run]]:
     """The runs cut at the same hashes: some PIECE_ROWS in all of each, for hashes are uniform."""
     count = max(1, -(-sum(len(run) for run in runs) // PIECE_ROWS))
     bounds = np.array([(number << 64) // count for number in range(1, count)], dtype=np.uint64)
     cuts = [[0, *np.searchsorted(run.hashes, bounds).tolist(), len(run)] for run in runs]
     for number in range(count):
         yield [run.between(cut[number], cut[number + 1]) for run, cut in zip(runs, cuts, strict=True)]
+
+
+def count_live(schema: ShardSchema, runs: Sequence[Run]) -> int:
+    """Keys whose newest state is live; `runs` newest first, some pieces of `pieces_of`."""
+    keys = one_chunk(pa.concat_tables([run.rows.select(list(schema.key)) for run in runs]))
+    order, starts = group_by_key(keys, np.concatenate([run.hashes for run in runs]), schema.key)
+    return int(np.count_nonzero(np.concatenate([run.live for run in runs])[order[starts]]))
 
 
 def _merged(schema: ShardSchema, runs: Sequence[Run], drop_absent: bool) -> Run:

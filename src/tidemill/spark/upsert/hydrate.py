@@ -1,0 +1,48 @@
+"""A mirror from the parts of a shard: batch by batch as it would have followed them, a row group at a time.
+
+What a compaction has settled is sorted by hash already: it becomes a run as it is. Memory holds a row group, or a batch
+of at most ADOPT_BYTES, and the runs that are too small for a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from tidemill.base.errors import Corrupt
+from tidemill.shards.front import DIFF, Batch, ShardSchema
+from tidemill.shards.ranges import Fetch, read_ordered
+from tidemill.shards.schema import part_schema
+from tidemill.spark.upsert.arrays import int64s
+from tidemill.spark.upsert.mirror import Mirror
+
+ADOPT_BYTES = 4 << 20
+"""Encoded. A larger batch goes into a file of the mirror piece by piece."""
+
+
+def mirror_of(schema: ShardSchema, batches: Sequence[Batch], upper: int, fetch: Fetch, directory: Path) -> Mirror:
+    """The contents at upper - 1 of a shard whose batches with any time below `upper` are these.
+
+    Raises Corrupt if a key has two live rows (U1), Evolved, and as `fetch`.
+    """
+    mirror = Mirror(schema, directory=directory)
+    count = 0
+
+    def updates(batch: Batch) -> Iterator[pa.Table]:
+        nonlocal count
+        for table in read_ordered(schema, batch, upper - 1, fetch):
+            count += int(int64s(table, DIFF).sum())
+            yield table
+
+    for batch in batches:
+        end = min(batch.upper, upper)
+        if sum(part.size_bytes for part in batch.parts) > ADOPT_BYTES:
+            mirror.adopt(updates(batch), mirror.upper, end)
+        else:
+            mirror.apply(pa.concat_tables([part_schema(schema).empty_table(), *updates(batch)]), mirror.upper, end)
+    # A run has a key once, whatever the shard has: that a batch inserted what was live already shows in the sum alone.
+    if count != (live := mirror.count_live()):
+        raise Corrupt(f"a key has two live rows in the shard: upper={upper} rows={count} keys={live}.")
+    return mirror

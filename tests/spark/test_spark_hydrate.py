@@ -1,0 +1,147 @@
+"""A mirror made from the parts of a shard is the one that had followed it all along, and is made with little memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from upsert_world import SCHEMA
+
+from tidemill.base.errors import Corrupt
+from tidemill.shards import parts, reads
+from tidemill.shards.compaction import compact_once
+from tidemill.shards.front import Batch, Part
+from tidemill.shards.open import open_shard
+from tidemill.spark.table import TableWriter
+from tidemill.spark.upsert import hydrate, mirror
+from tidemill.spark.upsert.hydrate import mirror_of
+from tidemill.spark.upsert.mirror import Mirror
+
+Update = tuple[int, int, int, int]
+"""(key, value, time, diff)"""
+
+
+def delta(found: list[Update]) -> pa.Table:
+    names = ("k", "v", "_time", "_diff")
+    return pa.table({n: pa.array([r[i] for r in found], pa.int64()) for i, n in enumerate(names)})
+
+
+def part_of(found: list[Update]) -> Part:
+    encoded = parts.encode_part(SCHEMA, delta(found))
+    data = encoded.data.to_pybytes()
+    return Part(encoded.rows, len(data), 0, "", data, encoded.min_hash, encoded.max_hash)
+
+
+def live(found: Mirror) -> dict[int, int]:
+    return {r["k"]: r["v"] for r in found.live_rows().to_pylist()}
+
+
+@st.composite
+def shards(draw: st.DrawFn) -> tuple[list[Batch], dict[int, dict[int, int]]]:
+    """Batches of parts, overlapping or not, as upserts leave them; and the contents at each time."""
+    contents: dict[int, int] = {}
+    at: dict[int, dict[int, int]] = {}
+    batches, time = [], 0
+    for _ in range(draw(st.integers(1, 5))):
+        lower, rows = time, []
+        for _ in range(draw(st.integers(1, 3))):
+            for key in draw(st.sets(st.integers(0, 12))):
+                before, after = contents.pop(key, None), draw(st.none() | st.integers(0, 3))
+                if before is not None:
+                    rows.append((key, before, time, -1))
+                if after is not None:
+                    rows.append((key, after, time, 1))
+                    contents[key] = after
+            at[time] = dict(contents)
+            time += 1
+        homes = [draw(st.integers(0, 2)) for _ in rows]
+        pieces = [[row for row, home in zip(rows, homes, strict=True) if home == number] for number in range(3)]
+        batches.append(Batch(lower, time, tuple(part_of(piece) for piece in pieces if piece)))
+    return batches, at
+
+
+@settings(max_examples=40, deadline=None)
+@given(shards(), st.integers(1, 4), st.booleans(), st.data())
+def test_a_mirror_of_parts_has_the_contents_at_any_time(
+    tmp_path_factory: pytest.TempPathFactory,
+    shard: tuple[list[Batch], dict[int, dict[int, int]]],
+    group_rows: int,
+    large: bool,
+    data: st.DataObject,
+) -> None:
+    batches, at = shard
+    upper = data.draw(st.sampled_from(sorted(at))) + 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "ROW_GROUP_ROWS", group_rows)
+        patch.setattr(hydrate, "ADOPT_BYTES", 0 if large else 1 << 30)
+        cut = [Batch(b.lower, b.upper, b.parts) for b in batches if b.lower < upper]
+        found = mirror_of(SCHEMA, cut, upper, lambda part: part.inline, tmp_path_factory.mktemp("m"))
+    assert live(found) == at[upper - 1]
+    assert (found.upper, found.count_live()) == (upper, len(at[upper - 1]))
+    found.apply(delta([(99, 1, upper, 1)]), upper, upper + 1)
+    assert live(found) == at[upper - 1] | {99: 1}
+
+
+def test_what_is_settled_is_taken_a_row_group_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "ROW_GROUP_ROWS", 1_000)
+    monkeypatch.setattr(hydrate, "ADOPT_BYTES", 0)
+    taken = []
+    fold = Mirror._fold
+
+    def noted(self: Mirror, updates: pa.Table) -> Any:
+        taken.append(updates.num_rows)
+        return fold(self, updates)
+
+    monkeypatch.setattr(Mirror, "_fold", noted)
+    monkeypatch.setattr(mirror, "group_by_key", lambda *_: pytest.fail("what is sorted is not sorted again"))
+    settled = part_of([(key, 1, 3, 1) for key in range(20_000)])
+    found = mirror_of(SCHEMA, [Batch(0, 4, (settled,))], 4, lambda part: part.inline, tmp_path)
+    assert sum(taken) == 20_000 and max(taken) <= 1_000
+    assert [run.path is not None for run in found.runs] == [True]
+    assert live(found) == dict.fromkeys(range(20_000), 1)
+
+
+@pytest.mark.parametrize("adopt_bytes", [0, 1 << 30])
+def test_two_live_rows_of_a_key_are_found_whichever_batches_they_are_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adopt_bytes: int
+) -> None:
+    monkeypatch.setattr(hydrate, "ADOPT_BYTES", adopt_bytes)
+    apart = [Batch(0, 1, (part_of([(1, 10, 0, 1), (2, 5, 0, 1)]),)), Batch(1, 2, (part_of([(1, 11, 1, 1)]),))]
+    together = [Batch(0, 1, (part_of([(1, 10, 0, 1)]), part_of([(1, 11, 0, 1)])))]
+    for batches in (apart, together):
+        with pytest.raises(Corrupt, match="two live rows"):
+            mirror_of(SCHEMA, batches, batches[-1].upper, lambda part: part.inline, tmp_path)
+
+
+def test_a_large_table_is_read_under_a_hold_that_ends_with_it(
+    harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reads, "HOLD_ABOVE_BYTES", 0)
+    monkeypatch.setattr(hydrate, "ADOPT_BYTES", 0)
+    s = harbour.stores
+    shard = harbour.portal.call(open_shard(s.consensus, s.objects, s.clock, s.rand, "t", SCHEMA))
+    rows = [(key, 0, 0, 1) for key in range(30_000)]
+    for time, found in enumerate([rows, [(5, 0, 1, -1)], [(6, 0, 2, -1), (6, 7, 2, 1)]]):
+        part = harbour.portal.call(shard.write_part(delta(found)))
+        harbour.portal.call(shard.compare_and_append(time, time + 1, [part], ""))
+    held = []
+    fetch = type(shard).fetch
+
+    async def noted(self: Any, part: Part, chosen: Any) -> Any:
+        if not held:  # what is read is replaced under the reader, who holds what it chose
+            held.append([hold.since for hold in self.state.holds])
+            await shard.downgrade_since("retention", 1, 2)
+            await compact_once(shard, s.objects, s.rand)
+        return await fetch(self, part, chosen)
+
+    monkeypatch.setattr(type(shard), "fetch", noted)
+    table = TableWriter(harbour.portal, s, harbour.shard("t"), tmp_path / "mirror")
+    table.hydrate()
+    assert held == [[2]]
+    assert live(table.operator.mirror) == {key: 7 if key == 6 else 0 for key in range(30_000) if key != 5}
+    harbour.portal.call(shard.frontiers())
+    assert [hold.reader for hold in shard.state.holds if hold.reader != "retention"] == []
