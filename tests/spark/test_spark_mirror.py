@@ -143,13 +143,43 @@ def test_a_mirror_that_was_saved_under_an_older_version_goes_on_under_the_new_on
     assert Mirror.load(tmp_path, newer, "shard-1", "boot-1") is None, "what is newer is not made older"
 
 
-def test_a_damaged_run_is_not_trusted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [0, 10, 1000, -1, -24])
+def test_a_damaged_run_is_not_trusted(tmp_path: Path, kept: int) -> None:
     mirror = Mirror(SCHEMA, directory=tmp_path)
     mirror.apply(delta(*[(k, k, 0, 1) for k in range(1000)]), 0, 1)
     mirror.save("shard-1", "boot-1")
     (run,) = tmp_path.glob("run-*.arrow")
-    run.write_bytes(run.read_bytes()[:1000])
+    run.write_bytes(run.read_bytes()[:kept])
     assert Mirror.load(tmp_path, SCHEMA, "shard-1", "boot-1") is None
+
+
+def test_a_run_of_the_form_before_is_made_anew(tmp_path: Path) -> None:
+    mirror = Mirror(SCHEMA, directory=tmp_path)
+    mirror.apply(delta(*[(k, k, 0, 1) for k in range(10)]), 0, 1)
+    mirror.save("shard-1", "boot-1")
+    (run,) = tmp_path.glob("run-*.arrow")
+    old = mirror.live_rows().append_column("_live", pa.array([True] * 10)).append_column("_hash", pa.array(range(10)))
+    with pa.OSFile(str(run), "wb") as sink, pa.ipc.new_file(sink, old.schema) as writer:
+        writer.write_table(old)
+    assert Mirror.load(tmp_path, SCHEMA, "shard-1", "boot-1") is None
+
+
+def test_a_mirror_in_files_needs_no_memory_for_what_is_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tidemill.spark.upsert.runs.PIECE_ROWS", 1_000)
+    monkeypatch.setattr(mirror_file, "SPILL_BYTES", 1)
+    mirror = Mirror(SCHEMA, directory=tmp_path)
+    mirror.apply(delta(*[(k, k, 0, 1) for k in range(100_000)]), 0, 1)
+    mirror.save("shard-1", "boot-1")
+    del mirror
+    before = pa.total_allocated_bytes()
+    again = Mirror.load(tmp_path, SCHEMA, "shard-1", "boot-1")
+    assert again is not None
+    (run,) = again.runs
+    assert pa.total_allocated_bytes() - before < 100_000
+    assert not run.hashes.flags.owndata and not run.live.flags.owndata
+    assert len(again) == 100_000 and again.held_bytes == 0
 
 
 def test_runs_of_many_pieces_are_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

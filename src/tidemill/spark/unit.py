@@ -83,9 +83,9 @@ class TableUnit:
             writer.save()  # the mirror goes on under the new version
             raise
         finally:
-            if not self._host.ending.is_set():  # at the end it keeps its seat: its mirror is still to be saved
-                sink.seats.detach(self.name)
-                self._host.portal.call(writer.shard.aclose())
+            sink.seats.detach(self.name)
+            if not self._host.ending.is_set():
+                self._host.portal.call(writer.shard.aclose())  # at the end its mirror is still to be saved
 
     def _seated(self, sink: FeedSink, writer: TableWriter) -> None:
         host = self._host

@@ -3,11 +3,21 @@
 A run holds distinct keys, sorted by hash: the last known contents of each key, or its absence (`live` False). Its rows
 may be in several chunks; none ends between two rows of one hash.
 
-    file   one Arrow IPC file, uncompressed, memory-mapped: the shard's columns, `_live` bool, `_hash` uint64
+    file   memory-mapped as a whole, so that what is not asked for needs no memory:
+
+           the shard's columns, an Arrow IPC file without compression, filled up to 8 bytes
+           hash of each row, uint64
+           is it live, one byte a row
+           bytes of the first section, rows, FORM: 8 bytes each
+
+           Little-endian. It is a cache of one machine: a file of another form is made anew.
 """
 
 from __future__ import annotations
 
+import shutil
+import struct
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -16,7 +26,7 @@ import pyarrow as pa
 
 from tidemill.base.errors import Corrupt
 from tidemill.shards.evolution import under
-from tidemill.shards.front import HASH, ShardSchema
+from tidemill.shards.front import ShardSchema
 from tidemill.shards.schema import contents_schema
 from tidemill.spark.upsert.arrays import (
     U64,
@@ -27,9 +37,10 @@ from tidemill.spark.upsert.arrays import (
     one_chunk,
     rows_at,
     rows_equal,
-    to_mask,
 )
-from tidemill.spark.upsert.commands import LIVE
+
+FORM = b"tm-run-2"
+_END = struct.Struct("<QQ8s")
 
 PIECE_ROWS = 64 << 10
 """Runs are merged so many rows at a time: what a piece needs stays in the cache, and memory holds one."""
@@ -145,13 +156,26 @@ def write_run(schema: ShardSchema, run: Run, path: Path) -> Run:
 
 
 def write_pieces(schema: ShardSchema, pieces: Iterable[Run], path: Path) -> None:
-    """Runs of ascending hash ranges as the file of one."""
-    stored = contents_schema(schema).append(pa.field(LIVE, pa.bool_())).append(pa.field(HASH, pa.uint64()))
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, stored) as writer:
-        for piece in pieces:
-            if len(piece):
-                table = piece.rows.append_column(LIVE, pa.array(piece.live))
-                writer.write_table(table.append_column(HASH, pa.array(piece.hashes, pa.uint64())).cast(stored))
+    """Runs of ascending hash ranges as the file of one. Memory holds a piece."""
+    target, count = contents_schema(schema), 0
+    with (
+        tempfile.TemporaryFile(dir=path.parent) as hashes,
+        tempfile.TemporaryFile(dir=path.parent) as live,
+        path.open("wb") as file,
+    ):
+        with pa.ipc.new_file(file, target) as writer:
+            for piece in pieces:
+                if len(piece):
+                    writer.write_table(piece.rows.cast(target))
+                    hashes.write(np.ascontiguousarray(piece.hashes, dtype=np.uint64).data)
+                    live.write(np.ascontiguousarray(piece.live, dtype=bool).data)
+                    count += len(piece)
+        size_bytes = file.tell()
+        file.write(bytes(-size_bytes % 8))
+        for section in (hashes, live):
+            section.seek(0)
+            shutil.copyfileobj(section, file, 1 << 20)
+        file.write(_END.pack(size_bytes, count, FORM))
 
 
 def renew_run(old: ShardSchema, schema: ShardSchema, path: Path, into: Path) -> Run:
@@ -169,9 +193,18 @@ def renew_run(old: ShardSchema, schema: ShardSchema, path: Path, into: Path) -> 
 def open_run(schema: ShardSchema, path: Path) -> Run:
     """Map a stored run. Raises Corrupt when the file is not one of this schema."""
     try:
-        table = pa.ipc.open_file(pa.memory_map(str(path), "rb")).read_all()
+        data = pa.memory_map(str(path), "rb").read_buffer()
+        size_bytes, count, form = _END.unpack(data[-_END.size :])
+        hashes_at = size_bytes + -size_bytes % 8
+        live_at = hashes_at + 8 * count
+        if form != FORM or data.size != live_at + count + _END.size:
+            raise Corrupt(f"mirror run has another form: path={path}.", fix="It is a cache: delete it.")
+        table = pa.ipc.open_file(data.slice(0, size_bytes)).read_all()
         rows = table.select(contents_schema(schema).names).cast(contents_schema(schema))
-        hashes = np.asarray(table.column(HASH).to_numpy(), dtype=np.uint64)
-        return Run(rows, hashes, to_mask(table.column(LIVE)), path)
-    except (OSError, pa.ArrowException, KeyError) as error:
+        hashes = np.frombuffer(data, dtype=np.uint64, count=count, offset=hashes_at)
+        live = np.frombuffer(data, dtype=bool, count=count, offset=live_at)
+        if rows.num_rows != count:
+            raise Corrupt(f"mirror run is cut off: path={path}.", fix="It is a cache: delete it.")
+        return Run(rows, hashes, live, path)
+    except (OSError, struct.error, pa.ArrowException, KeyError) as error:
         raise Corrupt(f"mirror run is unreadable: path={path} ({error}).", fix="It is a cache: delete it.") from error
