@@ -48,10 +48,13 @@ def build(p):
 class Lane:
     """One topic, one table, one driver."""
 
-    def __init__(self, root: Path, urls: Urls, stores: Any, by: str, args: argparse.Namespace) -> None:
+    def __init__(
+        self, root: Path, urls: Urls, stores: Any, by: str, args: argparse.Namespace, text: str = PIPELINE
+    ) -> None:
         self.by, self._args, self._urls, self._stores = by, args, urls, stores
         self.load = Load(stores, f"clicks_{by}", args.partitions, args.keys)
         self._root = root
+        self._text = text
         self._draw = np.random.default_rng(7)
         self._driver: subprocess.Popen[bytes]
         self._log = root / f"driver-{by}.log"
@@ -61,7 +64,7 @@ class Lane:
         await self.load.open()
         name = self.load.name
         file = self._root / f"{name}.py"
-        file.write_text(PIPELINE.format(name=name, key=KEY, schema=SCHEMA))
+        file.write_text(self._text.format(name=name, key=KEY, schema=SCHEMA))
         command = [
             sys.executable, str(HERE / "upsert_driver.py"), str(INLINE_ROWS[self.by]),
             "--objects", self._urls.objects, "--consensus", self._urls.consensus, "--pipeline", str(file),
@@ -69,7 +72,8 @@ class Lane:
         ]  # fmt: skip
         with self._log.open("wb") as log:
             self._driver = subprocess.Popen(command, stdout=log, stderr=log)
-        self.tree = Tree(self._driver.pid)
+        self.pid = self._driver.pid
+        self.tree = Tree(self.pid)
         until_s = time.monotonic() + DEADLINE_S
         while "query runs" not in self._log.read_text():
             if self._driver.poll() is not None or time.monotonic() > until_s:
@@ -77,7 +81,7 @@ class Lane:
             await self._produce(WARM_UP_RECORDS)
             await self.load.bind()
             await asyncio.sleep(WARM_UP_S)
-        await self._batch(RECORDS_PER_BINDING)
+        await self.batch(RECORDS_PER_BINDING)
 
     async def stop(self) -> None:
         await self.load.aclose()
@@ -93,7 +97,7 @@ class Lane:
                 raise SystemExit(f"the table did not come there: {self._log.read_text()[-2000:]}")
         await shard.aclose()
 
-    async def _verified(self) -> int:
+    async def verified(self) -> int:
         s = self._stores
         shard = await open_shard(s.consensus, s.objects, s.clock, s.rand, self.load.name)
         _, upper = await shard.frontiers()
@@ -119,13 +123,13 @@ class Lane:
             "cpu_s_per_million": {name: round(cpu_s * 1e6 / rows, 2) for name, cpu_s in spent.cpu_s.items()},
             "rows_per_s": round(rows / wall_s),
             "peak_mib": spent.peak_mib,
-            "verified": await self._verified(),
+            "verified": await self.verified(),
         }
 
     async def _produce(self, records: int) -> None:
         await self.load.produce(self._draw.integers(0, self._args.keys, records), records)
 
-    async def _batch(self, records: int) -> float:
+    async def batch(self, records: int) -> float:
         """Seconds from bound to visible."""
         await self._produce(records)
         began_s = time.monotonic()
@@ -134,12 +138,12 @@ class Lane:
 
     async def batches(self, records: int) -> dict[str, Any]:
         for _ in range(2):
-            await self._batch(records)
+            await self.batch(records)
         waits_ms: list[float] = []
         cpu_ms: list[float] = []
         for _ in range(REPEATS.get(records, FEWEST_REPEATS)):
             self.tree.begin()
-            waits_ms.append(await self._batch(records) * 1e3)
+            waits_ms.append(await self.batch(records) * 1e3)
             cpu_ms.append(sum(self.tree.spent().cpu_s.values()) * 1e3)
         return {
             "by": self.by,
@@ -148,7 +152,7 @@ class Lane:
             "p90_ms": round(percentile(waits_ms, 0.9), 1),
             "cpu_ms": round(sum(cpu_ms) / len(cpu_ms), 1),
             "repeats": len(waits_ms),
-            "verified": await self._verified(),
+            "verified": await self.verified(),
         }
 
 

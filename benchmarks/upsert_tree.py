@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
-_TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 LOOK_S = 0.5
 KINDS = ("driver", "jvm", "workers")
 
@@ -32,7 +32,7 @@ class Tree:
         """From now on."""
         self._look()
         self._before = {pid: cpu_s for pid, (_, cpu_s) in self._seen.items()}
-        for pid in self._kinds():
+        for pid in self.kinds():
             try:
                 Path(f"/proc/{pid}/clear_refs").write_text("5")  # peak := resident now
             except OSError:
@@ -44,7 +44,7 @@ class Tree:
         for pid, (kind, now_s) in self._seen.items():
             cpu_s[kind] += now_s - self._before.get(pid, 0.0)
         peak = dict.fromkeys(KINDS, 0)
-        for pid, kind in self._kinds().items():
+        for pid, kind in self.kinds().items():
             peak[kind] += _peak_mib(pid)
         return Spent(cpu_s, peak)
 
@@ -55,13 +55,14 @@ class Tree:
 
     def _look(self) -> None:
         with self._lock:
-            for pid, kind in self._kinds().items():
-                fields = _stat(pid)
+            for pid, kind in self.kinds().items():
+                fields = stat(pid)
                 if fields:
-                    self._seen = {**self._seen, pid: (kind, (int(fields[11]) + int(fields[12])) * _TICK_S)}
+                    self._seen = {**self._seen, pid: (kind, (int(fields[11]) + int(fields[12])) * TICK_S)}
 
-    def _kinds(self) -> dict[int, str]:
-        parents = {int(p.name): _stat(int(p.name)) for p in Path("/proc").iterdir() if p.name.isdigit()}
+    def kinds(self) -> dict[int, str]:
+        """Process → what it is, of those that run now."""
+        parents = {int(p.name): stat(int(p.name)) for p in Path("/proc").iterdir() if p.name.isdigit()}
         children: dict[int, list[int]] = {}
         for pid, fields in parents.items():
             if fields:
@@ -77,7 +78,7 @@ class Tree:
         return out
 
 
-def _stat(pid: int) -> list[str]:
+def stat(pid: int) -> list[str]:
     """The fields behind the name: state, parent, …; none of a process that ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -12,7 +12,7 @@ from shard_world import World, run
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import Conflict, Invalid, Unavailable
 from tidemill.shards import remap as remap_module
-from tidemill.shards.front import Binding, HistoryLost
+from tidemill.shards.front import Binding, BindingsPage, HistoryLost
 from tidemill.shards.minting import Minter
 from tidemill.shards.open import open_remap
 from tidemill.shards.reclock import missing
@@ -234,6 +234,29 @@ def test_history_beyond_the_window_is_found_by_bisection(monkeypatch: pytest.Mon
             assert await handle.at(339) == at(330, 33)
             assert await handle.at(5000) == at(1000, 100)
             assert await handle.latest() == at(1000, 100)
+
+    run(scenario())
+
+
+def test_a_page_is_what_after_at_and_latest_say_for_one_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remap_module, "WINDOW_BINDINGS", 20)
+
+    async def scenario() -> None:
+        world = World()
+        consensus = world.consensus()
+        remap = await opened(world, consensus)
+        assert await remap.page(0) == BindingsPage(None, [], None)
+        for i in range(1, 101):
+            await remap.mint(at(i * 10, i))
+        for lower in (0, 1, 10, 11, 505, 511, 990, 1000, 1001, 5000):
+            base, later, newest = await remap.at(lower - 1), await remap.after(lower - 1, 7), await remap.latest()
+            assert await remap.page(lower, 7) == BindingsPage(base, later, newest)
+        before = consensus.requests
+        await remap.page(991)
+        assert consensus.requests == before + 1
+        await remap.forget(900)
+        with pytest.raises(HistoryLost):
+            await remap.page(100)
 
     run(scenario())
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tidemill.base.clock import SystemClock
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import Corrupt, Unavailable
 from tidemill.spark.facts import Latency
-from tidemill.spark.seats import Seat, Seats
+from tidemill.spark.seats import SLOWEST_RETRY_S, Seat, Seats
 
 LETS_IN_S = 0.3
 """So long somebody else has a try while one change is under way. One that is kept out by then only comes later."""
@@ -96,3 +96,38 @@ def test_a_table_that_leaves_does_not_take_the_seat_that_it_was_given_meanwhile(
 
     assert meanwhile(found, lambda: found.fault(left, Corrupt("broken.")), anew) == "ab"
     assert found._seats["a"] is not left
+
+
+class Time:
+    """A clock by hand."""
+
+    now_s = 100.0
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+
+def test_who_is_due_and_when_is_told_without_looking_again_and_again() -> None:
+    clock: Any = Time()
+    found = Seats(clock, Latency(), Latency(), 1.0)
+    assert found.due_in_s(10) is None and not found.changed.is_set()
+    found.attach(SimpleNamespace(name="a", upper=5))  # type: ignore[arg-type]
+    assert found.changed.is_set()
+    assert (found.due_in_s(5), found.due_in_s(6)) == (None, 0)
+    seat = found._seats["a"]
+
+    found.fault(seat, Unavailable("away."))
+    pause_s = found.due_in_s(6)
+    assert pause_s is not None and 0 < pause_s <= SLOWEST_RETRY_S and found.due(6) == []
+    clock.now_s += pause_s
+    assert found.due_in_s(6) == 0 and found.due(6) == [seat]
+
+    seat.nothing_until, seat.moved_s = 6, clock.now_s  # it got nothing, and moved a moment ago
+    assert (found.due_in_s(6), found.due_in_s(7), found.due(6)) == (1.0, 0, [])
+    clock.now_s += 0.75
+    assert found.due_in_s(6) == 0.25
+    clock.now_s += 0.25
+    assert found.due_in_s(6) == 0 and found.due(6) == [seat]
+
+    seat.aside = True
+    assert found.due_in_s(6) is None and found.due(6) == []

@@ -178,6 +178,18 @@ class Binding(msgspec.Struct, frozen=True):
     tag: str = ""
 
 
+class BindingsPage(msgspec.Struct, frozen=True):
+    """What is bound from a time on, as of one read: `bindings` oldest first, at most as many as were asked for.
+
+    base    the binding in force just before that time; None before the first
+    newest  of the source; None while there is none
+    """
+
+    base: Binding | None
+    bindings: list[Binding]
+    newest: Binding | None
+
+
 class Remap(Protocol):
     """Bindings of one source, minted by compare-and-append. Names: `capture/<name>` or `topic/<name>`."""
 
@@ -205,6 +217,11 @@ class Remap(Protocol):
 
         Raises HistoryLost when it is forgotten.
         """
+        ...
+
+    async def page(self, lower: int, limit: int = 10_000) -> BindingsPage:
+        """The bindings with time ≥ lower, what was in force before them, and the newest: `after`, `at` and `latest`
+        for one round trip. Raises HistoryLost as they do."""
         ...
 
     async def wait(self, beyond_ms: int, timeout_s: float) -> bool:

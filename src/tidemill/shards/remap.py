@@ -29,7 +29,7 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Conflict, Corrupt, Missing, Unavailable, Unknown
 from tidemill.consensus.api import Consensus, resolve_append
 from tidemill.shards import reclock
-from tidemill.shards.front import Binding, HistoryLost
+from tidemill.shards.front import Binding, BindingsPage, HistoryLost
 
 WHOLE = 1
 DELTA = 2
@@ -174,12 +174,23 @@ class LogRemap:
 
     async def after(self, time_ms: int, limit: int = 10_000) -> list[Binding]:
         await self._sync()
+        return await self._after(time_ms, limit)
+
+    async def at(self, time_ms: int) -> Binding | None:
+        await self._sync()
+        return await self._at(time_ms)
+
+    async def page(self, lower: int, limit: int = 10_000) -> BindingsPage:
+        await self._sync()
+        newest = self._window[-1] if self._window else None
+        return BindingsPage(await self._at(lower - 1), await self._after(lower - 1, limit), newest)
+
+    async def _after(self, time_ms: int, limit: int) -> list[Binding]:
         if self._in_window(time_ms):
             return reclock.later_than(self._window, time_ms, limit)
         return await self._read(await self._position_after(time_ms), limit)
 
-    async def at(self, time_ms: int) -> Binding | None:
-        await self._sync()
+    async def _at(self, time_ms: int) -> Binding | None:
         if time_ms < 0:
             return None
         if self._in_window(time_ms):

@@ -26,6 +26,7 @@ from tidemill.spark.unit import TableUnit
 WARM_POLL_S = 0.15
 """Between two rounds without a query: the starting JVM needs the processor more."""
 WATCH_S = 0.2
+"""Between two rounds beside a query: storage that is away is not asked more often."""
 STABLE_S = 60.0
 LONGEST_PAUSE_S = 30.0
 
@@ -63,6 +64,13 @@ class Feed:
             return host.portal.call(stream_feed(catalogue, table.topic, table.schema))
 
         return look
+
+    def wake(self) -> None:
+        """The pipeline ends."""
+        if self.sink is not None:
+            self.sink.seats.changed.set()
+        for unit in self.units:
+            unit.wake()
 
     def run(self) -> None:
         """Until the pipeline ends. Raises SessionLost alone; what else goes wrong is told and tried again."""
@@ -143,20 +151,43 @@ class Feed:
         sink.called.clear()
         try:
             query = self.query = self._query(spark, sink)
+            ended = self._end_of(query, sink)
             # A query takes seconds to its first batch (planner, first plan): rows do not wait for it.
-            self._bring_forward(sink, lambda: sink.called.is_set() or not query.isActive)
+            self._bring_forward(sink, lambda: sink.called.is_set() or ended.is_set())
             log.info("query runs", source=self.source, tables=len(sink.seats.tables))
             began_s = host.stores.clock.monotonic_s()
-            while not host.ending.wait(WATCH_S):
-                if not query.isActive:
+            while not host.ending.is_set():
+                ran_s = host.stores.clock.monotonic_s() - began_s
+                if ended.is_set():
                     return str(query.exception())[:500]
-                if host.stores.clock.monotonic_s() - began_s > STABLE_S or sink.called.is_set():
+                if ran_s > STABLE_S or sink.called.is_set():
                     host.tracker.heal(self.mark)
-                if sink.idle.is_set() and sink.behind:
+                if sink.due_in_s == 0:
                     self._forward(sink)  # a table that waited or came late: Spark brings a batch only for new times
+                    host.ending.wait(WATCH_S)
+                failing = host.tracker.failure(self.mark) is not None
+                waits_s = (sink.due_in_s, max(0.0, STABLE_S - ran_s) if failing else None)
+                sink.seats.changed.wait(min((s for s in waits_s if s is not None), default=None))
+                sink.seats.changed.clear()
         except Exception as error:  # py4j and Spark raise what they like
             return " ".join(str(error).split())[:500]
         return ""
+
+    def _end_of(self, query: Any, sink: FeedSink) -> threading.Event:
+        """Set when the query has ended, or the JVM is gone, of which the watch is told then."""
+        ended = threading.Event()
+
+        def wait() -> None:
+            try:
+                query.awaitTermination()
+            except Exception as error:  # py4j and Spark raise what they like; the watch asks the query for its reason
+                log.debug("streaming query failed", source=self.source, error=sentence(error))
+            finally:
+                ended.set()
+                sink.seats.changed.set()
+
+        threading.Thread(target=wait, name=f"query-{self.source}", daemon=True).start()
+        return ended
 
     def _query(self, spark: Any, sink: FeedSink) -> Any:
         """A streaming query with a checkpoint of its own, made anew: where it starts follows from the shards (U5)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from tidemill.shards.front import Binding, Remap
@@ -11,7 +12,8 @@ from tidemill.topics.front import PartitionReader
 
 async def locate(topics: PartitionReader, slices: Sequence[Slice]) -> list[Descriptor]:
     """Each slice with its record batches. Raises OffsetOutOfRange, Missing, Unavailable."""
-    return [Descriptor(s, tuple(await topics.plan(s.topic_id, s.partition, s.start, s.end))) for s in slices]
+    found = await asyncio.gather(*(topics.plan(s.topic_id, s.partition, s.start, s.end) for s in slices))
+    return [Descriptor(s, tuple(refs)) for s, refs in zip(slices, found, strict=True)]
 
 
 async def plan(

@@ -185,6 +185,8 @@ class Reporter:
         held_by = "" if newest is not None and upper < target else source
         reason = trouble or progress.sentence()
         self._set(f"shard:{unit.name}", upper, target, held_by, reason, progress.read, unit.upstream)
+        if newest is not None and unit.seated and 0 < target <= upper:
+            self._tracker.heal(f"shard:{unit.name}")  # it failed where it stands now, and nothing is left there to do
         return upper, target
 
     def _derived(self, name: str, found: Derivation | None) -> Place:

@@ -46,7 +46,7 @@ log = structlog.get_logger()
 
 
 class Runner(Host):
-    """`run` blocks until `stopping` is set or the process is of no use any more, and raises why."""
+    """`run` blocks until `stopping` is set, by itself too when the process is of no use any more, and raises why."""
 
     def __init__(self, settings: Settings, stopping: threading.Event, spark: SparkSession | None = None) -> None:
         pipeline = load_pipeline(settings.file, settings.name)
@@ -72,8 +72,7 @@ class Runner(Host):
         self.stores.urls = IN_ENVIRONMENT
         try:
             self._start()
-            while not self._stopping.wait(0.2) and not self.ending.is_set():
-                pass
+            self._stopping.wait()
         finally:
             self._stop()
         if self._failure is not None:
@@ -106,6 +105,8 @@ class Runner(Host):
         Bounded, for a supervisor waits: what takes longer is cut off by the end of the process, at no cost but time.
         """
         self.ending.set()
+        for feed in self.feeds:
+            feed.wake()
         clock = self.stores.clock
         until_s = clock.monotonic_s() + STOP_TIMEOUT_S
         for feed in self.feeds:
@@ -151,6 +152,7 @@ class Runner(Host):
                     self.tracker.fail(mark, sentence(error), now_ms=self.stores.clock.now_ms())
                     self._failure = self._failure or error
                 self.ending.set()
+                self._stopping.set()
 
         thread = threading.Thread(target=run, name=name, daemon=True)
         self._threads.append(thread)

@@ -59,6 +59,8 @@ class Seats:
     def __init__(self, clock: Clock, latency: Latency, bound: Latency, idle_move_s: float) -> None:
         self.failed: dict[str, BaseException] = {}
         """What tables left their seats with."""
+        self.changed = threading.Event()
+        """Set when somebody may be due who was not: a seat was taken, a round ended, there is more to come to."""
         self._clock = clock
         self._latency = latency
         self._bound = bound
@@ -81,6 +83,7 @@ class Seats:
         seat = Seat(table, told)
         with self._changing:
             self._seats = {**self._seats, seat.name: seat}
+        self.changed.set()
 
     def detach(self, name: str) -> None:
         with self._changing:
@@ -88,14 +91,17 @@ class Seats:
 
     def due(self, end: int) -> list[Seat]:
         now_s = self._clock.monotonic_s()
-        return [
-            s
-            for s in self._seats.values()
-            if s.table.upper < end
-            and not s.aside
-            and s.due_s <= now_s
-            and not (end <= s.nothing_until and self.moved_lately(s))
-        ]
+        return [s for s in self._seats.values() if (at_s := self._due_at_s(s, end)) is not None and at_s <= now_s]
+
+    def due_in_s(self, end: int) -> float | None:
+        """How long until some table is due, 0 where one is; None while none is to come."""
+        at_s = [at_s for s in self._seats.values() if (at_s := self._due_at_s(s, end)) is not None]
+        return max(0.0, min(at_s) - self._clock.monotonic_s()) if at_s else None
+
+    def _due_at_s(self, seat: Seat, end: int) -> float | None:
+        if seat.table.upper >= end or seat.aside:
+            return None
+        return max(seat.due_s, seat.moved_s + self._idle_move_s) if end <= seat.nothing_until else seat.due_s
 
     def moved_lately(self, seat: Seat) -> bool:
         return seat.moved_s + self._idle_move_s > self._clock.monotonic_s()

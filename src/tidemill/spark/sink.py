@@ -146,13 +146,16 @@ class FeedSink:
     async def newest(self) -> int:
         """As `latest`, on the portal's loop."""
         newest = await self.remap.latest()
-        self.target = max(self.target, newest.time_ms + 1 if newest is not None else 0)
+        end = newest.time_ms + 1 if newest is not None else 0
+        if end > self.target:
+            self.target = end
+            self.seats.changed.set()
         return self.target
 
     @property
-    def behind(self) -> bool:
-        """Is there a table that a call of `process` would bring forward now?"""
-        return bool(self.seats.due(self.target))
+    def due_in_s(self) -> float | None:
+        """How long until a call of `process` would bring a table forward; None until `seats.changed` says more."""
+        return self.seats.due_in_s(self.target) if self.idle.is_set() else None
 
     def process(self, end: int) -> None:
         """Bring every table to `end` that can come there now; one that fails, waits or is aside is left behind."""
@@ -171,6 +174,7 @@ class FeedSink:
                 self._round_bytes = 0
                 self._ahead.drop()
                 self.idle.set()
+                self.seats.changed.set()
 
     # one round ----------------------------------------------------------------------------------------
     def _round(self, due: Sequence[Seat], end: int) -> None:
@@ -297,6 +301,7 @@ class FeedSink:
             self.seats.alone(seat, partial(self._large_step, seat, step))
         finally:
             seat.aside = False
+            self.seats.changed.set()
 
     def _large_step(self, seat: Seat, step: Step) -> None:
         table = seat.table

@@ -9,15 +9,14 @@ A step is whole times. One time alone may hold more than a step may: such a step
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
 
 from tidemill.base.errors import TidemillError
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.shards.front import Binding, Remap
+from tidemill.shards.front import Binding, BindingsPage, Remap
 from tidemill.spark.decode.slices import Descriptor, Slice, cut, record_count
 from tidemill.spark.feeds import TopicFeed
 from tidemill.spark.planning import locate
@@ -60,8 +59,8 @@ class Planner:
         self._stores = stores
         self._remap = remap
         self._seen: dict[str, set[str]] = {}
-        self._asked: dict[tuple[str, int], Any] = {}
-        self._asking: dict[tuple[str, int], asyncio.Lock] = {}
+        self._asked: dict[int, BindingsPage] = {}
+        self._asking: dict[int, asyncio.Lock] = {}
 
     def begin(self) -> None:
         """A new round: until the next one the bindings are read once, for most tables stand at one time."""
@@ -69,14 +68,14 @@ class Planner:
 
     async def next(self, name: str, feed: TopicFeed, lower: int, end: int) -> Step:
         """The next step of a table whose upper is `lower`, at most to `end`. Raises StartedOver besides."""
-        page: list[Binding] = await self._once("after", lower - 1, lambda: self._remap.after(lower - 1, BINDINGS_PAGE))
-        bindings = [b for b in page if b.time_ms < end]
+        page = await self._page(lower)
+        bindings = [b for b in page.bindings if b.time_ms < end]
         if len(bindings) == BINDINGS_PAGE:
             end = bindings[-1].time_ms + 1
         await self._check_topic(name, feed, bindings)
         if not bindings:
             return Step(lower, end)
-        base: Binding | None = await self._once("at", lower - 1, lambda: self._remap.at(lower - 1))
+        base, newest = page.base, page.newest
         mine = _within(base, bindings, feed.topic_id)
         slices = cut(base, mine, feed.topic, feed.topic_id)
         descriptors = await locate(self._stores.topics, slices)
@@ -88,7 +87,6 @@ class Planner:
             slices = cut(base, mine, feed.topic, feed.topic_id)
             descriptors = await locate(self._stores.topics, slices)
         upper = end if len(mine) == len(bindings) else mine[-1].time_ms + 1
-        newest: Binding | None = await self._once("latest", 0, self._remap.latest)
         to_go = _records(newest, feed.topic_id) - _records(mine[-1], feed.topic_id) if newest is not None else 0
         return Step(
             lower,
@@ -101,12 +99,12 @@ class Planner:
             max(0, to_go),
         )
 
-    async def _once(self, what: str, at: int, ask: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    async def _page(self, lower: int) -> BindingsPage:
         """One read for all tables of a round, who are planned at once; where it fails each asks for itself."""
-        async with self._asking.setdefault((what, at), asyncio.Lock()):
-            if (what, at) not in self._asked:
-                self._asked[what, at] = await ask()
-            return self._asked[what, at]
+        async with self._asking.setdefault(lower, asyncio.Lock()):
+            if lower not in self._asked:
+                self._asked[lower] = await self._remap.page(lower, BINDINGS_PAGE)
+            return self._asked[lower]
 
     async def _check_topic(self, name: str, feed: TopicFeed, bindings: Sequence[Binding]) -> None:
         """A binding with a topic never seen may be where a captured table was started over, on a new topic under the

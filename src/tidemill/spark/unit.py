@@ -4,7 +4,7 @@
                           └─────► waits in its seat while storage is away, told the same way
 
 Whatever it raises ends this unit and nothing larger (U1). It is healed when its position passes the place, or when
-it is at its target again.
+it is at its target again (reporting.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 
 from tidemill.base.errors import Corrupt
-from tidemill.base.tasks import keep_thread, sentence
+from tidemill.base.tasks import Restarts, keep_thread, sentence
 from tidemill.shards.front import Evolved
 from tidemill.spark.feeds import NotReady, TopicFeed
 from tidemill.spark.host import Host
@@ -22,6 +22,7 @@ from tidemill.spark.sink import FeedSink
 from tidemill.spark.table import TableWriter
 
 INPUT_POLL_S = 0.25
+SLOWEST_INPUT_POLL_S = 1.0
 LOOK_S = 0.2
 
 
@@ -48,6 +49,7 @@ class TableUnit:
         """For somebody else: its input does not exist, or is not ready."""
         self.holder_tells = False
         """Whom it waits for has a mark that says whether it moves."""
+        self.seated = False
         self._look_up = look_up
         self._host = host
         self._seat_in = seat_in
@@ -57,6 +59,10 @@ class TableUnit:
     def run(self) -> None:
         host = self._host
         keep_thread(self.mark, self._live, tracker=host.tracker, clock=host.stores.clock, ending=host.ending)
+
+    def wake(self) -> None:
+        """The pipeline ends."""
+        self._left.set()
 
     def _live(self) -> None:
         feed = self._input()
@@ -77,27 +83,28 @@ class TableUnit:
         self._left.clear()
         self.writer = writer
         sink.seats.attach(writer, self._told)
+        self.seated = True
         try:
-            self._seated(sink, writer)
+            self._seated()
         except Evolved:
             writer.save()  # the mirror goes on under the new version
             raise
         finally:
+            self.seated = False
             sink.seats.detach(self.name)
             if not self._host.ending.is_set():
                 self._host.portal.call(writer.shard.aclose())  # at the end its mirror is still to be saved
 
-    def _seated(self, sink: FeedSink, writer: TableWriter) -> None:
-        host = self._host
-        while not host.ending.is_set():
-            if self._left.wait(LOOK_S):
-                failure = self._failure
-                assert failure is not None
-                if isinstance(failure, Corrupt):
-                    shutil.rmtree(host.mirror_dir(self.name), ignore_errors=True)
-                raise failure
-            if host.tracker.failure(self.mark) is not None and 0 < sink.target <= writer.upper:
-                host.tracker.heal(self.mark)
+    def _seated(self) -> None:
+        """Until it left its seat, or the pipeline ends, which is said after `ending` is set."""
+        if not self._host.ending.is_set():
+            self._left.wait()
+        failure = self._failure
+        if failure is None:
+            return
+        if isinstance(failure, Corrupt):
+            shutil.rmtree(self._host.mirror_dir(self.name), ignore_errors=True)
+        raise failure
 
     def _told(self, error: BaseException, left: bool) -> None:
         if left:
@@ -108,13 +115,14 @@ class TableUnit:
 
     def _input(self) -> TopicFeed | None:
         """Wait until the input exists. None = the end came first. Raises Invalid for what can never be."""
+        pauses = Restarts(INPUT_POLL_S, SLOWEST_INPUT_POLL_S)
         while True:
             try:
                 return self._look_up()
             except NotReady as error:
                 self.waits_for, self.reason, self.waits = error.held_by, error.reason, True
                 self.holder_tells = error.tells
-                if self._host.ending.wait(INPUT_POLL_S):
+                if self._host.ending.wait(pauses.pause_s(0.0)):
                     return None
 
     def _sink(self) -> FeedSink | None:

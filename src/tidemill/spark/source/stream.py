@@ -2,7 +2,8 @@
 
 The streaming offset is {"ts": T}: everything below time T, planned from remap alone, so that every query
 and every restart cuts a topic at the same places (U5). `latestOffset` waits for a new binding instead of
-being polled: Spark asks again at once while there is nothing new. The planner lives as long as the query.
+being polled: Spark asks again at once while there is nothing new, and one question costs JVM and planner more than
+the wait. Who stops the query interrupts it. The planner lives as long as the query.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
+from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
 from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.shards.front import Binding, Column, Remap
@@ -31,10 +32,12 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 500_000
 """Records of one micro-batch, unless option max_rows says otherwise; a single time is never split."""
-WAIT_S = 0.25
-"""How long `latestOffset` waits for a new binding before it says that there is none."""
+WAIT_S = 5.0
+"""How long `latestOffset` waits for a new binding before it says that there is none. So long a planner whose JVM was
+killed may outlive it."""
 PACE_MS = 60
-"""Two micro-batches begin at least this far apart: a trigger for every binding would cost more than it brings."""
+"""Two micro-batches begin at least this far apart: a trigger for every binding would cost more than it brings. The
+first binding after a pause is not kept waiting."""
 DESCRIPTOR_COLUMNS = (
     Column("topic", "string"), Column("partition", "int32"), Column("start", "int64"), Column("end", "int64"),
     Column("descriptor", "binary"),
@@ -61,7 +64,7 @@ def _one_feed(options: Options) -> TopicFeed:
 
 
 class FeedPartition(InputPartition):  # type: ignore[misc]
-    """`payload`: the descriptor in msgpack; `feed`: how to decode it (rows=true only)."""
+    """`payload` in msgpack: rows=true the descriptor, with `feed`: how to decode it; rows=false the interval."""
 
     def __init__(self, objects: str, payload: bytes, feed: bytes) -> None:
         self.objects = objects
@@ -75,8 +78,8 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
         self._initial: dict[str, int] | None = None
         self._target: int | None = None
         self._remap: Remap | None = None
-        self._feeds: list[TopicFeed] | None = None
         self._offered_ms = 0
+        """When the newest batch was offered."""
 
     def initialOffset(self) -> dict[str, int]:
         """Called twice at start; the same answer both times. Option start=MS begins later than everything."""
@@ -101,7 +104,8 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
             if self._target is not None:
                 raise
             return start
-        self._offered_ms = stores.clock.now_ms()
+        if end > start["ts"]:
+            self._offered_ms = stores.clock.now_ms()
         return {"ts": end}
 
     def prepareForTriggerAvailableNow(self) -> None:
@@ -110,30 +114,40 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
         self._target = 0 if latest is None else latest.time_ms + 1
 
     def partitions(self, start: dict[str, int], end: dict[str, int]) -> Sequence[InputPartition]:
+        interval = start["ts"], end["ts"]
+        if not self._options.flag("rows", True):
+            # Planned where they are read: an operator that only hears that time has come costs nobody a look.
+            return [FeedPartition(self._options.objects, msgspec.msgpack.encode(interval), b"")]
         portal, stores = shared(self._options.urls)
-        descriptors = portal.call(self._plan(stores, start["ts"], end["ts"]))
-        rows = self._options.flag("rows", True)
-        feed = msgspec.msgpack.encode(_one_feed(self._options)) if rows else b""
+        feed = msgspec.msgpack.encode(_one_feed(self._options))
+        descriptors = portal.call(self._plan(stores, *interval))
         return [FeedPartition(self._options.objects, msgspec.msgpack.encode(d), feed) for d in descriptors]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
 
         assert isinstance(partition, FeedPartition)
-        descriptor = msgspec.msgpack.decode(partition.payload, type=Descriptor)
         if partition.feed:
             from tidemill.spark.tasks import decode_here
 
+            descriptor = msgspec.msgpack.decode(partition.payload, type=Descriptor)
             feed = msgspec.msgpack.decode(partition.feed, type=TopicFeed)
             decoded = decode_here(partition.objects, feed, [descriptor])
             if decoded.stop is not None:
                 raise Invalid(decoded.stop.reason, fix=decoded.stop.fix)
             yield from decoded.commands.rows.to_batches(20_000)
             return
-        piece = descriptor.slice
-        row = (piece.topic, piece.partition, piece.start, piece.end, partition.payload)
-        kinds = (pa.string(), pa.int32(), pa.int64(), pa.int64(), pa.binary())
-        arrays = [pa.array([value], kind) for value, kind in zip(row, kinds, strict=True)]
+        portal, stores = shared(self._options.urls)
+        start, end = msgspec.msgpack.decode(partition.payload, type=tuple[int, int])
+        descriptors = portal.call(self._plan(stores, start, end))
+        slices = [d.slice for d in descriptors]
+        arrays = [
+            pa.array([s.topic for s in slices], pa.string()),
+            pa.array([s.partition for s in slices], pa.int32()),
+            pa.array([s.start for s in slices], pa.int64()),
+            pa.array([s.end for s in slices], pa.int64()),
+            pa.array([msgspec.msgpack.encode(d) for d in descriptors], pa.binary()),
+        ]
         yield pa.RecordBatch.from_arrays(arrays, names=[c.name for c in DESCRIPTOR_COLUMNS])
 
     # ----------------------------------------------------------------------------------------------------
@@ -148,30 +162,25 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
 
     async def _latest(self, stores: Stores, start: int, limit: ReadLimit, pace_ms: int) -> int:
         remap = await self._open_remap(stores)
-        early_ms = pace_ms - (stores.clock.now_ms() - self._offered_ms)
-        if early_ms > 0 and self._target is None:
-            await asyncio.sleep(min(early_ms, pace_ms) / 1000)
         if self._target is None:
-            await remap.wait(start - 1, WAIT_S)
-        latest = await remap.latest()
-        end = start if latest is None else max(start, latest.time_ms + 1)
-        if self._target is not None:
-            end = max(start, min(end, self._target))
-        if isinstance(limit, ReadAllAvailable) or not isinstance(limit, ReadMaxRows):
-            return end
-        return await self._within(remap, start, end, limit.max_rows)
+            early_ms = pace_ms - (stores.clock.now_ms() - self._offered_ms)
+            if early_ms > 0:
+                await asyncio.sleep(min(early_ms, pace_ms) / 1000)
+            if not await remap.wait(start - 1, WAIT_S):
+                return start
+        most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
+        return await self._within(remap, start, most)
 
-    async def _within(self, remap: Remap, start: int, end: int, max_rows: int) -> int:
-        """The latest end ≤ `end` with at most max_rows records after `start`; one time at least, were it larger."""
-        bindings = [b for b in await remap.after(start - 1) if b.time_ms < end]
-        if not bindings:
-            return end
-        base = await remap.at(start - 1)
-        before = _records(base) if base is not None else 0
-        if _records(bindings[-1]) - before <= max_rows and bindings[-1].time_ms + 1 >= end:
-            return end
-        fitting = [b for b in bindings if _records(b) - before <= max_rows]
-        return (fitting[-1] if fitting else bindings[0]).time_ms + 1
+    async def _within(self, remap: Remap, start: int, most: int | None) -> int:
+        """The latest end with at most `most` records after `start`; one time at least, were it larger."""
+        page = await remap.page(start)
+        if most is None:
+            end = page.newest.time_ms + 1 if page.newest is not None else start
+            return max(start, end if self._target is None else min(end, self._target))
+        before = _records(page.base) if page.base is not None else 0
+        bindings = [b for b in page.bindings if self._target is None or b.time_ms < self._target]
+        fitting = [b for b in bindings if _records(b) - before <= most] or bindings[:1]
+        return fitting[-1].time_ms + 1 if fitting else start
 
     async def _plan(self, stores: Stores, start: int, end: int) -> list[Descriptor]:
         remap = await self._open_remap(stores)

@@ -1,0 +1,188 @@
+"""Idle: what a driver costs that has nothing to do, and how long the first batch takes after that.
+
+    ./dev bench idle [--lanes shop,1,20,20/5] [--seconds S] [--threads N] [--json]
+
+Method: a lane is brought to its newest time and left alone for `--settle` seconds; then the processor time of every
+process is read from /proc over `--seconds`, in per cent of one core, and how often its threads left the processor by
+themselves, which is how often they woke up. `shop` is the demo: node, Postgres, driver, JVM, all its tables, after a
+load of `--load` seconds. `20` is a driver of twenty tables that one stream topic feeds, `20/5` of twenty that five
+feed; there the sequencer runs in this process. Then batches of 1,000 records are bound one after another: the first
+after the pause beside the median of the next. Rows are compared with a replay after that (`shop`: not).
+`--threads N` names the N threads that used most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from harbour import harbour, machine, percentile
+from threads import Threads, Used
+from tidemill.spark.stores import Urls, open_stores
+from upsert import DEADLINE_S, Lane
+from upsert_tree import Tree
+
+BATCH_RECORDS = 1_000
+WARM_BATCHES = 9
+KEYS = 20_000
+
+PIPELINE = """
+def build(p):
+    for number in range({tables}):
+        topic = {name!r} + ("_" + str(number % {topics}) if number % {topics} else "")
+        name = {name!r} + ("_" + str(number) if number else "")
+        p.table(name, p.topic(topic, key={key!r}, schema={schema!r}))
+"""
+
+
+def measured(roots: dict[str, int], sequencer: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Per cent of a core and wake-ups a second, by process; `driver` and `jvm` are what the target is about."""
+    kinds = {os.getpid(): "sequencer"} if sequencer else {}
+    for name, root in roots.items():
+        kinds |= {pid: name if kind == "driver" else kind for pid, kind in Tree(root).kinds().items()}
+    threads = Threads(kinds)
+    began_s = time.monotonic()
+    time.sleep(args.seconds)
+    passed_s = time.monotonic() - began_s
+    percent: Counter[str] = Counter()
+    wakes: Counter[str] = Counter()
+    busiest: list[Used] = []
+    for process in threads.spent():
+        mine, cpu_s = process.threads, process.cpu_s
+        if process.kind == "sequencer":  # one thread of this process
+            mine = [one for one in mine if one.tid == sequencer]
+            cpu_s = sum(one.cpu_s for one in mine)
+        percent[process.kind] += 100 * cpu_s / passed_s
+        wakes[process.kind] += sum(one.wakes for one in mine) / passed_s
+        busiest += mine
+    busiest.sort(key=lambda one: -one.cpu_s)
+    return {
+        "percent_of_a_core": {kind: round(value, 2) for kind, value in percent.items()},
+        "wakes_per_s": {kind: round(value, 1) for kind, value in wakes.items()},
+        "driver_and_jvm_percent": round(percent["driver"] + percent["jvm"], 2),
+        "threads": [
+            {"percent": round(100 * o.cpu_s / passed_s, 2), "wakes_per_s": round(o.wakes / passed_s, 1), "who": o.who}
+            for o in busiest[: args.threads]
+        ],
+    }
+
+
+async def small(lane: str, args: argparse.Namespace) -> dict[str, Any]:
+    """A driver of some tables, fed by this process."""
+    tables, _, topics = lane.partition("/")
+    with tempfile.TemporaryDirectory(prefix="idle-") as directory:
+        root = Path(directory)
+        urls = Urls(f"file://{root}/objects", f"sqlite://{root}/consensus.db")
+        stores = await open_stores(urls)
+        asked = argparse.Namespace(partitions=4, keys=KEYS, master=args.master)
+        text = PIPELINE.replace("{tables}", tables).replace("{topics}", topics or "1")
+        driver = Lane(root, urls, stores, "auto", asked, text)
+        for number in range(1, int(topics or "1")):
+            await stores.catalogue.create_topic(f"{driver.load.name}_{number}", 4)
+        await driver.start()
+        try:
+            await asyncio.sleep(args.settle)
+            sequencer = next(t for t in threading.enumerate() if t.name == "tidemill-sequencer").native_id or 0
+            found = await asyncio.to_thread(measured, {"driver": driver.pid}, sequencer, args)
+            first_s = await driver.batch(BATCH_RECORDS)
+            warm_s = [await driver.batch(BATCH_RECORDS) for _ in range(WARM_BATCHES)]
+            found["first_ms"], found["warm_ms"] = round(first_s * 1e3, 1), round(percentile(warm_s, 0.5) * 1e3, 1)
+            found["verified"] = await driver.verified()
+        finally:
+            await driver.stop()
+        await stores.aclose()
+    return found
+
+
+@contextlib.asynccontextmanager
+async def load(dsn: str, seconds: float) -> AsyncIterator[None]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tidemill.cli.demo.load", "--dsn", dsn, "--rate", "20", stdout=asyncio.subprocess.DEVNULL
+    )
+    try:
+        await asyncio.sleep(seconds)
+        yield
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def shop(args: argparse.Namespace) -> dict[str, Any]:
+    """The whole demo without its load."""
+    async with harbour(pipeline=True) as environment:
+        log = environment.directory / "logs" / "pipeline-shop.log"
+        until_s = time.monotonic() + DEADLINE_S
+        while not log.exists() or "derived table is there" not in log.read_text():
+            if time.monotonic() > until_s:
+                raise SystemExit(f"the driver did not start: {log}")
+            await asyncio.sleep(0.5)
+        async with load(environment.dsn, args.load):
+            pass
+        await asyncio.sleep(args.settle)
+        return await asyncio.to_thread(measured, _children(), 0, args)
+
+
+def _children() -> dict[str, int]:
+    """`driver`, `node` and `postgres` of a shop that this process started."""
+    known = {"tidemill.spark.driver": "driver", "tidemill.cli.serve": "node", "postgres": "postgres"}
+    found = {}
+    for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        words = Path(f"/proc/{pid}/cmdline").read_text()
+        found.update({name: int(pid) for mark, name in known.items() if mark in words})
+    return found
+
+
+async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    out = []
+    for lane in args.lanes.split(","):
+        found = {"lane": lane} | (await shop(args) if lane == "shop" else await small(lane, args))
+        out.append(found)
+        if not args.json:
+            tell(found)
+    return out
+
+
+def tell(found: dict[str, Any]) -> None:
+    print(f"{found['lane']:6} driver and JVM together {found['driver_and_jvm_percent']:.2f} % of a core")
+    print(f"       % of a core {found['percent_of_a_core']}")
+    print(f"       wake-ups a second {found['wakes_per_s']}")
+    if "first_ms" in found:
+        print(f"       first batch {found['first_ms']} ms, warm {found['warm_ms']} ms; verified {found['verified']:,}")
+    for one in found["threads"]:
+        print(f"       {one['percent']:6.2f} % {one['wakes_per_s']:8.1f}/s  {one['who']}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lanes", default="shop,1,20")
+    parser.add_argument("--seconds", type=float, default=75, help="a Python worker of Spark ends after a minute")
+    parser.add_argument("--settle", type=float, default=10)
+    parser.add_argument("--load", type=float, default=10)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--master", default="local[2]")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    for lane in args.lanes.split(","):
+        tables, slash, topics = lane.partition("/")
+        if lane != "shop" and not (tables.isdecimal() and int(tables) > 0 and (topics or not slash)):
+            parser.error(f"--lanes knows shop, TABLES and TABLES/TOPICS, not {lane!r}")
+    if not args.json:
+        print(f"idle   {machine()}   over {args.seconds:g} s", flush=True)
+    found = asyncio.run(run(args))
+    if args.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""A feed beside its query: it is woken when there is something to do, and looks at nothing until then."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from tidemill.base.clock import SystemClock
+from tidemill.base.marks import Tracker
+from tidemill.spark import feeding
+from tidemill.spark.feeding import Feed
+
+BOUND_S = 30.0
+
+
+class Query:
+    """Ends when told. Whoever asks it whether it runs is found out."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def awaitTermination(self) -> None:
+        assert self.ended.wait(BOUND_S)
+        raise RuntimeError("the query failed")
+
+    def exception(self) -> Exception:
+        return RuntimeError("boom\nJVM stack")
+
+
+class Changed(threading.Event):
+    """Notes how long its waiter would wait, and lets the next thing happen instead."""
+
+    def __init__(self, steps: list[Callable[[], None]]) -> None:
+        super().__init__()
+        self.steps, self.waits = steps, list[float | None]()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.append(timeout)
+        if self.steps:
+            self.steps.pop(0)()
+            return True
+        return super().wait(BOUND_S)
+
+
+class Sink:
+    def __init__(self, steps: list[Callable[[], None]]) -> None:
+        self.seats = SimpleNamespace(changed=Changed(steps), tables=[])
+        self.called = threading.Event()
+        self.due_in_s: float | None = None
+        self.processed = 0
+        self.error = ""
+
+    def use(self, _: Any) -> None: ...
+
+    def latest(self) -> int:
+        return 7
+
+    def process(self, _: int) -> None:
+        self.called.set()  # as Spark's first batch does
+        self.processed += 1
+        self.due_in_s = None
+
+
+def test_an_idle_feed_waits_for_ever_and_is_woken_by_a_table_that_is_due_a_pause_and_the_querys_end(
+    monkeypatch: Any,
+) -> None:
+    monkeypatch.setattr(feeding, "WATCH_S", 0.0)
+    query = Query()
+
+    def due(in_s: float) -> Callable[[], None]:
+        return lambda: setattr(sink, "due_in_s", in_s)
+
+    steps: list[Callable[[], None]] = [due(0), due(0.25), due(0), query.ended.set]
+    sink = Sink(steps)
+    host: Any = SimpleNamespace(
+        settings=SimpleNamespace(name="p"),
+        stores=SimpleNamespace(clock=SystemClock()),
+        spark=SimpleNamespace(sparkContext=None),
+        tracker=Tracker(),
+        ending=threading.Event(),
+    )
+    dead: Any = None
+    feed = Feed("topic/t", {}, host, dead)
+    monkeypatch.setattr(feed, "_query", lambda *_: query)
+    host.tracker.fail(feed.mark, "an earlier query ended", now_ms=1)
+    anything: Any = sink
+    reason = feed._watch_query(anything)
+    assert reason.startswith("boom")
+    assert sink.seats.changed.waits[:4] == [None, None, 0.25, None], "for ever, but where somebody is due later"
+    # one round before the query's first batch is seen, and one for each of the two moments a table was due
+    assert sink.processed == 3
+    assert host.tracker.failure(feed.mark) is None, "Spark has brought a batch"
+
+
+def test_whoever_waits_is_woken_at_the_end(monkeypatch: Any) -> None:
+    host: Any = SimpleNamespace(settings=SimpleNamespace(name="p"), ending=threading.Event())
+    dead: Any = None
+    feed = Feed("topic/t", {"a": SimpleNamespace(upstream="topic:t")}, host, dead)  # type: ignore[dict-item]
+    (unit,) = feed.units
+    seated = threading.Thread(target=unit._seated)
+    seated.start()
+    host.ending.set()
+    feed.wake()
+    seated.join(BOUND_S)
+    assert not seated.is_alive()
