@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 from running import until
-from test_spark_sink import clicks_sink
+from test_spark_sink import clicks_sink, dead_letters
 from upsert_world import SCHEMA
 
 from tidemill.base.errors import Invalid, Unavailable
@@ -49,7 +49,7 @@ class FakeSpark:
             return Frame(data)
         from pyspark.sql.pandas.types import to_arrow_schema
 
-        return Frame(to_arrow_schema(schema).empty_table())
+        return Frame(to_arrow_schema(schema, timezone="UTC").empty_table())
 
 
 def count_by_product(_: Any, clicks: Frame) -> Frame:
@@ -246,6 +246,33 @@ def test_an_idle_input_does_not_hold_a_derived_table_back(harbour: Any, tmp_path
     clicks.sink.process(clicks.sink.latest())
     assert derived.round()
     assert derived.upper == clicks.time + 60_000
+
+
+def test_a_table_is_derived_from_dead_letters_though_there_are_none(harbour: Any, tmp_path: Path) -> None:
+    """Their shard has no source whose time could be moved, and stands at 0 until there is a letter."""
+    clicks, call = Clicks(harbour, tmp_path), harbour.portal.call
+    call(harbour.stores.catalogue.put(PipelineRow("p", {"clicks": "topic:clicks"}, "p.dead_letters")))
+    dead_letters(harbour).open()
+
+    def with_letters(_: Any, found: Frame, letters: Frame) -> Frame:
+        count = pa.array([letters.table.num_rows], pa.int64())
+        return Frame(pa.table({"rows": pa.array([found.table.num_rows], pa.int64()), "letters": count}))
+
+    table = DerivedTable("counts", ("rows",), ("clicks", "p.dead_letters"), 0.05, with_letters)
+    derived = Derivation(harbour.portal, harbour.stores, FakeSpark(), table, tmp_path / "counts")  # type: ignore[arg-type]
+    clicks.time = 10_000
+    clicks.say(("c1", 7))
+    derived.open()
+    assert not derived.round()
+    assert derived.round(), "it had the letters' shard go to the time of the others"
+    assert harbour.contents("counts") == [{"rows": 1, "letters": 0}]
+    harbour.produce(clicks.topic, [(b"c2", b"not JSON")])
+    clicks.say(("c3", 1))
+    clicks.time += 5_000
+    clicks.say(("c4", 1))
+    derived.round()
+    assert derived.round()
+    assert harbour.contents("counts") == [{"rows": 3, "letters": 1}]
 
 
 def test_an_input_that_gets_a_column_is_read_with_it_and_the_derived_table_gets_it_too(

@@ -65,9 +65,7 @@ def _together(opened: Stores, shards: Sequence[Shard], uppers: list[int]) -> lis
 
     newest, call = max(uppers, default=0), opened.portal.call
     for at, shard in enumerate(shards):
-        if newest - uppers[at] > LAG_MS and call(
-            advance_idle(opened.catalogue, remap, shard.name, uppers[at], newest - 1)
-        ):
+        if newest - uppers[at] > LAG_MS and call(advance_idle(opened.catalogue, remap, shard, uppers[at], newest - 1)):
             uppers[at] = call(shard.wait_upper(newest - 1, WAIT_S))
     return uppers
 

@@ -1,31 +1,39 @@
 """Moving an idle source's time on, for who reads its shards beside busy ones.
 
 Nothing is minted for a source in which nothing moves, so its shards' uppers stand. A derived table, or a query over
-several shards at one time, needs them to pass the others': it says that the source is still the same, now.
+several shards at one time, needs them to pass the others': it says that the source is still the same, now. Dead
+letters have no source: their shard stands until there is one, and it is said of the shard itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 
+from tidemill.base.errors import Conflict
 from tidemill.metastore.catalogue import Catalogue, PipelineRow
 from tidemill.metastore.rows.pipelines import source_of
-from tidemill.shards.front import Remap
+from tidemill.shards.front import Remap, Shard
 
 LAG_MS = 1_000
 """A shard this far behind the newest is worth a binding of some twenty bytes."""
 
 
 async def advance_idle(
-    catalogue: Catalogue, open_remap: Callable[[str], Awaitable[Remap]], shard: str, upper: int, time_ms: int
+    catalogue: Catalogue, open_remap: Callable[[str], Awaitable[Remap]], shard: Shard, upper: int, time_ms: int
 ) -> bool:
     """Advance the sources of `shard`, whose upper is `upper`, to `time_ms`; True when one moved.
 
     Only of a shard that has everything its sources have bound: one that is behind is not idle, and catches up by
     itself. The shard follows when its pipeline does. Raises Unavailable, Unknown.
     """
+    rows = await catalogue.list(PipelineRow, fresh=False)
+    if upper <= time_ms and any(row.dead_letters == shard.name for row in rows):
+        with contextlib.suppress(Conflict):  # somebody was first, with a letter or with the time
+            await shard.compare_and_append(upper, time_ms + 1, (), "")
+        return True
     moved = False
-    for source in sources_of(await catalogue.list(PipelineRow, fresh=False), shard):
+    for source in sources_of(rows, shard.name):
         remap = await open_remap(source)
         latest = await remap.latest()
         if latest is not None and latest.time_ms < min(upper, time_ms):

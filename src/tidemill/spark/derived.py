@@ -44,7 +44,8 @@ from tidemill.spark.upsert.resolve import resolve
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-_INTEGERS = {"int16", "int32", "int64"}
+_HASH_ALIKE = ({"int16", "int32", "int64"}, {"float32", "float64"}, {"string", "json"})
+"""Types of an input's column and of the result's that may name one group. Spark has no JSON: it gives back a string."""
 MOST_BUSY = 0.5
 """Share of one thread's time that recomputing may take: a slow function makes its interval longer."""
 
@@ -145,9 +146,9 @@ class Derivation:
         """Bring the output to the inputs' common time; False when there was nothing to do or a peer was first."""
         assert self.writer is not None
         uppers = {i.shard.name: self._portal.call(i.shard.frontiers())[1] for i in self._inputs}
-        slowest = min(uppers, key=lambda name: (uppers[name], name))
-        end = uppers[slowest]
-        self.waits_for = f"shard:{slowest}"
+        slowest = min((i.shard for i in self._inputs), key=lambda shard: (uppers[shard.name], shard.name))
+        end = uppers[slowest.name]
+        self.waits_for = f"shard:{slowest.name}"
         self.target = max(self.target, end)
         newest = max(uppers.values())
         if newest - end > LAG_MS:
@@ -260,7 +261,7 @@ def check_groups(table: DerivedTable, output: ShardSchema, inputs: dict[str, Sha
                     f"no such column to group by: table={table.name} {lacks}.",
                     fix="Name columns of the input and of the result in by=….",
                 )
-            if here != there and not {here, there} <= _INTEGERS:  # integers of any width hash alike
+            if here != there and not any({here, there} <= alike for alike in _HASH_ALIKE):
                 raise Invalid(
                     f"a group's column has two types: table={table.name} input={name} {column} {here}, {ours} {there}.",
                     fix="Cast it in the function to the type that the input has.",

@@ -4,8 +4,8 @@ value    JSON object. A field that is absent or null is null; unknown fields are
          another type, a number out of range, a null key: dead letter
 null     deletion of the record's key: the text itself for one string column, else JSON (a scalar for
          one column, an object for several)
-types    timestamp: ISO 8601 text (no zone = UTC) or integer milliseconds, years 1 to 9999; date: ISO 8601 text;
-         decimal: number or text, exact within its scale
+types    timestamp: RFC 3339 text (a zone has minutes; none = UTC) or integer milliseconds, years 1 to 9999; date:
+         ISO 8601 text; decimal: number or text, exact within its scale
 
 Whatever reading one record raises, of whatever type, makes that record a dead letter and harms no other.
 """
