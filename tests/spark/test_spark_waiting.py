@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,8 @@ def test_mirrors_are_saved_before_spark_is_asked_to_stop_however_long_that_takes
     try:
         until(lambda: runner.tables())
         runner.feeds[0].query, runner.feeds[1].query = Query("slow"), Query("other")
+        ended = partial(until, lambda: not [t for t in threading.enumerate() if t.name.startswith("table-")])
+        runner._thread("tables", lambda: runner.ending.wait() and ended())
     finally:
         stopping.set()
         thread.join(30)

@@ -91,9 +91,9 @@ class TableUnit:
             raise
         finally:
             self.seated = False
-            sink.seats.detach(self.name)
-            if not self._host.ending.is_set():
-                self._host.portal.call(writer.shard.aclose())  # at the end its mirror is still to be saved
+            if not self._host.ending.is_set():  # at the end it keeps its seat: its mirror is still to be saved
+                sink.seats.detach(self.name)
+                self._host.portal.call(writer.shard.aclose())
 
     def _seated(self) -> None:
         """Until it left its seat, or the pipeline ends, which is said after `ending` is set."""
