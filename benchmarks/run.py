@@ -26,6 +26,7 @@ NAMES = (
     "shard_commits",
     "scaling",
     "derived",
+    "tpch",
 )
 LANES = ("hostile", "instances", "fuzz", "calendar")
 """Long ones that look for faults, not for speed: only by name."""
