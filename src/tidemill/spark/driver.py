@@ -25,6 +25,7 @@ import structlog
 
 from tidemill.base import descriptors
 from tidemill.base.errors import Invalid
+from tidemill.base.garbage import keep_pauses_short
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.logs import configure_logs
 from tidemill.spark import CONF_VARIABLE, CONSENSUS_VARIABLE, OBJECTS_VARIABLE
@@ -62,6 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     from tidemill.spark.host import Settings
     from tidemill.spark.runner import Runner
 
+    keep_pauses_short()
     settings = Settings(
         name=options.name,
         file=options.pipeline,
