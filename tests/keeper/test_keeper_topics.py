@@ -241,6 +241,28 @@ def test_an_object_stays_while_a_row_from_which_a_restore_begins_still_names_it(
     run(scenario())
 
 
+def test_an_object_goes_though_its_log_is_cut_again_before_each_row_of_it_is_written() -> None:
+    async def scenario() -> None:
+        world = World()
+        row = await world.catalogue.create_topic("busy", 1)
+        node = world.node()
+        for _ in range(20):
+            await world.send(node, row, 0)
+        led = node._led[row.topic_id, 0]
+        for start in range(1, 19):
+            # The row is always of the round before.
+            await world.metastore.commit([PARTITIONS.encode(PartitionRow(row.topic_id, 0, start - 1, 20))])
+            led.start_at(start)
+            while led.state.log_start < start:
+                await asyncio.sleep(0)
+            await world.keep(10)
+            assert len(world.stored()) >= 20 - (start - 1), "what the row names stays"
+        assert len(world.stored()) <= 20 - (18 - 9), "of each the row is written one round later, the grace are six"
+        await world.aclose()
+
+    run(scenario())
+
+
 def test_of_a_deleted_topic_nothing_stays_but_the_heads_of_its_logs() -> None:
     async def scenario() -> None:
         world = World()

@@ -50,6 +50,8 @@ class _Garbage(msgspec.Struct):
     meta: ObjectMeta
     places: tuple[Place, ...]
     seen_s: float
+    passed: dict[Place, int] | None = None
+    """Where the logs began when none of them named it any more, or ever will."""
     ready_s: float | None = None
     horizon: list[int] = []
 
@@ -218,12 +220,15 @@ class TopicObjects:
         return waits
 
     async def _collect(self, garbage: _Garbage, rows: Mapping[Place, int]) -> None:
+        if garbage.passed is None:
+            states = {place: self._states[place] for place in garbage.places if place in self._states}
+            garbage.passed = {place: state.log_start for place, state in states.items()}
         for place in garbage.places:
-            state = self._states.get(place)
-            if place in rows and (state is None or rows[place] < state.log_start):
-                garbage.ready_s = None  # L3: its row is to follow
+            deleted = place not in self._states
+            # L3: its row is to follow; to where the log began then, for a busy one goes on for ever.
+            if place in rows and (deleted or rows[place] < garbage.passed.get(place, 0)):
                 return
-            if state is None:
+            if deleted:
                 await self._end(place)
         now_s = self._g.clock.monotonic_s()
         if garbage.ready_s is None:
