@@ -68,7 +68,7 @@ def test_keyed_contents_equal_the_model(rows: list[Row], shuffle: Any) -> None:
     table = stored(SCHEMA, rows)
     expected = summed(rows, 99)
     if table.num_rows:
-        assert consolidate._keyed(SCHEMA, table) is not None
+        assert consolidate.newest(SCHEMA, table) is not None
     assert contents_of(consolidate.contents(SCHEMA, table)) == expected
     order = list(range(table.num_rows))
     shuffle.shuffle(order)
@@ -95,7 +95,7 @@ def test_merging_keeps_contents_at_every_time_from_since_on(rows: list[Row], sin
 def test_a_hash_shared_by_two_keys_takes_the_slow_path(monkeypatch: pytest.MonkeyPatch) -> None:
     table = updates([(1, "a", 0, 1), (2, "b", 0, 1), (1, "a", 1, -1), (3, "c", 1, 1)])
     table = table.append_column(HASH, pa.array([7, 7, 7, 7], pa.uint64()))
-    assert consolidate._keyed(SCHEMA, table) is None
+    assert consolidate.newest(SCHEMA, table) is None
     assert contents_of(consolidate.contents(SCHEMA, table)) == {(2, "b"): 1, (3, "c"): 1}
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -32,6 +34,23 @@ def read(schema: ShardSchema, batches: list[Batch], as_of: int, wanted: list[int
     for chosen in cut([b for b in batches if b.lower <= as_of], wanted):
         for table in read_range(schema, chosen, as_of, lambda part: part.inline):
             found += contents_of(table)
+    return found
+
+
+def values(schema: ShardSchema, batches: list[Batch], as_of: int) -> Counter[Any]:
+    """Of one column alone."""
+    found: Counter[Any] = Counter()
+    for chosen in cut([b for b in batches if b.lower <= as_of]):
+        for table in read_range(schema, chosen, as_of, lambda part: io.BytesIO(part.inline), ["v"]):
+            assert table.column_names == ["v"]
+            found += Counter(table.column("v").to_pylist())
+    return found
+
+
+def values_of(rows: Counter[Any]) -> Counter[Any]:
+    found: Counter[Any] = Counter()
+    for row, count in rows.items():
+        found[row[1]] += count
     return found
 
 
@@ -81,11 +100,28 @@ def test_ranges_give_what_one_sum_gives_at_every_time(
         stored = [Batch(a, b, tuple(part_of(schema, p) for p in pieces if p)) for a, b, pieces in batches]
         for as_of in range(lower):
             assert read(schema, stored, as_of) == summed(flat, as_of), as_of
+            assert values(schema, stored, as_of) == values_of(summed(flat, as_of)), as_of
         for row in sorted({(k, v) for k, v, _, _ in flat}, key=repr)[:3]:
             names = [c.name for c in schema.columns] if not keyed else ["k"]
             hashes = hash_rows(updates([(*row, 0, 1)]), names).tolist()
             want = {r: n for r, n in summed(flat, lower - 1).items() if r == row or (keyed and r[0] == row[0])}
             assert read(schema, stored, lower - 1, hashes) == want
+
+
+def test_keys_that_share_a_hash_are_told_apart_where_one_column_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "hash_rows", lambda rows, _: np.full(rows.num_rows, 7, dtype=np.uint64))
+    rows = [(1, "a", 1, 1), (2, "a", 1, 1), (3, "b", 1, 1), (2, "a", 12, -1), (4, "c", 12, 1)]
+    stored = [Batch(0, 10, (part_of(SCHEMA, rows[:3]),)), Batch(10, 20, (part_of(SCHEMA, rows[3:]),))]
+    assert values(SCHEMA, stored, 9) == Counter("aab") and values(SCHEMA, stored, 19) == Counter("abc")
+
+
+def test_of_a_shard_with_a_key_only_the_wanted_columns_and_the_key_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[str] = []
+    real = ranges.under
+    monkeypatch.setattr(ranges, "under", lambda s, rows, t: decoded.extend(rows.column_names) or real(s, rows, t))
+    stored = [Batch(0, 10, (part_of(SCHEMA, [(1, "a", 1, 1)]),))]
+    (table,) = read_range(SCHEMA, cut(stored)[0], 9, lambda part: part.inline, ["k"])
+    assert table.to_pylist() == [{"k": 1}] and "v" not in decoded
 
 
 def test_a_batch_shows_only_what_is_within_its_bounds() -> None:
@@ -129,13 +165,13 @@ def test_what_one_reader_holds_does_not_grow_with_what_is_settled(monkeypatch: p
     base = part_of(SCHEMA, [(k, "v", 1, 1) for k in range(20_000)])
     recent = part_of(SCHEMA, [(7, "v", 12, -1), (7, "w", 12, 1)])
     summed_rows = []
-    real = ranges.contents
+    real = ranges.newest
 
-    def noted(schema: ShardSchema, rows: pa.Table) -> pa.Table:
+    def noted(schema: ShardSchema, rows: pa.Table) -> pa.Table | None:
         summed_rows.append(rows.num_rows)
         return real(schema, rows)
 
-    monkeypatch.setattr(ranges, "contents", noted)
+    monkeypatch.setattr(ranges, "newest", noted)
     chosen = Range(0, HASH_MAX, [Batch(0, 10, (base,)), Batch(10, 20, (recent,))])
     tables = list(read_range(SCHEMA, chosen, 19, lambda part: part.inline))
     assert sum(t.num_rows for t in tables) == 20_000 and max(t.num_rows for t in tables) <= 1_000

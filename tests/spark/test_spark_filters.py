@@ -12,8 +12,9 @@ from pyspark.sql.datasource import EqualNullSafe, EqualTo, Filter, GreaterThan, 
 
 from tidemill.shards.front import Column, ShardSchema
 from tidemill.shards.hashing import hash_rows
+from tidemill.shards.keys import KEYS_MAX
 from tidemill.shards.schema import contents_schema
-from tidemill.spark.source.filters import KEYS_MAX, wanted_hashes
+from tidemill.spark.source.filters import wanted_hashes
 
 PAIR = ShardSchema((Column("a", "int64"), Column("b", "string"), Column("v", "string")), ("b", "a"))
 

@@ -12,9 +12,10 @@ import pytest
 from pyspark.sql.worker import lookup_data_sources
 
 from tidemill.base.errors import Invalid
+from tidemill.shards.moments import as_of_ms
 from tidemill.spark.cluster import find_cluster
 from tidemill.spark.source import TidemillSource
-from tidemill.spark.source.options import BATCH, Options, as_of_ms
+from tidemill.spark.source.options import BATCH, Options
 
 ROOT = Path(__file__).parents[2]
 MS = 1_767_225_600_000  # 2026-01-01T00:00:00Z

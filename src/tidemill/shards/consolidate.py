@@ -1,7 +1,7 @@
 """Sums of updates, vectorised: what a shard holds at a time, and what a compacted batch must still say. Pure.
 
 Two ways to one answer:
-  keyed    rows sorted by (hash, time, diff); per key the newest update decides. Only for shards with a key
+  newest   rows sorted by (hash, time, diff); per key the newest update decides. Only for shards with a key
            whose updates are ±1 and of which every key's history is present. It checks what it relies on and
            says None when something is off (a hash shared by two keys, a sum other than 0 or 1).
   general  Arrow's group-by over whole rows (bitwise equality: NaN equals NaN, 0.0 is not -0.0, null equals null).
@@ -32,7 +32,7 @@ def contents(schema: ShardSchema, updates: pa.Table) -> pa.Table:
     if updates.num_rows == 0:
         return contents_schema(schema).empty_table()
     if schema.key:
-        found = _keyed(schema, updates)
+        found = newest(schema, updates)
         if found is not None:
             return found
     summed = _group(schema, updates.drop_columns([n for n in (TIME, HASH) if n in updates.column_names]), [])
@@ -76,7 +76,9 @@ def _group(schema: ShardSchema, updates: pa.Table, extra: list[str]) -> pa.Table
     return summed.filter(pc.not_equal(summed.column(DIFF), 0))
 
 
-def _keyed(schema: ShardSchema, updates: pa.Table) -> pa.Table | None:
+def newest(schema: ShardSchema, updates: pa.Table) -> pa.Table | None:
+    """`contents` by the newest update of each key, which looks at no column but the key's; None when only whole rows
+    can tell: a hash that two keys share, a sum other than 0 or 1."""
     diffs = updates.column(DIFF).to_numpy()
     if not bool((np.abs(diffs) == 1).all()):
         return None

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from tidemill.base.errors import Corrupt
 from tidemill.base.limits import MIB
-from tidemill.shards.consolidate import contents
+from tidemill.shards.consolidate import contents, newest
 from tidemill.shards.evolution import check_known, under
 from tidemill.shards.front import DIFF, HASH, Batch, Part, ShardSchema
 from tidemill.shards.parts import within
@@ -32,7 +32,12 @@ RANGES_MAX = 1024
 HASH_MAX = (1 << 64) - 1
 
 Fetch = Callable[[Part], Any]
-"""The encoded bytes of a part. Raises Missing, Unavailable."""
+"""The encoded bytes of a part, or a binary file of them, which may be read in pieces. Raises Missing, Unavailable."""
+
+
+def opened(found: Any) -> Any:
+    """What `Fetch` gave, for Arrow to read."""
+    return found if hasattr(found, "seek") else pa.BufferReader(found)
 
 
 class Range(msgspec.Struct, frozen=True):
@@ -90,33 +95,49 @@ def streamed_parts(batches: Sequence[Batch]) -> list[tuple[Batch, Part]]:
     return chosen
 
 
-def read_range(schema: ShardSchema, chosen: Range, as_of: int, fetch: Fetch) -> Iterator[pa.Table]:
-    """The rows of the range at `as_of`, in tables of the shard's columns. Raises as `fetch`, Corrupt, Evolved."""
+def read_range(
+    schema: ShardSchema, chosen: Range, as_of: int, fetch: Fetch, columns: Sequence[str] | None = None
+) -> Iterator[pa.Table]:
+    """The rows of the range at `as_of`, in tables of the shard's columns, or of those of them that `columns` names.
+
+    Of a shard with a key only these columns and the key are decoded. Raises as `fetch`, Corrupt, Evolved.
+    """
     for batch in chosen.batches:
         check_known(schema, batch)
+    names = contents_schema(schema).names if columns is None else list(columns)
+    read = _Read(schema, chosen, as_of, fetch, names if schema.key else contents_schema(schema).names)
     streamed = streamed_parts(chosen.batches)
-    names = {id(part) for _, part in streamed}
-    held = [
-        rows
-        for batch in chosen.batches
-        for part in batch.parts
-        if id(part) not in names
-        for rows in _groups(schema, chosen, batch, part, as_of, fetch)
-    ]
-    updates = [part_schema(schema).empty_table(), *held]
+    streams = {id(part) for _, part in streamed}
+    held = [(batch, part) for batch in chosen.batches for part in batch.parts if id(part) not in streams]
+    updates = [read.empty(), *(rows for batch, part in held for rows in read.groups(batch, part))]
     touched = np.unique(np.concatenate([rows.column(HASH).to_numpy() for rows in updates]))
-    columns = contents_schema(schema).names
     for batch, part in streamed:
-        for rows in _whole_hashes(_groups(schema, chosen, batch, part, as_of, fetch)):
+        for rows in _whole_hashes(read.groups(batch, part)):
             settled = _settled(rows, touched)
             if not settled.all():
                 updates.append(rows.filter(pa.array(~settled)))
                 rows = rows.filter(pa.array(settled))
             if rows.num_rows:
-                yield rows.select(columns)
+                yield rows.select(names)
     rest = pa.concat_tables(updates)
-    if rest.num_rows:
-        yield contents(schema, rest)
+    if not rest.num_rows:
+        return
+    summed = newest(read.schema, rest) if schema.key else None
+    if summed is None and read.schema != schema:
+        read = msgspec.structs.replace(read, names=contents_schema(schema).names)
+        rest = _unsettled(read, held, streamed, touched)  # whole rows have to be told apart
+    yield (contents(schema, rest) if summed is None else summed).select(names)
+
+
+def _unsettled(
+    read: _Read, held: Sequence[tuple[Batch, Part]], streamed: Sequence[tuple[Batch, Part]], touched: Any
+) -> pa.Table:
+    """Every update of the range that is not shown as it is."""
+    found = [read.empty(), *(rows for batch, part in held for rows in read.groups(batch, part))]
+    for batch, part in streamed:
+        whole = _whole_hashes(read.groups(batch, part))
+        found += [rows.filter(pa.array(~_settled(rows, touched))) for rows in whole]
+    return pa.concat_tables(found)
 
 
 def read_ordered(schema: ShardSchema, batch: Batch, as_of: int, fetch: Fetch) -> Iterator[pa.Table]:
@@ -125,11 +146,11 @@ def read_ordered(schema: ShardSchema, batch: Batch, as_of: int, fetch: Fetch) ->
     Memory holds a row group; of parts that overlap, those parts. Raises as `fetch`, Corrupt, Evolved.
     """
     check_known(schema, batch)
-    whole = Range(0, HASH_MAX, [batch])
+    read = _Read(schema, Range(0, HASH_MAX, [batch]), as_of, fetch, contents_schema(schema).names)
 
     def groups() -> Iterator[pa.Table]:
         for parts in _apart(batch.parts):
-            found = (rows for part in parts for rows in _groups(schema, whole, batch, part, as_of, fetch))
+            found = (rows for part in parts for rows in read.groups(batch, part))
             if len(parts) == 1:
                 yield from found
             elif tables := list(found):
@@ -178,23 +199,39 @@ def _settled(rows: pa.Table, touched: Any) -> Any:
     return alone
 
 
-def _groups(
-    schema: ShardSchema, chosen: Range, batch: Batch, part: Part, as_of: int, fetch: Fetch
-) -> Iterator[pa.Table]:
-    """Updates of a part that are in the range, its batch's bounds and at most `as_of`: none empty, sorted by hash."""
-    where = part.object_key or "inline"
-    try:
-        file = pq.ParquetFile(pa.BufferReader(fetch(part)))
-        column = file.schema_arrow.get_field_index(HASH)
-        for group in range(file.metadata.num_row_groups):
-            if not _may_hold(file.metadata.row_group(group).column(column).statistics, chosen):
-                continue
-            rows = under(schema, file.read_row_group(group, use_threads=False), part_schema(schema))
-            rows = _in_range(within(rows, batch.lower, min(batch.upper, as_of + 1)), chosen)
-            if rows.num_rows:
-                yield rows
-    except (pa.ArrowException, OSError) as error:
-        raise Corrupt(f"part is unreadable: object={where} ({error}).") from error
+class _Read(msgspec.Struct, frozen=True):
+    """How the parts of one range are read: of the shard's columns those in `names`, and the key's."""
+
+    whole: ShardSchema
+    chosen: Range
+    as_of: int
+    fetch: Fetch
+    names: Sequence[str]
+
+    @property
+    def schema(self) -> ShardSchema:
+        """The shard's, without the columns that are not read."""
+        wanted = {*self.names, *self.whole.key}
+        return msgspec.structs.replace(self.whole, columns=tuple(c for c in self.whole.columns if c.name in wanted))
+
+    def empty(self) -> pa.Table:
+        return part_schema(self.schema).empty_table()
+
+    def groups(self, batch: Batch, part: Part) -> Iterator[pa.Table]:
+        """Updates of a part that are in the range, its batch's bounds and at most `as_of`: none empty, by hash."""
+        schema, target = self.schema, part_schema(self.schema)
+        try:
+            file = pq.ParquetFile(opened(self.fetch(part)), pre_buffer=True)
+            column = file.schema_arrow.get_field_index(HASH)
+            for group in range(file.metadata.num_row_groups):
+                if not _may_hold(file.metadata.row_group(group).column(column).statistics, self.chosen):
+                    continue
+                rows = under(schema, file.read_row_group(group, columns=target.names, use_threads=False), target)
+                rows = _in_range(within(rows, batch.lower, min(batch.upper, self.as_of + 1)), self.chosen)
+                if rows.num_rows:
+                    yield rows
+        except (pa.ArrowException, OSError) as error:
+            raise Corrupt(f"part is unreadable: object={part.object_key or 'inline'} ({error}).") from error
 
 
 def _may_hold(statistics: Any, chosen: Range) -> bool:

@@ -114,7 +114,7 @@ class ShardReads:
             try:
                 return await self.reader.read_batches(batches, 0, as_of + 1)
             except Missing as error:
-                raise await self._why_missing(error, batches) from error
+                raise await self.why_missing(error, batches) from error
 
     @asynccontextmanager
     async def chosen_until(self, as_of: int, timeout_s: float | None = None) -> AsyncIterator[list[Batch]]:
@@ -131,9 +131,9 @@ class ShardReads:
         try:
             return await self._objects.get(part.object_key) if part.object_key else part.inline
         except Missing as error:
-            raise await self._why_missing(error, chosen) from error
+            raise await self.why_missing(error, chosen) from error
 
-    async def _why_missing(self, error: Missing, batches: Sequence[Batch]) -> TidemillError:
+    async def why_missing(self, error: Missing, batches: Sequence[Batch]) -> TidemillError:
         """An object that was chosen and is not there: collected since (read again), or lost (Corrupt)."""
         state = await self._refresh()
         named = {part.object_key for batch in state.batches for part in batch.parts}
@@ -167,7 +167,7 @@ class ShardReads:
         try:
             return await self.reader.read_batch(batch, lower, upper)
         except Missing as error:
-            raise await self._why_missing(error, [batch]) from error
+            raise await self.why_missing(error, [batch]) from error
 
     async def listen(self, lower: int) -> AsyncIterator[Delta]:
         """See the front. Raises Invalid when history at `lower` is forgotten, at the start or later (no hold).

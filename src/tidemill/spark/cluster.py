@@ -21,7 +21,7 @@ from tidemill.consensus.open import sqlite_file
 from tidemill.spark import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 from tidemill.spark.stores import Urls
 
-FIX = "Give option config=/path/of/tidemill.toml, or start the session with TIDEMILL_CONFIG or beside that file."
+FIX = "Give config=/path/of/tidemill.toml, or start with TIDEMILL_CONFIG set, or in the directory of that file."
 
 
 def find_cluster(

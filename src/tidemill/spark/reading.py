@@ -37,12 +37,12 @@ from tidemill.objects.store import ObjectStore
 from tidemill.shards.difference import UNTIL, last_states
 from tidemill.shards.front import DIFF, HASH, TIME, Batch, ShardSchema
 from tidemill.shards.holding import holding
+from tidemill.shards.moments import as_of_ms
 from tidemill.shards.reading import PartReader
 from tidemill.shards.schema import part_schema
 from tidemill.spark.cluster import find_cluster
 from tidemill.spark.source import registered_with
 from tidemill.spark.source.batch import readable_at
-from tidemill.spark.source.options import as_of_ms
 from tidemill.spark.stores import Stores, shared
 from tidemill.spark.types import spark_schema
 

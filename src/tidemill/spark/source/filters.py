@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import datetime
-from itertools import product
-from math import prod
 from typing import Any
 
-import pyarrow as pa
 from pyspark.sql.datasource import EqualNullSafe, EqualTo, Filter, In, IsNull
 
 from tidemill.shards.front import ShardSchema
-from tidemill.shards.hashing import hash_rows
-from tidemill.shards.schema import contents_schema
-
-KEYS_MAX = 1_000
-"""More keys than this are read as all are."""
+from tidemill.shards.keys import key_hashes
 
 
 def wanted_hashes(schema: ShardSchema, filters: Iterable[Filter]) -> list[int] | None:
@@ -29,19 +22,7 @@ def wanted_hashes(schema: ShardSchema, filters: Iterable[Filter]) -> list[int] |
         values = _values(each)
         if values is not None and len(each.attribute) == 1:
             found.setdefault(each.attribute[0], values)  # another one of the same column is Spark's to apply
-    if not schema.key or any(name not in found for name in schema.key):
-        return None
-    if prod(len(found[name]) for name in schema.key) > KEYS_MAX:
-        return None
-    combined = list(product(*(found[name] for name in schema.key)))
-    try:
-        columns = [
-            pa.array([values[at] for values in combined], contents_schema(schema).field(name).type)
-            for at, name in enumerate(schema.key)
-        ]
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError):
-        return None  # a value that the column cannot hold; what that means is Spark's to say
-    return sorted(set(hash_rows(pa.table(columns, names=list(schema.key)), schema.key).tolist()))
+    return key_hashes(schema, found)
 
 
 def _values(filter_: Filter) -> list[Any] | None:

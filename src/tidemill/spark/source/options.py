@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
 
 from tidemill.base.errors import Invalid
+from tidemill.shards.moments import LATEST, as_of_ms
 from tidemill.spark import OBJECTS_VARIABLE
 from tidemill.spark.cluster import find_cluster
 from tidemill.spark.stores import Urls
@@ -18,7 +18,6 @@ CLUSTER = ("config", "objects", "consensus")
 BATCH = ("shard", "path", "as_of")
 STREAM = ("source", "table", "schema", "key", "rows", "start", "max_rows", "pace_ms")
 CHANGES = ("shard", "path", "changes", "start", "max_rows")
-LATEST = "latest"
 
 
 class Options:
@@ -110,25 +109,3 @@ def _given(options: dict[str, str]) -> dict[str, str]:
         return options
     named = {key.removeprefix("option."): value for key, value in options.items() if key.startswith("option.")}
     return named | {key: value for key, value in options.items() if key == "path"}
-
-
-def as_of_ms(value: str | int | datetime | None) -> int | None:
-    """A time in ms: a number, ISO 8601 text or a datetime (UTC when they name no zone); None = the newest, for
-    `latest` and None. What is finer than a ms is cut off. Raises Invalid."""
-    if value is None or (isinstance(value, str) and value.strip().lower() == LATEST):
-        return None
-    if isinstance(value, int):
-        return value
-    if isinstance(value, str):
-        text = value.strip()
-        if text.removeprefix("-").isascii() and text.removeprefix("-").isdigit():
-            return int(text)
-        try:
-            value = datetime.fromisoformat(text)
-        except ValueError as error:
-            raise Invalid(
-                f"as_of is no time: as_of={text!r}.", fix="Write ms since 1970, 2026-11-22T12:00:00Z, or latest."
-            ) from error
-    moment = value.replace(tzinfo=UTC) if value.tzinfo is None else value
-    since_epoch = moment - datetime(1970, 1, 1, tzinfo=UTC)
-    return (since_epoch.days * 86_400 + since_epoch.seconds) * 1000 + since_epoch.microseconds // 1000

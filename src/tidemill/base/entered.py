@@ -1,0 +1,76 @@
+"""An asynchronous context that synchronous code is in, for as long as it likes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from concurrent.futures import CancelledError, Future
+from contextlib import AbstractAsyncContextManager
+from typing import Generic, TypeVar
+
+import structlog
+
+from tidemill.base.errors import Closed
+from tidemill.base.portal import CLOSE_S, Portal
+from tidemill.base.tasks import Tasks
+
+T = TypeVar("T")
+
+log = structlog.get_logger()
+
+
+class Entered(Generic[T]):
+    """Enters `context` in a task of its own, which stays in it until `leave`; `value` is what entering it gave.
+
+    Who forgets to leave it leaves it when the last reference goes, or when the portal closes. Raises as
+    `Portal.call` does.
+    """
+
+    def __init__(self, portal: Portal, context: AbstractAsyncContextManager[T]) -> None:
+        self._portal = portal
+        self._leaving = leaving = Future[None]()
+        given = Future[T]()
+
+        async def stay() -> None:
+            try:
+                async with context as value:
+                    given.set_result(value)
+                    await asyncio.wrap_future(leaving)
+            except BaseException as error:
+                if given.done():
+                    raise
+                given.set_exception(error)
+
+        async def begin() -> Tasks:
+            tasks = Tasks(lambda _, error: log.warning("left with an error", cause=str(error)))
+            tasks.spawn(stay(), name="entered")
+            return tasks
+
+        self._tasks = portal.call(begin())
+        try:
+            self.value: T = given.result()
+        except BaseException:
+            self._abandon()
+            raise
+
+    def leave(self) -> None:
+        """Leave it, and wait until it is left. Again, or after the portal was closed: nothing."""
+        if self._abandon():
+            with contextlib.suppress(Closed, CancelledError):
+                self._portal.call(self._tasks.drain(CLOSE_S))
+
+    def _abandon(self) -> bool:
+        """Without waiting: garbage may be collected in the portal's own thread, or after its end."""
+        first = not self._leaving.done()
+        if first:
+            self._leaving.set_result(None)
+        return first
+
+    def __enter__(self) -> T:
+        return self.value
+
+    def __exit__(self, *exc: object) -> None:
+        self.leave()
+
+    def __del__(self) -> None:
+        self._abandon()

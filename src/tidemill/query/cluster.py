@@ -1,0 +1,87 @@
+"""`connect`: a cluster's stores, for one process."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from tidemill.base.entered import Entered
+from tidemill.base.portal import Portal
+from tidemill.query.table import Table
+from tidemill.shards.open import created_shards
+from tidemill.spark.cluster import find_cluster
+from tidemill.spark.stores import Stores, open_stores
+
+T = TypeVar("T")
+
+
+def connect(config: str | Path | None = None, *, objects: str = "", consensus: str = "") -> Cluster:
+    """Open the cluster that `objects` and `consensus` (URLs), or the file `config`, name.
+
+    Without them: TIDEMILL_OBJECTS__URL and TIDEMILL_CONSENSUS__URL, else the file of TIDEMILL_CONFIG, else
+    `./tidemill.toml`, as for the Spark data source and every command. Needs neither a running node nor Java.
+
+    Raises Invalid (a file or URL is wrong, or there is no cluster: connecting makes none), Unavailable (naming which
+    store is away).
+    """
+    urls = find_cluster(objects, consensus, str(config or ""))
+    portal = Portal("tidemill-python")
+    try:
+        return Cluster(portal, portal.call(open_stores(urls)))
+    except BaseException:
+        portal.close()
+        raise
+
+
+class Cluster:
+    """A cluster's tables. A context manager: leaving it closes the stores and ends every read of it.
+
+    Safe from several threads. A process that was forked opens its own.
+    """
+
+    def __init__(self, portal: Portal, stores: Stores) -> None:
+        self._portal = portal
+        self._stores = stores
+        self._entered = weakref.WeakSet[Entered[Any]]()
+        self._close = weakref.finalize(self, _close, portal, stores, self._entered)
+
+    def tables(self) -> list[str]:
+        """The names of all tables, in order. Raises Unavailable, Closed."""
+        return [created.name for created in self._portal.call(created_shards(self._stores.consensus))]
+
+    def table(self, name: str) -> Table:
+        """Raises Missing (no such table), Invalid (no name of a table), Unavailable, Closed."""
+        return Table(self, self._portal, self._stores, name)
+
+    def close(self) -> None:
+        """Again: nothing. What is used afterwards raises Closed."""
+        self._close()
+
+    def _enter(self, context: AbstractAsyncContextManager[T]) -> Entered[T]:
+        """A read's hold: left by the reader, or when the cluster is closed."""
+        entered = Entered(self._portal, context)
+        self._entered.add(entered)
+        return entered
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return "<tidemill.Cluster>" if self._close.alive else "<tidemill.Cluster, closed>"
+
+
+def _close(portal: Portal, stores: Stores, entered: weakref.WeakSet[Entered[Any]]) -> None:
+    """Reads let go of what they hold while the stores are still open."""
+    try:
+        for each in list(entered):
+            each.leave()
+        with contextlib.suppress(RuntimeError):  # the interpreter ends, and its thread pools ended before
+            portal.call(stores.aclose())
+    finally:
+        portal.close()

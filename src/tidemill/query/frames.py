@@ -1,0 +1,51 @@
+"""Tables as frames of Polars, which is optional."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from tidemill.base.entered import Entered
+from tidemill.base.errors import Invalid
+from tidemill.query.reading import Chosen
+
+if TYPE_CHECKING:
+    import polars as pl
+
+    from tidemill.query.table import Table
+
+
+def polars() -> Any:
+    """The module. Raises Invalid."""
+    try:
+        import polars
+    except ImportError as error:
+        raise Invalid("polars is not installed.", fix='Install it: pip install "tidemill[polars]".') from error
+    return polars
+
+
+def scan(table: Table, found: Entered[Chosen]) -> pl.LazyFrame:
+    """What was chosen; Polars keeps the source for as long as a frame may read it, and that keeps the hold."""
+    module = polars()
+    from polars.io.plugins import register_io_source
+
+    def source(
+        columns: list[str] | None, predicate: pl.Expr | None, rows: int | None, batch_rows: int | None
+    ) -> Iterator[pl.DataFrame]:
+        """What Polars asks a source for; `batch_rows` is advice."""
+        names = table.schema.names if columns is None else columns or table.schema.names[:1]
+        used = [] if predicate is None else predicate.meta.root_names()
+        left = rows
+        for batch in table._over(found, list(dict.fromkeys([*names, *used])), None, end=lambda: None):
+            frame = module.from_arrow(batch)
+            if predicate is not None:
+                frame = frame.filter(predicate).select(names)
+            if left is not None:
+                frame, left = frame.head(left), left - min(left, frame.height)
+            yield frame
+            if left == 0:
+                return
+
+    schema = module.from_arrow(table.schema.empty_table()).schema
+    frame: pl.LazyFrame = register_io_source(source, schema=schema, validate_schema=False, is_pure=True)
+    return frame

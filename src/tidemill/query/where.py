@@ -1,0 +1,62 @@
+"""What rows a reader wants: a filter of Arrow's, and what it says about the key. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tidemill.base.errors import Invalid
+from tidemill.shards.front import ShardSchema
+from tidemill.shards.keys import key_hashes
+from tidemill.shards.schema import contents_schema
+
+Condition = tuple[str, str, Any]
+Where: TypeAlias = "pc.Expression | Sequence[Condition] | Sequence[Sequence[Condition]]"
+"""An expression of `pyarrow.compute`, or conditions as `pyarrow.parquet.read_table(filters=…)` takes them:
+`[("status", "=", "open"), ("total", ">", 5)]`, all of which hold; of several such lists one does."""
+
+
+class Filter(msgspec.Struct, frozen=True):
+    """`names`: the columns it looks at. `hashes`: of the only keys that may pass; None = any may."""
+
+    expression: Any
+    names: tuple[str, ...]
+    hashes: list[int] | None
+
+
+def filter_of(schema: ShardSchema, where: Where) -> Filter:
+    """Raises Invalid: a column that is not there, a comparison that Arrow does not know."""
+    conditions: list[Condition] = []
+    try:
+        if isinstance(where, pc.Expression):
+            expression = where
+        else:
+            from pyarrow.parquet import filters_to_expression
+
+            given: list[Any] = list(where)
+            expression = filters_to_expression(given)
+            conditions = [c for c in given if isinstance(c, tuple)]
+        empty = contents_schema(schema).empty_table()
+        empty.filter(expression)
+        names = tuple(n for n in empty.column_names if _looks_at(expression, empty.drop_columns([n])))
+    except (pa.ArrowException, TypeError, ValueError, KeyError) as error:
+        said, have = " ".join(str(error).split())[:300], ", ".join(contents_schema(schema).names)
+        raise Invalid(
+            f"the filter cannot be applied: {said}.",
+            fix=f'Write [("column", "=", value)] or an expression of pyarrow.compute, of the columns {have}.',
+        ) from error
+    only = {column: value if op == "in" else [value] for column, op, value in conditions if op in ("=", "==", "in")}
+    return Filter(expression, names, key_hashes(schema, only) if conditions else None)
+
+
+def _looks_at(expression: pc.Expression, without: pa.Table) -> bool:
+    """Arrow does not tell which columns an expression names: it fails where one is missing."""
+    try:
+        without.filter(expression)
+    except pa.ArrowInvalid:
+        return True
+    return False

@@ -1,0 +1,31 @@
+"""Times as people write them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from tidemill.base.errors import Invalid
+
+LATEST = "latest"
+
+
+def as_of_ms(value: str | int | datetime | None) -> int | None:
+    """A time in ms: a number, ISO 8601 text or a datetime (UTC when they name no zone); None = the newest, for
+    `latest` and None. What is finer than a ms is cut off. Raises Invalid."""
+    if value is None or (isinstance(value, str) and value.strip().lower() == LATEST):
+        return None
+    if isinstance(value, int):
+        return value
+    if isinstance(value, str):
+        text = value.strip()
+        if text.removeprefix("-").isascii() and text.removeprefix("-").isdigit():
+            return int(text)
+        try:
+            value = datetime.fromisoformat(text)
+        except ValueError as error:
+            raise Invalid(
+                f"as_of is no time: as_of={text!r}.", fix="Write ms since 1970, 2026-11-22T12:00:00Z, or latest."
+            ) from error
+    moment = value.replace(tzinfo=UTC) if value.tzinfo is None else value
+    since_epoch = moment - datetime(1970, 1, 1, tzinfo=UTC)
+    return (since_epoch.days * 86_400 + since_epoch.seconds) * 1000 + since_epoch.microseconds // 1000

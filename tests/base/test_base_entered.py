@@ -1,0 +1,67 @@
+"""Synchronous code inside an asynchronous context: entered once, left once, whoever forgets it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tidemill.base.entered import Entered
+from tidemill.base.errors import Closed, Invalid
+from tidemill.base.portal import Portal
+
+
+class Door:
+    def __init__(self) -> None:
+        self.inside = 0
+        self.left = threading.Event()
+
+    @asynccontextmanager
+    async def open(self, refuse: bool = False) -> AsyncIterator[str]:
+        if refuse:
+            raise Invalid("closed today.")
+        self.inside += 1
+        try:
+            yield "inside"
+        finally:
+            self.inside -= 1
+            self.left.set()
+
+
+def test_it_is_left_once_when_told_and_when_the_block_ends() -> None:
+    with Portal() as portal:
+        door = Door()
+        entered = Entered(portal, door.open())
+        assert (entered.value, door.inside) == ("inside", 1)
+        entered.leave()
+        entered.leave()
+        assert door.inside == 0
+        with Entered(portal, door.open()) as value:
+            assert (value, door.inside) == ("inside", 1)
+        assert door.inside == 0
+
+
+def test_what_refuses_to_be_entered_says_so_here() -> None:
+    with Portal() as portal, pytest.raises(Invalid, match="closed today"):
+        Entered(portal, Door().open(refuse=True))
+
+
+def test_one_that_is_forgotten_is_left_by_itself() -> None:
+    with Portal() as portal:
+        door = Door()
+        Entered(portal, door.open())
+        gc.collect()
+        assert door.left.wait(30) and door.inside == 0
+
+
+def test_closing_the_portal_leaves_it_and_nothing_waits_afterwards() -> None:
+    portal, door = Portal(), Door()
+    entered = Entered(portal, door.open())
+    portal.close()
+    assert door.inside == 0
+    entered.leave()
+    with pytest.raises(Closed):
+        Entered(portal, door.open())

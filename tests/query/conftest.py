@@ -1,0 +1,62 @@
+"""One moto server for the folder, each cluster on a bucket of its own; parts that are objects though they are small."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from query_world import BACKENDS, World
+
+from tidemill.query import reading
+from tidemill.shards import compaction, fetching, handle, ranges
+
+
+@pytest.fixture(scope="session")
+def new_bucket() -> Iterator[Callable[[], str]]:
+    """Makes a bucket and returns its URL; the server is started at the first use."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    servers, numbers = [], itertools.count()
+
+    def make() -> str:
+        import boto3
+
+        if not servers:
+            servers.append(ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False))
+            servers[0].start()
+        host, port = servers[0].get_host_and_port()
+        endpoint, name = f"http://{host}:{port}", f"bucket-{next(numbers)}"
+        keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
+        boto3.client("s3", endpoint_url=endpoint, **keys).create_bucket(Bucket=name)
+        return f"s3://{name}/p?endpoint={endpoint}&region=us-east-1&access_key_id=test&secret_access_key=test"
+
+    yield make
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every part an object that is read in pieces, every read held, a range for fifty rows, merges of two."""
+    monkeypatch.setattr(handle, "INLINE_PART_BYTES", 0)
+    monkeypatch.setattr(fetching, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(reading, "HOLD_ABOVE_BYTES", 0)
+    monkeypatch.setattr(ranges, "RANGE_ROWS", 50)
+    monkeypatch.setattr(compaction, "FAN_IN", 2)
+
+
+@pytest.fixture(params=BACKENDS)
+def everywhere(request: pytest.FixtureRequest, tmp_path: Path, small: None) -> Iterator[World]:
+    new_bucket = request.getfixturevalue("new_bucket")
+    with BACKENDS[request.param](tmp_path, new_bucket) as cluster:
+        yield World(cluster)
+
+
+@pytest.fixture
+def world(tmp_path: Path, small: None) -> Iterator[World]:
+    with BACKENDS["directory"](tmp_path, lambda: "") as cluster:
+        yield World(cluster)
