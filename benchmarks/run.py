@@ -18,20 +18,19 @@ NAMES = (
     "commit_to_client",
     "commit_to_shard",
     "upsert",
-    "upsert_keys",
-    "upsert_peers",
     "idle",
     "capture",
     "shapes",
     "positions",
     "scan",
+    "scan_python",
     "shard_commits",
     "scaling",
     "derived",
     "tpch",
 )
-LANES = ("hostile", "instances", "fuzz", "calendar", "steady")
-"""Long ones that look for faults or for growth, not for speed: only by name."""
+LANES = ("hostile", "instances", "fuzz", "calendar")
+"""Long ones that look for faults, not for speed: only by name."""
 
 FILES = {"calendar": "month"}
 """Where the file cannot have the name: a calendar.py beside it would hide the standard library's from every script."""

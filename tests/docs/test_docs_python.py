@@ -26,7 +26,7 @@ def test_every_example_of_the_page_runs(tmp_path: Path) -> None:
         portal.call(_fill(tmp_path / "data"))
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     ends = "assert (now.num_rows, one.num_rows, dear.num_rows, paid, copy.num_rows, frame.height) == (8, 1, 2, 1, 8, 8)"
-    program = "\n".join([*examples, "assert open_orders.num_rows == 7 and totals.height == 2", ends])
+    program = "\n".join([*examples, "assert open_orders.num_rows == 7 and totals.height == 2 and at == 9", ends])
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )

@@ -59,7 +59,7 @@ def test_every_way_of_reading_gives_the_contents_at_that_time(everywhere: World)
     assert len(everywhere.holds()) == 1
     del lazy
     gc.collect()
-    assert everywhere.portal.call(_settled(everywhere)) == []
+    assert everywhere.portal.call(until_let_go(everywhere)) == []
     (changed,) = orders.changes(19)
     assert Counter(zip(*(changed.column(n).to_pylist() for n in ("id", "_time", "_diff")), strict=True)) == Counter(
         [(7, 29, -1), (7, 29, 1), (8, 29, -1), (300, 29, 1)]
@@ -67,7 +67,7 @@ def test_every_way_of_reading_gives_the_contents_at_that_time(everywhere: World)
     assert list(orders.changes(29)) == [] and everywhere.holds() == []
 
 
-async def _settled(world: World) -> list[str]:
+async def until_let_go(world: World) -> list[str]:
     """The holds, once those that were let go of without waiting are gone."""
     import asyncio
 
@@ -139,7 +139,7 @@ def test_a_stream_that_is_forgotten_lets_go(world: World) -> None:
     assert len(world.holds()) == 2
     del begun, never
     gc.collect()
-    assert world.portal.call(_settled(world)) == []
+    assert world.portal.call(until_let_go(world)) == []
 
 
 def test_changes_that_are_followed_come_as_they_are_written_and_hold_what_is_to_come(world: World) -> None:
@@ -291,4 +291,4 @@ except TidemillError as error:
     assert done.stdout.splitlines() == [
         "300 paid", 'polars is not installed. Install it: pip install "tidemill[polars]".',
     ], done.stderr  # fmt: skip
-    assert done.returncode == 0 and world.portal.call(_settled(world)) == []
+    assert done.returncode == 0 and world.portal.call(until_let_go(world)) == []

@@ -55,6 +55,8 @@ app.command("restore")(restore.restore)
 def run() -> None:
     """Entry point: every error raised on purpose becomes one sentence and exit code 2."""
     configure_logs()
+    if sys.argv[1:2] == ["sql"]:
+        sql.without_pandas()
     try:
         app()
     except TidemillError as error:

@@ -2,78 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+import sys
+from importlib.abc import MetaPathFinder
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
 
 import typer
 
+from tidemill.base.config import load
 from tidemill.base.errors import Invalid
-from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
-
-if TYPE_CHECKING:
-    from tidemill.shards.front import Remap, Shard
-
-WAIT_S = 3.0
-"""For an idle table to pass the others' time; without its pipeline the query reads at the older time."""
+from tidemill.base.logs import configure_logs
+from tidemill.cli.context import ConfigOption, JsonOption, print_json
 
 
 def sql(
     query: Annotated[str, typer.Argument(help="A query; every table it names is a shard.")],
-    as_of: Annotated[int | None, typer.Option(help="Time in ms; default: the newest all tables have.")] = None,
+    as_of: Annotated[
+        str, typer.Option(help="A time: ms, or like 2026-11-22T12:00:00Z. Default: the newest all tables have.")
+    ] = "latest",
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run SQL over shards at one time; the time is printed with the answer."""
     import duckdb
 
-    connection = duckdb.connect()
-    try:
-        names = sorted(connection.get_table_names(query))
-    except duckdb.Error as error:
-        raise Invalid(f"the query does not parse: {error}.", fix="Correct it; DuckDB's dialect applies.") from error
-    with stores(config) as opened:
-        shards = [opened.shard(name) for name in names]
-        uppers = [opened.portal.call(shard.frontiers())[1] for shard in shards]
-        if as_of is None:
-            uppers = _together(opened, shards, uppers)
-        time_ms = as_of if as_of is not None else min(uppers, default=1) - 1
-        for name, shard, upper in zip(names, shards, uppers, strict=True):
-            if time_ms >= upper:
-                raise Invalid(f"not readable yet: shard={name} as_of={time_ms} upper={upper}.", fix="Ask below upper.")
-            connection.register(name, opened.portal.call(shard.snapshot(time_ms)))
-        try:
-            result = connection.sql(query)
-            columns = list(result.columns)
-            rows = result.fetchall()
-        except duckdb.Error as error:
-            raise Invalid(f"the query failed: {error}.", fix="Correct it.") from error
+    configure_logs("warning")
+    found = load(config)
+    at = -1
+    with (
+        TemporaryDirectory(prefix="tidemill-sql-") as spill,
+        duckdb.connect(config={"temp_directory": spill}) as connection,
+    ):
+        from tidemill.query.names import named_tables
+
+        tables, either = named_tables(connection, query)
+        if not tables | either:
+            columns, rows = _run(connection, query)
+        else:
+            from tidemill.query import connect
+
+            with connect(objects=found.objects_url, consensus=found.consensus_url) as cluster:
+                names = tables | (either & set(cluster.tables()) if either else set())
+                at = cluster.to_duckdb(connection, sorted(names), as_of=as_of, wait_s=0)
+                columns, rows = _run(connection, query)
     if as_json:
-        print_json({"as_of_ms": time_ms, "columns": columns, "rows": rows})
+        print_json({"as_of_ms": at if at >= 0 else None, "columns": columns, "rows": rows})
         return
     from rich.console import Console
 
-    Console().print(_table(columns, rows, f"as of {time_ms}"))
+    Console().print(_table(columns, rows))
+    if at >= 0:
+        print(f"as of {at}")
 
 
-def _together(opened: Stores, shards: Sequence[Shard], uppers: list[int]) -> list[int]:
-    """Uppers near the newest of them: a shard whose source is idle is asked to say so, and waited for a moment."""
-    from tidemill.shards.open import open_remap
-    from tidemill.spark.advance import LAG_MS, advance_idle
+def _run(connection: Any, query: str) -> tuple[list[str], list[Any]]:
+    import duckdb
 
-    def remap(name: str) -> Awaitable[Remap]:
-        return open_remap(opened.consensus, opened.clock, opened.rand, name)
-
-    newest, call = max(uppers, default=0), opened.portal.call
-    for at, shard in enumerate(shards):
-        if newest - uppers[at] > LAG_MS and call(advance_idle(opened.catalogue, remap, shard, uppers[at], newest - 1)):
-            uppers[at] = call(shard.wait_upper(newest - 1, WAIT_S))
-    return uppers
+    try:
+        connection.execute("SET TimeZone = 'UTC'")  # as times in shards are
+        result = connection.sql(query)
+        return ([], []) if result is None else (list(result.columns), result.fetchall())
+    except duckdb.Error as error:
+        raise Invalid(f"the query failed: {error}.", fix="Correct it.") from error
 
 
-def _table(columns: list[str], rows: list[Any], title: str) -> Any:
+class _NoPandas(MetaPathFinder):
+    """Where pandas is installed, Arrow imports it to ask whether something is a DataFrame: a second of processor time,
+    half of what a small query costs. Arrow remembers the answer, so this is for a process that runs one command."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError("nothing here needs pandas", name=name)
+
+
+def without_pandas() -> None:
+    sys.meta_path.insert(0, _NoPandas())
+
+
+def _table(columns: list[str], rows: list[Any]) -> Any:
     from rich.table import Table
 
-    view = Table(title=title)
+    view = Table()
     for column in columns:
         view.add_column(column)
     for row in rows:

@@ -1,4 +1,4 @@
-"""query: a cluster's tables for Python programs, at one time, as Arrow and Polars.
+"""query: a cluster's tables for Python programs, at one time, as Arrow, Polars and DuckDB views.
 
 Owns the synchronous front (`connect`, `Cluster`, `Table`), and how a read is held and streamed. Does not own: what a
 shard holds at a time (shards), which cluster is meant and how its stores are opened (spark, whose data source asks the

@@ -5,15 +5,25 @@ from __future__ import annotations
 import contextlib
 import weakref
 from contextlib import AbstractAsyncContextManager
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tidemill.base.entered import Entered
 from tidemill.base.portal import Portal
-from tidemill.query.table import Table
+from tidemill.query.table import WAIT_S, Moment, Table
+from tidemill.query.together import common_time
+from tidemill.shards.moments import as_of_ms
 from tidemill.shards.open import created_shards
 from tidemill.spark.cluster import find_cluster
 from tidemill.spark.stores import Stores, open_stores
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import duckdb
+
+    from tidemill.query.bucket import Bucket
 
 T = TypeVar("T")
 
@@ -56,9 +66,43 @@ class Cluster:
         """Raises Missing (no such table), Invalid (no name of a table), Unavailable, Closed."""
         return Table(self, self._portal, self._stores, name)
 
+    def common_time(self, names: Sequence[str]) -> int:
+        """The newest time (ms) that is final in all of these tables: give it to their reads as `as_of`.
+
+        A table whose source is idle is waited for three seconds at most. Raises Missing, HistoryLost (they have no time
+        in common: one of them stands), Unavailable (one was never written, or a store is away).
+        """
+        shards = [self.table(name)._shard for name in names]
+        return self._portal.call(common_time(self._stores, shards))
+
+    def to_duckdb(
+        self,
+        connection: duckdb.DuckDBPyConnection,
+        names: Sequence[str],
+        *,
+        as_of: Moment = None,
+        wait_s: float = WAIT_S,
+    ) -> int:
+        """Each of these tables as a temporary view of `connection` (`Table.to_duckdb`), all at one time, in ms.
+
+        Raises as `common_time` and `Table.to_duckdb`. What was made of them before it raised stays.
+        """
+        given = as_of_ms(as_of)
+        at = self.common_time(names) if given is None else given
+        for name in names:
+            self.table(name).to_duckdb(connection, as_of=None if given is None and at < 0 else at, wait_s=wait_s)
+        return at
+
     def close(self) -> None:
         """Again: nothing. What is used afterwards raises Closed."""
         self._close()
+
+    @cached_property
+    def _bucket(self) -> Bucket:
+        """For engines that open files."""
+        from tidemill.query.bucket import Bucket
+
+        return Bucket(self._portal, self._stores.objects)
 
     def _enter(self, context: AbstractAsyncContextManager[T]) -> Entered[T]:
         """A read's hold: left by the reader, or when the cluster is closed."""

@@ -23,6 +23,7 @@ from tidemill.shards.schema import contents_schema
 from tidemill.spark.stores import Stores
 
 if TYPE_CHECKING:
+    import duckdb
     import polars as pl
 
     from tidemill.query.cluster import Cluster
@@ -153,6 +154,30 @@ class Table:
         from tidemill.query.frames import scan
 
         return scan(self, self._choose(as_of, wait_s, long=True))
+
+    def to_duckdb(
+        self,
+        connection: duckdb.DuckDBPyConnection,
+        name: str | None = None,
+        *,
+        as_of: Moment = None,
+        wait_s: float = WAIT_S,
+    ) -> duckdb.DuckDBPyRelation:
+        """A temporary view `name` (the table's own name) of `connection`, at one time, and the relation of it.
+
+        DuckDB reads of it what a query uses. The time is held while the connection has the view: until it is closed, or
+        the table is given to it again under this name, at a newer time. For several tables at one time:
+        `Cluster.to_duckdb`. Raises Invalid as well for a name that DuckDB has something else under.
+        """
+        from tidemill.query.duck import make_view, quoted
+
+        chosen = self._choose(as_of, wait_s, long=True)
+        try:
+            make_view(connection, self, chosen, name or self.name)
+        except BaseException:
+            chosen.leave()
+            raise
+        return connection.sql(f"SELECT * FROM {quoted(name or self.name)}")
 
     def __repr__(self) -> str:
         return f"<tidemill.Table {self.name}: {', '.join(self.schema.names)}>"

@@ -1,0 +1,58 @@
+"""A bucket as a file system of fsspec, for DuckDB: it reads ranges of objects, and nothing else is offered."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from itertools import count
+from typing import Any
+
+from fsspec import AbstractFileSystem
+
+from tidemill.base.errors import Invalid
+from tidemill.base.portal import Portal
+from tidemill.objects.files import ObjectFile
+from tidemill.objects.store import ObjectStore
+from tidemill.shards.front import Part
+
+_numbers = count(1)
+
+NEVER_CHANGES = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Bucket(AbstractFileSystem):  # type: ignore[misc]
+    """Paths are `PROTOCOL://SIZE/KEY`: the size is known, so that opening an object asks for nothing.
+
+    `protocol` is this bucket's alone in the process, for DuckDB remembers what it read by its path.
+    """
+
+    cachable = False
+
+    def __init__(self, portal: Portal, objects: ObjectStore) -> None:
+        super().__init__()
+        self.protocol = f"tidemill{next(_numbers)}"
+        self._portal = portal
+        self._objects = objects
+
+    def path_of(self, part: Part) -> str:
+        return f"{self.protocol}://{part.size_bytes}/{part.object_key}"
+
+    def _open(self, path: str, mode: str = "rb", **_: Any) -> ObjectFile:
+        if mode != "rb":
+            raise Invalid(f"objects are read only: mode={mode}.")
+        size, key = self._split(path)
+        return ObjectFile(self._portal, self._objects, key, size)
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        return {"name": path, "size": self._split(path)[0], "type": "file"}
+
+    def glob(self, path: str, **_: Any) -> list[str]:
+        """Every path is one object's."""
+        return [path]
+
+    def modified(self, path: str) -> datetime:
+        """Objects never change (O1)."""
+        return NEVER_CHANGES
+
+    def _split(self, path: str) -> tuple[int, str]:
+        size, _, key = path.removeprefix(f"{self.protocol}://").partition("/")
+        return int(size), key

@@ -1,0 +1,128 @@
+"""Tables at one time as views of a DuckDB connection.
+
+A view is DuckDB's own scan of the Parquet parts, with its columns and filters (`shards.plan`), and Arrow tables of
+what is not merged. Where no plan is exact, the contents are copied into a temporary table of the connection, by ranges.
+
+What a view reads is held for as long as the connection has the view: DuckDB keeps the Arrow table `live` of it, and the
+hold goes with that.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from tidemill.base.entered import Entered
+from tidemill.base.errors import Invalid
+from tidemill.objects.open import local_directory
+from tidemill.query.reading import Chosen
+from tidemill.shards.difference import UNTIL
+from tidemill.shards.front import TIME
+from tidemill.shards.plan import NoPlan, Plan, plan_parts
+from tidemill.shards.schema import contents_schema, part_schema
+
+if TYPE_CHECKING:
+    import duckdb
+    import pyarrow as pa
+
+    from tidemill.query.table import Table
+
+GLOB = set("*?[")
+
+
+def make_view(connection: duckdb.DuckDBPyConnection, table: Table, found: Entered[Chosen], name: str) -> None:
+    """The contents that were chosen, as the temporary view `name`. `found` is left when nothing reads it any more.
+
+    Raises Invalid (DuckDB cannot have such a view), and what reading raises.
+    """
+    import duckdb
+
+    _check_names(table.schema.names, table.name)
+    try:
+        _make_view(connection, table, found, name)
+    except duckdb.Error as error:
+        raise Invalid(
+            f"DuckDB refuses the view: name={name} ({error}).", fix="Give it another name, or another connection."
+        ) from error
+
+
+def _make_view(connection: duckdb.DuckDBPyConnection, table: Table, found: Entered[Chosen], name: str) -> None:
+    shard, stores, portal = table._shard, table._stores, table._portal
+    live_name, gone_name, copy_name = (f"tidemill {what} {name}" for what in ("live", "gone", "copy"))
+    try:
+        if found.value.at < 0:
+            plan = Plan([], part_schema(shard.schema).empty_table(), contents_schema(shard.schema).empty_table())
+        else:
+            plan = plan_parts(portal, stores.objects, shard, found.value.at)
+    except NoPlan:
+        with table._over(found, None, None, end=found.leave) as rows:
+            _copy(connection, copy_name, rows)
+        for each in (live_name, gone_name):
+            connection.unregister(each)
+        _create(connection, name, f"SELECT * FROM {quoted(copy_name)}")
+        return
+    weakref.finalize(plan.live, _let_go, found, table)
+    connection.register(live_name, plan.live)
+    connection.register(gone_name, plan.gone)
+    _create(connection, name, _select(plan, table.key, live_name, gone_name, _paths(connection, table, plan)))
+    connection.execute(f"DROP TABLE IF EXISTS temp.{quoted(copy_name)}")
+
+
+def _let_go(found: Entered[Chosen], table: Table) -> None:
+    """`table`: until then its cluster stays open, though nobody else may know it."""
+    found.leave()
+
+
+def _select(plan: Plan, key: tuple[str, ...], live: str, gone: str, paths: list[str]) -> str:
+    if not paths:
+        return f"SELECT * FROM {quoted(live)}"
+    columns = ", ".join(f"s.{quoted(column)}" for column in plan.live.column_names)
+    listed = ", ".join(f"'{path}'" for path in (each.replace("'", "''") for each in paths))
+    said = f"SELECT {columns} FROM read_parquet([{listed}], hive_partitioning = false) s"
+    if plan.gone.num_rows:
+        same = [f"g.{quoted(column)} IS NOT DISTINCT FROM s.{quoted(column)}" for column in key]
+        said += f" ANTI JOIN {quoted(gone)} g ON ({' AND '.join([*same, f's.{TIME} < g.{UNTIL}'])})"
+    return f"{said} UNION ALL SELECT * FROM {quoted(live)}" if plan.live.num_rows else said
+
+
+def _create(connection: duckdb.DuckDBPyConnection, name: str, select: str) -> None:
+    connection.execute(f"CREATE OR REPLACE TEMP VIEW {quoted(name)} AS {select}")
+
+
+def _copy(connection: duckdb.DuckDBPyConnection, name: str, rows: pa.RecordBatchReader) -> None:
+    """DuckDB takes a stream batch by batch, and spills what its memory limit does not allow."""
+    stream = f"{name} stream"
+    connection.register(stream, rows)
+    try:
+        connection.execute(f"CREATE OR REPLACE TEMP TABLE {quoted(name)} AS SELECT * FROM {quoted(stream)}")
+    finally:
+        connection.unregister(stream)
+
+
+def _paths(connection: duckdb.DuckDBPyConnection, table: Table, plan: Plan) -> list[str]:
+    """What DuckDB opens: files where the bucket is a directory, else objects through a file system of ours."""
+    if not plan.settled:
+        return []
+    directory = local_directory(table._stores.urls.objects)
+    if directory is not None and not GLOB & set(directory):
+        return [f"{directory}/{part.object_key}" for part in plan.settled]
+    bucket = table._cluster._bucket
+    if not connection.filesystem_is_registered(bucket.protocol):
+        connection.register_filesystem(bucket)
+    return [bucket.path_of(part) for part in plan.settled]
+
+
+def _check_names(names: list[str], table: str) -> None:
+    """DuckDB tells no columns apart by case."""
+    seen: dict[str, str] = {}
+    for name in names:
+        other = seen.setdefault(name.casefold(), name)
+        if other != name:
+            raise Invalid(
+                f"DuckDB cannot tell two columns apart: table={table} columns={other},{name}.",
+                fix="Read the table as Arrow or Polars.",
+            )
+
+
+def quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'

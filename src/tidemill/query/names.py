@@ -1,0 +1,47 @@
+"""Which tables a query names, told by DuckDB's own parser."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from tidemill.base.errors import Invalid
+
+if TYPE_CHECKING:
+    import duckdb
+
+
+def named_tables(connection: duckdb.DuckDBPyConnection, query: str) -> tuple[set[str], set[str]]:
+    """(tables, names that are a table or what a WITH of the query calls so). Raises Invalid: it does not parse.
+
+    Not `get_table_names` where that can be helped: it binds as well, and so refuses every JOIN with USING.
+    """
+    import duckdb
+
+    try:
+        ((said,),) = connection.execute("SELECT json_serialize_sql(?::VARCHAR)", [query]).fetchall()
+        tree = json.loads(said)
+        if tree.get("error") and tree.get("error_type") == "parser":
+            raise Invalid(
+                f"the query does not parse: {tree.get('error_message')}.", fix="Correct it; DuckDB's dialect applies."
+            )
+        if tree.get("error"):  # no SELECT: EXPLAIN, for example
+            return set(connection.get_table_names(query)), set()
+    except duckdb.Error as error:
+        raise Invalid(f"the query does not parse: {error}.", fix="Correct it; DuckDB's dialect applies.") from error
+    nodes = list(_nodes(tree))
+    tables = {node["table_name"] for node in nodes if node.get("type") == "BASE_TABLE"}
+    called = {each["key"] for node in nodes for each in node.get("cte_map", {}).get("map", [])}
+    return tables - called, tables & called
+
+
+def _nodes(tree: Any) -> Iterator[dict[str, Any]]:
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            yield node
+            waiting += node.values()
+        elif isinstance(node, list):
+            waiting += node

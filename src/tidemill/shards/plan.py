@@ -1,0 +1,110 @@
+"""A shard at one time for an engine that reads Parquet itself (Spark, DuckDB): which files, and what to change of them.
+
+    settled     files that only insert: the engine's columns, filters and row groups
+    difference  the other parts, which are read here: the last state of every key that they touch
+
+    settled ANTI JOIN gone (by the key, where `_time` < `_until`)  UNION ALL  live
+
+While there is no difference that is Parquet alone. Whoever runs it holds the time first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from tidemill.base.errors import Corrupt
+from tidemill.base.limits import MIB
+from tidemill.base.portal import Portal
+from tidemill.objects.store import ObjectStore
+from tidemill.shards.difference import last_states
+from tidemill.shards.fetching import fetching
+from tidemill.shards.front import DIFF, HASH, TIME, Batch, Part, ShardSchema
+from tidemill.shards.ranges import Fetch, opened
+from tidemill.shards.reading import PartReader
+from tidemill.shards.schema import part_schema
+
+if TYPE_CHECKING:
+    from tidemill.shards.handle import LogShard
+
+DIFFERENCE_BYTES = 32 * MIB
+"""Encoded updates that are read here for one plan; with more, reading by ranges is better."""
+KNOWN_MAX = 8192
+
+
+class NoPlan(Exception):
+    """Why the shard has to be read in another way: a plan would not be exact, or not be worth it."""
+
+
+class Plan(NamedTuple):
+    """settled  objects that are Parquet files of `part_schema`
+    gone     the columns of the key and `_until`
+    live     the shard's columns"""
+
+    settled: list[Part]
+    gone: Any
+    live: Any
+
+
+def plan_parts(portal: Portal, objects: ObjectStore, shard: LogShard, at: int) -> Plan:
+    """Raises NoPlan, Corrupt, Evolved, Missing, Unavailable."""
+    fetch = fetching(portal, objects, whole=False)
+    settled: list[Part] = []
+    rest: list[Batch] = []
+    for batch in portal.call(shard.batches_until(at)):
+        others = []
+        for part in batch.parts:
+            times = _insertions(part, shard.schema, fetch) if part.object_key else None
+            if times is not None and batch.lower <= times[0] and times[1] < min(batch.upper, at + 1):
+                settled.append(part)
+            else:
+                others.append(part)
+        rest.append(msgspec.structs.replace(batch, parts=tuple(others)))
+    return Plan(settled, *_difference(portal, objects, shard, rest, at))
+
+
+_known: OrderedDict[tuple[str, ShardSchema], tuple[int, int] | None] = OrderedDict()
+"""By the key of an object, which never changes and is never used again (O1)."""
+
+
+def _insertions(part: Part, schema: ShardSchema, fetch: Fetch) -> tuple[int, int] | None:
+    """First and last time of a part that only inserts, single rows under this very schema; None of any other."""
+    key = part.object_key, schema
+    if key not in _known:
+        _known[key] = _look(part, schema, fetch)
+        if len(_known) > KNOWN_MAX:
+            _known.popitem(last=False)
+    return _known[key]
+
+
+def _look(part: Part, schema: ShardSchema, fetch: Fetch) -> tuple[int, int] | None:
+    try:
+        file = pq.ParquetFile(opened(fetch(part)), pre_buffer=True)
+        if not file.schema_arrow.equals(part_schema(schema)):
+            return None
+        read = file.read(columns=[TIME, DIFF], use_threads=False)
+    except (OSError, pa.ArrowException) as error:
+        raise Corrupt(f"part is unreadable: object={part.object_key} ({error}).") from error
+    diffs, times = (pc.min_max(read.column(name)).as_py() for name in (DIFF, TIME))
+    return (times["min"], times["max"]) if diffs == {"min": 1, "max": 1} else None
+
+
+def _difference(
+    portal: Portal, objects: ObjectStore, shard: LogShard, rest: list[Batch], at: int
+) -> tuple[pa.Table, pa.Table]:
+    size_bytes = sum(part.size_bytes for batch in rest for part in batch.parts)
+    if size_bytes > DIFFERENCE_BYTES:
+        raise NoPlan(f"{size_bytes >> 20} MiB of updates are not merged")
+    updates = portal.call(PartReader(objects, shard.schema, cache_bytes=0).read_batches(rest, 0, at + 1))
+    if updates.num_rows and not shard.schema.key:
+        raise NoPlan("it has no key, and updates that are not merged")
+    found = last_states(shard.schema, updates)
+    if found is None:
+        raise NoPlan("some key has several rows")
+    gone, live = found
+    return gone.drop_columns([HASH]), live

@@ -1,0 +1,105 @@
+"""`tidemill sql` on a cluster with nothing running: one time for all tables, held while the query runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli_shard import DAY, Cluster
+from typer.testing import CliRunner
+
+from tidemill.base.errors import Invalid, Missing, TidemillError, Unavailable
+from tidemill.cli.context import stores
+from tidemill.cli.main import app
+from tidemill.query import duck
+from tidemill.shards.front import HistoryLost
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path)
+
+
+def ask(cluster: Cluster, query: str, *more: str) -> str:
+    done = CliRunner().invoke(app, ["sql", query, *more, "--config", str(cluster.config)])
+    if isinstance(done.exception, TidemillError):
+        raise done.exception
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done.stdout
+
+
+def rows(cluster: Cluster, query: str, *more: str) -> tuple[int | None, list[Any]]:
+    found = json.loads(ask(cluster, query, *more, "--json").splitlines()[-1])
+    return found["as_of_ms"], found["rows"]
+
+
+def test_a_join_is_of_one_time_that_both_tables_have(cluster: Cluster) -> None:
+    cluster.append([(1, "a", 1), (2, "b", 1)], name="left")
+    cluster.append([(1, "x", 1)], [(1, "x", -1), (1, "y", 1)], name="right-1")
+    joined = 'SELECT l.v, r.v FROM "left" l JOIN "right-1" r USING (k)'
+    assert rows(cluster, joined) == (DAY + 999, [["a", "x"]])
+    cluster.append([(3, "c", 1)], name="left")
+    assert rows(cluster, joined) == (DAY + 1999, [["a", "y"]])
+    assert rows(cluster, joined, "--as-of", str(DAY + 999)) == (DAY + 999, [["a", "x"]])
+    assert rows(cluster, joined, "--as-of", "2023-11-14T22:13:20.999Z") == (DAY + 999, [["a", "x"]])
+    named = 'WITH r AS (SELECT * FROM "left"), "right-1" AS (SELECT * FROM "right-1") SELECT count(*) FROM r, "right-1"'
+    assert rows(cluster, named) == (DAY + 1999, [[3]])
+    assert rows(cluster, "WITH r AS (SELECT 7 AS a) SELECT a FROM r") == (None, [[7]])
+    assert len(rows(cluster, 'EXPLAIN SELECT * FROM "left"')[1]) == 1
+    assert rows(cluster, "SELECT 42 AS answer") == (None, [[42]])
+    assert f"as of {DAY + 1999}" in ask(cluster, 'SELECT * FROM "left"') and "as of" not in ask(cluster, "SELECT 1")
+
+
+def test_what_cannot_be_asked_is_refused_in_a_sentence(cluster: Cluster) -> None:
+    with pytest.raises(Invalid, match="there is no cluster here"):
+        ask(cluster, "SELECT * FROM orders")
+    cluster.append([(1, "a", 1)], [(1, "a", -1)])
+    for query, kind, said in (
+        ("SELEKT 1", Invalid, "the query does not parse"),
+        ("SELECT nothing FROM orders", Invalid, "the query failed"),
+        ("SELECT * FROM nothing", Missing, "no such shard: shard=nothing"),
+        ("SELECT * FROM Orders", Missing, "no such shard: shard=Orders"),
+    ):
+        with pytest.raises(kind, match=said):
+            ask(cluster, query)
+    with pytest.raises(Unavailable, match="time is not final yet"):
+        ask(cluster, "SELECT * FROM orders", "--as-of", str(DAY * 2))
+    with pytest.raises(Invalid, match="as_of is no time"):
+        ask(cluster, "SELECT * FROM orders", "--as-of", "noon")
+    with pytest.raises(HistoryLost):
+        ask(cluster, "SELECT * FROM orders", "--as-of", "-1")
+    assert json.loads(cluster.command("describe", "orders", "--json"))["holds"] == []
+
+
+def test_what_a_query_reads_is_held_while_it_runs(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster.append([(n, "a", 1) for n in range(300)])
+    held: list[str] = []
+    real = duck.make_view
+
+    def then_look(*arguments: Any) -> None:
+        real(*arguments)
+        with stores(cluster.config) as opened:
+            shard = opened.shard("orders")
+            held.extend(hold.reader for hold in shard.state.holds)
+            opened.portal.call(shard.aclose())
+
+    monkeypatch.setattr(duck, "make_view", then_look)
+    assert rows(cluster, "SELECT count(*) FROM orders") == (DAY + 999, [[300]])
+    assert [name.partition("/")[0] for name in held] == ["python"]
+    assert json.loads(cluster.command("describe", "orders", "--json"))["holds"] == []
+
+
+def test_as_a_command_it_imports_no_pandas(cluster: Cluster) -> None:
+    """Half of what a small query costs, where pandas is installed."""
+    cluster.append([(1, "a", 1)], [(1, "a", -1), (1, "b", 1)])
+    arguments = ["tidemill", "sql", "SELECT v FROM orders", "--config", str(cluster.config), "--json"]
+    program = f"import sys; sys.argv = {arguments!r}\nfrom tidemill.cli.main import run\n" + (
+        "try:\n    run()\nfinally:\n    assert not {'pandas', 'pyspark', 'pyarrow.dataset'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and json.loads(done.stdout.splitlines()[-1])["rows"] == [["b"]], done.stderr
+    assert done.stderr == ""

@@ -1,0 +1,124 @@
+"""Tables as views of DuckDB: exact whatever is merged, held while a connection has them, several at one time."""
+
+from __future__ import annotations
+
+import gc
+from decimal import Decimal
+
+import duckdb
+import pytest
+from query_world import ORDERS, World
+from test_query_table import filled, until_let_go
+
+from tidemill.base.errors import Invalid, Unavailable
+from tidemill.query import duck
+from tidemill.shards.evolution import Changes
+from tidemill.shards.front import Column, HistoryLost, ShardSchema
+
+EVERY = "SELECT count(*), count(DISTINCT id), sum(total), count(*) FILTER (status = 'paid') FROM orders"
+
+
+def test_a_view_is_the_contents_at_its_time_and_is_held_while_the_connection_has_it(everywhere: World) -> None:
+    filled(everywhere)
+    orders = everywhere.cluster.table("orders")
+    with duckdb.connect() as connection:
+        assert orders.to_duckdb(connection, as_of=19).columns == ["id", "status", "total"]
+        assert connection.sql(EVERY).fetchall() == [(300, 300, Decimal(448500), 0)]
+        orders.to_duckdb(connection, "now")
+        assert connection.sql(EVERY.replace("orders", "now")).fetchall() == [(300, 300, Decimal(451420), 1)]
+        assert connection.sql("SELECT total, id FROM now WHERE id = 7").fetchall() == [(Decimal(70), 7)]
+        assert connection.sql("SELECT id FROM orders ANTI JOIN now USING (id)").fetchall() == [(8,)]
+        assert len(everywhere.holds()) == 2
+        everywhere.append(40, [(300, None, -1)])
+        everywhere.merge(39)
+        assert connection.sql(EVERY).fetchall() == [(300, 300, Decimal(448500), 0)], "what was merged stays for it"
+        orders.to_duckdb(connection)
+        assert connection.sql("SELECT count(*), max(id) FROM orders").fetchall() == [(299, 299)]
+        gc.collect()
+        assert len(everywhere.holds()) == 2, "the view of the older time is gone"
+    del connection
+    gc.collect()
+    everywhere.portal.call(until_let_go(everywhere))
+
+
+def test_where_no_plan_is_exact_the_contents_are_copied_and_nothing_stays_held(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keyless = ShardSchema(ORDERS.columns, ())
+    world.append(10, [(1, "a", 2), (2, "b", 1)], "events", keyless)
+    world.append(20, [(1, "a", -1)], "events", keyless)
+    events = world.cluster.table("events")
+    with duckdb.connect() as connection:
+        twice, once = (1, "a", Decimal(10)), (2, "b", Decimal(20))
+        assert sorted(events.to_duckdb(connection, as_of=9).fetchall()) == [twice, twice, once]
+        assert sorted(events.to_duckdb(connection).fetchall()) == [twice, once]
+        assert world.holds("events") == []
+        filled(world)
+        orders = world.cluster.table("orders")
+
+        async def evolve() -> None:
+            shard = await world.stores.shard("orders")
+            await shard.evolve(Changes((Column("note", "string", "none"),)))
+            await shard.aclose()
+
+        world.portal.call(evolve())
+        monkeypatch.setattr("tidemill.shards.plan.DIFFERENCE_BYTES", 0)
+        orders.to_duckdb(connection)
+        assert connection.sql("SELECT count(*), min(note), max(note) FROM orders").fetchall() == [(300, "none", "none")]
+        assert world.holds() == []
+        monkeypatch.undo()
+        orders.to_duckdb(connection, as_of=19)
+        assert connection.sql(EVERY).fetchall() == [(300, 300, Decimal(448500), 0)]
+
+
+def test_several_tables_are_read_at_the_newest_time_that_all_have(world: World) -> None:
+    for name in ("a", "b"):
+        world.append(10, [(1, name, 1)], name)
+    world.append(20, [(1, "a", -1), (1, "later", 1)], "a")
+    with duckdb.connect() as connection:
+        assert world.cluster.to_duckdb(connection, ["a", "b"]) == 9
+        assert connection.sql("SELECT a.status, b.status FROM a JOIN b USING (id)").fetchall() == [("a", "b")]
+        world.append(30, [], "b")
+        assert world.cluster.to_duckdb(connection, ["a", "b"]) == 19 == world.cluster.common_time(["a", "b"])
+        assert connection.sql("SELECT a.status, b.status FROM a JOIN b USING (id)").fetchall() == [("later", "b")]
+        world.append(40, [(2, "c", 1)], "c")
+        world.append(50, [(3, "c", 1)], "c")
+        world.merge(49, "c")
+        with pytest.raises(HistoryLost, match=r"no time in common: c is readable from 49 on, a before 20.*why a"):
+            world.cluster.to_duckdb(connection, ["a", "c"])
+        world.portal.call(_made(world, "new"))
+        with pytest.raises(Unavailable, match="nothing was written yet: shard=new"):
+            world.cluster.to_duckdb(connection, ["a", "new"])
+        assert world.cluster.to_duckdb(connection, ["new"]) == -1
+        assert connection.sql("SELECT count(*) FROM new").fetchall() == [(0,)]
+
+
+async def _made(world: World, name: str) -> None:
+    await (await world.stores.shard(name, ORDERS)).aclose()
+
+
+def test_names_that_duckdb_cannot_have_are_refused_and_odd_ones_are_not(world: World) -> None:
+    odd = ShardSchema((Column('we"ird', "int64"), Column("a.b", "string"), Column("select", "string")), ('we"ird',))
+    rows = {'we"ird': [1, 2], "a.b": ["x", "y"], "select": [None, "z"], "_time": [9, 9], "_diff": [1, 1]}
+
+    async def fill(name: str, schema: ShardSchema, columns: dict[str, list[object]]) -> None:
+        import pyarrow as pa
+
+        shard = await world.stores.shard(name, schema)
+        await shard.compare_and_append(0, 10, [await shard.write_part(pa.table(columns))], "")
+        await shard.aclose()
+
+    world.portal.call(fill("my-odd.shard", odd, rows))
+    twice = ShardSchema((Column("id", "int64"), Column("ID", "int64")), ("id",))
+    world.portal.call(fill("twice", twice, {"id": [1], "ID": [2], "_time": [9], "_diff": [1]}))
+    with duckdb.connect() as connection:
+        table = world.cluster.table("my-odd.shard")
+        assert sorted(table.to_duckdb(connection).fetchall()) == [(1, "x", None), (2, "y", "z")]
+        assert connection.sql('SELECT "a.b" FROM "my-odd.shard" WHERE "we""ird" = 2').fetchall() == [("y",)]
+        with pytest.raises(Invalid, match="DuckDB cannot tell two columns apart: table=twice columns=id,ID"):
+            world.cluster.table("twice").to_duckdb(connection)
+        connection.execute("CREATE TEMP TABLE taken AS SELECT 1 AS a")
+        with pytest.raises(Invalid, match="DuckDB refuses the view: name=taken"):
+            table.to_duckdb(connection, "taken")
+        assert connection.sql("SELECT a FROM taken").fetchall() == [(1,)]
+        assert world.holds("twice") == [] and duck.quoted('a"b') == '"a""b"'
