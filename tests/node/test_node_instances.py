@@ -5,9 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tidemill.base.config import Config
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.marks import Report
 from tidemill.node.instances import instance_name, not_missed, pipeline_of, place_of, process_of
+from tidemill.node.processes import supervised_here
 
 NOW_MS = 1_000_000
 labels = st.from_regex(r"[a-z][a-z0-9_]{0,5}", fullmatch=True) | st.just("")
@@ -41,3 +43,9 @@ def test_of_a_pipeline_that_nobody_does_any_more_one_driver_stays_and_else_all_t
         mine = {process for process in names if pipeline_of(process) == pipeline}
         works = any(not names[process][0] for process in mine - ended)
         assert len(mine & ended - gone) == (0 if works else min(1, len(mine & ended)))
+
+
+def test_up_with_no_drivers_of_a_pipeline_does_not_judge_those_that_pipeline_run_starts_beside_it() -> None:
+    """Their supervisor may have been killed with them: that is to be seen, though a peer elsewhere goes on."""
+    pipelines = {"mine": {"file": "a.py"}, "theirs": {"file": "b.py", "spark": {"instances": 0}}}
+    assert supervised_here(Config.model_validate({"pipeline": pipelines})) == ["mine"]

@@ -11,7 +11,7 @@ from tidemill.base.portal import Portal
 from tidemill.cli.context import ConfigOption
 from tidemill.cli.supervised import ConfOption, InstancesOption, MasterOption, MemoryOption, run_supervised
 from tidemill.node.overrides import overridden
-from tidemill.node.processes import start_all
+from tidemill.node.processes import start_all, supervised_here
 from tidemill.node.supervise import Supervisor
 
 
@@ -35,7 +35,7 @@ def up(
     def start(supervisor: Supervisor, fail: Callable[[BaseException], None]) -> None:
         start_all(loaded, SystemClock(), fail, supervisor=supervisor)
 
-    run_supervised(loaded, loaded.node.name, start, pipelines=loaded.pipeline)
+    run_supervised(loaded, loaded.node.name, start, pipelines=supervised_here(loaded))
 
 
 def _preflight(config: Config) -> None:

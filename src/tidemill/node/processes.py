@@ -57,6 +57,11 @@ def start_all(
     return supervisor
 
 
+def supervised_here(config: Config) -> list[str]:
+    """The pipelines whose drivers without a label are those of `up`: with instances = 0 they are somebody else's."""
+    return [name for name, section in config.pipeline.items() if section.spark.instances]
+
+
 def start_drivers(config: Config, name: str, supervisor: Supervisor, label: str = "") -> None:
     """As many identical drivers of a pipeline as the configuration says. `label` tells those of one machine from those
     of another."""
