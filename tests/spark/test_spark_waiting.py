@@ -7,11 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from running import mark, started, until
 
 from tidemill.base.clock import Rand
 from tidemill.consensus.board import Board
 from tidemill.metastore.catalogue import PipelineRow
+from tidemill.spark import reporting
 from tidemill.spark.steps import STEP_BYTES
 from tidemill.spark.upsert.mirror import MANIFEST
 
@@ -138,3 +140,23 @@ def test_what_the_data_does_to_a_table_is_told_under_its_mark_with_an_age_that_a
             thread.join(30)
         assert not thread.is_alive()
     assert ages[0][0] == ages[1][0] and ages[1][1] > ages[0][1]
+
+
+def test_a_driver_that_rests_gives_the_memory_of_its_steps_back_once(
+    harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(reporting, "REST_S", 0.0)
+    topic = harbour.create_topic("clicks")
+    text = 'def build(p):\n    p.table("clicks", p.topic("clicks", key="click_id", schema="click_id string"))\n'
+    runner, stopping, thread = started(harbour, tmp_path, text)
+    monkeypatch.setattr(reporting, "give_freed_memory_back", lambda: given.append(runner.tables()[0].progress.read))
+    try:
+        for n in (1, 2):
+            harbour.produce(topic, [(b"k", {"click_id": "a"})])
+            harbour.mint("topic/clicks", 1000 * n, topic)
+            until(lambda n=n: given == list(range(1, n + 1)))  # type: ignore[misc]
+    finally:
+        stopping.set()
+        thread.join(30)
+    assert given == [1, 2]

@@ -28,6 +28,7 @@ from tidemill.base.errors import Invalid
 from tidemill.base.garbage import keep_pauses_short
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.logs import configure_logs
+from tidemill.base.memory import keep_freed_memory
 from tidemill.spark import CONF_VARIABLE, CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 from tidemill.spark.stores import Urls
 
@@ -54,8 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     configure_logs()
     descriptors.raise_limit()
-    # Arrow's own pool gives pages back that the next step needs: touching them anew is a quarter of a driver's time.
+    # Pages that are given back between two steps and touched anew were a quarter of a driver's time. Arrow's own pool
+    # does so whatever it is told.
     pa.set_memory_pool(pa.system_memory_pool())
+    keep_freed_memory()
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())

@@ -24,7 +24,7 @@ import structlog
 
 from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
 from tidemill.base.marks import argmin
-from tidemill.base.memory import resident_bytes
+from tidemill.base.memory import Rest, give_freed_memory_back, resident_bytes
 from tidemill.base.tasks import is_fault, sentence
 from tidemill.consensus.board import Board
 from tidemill.spark.executors import mark_of
@@ -42,6 +42,8 @@ PATIENCE_MS = 120_000
 LOOK_S = 2.0
 """A read of bindings that takes longer is told as one that gives no answer; far below a report's age when blind."""
 CANNOT = "its mark cannot be computed: "
+REST_S = 30.0
+"""After so long without a record a driver gives the memory back that its steps left free."""
 RECENT_MS = 60_000
 """What stood longer ago than this is not held against a new process: everything was down."""
 
@@ -71,6 +73,7 @@ class Reporter:
             f":{runner.settings.instance}" if runner.settings.instance else ""
         )
         self._began_ms = runner.stores.clock.now_ms()
+        self._rest = Rest(REST_S)
 
     def run(self) -> None:
         """Until the pipeline ends; publishes once more then."""
@@ -88,6 +91,8 @@ class Reporter:
                 log.warning("marks not published", error=sentence(error))
             if ended:
                 return
+            if self._rest.begins(self._worked(), runner.stores.clock.monotonic_s()):
+                give_freed_memory_back()
 
     def adopt(self) -> None:
         """Before any unit starts. Raises as consensus does: nothing else goes on without it either."""
@@ -243,6 +248,11 @@ class Reporter:
             progress=progress,
             upstream=upstream,
         )
+
+    def _worked(self) -> int:
+        """Records read, and rounds of derived tables, in this life; of tables that opened anew they count anew."""
+        read = sum(table.progress.read for table in self._runner.tables())
+        return read + sum(found.recomputed for found in list(self._runner.derivations.values()))
 
     def _memory(self) -> dict[str, tuple[int, int]]:
         """{share: (bytes, limit; 0 = none)}, as nodes tell theirs. Decoded, a step is some times its stored bytes."""

@@ -1,0 +1,74 @@
+"""What a process frees stays with it for its next work, until it rests."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from tidemill.base import memory
+from tidemill.base.memory import Rest, give_freed_memory_back, keep_freed_memory
+
+CHILD = """
+import json, resource, sys, threading
+from tidemill.base.memory import give_freed_memory_back, keep_freed_memory, resident_bytes
+
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+
+def work():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [b"x" * (1 << 20) for _ in range(64)]
+    del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults = []
+for _ in range(4):
+    thread = threading.Thread(target=lambda: faults.append(work()))
+    thread.start()
+    thread.join()
+kept = resident_bytes()
+give_freed_memory_back()
+print(json.dumps({"faults": faults, "given_mib": (kept - resident_bytes()) >> 20}))
+"""
+PAGES = 64 << 8
+glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library: nothing is kept, nothing lost")
+
+
+def child(how: str) -> dict[str, list[int]]:
+    run = subprocess.run([sys.executable, "-c", CHILD, how], capture_output=True, text=True, check=True, timeout=60)
+    found: dict[str, list[int]] = json.loads(run.stdout)
+    return found
+
+
+@glibc
+def test_pages_that_were_touched_once_are_not_touched_anew_by_another_thread() -> None:
+    found = child("keep")
+    assert found["faults"][-1] < PAGES // 10, found
+    assert found["given_mib"] > 32, found  # type: ignore[operator]
+    assert child("as it is")["faults"][-1] > PAGES // 2, "else nothing has to be told to keep them"
+
+
+def test_another_c_library_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other:
+        pass
+
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: Other())
+    assert not keep_freed_memory()
+    give_freed_memory_back()
+
+
+def test_a_rest_begins_once_after_work() -> None:
+    rest = Rest(30.0)
+    assert not rest.begins(0, 1_000.0), "nothing was ever worked"
+    assert [rest.begins(5, at) for at in (1_000.0, 1_029.0, 1_030.0, 1_031.0, 2_000.0)] == [
+        False, False, True, False, False,
+    ]  # fmt: skip
+    assert [rest.begins(done, at) for done, at in ((6, 2_001.0), (7, 2_030.0), (7, 2_031.0), (7, 2_060.0))] == [
+        False, False, False, True,
+    ]  # fmt: skip
+    # A table that opened anew counts anew: that is work too.
+    assert [rest.begins(2, at) for at in (3_000.0, 3_030.0)] == [False, True]
