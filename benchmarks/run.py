@@ -18,6 +18,7 @@ NAMES = (
     "commit_to_client",
     "commit_to_shard",
     "upsert",
+    "catch_up",
     "idle",
     "capture",
     "shapes",

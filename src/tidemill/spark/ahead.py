@@ -7,7 +7,7 @@ the table's next one is seen when its turn comes; else it is thrown away. One st
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 
 import msgspec
 
@@ -27,8 +27,9 @@ class Prepared(msgspec.Struct, frozen=True):
 class Ahead:
     """Of one feed. Called by one thread at a time."""
 
-    def __init__(self, portal: Portal, stores: Stores, remap: Remap) -> None:
+    def __init__(self, portal: Portal, stores: Stores, remap: Remap, helpers: Executor | None = None) -> None:
         self._portal = portal
+        self._helpers = helpers
         self._stores = stores
         # Its own: a planner's round is one caller's.
         self._planner = Planner(stores, remap)
@@ -79,4 +80,4 @@ class Ahead:
             return None
         self.bytes = step.bytes
         batches = fetch_here(self._portal, self._stores.objects, step.descriptors)
-        return Prepared(step, decode(feed, step.descriptors, batches))
+        return Prepared(step, decode(feed, step.descriptors, batches, self._helpers))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ from tidemill.spark.seats import IDLE_MOVE_S, Seat, Seats
 from tidemill.spark.steps import STEP_BYTES, STEP_RECORDS, Planner, Step
 from tidemill.spark.stores import Stores
 from tidemill.spark.table import TableWriter
-from tidemill.spark.tasks import Batches, Decoded, decode, fetch
+from tidemill.spark.tasks import DECODERS, Batches, Decoded, decode, fetch
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -80,6 +81,7 @@ class FeedSink:
         dead_letters: DeadLetters | None = None,
         inline_rows: int | None = None,
         idle_move_s: float = IDLE_MOVE_S,
+        decoders: int = DECODERS,
         scratch: Path | None = None,
     ) -> None:
         self.source = source
@@ -97,7 +99,8 @@ class FeedSink:
         self._scratch = scratch
         self.seats = Seats(stores.clock, latency, bound, idle_move_s)
         self._planner = Planner(stores, remap)
-        self._ahead = Ahead(portal, stores, remap)
+        self._helpers = ThreadPoolExecutor(decoders, f"decode-{source}") if decoders else None
+        self._ahead = Ahead(portal, stores, remap, self._helpers)
         self._by_tasks: ByTasks | None = None
         self._stopping = threading.Event()
         self.called = threading.Event()
@@ -243,7 +246,7 @@ class FeedSink:
                 self.seats.alone(item.seat, partial(self._decode, item, batches))
 
     def _decode(self, item: _Work, batches: Batches) -> None:
-        item.decoded = decode(_feed(item.seat), item.step.descriptors, batches)
+        item.decoded = decode(_feed(item.seat), item.step.descriptors, batches, self._helpers)
 
     def _drain(self, item: _Work) -> None:
         table, decoded = item.table, item.decoded

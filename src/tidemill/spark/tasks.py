@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import pyarrow as pa
@@ -17,13 +20,16 @@ from tidemill.shards.front import TIME
 from tidemill.spark.decode.captured import CapturedDecoder, Stop
 from tidemill.spark.decode.letters import no_dead_letters
 from tidemill.spark.decode.records import Records, blocks_of
-from tidemill.spark.decode.slices import Descriptor
+from tidemill.spark.decode.slices import Descriptor, record_count
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.feeds import TopicFeed
 from tidemill.spark.stores import shared_objects
 from tidemill.spark.upsert.arrays import int64s
 from tidemill.spark.upsert.commands import BEFORE_ALL, Commands, Truncate, join, no_commands, select, times_of
 from tidemill.topics.fetch import read_batches
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Decoded(msgspec.Struct, frozen=True):
@@ -39,9 +45,20 @@ def _decoder(feed: TopicFeed) -> CapturedDecoder | StreamDecoder:
     return CapturedDecoder(feed.schema, feed.table) if feed.captured else StreamDecoder(feed.schema)
 
 
-def decode(feed: TopicFeed, descriptors: Sequence[Descriptor], batches: Batches) -> Decoded:
+DECODERS = 2
+"""Threads that a driver's `decode` is helped by. Half of a block's time is in native code, beside which another one's
+runs."""
+BESIDE = 2 * DECODERS
+"""Blocks that are under way at once."""
+BESIDE_RECORDS = 5_000
+"""So few records are decoded by who asks: handing them over would take as long."""
+
+
+def decode(
+    feed: TopicFeed, descriptors: Sequence[Descriptor], batches: Batches, helpers: Executor | None = None
+) -> Decoded:
     """`batches[i]` are the record batches of `descriptors[i]`. What cannot be read is in the result, never raised."""
-    parts = list(decode_blocks(feed, descriptors, batches))
+    parts = list(decode_blocks(feed, descriptors, batches, helpers))
     stop = min((part.stop for part in parts if part.stop is not None), default=None)
     commands = join(feed.schema, [part.commands for part in parts])
     dead = pa.concat_tables([part.dead for part in parts]) if parts else no_dead_letters()
@@ -51,17 +68,38 @@ def decode(feed: TopicFeed, descriptors: Sequence[Descriptor], batches: Batches)
     return Decoded(commands, dead, stop)
 
 
-def decode_blocks(feed: TopicFeed, descriptors: Sequence[Descriptor], batches: Batches) -> Iterator[Decoded]:
-    """The same block by block: what a block was made from is gone when the next one comes."""
-    for descriptor, data in zip(descriptors, batches, strict=True):
-        for records in blocks_of(descriptor.slice, data, descriptor.refs):
-            yield decode_block(feed, records)
+def decode_blocks(
+    feed: TopicFeed, descriptors: Sequence[Descriptor], batches: Batches, helpers: Executor | None = None
+) -> Iterator[Decoded]:
+    """The same block by block, in order: what a block was made from is gone when the next one comes, or BESIDE later.
+
+    Records are cut out of their batches here, and read by `helpers`.
+    """
+    read = partial(decode_block, feed)
+    blocks = (
+        records
+        for descriptor, data in zip(descriptors, batches, strict=True)
+        for records in blocks_of(descriptor.slice, data, descriptor.refs)
+    )
+    few = record_count([d.slice for d in descriptors]) < BESIDE_RECORDS
+    yield from map(read, blocks) if helpers is None or few else _beside(helpers, read, blocks)
     # The table was started over in its database, on this topic: what is not in the new copy is gone. All partitions
     # at one time, whichever of them this interval has records of: equal results, however it was cut (U5).
     begins = {d.slice.begins_ms for d in descriptors if d.slice.begins_ms >= 0} if feed.captured else set()
     if begins:
         gone = tuple(Truncate(time_ms, p, BEFORE_ALL) for time_ms in begins for p in range(feed.partitions))
         yield Decoded(Commands(no_commands(feed.schema).rows, gone), no_dead_letters())
+
+
+def _beside(helpers: Executor, call: Callable[[T], U], items: Iterator[T]) -> Iterator[U]:
+    """As `map`, with some of them under way at once."""
+    under_way: deque[Future[U]] = deque()
+    for item in items:
+        under_way.append(helpers.submit(call, item))
+        if len(under_way) == BESIDE:
+            yield under_way.popleft().result()
+    while under_way:
+        yield under_way.popleft().result()
 
 
 def decode_block(feed: TopicFeed, records: Records) -> Decoded:

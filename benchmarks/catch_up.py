@@ -1,0 +1,121 @@
+"""Catching up without Spark: what a driver's own share of it costs, alternating, with and without decoding helpers.
+
+    ./dev bench catch_up [--rows N] [--rounds R] [--give-back] [--json]
+
+Method: N records of 110 bytes, each of a key of its own, wait in a topic of four partitions, bound 25,000 at a time.
+This process brings a fresh table of it to the end, as a driver does (fetch, decode, resolve, part, append, mirror; no
+JVM), then another one, in turns: the step read ahead decoded by one thread, and helped by others. Wall, processor time
+and page faults of this process; the last table of each kind is compared with a replay of the topic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from harbour import machine
+from tidemill.base.memory import keep_freed_memory
+from tidemill.base.portal import Portal
+from tidemill.spark.decode.ddl import stream_schema
+from tidemill.spark.facts import Latency
+from tidemill.spark.feeds import stream_feed
+from tidemill.spark.sink import FeedSink
+from tidemill.spark.stores import Stores, Urls, open_stores
+from tidemill.spark.table import TableWriter
+from upsert import RECORDS_PER_BINDING
+from upsert_load import KEY, SCHEMA, Load
+
+PARTITIONS = 4
+WAYS = ("alone", "helped")
+
+
+class Waiting:
+    """A topic that has everything, and tables that have nothing yet."""
+
+    def __init__(self, portal: Portal, stores: Stores, root: Path, rows: int) -> None:
+        self.portal, self.stores, self.root, self.rows = portal, stores, root, rows
+        self.load = portal.call(self._made())
+        self.schema = stream_schema(SCHEMA, KEY)
+        self.feed = portal.call(stream_feed(stores.catalogue, self.load.name, self.schema))
+        self.remap = portal.call(stores.remap(f"topic/{self.load.name}"))
+
+    async def _made(self) -> Load:
+        load = Load(self.stores, "clicks", PARTITIONS, self.rows)
+        await load.open()
+        chosen = np.arange(self.rows)
+        np.random.default_rng(7).shuffle(chosen)
+        await load.produce(chosen, RECORDS_PER_BINDING)
+        self.end = await load.bind() + 1
+        await load.aclose()
+        return load
+
+    def caught_up(self, way: str, number: int) -> tuple[TableWriter, dict[str, float]]:
+        scratch = self.root / f"{way}-{number}"
+        shard = self.portal.call(self.stores.shard(f"{way}_{number}", self.schema))
+        table = TableWriter(self.portal, self.stores, shard, scratch / "mirrors" / "clicks", self.feed)
+        table.hydrate()
+        source = f"topic/{self.load.name}"
+        sink = FeedSink(
+            self.portal, self.stores, source, self.remap, [table], Latency(), Latency(), scratch=scratch,
+            **({} if way == "helped" else {"decoders": 0}),
+        )  # fmt: skip
+        before, began_s = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+        sink.process(self.end)
+        wall_s, after = time.perf_counter() - began_s, resource.getrusage(resource.RUSAGE_SELF)
+        assert table.upper == self.end and not sink.seats.failed, sink.seats.failed
+        cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        return table, {"wall_s": wall_s, "cpu_s": cpu_s, "faults": after.ru_minflt - before.ru_minflt}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--give-back", action="store_true", help="without keep_freed_memory: what that brings")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    pa.set_memory_pool(pa.system_memory_pool())
+    if not args.give_back:
+        keep_freed_memory()
+    took: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    verified = 0
+    with tempfile.TemporaryDirectory(prefix="catch-up-") as directory, Portal("catch-up") as portal:
+        root = Path(directory)
+        stores = portal.call(open_stores(Urls(f"file://{root}/objects", f"sqlite://{root}/consensus.db")))
+        waiting = Waiting(portal, stores, root, args.rows)
+        for number in range(args.rounds + 1):
+            for way in WAYS if number % 2 else WAYS[::-1]:
+                table, found = waiting.caught_up(way, number)
+                if number:  # the first warms up
+                    took[way].append(found)
+                if number == args.rounds:
+                    verified += waiting.load.verify(portal.call(table.shard.snapshot(table.upper - 1)))
+        portal.call(stores.aclose())
+    result: dict[str, Any] = {"verified": verified}
+    for way, rounds in took.items():
+        middle = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+        result[way] = {
+            "rows_per_s": round(args.rows / middle["wall_s"]),
+            "best_rows_per_s": round(args.rows / min(one["wall_s"] for one in rounds)),
+            "cpu_s_per_million": round(middle["cpu_s"] * 1e6 / args.rows, 2),
+            "faults_per_1000": round(middle["faults"] * 1e3 / args.rows, 1),
+        }
+    if args.json:
+        print(json.dumps(result))
+        return
+    print(f"catch_up   {machine()}   {args.rows:,} rows, median of {args.rounds}; rows verified: {verified:,}")
+    for way in WAYS:
+        print(f"  {way:7} {result[way]}")
+
+
+if __name__ == "__main__":
+    main()

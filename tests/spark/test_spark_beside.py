@@ -1,0 +1,113 @@
+"""Blocks of a step that helpers read beside each other: the same commands and letters, in the same order."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidemill.spark import tasks
+from tidemill.spark.decode import records
+from tidemill.spark.decode.ddl import stream_schema
+from tidemill.spark.decode.slices import Descriptor, Slice
+from tidemill.spark.feeds import TopicFeed
+from tidemill.spark.tasks import BESIDE, BESIDE_RECORDS, _beside, decode
+from tidemill.topics.batch import Record, encode_batch
+from tidemill.topics.front import BatchRef
+
+FEED = TopicFeed("t", "t", 3, False, stream_schema("k string, n long", "k"))
+KINDS = ("good", "bad", "gone", "keyless", "null key")
+BOUND_S = 30.0
+
+
+def record(number: int, kind: str) -> Record:
+    value = {"good": json.dumps({"k": f"k{number % 7}", "n": number}), "bad": "{", "null key": '{"k": null}'}.get(kind)
+    key = None if kind == "keyless" else f"k{number % 7}".encode()
+    return Record(key, None if value is None else value.encode(), (), 0, 0)
+
+
+def descriptors_of(kinds: list[list[list[str]]], torn: int) -> tuple[list[Descriptor], list[list[bytes]]]:
+    """Partitions of batches of records; batch `torn`, if there is one, cannot be read."""
+    descriptors, data, number = [], [], 0
+    for partition, batches in enumerate(kinds):
+        refs, mine, offset = [], [], 0
+        for batch in batches:
+            encoded = encode_batch([record(offset + n, kind) for n, kind in enumerate(batch)], base_offset=offset)
+            mine.append(encoded[:-3] if number == torn else encoded)
+            refs.append(BatchRef("o", 0, len(encoded), offset, len(batch), 1))
+            offset, number = offset + len(batch), number + 1
+        if offset:
+            descriptors.append(Descriptor(Slice("t", "t", partition, 0, offset, (offset,), (5,)), tuple(refs)))
+            data.append(mine)
+    return descriptors, data
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kinds=st.lists(st.lists(st.lists(st.sampled_from(KINDS), min_size=1, max_size=9), max_size=5), max_size=3),
+    torn=st.integers(-1, 6),
+)
+def test_what_helpers_read_is_what_one_reads_alone(kinds: list[list[list[str]]], torn: int) -> None:
+    descriptors, data = descriptors_of(kinds, torn)
+    with ThreadPoolExecutor(3) as helpers, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tasks, "BESIDE_RECORDS", 0)
+        patched.setattr(tasks, "blocks_of", lambda *args: records.blocks_of(*args, block_records=4))
+        alone, together = decode(FEED, descriptors, data), decode(FEED, descriptors, data, helpers)
+    assert together.commands.rows.equals(alone.commands.rows)
+    assert together.commands.truncates == alone.commands.truncates
+    assert together.dead.equals(alone.dead)
+    assert together.stop == alone.stop
+
+
+def test_a_few_records_are_read_by_who_asks() -> None:
+    class Nobody(ThreadPoolExecutor):
+        def submit(self, *_: Any, **__: Any) -> Any:
+            raise AssertionError("handed over")
+
+    descriptors, data = descriptors_of([[["good"] * 9] * 3], -1)
+    assert len(decode(FEED, descriptors, data, Nobody(1)).commands) == 27
+    many = descriptors_of([[["good"] * 1_000] * (BESIDE_RECORDS // 1_000)], -1)
+    with pytest.raises(AssertionError, match="handed over"):
+        decode(FEED, *many, Nobody(1))
+
+
+def test_blocks_are_cut_only_as_they_are_read() -> None:
+    """So a step holds some of them at once, however many it has."""
+    drawn: list[int] = []
+    may = threading.Semaphore(0)
+
+    def items() -> Iterator[int]:
+        for n in range(3 * BESIDE):
+            drawn.append(n)
+            yield n
+
+    def call(n: int) -> int:
+        assert may.acquire(timeout=BOUND_S)
+        return -n
+
+    with ThreadPoolExecutor(2) as helpers:
+        found = _beside(helpers, call, items())
+        for n in range(3 * BESIDE):
+            may.release()
+            assert next(found) == -n
+            assert len(drawn) <= n + BESIDE
+        assert next(found, None) is None
+
+
+def test_what_reading_raises_is_raised() -> None:
+    def call(n: int) -> int:
+        if n == 2:
+            raise MemoryError("no more")
+        return n
+
+    with ThreadPoolExecutor(2) as helpers:
+        found = _beside(helpers, call, iter(range(9)))
+        assert (next(found), next(found)) == (0, 1)
+        with pytest.raises(MemoryError):
+            next(found)
