@@ -18,6 +18,8 @@ NAMES = (
     "commit_to_client",
     "commit_to_shard",
     "upsert",
+    "upsert_keys",
+    "upsert_peers",
     "catch_up",
     "idle",
     "capture",
@@ -30,8 +32,8 @@ NAMES = (
     "derived",
     "tpch",
 )
-LANES = ("hostile", "instances", "fuzz", "calendar")
-"""Long ones that look for faults, not for speed: only by name."""
+LANES = ("hostile", "instances", "fuzz", "calendar", "steady")
+"""Long ones that look for faults or for growth, not for speed: only by name."""
 
 FILES = {"calendar": "month"}
 """Where the file cannot have the name: a calendar.py beside it would hide the standard library's from every script."""

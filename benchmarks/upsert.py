@@ -1,6 +1,7 @@
 """Catching up and following: a keyed topic into an exact table, through a pipeline's own driver process.
 
-    ./dev bench upsert [--rows N] [--keys K] [--by auto,inline,tasks] [--batches 1000,10000,100000] [--json]
+    ./dev bench upsert [--rows N] [--keys K] [--by auto,inline,tasks] [--waiting inserts,updates]
+                       [--batches 1000,10000,100000] [--json]
 
 Method: a driver (with its JVM and workers) runs beside this process, which only produces and binds. First N records
 with K distinct keys, then N updates of random keys wait in the topic, unbound; all are bound at once, 25,000 records a
@@ -49,15 +50,22 @@ class Lane:
     """One topic, one table, one driver."""
 
     def __init__(
-        self, root: Path, urls: Urls, stores: Any, by: str, args: argparse.Namespace, text: str = PIPELINE
+        self,
+        root: Path,
+        urls: Urls,
+        stores: Any,
+        by: str,
+        args: argparse.Namespace,
+        text: str = PIPELINE,
+        name: str = "clicks",
     ) -> None:
         self.by, self._args, self._urls, self._stores = by, args, urls, stores
-        self.load = Load(stores, f"clicks_{by}", args.partitions, args.keys)
+        self.load = Load(stores, f"{name}_{by}", args.partitions, args.keys)
         self._root = root
         self._text = text
         self._draw = np.random.default_rng(7)
         self._driver: subprocess.Popen[bytes]
-        self._log = root / f"driver-{by}.log"
+        self._log = root / f"driver-{name}-{by}.log"
 
     async def start(self) -> None:
         """Until Spark itself brings the batches."""
@@ -68,7 +76,7 @@ class Lane:
         command = [
             sys.executable, str(HERE / "upsert_driver.py"), str(INLINE_ROWS[self.by]),
             "--objects", self._urls.objects, "--consensus", self._urls.consensus, "--pipeline", str(file),
-            "--name", f"bench-{self.by}", "--master", self._args.master, "--scratch", str(self._root / f"s-{self.by}"),
+            "--name", f"bench-{name}", "--master", self._args.master, "--scratch", str(self._root / f"s-{name}"),
         ]  # fmt: skip
         with self._log.open("wb") as log:
             self._driver = subprocess.Popen(command, stdout=log, stderr=log)
@@ -88,7 +96,7 @@ class Lane:
         self._driver.terminate()
         await asyncio.to_thread(self._driver.wait)
 
-    async def _visible(self, time_ms: int) -> None:
+    async def visible(self, time_ms: int) -> None:
         s = self._stores
         shard = await open_shard(s.consensus, s.objects, s.clock, s.rand, self.load.name)
         until_s = time.monotonic() + DEADLINE_S
@@ -113,7 +121,7 @@ class Lane:
         await self.load.produce(chosen, RECORDS_PER_BINDING)
         self.tree.begin()
         began_s = time.monotonic()
-        await self._visible(await self.load.bind())
+        await self.visible(await self.load.bind())
         wall_s = time.monotonic() - began_s
         spent = self.tree.spent()
         return {
@@ -133,7 +141,7 @@ class Lane:
         """Seconds from bound to visible."""
         await self._produce(records)
         began_s = time.monotonic()
-        await self._visible(await self.load.bind())
+        await self.visible(await self.load.bind())
         return time.monotonic() - began_s
 
     async def batches(self, records: int) -> dict[str, Any]:
@@ -166,7 +174,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
             lane = Lane(root, urls, stores, by, args)
             await lane.start()
             try:
-                for what in ("inserts", "updates") if args.rows else ():
+                for what in args.waiting.split(",") if args.rows else ():
                     out["catch_up"].append(await lane.catch_up(what))
                     tell(out["catch_up"][-1:], [], args)
                 for records in [int(n) for n in args.batches.split(",") if n]:
@@ -200,6 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000, help="waiting, of inserts and of updates each; 0: none")
     parser.add_argument("--keys", type=int, default=1_000_000)
+    parser.add_argument("--waiting", default="inserts,updates", help="what waits, in turn")
     parser.add_argument("--partitions", type=int, default=4)
     parser.add_argument("--by", default="auto", help="some of auto, inline, tasks, with commas")
     parser.add_argument("--batches", default="1000,10000,100000", help="sizes with commas; empty: none")
@@ -208,6 +217,8 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.by.split(",")) - set(INLINE_ROWS):
         parser.error(f"--by knows {', '.join(INLINE_ROWS)}, not {', '.join(sorted(unknown))}")
+    if unknown := set(args.waiting.split(",")) - {"inserts", "updates"}:
+        parser.error(f"--waiting knows inserts and updates, not {', '.join(sorted(unknown))}")
     if not args.json:
         print(f"upsert   {machine()}   {args.keys:,} keys, {args.partitions} partitions", flush=True)
     result = asyncio.run(run(args))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.base.clock import ManualClock, Rand
+from tidemill.base.clock import ManualClock, Rand, SystemClock, _moved
 from tidemill.base.errors import Invalid, TidemillError, Unavailable
 from tidemill.base.frontier import ChangePosition, Lsn
 from tidemill.base.tasks import Tasks
@@ -64,3 +64,9 @@ def test_closing_a_task_group_ends_what_runs_and_a_failure_does_not_end_its_sibl
         return heard
 
     assert asyncio.run(scenario()) == ["failing: away"]
+
+
+def test_a_process_of_a_test_may_be_started_so_long_ago() -> None:
+    moved = _moved("-3600000")
+    assert moved is not None and _moved("") is None
+    assert abs(SystemClock().now_ms() - moved.now_ms() - 3_600_000) < 60_000

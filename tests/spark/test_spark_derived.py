@@ -325,3 +325,13 @@ def test_derived_tables_that_would_wait_for_each_other_are_refused(tables: dict[
     with pytest.raises(Invalid, match="derived tables wait for each other") as refused:
         p.check()
     assert circle in str(refused.value)
+
+
+@pytest.mark.parametrize(("inputs", "meant"), [("clicks", ("clicks",)), ("a, b", ("a", "b")), (["a", "b"], ("a", "b"))])
+def test_inputs_are_named_as_keys_are(inputs: Any, meant: tuple[str, ...]) -> None:
+    """`("clicks")` is a text and no tuple: it is not six tables of one letter each, which nobody makes."""
+    p = Pipeline("p")
+    p.derived("t", key="k", inputs=inputs)(count_by_product)
+    assert p.inputs() == {"t": dict.fromkeys(meant, ())}
+    with pytest.raises(Invalid, match="needs inputs"):
+        p.derived("u", key="k", inputs="")

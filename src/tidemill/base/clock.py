@@ -65,12 +65,16 @@ class MovedClock:
 
 
 def _moved(setting: str) -> MovedClock | None:
-    start_ms, _, rate = setting.partition(":")
-    return MovedClock(int(start_ms), float(rate or 1)) if start_ms else None
+    start, _, rate = setting.partition(":")
+    if not start:
+        return None
+    start_ms = int(start) if int(start) >= 0 else time.time_ns() // 1_000_000 + int(start)
+    return MovedClock(start_ms, float(rate or 1))
 
 
 MOVED = _moved(os.environ.get("TIDEMILL_TEST_CLOCK", ""))
-"""`START_MS:RATE` from the environment, for the calendar test: thirty days of real processes in minutes."""
+"""`START_MS:RATE` from the environment, for the calendar test: thirty days of real processes in minutes. A negative
+start is so long ago, for every process that is started with it."""
 
 
 def thread_cpu_s() -> float:

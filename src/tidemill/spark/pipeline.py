@@ -119,7 +119,7 @@ class Pipeline:
         name: str,
         *,
         key: Names,
-        inputs: tuple[str, ...],
+        inputs: Names,
         every_s: float = 2.0,
         by: Names | dict[str, Names] = (),
     ) -> Callable[[DerivedFunction], DerivedFunction]:
@@ -134,7 +134,8 @@ class Pipeline:
         keys = _names(key)
         if not keys or not all(keys):
             raise Invalid(f"derived table needs a key: table={name}.", fix="Name the key columns of its result.")
-        if not inputs:
+        inputs = _names(inputs)
+        if not all(inputs) or not inputs:
             raise Invalid(f"derived table needs inputs: table={name}.", fix="Name the tables it is computed from.")
         if every_s <= 0:
             raise Invalid(f"interval must be positive: table={name} every_s={every_s}.")
@@ -149,7 +150,7 @@ class Pipeline:
 
         def keep(function: DerivedFunction) -> DerivedFunction:
             self.derived_tables[name] = DerivedTable(
-                name, keys, tuple(inputs), every_s, function, grouped if output else {}, output
+                name, keys, inputs, every_s, function, grouped if output else {}, output
             )
             return function
 
@@ -194,7 +195,7 @@ class Pipeline:
 
 
 def _names(given: Names) -> tuple[str, ...]:
-    """One column or several, as a tuple or as text ("a, b")."""
+    """One name or several, as a tuple or as text ("a, b")."""
     names = given.split(",") if isinstance(given, str) else given
     return tuple(name.strip() for name in names)
 
