@@ -1,12 +1,7 @@
 """`read`: a shard at one time as a plan of Spark's own, over the Parquet parts themselves.
 
-    settled     parts that only insert, read by Spark: its columns, its filters, its row groups
-    difference  the other parts, which the driver reads: the last state of every key that they touch
-
-    settled ANTI JOIN (keys that the difference touches, until when)  UNION  (the rows that it leaves)
-
-While there is no difference the plan is Parquet alone. Where a plan cannot be exact, or Spark cannot read the bucket,
-the shard is read by the data source, at the same time, and the log says why.
+What the plan is made of is in `shards.plan`. Where a plan cannot be exact, or Spark cannot read the bucket, the shard
+is read by the data source, at the same time, and the log says why.
 
 The parts are held for as long as a plan of Spark's may read them: the hold ends when the JVM has let go of the last
 frame that was made from this one.
@@ -18,28 +13,20 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import datetime
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
-import msgspec
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import structlog
 from pyspark.sql.functions import broadcast, col
 from pyspark.sql.types import LongType, StructField, StructType
 
-from tidemill.base.errors import Corrupt, TidemillError
-from tidemill.base.limits import MIB
+from tidemill.base.errors import TidemillError
 from tidemill.base.portal import Portal
 from tidemill.objects.open import local_directory
-from tidemill.objects.store import ObjectStore
-from tidemill.shards.difference import UNTIL, last_states
-from tidemill.shards.front import DIFF, HASH, TIME, Batch, ShardSchema
+from tidemill.shards.difference import UNTIL
+from tidemill.shards.front import TIME, ShardSchema
 from tidemill.shards.holding import holding
 from tidemill.shards.moments import as_of_ms
-from tidemill.shards.reading import PartReader
-from tidemill.shards.schema import part_schema
+from tidemill.shards.plan import NoPlan, plan_parts
 from tidemill.spark.cluster import find_cluster
 from tidemill.spark.source import registered_with
 from tidemill.spark.source.batch import readable_at
@@ -51,8 +38,6 @@ if TYPE_CHECKING:
 
     from tidemill.shards.handle import LogShard
 
-DIFFERENCE_BYTES = 32 * MIB
-"""Encoded updates that the driver reads for one plan; with more the data source is better."""
 WATCH_S = 5.0
 """How often a hold looks whether anybody can still read what it holds."""
 FRAMES_MAX = 64
@@ -94,7 +79,7 @@ def read(
     try:
         try:
             frame = _planned(spark, portal, stores, shard, at)
-        except _ByTheDataSource as why:
+        except NoPlan as why:
             log.warning("read through the data source", shard=name, as_of=at, because=str(why))
             frame = spark.read.format("tidemill").options(shard=name, as_of=str(at), **where).load()
         in_use = _in_use(frame)
@@ -103,10 +88,6 @@ def read(
         raise
     release.set_result(in_use)
     return frame
-
-
-class _ByTheDataSource(Exception):
-    """Why no plan over the parts is made."""
 
 
 async def _hold(shard: LogShard, at: int, held: Future[None], release: Future[Callable[[], bool]]) -> None:
@@ -156,66 +137,23 @@ def _in_use(frame: DataFrame) -> Callable[[], bool]:
 
 
 def _planned(spark: SparkSession, portal: Portal, stores: Stores, shard: LogShard, at: int) -> DataFrame:
-    """Raises _ByTheDataSource."""
+    """Raises NoPlan."""
     directory = local_directory(stores.urls.objects)
     if directory is None or GLOB & set(directory):
-        raise _ByTheDataSource("the bucket is not a directory that Spark itself can read")
-    settled: list[str] = []
-    rest: list[Batch] = []
-    for batch in portal.call(shard.batches_until(at)):
-        others = []
-        for part in batch.parts:
-            path = f"{directory}/{part.object_key}"
-            times = _insertions(path, shard.schema) if part.object_key else None
-            if times is not None and batch.lower <= times[0] and times[1] < min(batch.upper, at + 1):
-                settled.append(path)
-            else:
-                others.append(part)
-        rest.append(msgspec.structs.replace(batch, parts=tuple(others)))
+        raise NoPlan("the bucket is not a directory that Spark itself can read")
+    plan = plan_parts(portal, stores.objects, shard, at)
     columns = spark_schema(shard.schema.columns)
-    found = _difference(portal, stores.objects, shard, rest, at)
-    if not settled:
-        return spark.createDataFrame(found[1], columns)
+    if not plan.settled:
+        return spark.createDataFrame(plan.live, columns)
     wanted = StructType([*columns.fields, StructField(TIME, LongType())])
     # Stored times count from 1970 in the one calendar; who wrote them is in no file that Spark would trust.
     reader = spark.read.schema(wanted).option("datetimeRebaseMode", "CORRECTED")
-    rows = reader.parquet(*(f"file://{path}" for path in settled))
-    if found[0].num_rows:
-        rows = rows.join(broadcast(spark.createDataFrame(found[0])), _is_gone(rows, shard.schema), "left_anti")
+    rows = reader.parquet(*(f"file://{directory}/{part.object_key}" for part in plan.settled))
+    if plan.gone.num_rows:
+        gone = plan.gone.rename_columns([f"{GONE}{name}" for name in plan.gone.column_names])
+        rows = rows.join(broadcast(spark.createDataFrame(gone)), _is_gone(rows, shard.schema), "left_anti")
     rows = rows.select(*(col(_quoted(name)) for name in columns.names))
-    return rows.union(spark.createDataFrame(found[1], columns)) if found[1].num_rows else rows
-
-
-@lru_cache(maxsize=8192)
-def _insertions(path: str, schema: ShardSchema) -> tuple[int, int] | None:
-    """First and last time of a part that only inserts, single rows under this very schema; None of any other."""
-    try:
-        with pq.ParquetFile(path) as file:
-            if not file.schema_arrow.equals(part_schema(schema)):
-                return None
-            read = file.read(columns=[TIME, DIFF], use_threads=False)
-    except (OSError, pa.ArrowException) as error:
-        raise Corrupt(f"part is unreadable: object={path} ({error}).") from error
-    diffs, times = (pc.min_max(read.column(name)).as_py() for name in (DIFF, TIME))
-    return (times["min"], times["max"]) if diffs == {"min": 1, "max": 1} else None
-
-
-def _difference(
-    portal: Portal, objects: ObjectStore, shard: LogShard, rest: list[Batch], at: int
-) -> tuple[pa.Table, pa.Table]:
-    """(gone, live) of `last_states`, the columns of gone named apart and without its hash."""
-    size_bytes = sum(part.size_bytes for batch in rest for part in batch.parts)
-    if size_bytes > DIFFERENCE_BYTES:
-        raise _ByTheDataSource(f"{size_bytes >> 20} MiB of updates are not merged")
-    updates = portal.call(PartReader(objects, shard.schema, cache_bytes=0).read_batches(rest, 0, at + 1))
-    if updates.num_rows and not shard.schema.key:
-        raise _ByTheDataSource("it has no key, and updates that are not merged")
-    found = last_states(shard.schema, updates)
-    if found is None:
-        raise _ByTheDataSource("some key has several rows")
-    gone, live = found
-    gone = gone.drop_columns([HASH])
-    return gone.rename_columns([f"{GONE}{name}" for name in gone.column_names]), live
+    return rows.union(spark.createDataFrame(plan.live, columns)) if plan.live.num_rows else rows
 
 
 def _is_gone(rows: DataFrame, schema: ShardSchema) -> Column:
