@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from upsert_world import SCHEMA
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import Corrupt, Unavailable
 from tidemill.shards import parts, reads
 from tidemill.shards.compaction import compact_once
 from tidemill.shards.front import Batch, Part
@@ -145,3 +145,41 @@ def test_a_large_table_is_read_under_a_hold_that_ends_with_it(
     assert live(table.operator.mirror) == {key: 7 if key == 6 else 0 for key in range(30_000) if key != 5}
     harbour.portal.call(shard.frontiers())
     assert [hold.reader for hold in shard.state.holds if hold.reader != "retention"] == []
+
+
+def test_a_read_that_is_cut_off_leaves_no_files_however_often_it_is_tried(
+    harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hydrate, "ADOPT_BYTES", 0)
+    s = harbour.stores
+    shard = harbour.portal.call(open_shard(s.consensus, s.objects, s.clock, s.rand, "t", SCHEMA))
+    for time in range(3):
+        rows = [(key, time, time, 1) for key in range(time * 20_000, (time + 1) * 20_000)]
+        part = harbour.portal.call(shard.write_part(delta(rows)))
+        harbour.portal.call(shard.compare_and_append(time, time + 1, [part], ""))
+    fetch, away = type(shard).fetch, [True]
+
+    async def cut_off(self: Any, part: Part, chosen: Any) -> Any:
+        if away[0] and part is chosen[-1].parts[0]:
+            raise Unavailable("the bucket is away.")
+        return await fetch(self, part, chosen)
+
+    monkeypatch.setattr(type(shard), "fetch", cut_off)
+    directory = tmp_path / "mirror"
+    directory.mkdir()
+    (directory / "run-0-1-1.arrow").write_bytes(b"of a life that ended before it saved anything")
+    table = TableWriter(harbour.portal, s, harbour.shard("t"), directory)
+    for _ in range(3):
+        with pytest.raises(Unavailable):
+            table.hydrate()
+        assert len(list(directory.iterdir())) == 2, "what the last try had made, and nothing of those before it"
+    away[0] = False
+    table.hydrate()
+    mirror = table.operator.mirror
+    assert len(live(mirror)) == 60_000
+    assert set(directory.iterdir()) == {run.path for run in mirror.runs if run.path is not None}
+    table.save()
+    again = TableWriter(harbour.portal, s, harbour.shard("t"), directory)
+    monkeypatch.setattr(type(shard), "fetch", None)
+    again.hydrate()
+    assert len(live(again.operator.mirror)) == 60_000, "sweeping keeps what is saved"

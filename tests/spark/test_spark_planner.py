@@ -12,7 +12,7 @@ from tidemill.shards.remap import LogRemap
 from tidemill.spark.decode.slices import Descriptor
 from tidemill.spark.source import stream
 from tidemill.spark.source.options import Options
-from tidemill.spark.source.stream import PACE_MS, FeedReader
+from tidemill.spark.source.stream import PACE_MS, WAIT_S, FeedReader
 
 ARRIVES_S = 3.0
 """A binding that comes so long after the planner was asked."""
@@ -54,8 +54,25 @@ def test_a_binding_that_comes_seconds_later_is_the_answer_to_the_same_question(
 
     naps = Naps(monkeypatch)
     monkeypatch.setattr(LogRemap, "wait", wait)
+    assert latest(reader, 0) == 0, "the first question is answered at once: the query begins"
     assert latest(reader, 0) == 51
     assert naps.slept_s == []
+
+
+def test_a_stream_of_rows_may_stand_beside_others_and_keeps_them_waiting_for_a_moment_only(
+    harbour: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harbour.create_topic("t")
+    reader = reader_of(harbour, rows="true")
+    waited_s = []
+
+    async def wait(self: LogRemap, beyond_ms: int, timeout_s: float) -> bool:
+        waited_s.append(timeout_s)
+        return False
+
+    monkeypatch.setattr(LogRemap, "wait", wait)
+    assert [latest(reader, 0) for _ in range(3)] == [0, 0, 0]
+    assert waited_s == [WAIT_S] * 3
 
 
 def test_only_a_batch_that_was_offered_keeps_the_next_one_waiting(

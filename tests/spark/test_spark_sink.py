@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 
 from tidemill.base.errors import Unavailable
 from tidemill.metastore.catalogue import TopicRow
@@ -73,6 +74,41 @@ def test_a_table_that_gets_nothing_moves_its_upper_at_its_pace_and_one_that_does
     harbour.mint("topic/clicks", 6000, topic)
     sink.process(sink.latest())
     assert harbour.upper("clicks") == 6001
+
+
+def test_whoever_watches_is_woken_by_a_new_time_by_the_end_of_every_round_and_of_a_large_step(
+    harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = harbour.create_topic("clicks")
+    sink = clicks_sink(harbour, tmp_path / "s")
+    changed = sink.seats.changed
+
+    def woken() -> bool:
+        was = changed.is_set()
+        changed.clear()
+        return was
+
+    woken()
+    harbour.produce(topic, [(b"a", {"click_id": "a", "product_id": 1})])
+    harbour.mint("topic/clicks", 1000, topic)
+    end = sink.latest()
+    assert woken() and sink.due_in_s == 0, "a time is bound"
+    sink.latest()
+    assert not woken(), "nothing new is no news"
+    with monkeypatch.context() as patched:
+        patched.setattr(sink, "_round", lambda *_: (_ for _ in ()).throw(Unavailable("consensus is away.")))
+        with pytest.raises(Unavailable):
+            sink.process(end)
+    assert woken() and sink.due_in_s == 0, "a round that failed is tried again"
+    sink.error = "consensus is away."
+    sink.process(end)
+    assert woken() and sink.due_in_s is None and harbour.upper("clicks") == 1001
+    assert not sink.error, "a round that leaves nothing to do ends what was told, whoever did it"
+    (seat,) = sink.seats.due(end + 1)
+    seat.aside = True
+    monkeypatch.setattr(sink, "_large_step", lambda *_: None)
+    sink._large(seat, None)  # type: ignore[arg-type]
+    assert woken() and not seat.aside
 
 
 def test_all_tables_of_a_capture_agree_at_every_time(harbour: Any, tmp_path: Path) -> None:

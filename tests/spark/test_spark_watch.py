@@ -99,8 +99,17 @@ def test_whoever_waits_is_woken_at_the_end(monkeypatch: Any) -> None:
     dead: Any = None
     feed = Feed("topic/t", {"a": SimpleNamespace(upstream="topic:t")}, host, dead)  # type: ignore[dict-item]
     (unit,) = feed.units
-    seated = threading.Thread(target=unit._seated)
+    waits = threading.Event()
+    wait = unit._left.wait
+
+    def noted(*timeout_s: float) -> bool:
+        waits.set()
+        return wait(*timeout_s)
+
+    monkeypatch.setattr(unit._left, "wait", noted)
+    seated = threading.Thread(target=unit._seated, daemon=True)
     seated.start()
+    assert waits.wait(BOUND_S)
     host.ending.set()
     feed.wake()
     seated.join(BOUND_S)

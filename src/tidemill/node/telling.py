@@ -70,6 +70,7 @@ class Telling:
                         self._tracker.adopt(report)
                         self._told = True
         except (TidemillError, TimeoutError) as error:
+            self._told = True  # perhaps: a report that nobody renews or takes away would turn blind
             log.info("what was told before is not known", cause=sentence(error))
 
     async def run(self) -> None:
@@ -120,10 +121,11 @@ class Telling:
     async def _publish(self) -> None:
         report = self._tracker.report(self._process, self._clock.now_ms())
         if report.marks:
+            self._told = True  # also when the outcome stays unknown
             await (await self._board()).publish(report)
         elif self._told:  # an empty report that is not renewed would turn blind
             await (await self._board()).forget(self._process)
-        self._told = bool(report.marks)
+            self._told = False
 
     def _print(self, reports: list[Report]) -> None:
         """Errors that drivers tell of their units: each once, again only when it is another or came back."""

@@ -138,7 +138,6 @@ class Feed:
     def _forward(self, sink: FeedSink) -> None:
         try:
             sink.process(sink.latest())
-            sink.error = ""
         except (Unavailable, Unknown) as error:
             sink.error = sentence(error)
 

@@ -65,7 +65,7 @@ class InputMirror:
                 self._mirror = grouped(schema, self.by, contents, end, self._directory)
             else:
                 self._mirror = Mirror.hydrate(schema, contents, end, directory=self._directory)
-            self._sweep()
+            self._mirror.sweep()
 
     def _follow(self, end: int) -> None:
         for batch in self._portal.call(self.shard.batches(self._mirror.upper)):
@@ -77,14 +77,7 @@ class InputMirror:
             merges = self._mirror.merges
             self._mirror.apply(rows, lower, upper)
             if self._mirror.merges > merges:
-                self._sweep()
-
-    def _sweep(self) -> None:
-        """Files of runs that were merged into others. Nobody else has them open."""
-        named = {run.path for run in self._mirror.runs}
-        for path in self._directory.glob("run-*.arrow") if self._directory is not None else ():
-            if path not in named:
-                path.unlink(missing_ok=True)
+                self._mirror.sweep()
 
     def _touch(self, rows: pa.Table) -> None:
         if not rows.num_rows or self.touched is None:

@@ -7,12 +7,20 @@ from collections.abc import Sequence
 
 from tidemill.shards.front import Binding, Remap
 from tidemill.spark.decode.slices import Descriptor, Slice, cut
-from tidemill.topics.front import PartitionReader
+from tidemill.topics.front import BatchRef, PartitionReader
+
+PLANS_AT_ONCE = 32
 
 
 async def locate(topics: PartitionReader, slices: Sequence[Slice]) -> list[Descriptor]:
     """Each slice with its record batches. Raises OffsetOutOfRange, Missing, Unavailable."""
-    found = await asyncio.gather(*(topics.plan(s.topic_id, s.partition, s.start, s.end) for s in slices))
+    turns = asyncio.Semaphore(PLANS_AT_ONCE)
+
+    async def one(s: Slice) -> Sequence[BatchRef]:
+        async with turns:
+            return await topics.plan(s.topic_id, s.partition, s.start, s.end)
+
+    found = await asyncio.gather(*map(one, slices))
     return [Descriptor(s, tuple(refs)) for s, refs in zip(slices, found, strict=True)]
 
 

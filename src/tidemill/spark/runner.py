@@ -124,6 +124,10 @@ class Runner(Host):
         for feed in rested:  # before Spark, which may take longer than the supervisor waits
             for table in feed.sink.resting if feed.sink is not None else ():
                 _quietly(table.save)
+        alive = {thread.name for thread in self._threads if thread.is_alive()}
+        for name, derivation in self.derivations.items():
+            if derivation.writer is not None and f"derived-{name}" not in alive:
+                _quietly(derivation.writer.save)
         _bounded([feed.query.stop for feed in rested if feed.query is not None], clock, STOP_TIMEOUT_S)
         if self._proving is not None:
             self._proving.cancel()

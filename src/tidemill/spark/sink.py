@@ -171,6 +171,7 @@ class FeedSink:
                 while not self._stopping.is_set():
                     due = self.seats.due(end)
                     if not due:
+                        self.error = ""
                         return
                     self._round(due, end)
             finally:

@@ -6,12 +6,12 @@ caller's thread, so that marks and consensus are never kept waiting by a merge.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
 
+from tidemill.base.entered import Entered
 from tidemill.base.errors import Conflict, Corrupt, Unavailable
 from tidemill.base.portal import Portal
 from tidemill.objects.store import Buffer
@@ -77,6 +77,7 @@ class TableWriter:
         saved = Mirror.load(self.mirror_dir, self.schema, self.shard.shard_id, boot_id())
         if saved is not None:
             self.operator = Upsert(self.schema, saved, fault=self._fault)
+        self.operator.mirror.sweep()  # what an earlier life left: it may have been cut off again and again
         self.follow()
 
     def follow(self) -> None:
@@ -111,9 +112,10 @@ class TableWriter:
     def _start_over(self) -> None:
         """A new mirror from the shard's contents: what changed since the old one can no longer be told."""
         for _ in range(START_ATTEMPTS):
+            self.operator.mirror.sweep()  # what an attempt left that was cut off
             _, upper = self.portal.call(self.shard.frontiers())
             try:
-                mirror = self.portal.call(self._read(upper))
+                mirror = self._read(upper)
                 break
             except HistoryLost:
                 continue  # since passed the time in between: read at a newer one
@@ -122,17 +124,17 @@ class TableWriter:
         kept = self.operator
         self.operator = Upsert(self.schema, mirror, fault=self._fault)
         self.operator.adopt(kept)
+        mirror.sweep()
 
-    async def _read(self, upper: int) -> Mirror:
-        """A mirror of the contents at upper - 1."""
+    def _read(self, upper: int) -> Mirror:
+        """A mirror of the contents at upper - 1, made on the caller's thread: a large one takes minutes."""
         shard = self.shard
-        async with shard.chosen_until(upper - 1) as batches:
+        with Entered(self.portal, shard.chosen_until(upper - 1)) as batches:
 
             def fetch(part: Part) -> Buffer:
                 return self.portal.call(shard.fetch(part, batches))
 
-            # On a thread: the hold is renewed meanwhile.
-            return await asyncio.to_thread(mirror_of, self.schema, batches, upper, fetch, self.mirror_dir)
+            return mirror_of(self.schema, batches, upper, fetch, self.mirror_dir)
 
     # writing ----------------------------------------------------------------------------------------
     def token(self) -> str:

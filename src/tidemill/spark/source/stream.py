@@ -3,7 +3,9 @@
 The streaming offset is {"ts": T}: everything below time T, planned from remap alone, so that every query
 and every restart cuts a topic at the same places (U5). `latestOffset` waits for a new binding instead of
 being polled: Spark asks again at once while there is nothing new, and one question costs JVM and planner more than
-the wait. Who stops the query interrupts it. The planner lives as long as the query.
+the wait. A query may have other sources, which Spark asks one after the other: it waits a moment only; the operator's
+own (rows=false) has none, and waits for long. Who stops the query interrupts it. The planner lives as long as the
+query.
 """
 
 from __future__ import annotations
@@ -32,9 +34,11 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 500_000
 """Records of one micro-batch, unless option max_rows says otherwise; a single time is never split."""
-WAIT_S = 5.0
-"""How long `latestOffset` waits for a new binding before it says that there is none. So long a planner whose JVM was
-killed may outlive it."""
+WAIT_S = 0.25
+"""How long `latestOffset` waits for a new binding before it says that there is none."""
+ALONE_WAIT_S = 5.0
+"""The same of an operator's own query, after its first question. So long a planner whose JVM was killed may outlive
+it."""
 PACE_MS = 60
 """Two micro-batches begin at least this far apart: a trigger for every binding would cost more than it brings. The
 first binding after a pause is not kept waiting."""
@@ -78,6 +82,7 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
         self._initial: dict[str, int] | None = None
         self._target: int | None = None
         self._remap: Remap | None = None
+        self._asked = False
         self._offered_ms = 0
         """When the newest batch was offered."""
 
@@ -166,7 +171,9 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
             early_ms = pace_ms - (stores.clock.now_ms() - self._offered_ms)
             if early_ms > 0:
                 await asyncio.sleep(min(early_ms, pace_ms) / 1000)
-            if not await remap.wait(start - 1, WAIT_S):
+            waits_s = ALONE_WAIT_S if self._asked and not self._options.flag("rows", True) else WAIT_S
+            self._asked = True
+            if not await remap.wait(start - 1, waits_s):
                 return start
         most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         return await self._within(remap, start, most)

@@ -154,7 +154,11 @@ class Mirror:
     def adopt(self, updates: Iterable[pa.Table], lower: int, upper: int) -> None:
         """As `apply`, of a delta too large for memory: its tables have ascending hashes, none ends inside one hash."""
         path = self._new_file()
-        write_pieces(self.schema, (self._fold(table) for table in updates), path)
+        try:
+            write_pieces(self.schema, (self._fold(table) for table in updates), path)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
         self._step(lower, upper)
         run = open_run(self.schema, path)
         if len(run):
@@ -281,10 +285,23 @@ class Mirror:
         fresh = self._directory / f"{MANIFEST}.new"
         fresh.write_bytes(msgspec.json.encode(manifest))
         fresh.replace(self._directory / MANIFEST)
-        wanted = {name for name, _ in named}
-        for path in self._directory.glob("run-*.arrow"):
-            if path.name not in wanted:
-                path.unlink(missing_ok=True)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Delete the files of runs that are not this mirror's: merged into others, or of a mirror that was given up.
+
+        A saved mirror that loses a file is none any more, and is not named from then on. Nobody else may be making a
+        mirror in the directory; who has mapped one of the files keeps it.
+        """
+        if self._directory is None:
+            return
+        mine = {run.path.name for run in self.runs if run.path is not None}
+        gone = [path for path in self._directory.glob("run-*.arrow") if path.name not in mine]
+        saved = _read_manifest(self._directory)
+        if saved is not None and not {path.name for path in gone}.isdisjoint(name for name, _ in saved.runs):
+            (self._directory / MANIFEST).unlink(missing_ok=True)
+        for path in gone:
+            path.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, directory: Path, schema: ShardSchema, shard: str, boot: str) -> Mirror | None:
@@ -292,11 +309,8 @@ class Mirror:
 
         One that was saved under an older version of the schema is taken over, a run at a time.
         """
-        try:
-            manifest = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=_Manifest)
-        except (OSError, msgspec.DecodeError):
-            return None
-        if (manifest.shard, manifest.boot) != (shard, boot):
+        manifest = _read_manifest(directory)
+        if manifest is None or (manifest.shard, manifest.boot) != (shard, boot):
             return None
         old = manifest.schema
         if old != schema and old.version >= schema.version:
@@ -313,3 +327,10 @@ class Mirror:
         if [len(run) for run in mirror.runs] != [rows for _, rows in manifest.runs]:
             return None
         return mirror
+
+
+def _read_manifest(directory: Path) -> _Manifest | None:
+    try:
+        return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=_Manifest)
+    except (OSError, msgspec.DecodeError):
+        return None

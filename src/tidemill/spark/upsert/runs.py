@@ -46,6 +46,10 @@ PIECE_ROWS = 64 << 10
 """Runs are merged so many rows at a time: what a piece needs stays in the cache, and memory holds one."""
 
 
+COMPARED_ROWS = 1 << 20
+"""Hashes compared at once: of a run that is mapped no more is in memory."""
+
+
 class Run:
     """`collides`: two of its keys share a hash, so a lookup may have to look at neighbours."""
 
@@ -55,7 +59,14 @@ class Run:
         self.rows, self.hashes, self.live, self.path = rows, hashes, live, path
         self._chunks = rows.to_batches()
         self._starts = np.cumsum([0, *(chunk.num_rows for chunk in self._chunks)])
-        self.collides = bool((hashes[1:] == hashes[:-1]).any()) if len(hashes) > 1 else False
+        self.collides = any(
+            bool(
+                (
+                    hashes[at + 1 : at + 1 + COMPARED_ROWS] == hashes[at : at + COMPARED_ROWS][: len(hashes) - at - 1]
+                ).any()
+            )
+            for at in range(0, len(hashes), COMPARED_ROWS)
+        )
 
     def __len__(self) -> int:
         return len(self.hashes)
