@@ -48,8 +48,6 @@ STREAMING_SETTINGS: dict[str, str] = {
     "spark.executorEnv.ARROW_DEFAULT_MEMORY_POOL": "system",
     # Times in shards are UTC.
     "spark.sql.session.timeZone": "UTC",
-    # What a query says about a shard's key chooses what is read (spark/source/filters.py); off by default.
-    "spark.sql.python.filterPushdown.enabled": "true",
     # Speculative copies of a task would only write orphaned parts.
     "spark.speculation": "false",
 }

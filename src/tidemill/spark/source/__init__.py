@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader
 
 from tidemill.base.errors import Invalid
-from tidemill.spark.source.batch import shard_reader, shard_schema
+from tidemill.spark.source.batch import ShardReader, shard_schema
 from tidemill.spark.source.catalogue import keep_options, table_options
 from tidemill.spark.source.changes import META, ChangesReader
 from tidemill.spark.source.options import BATCH, CHANGES, STREAM, Options, from_catalogue
@@ -75,7 +75,7 @@ class TidemillSource(DataSource):  # type: ignore[misc]
     def reader(self, schema: StructType) -> DataSourceReader:
         options = self._read_options(schema)
         options.only(BATCH, "a batch read")
-        return shard_reader(options, schema)
+        return ShardReader(options, schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         options = self._read_options(schema)

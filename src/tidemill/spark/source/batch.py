@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
-from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
+from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from tidemill.base.errors import Invalid
 from tidemill.shards.front import Evolved, Part, ShardSchema
 from tidemill.shards.holding import HOLD_ABOVE_BYTES
 from tidemill.shards.ranges import Range, cut, read_range
-from tidemill.spark.source.filters import wanted_hashes
 from tidemill.spark.source.options import Options
 from tidemill.spark.stores import shared, shared_objects
 from tidemill.spark.types import spark_schema
@@ -55,22 +53,24 @@ class ShardReader(DataSourceReader):  # type: ignore[misc]
             )
         self._options = options
         self._schema = schema
-        self._filters: list[Filter] = []
 
     def partitions(self) -> Sequence[InputPartition]:
-        """One a range of hashes: as many as the shard's size is worth, none where a filter says that nothing is."""
+        """One a range of hashes, as many as the shard's size is worth.
+
+        Spark plans a frame, or a view, once, and gives all that is made of it the same partitions. So no filter chooses
+        them (it would choose for a later query without it too), and the newest time is that of the first query.
+        """
         portal, stores = shared(self._options.urls)
         shard = portal.call(stores.shard(self._options.shard))
         _check_columns(self._schema, shard.schema, shard.name)
-        wanted = wanted_hashes(shard.schema, self._filters)
         as_of = readable_at(portal, shard, self._options.as_of_ms)
         if as_of is None:
             return []
-        ranges = cut(portal.call(shard.batches_until(as_of)), wanted)
+        ranges = cut(portal.call(shard.batches_until(as_of)))
         if sum(p.size_bytes for r in ranges for batch in r.batches for p in batch.parts) > HOLD_ABOVE_BYTES:
             # Executors read while nobody here is called any more, so the hold is as long as a job may take: hold first.
             portal.call(shard.hold(shard.reader_name("spark"), as_of, JOB_HOLD_MS))
-            ranges = cut(portal.call(shard.batches_until(as_of)), wanted)
+            ranges = cut(portal.call(shard.batches_until(as_of)))
         if any(batch.schema_version > shard.schema.version for r in ranges for batch in r.batches):
             raise Evolved(f"the shard's schema changed meanwhile: shard={shard.name}.", fix="Read again.")
         return [ShardPartition(self._options.objects, shard.schema, chosen, as_of) for chosen in ranges]
@@ -88,21 +88,6 @@ class ShardReader(DataSourceReader):  # type: ignore[misc]
         for rows in read_range(schema, chosen, as_of, fetch):
             wanted = rows.select(names)
             yield from wanted.cast(_arrow_schema(self._schema, wanted.schema)).to_batches(max_chunksize=20_000)
-
-
-class FilteredShardReader(ShardReader):
-    """What a filter says about the key chooses parts, row groups and rows. Spark applies every filter again."""
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
-        self._filters = list(filters)
-        return filters
-
-
-def shard_reader(options: Options, schema: StructType) -> ShardReader:
-    """Spark refuses a reader that takes filters in a session that pushes none (spark.sql.python.filterPushdown.enabled,
-    off by default), and does not say which it is: but it plans reads with filters in workers of their own."""
-    filtered = "pyspark.sql.worker.data_source_pushdown_filters" in sys.modules
-    return (FilteredShardReader if filtered else ShardReader)(options, schema)
 
 
 def readable_at(portal: Portal, shard: LogShard, given: int | None) -> int | None:
