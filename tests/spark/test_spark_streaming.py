@@ -230,8 +230,11 @@ def test_rows_of_a_topic_as_a_streaming_dataframe(harbour: Any, spark: Any, tmp_
         .start()
     )
     query.awaitTermination(90)
-    found = spark.sql("select click_id, product_id, _time, _order, _live from rows order by _order").collect()
+    found = spark.sql("select * from rows order by _order").collect()
     live = [(r.click_id, r.product_id, r._time, r._order) for r in found if r._live]
     assert live == [(f"k{n}", n, n * 10, (n - 1) * 3) for n in range(1, 5)]
-    assert [r.click_id for r in found if not r._live] == ["gone"] * 4
+    assert [r.click_id for r in found if r._live is False] == ["gone"] * 4
+    bad = [(r._corrupt_record, r._order, r._time, r.click_id) for r in found if r._live is None]
+    assert bad == [(b"bad", (n - 1) * 3 + 1, n * 10, None) for n in range(1, 5)], "what cannot be read does not vanish"
+    assert all("malformed" in r._corrupt_record_reason for r in found if r._live is None)
     assert len(query.recentProgress) >= 4, "max_rows cuts between bindings"

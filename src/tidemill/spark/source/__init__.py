@@ -4,7 +4,7 @@
     streaming  option source=topic/NAME (with schema, key) or capture/NAME (with table=schema.table)
                rows=true  (default) one row a record: columns, _time, _order, _partition, _live
                rows=false one row a partition and batch: what to read, for operators that fetch for themselves
-               start=MS, max_rows, pace_ms
+               start=MS, max_rows, pace_ms; mode, columnNameOfCorruptRecord (`corrupt`)
                or shard=NAME with changes=true: columns, _time, _diff; start=MS, max_rows
     both       which cluster: see `spark.cluster`
 

@@ -16,7 +16,8 @@ from tidemill.spark.stores import Urls
 
 CLUSTER = ("config", "objects", "consensus")
 BATCH = ("shard", "path", "as_of")
-STREAM = ("source", "table", "schema", "key", "rows", "start", "max_rows", "pace_ms")
+STREAM = ("source", "table", "schema", "key", "rows", "start", "max_rows", "pace_ms",
+          "mode", "columnnameofcorruptrecord")  # fmt: skip
 CHANGES = ("shard", "path", "changes", "start", "max_rows")
 
 

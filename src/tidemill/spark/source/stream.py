@@ -25,6 +25,7 @@ from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.decode.slices import Descriptor
 from tidemill.spark.feeds import NotReady, TopicFeed, captured_feed, stream_feed
 from tidemill.spark.planning import plan
+from tidemill.spark.source.corrupt import Corrupted
 from tidemill.spark.source.options import Options
 from tidemill.spark.stores import Stores, shared
 from tidemill.spark.types import META
@@ -50,7 +51,14 @@ DESCRIPTOR_COLUMNS = (
 
 def row_columns(options: Options) -> tuple[Column, ...]:
     """What a row-yielding stream gives. Raises Invalid when its source does not exist yet: they are needed now."""
-    return (*_one_feed(options).schema.columns, *(Column(n, t) for n, t in META))
+    corrupted = Corrupted.of(options)
+    columns = (*_one_feed(options).schema.columns, *(Column(n, t) for n, t in META))
+    if taken := {c.name for c in columns} & {c.name for c in corrupted.columns}:
+        raise Invalid(
+            f"the topic has this column itself: column={taken.pop()}.",
+            fix="Give what cannot be read another with option columnNameOfCorruptRecord.",
+        )
+    return (*columns, *corrupted.columns)
 
 
 def _one_feed(options: Options) -> TopicFeed:
@@ -79,6 +87,7 @@ class FeedPartition(InputPartition):  # type: ignore[misc]
 class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
     def __init__(self, options: Options) -> None:
         self._options = options
+        self._corrupted = Corrupted.of(options)
         self._initial: dict[str, int] | None = None
         self._target: int | None = None
         self._remap: Remap | None = None
@@ -140,7 +149,7 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
             decoded = decode_here(partition.objects, feed, [descriptor])
             if decoded.stop is not None:
                 raise Invalid(decoded.stop.reason, fix=decoded.stop.fix)
-            yield from decoded.commands.rows.to_batches(20_000)
+            yield from self._corrupted.rows(decoded.commands.rows, decoded.dead).to_batches(20_000)
             return
         portal, stores = shared(self._options.urls)
         start, end = msgspec.msgpack.decode(partition.payload, type=tuple[int, int])

@@ -1,0 +1,78 @@
+"""What a stream of rows does with records that cannot be read: the modes that Spark's own JSON reader has.
+
+PERMISSIVE     (default) a row of its own: the record's bytes in `_corrupt_record`, why in `_corrupt_record_reason`,
+               its place in `_time`, `_order`, `_partition`; every other column null, `_live` too: it is neither a
+               row nor a deletion
+FAILFAST       the query fails, naming the record
+DROPMALFORMED  they are left out
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from tidemill.base.errors import Invalid
+from tidemill.shards.front import TIME, Column
+from tidemill.shards.schema import arrow_type
+from tidemill.spark.source.options import Options
+from tidemill.spark.upsert.arrays import int64s
+from tidemill.spark.upsert.commands import ORDER, PARTITION
+
+MODES = ("PERMISSIVE", "FAILFAST", "DROPMALFORMED")
+COLUMN = "_corrupt_record"
+
+
+class Corrupted(msgspec.Struct, frozen=True):
+    """`column`: where the bytes go; beside it `column`_reason."""
+
+    mode: str = "PERMISSIVE"
+    column: str = COLUMN
+
+    @classmethod
+    def of(cls, options: Options) -> Corrupted:
+        """Raises Invalid: there is no such mode."""
+        mode = options.text("mode", MODES[0]).upper()
+        if mode not in MODES:
+            raise Invalid(f"no such mode: mode={options.text('mode')}.", fix=f"Use one of {', '.join(MODES)}.")
+        return cls(mode, options.text("columnnameofcorruptrecord", COLUMN))
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """What rows have besides their own columns."""
+        if self.mode != "PERMISSIVE":
+            return ()
+        return Column(self.column, "binary"), Column(f"{self.column}_reason", "string")
+
+    def rows(self, rows: pa.Table, dead: pa.Table) -> pa.Table:
+        """Rows of a stream and, in this mode's way, what could not be read (updates of DEAD_LETTERS). Raises Invalid
+        where the first of it fails the query."""
+        if self.mode == "FAILFAST" and dead.num_rows:
+            said = " ".join(f"{name}={dead.column(name)[0].as_py()}" for name in ("topic", "partition", "offset"))
+            raise Invalid(
+                f"a record cannot be read: {said} ({dead.column('reason')[0].as_py()}).",
+                fix="Have it as a row with mode=PERMISSIVE, or leave such records out with mode=DROPMALFORMED.",
+            )
+        for column in self.columns:
+            rows = rows.append_column(column.name, pa.nulls(rows.num_rows, arrow_type(column.type)))
+        if self.mode != "PERMISSIVE" or not dead.num_rows:
+            return rows
+        said_of = dict(zip((c.name for c in self.columns), (dead.column("bytes"), _reasons(dead)), strict=True))
+        found: dict[str, Any] = {
+            TIME: dead.column(TIME), ORDER: dead.column("offset"), PARTITION: dead.column("partition"), **said_of,
+        }  # fmt: skip
+        arrays = [found.get(f.name, pa.nulls(dead.num_rows, f.type)) for f in rows.schema]
+        return pa.concat_tables([rows, pa.Table.from_arrays(arrays, schema=rows.schema)])
+
+
+def _reasons(dead: pa.Table) -> Any:
+    """Why, and up to which offset where a whole batch cannot be read."""
+    first, last = int64s(dead, "offset"), int64s(dead, "last_offset")
+    reasons = dead.column("reason")
+    if not np.any(last > first):
+        return reasons
+    many = [f"{r} last_offset={b}" if b > a else r for r, a, b in zip(reasons.to_pylist(), first, last, strict=True)]
+    return pa.array(many, pa.string())

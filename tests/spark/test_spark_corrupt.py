@@ -1,0 +1,85 @@
+"""Records that cannot be read, in a stream of rows: a row of their own, the query's end, or left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidemill.base.errors import Invalid
+from tidemill.shards.front import TIME, Column, ShardSchema
+from tidemill.spark.decode.letters import Letter, letter_table
+from tidemill.spark.source.corrupt import Corrupted
+from tidemill.spark.source.options import Options
+from tidemill.spark.source.stream import FeedReader, row_columns
+from tidemill.spark.types import spark_schema
+from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, command_schema
+
+SCHEMA = ShardSchema((Column("k", "int64"), Column("v", "string")), ("k",))
+
+
+def commands(offsets: list[int]) -> pa.Table:
+    rows = [{"k": n, "v": "x", TIME: 5, ORDER: n, PARTITION: 0, LIVE: True} for n in offsets]
+    return pa.Table.from_pylist(rows, schema=command_schema(SCHEMA))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 9)), st.lists(st.tuples(st.integers(10, 19), st.binary(max_size=5)), max_size=5))
+def test_every_record_is_a_row_once_and_the_schema_is_the_declared_one(good: list[int], bad: list[Any]) -> None:
+    dead = letter_table([Letter("t", 2, offset, offset, 7, "no JSON", data) for offset, data in bad])
+    corrupted = Corrupted.of(Options({}))
+    found = corrupted.rows(commands(good), dead)
+    names = [
+        *(c.name for c in SCHEMA.columns),
+        TIME,
+        ORDER,
+        PARTITION,
+        LIVE,
+        "_corrupt_record",
+        "_corrupt_record_reason",
+    ]
+    assert found.schema.names == names
+    assert found.schema.types[-2:] == [pa.binary(), pa.string()]
+    rows = found.to_pylist()
+    assert [r["k"] for r in rows if r[LIVE]] == good
+    broken = [(r[ORDER], r["_corrupt_record"]) for r in rows if r[LIVE] is None]
+    assert sorted(broken) == sorted(bad)
+    assert all((r[TIME], r[PARTITION], r["k"], r["v"]) == (7, 2, None, None) for r in rows if r[LIVE] is None)
+
+
+def test_a_batch_that_cannot_be_read_is_one_row_that_says_up_to_where() -> None:
+    dead = letter_table([Letter("t", 0, 3, 8, 7, "bad checksum", b"x"), Letter("t", 0, 9, 9, 7, "no JSON", b"y")])
+    rows = Corrupted(column="c").rows(commands([]), dead).to_pylist()
+    assert [r["c_reason"] for r in rows] == ["bad checksum last_offset=8", "no JSON"]
+
+
+def test_the_other_modes_leave_out_or_fail_and_any_else_is_refused() -> None:
+    dead = letter_table([Letter("t", 2, 4, 4, 7, "no JSON", b"x")])
+    left_out = Corrupted.of(Options({"mode": "dropMalformed"}))
+    assert (left_out.columns, left_out.rows(commands([1]), dead)) == ((), commands([1]))
+    failing = Corrupted.of(Options({"mode": "failfast"}))
+    assert failing.rows(commands([1]), dead.slice(0, 0)) == commands([1])
+    with pytest.raises(Invalid, match=r"cannot be read: topic=t partition=2 offset=4 \(no JSON\).*mode=PERMISSIVE"):
+        failing.rows(commands([1]), dead)
+    with pytest.raises(Invalid, match=r"no such mode: mode=strict\. Use one of PERMISSIVE"):
+        Corrupted.of(Options({"mode": "strict"}))
+
+
+def test_a_reader_gives_what_its_schema_says(harbour: Any) -> None:
+    """A column of the topic that is called as ours is, is told; with another name for ours both are there."""
+    topic = harbour.create_topic("clicks")
+    harbour.produce(topic, [(b"k", {"k": 1, "_corrupt_record": "mine"}), (b"", b"bad")])
+    harbour.mint("topic/clicks", 10, topic)
+    given = {"source": "topic/clicks", "schema": "k long, _corrupt_record string", "key": "k"}
+    urls = {"objects": harbour.urls.objects, "consensus": harbour.urls.consensus}
+    with pytest.raises(Invalid, match="the topic has this column itself: column=_corrupt_record"):
+        row_columns(Options({**given, **urls}))
+    options = Options({**given, **urls, "columnNameOfCorruptRecord": "bad"})
+    reader = FeedReader(options)
+    (partition,) = reader.partitions({"ts": 0}, {"ts": 11})
+    rows = [row for batch in reader.read(partition) for row in batch.to_pylist()]
+    assert [(r["k"], r["_corrupt_record"], r["bad"]) for r in rows] == [(1, "mine", None), (None, None, b"bad")]
+    assert list(rows[0]) == spark_schema(row_columns(options)).fieldNames()
