@@ -12,7 +12,7 @@ from tidemill.keeper.drop import drop_shard
 from tidemill.keeper.grounds import Retention
 from tidemill.keeper.jobs import Budget
 from tidemill.shards.checkpoint import assemble, decode_header, encode_header
-from tidemill.shards.front import HistoryLost
+from tidemill.shards.front import HistoryLost, staged_key
 from tidemill.shards.holding import holding
 from tidemill.shards.restore import restore_shard
 from tidemill.shards.state import check_whole
@@ -212,6 +212,23 @@ def test_orphans_go_by_age_and_a_writer_that_was_paused_meanwhile_writes_its_par
             await paused.compare_and_append(upper, upper + 10, [part], "")
         assert (await shard.snapshot(upper - 1)).num_rows == len(KEYS)
         await shard.compare_and_append(upper, world.clock.now_ms() + 1, [young], "")
+
+    run(scenario())
+
+
+def test_what_was_staged_for_a_write_that_came_to_nothing_goes_by_age_and_not_before() -> None:
+    async def scenario() -> None:
+        world = World(Retention(orphans_after_s=3600))
+        world.clock.advance(1000)
+        staged = staged_key("job", world.clock.now_ms(), "1")
+        await world.objects.put(staged, b"x")
+        for _ in range(5):  # a job may take long, and its shard need not be there yet
+            world.clock.advance(600_000)
+            await world.orphans.run(Budget(world.clock, 1))
+            assert staged in world.stored()
+        world.clock.advance(700_000)
+        await world.orphans.run(Budget(world.clock, 1))
+        assert staged not in world.stored()
 
     run(scenario())
 

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.shards.front import Binding
+from tidemill.shards.front import Binding, ShardSchema
 from tidemill.shards.remap import LogRemap
+from tidemill.shards.state import ShardState
 from tidemill.spark.advance import advance_idle, sources_of
 
 ROWS = [
@@ -20,6 +21,10 @@ ROWS = [
 
 class Named(NamedTuple):
     name: str
+    state: ShardState = ShardState("", "", ShardSchema((), ()))
+
+    def stamp_ms(self) -> int:
+        return 0
 
 
 class Catalogue:

@@ -21,9 +21,10 @@ from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.evolution import Changes
 from tidemill.shards.front import DIFF, TIME, Column
 from tidemill.spark import Pipeline
-from tidemill.spark.derived import Derivation, difference
+from tidemill.spark.derived import Derivation
 from tidemill.spark.pipeline import DerivedTable
 from tidemill.spark.types import spark_schema
+from tidemill.spark.upsert.contents import difference
 from tidemill.spark.upsert.mirror import Mirror
 
 
@@ -207,7 +208,7 @@ def test_an_input_that_does_not_exist_yet_is_waited_for_by_name(harbour: Any, tm
 
 def test_a_result_whose_key_repeats_or_is_null_is_refused(tmp_path: Path) -> None:
     mirror = Mirror(SCHEMA)
-    with pytest.raises(Invalid, match="key of a derived table repeats"):
+    with pytest.raises(Invalid, match="a key comes twice: k=1"):
         difference(SCHEMA, pa.table({"k": [1, 1], "v": [1, 2]}), mirror, 5)
     with pytest.raises(Invalid, match="null"):
         difference(SCHEMA, pa.table({"k": pa.array([None], pa.int64()), "v": [1]}), mirror, 5)

@@ -2,6 +2,7 @@
 
     of a shard there is    written orphans_after_s ago, named by no batch and no garbage: first `Sweep` forbids that a
                            part so old is ever shown, then it is deleted (a writer may only have been paused)
+    staged for a write     written orphans_after_s ago: no shard ever names it, and no write takes so long
     of no shard there is   dropped, or from before a restore: named by no shard, mentioned by no row of the
                            checkpoint, for collect_after_s
 
@@ -18,7 +19,7 @@ from tidemill.keeper.grounds import Grounds
 from tidemill.keeper.jobs import Budget
 from tidemill.keeper.persisted import Persisted
 from tidemill.objects.store import ObjectMeta
-from tidemill.shards.front import written_ms
+from tidemill.shards.front import STAGED, written_ms
 from tidemill.shards.handle import LogShard
 from tidemill.shards.machine import open_machine
 from tidemill.shards.open import created_shards
@@ -78,6 +79,8 @@ class Orphans:
             for shard_id, metas in by_shard.items():
                 if shard_id in handles:
                     await self._of_shard(handles[shard_id], metas, states)
+            staged = by_shard.pop(STAGED, [])
+            await self._delete([meta for meta in staged if 0 <= written_ms(meta.key) < self._before_ms()])
             await self._of_none({i: m for i, m in by_shard.items() if i not in created}, states)
         finally:
             for handle in handles.values():
@@ -91,12 +94,15 @@ class Orphans:
     async def _of_shard(self, shard: LogShard, metas: list[ObjectMeta], states: dict[str, ShardState]) -> None:
         named = _named(states.values())
         self._counted += sum(written_ms(meta.key) < 0 and meta.key not in named for meta in metas)
-        before_ms = self._g.clock.now_ms() - int(self._g.retention.orphans_after_s * 1000)
+        before_ms = self._before_ms()
         if not self._orphans(metas, [shard.state], before_ms):
             return
         states[shard.shard_id] = state = await shard.sweep(before_ms)
         # References as of the sweep, of every shard: from here on nothing this old is ever named again.
         await self._delete(self._orphans(metas, states.values(), before_ms, state))
+
+    def _before_ms(self) -> int:
+        return self._g.clock.now_ms() - int(self._g.retention.orphans_after_s * 1000)
 
     def _orphans(
         self, metas: list[ObjectMeta], states: Iterable[ShardState], before_ms: int, swept: ShardState | None = None

@@ -61,8 +61,17 @@ def part_key(shard_id: str, writer: str, written_at_ms: int, nonce: str) -> str:
     return f"shards/{shard_id}/{writer}@{written_at_ms}-{nonce}.parquet"
 
 
+STAGED = "staged"
+"""Stands in place of a shard's id in the keys of what is staged for a write: no shard ever names it."""
+
+
+def staged_key(writer: str, written_at_ms: int, nonce: str) -> str:
+    """`shards/staged/<writer>@<ms>-<nonce>.arrow`, never reused (O1)."""
+    return f"shards/{STAGED}/{writer}@{written_at_ms}-{nonce}.arrow"
+
+
 def written_ms(object_key: str) -> int:
-    """When the part was written, by its writer's clock; -1 when its key does not tell (inline, or an older format)."""
+    """When the object was written, by its writer's clock; -1 when its key does not tell (inline, an older format)."""
     stamp = object_key.rpartition("@")[2].partition("-")[0] if "@" in object_key else ""
     return int(stamp) if stamp.isascii() and stamp.isdigit() else -1
 

@@ -62,10 +62,17 @@ def cut(batches: Sequence[Batch], wanted: Sequence[int] | None = None) -> list[R
     found = []
     for low, after in pairwise(cuts):
         hashes = None if wanted is None else [h for h in sorted(wanted) if low <= h < after]
-        chosen = [msgspec.structs.replace(b, parts=_within(b.parts, low, after - 1, hashes)) for b in batches]
-        if any(batch.parts for batch in chosen):
-            found.append(Range(low, after - 1, [b for b in chosen if b.parts], hashes))
+        one = between(batches, low, after - 1, hashes)
+        if one.batches:
+            found.append(one)
     return found
+
+
+def between(batches: Sequence[Batch], low: int, high: int, wanted: list[int] | None = None) -> Range:
+    """The range of these hashes, of `wanted` alone where that is given (sorted); of one that nothing lies in, no
+    batches."""
+    chosen = [msgspec.structs.replace(b, parts=_within(b.parts, low, high, wanted)) for b in batches]
+    return Range(low, high, [b for b in chosen if b.parts], wanted)
 
 
 def _snapped(at: int, begins: Any, near: int) -> int:

@@ -2,7 +2,8 @@
 
 Nothing is minted for a source in which nothing moves, so its shards' uppers stand. A derived table, or a query over
 several shards at one time, needs them to pass the others': it says that the source is still the same, now. Dead
-letters have no source: their shard stands until there is one, and it is said of the shard itself.
+letters have no source, nor has what DataFrames are written into: their shards stand until there is something, and it
+is said of the shard itself.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from tidemill.base.errors import Conflict
 from tidemill.metastore.catalogue import Catalogue, PipelineRow
 from tidemill.metastore.rows.pipelines import source_of
-from tidemill.shards.front import Remap, Shard
+from tidemill.shards.front import Remap
+from tidemill.shards.handle import LogShard
+from tidemill.spark.write import WRITES
 
 LAG_MS = 1_000
 """A shard this far behind the newest is worth a binding of some twenty bytes."""
 
 
 async def advance_idle(
-    catalogue: Catalogue, open_remap: Callable[[str], Awaitable[Remap]], shard: Shard, upper: int, time_ms: int
+    catalogue: Catalogue, open_remap: Callable[[str], Awaitable[Remap]], shard: LogShard, upper: int, time_ms: int
 ) -> bool:
     """Advance the sources of `shard`, whose upper is `upper`, to `time_ms`; True when one moved.
 
@@ -32,6 +35,12 @@ async def advance_idle(
         with contextlib.suppress(Conflict):  # somebody was first, with a letter or with the time
             await shard.compare_and_append(upper, time_ms + 1, (), "")
         return True
+    if upper <= time_ms and not any(shard.name in row.tables for row in rows) and _is_written(shard):
+        rows = await catalogue.list(PipelineRow)  # of a pipeline's shard only its source may say so
+        if not any(shard.name in row.tables for row in rows):
+            with contextlib.suppress(Conflict):  # somebody was first
+                await shard.compare_and_append(upper, time_ms + 1, (), shard.reader_name(WRITES))
+            return True
     moved = False
     for source in sources_of(rows, shard.name):
         remap = await open_remap(source)
@@ -39,6 +48,13 @@ async def advance_idle(
         if latest is not None and latest.time_ms < min(upper, time_ms):
             moved |= await remap.advance(time_ms) is not None
     return moved
+
+
+def _is_written(shard: LogShard) -> bool:
+    """Was the newest append a write's, and is none under way, which would have to be computed anew?"""
+    state, now_ms = shard.state, shard.stamp_ms()
+    writing = any(hold.reader.startswith(f"{WRITES}/") and hold.live(now_ms) for hold in state.holds)
+    return bool(state.writers) and state.writers[-1].token.startswith(WRITES) and not writing
 
 
 def sources_of(pipelines: Sequence[PipelineRow], shard: str) -> set[str]:

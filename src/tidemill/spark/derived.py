@@ -23,11 +23,10 @@ import numpy as np
 import pyarrow as pa
 import structlog
 
-from tidemill.base.errors import Corrupt, Invalid, Missing, TidemillError
+from tidemill.base.errors import Invalid, Missing, TidemillError
 from tidemill.base.portal import Portal
-from tidemill.shards.front import TIME, Evolved, ShardSchema
+from tidemill.shards.front import Evolved, ShardSchema
 from tidemill.shards.handle import LogShard
-from tidemill.shards.hashing import hash_rows
 from tidemill.shards.schema import checked, conform, contents_schema, update_schema
 from tidemill.spark.advance import LAG_MS, advance_idle
 from tidemill.spark.groups import NO_GROUPS, groups_of
@@ -37,7 +36,8 @@ from tidemill.spark.stores import Stores
 from tidemill.spark.table import TableWriter
 from tidemill.spark.types import columns_of, spark_schema
 from tidemill.spark.upsert.arrays import U64
-from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, Commands, command_schema
+from tidemill.spark.upsert.commands import Commands
+from tidemill.spark.upsert.contents import difference
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import resolve
 
@@ -266,39 +266,3 @@ def check_groups(table: DerivedTable, output: ShardSchema, inputs: dict[str, Sha
                     f"a group's column has two types: table={table.name} input={name} {column} {here}, {ours} {there}.",
                     fix="Cast it in the function to the type that the input has.",
                 )
-
-
-def difference(schema: ShardSchema, result: pa.Table, mirror: Mirror, time_ms: int) -> Commands:
-    """Commands that make the mirrored contents equal to `result` at `time_ms`. Raises Invalid when a key repeats.
-
-    Rows that are there already are commands too; `resolve` finds that they change nothing.
-    """
-    key = list(schema.key)
-    for name in key:
-        if result.column(name).null_count:
-            raise Invalid(f"key column of a derived table is null: column={name}.", fix="Filter such rows out.")
-    try:
-        wanted = Mirror.hydrate(schema, result, 0)
-    except Corrupt as error:
-        raise Invalid(
-            f"key of a derived table repeats: key={','.join(key)} rows={result.num_rows}.",
-            fix="Group by the key, or name more key columns.",
-        ) from error
-    live = mirror.live_rows()
-    _, at = wanted.lookup(live.select(key), hash_rows(live, key)) if live.num_rows else (None, np.zeros(0, np.int64))
-    gone = live.filter(pa.array(at < 0))
-    return Commands(pa.concat_tables([_as_commands(schema, wanted.live_rows(), time_ms, True),
-                                      _as_commands(schema, gone, time_ms, False)]))  # fmt: skip
-
-
-def _as_commands(schema: ShardSchema, rows: pa.Table, time_ms: int, live: bool) -> pa.Table:
-    n = rows.num_rows
-    extra: dict[str, Any] = {
-        TIME: pa.array(np.full(n, time_ms, dtype=np.int64)),
-        ORDER: pa.array(np.zeros(n, dtype=np.int64)),
-        PARTITION: pa.array(np.zeros(n, dtype=np.int32)),
-        LIVE: pa.array(np.full(n, live)),
-    }
-    target = command_schema(schema)
-    arrays: Sequence[Any] = [extra[f.name] if f.name in extra else rows.column(f.name) for f in target]
-    return pa.Table.from_arrays(list(arrays), schema=target)

@@ -70,6 +70,6 @@ def columns_of(schema: StructType) -> tuple[Column, ...]:
         else:
             raise Invalid(
                 f"column type has no place in a shard: column={field.name} type={kind.simpleString()}.",
-                fix="Cast it, e.g. to string, in the derived function.",
+                fix="Cast it, e.g. to string.",
             )
     return tuple(out)

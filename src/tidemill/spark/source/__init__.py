@@ -6,9 +6,10 @@
                rows=false one row a partition and batch: what to read, for operators that fetch for themselves
                start=MS, max_rows, pace_ms; mode, columnNameOfCorruptRecord (`corrupt`)
                or shard=NAME with changes=true: columns, _time, _diff; start=MS, max_rows
-    both       which cluster: see `spark.cluster`
+    write      option shard=NAME (or .save("NAME")), mode append or overwrite; key, delete, mergeSchema, beside
+    all        which cluster: see `spark.cluster`
 
-An option that is not known, or means nothing to the read, is refused.
+An option that is not known, or means nothing here, is refused.
 Spark pickles instances of these classes by reference and calls them in processes of its own: planners and
 executors. State lives in `stores.shared` of each.
 """
@@ -18,14 +19,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, DataSourceWriter
 
 from tidemill.base.errors import Invalid
 from tidemill.spark.source.batch import ShardReader, shard_schema
 from tidemill.spark.source.catalogue import keep_options, table_options
 from tidemill.spark.source.changes import META, ChangesReader
-from tidemill.spark.source.options import BATCH, CHANGES, STREAM, Options, from_catalogue
+from tidemill.spark.source.options import BATCH, CHANGES, STREAM, WRITE, Options, from_catalogue
 from tidemill.spark.source.stream import DESCRIPTOR_COLUMNS, FeedReader, row_columns
+from tidemill.spark.source.write import FrameWriter
 from tidemill.spark.types import spark_schema
 
 if TYPE_CHECKING:
@@ -76,6 +78,12 @@ class TidemillSource(DataSource):  # type: ignore[misc]
         options = self._read_options(schema)
         options.only(BATCH, "a batch read")
         return ShardReader(options, schema)
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        # Not the options kept in a schema: they may be those of the table that the rows were read from.
+        options = self._read_options()
+        options.only(WRITE, "a write")
+        return FrameWriter(options, schema, overwrite)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         options = self._read_options(schema)

@@ -19,6 +19,7 @@ BATCH = ("shard", "path", "as_of")
 STREAM = ("source", "table", "schema", "key", "rows", "start", "max_rows", "pace_ms",
           "mode", "columnnameofcorruptrecord")  # fmt: skip
 CHANGES = ("shard", "path", "changes", "start", "max_rows")
+WRITE = ("shard", "path", "key", "delete", "mergeschema", "beside")
 
 
 class Options:
@@ -27,7 +28,7 @@ class Options:
     def __init__(self, options: Mapping[str, str], registered: Mapping[str, str] | None = None) -> None:
         self._options = _given({key.lower(): value for key, value in options.items()})
         self._registered = dict(registered or {})
-        known = tuple(dict.fromkeys((*CLUSTER, *BATCH, *STREAM, *CHANGES)))
+        known = tuple(dict.fromkeys((*CLUSTER, *BATCH, *STREAM, *CHANGES, *WRITE)))
         for key in self._options:
             if key not in known:
                 near = difflib.get_close_matches(key, known, 1)

@@ -1,0 +1,101 @@
+"""Writes: the rows of a DataFrame into a shard. Tasks stage, the driver's side commits (`spark.write`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import structlog
+from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import Invalid, TidemillError
+from tidemill.shards.front import staged_key
+from tidemill.spark.source.options import Options
+from tidemill.spark.stores import shared, shared_objects
+from tidemill.spark.types import columns_of
+from tidemill.spark.write.commit import Commit, kept_by, opened
+from tidemill.spark.write.staged import Staged, stage
+from tidemill.spark.write.target import Frame, planned
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql.types import StructType
+
+log = structlog.get_logger()
+
+
+class StagedMessage(WriterCommitMessage):  # type: ignore[misc]
+    """What one task staged."""
+
+    def __init__(self, staged: Sequence[Staged]) -> None:
+        self.payload = msgspec.msgpack.encode(staged)
+
+    @property
+    def staged(self) -> list[Staged]:
+        return msgspec.msgpack.decode(self.payload, type=list[Staged])
+
+
+class FrameWriter(DataSourceArrowWriter):  # type: ignore[misc]
+    """Made on the driver's side, which refuses what cannot be written before anything runs; pickled to the others."""
+
+    def __init__(self, options: Options, schema: StructType, overwrite: bool) -> None:
+        if not options.shard:
+            raise Invalid(
+                "no shard is named.",
+                fix='Give option shard=NAME, or .save("NAME"). Of a table of a catalogue Spark tells a write no'
+                " options: INSERT INTO t WITH (shard = 'NAME') …, or make it a TEMPORARY VIEW.",
+            )
+        key = tuple(name.strip() for name in options.text("key").split(",")) if options.text("key") else ()
+        grows = options.flag("mergeschema", False)
+        frame = Frame(options.shard, columns_of(schema), key, options.text("delete"), overwrite, grows)
+        frame = msgspec.structs.replace(frame, beside=options.text("beside"))
+        portal, stores = shared(options.urls)
+        kept_by(portal, stores, frame)
+        shard = opened(portal, stores, frame.shard)
+        self._frame = msgspec.msgpack.encode(planned(frame, shard.schema if shard is not None else None))
+        if shard is not None:
+            portal.call(shard.aclose())
+        self._options = options
+        self._objects = options.objects
+        self._job = str(stores.rand.nonce())
+
+    @property
+    def frame(self) -> Frame:
+        return msgspec.msgpack.decode(self._frame, type=Frame)
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedMessage:
+        """In a task. What a task staged that is run again, or whose job fails, is collected by age."""
+        portal, objects = shared_objects(self._objects)
+        clock, rand = SystemClock(), Rand()
+
+        def put(data: bytes) -> str:
+            key = staged_key(self._job, clock.now_ms(), rand.nonce())
+            portal.call(objects.put(key, data))
+            return key
+
+        return StagedMessage(list(stage(self.frame, iterator, put)))
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        portal, stores = shared(self._options.urls)
+        Commit(portal, stores, self.frame, self._job).run(_staged(messages))
+        self._forget(messages)
+
+    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Also after a commit that raised: parts that may have been shown are left alone, what was staged never is."""
+        self._forget(messages)
+
+    def _forget(self, messages: list[WriterCommitMessage | None]) -> None:
+        """A courtesy: whatever is not deleted here is collected by age."""
+        portal, objects = shared_objects(self._objects)
+        try:
+            for one in _staged(messages):
+                if one.object_key:
+                    portal.call(objects.delete(one.object_key))
+        except TidemillError as error:
+            log.info("staged rows are left to the keeper", job=self._job, cause=str(error))
+
+
+def _staged(messages: list[WriterCommitMessage | None]) -> list[Staged]:
+    return [one for message in messages if isinstance(message, StagedMessage) for one in message.staged]

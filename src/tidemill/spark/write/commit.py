@@ -1,0 +1,209 @@
+"""The commit of a write: staged rows, range by range against the shard's contents, shown by one compare-and-append.
+
+W1  One append shows all of it at one time, or nothing is shown. Its token is the job's: a commit that is made again
+    finds it and is done.
+W2  Updates are computed at the very upper that the append names. Who was first is read, and everything computed anew.
+W3  A shard that a pipeline keeps is written beside it only where that is asked for, and at a time of which its source
+    says nothing: what the pipeline had not written yet up to our time, it would never write.
+
+Writers take turns, so that the one with many rows is not overtaken for ever by those with few; a turn is a lease, and
+only saves work. Memory holds one range: its rows, what the shard has there, and the updates of a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import pyarrow as pa
+
+from tidemill.base.errors import Conflict, Invalid, Missing, Unavailable
+from tidemill.base.portal import Portal
+from tidemill.metastore.catalogue import PipelineRow
+from tidemill.metastore.rows.pipelines import source_of
+from tidemill.shards.front import HASH, Batch, Evolved, HistoryLost, Part
+from tidemill.shards.handle import LogShard
+from tidemill.shards.holding import HOLD_TTL_MS, MovingHold
+from tidemill.shards.ranges import RANGE_BYTES, RANGE_ROWS, RANGES_MAX, between, read_range
+from tidemill.shards.schema import contents_schema
+from tidemill.spark.ranges import HashRange
+from tidemill.spark.stores import Stores
+from tidemill.spark.upsert.contents import distinct
+from tidemill.spark.write import WRITES
+from tidemill.spark.write.beside import quiet_at
+from tidemill.spark.write.staged import STAGE_BYTES, Staged, staged_rows
+from tidemill.spark.write.target import Frame, schema_for
+from tidemill.spark.write.turns import Turn
+from tidemill.spark.write.updates import updates_of
+
+WANTED_ROWS = 10_000
+"""Of the shard, so few rows look at the row groups that may hold them, and more at everything."""
+ATTEMPTS = 20
+PAUSE_S = 0.2
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What memory holds at once: rows of a range, and updates of a part."""
+
+    range_rows: int = RANGE_ROWS
+    range_bytes: int = STAGE_BYTES
+    wanted_rows: int = WANTED_ROWS
+
+
+def kept_by(portal: Portal, stores: Stores, frame: Frame) -> set[str] | None:
+    """The sources of bindings of the table that the shard is, of the pipeline that `frame` names; None when it is no
+    pipeline's. Raises Invalid where another one keeps it, or this one does not (W3)."""
+    name, found = frame.shard, None
+    for row in portal.call(stores.catalogue.list(PipelineRow)):
+        if name in row.tables and row.name == frame.beside:
+            fed_by = row.tables[name]
+            found = set() if fed_by == "derived" else {source_of(fed_by)}
+        elif name == row.dead_letters:
+            raise Invalid(f"only the pipeline writes its dead letters: shard={name} pipeline={row.name}.")
+        elif name in row.tables:
+            raise Invalid(
+                f"a pipeline keeps this shard: shard={name} pipeline={row.name}.",
+                fix="Write into a shard of your own; a derived table can join both. Or, knowing that the pipeline goes"
+                f" on writing it too, give option beside={row.name}.",
+            )
+    if frame.beside and found is None:
+        raise Invalid(
+            f"the pipeline does not keep this shard: shard={name} beside={frame.beside}.",
+            fix="Leave option beside out.",
+        )
+    return found
+
+
+def opened(portal: Portal, stores: Stores, name: str) -> LogShard | None:
+    """A handle for the caller to close, or None where there is no such shard. Raises as `open_shard`."""
+    try:
+        return portal.call(stores.shard(name))
+    except Missing:
+        return None
+
+
+class Commit:
+    """Of one job, which `job` names for good."""
+
+    def __init__(self, portal: Portal, stores: Stores, frame: Frame, job: str, limits: Limits | None = None) -> None:
+        self._portal = portal
+        self._stores = stores
+        self._frame = frame
+        self._token = f"{WRITES}-{job}"
+        self._limits = limits or Limits()
+        self._rows = 0
+        self._sources: set[str] | None = None
+
+    def run(self, staged: Sequence[Staged]) -> int:
+        """Returns the shard's upper after it. Raises Invalid (what `schema_for` and `updates_of` refuse, a pipeline's
+        shard), Unavailable (nothing happened), Unknown (it may have: run again, or write the same again)."""
+        self._rows = sum(one.rows for one in staged)
+        for _ in range(ATTEMPTS):
+            shard = self._ready(staged)
+            turn = Turn(self._stores, f"{WRITES}/{shard.shard_id}")
+            try:
+                self._portal.call(turn.take())
+                return self._attempt(shard, turn, staged)
+            except (Conflict, Evolved, HistoryLost):
+                continue  # W2: what was chosen may be forgotten, where others wrote meanwhile
+            finally:
+                self._portal.call(turn.give())
+                self._portal.call(shard.aclose())
+        raise Unavailable(
+            f"others were first each time: shard={self._frame.shard} attempts={ATTEMPTS} rows={self._rows}.",
+            fix="Write fewer rows at once, or when less is written into the shard.",
+        )
+
+    def _ready(self, staged: Sequence[Staged]) -> LogShard:
+        """The shard, made or grown where the frame asks for it: not before its keys are known to be distinct."""
+        name = self._frame.shard
+        self._sources = kept_by(self._portal, self._stores, self._frame)
+        shard = opened(self._portal, self._stores, name)
+        try:
+            schema = schema_for(self._frame, shard.schema if shard is not None else None)
+        except BaseException:
+            if shard is not None:
+                self._portal.call(shard.aclose())
+            raise
+        if shard is not None and schema.columns == shard.schema.columns:
+            return shard
+        if shard is not None:
+            self._portal.call(shard.aclose())
+        count = self._ranges([], staged, few=False)
+        for number in range(count):
+            distinct(self._frame.stored, staged_rows(self._frame, staged, HashRange(number, count), self._get))
+        return self._portal.call(self._stores.shard(name, schema))
+
+    def _attempt(self, shard: LogShard, turn: Turn, staged: Sequence[Staged]) -> int:
+        """Raises Conflict, Evolved: somebody was first."""
+        call, lower = self._portal.call, self._portal.call(shard.frontiers())[1]
+        done = next((w.upper for w in shard.state.writers if w.token == self._token), None)
+        if done is not None:
+            return done  # W1
+        at = max(self._stores.clock.now_ms(), lower)
+        if self._sources is not None:
+            at = lower
+            if not call(quiet_at(self._stores.remap, self._sources, at)):
+                call(shard.wait_upper(lower, PAUSE_S))
+                raise Conflict(f"the pipeline writes this time: shard={self._frame.shard} time={at}.")
+        hold = MovingHold(shard, shard.reader_name(WRITES), self._stores.clock, ttl_ms=HOLD_TTL_MS, kept=True)
+        parts: list[Part] = []
+        held: list[pa.Table] = []
+        try:
+            call(hold.at(max(0, lower - 1)))
+            batches = call(shard.batches_until(lower - 1)) if lower else []
+            for updates in self._updates(shard, batches, staged, lower, at):
+                call(turn.keep())
+                call(hold.at(max(0, lower - 1)))
+                held.append(updates)
+                if self._is_part(held):
+                    parts.append(call(shard.write_part(pa.concat_tables(held))))
+                    held = []
+            if any(u.num_rows for u in held):
+                parts.append(call(shard.write_part(pa.concat_tables(held))))
+            return call(shard.compare_and_append(lower, at + 1, parts, self._token))
+        finally:
+            call(hold.release())
+
+    def _updates(
+        self, shard: LogShard, batches: Sequence[Batch], staged: Sequence[Staged], lower: int, at: int
+    ) -> Iterator[pa.Table]:
+        """Of one range after another, in the order of their hashes."""
+        few = not self._frame.overwrite and self._rows <= self._limits.wanted_rows
+        count = self._ranges(batches, staged, few)
+        for number in range(count):
+            rows = staged_rows(self._frame, staged, HashRange(number, count), self._get)
+            if rows.num_rows or self._frame.overwrite:
+                wanted = sorted(set(rows.column(HASH).to_pylist())) if few else None
+                found = self._contents(shard, batches, number, count, wanted, lower)
+                yield updates_of(self._frame, shard.schema, rows.drop_columns([HASH]), found, lower, at)
+
+    def _contents(
+        self, shard: LogShard, batches: Sequence[Batch], number: int, count: int, wanted: list[int] | None, lower: int
+    ) -> pa.Table:
+        width = (1 << 64) // count
+        chosen = between(batches, number * width, (number + 1) * width - 1, wanted)
+        return pa.concat_tables(
+            [contents_schema(shard.schema).empty_table(), *read_range(shard.schema, chosen, lower - 1, self._fetch)]
+        )
+
+    def _is_part(self, held: Sequence[pa.Table]) -> bool:
+        rows, size_bytes = sum(int(u.num_rows) for u in held), sum(int(u.nbytes) for u in held)
+        return rows >= self._limits.range_rows or size_bytes >= self._limits.range_bytes
+
+    def _ranges(self, batches: Sequence[Batch], staged: Sequence[Staged], few: bool) -> int:
+        """A power of two, as ranges of staged rows are."""
+        parts = [] if few else [part for batch in batches for part in batch.parts]
+        wanted = max(
+            self._rows // self._limits.range_rows,
+            sum(one.size_bytes for one in staged) // self._limits.range_bytes,
+            sum(p.rows for p in parts) // self._limits.range_rows,
+            sum(p.size_bytes for p in parts) // RANGE_BYTES,
+        )
+        return int(min(RANGES_MAX, 1 << wanted.bit_length()))
+
+    def _get(self, key: str, start: int, end: int) -> bytes:
+        return self._portal.call(self._stores.objects.get(key, start, end))
+
+    def _fetch(self, part: Part) -> bytes:
+        return self._portal.call(self._stores.objects.get(part.object_key)) if part.object_key else part.inline

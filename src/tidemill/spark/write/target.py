@@ -1,0 +1,108 @@
+"""What a DataFrame's columns mean to a shard: taken as they are, growth of its schema, or a refusal. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from tidemill.base.errors import Invalid, Missing
+from tidemill.shards.evolution import widens
+from tidemill.shards.front import Column, ShardSchema
+from tidemill.shards.schema import checked, difference
+from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """What is written. `key`: the shard's, in its order. `delete`: a bool column that is not stored; a row where it is
+    true deletes its key. `overwrite`: the rows become the contents. `grows`: the shard's schema may (mergeSchema).
+    `beside`: the pipeline that keeps the shard, where that is known and meant.
+    `keys_only`: it has no more than the key of the shard's columns, so every row must be a deletion."""
+
+    shard: str
+    columns: tuple[Column, ...]
+    key: tuple[str, ...]
+    delete: str = ""
+    overwrite: bool = False
+    grows: bool = False
+    keys_only: bool = False
+    beside: str = ""
+
+    @property
+    def stored(self) -> ShardSchema:
+        """The columns that are kept, as the DataFrame has them."""
+        return ShardSchema(tuple(c for c in self.columns if c.name != self.delete), self.key)
+
+
+def planned(frame: Frame, have: ShardSchema | None) -> Frame:
+    """The frame with the key it will be written by. Raises Invalid, Missing: it cannot be written into this shard."""
+    for name in (LIVE, ORDER, PARTITION):
+        if name in {c.name for c in frame.columns}:
+            raise Invalid(f"reserved column name: column={name}.", fix="Rename the column.")
+    if frame.delete:
+        kind = {c.name: c.type for c in frame.columns}.get(frame.delete, "no such column")
+        if kind != "bool":
+            raise Invalid(
+                f"the delete column is not boolean: delete={frame.delete} type={kind}.",
+                fix="Name a boolean column of the DataFrame.",
+            )
+        if frame.overwrite:
+            raise Invalid(
+                "an overwrite has nothing to delete: the rows it is given become the contents.", fix="Leave out delete."
+            )
+    if have is None and not frame.key:
+        raise Missing(
+            f"no such shard: shard={frame.shard}.", fix="Give option key=COLUMN,… to create it, or correct the name."
+        )
+    key = frame.key or (have.key if have is not None else ())
+    given = {c.name for c in frame.columns} - {frame.delete}
+    lacking = have is not None and not {c.name for c in have.columns} <= given
+    found = replace(frame, key=key, keys_only=bool(frame.delete) and lacking and given == set(key))
+    schema_for(found, have)
+    return found
+
+
+def schema_for(frame: Frame, have: ShardSchema | None) -> ShardSchema:
+    """The schema that the shard must have for these rows: `have` itself where it can take them. Raises Invalid."""
+    stored = frame.stored
+    if have is None:
+        return checked(stored)
+    if not have.key:
+        raise Invalid(
+            f"the shard has no key, so nothing can be written by key: shard={frame.shard}.", fix="Name another shard."
+        )
+    checked(stored)
+    if stored.key != have.key:
+        said = f"shard={frame.shard} key={','.join(have.key)} wanted={','.join(stored.key)}"
+        raise Invalid(f"the shard has another key: {said}.", fix="Leave option key out: the shard's is taken.")
+    given = {c.name: c.type for c in stored.columns}
+    lacking = [c.name for c in have.columns if c.name not in given]
+    wanted = [replace(c, type=_wider(c.type, given.get(c.name, c.type))) for c in have.columns]
+    added = [c for c in stored.columns if c.name not in {c.name for c in have.columns}]
+    if any(not c.type for c in wanted) or (lacking and not frame.keys_only):
+        raise _refused(frame, have, stored, "Rename, cast or add columns, so that it has those of the shard.")
+    want = replace(have, columns=(*wanted, *added))
+    if want.columns != have.columns and not frame.grows:
+        raise _refused(frame, have, stored, "Give option mergeSchema=true to have the shard take them.")
+    return want
+
+
+def _wider(have: str, given: str) -> str:
+    """The type that holds every value of both exactly, or ""."""
+    if have == given or widens(given, have):
+        return have
+    return given if widens(have, given) else ""
+
+
+def _refused(frame: Frame, have: ShardSchema, stored: ShardSchema, fix: str) -> Invalid:
+    ordered = _in_order_of(have, stored.columns)
+    shown = difference(have, replace(have, columns=ordered)) or "none"
+    return Invalid(
+        f"the DataFrame has other columns than the shard: shard={frame.shard} difference=[{shown}].", fix=fix
+    )
+
+
+def _in_order_of(have: ShardSchema, columns: Sequence[Column]) -> tuple[Column, ...]:
+    places = {c.name: at for at, c in enumerate(have.columns)}
+    return tuple(sorted(columns, key=lambda c: places.get(c.name, len(places))))

@@ -1,0 +1,58 @@
+"""Turns at writing into one shard: a lease, renewed while its holder computes. It saves work; the append is safe."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from tidemill.base.errors import Conflict, TidemillError
+from tidemill.base.limits import LEASE_TTL_MS
+from tidemill.consensus.api import Lease
+from tidemill.spark.stores import Stores
+
+PAUSE_S = 0.05
+PAUSE_MAX_S = 0.5
+
+log = structlog.get_logger()
+
+
+class Turn:
+    """One process's, once. Whoever cannot take, keep or give it up goes on without."""
+
+    def __init__(self, stores: Stores, name: str) -> None:
+        self._stores = stores
+        self._name = name
+        self._holder = f"writer-{stores.rand.nonce()}"
+        self._lease: Lease | None = None
+        self._taken_s = 0.0
+
+    async def take(self) -> None:
+        """Waits while others have theirs."""
+        pause_s = PAUSE_S
+        while not await self._acquired():
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_MAX_S)
+
+    async def keep(self) -> None:
+        if self._stores.clock.monotonic_s() - self._taken_s > LEASE_TTL_MS / 3000:
+            await self._acquired()
+
+    async def give(self) -> None:
+        if self._lease is None:
+            return
+        try:
+            await self._stores.consensus.release(self._name, self._holder, self._lease.term)
+        except TidemillError as error:
+            log.info("turn not given up; it lapses by itself", lease=self._name, cause=str(error))
+
+    async def _acquired(self) -> bool:
+        """False while it is somebody else's."""
+        self._taken_s = self._stores.clock.monotonic_s()
+        try:
+            self._lease = await self._stores.consensus.acquire(self._name, self._holder, LEASE_TTL_MS)
+        except Conflict:
+            return False
+        except TidemillError as error:
+            log.info("no turn, writing without", lease=self._name, cause=str(error))
+        return True

@@ -1,0 +1,33 @@
+"""What a write changes in one hash range: staged rows and the contents there → updates at one time. Pure."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from tidemill.shards.front import ShardSchema
+from tidemill.shards.schema import conform, contents_schema
+from tidemill.spark.upsert.arrays import to_mask
+from tidemill.spark.upsert.commands import LIVE, Commands
+from tidemill.spark.upsert.contents import as_commands, difference, distinct
+from tidemill.spark.upsert.mirror import Mirror
+from tidemill.spark.upsert.resolve import resolve
+from tidemill.spark.write.target import Frame
+
+
+def updates_of(frame: Frame, schema: ShardSchema, rows: pa.Table, contents: pa.Table, lower: int, at: int) -> pa.Table:
+    """Updates at time `at` for an append of [lower, at + 1), by hash; `contents` are those at `lower` - 1.
+
+    `rows`: of the DataFrame's columns and `_live`. `schema`: the shard's, which holds them. Raises Invalid: a key
+    comes twice; Corrupt: a key has two live rows in the shard.
+    """
+    target = contents_schema(schema)
+    for field in target:
+        if frame.keys_only and field.name not in rows.column_names:
+            rows = rows.append_column(field, pa.nulls(rows.num_rows, field.type))
+    run = distinct(schema, conform(rows, target.append(pa.field(LIVE, pa.bool_()))))
+    mirror = Mirror.hydrate(schema, contents, lower)
+    if frame.overwrite:
+        commands = difference(schema, run.rows.select(target.names), mirror, at)
+    else:
+        commands = Commands(as_commands(schema, run.rows, at, to_mask(run.rows.column(LIVE))))
+    return resolve(schema, commands, mirror, lower, at + 1).updates
