@@ -89,7 +89,7 @@ def test_what_a_reader_chose_under_its_hold_stays_readable_and_without_it_histor
             await replaced(world)
             if held:
                 assert contents(await shard.snapshot(as_of)) == model
-                found = await shard._read(chosen, as_of)
+                found = await shard.reader.read_batches(chosen, 0, as_of + 1)
                 assert found.num_rows == 900
             else:
                 with pytest.raises(HistoryLost, match="merged and collected"):
