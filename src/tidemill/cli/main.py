@@ -7,58 +7,84 @@ With --json the answer is the last line of stdout; logs go to stderr.
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from tidemill.base.errors import TidemillError
 from tidemill.base.logs import configure_logs
-from tidemill.cli import (
-    capture,
-    demo_command,
-    dlq,
-    doctor,
-    pipeline,
-    restore,
-    shape,
-    shard,
-    sql,
-    status,
-    topic,
-    up,
-    verify_command,
-    why,
-)
 
-app = typer.Typer(
-    name="tidemill",
-    help="Every change from Postgres and Kafka, through one bucket, into exact keyed tables and live apps.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-)
-app.command("up")(up.up)
-app.command("demo")(demo_command.demo)
-app.command("status")(status.status)
-app.command("why")(why.why)
-app.command("verify")(verify_command.verify)
-app.add_typer(capture.app, name="capture")
-app.add_typer(topic.app, name="topic")
-app.add_typer(pipeline.app, name="pipeline")
-app.add_typer(shape.app, name="shape")
-app.add_typer(shard.app, name="shard")
-app.command("sql")(sql.sql)
-app.command("dlq")(dlq.dlq)
-app.command("doctor")(doctor.doctor)
-app.command("restore")(restore.restore)
+if TYPE_CHECKING:
+    app: typer.Typer
+
+
+def application(only_sql: bool = False) -> typer.Typer:
+    """All commands. `only_sql`: of a process that runs that one, which is asked often and imports no other."""
+    app = typer.Typer(
+        name="tidemill",
+        help="Every change from Postgres and Kafka, through one bucket, into exact keyed tables and live apps.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+    )
+    if only_sql:
+        from tidemill.cli import sql
+
+        app.command("sql")(sql.sql)
+        app.callback()(lambda: None)  # else the one command would have no name
+        return app
+    from tidemill.cli import (
+        capture,
+        demo_command,
+        dlq,
+        doctor,
+        pipeline,
+        restore,
+        shape,
+        shard,
+        sql,
+        status,
+        topic,
+        up,
+        verify_command,
+        why,
+    )
+
+    app.command("up")(up.up)
+    app.command("demo")(demo_command.demo)
+    app.command("status")(status.status)
+    app.command("why")(why.why)
+    app.command("verify")(verify_command.verify)
+    app.add_typer(capture.app, name="capture")
+    app.add_typer(topic.app, name="topic")
+    app.add_typer(pipeline.app, name="pipeline")
+    app.add_typer(shape.app, name="shape")
+    app.add_typer(shard.app, name="shard")
+    app.command("sql")(sql.sql)
+    app.command("dlq")(dlq.dlq)
+    app.command("doctor")(doctor.doctor)
+    app.command("restore")(restore.restore)
+    return app
+
+
+def __getattr__(name: str) -> Any:
+    """`app` is made when somebody asks for it."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = made = application()
+    return made
 
 
 def run() -> None:
     """Entry point: every error raised on purpose becomes one sentence and exit code 2."""
     configure_logs()
-    if sys.argv[1:2] == ["sql"]:
-        sql.without_pandas()
+    only_sql = sys.argv[1:2] == ["sql"]
+    if only_sql:
+        from tidemill.cli.sql import without_pandas
+
+        without_pandas()
     try:
-        app()
+        application(only_sql)()
     except TidemillError as error:
         print(f"tidemill: {error}", file=sys.stderr)
         raise SystemExit(2) from None

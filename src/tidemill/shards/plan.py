@@ -27,7 +27,7 @@ from tidemill.shards.fetching import fetching
 from tidemill.shards.front import DIFF, HASH, TIME, Batch, Part, ShardSchema
 from tidemill.shards.ranges import Fetch, opened
 from tidemill.shards.reading import PartReader
-from tidemill.shards.schema import part_schema
+from tidemill.shards.schema import contents_schema, part_schema
 
 if TYPE_CHECKING:
     from tidemill.shards.handle import LogShard
@@ -43,7 +43,7 @@ class NoPlan(Exception):
 
 class Plan(NamedTuple):
     """settled  objects that are Parquet files of `part_schema`
-    gone     the columns of the key and `_until`
+    gone     the columns of the key and `_until`; no rows: without a column that matters
     live     the shard's columns"""
 
     settled: list[Part]
@@ -101,7 +101,10 @@ def _difference(
     if size_bytes > DIFFERENCE_BYTES:
         raise NoPlan(f"{size_bytes >> 20} MiB of updates are not merged")
     updates = portal.call(PartReader(objects, shard.schema, cache_bytes=0).read_batches(rest, 0, at + 1))
-    if updates.num_rows and not shard.schema.key:
+    if not updates.num_rows:
+        empty = part_schema(shard.schema).empty_table()
+        return empty.select(shard.schema.key), empty.select(contents_schema(shard.schema).names)
+    if not shard.schema.key:
         raise NoPlan("it has no key, and updates that are not merged")
     found = last_states(shard.schema, updates)
     if found is None:
