@@ -93,7 +93,7 @@ OPERATIONS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(OPERATIONS)
 def test_appends_and_overwrites_equal_a_dictionary_at_every_time(
     harbour: Any, small_chunks: None, operations: list[tuple[bool, list[Row], int]]

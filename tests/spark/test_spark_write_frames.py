@@ -76,3 +76,21 @@ def test_sql_inserts_through_a_view(harbour: Any, spark: Any, config: str) -> No
     spark.sql("INSERT OVERWRITE seen VALUES (5, 'e')")
     assert read(spark, config, "t") == [(5, "e")]
     spark.sql("DROP VIEW seen")
+
+
+def test_a_table_of_the_catalogue_takes_inserts_when_it_is_told_the_shard(
+    harbour: Any, spark: Any, config: str
+) -> None:
+    save(spark.createDataFrame([(5, "e")], "k long, v string"), config, "t", key="k")
+    spark.sql(f"CREATE TABLE stock USING tidemill OPTIONS (shard 't', config '{config}')")
+    try:
+        save(spark.createDataFrame([(1, "a")], "k long, v string"), config, "other", key="k")
+        spark.sql(f"INSERT INTO stock WITH (shard = 't', config = '{config}') VALUES (6, 'f')")
+        assert rows(spark.table("stock")) == [(5, "e"), (6, "f")]
+        for said in ("INSERT INTO stock VALUES (7, 'g')", "INSERT INTO stock SELECT * FROM stock"):
+            with pytest.raises(Exception, match=r"no shard is named.*INSERT INTO t WITH \(shard"):
+                spark.sql(said)
+        spark.table("stock").writeTo("stock").options(shard="other", config=config).append()
+        assert read(spark, config, "other") == [(1, "a"), (5, "e"), (6, "f")], "not into what it was read from"
+    finally:
+        spark.sql("DROP TABLE stock")
