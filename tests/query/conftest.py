@@ -42,7 +42,8 @@ def new_bucket() -> Iterator[Callable[[], str]]:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part an object that is read in pieces, every read held, a range for fifty rows, merges of two."""
-    monkeypatch.setattr(handle, "INLINE_PART_BYTES", 0)
+    for writer in (handle, compaction):
+        monkeypatch.setattr(writer, "INLINE_PART_BYTES", 0)
     monkeypatch.setattr(fetching, "WHOLE_BYTES", 0)
     monkeypatch.setattr(reading, "HOLD_ABOVE_BYTES", 0)
     monkeypatch.setattr(ranges, "RANGE_ROWS", 50)

@@ -122,3 +122,14 @@ def test_names_that_duckdb_cannot_have_are_refused_and_odd_ones_are_not(world: W
             table.to_duckdb(connection, "taken")
         assert connection.sql("SELECT a FROM taken").fetchall() == [(1,)]
         assert world.holds("twice") == [] and duck.quoted('a"b') == '"a""b"'
+
+
+def test_a_table_without_a_key_that_is_merged_is_scanned_where_it_lies(world: World) -> None:
+    keyless = ShardSchema(ORDERS.columns, ())
+    world.append(10, [(1, "a", 1), (2, "b", 1)], "events", keyless)
+    world.append(20, [(3, "c", 1)], "events", keyless)
+    world.merge(19, "events")
+    with duckdb.connect() as connection:
+        view = world.cluster.table("events").to_duckdb(connection)
+        assert sorted(view.fetchall()) == [(n, s, Decimal(n * 10)) for n, s in ((1, "a"), (2, "b"), (3, "c"))]
+        assert world.holds("events") == ["python"]

@@ -63,7 +63,8 @@ def _make_view(connection: duckdb.DuckDBPyConnection, table: Table, found: Enter
         return
     weakref.finalize(plan.live, _let_go, found, table)
     connection.register(live_name, plan.live)
-    connection.register(gone_name, plan.gone)
+    if plan.gone.num_rows:
+        connection.register(gone_name, plan.gone)
     _create(connection, name, _select(plan, table.key, live_name, gone_name, _paths(connection, table, plan)))
     connection.execute(f"DROP TABLE IF EXISTS temp.{quoted(copy_name)}")
 

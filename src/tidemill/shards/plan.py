@@ -43,7 +43,7 @@ class NoPlan(Exception):
 
 class Plan(NamedTuple):
     """settled  objects that are Parquet files of `part_schema`
-    gone     the columns of the key and `_until`; no rows: without a column that matters
+    gone     the columns of the key and `_until`; of no rows it may lack columns
     live     the shard's columns"""
 
     settled: list[Part]
