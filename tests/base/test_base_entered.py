@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import CancelledError
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from tidemill.base.entered import Entered
 from tidemill.base.errors import Closed, Invalid
 from tidemill.base.portal import Portal
+from tidemill.base.tasks import Tasks
 
 
 class Door:
@@ -65,3 +69,35 @@ def test_closing_the_portal_leaves_it_and_nothing_waits_afterwards() -> None:
     entered.leave()
     with pytest.raises(Closed):
         Entered(portal, door.open())
+
+
+def test_the_portals_own_thread_leaves_without_waiting_and_may_not_call() -> None:
+    with Portal() as portal:
+        door = Door()
+        entered = Entered(portal, door.open())
+
+        async def leave() -> None:
+            entered.leave()
+            with pytest.raises(RuntimeError, match="wait for itself"):
+                portal.call(asyncio.sleep(0))
+
+        portal.call(leave(), 30)
+        assert door.left.wait(30)
+
+
+def test_who_enters_while_the_portal_closes_does_not_wait_for_ever() -> None:
+    portal = Portal()
+    door = Door()
+    spawn = Tasks.spawn
+
+    def cut_off(self: Tasks, *arguments: Any, **options: Any) -> Any:
+        task = spawn(self, *arguments, **options)
+        task.cancel()  # before its first step, as a portal that closes does
+        return task
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Tasks, "spawn", cut_off)
+        with pytest.raises(CancelledError):
+            Entered(portal, door.open())
+    portal.close()
+    assert door.inside == 0

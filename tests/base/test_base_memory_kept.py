@@ -49,7 +49,7 @@ def test_pages_that_were_touched_once_are_not_touched_anew_by_another_thread() -
     found = child("keep")
     assert found["faults"][-1] < PAGES // 10, found
     assert found["given_mib"] > 32, found  # type: ignore[operator]
-    assert child("as it is")["faults"][-1] > PAGES // 2, "else nothing has to be told to keep them"
+    assert child("as it is")["faults"][-1] > found["faults"][-1], "else nothing has to be told to keep them"
 
 
 def test_another_c_library_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

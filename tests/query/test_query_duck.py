@@ -6,6 +6,7 @@ import gc
 from decimal import Decimal
 
 import duckdb
+import pyarrow as pa
 import pytest
 from query_world import ORDERS, World
 from test_query_table import filled, until_let_go
@@ -102,8 +103,6 @@ def test_names_that_duckdb_cannot_have_are_refused_and_odd_ones_are_not(world: W
     rows = {'we"ird': [1, 2], "a.b": ["x", "y"], "select": [None, "z"], "_time": [9, 9], "_diff": [1, 1]}
 
     async def fill(name: str, schema: ShardSchema, columns: dict[str, list[object]]) -> None:
-        import pyarrow as pa
-
         shard = await world.stores.shard(name, schema)
         await shard.compare_and_append(0, 10, [await shard.write_part(pa.table(columns))], "")
         await shard.aclose()
@@ -133,3 +132,80 @@ def test_a_table_without_a_key_that_is_merged_is_scanned_where_it_lies(world: Wo
         view = world.cluster.table("events").to_duckdb(connection)
         assert sorted(view.fetchall()) == [(n, s, Decimal(n * 10)) for n, s in ((1, "a"), (2, "b"), (3, "c"))]
         assert world.holds("events") == ["python"]
+
+
+@pytest.mark.parametrize("key", ["_until", "k0", "s"])
+def test_a_key_of_any_name_and_any_collation_of_the_connection(world: World, key: str) -> None:
+    schema = ShardSchema((Column(key, "string"), Column("n", "int64")), (key,))
+
+    async def fill(upper: int, rows: list[tuple[str, int, int]]) -> None:
+        shard = await world.stores.shard("t", schema)
+        names, numbers, diffs = zip(*rows, strict=True)
+        found = pa.table({key: names, "n": numbers, "_time": [upper - 1] * len(rows), "_diff": diffs})
+        await shard.compare_and_append(upper - 10, upper, [await shard.write_part(found)], "")
+        await shard.aclose()
+
+    world.portal.call(fill(10, [("a", 1, 1), ("A", 2, 1)]))
+    world.merge(9, "t")
+    world.portal.call(fill(20, [("a", 1, -1), ("a", 3, 1)]))
+    with duckdb.connect() as connection:
+        connection.execute("SET default_collation = 'NOCASE'")
+        assert sorted(world.cluster.table("t").to_duckdb(connection).fetchall()) == [("A", 2), ("a", 3)]
+
+
+def test_names_that_differ_by_case_alone_are_refused(world: World) -> None:
+    world.append(10, [(1, "a", 1)], "Orders")
+    world.append(10, [(2, "b", 1)], "orders")
+    hidden = ShardSchema((Column("id", "int64"), Column("_TIME", "int64")), ("id",))
+    world.portal.call(_hidden(world, hidden))
+    with duckdb.connect() as connection:
+        with pytest.raises(Invalid, match="DuckDB cannot tell two tables apart: names=Orders,orders"):
+            world.cluster.to_duckdb(connection, ["Orders", "orders"])
+        with pytest.raises(Invalid, match="columns=_TIME,_time"):
+            world.cluster.table("hidden").to_duckdb(connection)
+
+
+async def _hidden(world: World, schema: ShardSchema) -> None:
+    await (await world.stores.shard("hidden", schema)).aclose()
+
+
+def test_a_view_that_cannot_be_replaced_stays_what_it_was(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(world)
+    orders = world.cluster.table("orders")
+    with duckdb.connect() as connection:
+        orders.to_duckdb(connection, as_of=19)
+        before = connection.sql("SELECT * FROM orders ORDER BY id").fetchall()
+        world.append(40, [(300, None, -1), (1, "new", 1)])
+        for said in ("_create", "plan_parts"):
+            with monkeypatch.context() as patched:
+                patched.setattr(duck, said, lambda *_: (_ for _ in ()).throw(Unavailable("the bucket is away.")))
+                with pytest.raises(Unavailable):
+                    orders.to_duckdb(connection)
+            assert connection.sql("SELECT * FROM orders ORDER BY id").fetchall() == before
+            gc.collect()
+            assert len(world.holds()) == 1, "its own"
+        ours = "SELECT view_name FROM duckdb_views() WHERE view_name LIKE 'tidemill %'"
+        for _ in range(3):
+            orders.to_duckdb(connection)
+            assert len(connection.sql(ours).fetchall()) <= 2, "what the last view read is let go"
+        gc.collect()
+        assert len(world.holds()) == 1
+
+
+def test_a_connection_that_is_collected_on_the_loop_of_its_cluster_harms_nobody(world: World) -> None:
+    filled(world)
+
+    class App:
+        def __init__(self) -> None:
+            self.me, self.connection = self, duckdb.connect()
+            world.cluster.table("orders").to_duckdb(self.connection)
+
+    app = App()
+    assert world.holds() != []
+    del app
+
+    async def collected() -> None:
+        gc.collect()
+
+    world.portal.call(collected(), 30)
+    world.portal.call(until_let_go(world), 30)

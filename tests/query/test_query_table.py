@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 from collections import Counter
+from datetime import date
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,11 @@ async def _made(world: World, name: str) -> None:
         ({"where": [("id", "=", "seven")]}, "the filter cannot be applied"),
         ({"where": pc.field("id") + 1}, "the filter cannot be applied"),
         ({"where": "id = 1"}, "the filter cannot be applied"),
+        ({"where": pc.field(0) == 1}, "it names a column by its place"),
+        ({"where": [("id", "in", 7)]}, "the filter cannot be applied"),
+        ({"as_of": date(2026, 11, 22)}, "as_of is no time"),
+        ({"as_of": 9.0}, "as_of is no time"),
+        ({"as_of": True}, "as_of is no time"),
         ({"where": 7}, "the filter cannot be applied"),
         ({"as_of": "yesterday"}, "as_of is no time"),
         ({"as_of": -5}, "history is lost"),
@@ -225,6 +231,17 @@ def test_what_makes_no_sense_is_refused_and_nothing_is_held(world: World, argume
     with pytest.raises(Invalid, match=said):
         world.cluster.table("orders").to_batches(**arguments)
     assert world.holds() == []
+
+
+def test_filters_as_pyarrow_takes_them(world: World) -> None:
+    world.append(10, [(n, 'FieldPath("', 1) for n in range(5)])
+    orders = world.cluster.table("orders")
+    assert orders.count((("id", "=", 1),)) == 1
+    assert orders.count(((("id", "=", 1),), (("id", "=", 2),))) == 2  # type: ignore[arg-type]
+    assert orders.count([("id", "in", (1, 2, 9))]) == 2
+    with pytest.raises(Invalid, match="as a list"):
+        orders.count([("id", "in", (n for n in (1, 2, 9)))])
+    assert orders.count(pc.field("status") == 'FieldPath("') == 5
 
 
 def test_a_time_that_is_not_final_is_waited_for_as_long_as_said(world: World) -> None:

@@ -43,7 +43,9 @@ class Entered(Generic[T]):
 
         async def begin() -> Tasks:
             tasks = Tasks(lambda _, error: log.warning("left with an error", cause=str(error)))
-            tasks.spawn(stay(), name="entered")
+            staying = tasks.spawn(stay(), name="entered")
+            # A portal that closes may cancel it before its first step.
+            staying.add_done_callback(lambda _: given.done() or given.cancel())
             return tasks
 
         self._tasks = portal.call(begin())
@@ -54,8 +56,9 @@ class Entered(Generic[T]):
             raise
 
     def leave(self) -> None:
-        """Leave it, and wait until it is left. Again, or after the portal was closed: nothing."""
-        if self._abandon():
+        """Leave it, and wait until it is left; the portal's own thread does not wait. Again, or after the portal was
+        closed: nothing."""
+        if self._abandon() and not self._portal.is_here:
             with contextlib.suppress(Closed, CancelledError):
                 self._portal.call(self._tasks.drain(CLOSE_S))
 

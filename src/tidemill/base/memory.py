@@ -16,8 +16,9 @@ _LARGEST_KEPT = (-3, 32 << 20)
 """glibc's M_MMAP_THRESHOLD, the most it takes: what is larger is mapped for its time."""
 _KEPT_BYTES = (-1, 1 << 30)
 """M_TRIM_THRESHOLD: an arena gives pages back when more than this is free at its end."""
-_ARENAS = (-8, 2)
-"""M_ARENA_MAX: what one thread freed is there for the next one."""
+_ARENAS = (-8, 1)
+"""M_ARENA_MAX: what one thread freed is there for the next one, and can be given back: of any other arena than the first
+one glibc keeps the end (malloc_trim trims what lies between)."""
 
 
 def resident_bytes() -> int:

@@ -24,7 +24,7 @@ class Portal:
 
     def __init__(self, name: str = "tidemill-portal") -> None:
         self._loop = asyncio.new_event_loop()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer that calls may run inside a call
         self._waiting: set[Future[Any]] = set()
         self._closing = False
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
@@ -34,8 +34,17 @@ class Portal:
     def loop(self) -> asyncio.AbstractEventLoop:
         return self._loop
 
+    @property
+    def is_here(self) -> bool:
+        """Does the caller run in the loop's own thread, as a finalizer may? There nobody may wait for the loop."""
+        return threading.current_thread() is self._thread
+
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Raises what the coroutine raises, TimeoutError, Closed when the portal is; CancelledError when it closes."""
+        """Raises what the coroutine raises, TimeoutError, Closed when the portal is; CancelledError when it closes.
+        RuntimeError in the loop's own thread, which would wait for itself."""
+        if self.is_here:
+            coroutine.close()
+            raise RuntimeError("the loop's own thread would wait for itself")
         with self._lock:  # one that is closing either sees this call, or refuses it
             if self._closing:
                 coroutine.close()

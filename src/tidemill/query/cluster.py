@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from contextlib import AbstractAsyncContextManager
 from functools import cached_property
@@ -10,9 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tidemill.base.entered import Entered
+from tidemill.base.errors import Invalid
 from tidemill.base.portal import Portal
+from tidemill.query.reading import NEWEST_ATTEMPTS
 from tidemill.query.table import WAIT_S, Moment, Table
 from tidemill.query.together import common_time
+from tidemill.shards.front import HistoryLost
 from tidemill.shards.moments import as_of_ms
 from tidemill.shards.open import created_shards
 from tidemill.spark.cluster import find_cluster
@@ -87,10 +91,25 @@ class Cluster:
 
         Raises as `common_time` and `Table.to_duckdb`. What was made of them before it raised stays.
         """
-        given = as_of_ms(as_of)
-        at = self.common_time(names) if given is None else given
+        seen: dict[str, str] = {}
         for name in names:
-            self.table(name).to_duckdb(connection, as_of=None if given is None and at < 0 else at, wait_s=wait_s)
+            if seen.setdefault(name.casefold(), name) != name:
+                raise Invalid(
+                    f"DuckDB cannot tell two tables apart: names={seen[name.casefold()]},{name}.",
+                    fix="Make views under names of your own: cluster.table(…).to_duckdb(connection, name).",
+                )
+        given = as_of_ms(as_of)
+        for attempt in range(NEWEST_ATTEMPTS):
+            at = self.common_time(names) if given is None else given
+            try:
+                for name in names:
+                    self.table(name).to_duckdb(
+                        connection, as_of=None if given is None and at < 0 else at, wait_s=wait_s
+                    )
+                break
+            except HistoryLost:  # the history of one moved on before it was held: there is a newer time in common
+                if given is not None or attempt == NEWEST_ATTEMPTS - 1:
+                    raise
         return at
 
     def close(self) -> None:
@@ -122,6 +141,9 @@ class Cluster:
 
 def _close(portal: Portal, stores: Stores, entered: weakref.WeakSet[Entered[Any]]) -> None:
     """Reads let go of what they hold while the stores are still open."""
+    if portal.is_here:  # collected there, with a cycle of references that it was in
+        threading.Thread(target=_close, args=(portal, stores, entered), name="tidemill-close").start()
+        return
     try:
         for each in list(entered):
             each.leave()

@@ -3,21 +3,24 @@
 A view is DuckDB's own scan of the Parquet parts, with its columns and filters (`shards.plan`), and Arrow tables of
 what is not merged. Where no plan is exact, the contents are copied into a temporary table of the connection, by ranges.
 
-What a view reads is held for as long as the connection has the view: DuckDB keeps the Arrow table `live` of it, and the
-hold goes with that.
+What a view reads is held until another takes its name or the connection closes: DuckDB keeps the Arrow table `live` of
+it, and the hold goes with that. (To drop the view alone does not let go.)
 """
 
 from __future__ import annotations
 
+import itertools
+import re
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tidemill.base.entered import Entered
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import Invalid, Unavailable
 from tidemill.objects.open import local_directory
 from tidemill.query.reading import Chosen
 from tidemill.shards.difference import UNTIL
-from tidemill.shards.front import TIME
+from tidemill.shards.front import DIFF, HASH, TIME
 from tidemill.shards.plan import NoPlan, Plan, plan_parts
 from tidemill.shards.schema import contents_schema, part_schema
 
@@ -37,9 +40,11 @@ def make_view(connection: duckdb.DuckDBPyConnection, table: Table, found: Entere
     """
     import duckdb
 
-    _check_names(table.schema.names, table.name)
+    _check_names([*table.schema.names, TIME, DIFF, HASH], table.name)
     try:
         _make_view(connection, table, found, name)
+    except duckdb.IOException as error:
+        raise Unavailable(f"DuckDB cannot read the table: table={table.name} ({error}).", fix="Try again.") from error
     except duckdb.Error as error:
         raise Invalid(
             f"DuckDB refuses the view: name={name} ({error}).", fix="Give it another name, or another connection."
@@ -47,26 +52,55 @@ def make_view(connection: duckdb.DuckDBPyConnection, table: Table, found: Entere
 
 
 def _make_view(connection: duckdb.DuckDBPyConnection, table: Table, found: Entered[Chosen], name: str) -> None:
+    """Under names of its own, so that the view there was reads what it did until the new one stands."""
     shard, stores, portal = table._shard, table._stores, table._portal
-    live_name, gone_name, copy_name = (f"tidemill {what} {name}" for what in ("live", "gone", "copy"))
+    number = next(_numbers)
+    live_name, gone_name, copy_name = (f"tidemill {what} {number} {name}" for what in ("live", "gone", "copy"))
     try:
-        if found.value.at < 0:
-            plan = Plan([], part_schema(shard.schema).empty_table(), contents_schema(shard.schema).empty_table())
+        try:
+            if found.value.at < 0:
+                plan = Plan([], part_schema(shard.schema).empty_table(), contents_schema(shard.schema).empty_table())
+            else:
+                plan = plan_parts(portal, stores.objects, shard, found.value.at)
+        except NoPlan:
+            with table._over(found, None, None, end=found.leave) as rows:
+                _copy(connection, copy_name, rows)
+            _create(connection, name, f"SELECT * FROM {quoted(copy_name)}")
         else:
-            plan = plan_parts(portal, stores.objects, shard, found.value.at)
-    except NoPlan:
-        with table._over(found, None, None, end=found.leave) as rows:
-            _copy(connection, copy_name, rows)
-        for each in (live_name, gone_name):
+            weakref.finalize(plan.live, _let_go, found, table)
+            connection.register(live_name, plan.live)
+            if plan.gone.num_rows:
+                gone = plan.gone.rename_columns([*_gone_names(table.key), UNTIL])
+                connection.register(gone_name, gone)
+            _create(connection, name, _select(plan, table.key, live_name, gone_name, _paths(connection, table, plan)))
+    except BaseException:
+        _drop(connection, name, lambda each: each == number)
+        raise
+    _drop(connection, name, lambda each: each < number)
+
+
+_numbers = itertools.count(1)
+
+
+def _drop(connection: duckdb.DuckDBPyConnection, name: str, which: Callable[[int], bool]) -> None:
+    """What views of this name read, by the numbers of the calls that made it."""
+    rows = connection.execute("SELECT view_name FROM duckdb_views() WHERE temporary UNION ALL "
+                              "SELECT table_name FROM duckdb_tables() WHERE temporary").fetchall()  # fmt: skip
+    for (each,) in rows:
+        match = _OURS.fullmatch(each)
+        if match is None or match[3] != name or not which(int(match[2])):
+            continue
+        if match[1] == "copy":
+            connection.execute(f"DROP TABLE IF EXISTS temp.{quoted(each)}")
+        else:
             connection.unregister(each)
-        _create(connection, name, f"SELECT * FROM {quoted(copy_name)}")
-        return
-    weakref.finalize(plan.live, _let_go, found, table)
-    connection.register(live_name, plan.live)
-    if plan.gone.num_rows:
-        connection.register(gone_name, plan.gone)
-    _create(connection, name, _select(plan, table.key, live_name, gone_name, _paths(connection, table, plan)))
-    connection.execute(f"DROP TABLE IF EXISTS temp.{quoted(copy_name)}")
+
+
+_OURS = re.compile(r"tidemill (live|gone|copy) (\d+) (.*)", re.DOTALL)
+
+
+def _gone_names(key: tuple[str, ...]) -> list[str]:
+    return [f"k{place}" for place in range(len(key))]
 
 
 def _let_go(found: Entered[Chosen], table: Table) -> None:
@@ -81,9 +115,21 @@ def _select(plan: Plan, key: tuple[str, ...], live: str, gone: str, paths: list[
     listed = ", ".join(f"'{path}'" for path in (each.replace("'", "''") for each in paths))
     said = f"SELECT {columns} FROM read_parquet([{listed}], hive_partitioning = false) s"
     if plan.gone.num_rows:
-        same = [f"g.{quoted(column)} IS NOT DISTINCT FROM s.{quoted(column)}" for column in key]
+        same = [
+            _same(f"g.{ours}", f"s.{quoted(column)}", plan.gone.schema.field(place).type)
+            for place, (ours, column) in enumerate(zip(_gone_names(key), key, strict=True))
+        ]
         said += f" ANTI JOIN {quoted(gone)} g ON ({' AND '.join([*same, f's.{TIME} < g.{UNTIL}'])})"
     return f"{said} UNION ALL SELECT * FROM {quoted(live)}" if plan.live.num_rows else said
+
+
+def _same(left: str, right: str, of: pa.DataType) -> str:
+    """Whatever the connection's collation makes of texts."""
+    import pyarrow as pa
+
+    if pa.types.is_string(of):
+        left, right = f"encode({left})", f"encode({right})"
+    return f"{left} IS NOT DISTINCT FROM {right}"
 
 
 def _create(connection: duckdb.DuckDBPyConnection, name: str, select: str) -> None:

@@ -40,10 +40,10 @@ async def chosen(shard: LogShard, as_of: int | None, wait_s: float, *, long: boo
     async with AsyncExitStack() as stack:
         for attempt in range(NEWEST_ATTEMPTS):
             at = (await shard.frontiers())[1] - 1 if as_of is None else as_of
-            batches = await shard.batches_until(at, wait_s) if at >= 0 or as_of is not None else []
-            if not batches or not (long or _size_bytes(batches) > HOLD_ABOVE_BYTES):
-                break
             try:
+                batches = await shard.batches_until(at, wait_s) if at >= 0 or as_of is not None else []
+                if not batches or not (long or _size_bytes(batches) > HOLD_ABOVE_BYTES):
+                    break
                 await stack.enter_async_context(shard.holding("python", at))
                 batches = await shard.batches_until(at)  # held first, then chosen (A1)
                 break

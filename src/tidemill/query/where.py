@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -37,9 +38,11 @@ def filter_of(schema: ShardSchema, where: Where) -> Filter:
         else:
             from pyarrow.parquet import filters_to_expression
 
-            given: list[Any] = list(where)
+            given = [_checked(c) for c in where]
             expression = filters_to_expression(given)
-            conditions = [c for c in given if isinstance(c, tuple)]
+            conditions = [c for c in given if isinstance(c, tuple) and len(c) == 3 and isinstance(c[0], str)]
+        if "FieldPath(" in _QUOTED.sub("", str(expression)):
+            raise ValueError("it names a column by its place")
         empty = contents_schema(schema).empty_table()
         empty.filter(expression)
         names = tuple(n for n in empty.column_names if _looks_at(expression, empty.drop_columns([n])))
@@ -51,6 +54,16 @@ def filter_of(schema: ShardSchema, where: Where) -> Filter:
         ) from error
     only = {column: value if op == "in" else [value] for column, op, value in conditions if op in ("=", "==", "in")}
     return Filter(expression, names, key_hashes(schema, only) if conditions else None)
+
+
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+
+
+def _checked(condition: Any) -> Any:
+    """A filter is looked at more than once. Raises ValueError."""
+    if isinstance(condition, tuple) and len(condition) == 3 and isinstance(condition[2], Iterator):
+        raise ValueError("give the values of a comparison as a list")
+    return condition
 
 
 def _looks_at(expression: pc.Expression, without: pa.Table) -> bool:

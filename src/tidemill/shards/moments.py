@@ -14,6 +14,10 @@ def as_of_ms(value: str | int | datetime | None) -> int | None:
     `latest` and None. What is finer than a ms is cut off. Raises Invalid."""
     if value is None or (isinstance(value, str) and value.strip().lower() == LATEST):
         return None
+    if isinstance(value, bool) or not isinstance(value, int | str | datetime):
+        raise Invalid(
+            f"as_of is no time: as_of={value!r}.", fix="Give ms since 1970 as an integer, ISO 8601 text or a datetime."
+        )
     if isinstance(value, int):
         return value
     if isinstance(value, str):

@@ -10,6 +10,7 @@ While there is no difference that is Parquet alone. Whoever runs it holds the ti
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,7 +44,8 @@ class NoPlan(Exception):
 
 class Plan(NamedTuple):
     """settled  objects that are Parquet files of `part_schema`
-    gone     the columns of the key and `_until`; of no rows it may lack columns
+    gone     the columns of the key in order, then until when: by place, for a key may be called `_until` too; of no
+             rows it may lack columns
     live     the shard's columns"""
 
     settled: list[Part]
@@ -70,16 +72,22 @@ def plan_parts(portal: Portal, objects: ObjectStore, shard: LogShard, at: int) -
 
 _known: OrderedDict[tuple[str, ShardSchema], tuple[int, int] | None] = OrderedDict()
 """By the key of an object, which never changes and is never used again (O1)."""
+_knowing = threading.Lock()
 
 
 def _insertions(part: Part, schema: ShardSchema, fetch: Fetch) -> tuple[int, int] | None:
     """First and last time of a part that only inserts, single rows under this very schema; None of any other."""
     key = part.object_key, schema
-    if key not in _known:
-        _known[key] = _look(part, schema, fetch)
+    with _knowing:
+        if key in _known:
+            _known.move_to_end(key)
+            return _known[key]
+    found = _look(part, schema, fetch)
+    with _knowing:
+        _known[key] = found
         if len(_known) > KNOWN_MAX:
             _known.popitem(last=False)
-    return _known[key]
+    return found
 
 
 def _look(part: Part, schema: ShardSchema, fetch: Fetch) -> tuple[int, int] | None:

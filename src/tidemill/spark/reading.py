@@ -22,7 +22,6 @@ from pyspark.sql.types import LongType, StructField, StructType
 from tidemill.base.errors import TidemillError
 from tidemill.base.portal import Portal
 from tidemill.objects.open import local_directory
-from tidemill.shards.difference import UNTIL
 from tidemill.shards.front import TIME, ShardSchema
 from tidemill.shards.holding import holding
 from tidemill.shards.moments import as_of_ms
@@ -150,7 +149,7 @@ def _planned(spark: SparkSession, portal: Portal, stores: Stores, shard: LogShar
     reader = spark.read.schema(wanted).option("datetimeRebaseMode", "CORRECTED")
     rows = reader.parquet(*(f"file://{directory}/{part.object_key}" for part in plan.settled))
     if plan.gone.num_rows:
-        gone = plan.gone.rename_columns([f"{GONE}{name}" for name in plan.gone.column_names])
+        gone = plan.gone.rename_columns([f"{GONE}{place}" for place in range(plan.gone.num_columns)])
         rows = rows.join(broadcast(spark.createDataFrame(gone)), _is_gone(rows, shard.schema), "left_anti")
     rows = rows.select(*(col(_quoted(name)) for name in columns.names))
     return rows.union(spark.createDataFrame(plan.live, columns)) if plan.live.num_rows else rows
@@ -158,9 +157,9 @@ def _planned(spark: SparkSession, portal: Portal, stores: Stores, shard: LogShar
 
 def _is_gone(rows: DataFrame, schema: ShardSchema) -> Column:
     """By the key itself: Spark's vectorised reader has no way from a dictionary of unsigned hashes to a long."""
-    found = rows[TIME] < col(GONE + UNTIL)
-    for name in schema.key:
-        found &= rows[_quoted(name)].eqNullSafe(col(_quoted(GONE + name)))
+    found = rows[TIME] < col(f"{GONE}{len(schema.key)}")
+    for place, name in enumerate(schema.key):
+        found &= rows[_quoted(name)].eqNullSafe(col(f"{GONE}{place}"))
     return found
 
 
