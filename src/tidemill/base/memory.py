@@ -17,8 +17,8 @@ _LARGEST_KEPT = (-3, 32 << 20)
 _KEPT_BYTES = (-1, 1 << 30)
 """M_TRIM_THRESHOLD: an arena gives pages back when more than this is free at its end."""
 _ARENAS = (-8, 1)
-"""M_ARENA_MAX: what one thread freed is there for the next one, and can be given back: of any other arena than the first
-one glibc keeps the end (malloc_trim trims what lies between)."""
+"""M_ARENA_MAX: what one thread freed is there for the next one, and can be given back; of any other arena than the
+first, malloc_trim trims what lies between, and not the end."""
 
 
 def resident_bytes() -> int:
