@@ -20,7 +20,8 @@ CORPUS = {
     # 57: a later batch failed first and was taken for the hole. 188: leadership arrived between two batches.
     # 535, 666: a batch whose append landed unknown to its leader was served from the cache without its offset.
     # 312: a fetch that a deposed leader had planned met an object that retention had let go meanwhile.
-    "topics": (57, 188, 312, 535, 666, 1677),
+    # 367: one that did not know yet that it was deposed called lost what its successor had let go.
+    "topics": (57, 188, 312, 367, 535, 666, 1677),
     # 17: two deletions of one topic both said that they had done it. 163: a deletion that landed said "missing".
     "catalogue": (17, 163, 409),
     # 238: an upsert under an older schema moved the upper past a record that changed the new column alone.

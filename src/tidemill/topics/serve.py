@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tidemill.base.errors import TidemillError
+from tidemill.base.errors import Corrupt, TidemillError
 from tidemill.base.pace import Pace
 from tidemill.objects.store import ObjectStore
 from tidemill.topics.fetch import choose, read_batches
@@ -68,7 +68,7 @@ async def materialise(
         if not isinstance(plan, list):
             answers.append(Fetched(high_watermark, log_start, [], plan))
         elif not isinstance(found, list):
-            answers.append(Fetched(high_watermark, log_start, [], _forgotten(each, plan) or found))
+            answers.append(Fetched(high_watermark, log_start, [], await _told(each, plan, found)))
         else:
             answers.append(Fetched(high_watermark, log_start, found))
         if pace.due:
@@ -76,13 +76,19 @@ async def materialise(
     return answers
 
 
-def _forgotten(led: Led, plan: Plan) -> TidemillError | None:
-    """Retention took the records while they were read; whether it did, only a leader knows."""
-    if not isinstance(led, LedPartition) or not isinstance(plan, list):
-        return None
+async def _told(led: Led, plan: list[BatchRef], error: TidemillError) -> TidemillError:
+    """Retention may have taken the records while they were read. Whether it did only the leader knows, and one that
+    was deposed may not know that yet: what it would call lost, its successor let go."""
+    if not isinstance(led, LedPartition):
+        return error
+    if isinstance(error, Corrupt):
+        try:
+            await led.prove()
+        except TidemillError as away:
+            return away
     if led.closed_error is not None:
         return led.closed_error
     base, log_start = plan[0].base_offset, led.state.log_start
     if base < log_start:
         return OffsetOutOfRange(f"retention took the records: offset={base} log_start={log_start}.")
-    return None
+    return error

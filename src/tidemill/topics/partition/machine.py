@@ -413,6 +413,15 @@ class LedPartition:
         self.fault = stop.fault
         self.close(error)
 
+    async def prove(self) -> None:
+        """Close unless the log says that this is its leader still: for an answer that another one may know better.
+
+        Raises Unavailable.
+        """
+        head = await self._around.consensus.log_head(self._log_name)
+        if self.is_open and head.term != self._appender.term:
+            self.close(NotLeader(f"another node took over: log={self._log_name} term={head.term}."))
+
     # fetch ----------------------------------------------------------------------------------------
     def watch(self, future: asyncio.Future[None]) -> None:
         """Resolve `future` when the high watermark moves or leadership ends."""
