@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tidemill.spark import tasks
@@ -22,47 +22,68 @@ from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.front import BatchRef
 
 FEED = TopicFeed("t", "t", 3, False, stream_schema("k string, n long", "k"))
-KINDS = ("good", "bad", "gone", "keyless", "null key")
+CAPTURED = TopicFeed("t", "t", 3, True, FEED.schema, "public.t")
+KINDS = ("good", "bad", "gone", "keyless", "null key", "truncate", "other columns")
 BOUND_S = 30.0
 
 
-def record(number: int, kind: str) -> Record:
-    value = {"good": json.dumps({"k": f"k{number % 7}", "n": number}), "bad": "{", "null key": '{"k": null}'}.get(kind)
-    key = None if kind == "keyless" else f"k{number % 7}".encode()
-    return Record(key, None if value is None else value.encode(), (), 0, 0)
+def record(number: int, kind: str, captured: bool) -> Record:
+    values = {
+        "good": {"k": f"k{number % 7}", "n": number},
+        "null key": {"k": None, "n": 1},
+        "other columns": {"k": f"k{number % 7}", "n": number, "more": 1},
+    }
+    value = "{" if kind == "bad" else json.dumps(values[kind]) if kind in values else None
+    key = None if kind in ("keyless", "truncate") else f"k{number % 7}"
+    headers = (("tm.op", b"truncate"),) if kind == "truncate" else ()
+    named = json.dumps({"k": key}) if captured and key is not None else key
+    return Record(named.encode() if named else None, value.encode() if value is not None else None, headers, 0, 0)
 
 
-def descriptors_of(kinds: list[list[list[str]]], torn: int) -> tuple[list[Descriptor], list[list[bytes]]]:
+def descriptors_of(
+    kinds: list[list[list[str]]], torn: int, captured: bool = False
+) -> tuple[list[Descriptor], list[list[bytes]]]:
     """Partitions of batches of records; batch `torn`, if there is one, cannot be read."""
     descriptors, data, number = [], [], 0
     for partition, batches in enumerate(kinds):
         refs, mine, offset = [], [], 0
         for batch in batches:
-            encoded = encode_batch([record(offset + n, kind) for n, kind in enumerate(batch)], base_offset=offset)
+            rows = [record(offset + n, kind, captured) for n, kind in enumerate(batch)]
+            encoded = encode_batch(rows, base_offset=offset)
             mine.append(encoded[:-3] if number == torn else encoded)
             refs.append(BatchRef("o", 0, len(encoded), offset, len(batch), 1))
             offset, number = offset + len(batch), number + 1
         if offset:
-            descriptors.append(Descriptor(Slice("t", "t", partition, 0, offset, (offset,), (5,)), tuple(refs)))
+            ends, times = ((offset // 2, offset), (5, 6)) if offset > 1 else ((offset,), (6,))
+            descriptors.append(Descriptor(Slice("t", "t", partition, 0, offset, ends, times), tuple(refs)))
             data.append(mine)
     return descriptors, data
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
+    feed=st.sampled_from([FEED, CAPTURED]),
     kinds=st.lists(st.lists(st.lists(st.sampled_from(KINDS), min_size=1, max_size=9), max_size=5), max_size=3),
     torn=st.integers(-1, 6),
 )
-def test_what_helpers_read_is_what_one_reads_alone(kinds: list[list[list[str]]], torn: int) -> None:
-    descriptors, data = descriptors_of(kinds, torn)
+@example(feed=CAPTURED, kinds=[[["good", "truncate", "good", "other columns", "good"]]], torn=-1)
+@example(feed=CAPTURED, kinds=[[["good"] * 4, ["good"] * 4], [["truncate"] * 5]], torn=1)
+def test_what_helpers_read_is_what_one_reads_alone(feed: TopicFeed, kinds: list[list[list[str]]], torn: int) -> None:
+    descriptors, data = descriptors_of(kinds, torn, feed.captured)
     with ThreadPoolExecutor(3) as helpers, pytest.MonkeyPatch.context() as patched:
         patched.setattr(tasks, "BESIDE_RECORDS", 0)
         patched.setattr(tasks, "blocks_of", lambda *args: records.blocks_of(*args, block_records=4))
-        alone, together = decode(FEED, descriptors, data), decode(FEED, descriptors, data, helpers)
+        alone, together = decode(feed, descriptors, data), decode(feed, descriptors, data, helpers)
     assert together.commands.rows.equals(alone.commands.rows)
     assert together.commands.truncates == alone.commands.truncates
     assert together.dead.equals(alone.dead)
     assert together.stop == alone.stop
+
+
+def test_the_property_has_stops_and_truncations_to_compare() -> None:
+    kinds = ["good", "truncate", "good", "good", "other columns", "good"]
+    stopped = decode(CAPTURED, *descriptors_of([[kinds]], -1, True))
+    assert stopped.stop is not None and len(stopped.commands.truncates) == 1 and len(stopped.commands) == 3
 
 
 def test_a_few_records_are_read_by_who_asks() -> None:
