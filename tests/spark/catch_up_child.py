@@ -14,6 +14,7 @@ from tidemill.base.portal import Portal
 from tidemill.spark.dead_letters import DeadLetters
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.decode.letters import DEAD_LETTERS
+from tidemill.spark.driver import leave
 from tidemill.spark.facts import Latency
 from tidemill.spark.feeds import stream_feed
 from tidemill.spark.sink import FeedSink
@@ -54,7 +55,7 @@ def main(objects: str, consensus: str, scratch: Path) -> None:
         "won": table.won, "read": table.progress.read, "to_go": table.progress.to_go, "looks": len(seen),
         "start_mib": start_kb >> 10, "peak_mib": peak_kb >> 10, "upper": table.upper,
     }))  # fmt: skip
-    sys.stdout.flush()
+    leave(0)  # as the driver does: threads that read ahead have nothing to lose
 
 
 def peak_memory_kb() -> int:

@@ -91,8 +91,13 @@ class Reporter:
                 log.warning("marks not published", error=sentence(error))
             if ended:
                 return
-            if self._rest.begins(self._worked(), runner.stores.clock.monotonic_s()):
-                give_freed_memory_back()
+            try:
+                if self._rest.begins(self._worked(), runner.stores.clock.monotonic_s()):
+                    give_freed_memory_back()
+            except BaseException as error:
+                if not is_fault(error):
+                    raise
+                log.warning("freed memory not given back", error=sentence(error))
 
     def adopt(self) -> None:
         """Before any unit starts. Raises as consensus does: nothing else goes on without it either."""
