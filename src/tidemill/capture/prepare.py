@@ -98,6 +98,23 @@ async def prepare(
     return await _begin(wire, config, facts, catalogue, desk, row, choice, published)
 
 
+async def begin_anew(wire: Wire, config: CaptureConfig, rows: Iterable[CaptureTableRow]) -> None:
+    """The slot cannot be decoded. Where nothing of it was confirmed, what was copied is all there is: the publication
+    is dropped, so that the next session makes both anew and copies again. Later it is the operator's to decide.
+
+    Raises Unavailable when all begins anew."""
+    slot = await slot_state(wire, config.slot)
+    copied = [row.snapshot.lsn for row in rows if row.snapshot is not None]
+    if slot is not None and copied and slot.confirmed_lsn > max(copied):
+        return
+    log.warning("the slot cannot be decoded, all tables start over", capture=config.name)
+    await wire.query(f"DROP PUBLICATION IF EXISTS {identifier(config.publication)}")
+    raise Unavailable(
+        f"PostgreSQL cannot decode the replication slot that it made: slot={config.slot}.",
+        fix="Another one is made, and the tables are copied anew.",
+    )
+
+
 async def _begin(
     wire: Wire,
     config: CaptureConfig,

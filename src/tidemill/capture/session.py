@@ -28,7 +28,7 @@ from tidemill.capture.desk import Desk, recopy
 from tidemill.capture.holders import Holder, busy_walsender, lock_holder, slot_holder
 from tidemill.capture.joining import Joining
 from tidemill.capture.poison import Poisoned, take
-from tidemill.capture.prepare import Prepared, prepare
+from tidemill.capture.prepare import Prepared, begin_anew, prepare
 from tidemill.capture.setup import ADVISORY_CLASS, ServerFacts, SlotState, check_server, lock_key, try_lock
 from tidemill.capture.sinks import Sink
 from tidemill.capture.snapshot import SnapshotProgress
@@ -45,7 +45,7 @@ from tidemill.capture.watch import (
     watch_slot,
 )
 from tidemill.capture.wire.connection import Wire, server, where
-from tidemill.capture.wire.errors import SqlError
+from tidemill.capture.wire.errors import SqlError, Undecodable
 from tidemill.capture.wire.status import Keepalive, Status, keepalive_interval_s
 from tidemill.capture.wire.stream import Framed, ReplicationStream
 from tidemill.metastore.catalogue import Catalogue
@@ -150,6 +150,8 @@ class Session:
                 await tasks.aclose()
                 if failed.cancelled():
                     await self._settle()
+                elif failed.done() and isinstance(failed.exception(), Undecodable):
+                    await self._start_over()
             finally:
                 await self._close()
             if failed.done() and not failed.cancelled():
@@ -164,6 +166,15 @@ class Session:
                 await self.binder.settle()
         except (TidemillError, TimeoutError) as error:
             log.warning("the idle LSN is not bound", capture=self._config.name, cause=sentence(error))
+
+    async def _start_over(self) -> None:
+        """Raises Unavailable when all begins anew; else what failed stands."""
+        # Of a connection of its own: what asked on the other one was cut off in the middle.
+        wire = await self._connect("start over")
+        try:
+            await begin_anew(wire, self._config, self.desk.rows.values())
+        finally:
+            await wire.aclose()
 
     async def _close(self) -> None:
         """Whatever interrupts it: a session that failed by itself may be cancelled while it ends, and a connection left

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Sequence
 
 import msgspec
+import structlog
 
 from tidemill.base.errors import Invalid
 from tidemill.base.frontier import Lsn
@@ -21,7 +22,11 @@ from tidemill.capture.tables import list_tables, resolve
 from tidemill.capture.wire.connection import Wire, identifier, literal
 from tidemill.capture.wire.errors import LockHeld, SlotLost
 
+log = structlog.get_logger()
+
 OLDEST_VERSION = 140_000
+SLOT_ATTEMPTS = 5
+"""Afterwards the slot is taken as it is: most transactions are decoded well, and else all starts over (prepare.py)."""
 ADVISORY_CLASS = 0x7469_6465  # "tide"
 
 
@@ -144,7 +149,13 @@ def check_slot(config: CaptureConfig, state: SlotState | None) -> SlotState:
 
 
 async def create_slot(wire: Wire, config: CaptureConfig) -> SlotState:
-    """Create the slot; waits for transactions that are running. A left-over of the same name is dropped first."""
+    """Create the slot; waits for transactions that are running. A left-over of the same name is dropped first.
+
+    PostgreSQL (seen on 18.6, snapbuild.c) leaves out of its first picture of the catalogue what a transaction changed
+    that began after the slot's first waiting point and committed after its second: a TRUNCATE there, and an INSERT
+    into the new file by a transaction that outlasts the set-up, cannot be decoded at any later try. All such have
+    committed when the slot is there, so it is seen then, and the slot made again.
+    """
     database = await wire.value(
         f"SELECT database FROM pg_replication_slots WHERE slot_name = {literal(config.slot)}"
         " AND database IS DISTINCT FROM current_database()"
@@ -159,8 +170,28 @@ async def create_slot(wire: Wire, config: CaptureConfig) -> SlotState:
         raise LockHeld(f"the replication slot is in use: slot={config.slot} pid={left.active_pid}.")
     if left is not None:
         await wire.query(f"SELECT pg_drop_replication_slot({literal(config.slot)})")
-    await wire.query(f"SELECT pg_create_logical_replication_slot({literal(config.slot)}, 'pgoutput')")
+    for attempt in range(1, SLOT_ATTEMPTS + 1):
+        began = await wire.value("SELECT pg_snapshot_xmax(pg_current_snapshot())")
+        await wire.query(f"SELECT pg_create_logical_replication_slot({literal(config.slot)}, 'pgoutput')")
+        changed = await _changed_since(wire, began or "")
+        if not changed:
+            break
+        log.info("tables changed while the slot was made", capture=config.name, tables=changed, attempt=attempt)
+        if attempt < SLOT_ATTEMPTS:
+            await wire.query(f"SELECT pg_drop_replication_slot({literal(config.slot)})")
     return check_slot(config, await slot_state(wire, config.slot))
+
+
+async def _changed_since(wire: Wire, xid: str) -> list[str]:
+    """A few of the relations of this database that a transaction not older than `xid` made, rewrote or altered. What
+    is temporary is in no WAL."""
+    newer = f"<= age('{xid}'::xid8::xid)"
+    rows = await wire.query(
+        "SELECT oid::regclass::text FROM pg_class c WHERE relpersistence <> 't' AND relkind IN ('r', 'p', 'm', 't')"
+        f" AND (age(xmin) {newer} OR EXISTS (SELECT FROM pg_attribute WHERE attrelid = c.oid AND age(xmin) {newer}))"
+        " ORDER BY 1 LIMIT 5"
+    )
+    return [name or "" for (name,) in rows]
 
 
 async def heartbeat(wire: Wire) -> None:

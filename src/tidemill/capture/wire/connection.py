@@ -219,7 +219,8 @@ class Wire:
             while self._pgconn.flush() == 1:
                 await self._ready(write=True)
         except psycopg.Error as error:
-            raise self._broken(error) from error
+            # "No COPY in progress" is what follows from the error by which the server ended it, not that error.
+            raise self._why_ended() or self._broken(error) from error
 
     async def aclose(self) -> None:
         """Idempotent; ends the session, so its locks and its hold on the slot go."""
@@ -288,6 +289,14 @@ class Wire:
                 break
             result.clear()
         return failure
+
+    def _why_ended(self) -> Exception | None:
+        """What the server said when it ended a COPY, if it is at hand; nothing is waited for."""
+        from psycopg.pq import ExecStatus
+
+        result = None if self._pgconn.is_busy() else self._pgconn.get_result()
+        ended = result is not None and result.status == ExecStatus.FATAL_ERROR
+        return self._failure(result, "") if ended else None
 
     def _failure(self, result: PGresult | None, sql: str) -> Exception:
         from psycopg.pq import DiagnosticField

@@ -37,6 +37,11 @@ class SlotLost(Invalid):
     """The slot is gone or was invalidated: the stream has a gap that nothing can fill but a new snapshot."""
 
 
+class Undecodable(SlotLost):
+    """PostgreSQL cannot decode what the slot holds: its picture of the catalogue, built while other transactions
+    rewrote tables, lacks one of them. The same WAL fails again at every try."""
+
+
 class LockHeld(Unavailable):
     """Another session captures under this name."""
 
@@ -72,6 +77,11 @@ def statement_error(sqlstate: str, text: str, statement: str) -> TidemillError:
             f"the replication slot lost its WAL: {facts}.",
             fix="Raise max_slot_wal_keep_size and drop the capture's publication: all its tables are then copied anew.",
         )
+    if sqlstate == "XX000" and _NOT_IN_CATALOGUE in message:
+        return Undecodable(
+            f"PostgreSQL cannot decode the replication slot: {facts}.",
+            fix="Drop the capture's publication: all its tables are then copied anew.",
+        )
     if sqlstate == "42501":
         return Invalid(f"PostgreSQL denied a permission: {facts}.", fix="Grant it, or let the owner run the statement.")
     if sqlstate in ("42P01", "42704", "3F000"):
@@ -79,6 +89,11 @@ def statement_error(sqlstate: str, text: str, statement: str) -> TidemillError:
     if sqlstate[:2] in ("42", "22", "0A"):
         return Invalid(f"PostgreSQL rejected a statement: {facts}.")
     return SqlError(f"a statement failed: {facts}.", sqlstate=sqlstate)
+
+
+_NOT_IN_CATALOGUE = "could not map filen"
+"""…umber (16 and newer) or …ode "base/5/16404" to relation OID: reorderbuffer.c, an internal error that has no words in
+other languages."""
 
 
 def _says_slot_lost(sqlstate: str, message: str) -> bool:
