@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tidemill.base.clock import SystemClock
 from tidemill.cli.demo.environment import Environment, prepare
-from tidemill.cli.demo.postgres import free_port
+from tidemill.cli.demo.ports import free_port
 from tidemill.node.processes import start_all
 
 

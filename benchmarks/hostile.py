@@ -16,11 +16,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
-import os
 import random
-import socket
 import sys
 import tempfile
 import threading
@@ -33,6 +30,7 @@ from harbour import machine
 from hostile_throws import THROWS, Throw, World, get
 from tidemill.base.config import load
 from tidemill.cli.demo.environment import Environment, prepare
+from tidemill.cli.demo.ports import free_port
 from tidemill.cli.demo.runner import Runner
 from tidemill.node.processes import next_port
 from tidemill.node.supervise import Supervisor
@@ -135,19 +133,9 @@ def _resident(pid: int) -> int:
         return 0
 
 
-def free_ports(count: int) -> int:
-    """The first of `count` free ones in a row, below those that systems give to outgoing connections."""
-    for first in range(20_000 + os.getpid() % 1_000 * 10, 32_000, count):
-        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                held.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return first
-    raise OSError("no free ports between 20000 and 32000")
-
-
 def world_of(directory: Path) -> Environment:
     """The demo's world, with the schema `hostile` captured beside the shop and two topics for the throws."""
-    first = free_ports(2 * NODES)
+    first = free_port(2 * NODES)
     http, kafka = f"127.0.0.1:{first}", f"127.0.0.1:{first + NODES}"
     environment = prepare(directory, http=http, kafka=kafka, fresh=True)
     import psycopg

@@ -35,13 +35,14 @@ from pathlib import Path
 from typing import Any
 
 from harbour import machine
-from hostile import Attacked, free_ports
+from hostile import Attacked
 from instances_crew import Crew, Uppers, scratch_of
 from instances_lone import DERIVED, Samples
 from instances_pipeline import CARTS, LONE
 from tidemill.base.config import load
 from tidemill.base.errors import Missing, Unavailable
 from tidemill.cli.demo.environment import Environment, prepare
+from tidemill.cli.demo.ports import free_port
 from tidemill.cli.demo.runner import TABLES
 from tidemill.shards.open import open_remap
 from tidemill.spark.tasks import boot_id
@@ -97,7 +98,7 @@ class Shop(Attacked):
 
 def world(directory: Path, *, fresh: bool) -> Environment:
     """The demo's, with no driver of its own. Ports are new: the first world's may be somebody else's by now."""
-    first = free_ports(2)
+    first = free_port(2)
     environment = prepare(directory, http=f"127.0.0.1:{first}", kafka=f"127.0.0.1:{first + 1}", fresh=fresh)
     text, file = environment.config_path.read_text(), HERE / "instances_pipeline.py"
     head, _, tail = text.partition("[pipeline.shop]")

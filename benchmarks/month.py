@@ -19,7 +19,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.request import urlopen
+
+from tidemill.cli.demo.ports import free_port
 
 T = TypeVar("T")
 DAY_MS = 86_400_000
@@ -40,12 +41,6 @@ SLACK = {"consensus_bytes": 128 << 10, "objects": 12, "bucket_bytes": 256 << 10,
 """What a figure may differ by whatever its size: between two readings a log is rolled up, or files are merged."""
 IDLE_TOPICS = 100
 KEYS = 1000
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 class Cluster:

@@ -27,10 +27,10 @@ import confluent_kafka as ck
 import numpy as np
 
 from harbour import machine, percentile
-from hostile import free_ports
 from kafka_load import producer
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config import parse
+from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.open import open_consensus
 from tidemill.node.processes import start_all
 from tidemill.node.supervise import Supervisor
@@ -61,7 +61,7 @@ class Cluster:
 
     def __init__(self, home: Path) -> None:
         self.home = home
-        first = free_ports(2)
+        first = free_port(2)
         file = home / "pipeline.py"
         file.write_text(PIPELINE.format(name=NAME, key=KEY, schema=SCHEMA))
         self.kafka = f"127.0.0.1:{first + 1}"

@@ -13,7 +13,8 @@ import pytest
 
 from tidemill.base.marks import Report
 from tidemill.cli.context import stores
-from tidemill.cli.demo.postgres import EmbeddedPostgres, free_port
+from tidemill.cli.demo.ports import free_port
+from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.consensus.board import Board
 from tidemill.metastore.catalogue import PipelineRow
 

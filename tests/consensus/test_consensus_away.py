@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from contracts.consensus import run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.base.waiting import patiently
+from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.open import open_consensus
 from tidemill.consensus.sqlite import address, engine
 
@@ -234,9 +234,7 @@ def test_f513_a_postgres_that_is_down_at_the_start_is_waited_for_and_wrong_crede
 
     async def body() -> None:
         parts = urlsplit(postgres_dsn)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         url = postgres_dsn.replace(f":{parts.port}", f":{port}")
         with pytest.raises(Unavailable, match="cannot be reached"):
             await open_consensus(url, SystemClock(), Rand())

@@ -7,8 +7,9 @@ import socket
 from pathlib import Path
 
 import pytest
-from cluster import cluster, free_address, until
+from cluster import cluster, until
 
+from tidemill.cli.demo.ports import free_address
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 AWS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ from fake_topics import FakeTopicLog
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Unavailable
 from tidemill.base.portal import Portal
+from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.consensus.open import open_consensus
@@ -141,9 +141,7 @@ class Node:
         self.name = name
         self._state = state
         self._objects = objects
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
 
     async def start(self) -> None:
         clock, rand = SystemClock(), Rand()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config import Config
 from tidemill.base.errors import Unavailable
 from tidemill.base.marks import Mark
+from tidemill.cli.demo.ports import free_address
 from tidemill.consensus.board import Board
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.metastore import Metastore
@@ -44,12 +44,6 @@ class GoesAway:
             return await found(key, *more, **named)
 
         return call
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 async def until(found: Callable[[], Any]) -> None:

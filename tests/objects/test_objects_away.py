@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 import subprocess
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from conftest import CREDENTIALS
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import Invalid, Missing, Unavailable
 from tidemill.base.waiting import patiently
+from tidemill.cli.demo.ports import free_port
 from tidemill.objects import local, resilient
 from tidemill.objects.health import SLOW_S, Health
 from tidemill.objects.local import CACHED_READ_BYTES, THREADS, LocalObjects
@@ -249,12 +249,6 @@ def test_a_new_directory_is_private_and_a_link_in_an_objects_place_is_not_follow
 
 
 # S3 ----------------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 class Moto:

@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Conflict, Corrupt, Invalid, Missing, TidemillError, Unavailable, Unknown
+from tidemill.cli.demo.ports import free_address
 from tidemill.objects import MemoryObjects, ObjectMeta
 from tidemill.objects.resilient import ResilientObjects
 from tidemill.objects.s3 import S3Objects
@@ -319,11 +320,8 @@ def test_a_cut_connection_is_unknown_and_a_refused_one_unavailable(server: Serve
         server.cut = True
         with pytest.raises(Unknown):
             await s3(server.endpoint).put("k", b"x")
-        with socket.socket() as closed:
-            closed.bind(("127.0.0.1", 0))
-            port = closed.getsockname()[1]
         with pytest.raises(Unavailable, match="endpoint"):
-            await s3(f"http://127.0.0.1:{port}").put("k", b"x")
+            await s3(f"http://{free_address()}").put("k", b"x")
 
     asyncio.run(main())
 

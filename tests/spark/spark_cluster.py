@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tidemill.cli.demo.postgres import free_port
+from tidemill.cli.demo.ports import free_port
 from tidemill.spark.home import spark_home
 from tidemill.spark.java import find_java
 from tidemill.spark.session import QUICK_JVM

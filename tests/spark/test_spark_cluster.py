@@ -18,7 +18,7 @@ import pytest
 import tidemill
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Invalid
-from tidemill.cli.demo.postgres import free_port
+from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.board import Board
 from tidemill.spark import CONSENSUS_VARIABLE, OBJECTS_VARIABLE, executor_probe
 from tidemill.spark.session import QUICK_JVM, settings

