@@ -5,7 +5,6 @@ Every value may also come from the environment as TIDEMILL_<SECTION>__<KEY>, whi
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import tomllib
@@ -16,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import Invalid, nearest
 from tidemill.base.limits import LOOPBACK_ORIGINS
 
 DEFAULT_FILE = "tidemill.toml"
@@ -288,8 +287,8 @@ def _nearest(place: tuple[int | str, ...]) -> str:
         kind = model.model_fields[part].annotation
         arguments = getattr(kind, "__args__", ())
         model = {"of": arguments[-1]} if arguments else kind
-    near = difflib.get_close_matches(str(place[-1]), model.model_fields, 1)
-    return ".".join([*(str(part) for part in place[:-1]), near[0]]) if near else ""
+    near = nearest(str(place[-1]), model.model_fields)
+    return ".".join([*(str(part) for part in place[:-1]), near]) if near else ""
 
 
 def _text(path: Path) -> str:

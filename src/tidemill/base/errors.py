@@ -9,6 +9,9 @@ Foreign exceptions are translated into these at the edge of the room that calls 
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class TidemillError(Exception):
     """Root of all errors raised on purpose. `fix` is one imperative sentence for the operator, or empty."""
@@ -66,3 +69,15 @@ def mendable(error: TidemillError) -> Unavailable:
     """The same words as Unavailable: what was right when it was opened and is wrong now may be mended, so that it is
     waited for, and told, instead of ending whoever met it."""
     return Unavailable(error.message, fix=error.fix)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Of names that are known, the one that was probably meant; "" where none is like it."""
+    return next(iter(difflib.get_close_matches(name, list(known), 1)), "")
+
+
+def unknown_name(name: str, known: Iterable[str]) -> str:
+    """The `fix` of an error that tells of an unknown name."""
+    have = list(known)
+    near = nearest(name, have)
+    return f"{f'Did you mean {near}? ' if near else ''}Known are {', '.join(have)}."

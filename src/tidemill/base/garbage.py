@@ -3,9 +3,9 @@
 A full collection walks every container there is: with a gigabyte of shapes and caches it stops the loop for a tenth
 of a second, to find next to nothing, since what this package drops has no cycles. So whatever survives a full
 collection is set aside (`gc.freeze`): the next one walks only what came since. A cycle that dies among what was set
-aside is found when everything is taken back: as soon as what was set aside has grown by half since the last time, so
-that a heap which only stays is never walked and one that grows is walked ever more rarely, and after
-`TAKE_BACK_EVERY` full collections in any case, for few containers may hold many bytes.
+aside is found when everything is taken back: where what was set aside has grown by half since the last time, which
+is looked at every `LOOK_EVERY` full collections (a heap which only stays is never walked, and one that grows ever more
+rarely), and after `TAKE_BACK_EVERY` of them in any case, for few containers may hold many bytes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tidemill.base.config import load
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.logs import configure_logs
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
 
@@ -62,6 +62,11 @@ def _run(connection: Any, query: str) -> tuple[list[str], list[Any]]:
         connection.execute("SET TimeZone = 'UTC'")  # as times in shards are
         result = connection.sql(query)
         return ([], []) if result is None else (list(result.columns), result.fetchall())
+    except duckdb.IOException as error:
+        raise Unavailable(
+            f"the query cannot read what it names: {error}.",
+            fix="See whether the bucket answers (`tidemill doctor`), or correct the paths in the query.",
+        ) from error
     except duckdb.Error as error:
         raise Invalid(f"the query failed: {error}.", fix="Correct it.") from error
 

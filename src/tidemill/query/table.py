@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pyarrow as pa
 
 from tidemill.base.entered import Entered
-from tidemill.base.errors import Invalid, Missing
+from tidemill.base.errors import Invalid, Missing, unknown_name
 from tidemill.base.portal import Portal
 from tidemill.query.changes import following, following_one
 from tidemill.query.reading import Chosen, chosen, rows_of
@@ -246,11 +245,7 @@ class Table:
             )
         for name in names:
             if name not in have:
-                near = difflib.get_close_matches(str(name), have, 1)
-                meant = f"Did you mean {near[0]}? " if near else ""
-                raise Invalid(
-                    f"no such column: table={self.name} column={name}.", fix=f"{meant}There are {', '.join(have)}."
-                )
+                raise Invalid(f"no such column: table={self.name} column={name}.", fix=unknown_name(str(name), have))
         return names
 
     def _filter(self, where: Where) -> Filter:

@@ -28,16 +28,15 @@ async def plan(
     topics: PartitionReader, remap: Remap, names: Sequence[tuple[str, str]], start: int, end: int
 ) -> list[Descriptor]:
     """Where the records of [start, end) lie, by topic and partition; `names` are (topic, topic id)."""
-    bindings = await bindings_between(remap, start, end)
-    base = await remap.at(start - 1)
+    base, bindings = await _bound(remap, start, end)
     return await locate(topics, [piece for name, topic_id in names for piece in cut(base, bindings, name, topic_id)])
 
 
-async def bindings_between(remap: Remap, start: int, end: int) -> list[Binding]:
-    """Every binding with start ≤ time < end, oldest first."""
-    out: list[Binding] = []
-    while True:
-        page = await remap.after(out[-1].time_ms if out else start - 1)
-        out += [b for b in page if b.time_ms < end]
-        if not page or page[-1].time_ms >= end - 1:
-            return out
+async def _bound(remap: Remap, start: int, end: int) -> tuple[Binding | None, list[Binding]]:
+    """The binding in force before `start`, and every one with start ≤ time < end, oldest first."""
+    page = await remap.page(start)
+    base, out = page.base, list(page.bindings)
+    while page.bindings and out[-1].time_ms < end - 1:
+        page = await remap.page(out[-1].time_ms + 1)
+        out += page.bindings
+    return base, [binding for binding in out if binding.time_ms < end]

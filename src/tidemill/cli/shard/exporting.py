@@ -59,6 +59,7 @@ async def _export(opened: Stores, shard: LogShard, as_of: int | None, to: Path) 
             f"not readable yet: shard={shard.name} as_of={time_ms} upper={upper}.", fix="Ask for a time below upper."
         )
     from tidemill.cli.progress import Bars
+    from tidemill.shards.fetching import fetching
     from tidemill.shards.ranges import cut
 
     partial = to.with_name(f"{to.name}.partial")
@@ -68,10 +69,7 @@ async def _export(opened: Stores, shard: LogShard, as_of: int | None, to: Path) 
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             rows = 0
-
-            def fetch(part: Any) -> Any:
-                return part.inline or opened.portal.call(opened.objects.get(part.object_key))
-
+            fetch = fetching(opened.portal, opened.objects, whole=True)
             with Bars() as bars:
                 for number, piece in enumerate(_or_empty(ranges)):
                     path = partial / f"part-{number:05}.parquet"

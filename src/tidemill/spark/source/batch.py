@@ -9,7 +9,8 @@ import msgspec
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from tidemill.base.errors import Invalid
-from tidemill.shards.front import Evolved, Part, ShardSchema
+from tidemill.shards.fetching import fetching
+from tidemill.shards.front import Evolved, ShardSchema
 from tidemill.shards.holding import HOLD_ABOVE_BYTES
 from tidemill.shards.ranges import Range, cut, read_range
 from tidemill.spark.source.options import Options
@@ -80,10 +81,7 @@ class ShardReader(DataSourceReader):  # type: ignore[misc]
             return  # Spark's own, in place of none: there is nothing to read
         schema, chosen, as_of = msgspec.msgpack.decode(partition.payload, type=tuple[ShardSchema, Range, int])
         portal, objects = shared_objects(partition.objects)
-
-        def fetch(part: Part) -> bytes:
-            return portal.call(objects.get(part.object_key)) if part.object_key else part.inline
-
+        fetch = fetching(portal, objects, whole=True)
         names = self._schema.fieldNames()
         for rows in read_range(schema, chosen, as_of, fetch):
             wanted = rows.select(names)

@@ -19,7 +19,8 @@ from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTri
 
 from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.base.limits import MIB
-from tidemill.shards.front import DIFF, TIME, Batch, Column, Part, ShardSchema
+from tidemill.shards.fetching import fetching
+from tidemill.shards.front import DIFF, TIME, Batch, Column, ShardSchema
 from tidemill.shards.holding import HOLD_TTL_MS, MovingHold
 from tidemill.shards.ranges import Range, cut, read_range
 from tidemill.shards.reading import PartReader
@@ -120,10 +121,7 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
             rows = portal.call(PartReader(objects, schema, cache_bytes=0).read_batches(batches, lower, upper))
             yield from rows.select(self._names).to_batches(20_000)
             return
-
-        def fetch(part: Part) -> bytes:
-            return portal.call(objects.get(part.object_key)) if part.object_key else part.inline
-
+        fetch = fetching(portal, objects, whole=True)
         for rows in read_range(schema, chosen, upper - 1, fetch):
             for name, value in ((TIME, upper - 1), (DIFF, 1)):
                 rows = rows.append_column(name, pa.repeat(pa.scalar(value, pa.int64()), rows.num_rows))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import Invalid, unknown_name
 from tidemill.shards.moments import LATEST, as_of_ms
 from tidemill.spark import OBJECTS_VARIABLE
 from tidemill.spark.cluster import find_cluster
@@ -31,9 +30,7 @@ class Options:
         known = tuple(dict.fromkeys((*CLUSTER, *BATCH, *STREAM, *CHANGES, *WRITE)))
         for key in self._options:
             if key not in known:
-                near = difflib.get_close_matches(key, known, 1)
-                meant = f"Did you mean {near[0]}? " if near else ""
-                raise Invalid(f"unknown option: option={key}.", fix=f"{meant}Known are {', '.join(known)}.")
+                raise Invalid(f"unknown option: option={key}.", fix=unknown_name(key, known))
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what was found: each process finds its cluster for itself."""

@@ -21,6 +21,7 @@ from tidemill.base.errors import Conflict, Invalid, Missing, Unavailable
 from tidemill.base.portal import Portal
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.metastore.rows.pipelines import source_of
+from tidemill.shards.fetching import fetching
 from tidemill.shards.front import HASH, Batch, Evolved, HistoryLost, Part
 from tidemill.shards.handle import LogShard
 from tidemill.shards.holding import HOLD_TTL_MS, MovingHold
@@ -183,8 +184,9 @@ class Commit:
     ) -> pa.Table:
         width = (1 << 64) // count
         chosen = between(batches, number * width, (number + 1) * width - 1, wanted)
+        fetch = fetching(self._portal, self._stores.objects, whole=wanted is None)
         return pa.concat_tables(
-            [contents_schema(shard.schema).empty_table(), *read_range(shard.schema, chosen, lower - 1, self._fetch)]
+            [contents_schema(shard.schema).empty_table(), *read_range(shard.schema, chosen, lower - 1, fetch)]
         )
 
     def _is_part(self, held: Sequence[pa.Table]) -> bool:
@@ -204,6 +206,3 @@ class Commit:
 
     def _get(self, key: str, start: int, end: int) -> bytes:
         return self._portal.call(self._stores.objects.get(key, start, end))
-
-    def _fetch(self, part: Part) -> bytes:
-        return self._portal.call(self._stores.objects.get(part.object_key)) if part.object_key else part.inline

@@ -13,6 +13,7 @@ from tidemill.spark.stores import Stores
 
 PAUSE_S = 0.05
 PAUSE_MAX_S = 0.5
+TELL_S = 10.0
 
 log = structlog.get_logger()
 
@@ -29,14 +30,17 @@ class Turn:
 
     async def take(self) -> None:
         """Waits while others have theirs."""
-        pause_s = PAUSE_S
-        while not await self._acquired():
+        pause_s, tell_s = PAUSE_S, self._stores.clock.monotonic_s() + TELL_S
+        while (holder := await self._held_by()) is not None:
+            if self._stores.clock.monotonic_s() >= tell_s:
+                log.info("waiting for a turn at writing", lease=self._name, held_by=holder)
+                tell_s += TELL_S
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_MAX_S)
 
     async def keep(self) -> None:
         if self._stores.clock.monotonic_s() - self._taken_s > LEASE_TTL_MS / 3000:
-            await self._acquired()
+            await self._held_by()
 
     async def give(self) -> None:
         if self._lease is None:
@@ -46,13 +50,13 @@ class Turn:
         except TidemillError as error:
             log.info("turn not given up; it lapses by itself", lease=self._name, cause=str(error))
 
-    async def _acquired(self) -> bool:
-        """False while it is somebody else's."""
+    async def _held_by(self) -> str | None:
+        """Who has it; None when it is ours, or nobody can say."""
         self._taken_s = self._stores.clock.monotonic_s()
         try:
             self._lease = await self._stores.consensus.acquire(self._name, self._holder, LEASE_TTL_MS)
-        except Conflict:
-            return False
+        except Conflict as error:
+            return error.current.holder if isinstance(error.current, Lease) else "another"
         except TidemillError as error:
             log.info("no turn, writing without", lease=self._name, cause=str(error))
-        return True
+        return None
