@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import Unavailable, Unknown
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.marks import Report, Tracker, this_process
 from tidemill.consensus.board import Board
@@ -87,6 +90,45 @@ def test_an_empty_report_of_an_earlier_life_is_taken_away(tmp_path: Path) -> Non
         await telling.aclose()
 
     asyncio.run(scenario())
+
+
+def test_what_may_have_been_told_is_taken_away_though_nobody_knows_that_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left on the board, and renewed by nobody, it would turn blind while all is well."""
+    clock, rand = SystemClock(), Rand()
+    publish = Board.publish
+
+    async def publishes_unknown(self: Board, report: Report) -> None:
+        await publish(self, report)
+        raise Unknown("no answer came.")
+
+    async def away(self: Board) -> list[Report]:
+        raise Unavailable("consensus is away.")
+
+    async def scenario(found: str) -> None:
+        tracker = Tracker()
+        telling = Telling("n1", f"sqlite://{tmp_path}/{found}.db", tracker, clock, rand, lambda _: None)
+        board = await telling._board()
+        if found == "publish":
+            failing(tracker, 1_000, "the bucket is away.")
+            with monkeypatch.context() as patch, pytest.raises(Unknown):
+                patch.setattr(Board, "publish", publishes_unknown)
+                await telling._publish()
+            tracker.heal("pipeline:shop")
+            tracker.remove("pipeline:shop")
+        else:
+            await board.publish(Report("up:n1", 1, ()))
+            with monkeypatch.context() as patch:
+                patch.setattr(Board, "reports", away)
+                await telling.adopt()
+        assert await told(board, "up:n1") is not None
+        await telling._publish()
+        assert await told(board, "up:n1") is None
+        await telling.aclose()
+
+    for found in ("publish", "adopt"):
+        asyncio.run(scenario(found))
 
 
 def test_a_driver_that_ends_in_order_is_forgotten_where_a_peer_goes_on_and_blind_where_none_does(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,3 +167,31 @@ def test_a_row_that_was_deleted_under_a_living_driver_is_there_again(
     finally:
         stopping.set()
         thread.join()
+
+
+def test_a_driver_that_ends_in_order_saves_the_mirrors_of_derived_tables_whose_thread_has_ended(
+    harbour: Any, tmp_path: Path
+) -> None:
+    """The next one would read everything again."""
+    runner, stopping, thread = started(harbour, tmp_path, PIPELINE)
+    saved: list[str] = []
+
+    class Writer:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def save(self) -> None:
+            saved.append(self.name)
+
+    try:
+        until(lambda: runner.feeds)
+        runner.tables = list  # type: ignore[method-assign]  # nobody else asks these writers anything
+        for name in ("revenue", "late"):
+            runner.derivations[name] = SimpleNamespace(writer=Writer(name))  # type: ignore[assignment]
+        released = threading.Event()
+        runner._thread("derived-late", released.wait)  # in the middle of a round
+    finally:
+        stopping.set()
+        thread.join(30)
+        released.set()
+    assert saved == ["revenue"]
