@@ -19,7 +19,7 @@ from urllib.request import urlopen
 
 from tidemill.cli.demo.ports import free_address
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 PR_SET_PDEATHSIG = 1
 
 

@@ -28,7 +28,7 @@ def test_f601_a_bucket_that_is_away_at_start_is_waited_for_and_named(tmp_path: P
         pid = made.children()["node"]
         assert made.get("/healthz")[0] == 200
         assert made.get("/v1/shape?table=x&offset=-1")[0] == 503
-        until(lambda: made.why()[0] == 2)
+        until(lambda: made.why()[1].get("exit") == 2, made.why)
         _, told = made.why("objects@node:n1")
         assert address.split(":")[1] in told["worst"]["reason"]
         server = ThreadedMotoServer(host, int(port), verbose=False)
