@@ -29,7 +29,7 @@ from tidemill.topics.front import FetchRead
 from tidemill.topics.log import LocalTopics
 
 
-async def until(holds: Callable[[], Awaitable[bool] | bool], what: str, timeout_s: float = 20.0) -> None:
+async def until(holds: Callable[[], Awaitable[bool] | bool], what: str, timeout_s: float = 60.0) -> None:
     """Poll until `holds()`; fail with `what` after the deadline."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
@@ -159,7 +159,7 @@ class World:
         """The topic as a table: key → value, by the rules of the record format."""
         return fold(await self.records(table, end))
 
-    async def bound(self, lsn: int, timeout_s: float = 20.0) -> Binding:
+    async def bound(self, lsn: int, timeout_s: float = 60.0) -> Binding:
         """The first binding found that covers `lsn`."""
         remap = self.remap()
         found: list[Binding] = []
@@ -177,13 +177,13 @@ class World:
         rows = await self.select("SELECT pg_current_wal_flush_lsn() - '0/0'")
         return int(rows[0][0])
 
-    async def caught_up(self, timeout_s: float = 20.0) -> Binding:
+    async def caught_up(self, timeout_s: float = 60.0) -> Binding:
         """Emit a marker now and wait for its binding: everything committed before is bound."""
         tag = self.rand.nonce()
         await self.sql(f"SELECT pg_logical_emit_message(true, 'tidemill', '{tag}')")
         return await self.tagged(tag, timeout_s)
 
-    async def tagged(self, tag: str, timeout_s: float = 20.0) -> Binding:
+    async def tagged(self, tag: str, timeout_s: float = 60.0) -> Binding:
         remap = self.remap()
         found: list[Binding] = []
 
@@ -202,7 +202,7 @@ class World:
     async def tables(self) -> dict[str, CaptureTableRow]:
         return {table.table: table for table in await self.catalogue.tables(self.name)}
 
-    async def flowing(self, *names: str, timeout_s: float = 20.0) -> None:
+    async def flowing(self, *names: str, timeout_s: float = 60.0) -> None:
         """Until these tables of schema public flow: copied, and known to the newest binding."""
 
         async def holds() -> bool:
@@ -215,7 +215,7 @@ class World:
 
         await until(holds, f"tables flow: {names}", timeout_s)
 
-    async def parked(self, name: str, words: str = "", timeout_s: float = 20.0) -> CaptureTableRow:
+    async def parked(self, name: str, words: str = "", timeout_s: float = 60.0) -> CaptureTableRow:
         """Until table `public.<name>` is parked (or `words` is a state); its row."""
         found: list[CaptureTableRow] = []
 

@@ -37,7 +37,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(bounded())
 
 
-def eventually(check: Callable[[], T], within_s: float = 10.0) -> T:
+def eventually(check: Callable[[], T], within_s: float = 40.0) -> T:
     """The first true value of `check`, which is asked until the deadline."""
     deadline = time.monotonic() + within_s
     while True:

@@ -21,7 +21,7 @@ class Panic(BaseException):
     """What a library's native code raises: no Exception."""
 
 
-async def until(reached: Callable[[], bool], timeout_s: float = 20.0) -> None:
+async def until(reached: Callable[[], bool], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not reached():
             await asyncio.sleep(0.01)

@@ -101,7 +101,7 @@ async def rows_of(domain: Domain) -> dict[bytes, bytes]:
     return found
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)

@@ -27,7 +27,7 @@ from tidemill.topics.log import LocalTopics
 from tidemill.topics.reader import PartitionReaderImpl
 from tidemill.topics.settings import TopicSettings
 
-DEADLINE_S = 30
+DEADLINE_S = 60.0
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -22,7 +22,7 @@ from tidemill.objects.memory import MemoryObjects
 from tidemill.topics.leadership import Membership, NodeInfo
 
 TTL_MS = 300
-DEADLINE_S = 20
+DEADLINE_S = 60.0
 
 
 async def until(condition: Any) -> None:

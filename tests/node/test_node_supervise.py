@@ -18,7 +18,7 @@ from tidemill.base.marks import State, derive
 from tidemill.node.supervise import ChildSpec, Supervisor
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 async def until(condition: Callable[[], object]) -> None:

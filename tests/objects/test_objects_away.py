@@ -42,7 +42,7 @@ def waited(opening: Callable[[], Awaitable[T]], said: list[str]) -> asyncio.Futu
     return asyncio.ensure_future(patiently(opening, SystemClock(), waiting=said.append))
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 20) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 60) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.02)

@@ -50,7 +50,7 @@ def run(main: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
     return asyncio.run(bounded())
 
 
-async def eventually(check: Callable[[], T | Awaitable[T]], timeout_s: float = 15.0) -> T:
+async def eventually(check: Callable[[], T | Awaitable[T]], timeout_s: float = 60.0) -> T:
     """The first true result of `check`; fails after the timeout with the last result."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while True:

@@ -23,7 +23,7 @@ from tidemill.topics.reader import PartitionReaderImpl
 from tidemill.topics.settings import TopicSettings
 
 T = TypeVar("T")
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
