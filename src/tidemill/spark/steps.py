@@ -107,15 +107,16 @@ class Planner:
             return self._asked[lower]
 
     async def _check_topic(self, name: str, feed: TopicFeed, bindings: Sequence[Binding]) -> None:
-        """A binding with a topic never seen may be where a captured table was started over, on a new topic under the
-        old name. Nothing may be appended past it from the old one."""
+        """A binding with a topic never seen may be where the table was started over, on a new topic under the old name:
+        a captured one that was copied again, or a stream's that was deleted and created. Nothing may be appended past
+        it from the old one."""
         found = {topic_id for binding in bindings for topic_id in binding.offsets}
         seen = self._seen.setdefault(name, set())
-        if not feed.captured or found <= seen:
+        if found <= seen:
             return
         row = await self._stores.catalogue.get(TopicRow, feed.topic)
         if row is not None and row.topic_id != feed.topic_id:
-            raise StartedOver(f"a captured table was started over: shard={name} topic={feed.topic}.")
+            raise StartedOver(f"the table was started over, on a new topic: shard={name} topic={feed.topic}.")
         seen |= found
 
 

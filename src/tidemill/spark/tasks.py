@@ -83,9 +83,10 @@ def decode_blocks(
     )
     few = record_count([d.slice for d in descriptors]) < BESIDE_RECORDS
     yield from map(read, blocks) if helpers is None or few else _beside(helpers, read, blocks)
-    # The table was started over in its database, on this topic: what is not in the new copy is gone. All partitions
-    # at one time, whichever of them this interval has records of: equal results, however it was cut (U5).
-    begins = {d.slice.begins_ms for d in descriptors if d.slice.begins_ms >= 0} if feed.captured else set()
+    # The table was started over on this topic, a new copy from its database or a stream that was deleted and created
+    # again: what is not in it is gone. All partitions at one time, whichever of them this interval has records of:
+    # equal results, however it was cut (U5).
+    begins = {d.slice.begins_ms for d in descriptors if d.slice.begins_ms >= 0}
     if begins:
         gone = tuple(Truncate(time_ms, p, BEFORE_ALL) for time_ms in begins for p in range(feed.partitions))
         yield Decoded(Commands(no_commands(feed.schema).rows, gone), no_dead_letters())
