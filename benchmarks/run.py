@@ -28,6 +28,7 @@ NAMES = (
     "scan",
     "scan_python",
     "shard_commits",
+    "merge",
     "scaling",
     "derived",
     "tpch",

@@ -112,10 +112,9 @@ def test_what_may_have_been_told_is_taken_away_though_nobody_knows_that_it_was(
         board = await telling._board()
         if found == "publish":
             failing(tracker, 1_000, "the bucket is away.")
-            with monkeypatch.context() as patch:
+            with monkeypatch.context() as patch, pytest.raises(Unknown):
                 patch.setattr(Board, "publish", publishes_unknown)
-                with pytest.raises(Unknown):
-                    await telling._publish()
+                await telling._publish()
             tracker.heal("pipeline:shop")
             tracker.remove("pipeline:shop")
         else:

@@ -10,7 +10,8 @@ from upsert_world import SCHEMA, ModelShard, Writer
 
 from tidemill.shards.hashing import hash_rows
 from tidemill.shards.parts import sort_updates
-from tidemill.spark.upsert.arrays import group_by_key, rows_at, rows_equal, values_at
+from tidemill.shards.rows import rows_at, rows_equal, values_at
+from tidemill.spark.upsert.arrays import group_by_key
 
 ROWS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2), st.integers(0, 2)), max_size=30)
 FLOATS = [0.0, -0.0, 1.5, float("nan"), None]

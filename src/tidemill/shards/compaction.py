@@ -40,10 +40,10 @@ from tidemill.shards.consolidate import merged
 from tidemill.shards.cpu import Cpu, inline_cpu
 from tidemill.shards.front import HASH, Batch, Part, ShardSchema
 from tidemill.shards.handle import INLINE_BUDGET_BYTES, LogShard
-from tidemill.shards.hashing import bucket_of, hash_rows
+from tidemill.shards.hashing import bucket_of
 from tidemill.shards.parts import store_part, within
 from tidemill.shards.reading import PartReader
-from tidemill.shards.schema import hash_columns, update_schema
+from tidemill.shards.schema import part_schema
 from tidemill.shards.state import ShardState, batch_sums, garbage_full
 
 FAN_IN = 8
@@ -178,8 +178,7 @@ async def _in_range(
     schema: ShardSchema, reader: PartReader, run: Sequence[Batch], low: int, high: int, cpu: Cpu
 ) -> pa.Table:
     """Updates of the run whose hash is in [low, high], part after part, so that one decoded part is held at a time."""
-    names = update_schema(schema).names
-    found = [update_schema(schema).empty_table()]
+    found = [part_schema(schema).empty_table()]
     for batch in run:
         for part in batch.parts:
             if part.max_hash < low or high < part.min_hash:
@@ -187,7 +186,7 @@ async def _in_range(
             rows = within(await reader.read_part(part), batch.lower, batch.upper)
             if part.min_hash < low or high < part.max_hash:
                 rows = await cpu(partial(_of_hashes, rows, low, high))
-            found.append(rows.select(names))
+            found.append(rows)
     return pa.concat_tables(found)
 
 
@@ -203,13 +202,11 @@ def _compacted(schema: ShardSchema, updates: pa.Table, advance_to: int) -> list[
 
 
 def _split(schema: ShardSchema, updates: pa.Table) -> list[tuple[int, pa.Table]]:
-    """(bucket, rows) of the merged parts: by bucket, then by hash range, none above PART_ROWS but for one hash."""
-    if updates.num_rows == 0:
-        return []
-    updates = updates.cast(update_schema(schema))
-    hashes = hash_rows(updates, hash_columns(schema))
-    order = np.argsort(hashes, kind="stable")
-    hashes = hashes[order]
+    """(bucket, rows) of the merged parts: by bucket, then by hash range, none above PART_ROWS but for one hash.
+
+    `updates` as `merged` gives them.
+    """
+    hashes = updates.column(HASH).to_numpy()
     buckets = bucket_of(hashes, schema.buckets)
     cuts = [0]
     while cuts[-1] < len(hashes):
@@ -221,4 +218,4 @@ def _split(schema: ShardSchema, updates: pa.Table) -> list[tuple[int, pa.Table]]
             first = int(np.searchsorted(hashes, hashes[end], side="left"))
             end = first if first > at else int(np.searchsorted(hashes, hashes[end], side="right"))
         cuts.append(end)
-    return [(int(buckets[a]), updates.take(pa.array(order[a:b]))) for a, b in pairwise(cuts)]
+    return [(int(buckets[a]), updates.slice(a, b - a)) for a, b in pairwise(cuts)]

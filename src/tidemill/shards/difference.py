@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from tidemill.shards.consolidate import same_keys
 from tidemill.shards.front import DIFF, HASH, TIME, ShardSchema
 from tidemill.shards.parts import sort_updates
+from tidemill.shards.rows import rows_equal
 from tidemill.shards.schema import contents_schema
 
 UNTIL = "_until"
@@ -36,7 +36,7 @@ def last_states(schema: ShardSchema, updates: pa.Table) -> tuple[pa.Table, pa.Ta
     repeats = np.nonzero(same)[0] + 1
     if bool((diffs[repeats] + diffs[repeats - 1] > 1).any()):
         return None
-    if len(repeats) and not same_keys(schema, updates, np.arange(len(hashes)), repeats):
+    if not rows_equal(updates, repeats - 1, updates, repeats, schema.key).all():
         return None
     last = np.append(~same, True) if len(hashes) else np.zeros(0, dtype=bool)
     ends, left = updates.filter(pa.array(last)), diffs[last] == 1

@@ -23,7 +23,7 @@ from tidemill.base.errors import Conflict
 from tidemill.base.portal import Portal
 from tidemill.shards.front import TIME, Batch, Evolved, HistoryLost
 from tidemill.shards.handle import LogShard
-from tidemill.spark.upsert.arrays import int64s
+from tidemill.shards.rows import int64s
 
 log = structlog.get_logger()
 

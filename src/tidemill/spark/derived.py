@@ -27,6 +27,7 @@ from tidemill.base.errors import Invalid, Missing, TidemillError
 from tidemill.base.portal import Portal
 from tidemill.shards.front import Evolved, ShardSchema
 from tidemill.shards.handle import LogShard
+from tidemill.shards.hashing import U64
 from tidemill.shards.schema import checked, conform, contents_schema, update_schema
 from tidemill.spark.advance import LAG_MS, advance_idle
 from tidemill.spark.groups import NO_GROUPS, groups_of
@@ -35,7 +36,6 @@ from tidemill.spark.pipeline import DerivedTable
 from tidemill.spark.stores import Stores
 from tidemill.spark.table import TableWriter
 from tidemill.spark.types import columns_of, spark_schema
-from tidemill.spark.upsert.arrays import U64
 from tidemill.spark.upsert.commands import Commands
 from tidemill.spark.upsert.contents import difference
 from tidemill.spark.upsert.mirror import Mirror

@@ -13,9 +13,8 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.shards.front import ShardSchema
-from tidemill.shards.hashing import hash_rows
+from tidemill.shards.hashing import U64, hash_rows
 from tidemill.shards.schema import contents_schema
-from tidemill.spark.upsert.arrays import U64
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import HashRows
 from tidemill.spark.upsert.runs import Run, merge

@@ -13,9 +13,9 @@ from tidemill.base.clock import Clock
 from tidemill.base.portal import Portal
 from tidemill.shards.front import HistoryLost
 from tidemill.shards.handle import LogShard
+from tidemill.shards.hashing import U64
 from tidemill.shards.holding import MovingHold
 from tidemill.spark.groups import NO_GROUPS, empty_grouped, grouped, groups_of, rows_of
-from tidemill.spark.upsert.arrays import U64
 from tidemill.spark.upsert.mirror import Mirror
 
 

@@ -17,14 +17,14 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.shards.front import TIME, Part
-from tidemill.shards.hashing import bucket_of, hash_rows
+from tidemill.shards.hashing import U64, bucket_of, hash_rows
+from tidemill.shards.rows import Index, int64s
 from tidemill.spark.decode.captured import Stop
 from tidemill.spark.ranges import cut
 from tidemill.spark.steps import STEP_BYTES, Step, pieces
 from tidemill.spark.stores import Stores
 from tidemill.spark.table import TableWriter
 from tidemill.spark.tasks import decode_blocks, fetch_here
-from tidemill.spark.upsert.arrays import U64, Index, int64s
 from tidemill.spark.upsert.commands import Commands, Truncate, command_schema, select, times_of
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import KeyChanges, no_changes, resolve

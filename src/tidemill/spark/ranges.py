@@ -16,10 +16,10 @@ from tidemill.base.portal import Portal
 from tidemill.shards.consolidate import contents
 from tidemill.shards.front import HASH, Batch, HistoryLost, ShardSchema
 from tidemill.shards.handle import LogShard
-from tidemill.shards.hashing import bucket_of, hash_rows
+from tidemill.shards.hashing import U64, bucket_of, hash_rows
+from tidemill.shards.rows import Index, rows_at
 from tidemill.shards.schema import part_schema
 from tidemill.spark.stores import Urls, shared
-from tidemill.spark.upsert.arrays import U64, Index, rows_at
 from tidemill.spark.upsert.mirror import Mirror
 
 KEPT_BYTES = 256 << 20

@@ -17,6 +17,7 @@ from tidemill.base.errors import TidemillError
 from tidemill.base.portal import Portal
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.shards.front import TIME
+from tidemill.shards.rows import int64s
 from tidemill.spark.decode.captured import CapturedDecoder, Stop
 from tidemill.spark.decode.letters import no_dead_letters
 from tidemill.spark.decode.records import Records, blocks_of
@@ -24,7 +25,6 @@ from tidemill.spark.decode.slices import Descriptor, record_count
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.feeds import TopicFeed
 from tidemill.spark.stores import shared_objects
-from tidemill.spark.upsert.arrays import int64s
 from tidemill.spark.upsert.commands import BEFORE_ALL, Commands, Truncate, join, no_commands, select, times_of
 from tidemill.topics.fetch import read_batches
 

@@ -17,9 +17,9 @@ import pyarrow as pa
 
 from tidemill.base.errors import Invalid
 from tidemill.shards.front import TIME, Column
+from tidemill.shards.rows import int64s
 from tidemill.shards.schema import arrow_type
 from tidemill.spark.source.options import Options
-from tidemill.spark.upsert.arrays import int64s
 from tidemill.spark.upsert.commands import ORDER, PARTITION
 
 MODES = ("PERMISSIVE", "FAILFAST", "DROPMALFORMED")

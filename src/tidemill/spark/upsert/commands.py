@@ -20,8 +20,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tidemill.shards.front import TIME, ShardSchema
+from tidemill.shards.rows import int64s
 from tidemill.shards.schema import contents_schema
-from tidemill.spark.upsert.arrays import int64s
 
 ORDER = "_order"
 PARTITION = "_partition"

@@ -11,7 +11,8 @@ import pyarrow as pa
 from tidemill.base.errors import Invalid
 from tidemill.shards.front import TIME, ShardSchema
 from tidemill.shards.hashing import hash_rows
-from tidemill.spark.upsert.arrays import Mask, group_by_key, key_tuples, rows_at
+from tidemill.shards.rows import Mask, rows_at
+from tidemill.spark.upsert.arrays import group_by_key, key_tuples
 from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, Commands, command_schema
 from tidemill.spark.upsert.resolve import Lookup
 from tidemill.spark.upsert.runs import Run

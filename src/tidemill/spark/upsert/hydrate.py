@@ -14,8 +14,8 @@ import pyarrow as pa
 from tidemill.base.errors import Corrupt
 from tidemill.shards.front import DIFF, Batch, ShardSchema
 from tidemill.shards.ranges import Fetch, read_ordered
+from tidemill.shards.rows import int64s
 from tidemill.shards.schema import part_schema
-from tidemill.spark.upsert.arrays import int64s
 from tidemill.spark.upsert.mirror import Mirror
 
 ADOPT_BYTES = 4 << 20

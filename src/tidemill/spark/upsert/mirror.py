@@ -21,9 +21,10 @@ import pyarrow as pa
 
 from tidemill.base.errors import Corrupt
 from tidemill.shards.front import DIFF, HASH, TIME, ShardSchema
-from tidemill.shards.hashing import hash_rows
+from tidemill.shards.hashing import U64, hash_rows
+from tidemill.shards.rows import Index, int64s, rows_at, rows_equal
 from tidemill.shards.schema import contents_schema
-from tidemill.spark.upsert.arrays import U64, Index, group_by_key, int64s, rows_at, rows_equal
+from tidemill.spark.upsert.arrays import group_by_key
 from tidemill.spark.upsert.resolve import HashRows, KeyChanges
 from tidemill.spark.upsert.runs import (
     Run,

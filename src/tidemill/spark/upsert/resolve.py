@@ -20,20 +20,10 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.shards.front import DIFF, TIME, ShardSchema
-from tidemill.shards.hashing import hash_rows
+from tidemill.shards.hashing import U64, hash_rows
+from tidemill.shards.rows import Index, Mask, int64s, one_chunk, rows_at, rows_equal, to_mask
 from tidemill.shards.schema import contents_schema, update_schema
-from tidemill.spark.upsert.arrays import (
-    U64,
-    Index,
-    Mask,
-    group_by_key,
-    int64s,
-    key_tuples,
-    one_chunk,
-    rows_at,
-    rows_equal,
-    to_mask,
-)
+from tidemill.spark.upsert.arrays import group_by_key, key_tuples
 from tidemill.spark.upsert.commands import BEFORE_ALL, LIVE, ORDER, PARTITION, Commands, command_schema
 
 HashRows = Callable[[pa.Table, tuple[str, ...]], U64]

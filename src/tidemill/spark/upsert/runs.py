@@ -27,17 +27,10 @@ import pyarrow as pa
 from tidemill.base.errors import Corrupt
 from tidemill.shards.evolution import under
 from tidemill.shards.front import ShardSchema
+from tidemill.shards.hashing import U64
+from tidemill.shards.rows import Index, Mask, one_chunk, rows_at, rows_equal
 from tidemill.shards.schema import contents_schema
-from tidemill.spark.upsert.arrays import (
-    U64,
-    Index,
-    Mask,
-    group_by_key,
-    key_tuples,
-    one_chunk,
-    rows_at,
-    rows_equal,
-)
+from tidemill.spark.upsert.arrays import group_by_key, key_tuples
 
 FORM = b"tm-run-2"
 _END = struct.Struct("<QQ8s")

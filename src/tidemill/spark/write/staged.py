@@ -18,9 +18,9 @@ from tidemill.base.errors import Corrupt, Invalid
 from tidemill.base.limits import INLINE_PART_BYTES, MIB
 from tidemill.shards.front import HASH
 from tidemill.shards.hashing import bucket_of, hash_rows
+from tidemill.shards.rows import Index, to_mask
 from tidemill.shards.schema import conform, contents_schema
 from tidemill.spark.ranges import HashRange
-from tidemill.spark.upsert.arrays import Index, to_mask
 from tidemill.spark.upsert.commands import LIVE
 from tidemill.spark.write.target import Frame
 
