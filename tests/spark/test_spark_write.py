@@ -365,6 +365,8 @@ HAVE = ShardSchema((K, V, Column("n", "decimal(5,2)")), ("k",))
         (Frame("t", (*HAVE.columns, Column("d", "bool")), (), "d", overwrite=True), HAVE, "nothing to delete"),
         (Frame("t", (K, Column("_live", "bool")), ("k",)), None, "reserved column name: column=_live"),
         (Frame("t", (K, Column("_diff", "int64")), ("k",)), None, "reserved column name"),
+        (Frame("t", (K, Column("", "string")), ("k",)), None, "reserved column name: column=''"),
+        (Frame("t", (*HAVE.columns, Column("", "string")), ()), HAVE, "reserved column name: column=''"),
         (Frame("t", (K, V), ()), ShardSchema((K, V), ()), "the shard has no key"),
     ],
 )

@@ -32,7 +32,7 @@ class Frame(msgspec.Struct, frozen=True):
     @property
     def stored(self) -> ShardSchema:
         """The columns that are kept, as the DataFrame has them."""
-        return ShardSchema(tuple(c for c in self.columns if c.name != self.delete), self.key)
+        return ShardSchema(tuple(c for c in self.columns if not self.delete or c.name != self.delete), self.key)
 
 
 def planned(frame: Frame, have: ShardSchema | None) -> Frame:
@@ -56,7 +56,7 @@ def planned(frame: Frame, have: ShardSchema | None) -> Frame:
             f"no such shard: shard={frame.shard}.", fix="Give option key=COLUMN,… to create it, or correct the name."
         )
     key = frame.key or (have.key if have is not None else ())
-    given = {c.name for c in frame.columns} - {frame.delete}
+    given = {c.name for c in frame.stored.columns}
     lacking = have is not None and not {c.name for c in have.columns} <= given
     found = replace(frame, key=key, keys_only=bool(frame.delete) and lacking and given == set(key))
     schema_for(found, have)
