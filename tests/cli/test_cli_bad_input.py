@@ -139,7 +139,7 @@ def test_a_bucket_without_rights_is_named(tmp_path: Path) -> None:
 def test_doctor_passes_on_a_fresh_configuration_and_says_what_it_saw(tmp_path: Path) -> None:
     done = tidemill("doctor", "--config", str(configuration(tmp_path)), cwd=tmp_path)
     assert done.returncode == 0, done.stdout
-    for check in ("python", "java", "disk", "node.http", "node.kafka", "objects", "consensus.url"):
+    for check in ("python", "java", "bash", "disk", "node.http", "node.kafka", "objects", "consensus.url"):
         assert f"ok   {check}" in done.stdout
 
 

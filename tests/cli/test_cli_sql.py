@@ -54,6 +54,11 @@ def test_a_join_is_of_one_time_that_both_tables_have(cluster: Cluster) -> None:
     assert f"as of {DAY + 1999}" in ask(cluster, 'SELECT * FROM "left"') and "as of" not in ask(cluster, "SELECT 1")
 
 
+def test_values_and_names_are_printed_as_they_are_though_they_look_like_markup(cluster: Cluster) -> None:
+    shown = ask(cluster, "SELECT '[bold]x[/bold] :heart:' AS \"[/a]\", '[/x]' AS b")
+    assert "[bold]x[/bold] :heart:" in shown and "[/a]" in shown and "[/x]" in shown
+
+
 def test_what_cannot_be_asked_is_refused_in_a_sentence(cluster: Cluster) -> None:
     with pytest.raises(Invalid, match="there is no cluster here"):
         ask(cluster, "SELECT * FROM orders")

@@ -15,12 +15,16 @@ from tidemill.spark.host import Settings
 from tidemill.spark.runner import Runner
 
 
-def started(harbour: Any, tmp_path: Path, text: str) -> tuple[Runner, threading.Event, threading.Thread]:
+def started(
+    harbour: Any, tmp_path: Path, text: str, *, session: bool = False
+) -> tuple[Runner, threading.Event, threading.Thread]:
+    """`session`: the driver opens its Spark session as it would."""
     file = tmp_path / "pipeline.py"
     file.write_text(text)
     stopping = threading.Event()
     runner = Runner(Settings("p", file, harbour.urls, "local[1]", tmp_path / "scratch"), stopping)
-    runner._open_session = lambda: None  # type: ignore[method-assign]  # as if it were still starting
+    if not session:
+        runner._open_session = lambda: None  # type: ignore[method-assign]  # as if it were still starting
     thread = threading.Thread(target=runner.run)
     thread.start()
     return runner, stopping, thread

@@ -11,7 +11,7 @@ import pytest
 
 from tidemill.base.errors import Invalid
 from tidemill.spark import java
-from tidemill.spark.java import find_java
+from tidemill.spark.java import find_bash, find_java
 
 
 def runtime(home: Path, version: str, modules: str = "java.base jdk.incubator.vector") -> Path:
@@ -54,6 +54,16 @@ def test_no_java_at_all_is_one_sentence_with_a_fix(tmp_path: Path, monkeypatch: 
     with pytest.raises(Invalid, match="openjdk-17-jre-headless") as error:
         find_java({"JAVA_HOME": str(tmp_path), "PATH": "/nonexistent"})
     assert str(tmp_path) in error.value.message
+
+
+def test_no_bash_for_the_scripts_of_spark_is_one_sentence_with_a_fix(tmp_path: Path) -> None:
+    with pytest.raises(Invalid, match="no bash for Spark's start scripts") as error:
+        find_bash({"PATH": str(tmp_path)})
+    assert "bash" in error.value.fix
+    bash = tmp_path / "bash"
+    bash.write_text("#!/bin/sh\n")
+    bash.chmod(0o755)
+    assert find_bash({"PATH": str(tmp_path)}) == str(bash)
 
 
 @pytest.mark.spark

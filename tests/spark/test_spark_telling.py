@@ -195,3 +195,32 @@ def test_a_driver_that_ends_in_order_saves_the_mirrors_of_derived_tables_whose_t
         thread.join(30)
         released.set()
     assert saved == ["revenue"]
+
+
+DERIVED = """
+def build(p):
+    p.table("clicks", p.topic("clicks", key="click_id", schema="click_id string"))
+
+    @p.derived("counted", key="click_id", inputs=("clicks",))
+    def counted(spark, clicks):
+        return clicks
+"""
+
+
+def test_a_derived_table_whose_session_cannot_start_is_held_by_it_and_tables_go_on(
+    harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    clicks = harbour.create_topic("clicks")
+    harbour.produce(clicks, [(b"a", {"click_id": "a"})])
+    harbour.mint("topic/clicks", 1000, clicks)
+    _, stopping, thread = started(harbour, tmp_path, DERIVED, session=True)
+    try:
+        until(lambda: (m := mark(harbour, "shard:clicks")) and m.position == 1001)
+        until(lambda: (m := mark(harbour, "shard:counted")) and m.held_by == "pipeline:p:spark")
+        found = mark(harbour, "pipeline:p:spark")
+        assert found is not None and "no bash" in found.error and found.parked
+    finally:
+        stopping.set()
+        thread.join(30)
+    assert not thread.is_alive()

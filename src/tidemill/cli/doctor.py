@@ -34,7 +34,7 @@ def doctor(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check Python, Java, disk, ports, bucket, consensus and Postgres; exit 1 when a check failed."""
+    """Check Python, Java, bash, disk, ports, bucket, consensus and Postgres; exit 1 when a check failed."""
     loaded = load(config)
     if deep:
         _deep(loaded, as_json)
@@ -100,6 +100,7 @@ def _checks(config: Config) -> list[tuple[str, Check]]:
     fixed: list[tuple[str, Check]] = [
         ("python", _python),
         ("java", _java),
+        ("bash", _bash),
         ("disk", _disk),
         ("node.http", lambda c: _port(c, c.node.http, "node.http")),
         ("node.kafka", lambda c: _port(c, c.node.kafka, "node.kafka")),
@@ -116,7 +117,14 @@ def _python(_: Config) -> str:
 def _java(_: Config) -> str:
     from tidemill.spark.java import find_java
 
-    return str(find_java())
+    found = find_java()
+    return f"{found.build or found.major} of {found.origin}, at {found.home}"
+
+
+def _bash(_: Config) -> str:
+    from tidemill.spark.java import find_bash
+
+    return find_bash()
 
 
 def _disk(config: Config) -> str:

@@ -86,10 +86,11 @@ def without_pandas() -> None:
 
 def _table(columns: list[str], rows: list[Any]) -> Any:
     from rich.table import Table
+    from rich.text import Text  # as it is: what a value has in brackets, or between colons, is no markup
 
     view = Table()
     for column in columns:
-        view.add_column(column)
+        view.add_column(Text(column))
     for row in rows:
-        view.add_row(*("NULL" if value is None else str(value) for value in row))
+        view.add_row(*(Text("NULL" if value is None else str(value)) for value in row))
     return view

