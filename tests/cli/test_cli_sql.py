@@ -59,6 +59,22 @@ def test_values_and_names_are_printed_as_they_are_though_they_look_like_markup(c
     assert "[bold]x[/bold] :heart:" in shown and "[/a]" in shown and "[/x]" in shown
 
 
+def test_times_that_python_has_not_are_shown_as_they_are(cluster: Cluster) -> None:
+    ends = "TIMESTAMPTZ 'infinity' AS a, DATE '-infinity' AS a, TIMESTAMP 'infinity'"
+    days = "DATE '9999-12-31', TIMESTAMPTZ '2026-11-22 12:00:00+02'"
+    assert rows(cluster, f"SELECT {ends}, {days}, NULL::DATE, '\\xFF'::BLOB, 1 ORDER BY 1") == (
+        None,
+        [["infinity", "-infinity", "infinity", "9999-12-31", "2026-11-22 10:00:00+00", None, "\\xFF", 1]],
+    )
+
+
+def test_a_with_is_meant_whatever_its_case(cluster: Cluster) -> None:
+    cluster.append([(1, "a", 1)], name="c")
+    assert rows(cluster, "WITH c AS (SELECT 7 AS a) SELECT a FROM C") == (None, [[7]])
+    assert rows(cluster, "WITH C AS (SELECT 7 AS a) SELECT a FROM c")[1] == [[7]]
+    assert rows(cluster, "WITH T AS (SELECT * FROM c) SELECT k FROM t")[1] == [[1]]
+
+
 def test_what_cannot_be_asked_is_refused_in_a_sentence(cluster: Cluster) -> None:
     with pytest.raises(Invalid, match="there is no cluster here"):
         ask(cluster, "SELECT * FROM orders")
@@ -66,6 +82,7 @@ def test_what_cannot_be_asked_is_refused_in_a_sentence(cluster: Cluster) -> None
     for query, kind, said in (
         ("SELEKT 1", Invalid, "the query does not parse"),
         ("SELECT nothing FROM orders", Invalid, "the query failed"),
+        ("PIVOT orders ON v USING count(*)", Invalid, "PIVOT t ON column IN"),
         ("SELECT * FROM nothing", Missing, "no such shard: shard=nothing"),
         ("SELECT * FROM Orders", Missing, "no such shard: shard=Orders"),
     ):

@@ -55,13 +55,22 @@ def sql(
         print(f"as of {at}")
 
 
+_TEXTS = ("DATE", "TIMESTAMP", "BLOB")
+"""Types of which DuckDB's own text is shown."""
+
+
 def _run(connection: Any, query: str) -> tuple[list[str], list[Any]]:
     import duckdb
 
     try:
         connection.execute("SET TimeZone = 'UTC'")  # as times in shards are
         result = connection.sql(query)
-        return ([], []) if result is None else (list(result.columns), result.fetchall())
+        if result is None:
+            return [], []
+        # To Python DuckDB gives infinity as the last moment of 9999, and -infinity as the first of the year 1.
+        texts = [str(kind).startswith(_TEXTS) for kind in result.types]
+        shown = [f"CAST(#{at} AS VARCHAR)" if text else f"#{at}" for at, text in enumerate(texts, 1)]
+        return list(result.columns), (result.project(", ".join(shown)) if any(texts) else result).fetchall()
     except duckdb.IOException as error:
         raise Unavailable(
             f"the query cannot read what it names: {error}.",

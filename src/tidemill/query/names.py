@@ -29,11 +29,15 @@ def named_tables(connection: duckdb.DuckDBPyConnection, query: str) -> tuple[set
         if tree.get("error"):  # no SELECT: EXPLAIN, for example
             return set(connection.get_table_names(query)), set()
     except duckdb.Error as error:
-        raise Invalid(f"the query does not parse: {error}.", fix="Correct it; DuckDB's dialect applies.") from error
+        fix = "Correct it; DuckDB's dialect applies."
+        if "single statement" in str(error):
+            fix = "Give one statement; of a PIVOT name the values: PIVOT t ON column IN (…) USING …."
+        raise Invalid(f"the query does not parse: {error}.", fix=fix) from error
     nodes = list(_nodes(tree))
     tables = {node["table_name"] for node in nodes if node.get("type") == "BASE_TABLE"}
-    called = {each["key"] for node in nodes for each in node.get("cte_map", {}).get("map", [])}
-    return tables - called, tables & called
+    called = {each["key"].lower() for node in nodes for each in node.get("cte_map", {}).get("map", [])}
+    either = {name for name in tables if name.lower() in called}
+    return tables - either, either
 
 
 def _nodes(tree: Any) -> Iterator[dict[str, Any]]:

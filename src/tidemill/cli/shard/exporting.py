@@ -15,6 +15,7 @@ import typer
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
 from tidemill.cli.shard.showing import Name, when
+from tidemill.shards.moments import LATEST, as_of_ms
 
 if TYPE_CHECKING:
     from tidemill.shards.front import ShardSchema
@@ -27,7 +28,7 @@ MANIFEST = "_tidemill.json"
 def export(
     name: Name,
     to: Annotated[Path, typer.Argument(help="A directory that does not exist yet.")],
-    as_of: Annotated[int | None, typer.Option(help="Time in ms; default: the newest.")] = None,
+    as_of: Annotated[str, typer.Option(help="A time: ms, or like 2026-11-22T12:00:00Z. Default: the newest.")] = LATEST,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -36,12 +37,13 @@ def export(
     The directory appears when everything is in it; an export that was cut off leaves TO.partial behind, which the next
     one replaces.
     """
+    at = as_of_ms(as_of)
     if to.exists():
         raise Invalid(f"it is there already: to={to}.", fix="Name a directory that does not exist yet.")
     with stores(config) as opened:
         shard = opened.shard(name)
         try:
-            facts = opened.portal.call(_export(opened, shard, as_of, to))
+            facts = opened.portal.call(_export(opened, shard, at, to))
         finally:
             opened.portal.call(shard.aclose())
     if as_json:
