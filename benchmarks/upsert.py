@@ -119,7 +119,7 @@ class Lane:
             held.append(await shard.read_batch(batch, batch.lower, batch.upper))
             rows += held[-1].num_rows
             if rows > SUMMED_AT_ONCE:
-                held, rows = [await asyncio.to_thread(merged, shard.schema, pa.concat_tables(held), upper - 1)], 0
+                held, rows = [await asyncio.to_thread(merged, shard.schema, pa.concat_tables(held), batch.upper - 1)], 0
         count = self.load.verify(contents(shard.schema, pa.concat_tables(held)))
         await shard.aclose()
         return count
