@@ -12,6 +12,7 @@ from tidemill.shards.hashing import hash_rows
 from tidemill.shards.parts import sort_updates
 from tidemill.shards.rows import rows_at, rows_equal, values_at
 from tidemill.spark.upsert.arrays import group_by_key
+from tidemill.spark.upsert.runs import Run
 
 ROWS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2), st.integers(0, 2)), max_size=30)
 FLOATS = [0.0, -0.0, 1.5, float("nan"), None]
@@ -34,6 +35,28 @@ def test_rows_are_grouped_by_key_in_the_order_of_their_minors(
     for group in groups:
         assert len({int(keys[at]) for at in group}) == 1
         assert group == sorted(group, key=lambda at: (first[at], second[at], at))
+
+
+@settings(deadline=None)
+@given(
+    keys=st.lists(st.sampled_from(FLOATS), min_size=1, max_size=8), more=st.lists(st.sampled_from(FLOATS), max_size=4)
+)
+def test_keys_are_the_same_bit_by_bit_in_one_step_and_over_several(
+    keys: list[float | None], more: list[float | None]
+) -> None:
+    table = pa.table({"f": pa.array(keys, pa.float64())})
+    hashes = hash_rows(table, ("f",))
+    order, starts = group_by_key(table, hashes, ("f",))
+    groups = np.split(order, np.flatnonzero(starts)[1:])
+    assert sorted(repr(keys[g[0]]) for g in groups) == sorted({repr(k) for k in keys})
+    assert all(len({repr(keys[at]) for at in g}) == 1 for g in groups)
+    firsts = np.array([g[0] for g in groups], dtype=np.int64)
+    run = Run(rows_at(table, firsts), hashes[firsts], np.ones(len(firsts), dtype=bool))
+    asked = pa.table({"f": pa.array(more, pa.float64())})
+    found = run.find(asked, hash_rows(asked, ("f",)), ("f",)).tolist()
+    assert [repr(keys[firsts[at]]) if at >= 0 else None for at in found] == [
+        repr(k) if repr(k) in {repr(each) for each in keys} else None for k in more
+    ]
 
 
 @settings(deadline=None)

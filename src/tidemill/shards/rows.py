@@ -16,13 +16,13 @@ Mask = npt.NDArray[np.bool_]
 
 def to_mask(array: Any) -> Mask:
     """A numpy mask of an Arrow boolean array; null counts as False."""
-    array = _whole(array)
+    array = whole(array)
     if array.null_count:
         array = array.fill_null(False)
     return np.asarray(array.to_numpy(zero_copy_only=False), dtype=bool)
 
 
-def _whole(array: Any) -> Any:
+def whole(array: Any) -> Any:
     """One contiguous array of a column."""
     if isinstance(array, pa.ChunkedArray):
         return array.combine_chunks() if array.num_chunks != 1 else array.chunk(0)
@@ -51,11 +51,9 @@ def rows_equal(left: pa.Table, at: Index, right: pa.Table, to: Index, columns: S
             open_rows = open_rows[out[open_rows]]
         if open_rows is not None and not len(open_rows):
             break
-        a = values_at(_whole(left.column(name)), at if open_rows is None else at[open_rows])
-        b = values_at(_whole(right.column(name)), to if open_rows is None else to[open_rows])
-        if pa.types.is_floating(a.type):
-            bits = {16: pa.int16(), 32: pa.int32(), 64: pa.int64()}[a.type.bit_width]
-            a, b = a.view(bits), b.view(bits)
+        a = values_at(whole(left.column(name)), at if open_rows is None else at[open_rows])
+        b = values_at(whole(right.column(name)), to if open_rows is None else to[open_rows])
+        a, b = bits_of(a), bits_of(b)
         equal = to_mask(pc.equal(a, b))
         if a.null_count or b.null_count:
             equal |= to_mask(pc.and_(pc.is_null(a), pc.is_null(b)))
@@ -64,6 +62,13 @@ def rows_equal(left: pa.Table, at: Index, right: pa.Table, to: Index, columns: S
         else:
             out[open_rows] = equal
     return out
+
+
+def bits_of(array: pa.Array) -> pa.Array:
+    """Floats as the integers of their bits, and anything else as it is."""
+    if not pa.types.is_floating(array.type):
+        return array
+    return array.view({16: pa.int16(), 32: pa.int32(), 64: pa.int64()}[array.type.bit_width])
 
 
 def _range_of(at: Index) -> tuple[int, int] | None:

@@ -10,12 +10,18 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tidemill.shards.hashing import U64
-from tidemill.shards.rows import Index, Mask, rows_equal
+from tidemill.shards.rows import Index, Mask, bits_of, rows_equal, values_at, whole
 
 
 def key_tuples(table: pa.Table, at: Index, key: Sequence[str]) -> list[tuple[Any, ...]]:
     """The keys of some rows as Python tuples: for the slow path of hash collisions only."""
     columns = [table.column(name).take(pa.array(at)).to_pylist() for name in key]
+    return list(zip(*columns, strict=True))
+
+
+def exact_keys(table: pa.Table, at: Index, key: Sequence[str]) -> list[tuple[Any, ...]]:
+    """`key_tuples` that are equal where `rows_equal` says so: NaN is itself, 0.0 is not -0.0."""
+    columns = [bits_of(values_at(whole(table.column(name)), at)).to_pylist() for name in key]
     return list(zip(*columns, strict=True))
 
 
@@ -65,6 +71,6 @@ def _tell_apart(table: pa.Table, hashes: U64, collided: U64, key: Sequence[str])
     apart = np.zeros(len(hashes), dtype=np.int64)
     at = np.nonzero(np.isin(hashes, collided))[0].astype(np.int64)
     numbers: dict[tuple[Any, ...], int] = {}
-    for row, found in zip(at.tolist(), key_tuples(table, at, key), strict=True):
+    for row, found in zip(at.tolist(), exact_keys(table, at, key), strict=True):
         apart[row] = numbers.setdefault(found, len(numbers) + 1)
     return apart

@@ -30,7 +30,7 @@ from tidemill.shards.front import ShardSchema
 from tidemill.shards.hashing import U64
 from tidemill.shards.rows import Index, Mask, one_chunk, rows_at, rows_equal
 from tidemill.shards.schema import contents_schema
-from tidemill.spark.upsert.arrays import group_by_key, key_tuples
+from tidemill.spark.upsert.arrays import exact_keys, group_by_key
 
 FORM = b"tm-run-2"
 _END = struct.Struct("<QQ8s")
@@ -102,11 +102,11 @@ class Run:
 
     def _find_colliding(self, keys: pa.Table, hashes: U64, key: Sequence[str], asked: Index, found: Index) -> None:
         """Slow path: compare with every row of equal hash."""
-        for row, wanted in zip(asked.tolist(), key_tuples(keys, asked, key), strict=True):
+        for row, wanted in zip(asked.tolist(), exact_keys(keys, asked, key), strict=True):
             first = int(np.searchsorted(self.hashes, hashes[row], side="left"))
             last = int(np.searchsorted(self.hashes, hashes[row], side="right"))
             candidates = np.arange(first, last, dtype=np.int64)
-            for at, candidate in zip(candidates.tolist(), key_tuples(self.rows, candidates, key), strict=True):
+            for at, candidate in zip(candidates.tolist(), exact_keys(self.rows, candidates, key), strict=True):
                 if candidate == wanted:
                     found[row] = at
                     break
