@@ -204,6 +204,13 @@ def test_a_captured_batch_that_cannot_be_read_stops_the_table() -> None:
 
 # stream -----------------------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize("name", ["_time", "_diff", "_hash", "_order", "_partition", "_live"])
+def test_names_that_stand_beside_the_columns_of_a_table_are_refused(name: str) -> None:
+    with pytest.raises(Invalid, match=f"reserved column name: column='{name}'"):
+        stream_schema(f"k long, {name} long", "k")
+
+
 CLICKS = stream_schema("click_id string, product_id long, price decimal(6,2), at timestamp, n int", "click_id")
 
 

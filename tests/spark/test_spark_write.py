@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from pyspark.sql.types import ArrayType, IntegerType, LongType, StringType, StructField, StructType
 from spark_harbour import Harbour
+from structlog.testing import capture_logs
 from test_spark_sink import clicks_sink
 
 from tidemill.base.errors import Conflict, Invalid, Missing, Unavailable
@@ -346,6 +347,14 @@ def _beside(harbour: Harbour, scratch: Path, steps: list[tuple[str, int]]) -> No
     assert {row["click_id"]: row["product_id"] for row in harbour.contents("clicks")} == want
 
 
+def test_a_commit_of_many_ranges_says_how_far_it_is(harbour: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(committing, "TELL_S", 0.0)
+    with capture_logs() as logs:
+        write(harbour, PLAIN, [(n, "a") for n in range(40)])
+    told = [(e["shard"], e["rows"], int(e["done"].removesuffix(" %"))) for e in logs if e["event"] == "writing"]
+    assert len(told) > 3 and told == sorted(told) and told[0] == ("t", 40, 0)
+
+
 K, V = Column("k", "int64"), Column("v", "string")
 HAVE = ShardSchema((K, V, Column("n", "decimal(5,2)")), ("k",))
 
@@ -363,7 +372,7 @@ HAVE = ShardSchema((K, V, Column("n", "decimal(5,2)")), ("k",))
         (Frame("t", HAVE.columns, (), "v"), HAVE, "delete=v type=string"),
         (Frame("t", HAVE.columns, (), "w"), HAVE, "delete=w type=no such column"),
         (Frame("t", (*HAVE.columns, Column("d", "bool")), (), "d", overwrite=True), HAVE, "nothing to delete"),
-        (Frame("t", (K, Column("_live", "bool")), ("k",)), None, "reserved column name: column=_live"),
+        (Frame("t", (K, Column("_live", "bool")), ("k",)), None, "reserved column name: column='_live'"),
         (Frame("t", (K, Column("_diff", "int64")), ("k",)), None, "reserved column name"),
         (Frame("t", (K, Column("", "string")), ("k",)), None, "reserved column name: column=''"),
         (Frame("t", (*HAVE.columns, Column("", "string")), ()), HAVE, "reserved column name: column=''"),

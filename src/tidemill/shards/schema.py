@@ -40,7 +40,8 @@ _PLAIN: dict[str, pa.DataType] = {
 }
 _DECIMAL = re.compile(r"decimal\(\s*(\d+)\s*,\s*(\d+)\s*\)")
 _TIMESTAMP = re.compile(r"timestamp\(\s*us\s*,\s*utc\s*\)", re.IGNORECASE)
-_RESERVED = frozenset({TIME, DIFF, HASH})
+_RESERVED = frozenset({TIME, DIFF, HASH, "_order", "_partition", "_live"})
+"""What parts hold beside the columns, and what commands and streams of a table's records do."""
 _BUCKETS_MAX = 4096
 
 

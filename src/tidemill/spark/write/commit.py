@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 import pyarrow as pa
+import structlog
 
 from tidemill.base.errors import Conflict, Invalid, Missing, Unavailable
 from tidemill.base.portal import Portal
@@ -41,6 +42,10 @@ WANTED_ROWS = 10_000
 """Of the shard, so few rows look at the row groups that may hold them, and more at everything."""
 ATTEMPTS = 20
 PAUSE_S = 0.2
+TELL_S = 5.0
+"""How often a commit tells how far it is, in the log of Spark's driver."""
+
+log = structlog.get_logger()
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -172,7 +177,12 @@ class Commit:
         """Of one range after another, in the order of their hashes."""
         few = not self._frame.overwrite and self._rows <= self._limits.wanted_rows
         count = self._ranges(batches, staged, few)
+        clock = self._stores.clock
+        tell_s = clock.monotonic_s() + TELL_S
         for number in range(count):
+            if clock.monotonic_s() >= tell_s:
+                tell_s = clock.monotonic_s() + TELL_S
+                log.info("writing", shard=self._frame.shard, rows=self._rows, done=f"{number * 100 // count} %")
             rows = staged_rows(self._frame, staged, HashRange(number, count), self._get)
             if rows.num_rows or self._frame.overwrite:
                 wanted = sorted(set(rows.column(HASH).to_pylist())) if few else None

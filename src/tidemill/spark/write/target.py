@@ -11,7 +11,6 @@ from tidemill.base.errors import Invalid, Missing
 from tidemill.shards.evolution import widens
 from tidemill.shards.front import Column, ShardSchema
 from tidemill.shards.schema import checked, difference
-from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -37,9 +36,6 @@ class Frame(msgspec.Struct, frozen=True):
 
 def planned(frame: Frame, have: ShardSchema | None) -> Frame:
     """The frame with the key it will be written by. Raises Invalid, Missing: it cannot be written into this shard."""
-    for name in (LIVE, ORDER, PARTITION):
-        if name in {c.name for c in frame.columns}:
-            raise Invalid(f"reserved column name: column={name}.", fix="Rename the column.")
     if frame.delete:
         kind = {c.name: c.type for c in frame.columns}.get(frame.delete, "no such column")
         if kind != "bool":
