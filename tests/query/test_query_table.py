@@ -187,6 +187,24 @@ def test_a_table_that_gained_a_column_has_it_at_every_time(world: World) -> None
     assert orders.schema.names[-1] == "note"
 
 
+def test_a_lazy_frame_keeps_the_columns_that_it_began_with(world: World) -> None:
+    filled(world)
+    orders = world.cluster.table("orders")
+    lazy = orders.scan_polars()
+    began, before = lazy.collect_schema(), lazy.sort("id").collect()
+
+    async def evolve() -> None:
+        shard = await world.stores.shard("orders")
+        await shard.evolve(Changes((Column("note", "string"),), (Column("total", "decimal(20,2)"),)))
+        await shard.aclose()
+
+    world.portal.call(evolve())
+    assert orders.count() and orders.schema.names[-1] == "note"
+    again = lazy.sort("id").collect()
+    assert again.schema == began == before.schema and again.equals(before)
+    assert lazy.filter(pl.col("total") > 20).select("id").collect().height == before.height - 3
+
+
 def test_an_empty_table_and_one_that_was_never_written(world: World) -> None:
     world.portal.call(_made(world, "new"))
     new = world.cluster.table("new")

@@ -12,8 +12,10 @@ from pyspark.sql.types import StructType
 from running import until
 
 from tidemill.base.clock import SystemClock
-from tidemill.base.errors import Unavailable, Unknown
-from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
+from tidemill.base.errors import Invalid, Missing, Unavailable, Unknown
+from tidemill.keeper.drop import drop_shard
+from tidemill.shards.evolution import Changes
+from tidemill.shards.front import DIFF, TIME, Column, Evolved, ShardSchema
 from tidemill.shards.holding import MovingHold
 from tidemill.shards.state import Hold
 from tidemill.spark.source import changes
@@ -46,9 +48,10 @@ def reader_of(harbour: Any, **options: str) -> ChangesReader:
     return ChangesReader(Options({"shard": "t", "changes": "true", **urls, **options}), schema)
 
 
-def latest(reader: Any, start: dict[str, int]) -> dict[str, int]:
+def latest(reader: Any, start: Any) -> dict[str, int]:
+    """As an offset of the versions that did not say of which shard it is."""
     found: dict[str, int] = reader.latestOffset(start, reader.getDefaultReadLimit())
-    return found
+    return {"ts": found["ts"]}
 
 
 def read(reader: ChangesReader, start: dict[str, int], end: dict[str, int]) -> list[tuple[int, ...]]:
@@ -74,6 +77,57 @@ def test_a_changelog_begins_with_the_contents_where_older_history_is_forgotten(h
     assert read(reader, {"ts": 0}, end) == [(1, 199, 1), (2, 199, 1)]
     assert latest(reader, end) == {"ts": 300}
     assert read(reader, end, {"ts": 300}) == [(3, 299, 1)]
+
+
+@pytest.mark.parametrize("upper", [150, 300])
+def test_a_stream_that_comes_back_to_another_shard_of_the_name_is_told_so(harbour: Any, upper: int) -> None:
+    append(harbour, 0, 200, 1)
+    reader = reader_of(harbour)
+    end = reader.latestOffset(reader.initialOffset(), reader.getDefaultReadLimit())
+    assert latest(reader_of(harbour), end) == {"ts": 200}, "after a restart of its driver"
+    it = harbour.stores
+    harbour.portal.call(drop_shard(it.consensus, it.objects, it.metastore, it.clock, it.rand, "t"))
+    with pytest.raises(Missing):
+        latest(reader, end)
+    append(harbour, 0, upper, 2)
+    back = reader_of(harbour)
+    for ask in (lambda: latest(back, end), lambda: back.partitions({"ts": 0}, end)):
+        with pytest.raises(Invalid, match="the shard was dropped, and another has its name: shard=t"):
+            ask()
+    assert latest(reader_of(harbour), {"ts": 0}) == {"ts": upper}
+
+
+def test_a_stream_whose_shard_gets_a_column_ends_and_goes_on_from_its_checkpoint(harbour: Any) -> None:
+    append(harbour, 0, 100, 1)
+    reader, late = reader_of(harbour), reader_of(harbour)
+    end = latest(reader, reader.initialOffset())
+    assert latest(late, {"ts": 0}) == end
+
+    async def evolve() -> None:
+        shard = await harbour.stores.shard("t")
+        await shard.evolve(Changes((Column("n", "int64", "7"),)))
+        shard = await harbour.stores.shard("t")
+        rows = pa.table({name: pa.array([2], pa.int64()) for name in ("k", "n")})
+        times = {TIME: pa.array([150], pa.int64()), DIFF: pa.array([1], pa.int64())}
+        for name, column in times.items():
+            rows = rows.append_column(name, column)
+        await shard.compare_and_append(100, 200, [await shard.write_part(rows)], "")
+
+    harbour.portal.call(evolve())
+    assert latest(reader, end) == {"ts": 200} == latest(late, {"ts": 0})
+    for asked, start in ((reader, 100), (late, 0)):
+        with pytest.raises(Evolved, match=r"schema changed since this query began: shard=t\. Start the query again"):
+            asked.partitions({"ts": start}, {"ts": 200})
+    assert read(reader_of(harbour), end, {"ts": 200}) == [(2, 150, 1)]
+
+
+def test_a_schema_given_by_hand_names_what_the_shard_has(harbour: Any) -> None:
+    append(harbour, 0, 100, 1)
+    for column, kind in (("k", "string"), ("x", "long"), (TIME, "timestamp")):
+        reader = reader_of(harbour)
+        reader._schema = StructType().add(column, kind)
+        with pytest.raises(Invalid, match=f"the shard has another column: shard=t column={column}"):
+            latest(reader, {"ts": 0})
 
 
 def test_a_planner_that_nobody_asks_keeps_its_place_until_it_is_gone(

@@ -9,7 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.front import DIFF, TIME, Column, HistoryLost, ShardSchema
+from tidemill.spark.source.batch import ShardReader
+from tidemill.spark.source.options import Options
+from tidemill.spark.types import spark_schema
 
 pytestmark = pytest.mark.spark
 
@@ -136,6 +139,23 @@ def test_a_filter_of_one_query_says_nothing_about_the_next(
         assert rows(spark.sql("SELECT * FROM filtered")) == [(1, "a"), (2, "b")]
     finally:
         spark.conf.set(PUSHDOWN, before)
+
+
+def test_a_frame_says_so_when_what_it_planned_was_let_go(harbour: Any) -> None:
+    append(harbour, "t", 0, 10, [(k, str(k * 7919**5), 5, 1) for k in range(9000)])
+    urls = {"objects": harbour.urls.objects, "consensus": harbour.urls.consensus}
+    reader = ShardReader(Options({"shard": "t", **urls}), spark_schema(SCHEMA.columns))
+    (partition,) = reader.partitions()
+    assert sum(batch.num_rows for batch in reader.read(partition)) == 9000
+
+    async def let_go() -> None:
+        for batch in await (await harbour.stores.shard("t")).batches(0):
+            for part in batch.parts:
+                await harbour.stores.objects.delete(part.object_key)
+
+    harbour.portal.call(let_go())
+    with pytest.raises(HistoryLost, match="what this frame read at its first query"):
+        list(reader.read(partition))
 
 
 def stream(spark: Any, config: str, root: Path, **options: Any) -> list[tuple[Any, ...]]:

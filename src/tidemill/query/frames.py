@@ -33,11 +33,13 @@ def scan(table: Table, found: Entered[Chosen]) -> pl.LazyFrame:
         columns: list[str] | None, predicate: pl.Expr | None, rows: int | None, batch_rows: int | None
     ) -> Iterator[pl.DataFrame]:
         """What Polars asks a source for; `batch_rows` is advice."""
-        names = table.schema.names if columns is None else columns or table.schema.names[:1]
+        names = schema.names() if columns is None else columns or schema.names()[:1]
         used = [] if predicate is None else predicate.meta.root_names()
         left = rows
-        for batch in table._over(found, list(dict.fromkeys([*names, *used])), None, end=lambda: None):
-            frame = module.from_arrow(batch)
+        read = list(dict.fromkeys([*names, *used]))
+        types = {name: schema[name] for name in read}  # the table's may be wider by now
+        for batch in table._over(found, read, None, end=lambda: None):
+            frame = module.from_arrow(batch).cast(types)
             if predicate is not None:
                 frame = frame.filter(predicate).select(names)
             if left is not None:

@@ -125,7 +125,7 @@ class Table:
         there again. History is held while the iterator is in use, and for five minutes more.
 
         Raises HistoryLost when updates after `since` can no longer be told apart: begin with `to_arrow`, at a newer
-        time.
+        time. Evolved when the table's schema changed meanwhile: begin another, after what was yielded.
         """
         at = as_of_ms(since)
         if at is None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import msgspec
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import Invalid, Missing
 from tidemill.shards.fetching import fetching
-from tidemill.shards.front import Evolved, ShardSchema
+from tidemill.shards.front import Column, Evolved, HistoryLost, ShardSchema
 from tidemill.shards.holding import HOLD_ABOVE_BYTES
 from tidemill.shards.ranges import Range, cut, read_range
 from tidemill.spark.source.options import Options
@@ -63,7 +63,7 @@ class ShardReader(DataSourceReader):  # type: ignore[misc]
         """
         portal, stores = shared(self._options.urls)
         shard = portal.call(stores.shard(self._options.shard))
-        _check_columns(self._schema, shard.schema, shard.name)
+        check_columns(self._schema, shard.schema.columns, shard.name)
         as_of = readable_at(portal, shard, self._options.as_of_ms)
         if as_of is None:
             return []
@@ -83,9 +83,16 @@ class ShardReader(DataSourceReader):  # type: ignore[misc]
         portal, objects = shared_objects(partition.objects)
         fetch = fetching(portal, objects, whole=True)
         names = self._schema.fieldNames()
-        for rows in read_range(schema, chosen, as_of, fetch):
-            wanted = rows.select(names)
-            yield from wanted.cast(_arrow_schema(self._schema, wanted.schema)).to_batches(max_chunksize=20_000)
+        try:
+            for rows in read_range(schema, chosen, as_of, fetch):
+                wanted = rows.select(names)
+                yield from wanted.cast(_arrow_schema(self._schema, wanted.schema)).to_batches(max_chunksize=20_000)
+        except Missing as error:
+            raise HistoryLost(
+                f"history is lost: what this frame read at its first query is not there any more: as_of={as_of}.",
+                fix="Load it anew, or use tidemill.spark.read, whose frames hold what they read. Where that fails too,"
+                " see tidemill doctor --deep.",
+            ) from error
 
 
 def readable_at(portal: Portal, shard: LogShard, given: int | None) -> int | None:
@@ -107,9 +114,9 @@ def readable_at(portal: Portal, shard: LogShard, given: int | None) -> int | Non
     return as_of
 
 
-def _check_columns(wanted: StructType, schema: ShardSchema, name: str) -> None:
+def check_columns(wanted: StructType, columns: Sequence[Column], name: str) -> None:
     """Raises Invalid: a schema given by hand, or kept by a catalogue, has what the shard has not."""
-    have = {field.name: field.dataType for field in spark_schema(schema.columns).fields}
+    have = {field.name: field.dataType for field in spark_schema(columns).fields}
     for field in wanted.fields:
         if have.get(field.name) != field.dataType:
             there = have[field.name].simpleString() if field.name in have else "no such column"

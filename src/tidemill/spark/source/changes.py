@@ -1,9 +1,10 @@
 """Streams of a shard's changelog: every update with its time and diff.
 
-The offset is {"ts": T}: all updates below T are out. From 0 the first batch is the contents at its last time, as
-insertions then; after that, and from any other start, it is the updates themselves. History is held one tick behind the
-offset for as long as the planner lives, whether it is asked or not; a stream that comes back later than the shard
-remembers is told so, and never given a hole.
+The offset is {"ts": T, "shard": ID}: all updates below T of that shard are out. From 0 the first batch is the contents
+at its last time, as insertions then; after that, and from any other start, it is the updates themselves. History is
+held one tick behind the offset for as long as the planner lives, whether it is asked or not; a stream that comes back
+later than the shard remembers is told so, and never given a hole. So is one whose shard was dropped, also where another
+has its name.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTri
 from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.base.limits import MIB
 from tidemill.shards.fetching import fetching
-from tidemill.shards.front import DIFF, TIME, Batch, Column, ShardSchema
+from tidemill.shards.front import DIFF, TIME, Batch, Column, Evolved, ShardSchema
 from tidemill.shards.holding import HOLD_TTL_MS, MovingHold
 from tidemill.shards.ranges import Range, cut, read_range
 from tidemill.shards.reading import PartReader
+from tidemill.spark.source.batch import check_columns
 from tidemill.spark.source.options import Options
 from tidemill.spark.stores import shared, shared_objects
 
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
     from tidemill.shards.handle import LogShard
+
+Offset = dict[str, int | str]
 
 META = (Column(TIME, "int64"), Column(DIFF, "int64"))
 MAX_ROWS = 500_000
@@ -53,25 +57,25 @@ class ChangesPartition(InputPartition):  # type: ignore[misc]
 class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
     def __init__(self, options: Options, schema: StructType) -> None:
         self._options = options
-        self._names = schema.fieldNames()
+        self._schema = schema
         self._target: int | None = None
         self._opened: tuple[LogShard, MovingHold] | None = None
 
-    def initialOffset(self) -> dict[str, int]:
+    def initialOffset(self) -> Offset:
         return {"ts": self._options.number("start", 0)}
 
     def getDefaultReadLimit(self) -> ReadLimit:
         return ReadMaxRows(self._options.number("max_rows", MAX_ROWS))
 
-    def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:
+    def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:
         """Where a batch of whole appends ends that has at most the limit's rows; `start` when there is nothing more.
 
         Storage errors: try again later; but a query that ends with what is there now must not take them for the end.
         """
         portal, _ = shared(self._options.urls)
-        frontier = start["ts"]
+        frontier = int(start["ts"])
         try:
-            shard, hold = self._open()
+            shard, hold = self._open(start)
             upper = portal.call(shard.wait_upper(frontier, 0 if self._target is not None else WAIT_S))
             if self._target is not None:
                 upper = min(upper, self._target)
@@ -81,14 +85,14 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
             if upper <= frontier:
                 return start
             if frontier == 0:
-                return {"ts": upper}
+                return {"ts": upper, "shard": shard.shard_id}
             end, rows = frontier, 0
             for batch in portal.call(shard.batches(frontier)):
                 rows += sum(part.rows for part in batch.parts)
                 if isinstance(limit, ReadMaxRows) and end > frontier and rows > limit.max_rows:
                     break
                 end = min(batch.upper, upper)
-            return {"ts": end}
+            return {"ts": end, "shard": shard.shard_id}
         except (Unavailable, Unknown):
             if self._target is not None:
                 raise
@@ -96,18 +100,24 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
 
     def prepareForTriggerAvailableNow(self) -> None:
         portal, _ = shared(self._options.urls)
-        self._target = portal.call(self._open()[0].frontiers())[1]
+        self._target = portal.call(self._open({})[0].frontiers())[1]
 
-    def partitions(self, start: dict[str, int], end: dict[str, int]) -> Sequence[InputPartition]:
+    def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
         portal, _ = shared(self._options.urls)
-        shard, hold = self._open()
-        lower, upper = start["ts"], end["ts"]
+        shard, hold = self._open(end)
+        lower, upper = int(start["ts"]), int(end["ts"])
         objects = self._options.objects
         portal.call(hold.at(max(0, (upper if lower == 0 else lower) - 1)))
-        if lower == 0:
-            chosen = cut(portal.call(shard.batches_until(upper - 1)))
-            return [ChangesPartition(objects, shard.schema, each, [], lower, upper) for each in chosen]
-        batches = [b for b in portal.call(shard.batches(lower)) if b.lower < upper and b.parts]
+        first = lower == 0
+        found = portal.call(shard.batches_until(upper - 1) if first else shard.batches(lower))
+        batches = [b for b in found if b.lower < upper and b.parts]
+        if any(batch.schema_version > shard.schema.version for batch in batches):
+            raise Evolved(
+                f"the shard's schema changed since this query began: shard={shard.name}.",
+                fix="Start the query again, with its checkpoint: it goes on, with the new columns.",
+            )
+        if first:
+            return [ChangesPartition(objects, shard.schema, each, [], lower, upper) for each in cut(batches)]
         return [ChangesPartition(objects, shard.schema, None, group, lower, upper) for group in _tasks(batches)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -119,24 +129,32 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
         portal, objects = shared_objects(partition.objects)
         if chosen is None:
             rows = portal.call(PartReader(objects, schema, cache_bytes=0).read_batches(batches, lower, upper))
-            yield from rows.select(self._names).to_batches(20_000)
+            yield from rows.select(self._schema.fieldNames()).to_batches(20_000)
             return
         fetch = fetching(portal, objects, whole=True)
         for rows in read_range(schema, chosen, upper - 1, fetch):
             for name, value in ((TIME, upper - 1), (DIFF, 1)):
                 rows = rows.append_column(name, pa.repeat(pa.scalar(value, pa.int64()), rows.num_rows))
-            yield from rows.select(self._names).to_batches(20_000)
+            yield from rows.select(self._schema.fieldNames()).to_batches(20_000)
 
-    def _open(self) -> tuple[LogShard, MovingHold]:
+    def _open(self, offset: Offset) -> tuple[LogShard, MovingHold]:
+        """Raises Invalid: the offset is of another shard. (One of an older version does not say of which it is.)"""
         if self._opened is None:
             portal, stores = shared(self._options.urls)
             if not self._options.shard:
                 raise Invalid("no shard is named.", fix="Give option shard=NAME.")
             shard = portal.call(stores.shard(self._options.shard))
+            check_columns(self._schema, (*shard.schema.columns, *META), shard.name)
             hold = MovingHold(shard, shard.reader_name("stream"), stores.clock, ttl_ms=HOLD_TTL_MS, kept=True)
             keeping = asyncio.run_coroutine_threadsafe(hold.keep(), portal.loop)
             weakref.finalize(self, keeping.cancel).atexit = False
             self._opened = shard, hold
+        shard, _ = self._opened
+        if offset.get("shard", shard.shard_id) != shard.shard_id:
+            raise Invalid(
+                f"the shard was dropped, and another has its name: shard={shard.name}.",
+                fix="Begin the stream anew, with a checkpoint of its own.",
+            )
         return self._opened
 
 
