@@ -13,7 +13,6 @@ from running import until
 
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Invalid, Missing, Unavailable, Unknown
-from tidemill.keeper.drop import drop_shard
 from tidemill.shards.evolution import Changes
 from tidemill.shards.front import DIFF, TIME, Column, Evolved, ShardSchema
 from tidemill.shards.holding import MovingHold
@@ -85,8 +84,7 @@ def test_a_stream_that_comes_back_to_another_shard_of_the_name_is_told_so(harbou
     reader = reader_of(harbour)
     end = reader.latestOffset(reader.initialOffset(), reader.getDefaultReadLimit())
     assert latest(reader_of(harbour), end) == {"ts": 200}, "after a restart of its driver"
-    it = harbour.stores
-    harbour.portal.call(drop_shard(it.consensus, it.objects, it.metastore, it.clock, it.rand, "t"))
+    harbour.drop_shard("t")
     with pytest.raises(Missing):
         latest(reader, end)
     append(harbour, 0, upper, 2)

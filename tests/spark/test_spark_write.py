@@ -347,6 +347,19 @@ def _beside(harbour: Harbour, scratch: Path, steps: list[tuple[str, int]]) -> No
     assert {row["click_id"]: row["product_id"] for row in harbour.contents("clicks")} == want
 
 
+def test_a_shard_that_was_dropped_after_the_plan_is_not_made_of_what_was_to_be_added(harbour: Any) -> None:
+    write(harbour, PLAIN, [(1, "a")])
+    frame = planned(replace(PLAIN, key=()), harbour.shard("t").schema)
+    write(harbour, frame, [(2, "b")])
+    harbour.drop_shard("t")
+    with pytest.raises(Missing, match=r"was dropped meanwhile: shard=t\. Give option key"):
+        write(harbour, frame, [(3, "c")])
+    with pytest.raises(Missing):
+        harbour.shard("t")
+    write(harbour, PLAIN, [(3, "c")])
+    assert harbour.contents("t") == [{"k": 3, "v": "c"}]
+
+
 def test_a_commit_of_many_ranges_says_how_far_it_is(harbour: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(committing, "TELL_S", 0.0)
     with capture_logs() as logs:

@@ -125,6 +125,10 @@ class Commit:
         name = self._frame.shard
         self._sources = kept_by(self._portal, self._stores, self._frame)
         shard = opened(self._portal, self._stores, name)
+        if shard is None and self._frame.there:
+            raise Missing(
+                f"the shard was dropped meanwhile: shard={name}.", fix="Give option key=COLUMN,… to create it."
+            )
         try:
             schema = schema_for(self._frame, shard.schema if shard is not None else None)
         except BaseException:

@@ -27,6 +27,8 @@ class Frame(msgspec.Struct, frozen=True):
     grows: bool = False
     keys_only: bool = False
     beside: str = ""
+    there: bool = False
+    """The key is that of the shard that was there when this was planned: another is not made in its place."""
 
     @property
     def stored(self) -> ShardSchema:
@@ -54,7 +56,7 @@ def planned(frame: Frame, have: ShardSchema | None) -> Frame:
     key = frame.key or (have.key if have is not None else ())
     given = {c.name for c in frame.stored.columns}
     lacking = have is not None and not {c.name for c in have.columns} <= given
-    found = replace(frame, key=key, keys_only=bool(frame.delete) and lacking and given == set(key))
+    found = replace(frame, key=key, there=not frame.key, keys_only=bool(frame.delete) and lacking and given == set(key))
     schema_for(found, have)
     return found
 
