@@ -8,6 +8,7 @@ import tomllib
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pyspark.sql.worker import lookup_data_sources
 
@@ -74,13 +75,14 @@ def test_of_the_properties_of_a_table_only_its_options_are_options() -> None:
         (datetime(2026, 1, 1), MS),
         (datetime(2026, 1, 1, tzinfo=UTC), MS),
         ("1969-12-31T23:59:59.999Z", -1),
+        (np.int64(MS), MS),
     ],
 )
 def test_a_time_is_ms_or_iso_text_or_latest(given: str | int | datetime | None, ms: int | None) -> None:
     assert as_of_ms(given) == ms
 
 
-@pytest.mark.parametrize("text", ["yesterday", "12.5", "", "2026-13-01", "١٢"])
+@pytest.mark.parametrize("text", ["yesterday", "12.5", "", "2026-13-01", "١٢", pytest.param("9" * 5000, id="long")])
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(Invalid, match="as_of is no time"):
         as_of_ms(text)

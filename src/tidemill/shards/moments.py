@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from numbers import Integral
 
 from tidemill.base.errors import Invalid
 
@@ -10,25 +11,25 @@ LATEST = "latest"
 
 
 def as_of_ms(value: str | int | datetime | None) -> int | None:
-    """A time in ms: a number, ISO 8601 text or a datetime (UTC when they name no zone); None = the newest, for
-    `latest` and None. What is finer than a ms is cut off. Raises Invalid."""
+    """A time in ms: an integer (numpy's too), ISO 8601 text or a datetime (UTC when they name no zone); None = the
+    newest, for `latest` and None. What is finer than a ms is cut off. Raises Invalid."""
     if value is None or (isinstance(value, str) and value.strip().lower() == LATEST):
         return None
-    if isinstance(value, bool) or not isinstance(value, int | str | datetime):
+    if isinstance(value, bool) or not isinstance(value, Integral | str | datetime):
         raise Invalid(
             f"as_of is no time: as_of={value!r}.", fix="Give ms since 1970 as an integer, ISO 8601 text or a datetime."
         )
-    if isinstance(value, int):
-        return value
+    if not isinstance(value, str | datetime):
+        return int(value)
     if isinstance(value, str):
         text = value.strip()
-        if text.removeprefix("-").isascii() and text.removeprefix("-").isdigit():
-            return int(text)
         try:
+            if text.removeprefix("-").isascii() and text.removeprefix("-").isdigit():
+                return int(text)
             value = datetime.fromisoformat(text)
         except ValueError as error:
             raise Invalid(
-                f"as_of is no time: as_of={text!r}.", fix="Write ms since 1970, 2026-11-22T12:00:00Z, or latest."
+                f"as_of is no time: as_of={text[:100]!r}.", fix="Write ms since 1970, 2026-11-22T12:00:00Z, or latest."
             ) from error
     moment = value.replace(tzinfo=UTC) if value.tzinfo is None else value
     since_epoch = moment - datetime(1970, 1, 1, tzinfo=UTC)
