@@ -164,6 +164,33 @@ def test_where_no_plan_can_be_exact_the_data_source_reads_and_the_log_says_so(
         read(spark, "u", as_of=99, **changed)
 
 
+@pytest.mark.parametrize(
+    ("kind", "beside", "planned"),
+    [
+        ("float64", "_gone1", False),  # 0.0 and -0.0 are two keys
+        ("int64", "_gone1", True),
+        ("int64", "_TIME", False),
+        ("int64", "_Hash", False),
+        ("int64", "K", False),
+    ],
+)
+def test_what_spark_takes_for_one_stays_two(harbour: Any, spark: Any, kind: str, beside: str, planned: bool) -> None:
+    schema = ShardSchema((Column("k", kind), Column(beside, "int64"), Column("b", "binary")), ("k",))
+
+    def some(upper: int, keys: list[float], diff: int) -> None:
+        at = {TIME: [upper - 1] * len(keys), DIFF: [diff] * len(keys)}
+        pads = [bytes(np.random.default_rng(7).bytes(20_000))] * len(keys)
+        append(harbour, "t", upper, pa.table({"k": keys, beside: [5] * len(keys), "b": pads, **at}), schema=schema)
+
+    zeros = [0.0, -0.0] if kind == "float64" else [0, 1]
+    some(10, [*zeros, 7], 1)
+    some(20, zeros[1:], -1)
+    with capture_logs() as logs:
+        frame = read(spark, "t", objects=harbour.urls.objects, consensus=harbour.urls.consensus)
+    assert sorted(tuple(row) for row in frame.drop("b").collect()) == [(0, 5), (7, 5)]
+    assert ("because" not in str(logs)) == planned
+
+
 def test_a_shard_that_was_never_written_is_an_empty_frame(harbour: Any, spark: Any) -> None:
     harbour.portal.call(harbour.stores.shard("e", SCHEMA))
     frame = read(spark, "e", objects=harbour.urls.objects, consensus=harbour.urls.consensus)

@@ -26,6 +26,7 @@ from tidemill.shards.front import TIME, ShardSchema
 from tidemill.shards.holding import holding
 from tidemill.shards.moments import as_of_ms
 from tidemill.shards.plan import NoPlan, plan_parts
+from tidemill.shards.schema import part_schema
 from tidemill.spark.cluster import find_cluster
 from tidemill.spark.source import registered_with
 from tidemill.spark.source.batch import readable_at
@@ -140,6 +141,9 @@ def _planned(spark: SparkSession, portal: Portal, stores: Stores, shard: LogShar
     directory = local_directory(stores.urls.objects)
     if directory is None or GLOB & set(directory):
         raise NoPlan("the bucket is not a directory that Spark itself can read")
+    stored = [name.lower() for name in part_schema(shard.schema).names]
+    if len(set(stored)) < len(stored):
+        raise NoPlan("Spark tells no columns of Parquet apart by case, and one differs from another by that alone")
     plan = plan_parts(portal, stores.objects, shard, at)
     columns = spark_schema(shard.schema.columns)
     if not plan.settled:
@@ -149,17 +153,18 @@ def _planned(spark: SparkSession, portal: Portal, stores: Stores, shard: LogShar
     reader = spark.read.schema(wanted).option("datetimeRebaseMode", "CORRECTED")
     rows = reader.parquet(*(f"file://{directory}/{part.object_key}" for part in plan.settled))
     if plan.gone.num_rows:
-        gone = plan.gone.rename_columns([f"{GONE}{place}" for place in range(plan.gone.num_columns)])
-        rows = rows.join(broadcast(spark.createDataFrame(gone)), _is_gone(rows, shard.schema), "left_anti")
+        names = [f"{GONE}{place}" for place in range(plan.gone.num_columns)]
+        gone = spark.createDataFrame(plan.gone.rename_columns(names))
+        rows = rows.join(broadcast(gone), _is_gone(rows, gone, shard.schema), "left_anti")
     rows = rows.select(*(col(_quoted(name)) for name in columns.names))
     return rows.union(spark.createDataFrame(plan.live, columns)) if plan.live.num_rows else rows
 
 
-def _is_gone(rows: DataFrame, schema: ShardSchema) -> Column:
+def _is_gone(rows: DataFrame, gone: DataFrame, schema: ShardSchema) -> Column:
     """By the key itself: Spark's vectorised reader has no way from a dictionary of unsigned hashes to a long."""
-    found = rows[TIME] < col(f"{GONE}{len(schema.key)}")
+    found = rows[TIME] < gone[f"{GONE}{len(schema.key)}"]
     for place, name in enumerate(schema.key):
-        found &= rows[_quoted(name)].eqNullSafe(col(f"{GONE}{place}"))
+        found &= rows[_quoted(name)].eqNullSafe(gone[f"{GONE}{place}"])
     return found
 
 
