@@ -54,7 +54,8 @@ RUN_BYTES = 128 * MIB
 """One merge of small neighbours reads at most this much."""
 
 RANGE_BYTES = 32 * MIB
-"""A merge holds at most about this much of encoded parts at once; decoded rows take about three times as much."""
+"""A merge holds at most about this much of encoded parts at once; decoded rows take about three times as much, and of
+texts that compress better than that as many times more as they do: nothing says it before they are decoded."""
 
 PART_ROWS = 1 << 20
 SMALLEST_CLASS_BYTES = 64 << 10
@@ -194,7 +195,9 @@ def _of_hashes(rows: pa.Table, low: int, high: int) -> pa.Table:
     """Rows are sorted by hash: a slice, copied so that the rest is let go."""
     hashes = rows.column(HASH).to_numpy()
     start, end = np.searchsorted(hashes, np.uint64(low), "left"), np.searchsorted(hashes, np.uint64(high), "right")
-    return rows.take(pa.array(np.arange(start, end)))
+    chosen = np.zeros(len(hashes), dtype=bool)
+    chosen[start:end] = True
+    return rows.filter(pa.array(chosen))
 
 
 def _compacted(schema: ShardSchema, updates: pa.Table, advance_to: int) -> list[tuple[int, pa.Table]]:

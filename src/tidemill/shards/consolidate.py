@@ -21,14 +21,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tidemill.base.errors import Corrupt
+from tidemill.base.limits import MIB
 from tidemill.shards.front import DIFF, HASH, TIME, ShardSchema
-from tidemill.shards.hashing import U64, hash_rows
+from tidemill.shards.hashing import U64, bucket_of, hash_rows
 from tidemill.shards.parts import sort_updates
-from tidemill.shards.rows import Index, Mask, one_chunk, rows_at, rows_equal
+from tidemill.shards.rows import CHUNK_BYTES, Index, Mask, one_chunk, rows_at, rows_equal
 from tidemill.shards.schema import contents_schema, hash_columns, part_schema
 
 COMPARED_ROWS = 1 << 16
-"""Rows compared at once: their copies are what a merge needs beside its input and its result."""
+COMPARED_BYTES = 32 * MIB
+"""Rows compared at once, by their mean size: their copies are what a merge needs beside its input and its result."""
 
 
 def contents(schema: ShardSchema, updates: pa.Table) -> pa.Table:
@@ -42,7 +44,7 @@ def contents(schema: ShardSchema, updates: pa.Table) -> pa.Table:
         found = newest(schema, updates)
         if found is not None:
             return found
-    summed = _group(updates, contents_schema(schema).names)
+    summed = _group(schema, updates, contents_schema(schema).names)
     counts = summed.column(DIFF).to_numpy()
     if (counts < 0).any():
         at = int(np.nonzero(counts < 0)[0][0])
@@ -50,9 +52,9 @@ def contents(schema: ShardSchema, updates: pa.Table) -> pa.Table:
         raise Corrupt(f"a row was retracted more often than inserted: {named} count={int(counts[at])}.")
     out = summed.select(contents_schema(schema).names)
     if (counts > 1).any():
-        out = out.take(pa.array(np.repeat(np.arange(len(counts)), counts)))
+        out = rows_at(out, np.repeat(np.arange(len(counts)), counts))
     order = np.argsort(hash_rows(out, hash_columns(schema)), kind="stable")
-    return out.take(pa.array(order)).combine_chunks()
+    return one_chunk(rows_at(out, order))
 
 
 def merged(schema: ShardSchema, updates: pa.Table, advance_to: int) -> pa.Table:
@@ -79,9 +81,9 @@ def merged(schema: ShardSchema, updates: pa.Table, advance_to: int) -> pa.Table:
     found = stored(np.flatnonzero(late | alone))
     if not others.any():
         return found
-    summed = _group(stored(np.flatnonzero(others)), [n for n in part_schema(schema).names if n != DIFF])
+    summed = _group(schema, stored(np.flatnonzero(others)), [n for n in part_schema(schema).names if n != DIFF])
     found = pa.concat_tables([found, summed.select(part_schema(schema).names)])
-    return found.take(pa.array(np.argsort(found.column(HASH).to_numpy(), kind="stable")))
+    return rows_at(found, np.argsort(found.column(HASH).to_numpy(), kind="stable"))
 
 
 def _cancel(rows: pa.Table, order: Index, hashes: U64, diffs: Index, summed: Mask) -> tuple[Mask, Mask]:
@@ -91,8 +93,10 @@ def _cancel(rows: pa.Table, order: Index, hashes: U64, diffs: Index, summed: Mas
     diffs may always go, whatever stands around them, so what is checked of a pair is that they are equal.
     """
 
+    step = max(1, min(COMPARED_ROWS, COMPARED_BYTES * rows.num_rows // max(1, rows.nbytes)))
+
     def equal(first: Index, second: Index) -> Mask:
-        pieces = [slice(at, at + COMPARED_ROWS) for at in range(0, len(first), COMPARED_ROWS)]
+        pieces = [slice(at, at + step) for at in range(0, len(first), step)]
         found = [rows_equal(rows, order[first[p]], rows, order[second[p]], rows.column_names) for p in pieces]
         return np.concatenate([np.zeros(0, dtype=bool), *found])
 
@@ -118,8 +122,17 @@ def _cancel(rows: pa.Table, order: Index, hashes: U64, diffs: Index, summed: Mas
     return alone, others
 
 
-def _group(updates: pa.Table, names: Sequence[str]) -> pa.Table:
+def _group(schema: ShardSchema, updates: pa.Table, names: Sequence[str]) -> pa.Table:
     """What is equal in the columns `names`, with the non-zero sum of the diffs: columns…, `_diff`."""
+    count = 1 + updates.nbytes // CHUNK_BYTES
+    if count == 1:
+        return _summed(updates, names)
+    # Arrow gives the texts of all groups as one array: so many hashes at a time that they are few enough.
+    numbers = bucket_of(_hashes(schema, updates), count)
+    return pa.concat_tables([_summed(updates.filter(pa.array(numbers == n)), names) for n in range(count)])
+
+
+def _summed(updates: pa.Table, names: Sequence[str]) -> pa.Table:
     # One thread: the result's order is then the order of first appearance, the same in every run.
     summed = updates.select([*names, DIFF]).group_by(list(names), use_threads=False).aggregate([(DIFF, "sum")])
     summed = summed.rename_columns([*names, DIFF] if summed.column_names[-1] == f"{DIFF}_sum" else [DIFF, *names])
@@ -159,5 +172,4 @@ def newest(schema: ShardSchema, updates: pa.Table) -> pa.Table | None:
     live = diffs[last] == 1
     if not np.array_equal(np.add.reduceat(diffs, starts), live.astype(diffs.dtype)):
         return None
-    out = updates.select(contents_schema(schema).names)
-    return out.take(pa.array(order[last[live]])).combine_chunks()
+    return one_chunk(rows_at(updates.select(contents_schema(schema).names), order[last[live]]))

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from tidemill.shards.front import DIFF, HASH, TIME, ShardSchema
 from tidemill.shards.parts import sort_updates
-from tidemill.shards.rows import rows_equal
+from tidemill.shards.rows import rows_at, rows_equal
 from tidemill.shards.schema import contents_schema
 
 UNTIL = "_until"
@@ -26,7 +26,7 @@ def last_states(schema: ShardSchema, updates: pa.Table) -> tuple[pa.Table, pa.Ta
     hashes = updates.column(HASH).to_numpy()
     order = sort_updates(updates, hashes)
     if order is not None:
-        updates, hashes = updates.take(pa.array(order)), hashes[order]
+        updates, hashes = rows_at(updates, order), hashes[order]
     diffs = updates.column(DIFF).to_numpy()
     same = hashes[1:] == hashes[:-1]
     if not bool((np.abs(diffs) == 1).all()):

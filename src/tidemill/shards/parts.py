@@ -11,6 +11,7 @@ Nothing here deletes one.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -20,18 +21,21 @@ import pyarrow.parquet as pq
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Corrupt, Invalid
-from tidemill.base.limits import INLINE_PART_BYTES
+from tidemill.base.limits import INLINE_PART_BYTES, MIB
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.cpu import Cpu, inline_cpu
 from tidemill.shards.evolution import under
 from tidemill.shards.front import DIFF, HASH, TIME, Part, ShardSchema, part_key
 from tidemill.shards.hashing import hash_rows
+from tidemill.shards.rows import cuts_of, rows_at, sizes_of
 from tidemill.shards.schema import conform, hash_columns, part_schema, update_schema
 
 Codec = Literal["lz4", "zstd"]
 
 ROW_GROUP_ROWS = 128 << 10
-"""Rows a row group: what one hash-range read must decode at least."""
+ROW_GROUP_BYTES = 32 * MIB
+"""Rows of a row group, and their bytes in memory but for a single row: what one hash-range read must decode at least.
+Encoded bytes bound nothing: a long text that comes again and again is a few of them each time."""
 
 
 class Encoded:
@@ -78,20 +82,22 @@ def encode_part(schema: ShardSchema, rows: pa.Table, codec: Codec = "lz4") -> En
     hashes = hash_rows(updates, hash_columns(schema))
     order = sort_updates(updates, hashes)
     if order is not None:
-        updates = updates.take(pa.array(order))
+        updates = rows_at(updates, order)
         hashes = hashes[order]
     table = pa.Table.from_arrays([*updates.columns, pa.array(hashes, pa.uint64())], schema=part_schema(schema))
     sink = pa.BufferOutputStream()
-    pq.write_table(
-        table,
+    cuts = cuts_of(sizes_of(table), ROW_GROUP_BYTES, ROW_GROUP_ROWS)
+    with pq.ParquetWriter(
         sink,
-        row_group_size=ROW_GROUP_ROWS,
+        table.schema,
         compression=codec,
         # Keys and values rarely repeat enough to pay for a dictionary when fresh; times and diffs always do.
         use_dictionary=[TIME, DIFF] if codec == "lz4" else True,
         write_statistics=[TIME, HASH, *schema.key],
         store_schema=True,
-    )
+    ) as writer:
+        for start, end in pairwise(cuts):
+            writer.write_table(table.slice(start, end - start), row_group_size=end - start)
     return Encoded(sink.getvalue(), table.num_rows, int(hashes[0]), int(hashes[-1]))
 
 

@@ -23,11 +23,16 @@ from tidemill.shards.consolidate import contents, newest
 from tidemill.shards.evolution import check_known, under
 from tidemill.shards.front import DIFF, HASH, Batch, Part, ShardSchema
 from tidemill.shards.parts import within
+from tidemill.shards.rows import rows_at
 from tidemill.shards.schema import contents_schema, part_schema
 
 RANGE_BYTES = 16 * MIB
 RANGE_ROWS = 500_000
-"""A range of a large shard has about this many encoded bytes and updates, whichever is fewer."""
+"""A range of a large shard has about this many encoded bytes and updates, whichever is fewer.
+
+Reading one holds, decoded, a row group of what is streamed (parts.ROW_GROUP_BYTES; of a part from before that was, its
+128 k rows) with a copy or two of it, and all updates of the range that are not streamed: those only RANGE_ROWS bounds.
+"""
 RANGES_MAX = 1024
 HASH_MAX = (1 << 64) - 1
 
@@ -162,7 +167,7 @@ def read_ordered(schema: ShardSchema, batch: Batch, as_of: int, fetch: Fetch) ->
                 yield from found
             elif tables := list(found):
                 together = pa.concat_tables(tables)
-                yield together.take(pa.array(np.argsort(together.column(HASH).to_numpy(), kind="stable")))
+                yield rows_at(together, np.argsort(together.column(HASH).to_numpy(), kind="stable"))
 
     return _whole_hashes(groups())
 

@@ -1,8 +1,13 @@
-"""Rows of Arrow tables by their places: taken, compared bit by bit. Vectorised, pure."""
+"""Rows of Arrow tables by their places: taken, compared bit by bit. Vectorised, pure.
+
+An array of texts holds less than 2 GiB, and Arrow's own `take` makes one array of a whole column first, and of what it
+takes. Here a larger column is read, and given, in chunks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,20 +18,25 @@ import pyarrow.compute as pc
 Index = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
+CHUNK_BYTES = 1 << 30
+"""Of the texts of one array that is made here."""
+
 
 def to_mask(array: Any) -> Mask:
     """A numpy mask of an Arrow boolean array; null counts as False."""
-    array = whole(array)
+    array = _whole(array)
     if array.null_count:
         array = array.fill_null(False)
     return np.asarray(array.to_numpy(zero_copy_only=False), dtype=bool)
 
 
-def whole(array: Any) -> Any:
-    """One contiguous array of a column."""
-    if isinstance(array, pa.ChunkedArray):
-        return array.combine_chunks() if array.num_chunks != 1 else array.chunk(0)
-    return array
+def _whole(array: Any, limit_bytes: int = CHUNK_BYTES) -> Any:
+    """One contiguous array of a column; as it is where that would be too large for one."""
+    if not isinstance(array, pa.ChunkedArray):
+        return array
+    if array.num_chunks == 1:
+        return array.chunk(0)
+    return array if _data_bytes(array) > limit_bytes else array.combine_chunks()
 
 
 def int64s(table: pa.Table, name: str) -> Index:
@@ -51,8 +61,8 @@ def rows_equal(left: pa.Table, at: Index, right: pa.Table, to: Index, columns: S
             open_rows = open_rows[out[open_rows]]
         if open_rows is not None and not len(open_rows):
             break
-        a = values_at(whole(left.column(name)), at if open_rows is None else at[open_rows])
-        b = values_at(whole(right.column(name)), to if open_rows is None else to[open_rows])
+        a = values_at(left.column(name), at if open_rows is None else at[open_rows])
+        b = values_at(right.column(name), to if open_rows is None else to[open_rows])
         a, b = bits_of(a), bits_of(b)
         equal = to_mask(pc.equal(a, b))
         if a.null_count or b.null_count:
@@ -64,11 +74,11 @@ def rows_equal(left: pa.Table, at: Index, right: pa.Table, to: Index, columns: S
     return out
 
 
-def bits_of(array: pa.Array) -> pa.Array:
+def bits_of(array: Any) -> Any:
     """Floats as the integers of their bits, and anything else as it is."""
     if not pa.types.is_floating(array.type):
         return array
-    return array.view({16: pa.int16(), 32: pa.int32(), 64: pa.int64()}[array.type.bit_width])
+    return _whole(array).view({16: pa.int16(), 32: pa.int32(), 64: pa.int64()}[array.type.bit_width])
 
 
 def _range_of(at: Index) -> tuple[int, int] | None:
@@ -79,20 +89,107 @@ def _range_of(at: Index) -> tuple[int, int] | None:
     return int(at[0]), n
 
 
-def values_at(array: pa.Array, at: Index) -> pa.Array:
-    """The values at these places; a view where they follow each other."""
+def values_at(column: Any, at: Index, limit_bytes: int = CHUNK_BYTES) -> Any:
+    """The values at these places; a view where they follow each other.
+
+    Of texts in several chunks where there are more than `limit_bytes` of them; memory holds twice one such chunk beside
+    the result.
+    """
     found = _range_of(at)
-    return array.take(pa.array(at)) if found is None else array.slice(*found)
+    if found is not None:
+        return column.slice(*found)
+    column = _whole(column, limit_bytes)
+    if not _is_text(column.type):
+        return column.take(pa.array(at))
+    if isinstance(column, pa.Array):
+        sizes = _sizes(column, at)
+        taken = [column.take(pa.array(at[a:b])) for a, b in pairwise(cuts_of(sizes, limit_bytes))]
+    else:
+        starts = np.cumsum([0, *map(len, column.chunks)])
+        sizes = np.empty(len(at), dtype=np.int64)
+        for number, mine in _by_chunk(starts, at):
+            sizes[mine] = _sizes(column.chunk(number), at[mine] - starts[number])
+        taken = [_of_chunks(column, starts, at[a:b]) for a, b in pairwise(cuts_of(sizes, limit_bytes))]
+    return taken[0] if len(taken) == 1 else pa.chunked_array(taken, column.type)
 
 
-def rows_at(table: pa.Table, at: Index) -> pa.Table:
-    """The rows at these places; a view where they follow each other."""
+def _by_chunk(starts: Index, at: Index) -> Iterator[tuple[int, Index]]:
+    """The number of each chunk that any of the places is in, and which of them."""
+    numbers = np.searchsorted(starts, at, side="right") - 1
+    order = np.argsort(numbers, kind="stable")
+    ends = np.flatnonzero(np.diff(numbers[order], append=-1)) + 1
+    for begin, end in zip([0, *ends.tolist()], ends.tolist(), strict=False):
+        yield int(numbers[order[begin]]), order[begin:end]
+
+
+def _of_chunks(column: pa.ChunkedArray, starts: Index, at: Index) -> pa.Array:
+    """Few enough values for one array, from those chunks that they are in."""
+    back, found = np.empty(len(at), dtype=np.int64), []
+    end = 0
+    for number, mine in _by_chunk(starts, at):
+        found.append(column.chunk(number).take(pa.array(at[mine] - starts[number])))
+        back[mine] = np.arange(end, end := end + len(mine))
+    if len(found) == 1:
+        return found[0]
+    return pa.concat_arrays(found).take(pa.array(back)) if found else column.chunk(0).slice(0, 0)
+
+
+def _sizes(array: pa.Array, at: Index) -> Index:
+    offsets = _offsets(array)
+    return np.asarray(offsets[at + 1] - offsets[at], dtype=np.int64)
+
+
+def cuts_of(sizes: Index, limit_bytes: int, limit_rows: int = 1 << 62) -> list[int]:
+    """Where to cut rows of these sizes, from 0 to the end: no piece has more bytes, but for one of a single row."""
+    sums = np.cumsum(sizes)
+    cuts = [0]
+    while cuts[-1] < len(sizes) or len(cuts) == 1:
+        at = cuts[-1]
+        before = int(sums[at - 1]) if at else 0
+        end = max(at + 1, int(np.searchsorted(sums, before + limit_bytes, side="right")))
+        cuts.append(min(end, at + limit_rows, len(sizes)))
+    return cuts
+
+
+def sizes_of(table: pa.Table) -> Index:
+    """About how many bytes each row takes in memory."""
+    sizes = np.zeros(table.num_rows, dtype=np.int64)
+    for column in table.columns:
+        if not _is_text(column.type):
+            sizes += -(-column.type.bit_width // 8)
+        elif column.num_chunks:
+            sizes += 4 + np.concatenate([np.diff(_offsets(chunk)) for chunk in column.chunks])
+    return sizes
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    """Values that are found by 32-bit offsets: an array holds less than 2 GiB of them."""
+    return bool(pa.types.is_string(kind) or pa.types.is_binary(kind))
+
+
+def _offsets(array: Any) -> npt.NDArray[np.int32]:
+    if not len(array):
+        return np.zeros(1, dtype=np.int32)
+    return np.frombuffer(array.buffers()[1], dtype=np.int32, count=len(array) + 1, offset=4 * array.offset)
+
+
+def _data_bytes(column: pa.ChunkedArray) -> int:
+    if not _is_text(column.type):
+        return 0
+    ends = [_offsets(chunk)[[0, -1]] for chunk in column.chunks]
+    return sum(int(last) - int(first) for first, last in ends)
+
+
+def rows_at(table: pa.Table, at: Index, limit_bytes: int = CHUNK_BYTES) -> pa.Table:
+    """The rows at these places; a view where they follow each other. As `values_at`: of any size."""
     found = _range_of(at)
-    return table.take(pa.array(at)) if found is None else table.slice(*found)
+    if found is not None:
+        return table.slice(*found)
+    return pa.Table.from_arrays([values_at(column, at, limit_bytes) for column in table.columns], schema=table.schema)
 
 
 def one_chunk(table: pa.Table) -> pa.Table:
-    """The table with contiguous columns, so that `take` and numpy views copy nothing twice."""
+    """The table with contiguous columns, so that numpy views copy nothing twice; what is too large stays as it is."""
     if all(column.num_chunks <= 1 for column in table.columns):
         return table
-    return table.combine_chunks()
+    return pa.Table.from_arrays([_whole(column) for column in table.columns], schema=table.schema)

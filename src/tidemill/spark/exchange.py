@@ -18,6 +18,7 @@ import pyarrow as pa
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.shards.front import Part, ShardSchema
 from tidemill.shards.parts import store_part
+from tidemill.shards.rows import one_chunk
 from tidemill.spark.decode.captured import Stop
 from tidemill.spark.decode.slices import Descriptor
 from tidemill.spark.feeds import TopicFeed
@@ -109,7 +110,7 @@ def resolve_range(plans: bytes, index: int, messages: Iterable[Message]) -> Iter
             asides.append(_ASIDE.decode(aside))
         else:
             tables.append(from_ipc(rows, empty))
-    commands = Commands(pa.concat_tables(tables).combine_chunks())
+    commands = Commands(one_chunk(pa.concat_tables(tables)))
     del tables
     if not len(commands):
         yield msgspec.msgpack.encode(RangeResult(plan.table, part.number, None, 0, "", tuple(asides)))

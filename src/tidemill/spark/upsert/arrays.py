@@ -10,18 +10,18 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tidemill.shards.hashing import U64
-from tidemill.shards.rows import Index, Mask, bits_of, rows_equal, values_at, whole
+from tidemill.shards.rows import Index, Mask, bits_of, rows_equal, values_at
 
 
 def key_tuples(table: pa.Table, at: Index, key: Sequence[str]) -> list[tuple[Any, ...]]:
     """The keys of some rows as Python tuples: for the slow path of hash collisions only."""
-    columns = [table.column(name).take(pa.array(at)).to_pylist() for name in key]
+    columns = [values_at(table.column(name), at).to_pylist() for name in key]
     return list(zip(*columns, strict=True))
 
 
 def exact_keys(table: pa.Table, at: Index, key: Sequence[str]) -> list[tuple[Any, ...]]:
     """`key_tuples` that are equal where `rows_equal` says so: NaN is itself, 0.0 is not -0.0."""
-    columns = [bits_of(values_at(whole(table.column(name)), at)).to_pylist() for name in key]
+    columns = [bits_of(values_at(table.column(name), at)).to_pylist() for name in key]
     return list(zip(*columns, strict=True))
 
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tidemill.shards.front import TIME, ShardSchema
-from tidemill.shards.rows import int64s
+from tidemill.shards.rows import int64s, one_chunk
 from tidemill.shards.schema import contents_schema
 
 ORDER = "_order"
@@ -63,7 +63,7 @@ def join(schema: ShardSchema, parts: list[Commands]) -> Commands:
         return parts[0]
     if not parts:
         return no_commands(schema)
-    rows = pa.concat_tables([p.rows for p in parts]).combine_chunks()
+    rows = one_chunk(pa.concat_tables([p.rows for p in parts]))
     return Commands(rows, tuple(t for p in parts for t in p.truncates))
 
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 from tidemill.base.errors import Invalid
 from tidemill.shards.front import TIME, ShardSchema
 from tidemill.shards.hashing import hash_rows
-from tidemill.shards.rows import Mask, rows_at
+from tidemill.shards.rows import Mask, one_chunk, rows_at
 from tidemill.spark.upsert.arrays import group_by_key, key_tuples
 from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, Commands, command_schema
 from tidemill.spark.upsert.resolve import Lookup
@@ -24,7 +24,7 @@ def distinct(schema: ShardSchema, rows: pa.Table) -> Run:
     for name in key:
         if rows.column(name).null_count:
             raise Invalid(f"a key column is null: column={name}.", fix="Filter such rows out, or give a value.")
-    rows = rows.combine_chunks()
+    rows = one_chunk(rows)
     hashes = hash_rows(rows, key)
     order, starts = group_by_key(rows, hashes, key)
     if not starts.all():

@@ -22,7 +22,7 @@ import pyarrow as pa
 from tidemill.base.errors import Corrupt
 from tidemill.shards.front import DIFF, HASH, TIME, ShardSchema
 from tidemill.shards.hashing import U64, hash_rows
-from tidemill.shards.rows import Index, int64s, rows_at, rows_equal
+from tidemill.shards.rows import Index, int64s, one_chunk, rows_at, rows_equal
 from tidemill.shards.schema import contents_schema
 from tidemill.spark.upsert.arrays import group_by_key
 from tidemill.spark.upsert.resolve import HashRows, KeyChanges
@@ -83,7 +83,7 @@ class Mirror:
         """Rebuilt from a snapshot of the shard at upper - 1. Raises Corrupt if a key has two live rows (U1)."""
         mirror = cls(schema, upper, directory=directory, hasher=hasher)
         if contents.num_rows:
-            rows = contents.select(mirror._columns).cast(contents_schema(schema)).combine_chunks()
+            rows = one_chunk(contents.select(mirror._columns).cast(contents_schema(schema)))
             hashes = hasher(rows, schema.key)
             order, starts = group_by_key(rows, hashes, schema.key)
             if not starts.all():
@@ -184,7 +184,7 @@ class Mirror:
         A shard's updates are consolidated per (row, time), so at a key's latest time there are at most one
         retraction and one insertion; anything else is summed up row by row.
         """
-        updates = updates.combine_chunks()
+        updates = one_chunk(updates)
         rows = updates.select(self._columns).cast(contents_schema(self.schema))
         times, diffs = int64s(updates, TIME), int64s(updates, DIFF)
         if self._hasher is hash_rows and HASH in updates.column_names:
@@ -215,7 +215,7 @@ class Mirror:
             if row is not None:
                 chosen[number], live[number] = row
         chosen, live = chosen[keep], live[keep]
-        return Run(rows.take(pa.array(chosen)), hashes[chosen], live)
+        return Run(rows_at(rows, chosen), hashes[chosen], live)
 
     def _net(self, rows: pa.Table, members: Index, diffs: Index) -> tuple[int, bool] | None:
         """Slow path: (row, live) after summing one key's updates by row; None when they cancel out."""

@@ -184,4 +184,4 @@ def _with_truncations(schema: ShardSchema, commands: Commands, mirror: Lookup) -
             arrays.append(pa.array([False] * len(out), field.type))
         else:
             arrays.append(pa.nulls(len(out), field.type))
-    return pa.concat_tables([rows, pa.Table.from_arrays(arrays, schema=target)]).combine_chunks()
+    return one_chunk(pa.concat_tables([rows, pa.Table.from_arrays(arrays, schema=target)]))

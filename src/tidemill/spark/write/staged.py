@@ -18,7 +18,7 @@ from tidemill.base.errors import Corrupt, Invalid
 from tidemill.base.limits import INLINE_PART_BYTES, MIB
 from tidemill.shards.front import HASH
 from tidemill.shards.hashing import bucket_of, hash_rows
-from tidemill.shards.rows import Index, to_mask
+from tidemill.shards.rows import Index, one_chunk, rows_at, to_mask
 from tidemill.shards.schema import conform, contents_schema
 from tidemill.spark.ranges import HashRange
 from tidemill.spark.upsert.commands import LIVE
@@ -90,7 +90,7 @@ def staged_schema(frame: Frame) -> pa.Schema:
 def _staged(frame: Frame, batches: Sequence[pa.RecordBatch], put: Put) -> Staged:
     given = pa.Table.from_batches(batches)
     size_bytes = given.nbytes
-    rows = conform(given, contents_schema(frame.stored)).combine_chunks()
+    rows = one_chunk(conform(given, contents_schema(frame.stored)))
     for name in frame.key:
         if rows.column(name).null_count:
             raise Invalid(
@@ -107,7 +107,7 @@ def _staged(frame: Frame, batches: Sequence[pa.RecordBatch], put: Put) -> Staged
     order: Index = np.argsort(hashes)
     target = staged_schema(frame)
     arrays = [*rows.columns, pa.array(live), pa.array(hashes)]
-    ordered = pa.Table.from_arrays(arrays, schema=target).take(pa.array(order))
+    ordered = rows_at(pa.Table.from_arrays(arrays, schema=target), order)
     count = _chunks(rows.num_rows)
     cuts = np.searchsorted(bucket_of(hashes[order], count), np.arange(count + 1)).tolist()
     data = bytearray()

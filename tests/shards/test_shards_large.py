@@ -1,0 +1,162 @@
+"""Columns with more texts than one array holds, and texts that are far larger in memory than where they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shard_world import SCHEMA
+
+from tidemill.cli.shard import exporting
+from tidemill.shards import consolidate, parts
+from tidemill.shards.consolidate import contents, merged
+from tidemill.shards.front import DIFF, TIME, Batch, Part, ShardSchema
+from tidemill.shards.hashing import hash_rows
+from tidemill.shards.parts import encode_part
+from tidemill.shards.ranges import cut, read_ordered, read_range
+from tidemill.shards.rows import cuts_of, one_chunk, rows_at, rows_equal, sizes_of
+from tidemill.shards.schema import part_schema, update_schema
+
+MIB = 1 << 20
+VALUES = st.sampled_from([None, "", "a", "bcd", "é" * 9, "x" * 40])
+
+POOLS: list[Any] = []
+"""They outlive what was allocated from them."""
+
+
+@contextmanager
+def peak() -> Iterator[Any]:
+    """A call that says how much Arrow has held at most since."""
+    before = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(before)
+    POOLS.append(pool)
+    pa.set_memory_pool(pool)
+    try:
+        yield pool.max_memory
+    finally:
+        pa.set_memory_pool(before)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.lists(VALUES, max_size=6), max_size=5), st.data(), st.integers(1, 60))
+def test_rows_in_several_chunks_are_those_that_arrow_takes(
+    chunks: list[list[str | None]], data: st.DataObject, limit_bytes: int
+) -> None:
+    count = sum(map(len, chunks))
+    at = np.array(data.draw(st.lists(st.integers(0, count - 1), max_size=20)) if count else [], dtype=np.int64)
+    kinds = [pa.string(), pa.binary(), pa.float64()]
+    numbers = [[None if v is None else float(len(v)) for v in chunk] for chunk in chunks]
+    lists = [chunks, [[v if v is None else v.encode() for v in chunk] for chunk in chunks], numbers]
+    columns = [
+        # Cut from longer arrays, as what is read is.
+        pa.chunked_array([pa.array([*chunk, chunk[0]], kind).slice(0, len(chunk)) for chunk in found if chunk], kind)
+        for found, kind in zip(lists, kinds, strict=True)
+    ]
+    table = pa.table(columns, names=["s", "b", "f"])
+    found = rows_at(table, at, limit_bytes)
+    found.validate(full=True)
+    assert found.schema == table.schema
+    assert found.to_pylist() == table.take(pa.array(at)).to_pylist()
+    viewed = len(at) > 0 and np.array_equal(at, np.arange(at[0], at[0] + len(at)))
+    for chunk in () if viewed else found.column("s").chunks:
+        sizes = sizes_of(pa.table([chunk], names=["s"])) - 4
+        assert sizes.sum() <= limit_bytes or len(chunk) == 1
+
+
+@given(st.lists(st.integers(0, 20), max_size=30), st.integers(1, 40), st.integers(1, 8))
+def test_a_cut_is_as_long_as_both_limits_allow(sizes: list[int], limit_bytes: int, limit_rows: int) -> None:
+    cuts = cuts_of(np.array(sizes, dtype=np.int64), limit_bytes, limit_rows)
+    assert cuts[0] == 0 and cuts[-1] == len(sizes)
+    for start, end in pairwise(cuts):
+        fits = sum(sizes[start:end]) <= limit_bytes and end - start <= limit_rows
+        assert fits or end - start == 1
+        assert end == len(sizes) or end - start == limit_rows or sum(sizes[start : end + 1]) > limit_bytes
+
+
+def large(schema: ShardSchema, keys: list[int], times: list[int], diffs: list[int]) -> pa.Table:
+    """Updates with more than 2 GiB of text in all, of 32 MiB in memory: every chunk is the same one."""
+    chunk = pa.array(["x" * MIB] * 32)
+    chunks, rest = divmod(len(keys), len(chunk))
+    assert rest == 0 and chunks * len(chunk) > 2048
+    hashes = hash_rows(pa.table({"k": keys}), ["k"])
+    columns = [pa.array(keys), pa.chunked_array([chunk] * chunks), *map(pa.array, (times, diffs, hashes))]
+    return pa.table(columns, schema=part_schema(schema))
+
+
+def test_more_text_than_one_array_holds_is_taken_compared_and_summed() -> None:
+    # 2,304 rows: 1,150 keys come and go, four stay; keys in an order that is not that of their hashes.
+    keys = [*range(1_150), *range(1_150), *range(2_000, 2_004)]
+    updates = large(SCHEMA, keys, [1] * 1_150 + [2] * 1_150 + [3] * 4, [1] * 1_150 + [-1] * 1_150 + [1] * 4)
+    with pytest.raises(pa.ArrowInvalid, match="overflow"):
+        updates.take(pa.array([3, 1, 2303]))  # what was called here: when it no longer fails, ours may go
+    with peak() as held:
+        assert rows_at(updates, np.array([3, 1, 2303])).column("k").to_pylist() == [3, 1, 2_003]
+        assert one_chunk(updates).num_rows == 2_304
+        assert rows_equal(updates, np.array([7, 2301, 5]), updates, np.array([5, 2301, 7]), ["v"]).all()
+        assert sorted(contents(SCHEMA, updates).column("k").to_pylist()) == [2_000, 2_001, 2_002, 2_003]
+        found = merged(SCHEMA, updates, 9)
+        assert sorted(found.column("k").to_pylist()) == [2_000, 2_001, 2_002, 2_003]
+        assert set(found.column(TIME).to_pylist()) == {9} and set(found.column(DIFF).to_pylist()) == {1}
+    assert held() < 300 * MIB
+
+
+def test_a_text_that_many_rows_have_is_as_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one row counts many times the contents are larger than all updates."""
+    unkeyed = ShardSchema(SCHEMA.columns, ())
+    rows = pa.table([pa.array([1, 2]), pa.array(["x" * 1000, "y"]), pa.array([1, 1]), pa.array([5, 2])],
+                    schema=update_schema(unkeyed))  # fmt: skip
+    real = rows_at
+    monkeypatch.setattr(consolidate, "rows_at", lambda table, at: real(table, at, 2_500))
+    found = contents(unkeyed, rows)
+    assert sorted(found.column("k").to_pylist()) == [1] * 5 + [2] * 2
+
+
+def test_rows_that_are_grouped_are_as_many_hashes_at_a_time_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    unkeyed = ShardSchema(SCHEMA.columns, ())
+    numbers = np.arange(3_000)
+    text = pa.array([f"text {n % 700}" for n in numbers])
+    rows = pa.table([pa.array(numbers % 700), text, pa.array(np.ones(3_000, int)), pa.array(np.ones(3_000, int))],
+                    schema=update_schema(unkeyed))  # fmt: skip
+    whole, kept = contents(unkeyed, rows), merged(unkeyed, rows, 5)
+    calls = []
+    real = consolidate._summed
+    monkeypatch.setattr(consolidate, "_summed", lambda table, names: calls.append(table.num_rows) or real(table, names))
+    monkeypatch.setattr(consolidate, "CHUNK_BYTES", 10_000)
+    assert contents(unkeyed, rows).equals(whole)
+    assert merged(unkeyed, rows, 5).equals(kept)
+    assert len(calls) > 10 and max(calls) < 1_000
+
+
+def compressible(rows: int, size: int) -> pa.Table:
+    keys = np.arange(rows)
+    text = pa.array(["x" * size]).take(pa.array(np.zeros(rows, dtype=np.int64)))
+    return pa.table([pa.array(keys), text, pa.array(np.ones(rows, int)), pa.array(np.ones(rows, int))],
+                    schema=update_schema(SCHEMA))  # fmt: skip
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+def test_a_range_of_very_compressible_text_is_read_and_exported_in_little_memory(
+    codec: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(parts, "ROW_GROUP_BYTES", MIB)
+    encoded = encode_part(SCHEMA, compressible(10_000, 5_000), codec)
+    data = encoded.data.to_pybytes()
+    assert len(data) < MIB < 40 * MIB < 10_000 * 5_000
+    part = Part(encoded.rows, len(data), 0, "", data, encoded.min_hash, encoded.max_hash)
+    batches = [Batch(0, 10, (part,))]
+    (chosen,) = cut(batches)
+    with peak() as held:
+        assert sum(table.num_rows for table in read_range(SCHEMA, chosen, 9, lambda part: part.inline)) == 10_000
+        assert sum(table.num_rows for table in read_ordered(SCHEMA, batches[0], 9, lambda part: part.inline)) == 10_000
+    assert held() < 12 * MIB
+    with peak() as held:
+        assert exporting._write(tmp_path / "out.parquet", SCHEMA, chosen, 9, lambda part: part.inline) == 10_000
+    assert held() < 12 * MIB
