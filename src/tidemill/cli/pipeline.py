@@ -81,14 +81,14 @@ def list_all(config: ConfigOption = None, as_json: JsonOption = False) -> None:
 @app.command("describe")
 def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Show one pipeline: of each table its input, upper, lag in time, rows and seats, of a derived one how it is kept
-    and why; dead letters; its drivers."""
+    and why; dead letters; what of it fails; its drivers."""
     with stores(config) as opened:
         views = read_view(opened)
     if name not in views:
         raise Missing(f"no such pipeline: pipeline={name}.", fix="See `tidemill pipeline list`.")
     view = views[name]
     if as_json:
-        print_json(view.summary() | {"tables": view.tables, "instances": view.instances})
+        print_json(view.summary() | {"tables": view.tables, "failing": view.failing, "instances": view.instances})
         return
     row = view.summary()
     print(f"{name}  {row['file']}".rstrip())
@@ -98,6 +98,8 @@ def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = Fals
         print(f"    {table_line(table)}")
         if "inputs" in table:
             print(f"      {derived_line(table)}")
+    for part in view.failing:
+        print(f"  {part['mark']}  {part['state']}: {part['reason']}")
     print("  drivers" if view.instances else "  no driver reports")
     for instance in view.instances:
         print(f"    {instance_line(instance)}")

@@ -16,7 +16,7 @@ PREFIX = "pipeline:"
 
 @dataclass
 class View:
-    """One pipeline. Rows of `tables` and `instances` are as `describe --json` prints them."""
+    """One pipeline. Rows of `tables`, `instances` and `failing` are as `describe --json` prints them."""
 
     name: str
     file: str = ""
@@ -24,6 +24,8 @@ class View:
     dead_letters: int = 0
     tables: list[dict[str, Any]] = field(default_factory=list)
     instances: list[dict[str, Any]] = field(default_factory=list)
+    failing: list[dict[str, Any]] = field(default_factory=list)
+    """Parts of its drivers that fail: the session, a feed, a table that it may not keep."""
 
     def summary(self) -> dict[str, Any]:
         silent = sum(1 for instance in self.instances if instance["state"] == "silent")
@@ -66,6 +68,11 @@ def read_view(opened: Stores) -> dict[str, View]:
         section, row = opened.config.pipeline.get(name), rows.get(name)
         view.file = section.file if section is not None else ""
         view.instances = [_instance(report, name, now_ms) for report in mine]
+        view.failing = [
+            {"mark": mark, "state": str(derived.state), "reason": derived.mark.error}
+            for mark, derived in sorted(marks.items())
+            if mark.startswith(f"{PREFIX}{name}:") and derived.mark.error
+        ]
         if row is None:
             continue
         view.letters = row.dead_letters

@@ -18,6 +18,7 @@ from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.marks import Tracker
 from tidemill.base.portal import Portal
 from tidemill.shards.front import ShardSchema
+from tidemill.spark.claims import Claims
 from tidemill.spark.facts import Latency
 from tidemill.spark.feeds import TopicFeed
 from tidemill.spark.stores import Stores, Urls
@@ -55,8 +56,9 @@ class Settings(msgspec.Struct, frozen=True):
 class Host:
     """`stores` is set before any part starts; `spark` once the JVM is up, with `session_ready` after it."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, claims: Claims) -> None:
         self.settings = settings
+        self.claims = claims
         self.latency = Latency()
         """Commit at the source → visible in the shard."""
         self.bound_latency = Latency()
@@ -101,6 +103,10 @@ class Host:
         table = TableWriter(self.portal, self.stores, shard, self.mirror_dir(name), feed)
         table.hydrate()
         return table
+
+    def refusal(self, table: str) -> str:
+        """The mark of a table that this pipeline may not keep: the shard's own is told by who keeps it."""
+        return f"pipeline:{self.settings.name}:table/{table}"
 
     def mirror_dir(self, name: str) -> Path:
         return self.settings.scratch / "mirrors" / name

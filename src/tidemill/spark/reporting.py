@@ -1,6 +1,7 @@
 """What a pipeline says of itself, once a second: marks and figures.
 
 pipeline:<name>           position = least upper of its tables, held by that shard
+pipeline:<name>:table/<table>   there while the pipeline may not keep it (claims.py); its shard is another's to tell
 shard:<table>             position = upper, target = one past the newest time its inputs have, held by the input
                           that it waits for, or by nobody when the work is its own
 pipeline:<name>:<part>    there while a feed's query or the session fails (`spark`, `capture/…`, `topic/…`), or while
@@ -115,11 +116,16 @@ class Reporter:
         self._each("consensus", partial(self._works, "consensus", runner.stores.consensus))
         self._each("metastore", partial(self._works, "metastore", runner.stores.metastore))
         places: dict[str, Place] = {}
+        refused = runner.claims.refused.keys()
         for feed, told in zip(runner.feeds, self._look(runner.feeds), strict=True):
             for unit in feed.units:
-                self._table(places, unit.name, partial(self._unit, unit, *told))
-        for name in runner.pipeline.derived_tables:
+                if unit.name not in refused:
+                    self._table(places, unit.name, partial(self._unit, unit, *told))
+        for name in sorted(runner.pipeline.derived_tables.keys() - refused):
             self._table(places, name, partial(self._derived, name, runner.derivations.get(name)))
+        if not places:
+            self._set(f"pipeline:{runner.settings.name}", 0, 1, runner.refusal(min(refused)), "it may keep no table")
+            return
         slowest, upper = argmin({name: place[0] for name, place in places.items()})
         starting, behind = not runner.session_ready.is_set(), self._tracker.mark(f"shard:{slowest}")
         self._set(
@@ -165,7 +171,7 @@ class Reporter:
         mark = f"shard:{name}"
 
         def run() -> None:
-            places[name] = compute()
+            places[name] = compute() if self._runner.claims.looked.is_set() else self._unclaimed(name)
 
         if not self._each(mark, run):
             old = self._tracker.mark(mark)
@@ -198,6 +204,12 @@ class Reporter:
         if newest is not None and unit.seated and 0 < target <= upper:
             self._tracker.heal(f"shard:{unit.name}")  # it failed where it stands now, and nothing is left there to do
         return upper, target
+
+    def _unclaimed(self, name: str) -> Place:
+        """The catalogue has not said yet whether the pipeline may keep the table."""
+        catalogue = f"pipeline:{self._runner.settings.name}:catalogue"
+        failing = self._tracker.failure(catalogue) is not None
+        return self._opening(name, catalogue if failing else "", "opening", failing)
 
     def _derived(self, name: str, found: Derivation | None) -> Place:
         if found is None:

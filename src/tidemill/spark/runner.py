@@ -21,6 +21,7 @@ from tidemill.base.errors import Closed, TidemillError
 from tidemill.base.tasks import keep, keep_thread, sentence
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.handle import LogShard
+from tidemill.spark.claims import Claims
 from tidemill.spark.dead_letters import DeadLetters
 from tidemill.spark.decode.letters import DEAD_LETTERS
 from tidemill.spark.derived import Derivation
@@ -41,6 +42,8 @@ STOP_TIMEOUT_S = 4.0
 SESSION_THREAD = "session"
 REGISTERED_S = 30.0
 """So often a driver looks whether its row is still there."""
+REFUSED_S = 5.0
+"""And so often while it may not keep one of its tables."""
 
 log = structlog.get_logger()
 
@@ -50,7 +53,8 @@ class Runner(Host):
 
     def __init__(self, settings: Settings, stopping: threading.Event, spark: SparkSession | None = None) -> None:
         pipeline = load_pipeline(settings.file, settings.name)
-        super().__init__(settings)
+        row = PipelineRow(settings.name, pipeline.fed_by(), pipeline.dead_letters, pipeline.inputs())
+        super().__init__(settings, Claims(row))
         self.pipeline: Pipeline = pipeline
         self.feeds: list[Feed] = []
         self.derivations: dict[str, Derivation] = {}
@@ -170,17 +174,24 @@ class Runner(Host):
     # bodies of units --------------------------------------------------------------------------------
     def _register(self) -> None:
         """Until the pipeline ends: without its row, which somebody may delete while the driver looks dead, what it has
-        yet to read is held by nobody."""
-        p = self.pipeline
-        row = PipelineRow(self.settings.name, p.fed_by(), p.dead_letters, p.inputs())
-        catalogue = self.stores.catalogue
-        self.portal.call(catalogue.put(row))
+        yet to read is held by nobody. Tables that are refused are told, and asked for until they are free."""
+        self._claim()
         if self.pipeline.dead_letters:
             self.dead_letters.open()
         self.tracker.heal(f"pipeline:{self.settings.name}:catalogue")
-        while not self.ending.wait(REGISTERED_S):
-            if self.portal.call(catalogue.get(PipelineRow, row.name)) is None:
-                self.portal.call(catalogue.put(row))
+        while not self.ending.wait(REFUSED_S if self.claims.refused else REGISTERED_S):
+            self._claim()
+
+    def _claim(self) -> None:
+        before = self.claims.refused.keys()
+        self.claims.look(self.portal, self.stores)
+        now_ms = self.stores.clock.now_ms()
+        for table, why in self.claims.refused.items():
+            self.tracker.fail(self.refusal(table), why, now_ms=now_ms, parked=True)
+            self.tracker.remove(f"shard:{table}")  # as an earlier life may have told it, or this one before it knew
+        for table in before - self.claims.refused.keys():
+            self.tracker.heal(self.refusal(table))
+            self.tracker.remove(self.refusal(table))
 
     def _dead_letter_shard(self) -> LogShard:
         """Raises Invalid when a shard of that name is none of dead letters."""
@@ -214,6 +225,8 @@ class Runner(Host):
         while not self.session_ready.wait(0.2):
             if self.ending.is_set():
                 return
+        if not self.claims.may_keep(table.name, self.ending):
+            return
         assert self.spark is not None
         found = self.derivations.get(table.name)
         if found is None:

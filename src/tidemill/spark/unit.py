@@ -65,6 +65,8 @@ class TableUnit:
         self._left.set()
 
     def _live(self) -> None:
+        if not self._host.claims.may_keep(self.name, self._host.ending):
+            return
         feed = self._input()
         if feed is None:
             return
