@@ -37,6 +37,7 @@ def write(tmp_path: Path, text: str) -> Path:
         ("[capture.Shop-1]\ndsn = 'x'\n", "Shop-1"),
         ("[node\n", "not TOML"),
         ("[pipeline.p]\nfile = 'f'\n[pipeline.p.spark]\ndriver_memory = 'much'\n", "pipeline.p.spark.driver_memory"),
+        ("[pipeline.p]\nfile = 'f'\n[pipeline.p.spark]\ndriver_memory = '256m'\n", "pipeline.p.spark.driver_memory"),
         ("[pipeline.p]\nfile = 'f'\n[pipeline.p.spark]\ninstances = -1\n", "pipeline.p.spark.instances"),
         ("[pipeline.p]\nfile = 'f'\n[pipeline.p.spark.conf]\nexecutor = '1'\n", "they begin with spark."),
         ("[capture.shop]\ndsn = '${SHOP_DSN}'\n", "SHOP_DSN"),
@@ -105,6 +106,7 @@ def test_the_command_line_wins_over_the_file_setting_by_setting_and_the_file_ove
         ({"conf": ["spark.x"]}, "--conf 'spark.x'"),
         ({"conf": ["x=1"]}, "--conf: .*begin with spark"),
         ({"driver_memory": "2 GB"}, "--driver-memory: .*512m"),
+        ({"driver_memory": "469m"}, "--driver-memory: .*470m"),
         ({"instances": 65}, "--instances"),
     ],
 )

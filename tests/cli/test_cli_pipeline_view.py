@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.base.marks import Derived, Mark, derive
-from tidemill.cli.pipeline_view import View, lag_text, table_row
+from tidemill.base.marks import Derived, Mark, Report, derive, this_process
+from tidemill.cli.pipeline_view import View, _instance, instance_line, lag_text, table_row
 
 NOW_MS = 1_000_000_000
 
@@ -23,3 +23,14 @@ def test_a_lag_that_no_live_driver_tells_is_unknown_and_not_zero(mark: Derived |
     assert (row["lag_ms"], current["lag_ms"]) == (lag_ms, 0)
     assert View("p", tables=[current, row]).summary()["lag_ms"] == lag_ms
     assert lag_text(lag_ms) == ("unknown" if lag_ms is None else "400 ms")
+
+
+@pytest.mark.parametrize(("changed_ms", "here", "older"), [(500, True, True), (300, True, False), (500, False, False)])
+def test_a_driver_that_began_before_its_file_was_changed_is_told_as_older(
+    changed_ms: int, here: bool, older: bool
+) -> None:
+    host = this_process()[1] if here else "elsewhere"
+    report = Report("pipeline:p", 1000, (), {"began_ms": 400}, pid=7, host=host)
+    found = _instance(report, "p", 1000, changed_ms)
+    assert found["older_than_file"] is older
+    assert ("older than its file" in instance_line(found)) is older

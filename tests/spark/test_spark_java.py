@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,10 +67,28 @@ def test_no_bash_for_the_scripts_of_spark_is_one_sentence_with_a_fix(tmp_path: P
     assert find_bash({"PATH": str(tmp_path)}) == str(bash)
 
 
+def test_a_jvm_that_does_not_start_is_told_in_its_own_words(tmp_path: Path) -> None:
+    home = runtime(tmp_path / "java", "17.0.1")
+    (home / "bin" / "java").write_text("#!/bin/sh\necho \"Unrecognized VM option 'Nope'\" >&2\nexit 1\n")
+    program = (
+        "from tidemill.base.errors import Unavailable\n"
+        "from tidemill.spark.session import build_session\n"
+        "try:\n    build_session('none', 'local[1]')\n"
+        "except Unavailable as error:\n    print(error.message)\n"
+    )
+    env = {**os.environ, "JAVA_HOME": str(home), "HOME": str(tmp_path)}
+    with (tmp_path / "log").open("wb") as log:
+        log.write(b"said before\n")
+        log.flush()
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=log, text=True, timeout=170, check=False)
+    assert "Spark's JVM did not start: " in done.stdout, (tmp_path / "log").read_text()
+    assert "Unrecognized VM option 'Nope'" in done.stdout
+    assert "said before" not in done.stdout
+
+
 @pytest.mark.spark
 def test_spark_runs_on_the_wheel_with_java_hidden(tmp_path: Path) -> None:
-    import sys
-
     program = (
         "from tidemill.spark.session import build_session\n"
         "s = build_session('hidden', 'local[1]')\n"

@@ -144,6 +144,10 @@ class TopicSection(Section):
         return {name: str(value) for name, value in values.items() if value is not None}
 
 
+LEAST_HEAP_KB = 470 << 10
+"""Spark refuses to run with less than 450 MiB, of which its JVM counts one survivor space out."""
+
+
 class PipelineSparkSection(Section):
     """How the drivers of one pipeline run. "": as [spark] says."""
 
@@ -157,6 +161,8 @@ class PipelineSparkSection(Section):
     def _memory(cls, value: str) -> str:
         if not re.fullmatch(r"[1-9]\d*[kmgt]", value.lower()):
             raise ValueError(f"{value!r}: write it as 512m or 2g")
+        if int(value[:-1]) << 10 * "kmgt".index(value[-1].lower()) < LEAST_HEAP_KB:
+            raise ValueError(f"{value!r}: Spark starts with {LEAST_HEAP_KB >> 10}m at least")
         return value
 
     @field_validator("conf", mode="before")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Annotated, Any
 
 import typer
@@ -27,13 +28,21 @@ def dlq(
             if row.dead_letters:
                 count, newest = _newest(opened, row.dead_letters, limit)
                 total, letters = total + count, letters + newest
-    letters = sorted(letters, key=lambda letter: letter["at"])[-limit:]
+    letters = sorted(letters, key=_place)[-limit:]
     if as_json:
         print_json({"total": total, "records": letters})
         return
     print(f"{total} dead letters")
     for letter in letters:
-        print("  ".join(f"{key}={value!r}" for key, value in letter.items()))
+        print("  ".join(f"{key}={_shown(value)}" for key, value in letter.items()))
+
+
+def _place(letter: dict[str, Any]) -> tuple[Any, ...]:
+    return letter["at"], letter["topic"], letter["partition"], letter["offset"]
+
+
+def _shown(value: Any) -> str:
+    return value.isoformat() if isinstance(value, datetime) else repr(value)
 
 
 def _newest(opened: Stores, name: str, limit: int) -> tuple[int, list[dict[str, Any]]]:
@@ -47,7 +56,7 @@ def _newest(opened: Stores, name: str, limit: int) -> tuple[int, list[dict[str, 
     for batch in opened.portal.call(shard.batches_until(upper - 1)) if upper else ():
         rows = opened.portal.call(shard.read_batch(batch, 0, upper)).select([c.name for c in shard.schema.columns])
         total += rows.num_rows
-        rows = rows.sort_by("at")
+        rows = rows.sort_by([(name, "ascending") for name in ("at", "topic", "partition", "offset")])
         kept += rows.slice(max(0, rows.num_rows - limit)).to_pylist()
-        kept = sorted(kept, key=lambda letter: letter["at"])[-limit:]
+        kept = sorted(kept, key=_place)[-limit:]
     return total, kept

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.marks import Derived, Report, State, derive_all
+from tidemill.base.marks import Derived, Report, State, derive_all, this_process
 from tidemill.cli.context import Stores
 from tidemill.consensus.board import Board
 from tidemill.metastore.catalogue import PipelineRow
@@ -67,7 +68,8 @@ def read_view(opened: Stores) -> dict[str, View]:
         view = out[name] = View(name)
         section, row = opened.config.pipeline.get(name), rows.get(name)
         view.file = section.file if section is not None else ""
-        view.instances = [_instance(report, name, now_ms) for report in mine]
+        changed_ms = _changed_ms(view.file)
+        view.instances = [_instance(report, name, now_ms, changed_ms) for report in mine]
         view.failing = [
             {"mark": mark, "state": str(derived.state), "reason": derived.mark.error}
             for mark, derived in sorted(marks.items())
@@ -140,7 +142,16 @@ def derived_line(table: dict[str, Any]) -> str:
     return f"{table['maintained']}: {table['maintained_why']}{last}" + (f", for {because}" if because else "")
 
 
-def _instance(report: Report, name: str, now_ms: int) -> dict[str, Any]:
+def _changed_ms(file: str) -> int:
+    """When the pipeline's file was last written, as far as this machine has it; 0 where it has not."""
+    try:
+        return os.stat(file).st_mtime_ns // 1_000_000 if file else 0
+    except OSError:
+        return 0
+
+
+def _instance(report: Report, name: str, now_ms: int, changed_ms: int = 0) -> dict[str, Any]:
+    """older_than_file: it began before the file was last written, and does what the file said then."""
     facts = report.facts
     began_ms, silent_ms = facts.get("began_ms"), now_ms - report.at_ms
     resident = facts.get("memory")
@@ -150,6 +161,7 @@ def _instance(report: Report, name: str, now_ms: int) -> dict[str, Any]:
         "state": "silent" if silent_ms > MARK_BLIND_AFTER_MS else "running" if facts.get("spark") else "starting",
         "pid": report.pid,
         "host": report.host,
+        "older_than_file": isinstance(began_ms, int) and began_ms < changed_ms and report.host == this_process()[1],
         "age_s": (now_ms - began_ms) // 1000 if isinstance(began_ms, int) else None,
         "report_age_ms": max(0, silent_ms),
         "master": facts.get("master", ""),
@@ -181,7 +193,8 @@ def table_line(table: dict[str, Any]) -> str:
 def instance_line(instance: dict[str, Any]) -> str:
     age = f"  age {instance['age_s']} s" if instance["age_s"] is not None else ""
     silent = f" for {instance['report_age_ms'] // 1000} s" if instance["state"] == "silent" else ""
+    older = "  older than its file: end it with `tidemill pipeline restart`" if instance["older_than_file"] else ""
     return (
         f"{instance['process']}  {instance['state']}{silent}  pid {instance['pid']} on {instance['host']}{age}"
         f"  tables={instance['tables']}  {instance['master']}"
-    ).rstrip()
+    ).rstrip() + older

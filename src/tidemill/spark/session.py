@@ -7,6 +7,7 @@ about 14 ms. None of them is needed for correctness.
 from __future__ import annotations
 
 import os
+import stat
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tidemill
+from tidemill.base.errors import Unavailable
 from tidemill.spark.archive import archive_options
 from tidemill.spark.home import spark_home
 from tidemill.spark.java import export_java, find_bash, find_java
@@ -22,6 +24,9 @@ from tidemill.spark.java import export_java, find_bash, find_java
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+STDERR = 2
+WORDS_BYTES, WORDS_LINES = 4096, 4
+"""Of what a JVM said before it ended, at most."""
 PYTHON_SETTING = "spark.pyspark.python"
 CHECKPOINT_MANAGER = "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
 
@@ -119,9 +124,10 @@ def build_session(
 ) -> SparkSession:
     """A session tuned for short micro-batches; `extra` settings win over ours.
 
-    Finds Java and bash (Invalid when there is none). Workers run this very interpreter, unless PYSPARK_PYTHON or the
-    setting spark.pyspark.python names another; the master's own are made able to by `shipping.ship`. A session that is
-    already active in the process is returned as it is, with our SQL settings added where they can be.
+    Finds Java and bash. Raises Invalid when there is none; Unavailable, with its words, when the JVM does not start.
+    Workers run this very interpreter, unless PYSPARK_PYTHON or the setting spark.pyspark.python names another; the
+    master's own are made able to by `shipping.ship`. A session that is already active in the process is returned as it
+    is, with our SQL settings added where they can be.
     """
     find_bash()
     export_java(find_java())
@@ -145,7 +151,7 @@ def build_session(
     ours = settings(master, scratch=scratch, driver_memory=driver_memory, quick=quick)
     for key, value in {**ours, **(extra or {})}.items():
         builder = builder.config(key, value)
-    with _found_by_planners(python):
+    with _found_by_planners(python), _told_by_the_jvm():
         return builder.getOrCreate()
 
 
@@ -162,3 +168,33 @@ def _found_by_planners(python: str) -> Iterator[None]:
         yield
     finally:
         os.environ["PYTHONPATH"] = before
+
+
+@contextmanager
+def _told_by_the_jvm() -> Iterator[None]:
+    """A JVM that ends before it is reached says why on standard error, and PySpark only that it ended. Where standard
+    error is a file, as a supervised driver's is, what was written to it meanwhile is the reason."""
+    begin = os.fstat(STDERR).st_size
+    try:
+        yield
+    except Exception as error:
+        if "JAVA_GATEWAY_EXITED" not in str(error):
+            raise
+        raise Unavailable(
+            f"Spark's JVM did not start: {_written_since(begin) or 'see the log of this process'}.",
+            fix="Correct the Spark settings that it names, or the Java that `tidemill doctor` shows.",
+        ) from error
+
+
+def _written_since(begin: int) -> str:
+    """The last lines of standard error from this place on that are none of our own log; "" where it is no file."""
+    if not stat.S_ISREG(os.fstat(STDERR).st_mode):
+        return ""
+    try:
+        with open(f"/proc/self/fd/{STDERR}", "rb") as file:
+            file.seek(max(begin, os.fstat(STDERR).st_size - WORDS_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    said = [" ".join(line.split()) for line in lines if line.strip() and not line.startswith("{")]
+    return " ".join(said[-WORDS_LINES:])
