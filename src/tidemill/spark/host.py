@@ -66,13 +66,16 @@ class Host:
         self.portal = Portal(f"pipeline-{settings.name}")
         self.stores: Stores
         self.spark: SparkSession | None = None
+        self.spark_local: Path | None = None
+        """Where the session that this process has opened keeps its blocks."""
         self.session_ready = threading.Event()
         self.ending = threading.Event()
         self.tracker = Tracker(settings.budget_ms)
         """Marks of the pipeline and its units; their supervision tells failures here."""
 
     def session_is_lost(self) -> bool:
-        """Has the JVM that a session was opened on ended, or its cluster given the application up?
+        """Has the JVM that a session was opened on ended, or its cluster given the application up? Or has somebody
+        deleted its directory, which Spark makes once: every shuffle fails from then on.
 
         A session of somebody else's JVM is not ours to judge.
         """
@@ -82,6 +85,8 @@ class Host:
         process = getattr(gateway, "proc", None)
         if process is None:
             return False
+        if self.spark_local is not None and not self.spark_local.is_dir():
+            return True
         return process.poll() is not None or (self.spark is not None and _given_up(self.spark))
 
     def retried(self, call: Callable[[], T]) -> T:

@@ -26,12 +26,12 @@ from tidemill.spark.dead_letters import DeadLetters
 from tidemill.spark.decode.letters import DEAD_LETTERS
 from tidemill.spark.derived import Derivation
 from tidemill.spark.executors import keep_work_going
-from tidemill.spark.feeding import Feed
+from tidemill.spark.feeding import Feed, SessionLost
 from tidemill.spark.host import Host, Settings, own_directory
 from tidemill.spark.pipeline import DerivedTable, Pipeline, load_pipeline
 from tidemill.spark.reporting import Reporter
 from tidemill.spark.scratch import sweep
-from tidemill.spark.session import is_local
+from tidemill.spark.session import LOCAL_DIRECTORY, is_local
 from tidemill.spark.stores import IN_ENVIRONMENT, open_stores
 from tidemill.spark.table import TableWriter
 
@@ -154,17 +154,21 @@ class Runner(Host):
             try:
                 body()
             except BaseException as error:
-                if not self.ending.is_set():
-                    log.error("pipeline failed", part=name, error=sentence(error))
-                    mark = f"pipeline:{self.settings.name}"
-                    self.tracker.fail(mark, sentence(error), now_ms=self.stores.clock.now_ms())
-                    self._failure = self._failure or error
-                self.ending.set()
-                self._stopping.set()
+                self._end(name, error)
 
         thread = threading.Thread(target=run, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
+
+    def _end(self, part: str, error: BaseException) -> None:
+        """The process is of no use any more."""
+        if not self.ending.is_set():
+            log.error("pipeline failed", part=part, error=sentence(error))
+            mark = f"pipeline:{self.settings.name}"
+            self.tracker.fail(mark, sentence(error), now_ms=self.stores.clock.now_ms())
+            self._failure = self._failure or error
+        self.ending.set()
+        self._stopping.set()
 
     def tables(self) -> list[TableWriter]:
         """Every table that is open, derived ones too."""
@@ -212,6 +216,7 @@ class Runner(Host):
                 extra=settings.conf,
             )
             self.spark.sparkContext.setLogLevel("WARN")
+            self.spark_local = settings.scratch / LOCAL_DIRECTORY
         spark = self.spark
         assert spark is not None
         tell(spark.sparkContext, settings.urls)
@@ -232,7 +237,12 @@ class Runner(Host):
         if found is None:
             found = Derivation(self.portal, self.stores, self.spark, table, self.mirror_dir(table.name))
             self.derivations[table.name] = found
-        found.run(self.ending, partial(self.tracker.heal, f"shard:{table.name}"))
+        try:
+            found.run(self.ending, partial(self.tracker.heal, f"shard:{table.name}"))
+        except BaseException as error:
+            if not self.session_is_lost():
+                raise
+            self._end(f"derived-{table.name}", SessionLost(f"Spark's session is gone: error={sentence(error)}."))
 
 
 def _bounded(calls: Sequence[Callable[[], Any]], clock: Clock, timeout_s: float) -> None:

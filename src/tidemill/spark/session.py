@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 STDERR = 2
 WORDS_BYTES, WORDS_LINES = 4096, 4
 """Of what a JVM said before it ended, at most."""
+LOCAL_DIRECTORY = "spark-local"
+"""In the scratch directory: Spark's shuffles and blocks."""
 PYTHON_SETTING = "spark.pyspark.python"
 CHECKPOINT_MANAGER = "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
 
@@ -143,7 +145,7 @@ def build_session(
     if is_local(master):
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     if scratch is not None:  # by the environment, for Spark warns when it is told by a setting
-        os.environ["SPARK_LOCAL_DIRS"] = str(scratch / "spark-local")
+        os.environ["SPARK_LOCAL_DIRS"] = str(scratch / LOCAL_DIRECTORY)
 
     from pyspark.sql import SparkSession
 

@@ -1,0 +1,66 @@
+"""A driver whose Spark session is of no use any more ends, so that it is started anew, whatever its tables are."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tidemill.spark.derived import Derivation, FunctionRaised
+from tidemill.spark.feeding import SessionLost
+from tidemill.spark.host import Settings
+from tidemill.spark.runner import Runner
+
+ALONE = """
+def build(p):
+    @p.derived("counted", key="click_id", inputs=("clicks",))
+    def counted(spark, clicks):
+        return clicks
+"""
+
+
+def driver(harbour: Any, tmp_path: Path, stopping: threading.Event) -> Runner:
+    file = tmp_path / "pipeline.py"
+    file.write_text(ALONE)
+    spark: Any = object()
+    runner = Runner(Settings("p", file, harbour.urls, "local[1]", tmp_path / "scratch"), stopping, spark)
+    runner._open_session = runner.session_ready.set  # type: ignore[method-assign]
+    return runner
+
+
+def test_f319_a_driver_of_derived_tables_alone_ends_when_its_session_is_gone(
+    harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopping, tries = threading.Event(), list[int]()
+
+    def raises(*_: Any) -> None:
+        tries.append(1)
+        raise FunctionRaised("derived function raised: Connection refused")
+
+    monkeypatch.setattr(Derivation, "run", raises)
+    runner = driver(harbour, tmp_path, stopping)
+    monkeypatch.setattr(runner, "session_is_lost", lambda: len(tries) > 1)  # the first time it is the function's own
+    with pytest.raises(SessionLost, match="Connection refused"):
+        runner.run()
+    assert len(tries) == 2
+
+
+def test_f319_a_session_whose_directory_was_deleted_is_lost(
+    harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pyspark import SparkContext
+
+    monkeypatch.setattr(SparkContext, "_gateway", SimpleNamespace(proc=SimpleNamespace(poll=lambda: None)))
+    runner = driver(harbour, tmp_path, threading.Event())
+    try:
+        runner.spark = None
+        assert not runner.session_is_lost()
+        runner.spark_local = tmp_path / "spark-local"
+        assert runner.session_is_lost()
+        runner.spark_local.mkdir()
+        assert not runner.session_is_lost()
+    finally:
+        runner.portal.close()
