@@ -99,7 +99,7 @@ def values_at(column: Any, at: Index, limit_bytes: int = CHUNK_BYTES) -> Any:
     if found is not None:
         return column.slice(*found)
     column = _whole(column, limit_bytes)
-    if not _is_text(column.type):
+    if not _is_text(column.type) or _fits(column, at, limit_bytes):
         return column.take(pa.array(at))
     if isinstance(column, pa.Array):
         sizes = _sizes(column, at)
@@ -111,6 +111,14 @@ def values_at(column: Any, at: Index, limit_bytes: int = CHUNK_BYTES) -> Any:
             sizes[mine] = _sizes(column.chunk(number), at[mine] - starts[number])
         taken = [_of_chunks(column, starts, at[a:b]) for a, b in pairwise(cuts_of(sizes, limit_bytes))]
     return taken[0] if len(taken) == 1 else pa.chunked_array(taken, column.type)
+
+
+def _fits(column: Any, at: Index, limit_bytes: int) -> bool:
+    """Whether it is plain without a look at the sizes: no place is asked for twice, and all of them are few enough."""
+    if not isinstance(column, pa.Array) or not len(column):
+        return False
+    offsets = _offsets(column)
+    return int(offsets[-1]) - int(offsets[0]) <= limit_bytes and bool((at[1:] > at[:-1]).all())
 
 
 def _by_chunk(starts: Index, at: Index) -> Iterator[tuple[int, Index]]:
