@@ -58,8 +58,6 @@ class Load:
     async def open(self) -> None:
         self._topic = await self.stores.catalogue.create_topic(self.name, self._partitions)
         self._remap = await open_remap(self.stores.consensus, self.stores.clock, self.stores.rand, f"topic/{self.name}")
-        if self._written > FIRST:  # a table begins anew with its topic's first binding: the filled one began before
-            await self._remap.mint(Binding(0, {self._topic.topic_id: (0,) * self._partitions}, 0, 0))
 
     async def aclose(self) -> None:
         await self._topics.aclose()

@@ -77,14 +77,14 @@ class Planner:
             return Step(lower, end)
         base, newest = page.base, page.newest
         mine = _within(base, bindings, feed.topic_id)
-        slices = cut(base, mine, feed.topic, feed.topic_id)
+        slices = cut(base, mine, feed.topic, feed.topic_id, begins_first=feed.captured)
         descriptors = await locate(self._stores.topics, slices)
         sizes = _sizes(mine, descriptors)
         fitting = [i for i, size in enumerate(sizes) if size <= STEP_BYTES]
         last = fitting[-1] if fitting else 0
         if last < len(mine) - 1:
             mine = mine[: last + 1]
-            slices = cut(base, mine, feed.topic, feed.topic_id)
+            slices = cut(base, mine, feed.topic, feed.topic_id, begins_first=feed.captured)
             descriptors = await locate(self._stores.topics, slices)
         upper = end if len(mine) == len(bindings) else mine[-1].time_ms + 1
         to_go = _records(newest, feed.topic_id) - _records(mine[-1], feed.topic_id) if newest is not None else 0

@@ -46,13 +46,21 @@ class Descriptor(msgspec.Struct, frozen=True):
     refs: tuple[BatchRef, ...]
 
 
-def cut(base: Binding | None, bindings: Sequence[Binding], topic: str, topic_id: str) -> list[Slice]:
-    """The non-empty slices of a topic, by partition; a topic that begins here without a record has one empty slice."""
+def cut(
+    base: Binding | None, bindings: Sequence[Binding], topic: str, topic_id: str, *, begins_first: bool = True
+) -> list[Slice]:
+    """The non-empty slices of a topic, by partition; a topic that begins here without a record has one empty slice.
+
+    `begins_first`: it begins here also where no topic was bound before it. For a stream it does not: what its table
+    held by then is of no earlier topic, but was written into it, and stays.
+    """
     if not bindings:
         return []
     before = base.offsets.get(topic_id, ()) if base is not None else ()
     known = [b.time_ms for b in bindings if topic_id in b.offsets]
     begins_ms = known[0] if known and not before else -1
+    if not begins_first and not any(b.offsets for b in (base, *bindings) if b is not None and b.time_ms < begins_ms):
+        begins_ms = -1
     count = max(len(b.offsets.get(topic_id, ())) for b in bindings)
     out = []
     for partition in range(count):
