@@ -14,10 +14,12 @@ from running import until
 from test_spark_sink import clicks_sink, dead_letters
 from upsert_world import SCHEMA
 
+from tidemill.base.clock import Rand
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.marks import Tracker
 from tidemill.base.tasks import keep_thread
 from tidemill.metastore.catalogue import PipelineRow
+from tidemill.shards.compaction import compact_once
 from tidemill.shards.evolution import Changes
 from tidemill.shards.front import DIFF, TIME, Column
 from tidemill.spark import Pipeline
@@ -58,8 +60,11 @@ def count_by_product(_: Any, clicks: Frame) -> Frame:
     return Frame(pa.table({"product_id": grouped["product_id"], "n": pc.cast(grouped["click_id_count"], pa.int64())}))
 
 
-def derivation(harbour: Any, scratch: Path, function: Callable[..., Any], key: str = "product_id") -> Derivation:
-    table = DerivedTable("counts", (key,), ("clicks",), 0.05, function)
+def derivation(
+    harbour: Any, scratch: Path, function: Callable[..., Any], key: str = "product_id", *, by_group: bool = False
+) -> Derivation:
+    by = ({"clicks": (key,)}, (key,)) if by_group else ()
+    table = DerivedTable("counts", (key,), ("clicks",), 0.05, function, *by)
     return Derivation(harbour.portal, harbour.stores, FakeSpark(), table, scratch / "counts")  # type: ignore[arg-type]
 
 
@@ -111,7 +116,7 @@ def test_time_moves_on_without_recomputing_what_did_not_change(harbour: Any, tmp
 def test_a_change_read_before_storage_went_away_is_not_forgotten(harbour: Any, tmp_path: Path) -> None:
     """The input moves by one batch, the next one cannot be read: what the first one brought still counts."""
     clicks = Clicks(harbour, tmp_path)
-    derived = derivation(harbour, tmp_path, count_by_product)
+    derived = derivation(harbour, tmp_path, count_by_product, by_group=True)
     derived.open()
     clicks.say(("a", 1))
     derived.round()
@@ -132,6 +137,38 @@ def test_a_change_read_before_storage_went_away_is_not_forgotten(harbour: Any, t
         derived.round()
     assert derived.round()
     assert counts(harbour) == {1: 1, 2: 1}
+
+
+@pytest.mark.parametrize("small_enough_to_look", [True, False])
+def test_a_merge_across_the_time_in_question_does_not_hide_or_invent_a_change(
+    harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_enough_to_look: bool
+) -> None:
+    """One input is ahead, and all of it was merged into one batch: has it anything between two times of the other?"""
+    if not small_enough_to_look:
+        monkeypatch.setattr("tidemill.spark.inputs.LOOK_BYTES", 0)
+    clicks, call, stores = Clicks(harbour, tmp_path), harbour.portal.call, harbour.stores
+    for number in range(8):
+        clicks.say((f"k{number}", 1)) if number != 4 else clicks.say()
+    shard = call(stores.shard("clicks"))
+    slow = call(stores.shard("slow", shard.schema))
+
+    def both(_: Any, found: Frame, __: Frame) -> Frame:
+        return count_by_product(_, found)
+
+    table = DerivedTable("counts", ("product_id",), ("clicks", "slow"), 0.05, both)
+    derived = Derivation(harbour.portal, stores, FakeSpark(), table, tmp_path / "counts")  # type: ignore[arg-type]
+    derived.open()
+    recomputed = []
+    for lower, upper in ((0, 41), (41, 51), (51, 61)):
+        call(slow.compare_and_append(lower, upper, [], ""))
+        derived.round()
+        recomputed.append(derived.recomputed)
+        if not lower:
+            call(shard.downgrade_since("keeper", 1, 30))
+            done = call(compact_once(shard, stores.objects, Rand()))
+            assert done is not None and done.shown
+    assert recomputed == ([1, 1, 2] if small_enough_to_look else [1, 2, 3])
+    assert [counts(harbour, at) for at in (40, 50, 60)] == [{1: 4}, {1: 4}, {1: 5}]
 
 
 def test_two_derivations_race_and_a_restart_goes_on(harbour: Any, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ Computed at intervals, in a thread of its own, so that no streaming query waits 
 not computed, but time moves on all the same. At the times it is computed for, the output is exactly the function of
 its inputs; between them it stays as it was.
 
-whole     the function gets all rows of every input
+whole     the function gets all rows of every input, which Spark reads for itself, at exactly that time, while the input
+          is held: the driver keeps none of them
 by group  the table says which columns group it: what the result has for a group depends on the inputs' rows of that
           group alone. The function gets the rows of the groups that changed, the difference is taken within them, and
           a result row of any other group is refused. The first round of a process is whole: the function may be new.
@@ -14,6 +15,8 @@ by group  the table says which columns group it: what the result has for a group
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,7 +34,7 @@ from tidemill.shards.hashing import U64
 from tidemill.shards.schema import checked, conform, contents_schema, update_schema
 from tidemill.spark.advance import LAG_MS, advance_idle
 from tidemill.spark.groups import NO_GROUPS, groups_of
-from tidemill.spark.inputs import InputMirror
+from tidemill.spark.inputs import GroupedInput, Input
 from tidemill.spark.pipeline import DerivedTable
 from tidemill.spark.stores import Stores
 from tidemill.spark.table import TableWriter
@@ -42,7 +45,7 @@ from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import resolve
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 _HASH_ALIKE = ({"int16", "int32", "int64"}, {"float32", "float64"}, {"string", "json"})
 """Types of an input's column and of the result's that may name one group. Spark has no JSON: it gives back a string."""
@@ -69,13 +72,15 @@ class Derivation:
         """How many groups that round computed; None = all."""
         self.whole_because = ""
         """Why that round computed all."""
+        self.no_plan: dict[str, str] = {}
+        """Input → why the data source reads it, as was told last."""
         self.writer: TableWriter | None = None
         self._portal = portal
         self._stores = stores
         self._spark = spark
         self._mirror_dir = mirror_dir
-        self._inputs: list[InputMirror] = []
-        self._output: InputMirror | None = None
+        self._inputs: list[Input] = []
+        self._output: GroupedInput | None = None
         """The table's own contents by group."""
         self._opened = True
         """Nothing was computed since `open`: the inputs are new."""
@@ -112,6 +117,7 @@ class Derivation:
             if self.recomputed > computed:
                 self.took_s = took_s
             stopping.wait(max(self.table.every_s - took_s, took_s * (1 / MOST_BUSY - 1), 0.05))
+        self.let_go()
 
     def open(self) -> None:
         """Open the inputs, learn the schema of the result from the function itself, open the output.
@@ -120,11 +126,13 @@ class Derivation:
         """
         s = self._stores
         self.waits_for = ""
-        inputs = []
+        self.let_go()
+        inputs: list[Input] = []
         for name in self.table.inputs:
             self.waits_for = f"shard:{name}"
             shard = self._portal.call(s.shard(name))
-            inputs.append(self._grouped(shard, self.table.by.get(name, ())))
+            by = self.table.by.get(name)
+            inputs.append(self._grouped(shard, by) if by else Input(self._portal, shard, s.clock))
         self.waits_for = ""
         self._inputs = inputs
         frames = [self._spark.createDataFrame([], spark_schema(i.shard.schema.columns)) for i in inputs]
@@ -138,9 +146,18 @@ class Derivation:
         self.writer = writer
         self._opened = True
 
-    def _grouped(self, shard: LogShard, by: tuple[str, ...]) -> InputMirror:
+    def _grouped(self, shard: LogShard, by: tuple[str, ...]) -> GroupedInput:
         directory = self._mirror_dir.parent.parent / "derived" / self.table.name / shard.name
-        return InputMirror(self._portal, shard, self._stores.clock, by, directory)
+        return GroupedInput(self._portal, shard, self._stores.clock, by, directory)
+
+    def let_go(self) -> None:
+        """Of the inputs: what they held is nobody's."""
+        inputs, self._inputs = self._inputs, []
+
+        async def release() -> None:
+            await asyncio.gather(*(one.release() for one in inputs))
+
+        self._portal.call(release())
 
     def round(self) -> bool:
         """Bring the output to the inputs' common time; False when there was nothing to do or a peer was first."""
@@ -160,7 +177,7 @@ class Derivation:
             return False
         for one in self._inputs:
             one.move_to(end - 1)
-            one.keep(end - 1)
+            one.keep(end - 1)  # before anything is chosen there
         if not any(one.changed for one in self._inputs):
             won = self._portal.call(self.writer.append(lower, end, ()))
             if won:
@@ -196,8 +213,10 @@ class Derivation:
             return None, "it is the first round since the table was opened"
         found = NO_GROUPS
         for one in self._inputs:
-            if one.changed and not one.by:
-                return None, f"{one.shard.name}, which is given whole, changed"
+            if not isinstance(one, GroupedInput):
+                if one.changed:
+                    return None, f"{one.shard.name}, which is given whole, changed"
+                continue
             if one.touched is None:
                 return None, f"what changed in {one.shard.name} is no longer in its history"
             found = np.union1d(found, one.touched)
@@ -205,14 +224,14 @@ class Derivation:
 
     def _whole(self, end: int) -> Commands:
         assert self.writer is not None
-        result = self._compute([i.contents() for i in self._inputs])
+        result = self._compute(end, None)
         return difference(self.writer.schema, result, self.writer.operator.mirror, end - 1)
 
     def _by_group(self, groups: U64, lower: int, end: int) -> Commands:
         """Raises Invalid where the function does not keep to the groups."""
         assert self.writer is not None and self._output is not None
         schema = self.writer.schema
-        result = self._compute([i.rows_of(groups) for i in self._inputs])
+        result = self._compute(end, groups)
         if not np.isin(groups_of(result, self.table.by_output), groups).all():
             raise Invalid(
                 f"derived function made rows of groups that it was given no rows of: table={self.table.name}.",
@@ -222,14 +241,32 @@ class Derivation:
         here = Mirror.hydrate(schema, self._output.rows_of(groups), lower)
         return difference(schema, result, here, end - 1)
 
-    def _compute(self, contents: Sequence[pa.Table]) -> pa.Table:
+    def _compute(self, end: int, groups: U64 | None) -> pa.Table:
+        """The function's rows at end - 1, made of the rows of these groups or of all; inputs are held until then."""
         assert self.writer is not None
-        frames = [
-            self._spark.createDataFrame(rows, spark_schema(i.shard.schema.columns))
-            for rows, i in zip(contents, self._inputs, strict=True)
-        ]
-        rows = self._called(frames, lambda result: result.toArrow())
+        with contextlib.ExitStack() as holds:
+            for one in self._inputs:
+                holds.enter_context(one.held())
+            frames = [
+                self._spark.createDataFrame(one.rows_of(groups), spark_schema(one.shard.schema.columns))
+                if groups is not None and isinstance(one, GroupedInput)
+                else self._frame(one, end - 1)
+                for one in self._inputs
+            ]
+            rows = self._called(frames, lambda result: result.toArrow())
         return conform(rows, contents_schema(self.writer.schema))
+
+    def _frame(self, one: Input, at: int) -> DataFrame:
+        """All rows of an input, which Spark reads for itself where it can."""
+        from tidemill.spark.reading import frame_at
+
+        s, name = self._stores, one.shard.name
+        where = {key: url for key, url in (("objects", s.urls.objects), ("consensus", s.urls.consensus)) if url}
+        frame, because = frame_at(self._spark, self._portal, s, one.shard, at, where, again=True)
+        if because and because != self.no_plan.get(name):
+            log.warning("read through the data source", table=self.table.name, shard=name, because=because)
+            self.no_plan[name] = because
+        return frame
 
     def _called(self, frames: Sequence[Any], then: Callable[[Any], Any] = lambda result: result) -> Any:
         """The user's function on the frames; Spark is lazy, so `then` may run it. Raises FunctionRaised."""

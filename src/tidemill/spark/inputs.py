@@ -1,71 +1,125 @@
-"""An input of a derived table: its contents at exactly one time, and what of it changed since the output was made."""
+"""An input of a derived table: whether it changed since the output was made, what of it did, and its hold."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from tidemill.base.clock import Clock
+from tidemill.base.limits import MIB
 from tidemill.base.portal import Portal
-from tidemill.shards.front import HistoryLost
+from tidemill.shards.evolution import check_known
+from tidemill.shards.front import Batch, HistoryLost
 from tidemill.shards.handle import LogShard
 from tidemill.shards.hashing import U64
 from tidemill.shards.holding import MovingHold
 from tidemill.spark.groups import NO_GROUPS, empty_grouped, grouped, groups_of, rows_of
-from tidemill.spark.upsert.mirror import Mirror
+
+LOOK_BYTES = 1 * MIB
+"""Encoded. A batch that lies across the times in question is read to see whether it has any of them; a larger one that
+a merge made of many is taken to have some, for it may be the whole shard."""
 
 
-class InputMirror:
-    """A mirror of the shard, moved forward by its deltas; with `by`, one that finds rows by group.
+class Input:
+    """Given whole. Nothing of it is kept here: only up to when it was looked at, and whether anything was there."""
+
+    def __init__(self, portal: Portal, shard: LogShard, clock: Clock) -> None:
+        self.shard = shard
+        self.upper = 0
+        self.changed = True
+        """May the contents at upper - 1 differ from those that the output was last made of?"""
+        self._portal = portal
+        # Kept: much may be written, merged and collected while Spark reads what was chosen.
+        self._hold = MovingHold(shard, shard.reader_name("derived"), clock, kept=True)
+
+    def settle(self) -> None:
+        """The output was made of what is here now."""
+        self.changed = False
+
+    def move_to(self, time_ms: int) -> None:
+        """Go on to `time_ms`, which must be final. Raises Evolved, Missing, Corrupt, Unavailable: call it again."""
+        end = time_ms + 1
+        if end <= self.upper:
+            return
+        try:
+            self.changed |= not self.upper or any(
+                self._has_updates(batch, end) for batch in self._portal.call(self.shard.batches(self.upper))
+            )
+        except HistoryLost:
+            self.changed = True
+        self.upper = end
+
+    def _has_updates(self, batch: Batch, end: int) -> bool:
+        """From the last look on and before `end`."""
+        if batch.lower >= end:
+            return False
+        check_known(self.shard.schema, batch)
+        if not batch.parts or (self.upper <= batch.lower and batch.upper <= end):
+            return bool(batch.parts)
+        if sum(part.size_bytes for part in batch.parts) > LOOK_BYTES:
+            return True
+        return bool(self._portal.call(self.shard.read_batch(batch, self.upper, end)).num_rows)
+
+    def keep(self, time_ms: int) -> None:
+        """Hold the input from `time_ms` on: Spark reads there, and while another input is behind a restart does."""
+        with contextlib.suppress(HistoryLost):  # whoever reads there is told
+            self._portal.call(self._hold.at(time_ms))
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """What was chosen at the time that `keep` was called with stays readable, however long this takes."""
+        renewing = asyncio.run_coroutine_threadsafe(self._hold.keep(), self._portal.loop)
+        try:
+            yield
+        finally:
+            renewing.cancel()
+
+    async def release(self) -> None:
+        """Nobody comes back to it with this hold."""
+        await self._hold.release()
+
+
+class GroupedInput(Input):
+    """Given by group: a mirror of the shard that finds rows by `by`, moved forward by its deltas.
 
     `touched`: groups that may differ from those that the output was last made of; None = any row may. It grows before
     the mirror moves, for a move may fail half way; `settle` empties it. Long runs are files in `directory`.
     """
 
-    def __init__(
-        self, portal: Portal, shard: LogShard, clock: Clock, by: tuple[str, ...] = (), directory: Path | None = None
-    ) -> None:
-        self.shard = shard
+    def __init__(self, portal: Portal, shard: LogShard, clock: Clock, by: tuple[str, ...], directory: Path) -> None:
+        super().__init__(portal, shard, clock)
         self.by = by
         self.touched: U64 | None = None
-        self.hold = MovingHold(shard, shard.reader_name("derived"), clock)
-        self._portal = portal
         self._directory = directory
-        if directory is not None:  # of a process before this one, which nobody can trust
-            shutil.rmtree(directory, ignore_errors=True)
-        schema = shard.schema
-        self._mirror = empty_grouped(schema, by, directory) if by else Mirror(schema, directory=directory)
-
-    @property
-    def changed(self) -> bool:
-        return self.touched is None or len(self.touched) > 0
+        shutil.rmtree(directory, ignore_errors=True)  # of a process before this one, which nobody can trust
+        self._mirror = empty_grouped(shard.schema, by, directory)
 
     def settle(self) -> None:
-        """The output was made of what is here now."""
+        super().settle()
         self.touched = NO_GROUPS
 
     def move_to(self, time_ms: int) -> None:
         """Contents as of `time_ms`, which must be final."""
         end = time_ms + 1
-        if end <= self._mirror.upper:
+        if end <= self.upper:
             return
         try:
-            if self._mirror.upper:
+            if self.upper:
                 self._follow(end)
         except HistoryLost:
             pass
         if self._mirror.upper < end:
-            self.touched = None
-            contents, schema = self._portal.call(self.shard.snapshot(time_ms)), self.shard.schema
-            if self.by:
-                self._mirror = grouped(schema, self.by, contents, end, self._directory)
-            else:
-                self._mirror = Mirror.hydrate(schema, contents, end, directory=self._directory)
+            self.touched, self.changed = None, True
+            contents = self._portal.call(self.shard.snapshot(time_ms))
+            self._mirror = grouped(self.shard.schema, self.by, contents, end, self._directory)
             self._mirror.sweep()
+        self.upper = end
 
     def _follow(self, end: int) -> None:
         for batch in self._portal.call(self.shard.batches(self._mirror.upper)):
@@ -80,19 +134,13 @@ class InputMirror:
                 self._mirror.sweep()
 
     def _touch(self, rows: pa.Table) -> None:
-        if not rows.num_rows or self.touched is None:
+        if not rows.num_rows:
             return
-        # What was retracted counts as well: its group has lost a row.
-        self.touched = np.union1d(self.touched, groups_of(rows, self.by)) if self.by else None
-
-    def keep(self, time_ms: int) -> None:
-        """Hold the input's history from `time_ms` on: while another input is behind, a restart reads there again."""
-        with contextlib.suppress(HistoryLost):
-            self._portal.call(self.hold.at(time_ms))
-
-    def contents(self) -> pa.Table:
-        return self._mirror.live_rows()
+        self.changed = True
+        if self.touched is not None:
+            # What was retracted counts as well: its group has lost a row.
+            self.touched = np.union1d(self.touched, groups_of(rows, self.by))
 
     def rows_of(self, groups: U64) -> pa.Table:
-        """The live rows of these groups; of an input without groups all rows."""
-        return rows_of(self._mirror, groups) if self.by else self.contents()
+        """The live rows of these groups."""
+        return rows_of(self._mirror, groups)

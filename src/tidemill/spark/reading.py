@@ -21,7 +21,6 @@ from pyspark.sql.types import LongType, StructField, StructType
 
 from tidemill.base.errors import TidemillError
 from tidemill.base.portal import Portal
-from tidemill.objects.open import local_directory
 from tidemill.shards.front import TIME, ShardSchema
 from tidemill.shards.holding import holding
 from tidemill.shards.moments import as_of_ms
@@ -77,17 +76,37 @@ def read(
     asyncio.run_coroutine_threadsafe(_hold(shard, at, held, release), portal.loop)
     held.result()
     try:
-        try:
-            frame = _planned(spark, portal, stores, shard, at)
-        except NoPlan as why:
-            log.warning("read through the data source", shard=name, as_of=at, because=str(why))
-            frame = spark.read.format("tidemill").options(shard=name, as_of=str(at), **where).load()
+        frame, because = frame_at(spark, portal, stores, shard, at, where)
+        if because:
+            log.warning("read through the data source", shard=name, as_of=at, because=because)
         in_use = _in_use(frame)
     except BaseException:
         release.set_result(lambda: False)
         raise
     release.set_result(in_use)
     return frame
+
+
+def frame_at(
+    spark: SparkSession,
+    portal: Portal,
+    stores: Stores,
+    shard: LogShard,
+    at: int,
+    where: dict[str, str],
+    *,
+    again: bool = False,
+) -> tuple[DataFrame, str]:
+    """The contents at a time that is final, and that the caller holds for as long as Spark may read the frame; and why
+    the data source reads them, or "". `where`: options that name the cluster to it; `again`: see `plan_parts`.
+
+    Raises Corrupt, Evolved, HistoryLost, Missing, Unavailable.
+    """
+    try:
+        return _planned(spark, portal, stores, shard, at, again), ""
+    except NoPlan as why:
+        reader = spark.read.format("tidemill").schema(spark_schema(shard.schema.columns))
+        return reader.options(shard=shard.name, as_of=str(at), **where).load(), str(why)
 
 
 async def _hold(shard: LogShard, at: int, held: Future[None], release: Future[Callable[[], bool]]) -> None:
@@ -136,15 +155,20 @@ def _in_use(frame: DataFrame) -> Callable[[], bool]:
     return in_use
 
 
-def _planned(spark: SparkSession, portal: Portal, stores: Stores, shard: LogShard, at: int) -> DataFrame:
-    """Raises NoPlan."""
-    directory = local_directory(stores.urls.objects)
+def _why_no_files(directory: str | None, schema: ShardSchema) -> str:
+    """Why Spark cannot read the parts themselves, or ""."""
     if directory is None or GLOB & set(directory):
-        raise NoPlan("the bucket is not a directory that Spark itself can read")
-    stored = [name.lower() for name in part_schema(shard.schema).names]
+        return "the bucket is not a directory that Spark itself can read"
+    stored = [name.lower() for name in part_schema(schema).names]
     if len(set(stored)) < len(stored):
-        raise NoPlan("Spark tells no columns of Parquet apart by case, and one differs from another by that alone")
-    plan = plan_parts(portal, stores.objects, shard, at)
+        return "Spark tells no columns of Parquet apart by case, and one differs from another by that alone"
+    return ""
+
+
+def _planned(spark: SparkSession, portal: Portal, stores: Stores, shard: LogShard, at: int, again: bool) -> DataFrame:
+    """Raises NoPlan."""
+    directory = stores.directory
+    plan = plan_parts(portal, stores.objects, shard, at, again=again, no_files=_why_no_files(directory, shard.schema))
     columns = spark_schema(shard.schema.columns)
     if not plan.settled:
         return spark.createDataFrame(plan.live, columns)

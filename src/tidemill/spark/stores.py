@@ -19,7 +19,7 @@ from tidemill.consensus.api import Consensus
 from tidemill.consensus.open import open_consensus
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.open import metastore_on
-from tidemill.objects.open import open_objects
+from tidemill.objects.open import local_directory, open_objects
 from tidemill.objects.resilient import ResilientObjects
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.cpu import Cpu, pooled_cpu
@@ -61,6 +61,8 @@ class Stores:
         from tidemill.topics.reader import PartitionReaderImpl
 
         self.urls = urls
+        self.directory = local_directory(urls.objects)
+        """Of the bucket, where it is one of this machine; whatever workers are told."""
         self.objects = objects
         self.consensus = consensus
         self.clock = clock

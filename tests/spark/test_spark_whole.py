@@ -1,0 +1,224 @@
+"""Inputs that are given whole, in real Spark: a plan at exactly the round's time, held by it, no rows in the driver."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from spark_harbour import Harbour
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.keeper.collection import collect
+from tidemill.shards import plan
+from tidemill.shards.compaction import compact_once
+from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.handle import LogShard
+from tidemill.shards.reading import PartReader
+from tidemill.spark import Pipeline
+from tidemill.spark.derived import Derivation
+from tidemill.spark.shipping import tell
+from tidemill.spark.source import register
+from tidemill.spark.stores import IN_ENVIRONMENT, Urls
+
+pytestmark = pytest.mark.spark
+
+SCHEMA = ShardSchema((Column("id", "int64"), Column("product", "int64"), Column("note", "string")), ("id",))
+COUNT = 20_000
+
+
+class Clicks:
+    """A shard whose contents are known: id → product."""
+
+    def __init__(self, harbour: Any) -> None:
+        self.harbour = harbour
+        self.shard = harbour.portal.call(harbour.stores.shard("clicks", SCHEMA))
+        self.rows: dict[int, int] = {}
+        self.upper = 0
+
+    def change(self, ids: Any, product: int | None) -> None:
+        """All at one time: these rows are of the product, or gone. The shard's upper moves by 10."""
+        time = self.upper
+        self.upper += 10
+        gone = {i: self.rows.pop(i) for i in map(int, ids) if i in self.rows}
+        new = {} if product is None else {int(i): product + int(i) % 3 for i in ids}
+        self.rows |= new
+        keys = np.array([*gone, *new], dtype=np.int64)
+        table = pa.table(
+            {
+                "id": keys,
+                "product": np.array([*gone.values(), *new.values()], dtype=np.int64),
+                "note": pa.array([f"note {i} " * 5 for i in keys], pa.string()),
+                TIME: np.full(len(keys), time),
+                DIFF: np.array([-1] * len(gone) + [1] * len(new), dtype=np.int64),
+            }
+        )
+
+        async def run() -> None:
+            parts = [await self.shard.write_part(table)] if len(keys) else []
+            await self.shard.compare_and_append(time, self.upper, parts, "")
+
+        self.harbour.portal.call(run())
+
+    def merge(self, since: int) -> None:
+        """As the keeper does, at once: history ends at `since`, what was replaced is deleted unless it is held."""
+
+        async def run() -> None:
+            stores = self.harbour.stores
+            shard = await stores.shard("clicks")
+            await shard.downgrade_since("keeper", 1, since)
+            await compact_once(shard, stores.objects, Rand())
+            await collect(shard, stores.objects, SystemClock(), after_ms=-1, persisted=1 << 60)
+            await shard.aclose()
+
+        self.harbour.portal.call(run())
+
+    def expected(self) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for product in self.rows.values():
+            found[product] = found.get(product, 0) + 1
+        return found
+
+
+def counted(
+    harbour: Any, spark: Any, scratch: Path, before: Callable[[], None] = lambda: None, by: str = ""
+) -> Derivation:
+    p = Pipeline("p")
+
+    @p.derived("counts", key="product", inputs="clicks", by=by or ())
+    def counts(_: Any, clicks: Any) -> Any:
+        before()
+        return clicks.groupBy("product").count()
+
+    return Derivation(harbour.portal, harbour.stores, spark, p.derived_tables["counts"], scratch / "mirrors" / "counts")
+
+
+def held(harbour: Any, at: int) -> dict[int, int]:
+    return {row["product"]: row["count"] for row in harbour.contents("counts", at)}
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shard is small."""
+    monkeypatch.setattr(plan, "SMALL_BYTES", 0)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("by", ["", "product"])
+def test_a_whole_round_gives_spark_the_parts_and_holds_no_input_in_the_driver(
+    harbour: Any, spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """By group the first round is whole too; what the driver reads then is what finds the groups."""
+    clicks = Clicks(harbour)
+    clicks.change(range(COUNT), 1)
+    derived = counted(harbour, spark, tmp_path, by=by)
+    snapshots: list[str] = []
+    decoded: list[int] = []
+    snapshot, read_part = LogShard.snapshot, PartReader.read_part
+
+    async def seen(self: LogShard, *given: Any) -> pa.Table:
+        snapshots.append(self.name)
+        return await snapshot(self, *given)
+
+    async def counted_rows(self: PartReader, part: Any) -> pa.Table:
+        decoded.append(part.rows)
+        return await read_part(self, part)
+
+    made: list[Any] = []
+    create = spark.createDataFrame
+    derived.open()
+    monkeypatch.setattr(spark, "createDataFrame", lambda *given: made.append(given[0].num_rows) or create(*given))
+    with monkeypatch.context() as patched:
+        patched.setattr(LogShard, "snapshot", seen)
+        patched.setattr(PartReader, "read_part", counted_rows)
+        assert derived.round()
+        assert (derived.groups, made) == (None, [])
+        clicks.change([*range(10), COUNT], 7)
+        assert derived.round()
+    assert snapshots.count("clicks") == (1 if by else 0)
+    if not by:
+        assert sum(decoded) == 21, "what is not merged yet"
+        assert sum(made) == 11 + 11, "the keys that are not as they were, and their rows"
+    assert held(harbour, clicks.upper - 1) == clicks.expected()
+
+
+@pytest.mark.usefixtures("large")
+def test_what_is_merged_and_collected_before_and_during_a_round_changes_no_contents(
+    harbour: Any, spark: Any, tmp_path: Path
+) -> None:
+    """While the function runs, history moves past the round's time and everything it chose is replaced."""
+    clicks, want = Clicks(harbour), {}
+
+    def meanwhile() -> None:
+        clicks.change(range(0, COUNT, 500), 40)
+        clicks.merge(clicks.upper - 1)
+
+    interrupted = [False]
+    derived = counted(harbour, spark, tmp_path, lambda: meanwhile() if interrupted[0] else None)
+    clicks.change(range(COUNT), 1)
+    derived.open()
+    for step in range(4):
+        at, expected = clicks.upper - 1, clicks.expected()
+        interrupted[0] = step % 2 == 1
+        assert derived.round()
+        want[at] = expected
+        clicks.change(range(step, COUNT, 50), 10 * step)
+        clicks.change(range(step, COUNT, 700), None)
+        if step == 1:
+            clicks.merge(clicks.upper - 1)
+    interrupted[0] = False
+    want[clicks.upper - 1] = clicks.expected()
+    assert derived.round()
+    for at, expected in want.items():
+        assert held(harbour, at) == expected, at
+    derived.let_go()
+    clicks.merge(clicks.upper - 1)
+    shard = harbour.shard("clicks")
+    assert [hold.reader for hold in shard.state.holds] == ["keeper"], "a hold ends with who took it"
+    assert not shard.state.garbage
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A harbour on S3 (moto's server)."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
+    boto3.client("s3", endpoint_url=f"http://{host}:{port}", **keys).create_bucket(Bucket="bucket")
+    secrets = "access_key_id=test&secret_access_key=test"
+    url = f"s3://bucket/tables?endpoint=http://{host}:{port}&region=us-east-1&{secrets}"
+    found = Harbour(tmp_path, Urls(url, f"sqlite://{tmp_path}/consensus.db"))
+    yield found
+    found.close()
+    server.stop()
+
+
+@pytest.mark.usefixtures("large")
+def test_in_a_bucket_the_data_source_reads_at_the_rounds_time_and_finds_the_cluster_as_workers_do(
+    bucket: Any, spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = spark.newSession()
+    environment = dict(spark.sparkContext.environment)
+    monkeypatch.setattr(spark.sparkContext, "environment", environment)
+    tell(session.sparkContext, bucket.urls)
+    register(session)
+    bucket.stores.urls = IN_ENVIRONMENT
+    clicks = Clicks(bucket)
+    clicks.change(range(2_000), 1)
+    later = [False]
+    derived = counted(bucket, session, tmp_path, lambda: clicks.change(range(100), 30) if later[0] else None)
+    derived.open()
+    later[0] = True
+    at, expected = clicks.upper - 1, clicks.expected()
+    assert derived.round()
+    assert held(bucket, at) == expected
+    assert "not a directory" in derived.no_plan["clicks"]
