@@ -14,11 +14,12 @@ import pytest
 from test_spark_derived import FakeSpark, Frame
 
 from tidemill.base.errors import Invalid
-from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.front import DIFF, TIME, Column, HistoryLost, ShardSchema
 from tidemill.shards.hashing import hash_rows
 from tidemill.spark import Pipeline, groups
 from tidemill.spark.derived import Derivation
 from tidemill.spark.pipeline import DerivedTable
+from tidemill.spark.upsert.mirror import Mirror
 
 CLICKS = ShardSchema((Column("id", "string"), Column("product", "int64")), ("id",))
 LINES = ShardSchema((Column("order", "int64"), Column("no", "int32"), Column("item", "int32"), Column("n", "int64")),
@@ -184,6 +185,33 @@ def test_only_the_rows_of_changed_groups_are_given(harbour: Any, tmp_path: Path)
     one.round()
     assert (given[1:], one.groups) == ([[1000, 500, 1], [29, 15, 1]], 3)
     assert held(harbour) == shop.expected()
+
+
+def test_an_input_by_group_is_read_a_range_of_keys_at_a_time(
+    harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a start, and again where what changed is no longer in its history."""
+    monkeypatch.setattr("tidemill.shards.ranges.RANGE_ROWS", 100)
+    shop, inserted = Shop(harbour), []
+    insert = Mirror.insert
+    monkeypatch.setattr(Mirror, "insert", lambda self, rows: inserted.append(rows.num_rows) or insert(self, rows))
+    one = derived(harbour, tmp_path)
+    shop.clicks.change({(f"c{n}",): (f"c{n}", n % 100) for n in range(1500)}, 10)
+    shop.clicks.change({(f"c{n}",): (f"c{n}", 7) for n in range(0, 1500, 30)}, 15)
+    one.open()
+    for upper in (20, 30, 40):
+        shop.clicks.change({(f"c{upper}",): (f"c{upper}", 3), ("c1",): None}, upper)
+        for table in (shop.lines, shop.names):
+            table.change({}, upper)
+        if upper == 30:
+            monkeypatch.setattr(one._inputs[0], "_follow", lost)
+        one.round()
+        assert held(harbour) == shop.expected()
+    assert len(inserted) >= 2 * 15 and max(inserted) < 300
+
+
+def lost(end: int) -> None:
+    raise HistoryLost("history is lost.")
 
 
 def test_a_function_that_leaves_its_groups_is_refused(harbour: Any, tmp_path: Path) -> None:

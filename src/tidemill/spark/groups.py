@@ -7,6 +7,7 @@ G2  The upper half of a row's hash is its group's, the lower half its key's. A g
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -38,14 +39,17 @@ def _hasher(by: tuple[str, ...]) -> HashRows:
     return hashes
 
 
-def empty_grouped(schema: ShardSchema, by: tuple[str, ...], directory: Path | None) -> Mirror:
-    """As a mirror of `schema`; long runs are files in `directory`."""
-    return Mirror(_identity(schema, by), directory=directory, hasher=_hasher(by))
+def grouped(
+    schema: ShardSchema, by: tuple[str, ...], directory: Path, contents: Iterable[pa.Table] = (), upper: int = 0
+) -> Mirror:
+    """As a mirror of `schema`, of what a shard holds at upper - 1; long runs are files in `directory`.
 
-
-def grouped(schema: ShardSchema, by: tuple[str, ...], contents: pa.Table, upper: int, directory: Path | None) -> Mirror:
-    """The same, of a snapshot at upper - 1."""
-    return Mirror.hydrate(_identity(schema, by), contents, upper, directory=directory, hasher=_hasher(by))
+    `contents`: tables, none of which has a key that another has; memory holds one of them.
+    """
+    mirror = Mirror(_identity(schema, by), upper, directory=directory, hasher=_hasher(by))
+    for rows in contents:
+        mirror.insert(rows)
+    return mirror
 
 
 def rows_of(mirror: Mirror, groups: U64) -> pa.Table:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from tidemill.base.clock import Clock
+from tidemill.base.entered import Entered
 from tidemill.base.limits import MIB
 from tidemill.base.portal import Portal
+from tidemill.objects.store import Buffer
 from tidemill.shards.evolution import check_known
-from tidemill.shards.front import Batch, HistoryLost
+from tidemill.shards.front import Batch, HistoryLost, Part
 from tidemill.shards.handle import LogShard
 from tidemill.shards.hashing import U64
 from tidemill.shards.holding import MovingHold
-from tidemill.spark.groups import NO_GROUPS, empty_grouped, grouped, groups_of, rows_of
+from tidemill.shards.ranges import cut, read_range
+from tidemill.shards.schema import contents_schema
+from tidemill.spark.groups import NO_GROUPS, grouped, groups_of, rows_of
 
 LOOK_BYTES = 1 * MIB
 """Encoded. A batch that lies across the times in question is read to see whether it has any of them; a larger one that
@@ -98,7 +102,7 @@ class GroupedInput(Input):
         self.touched: U64 | None = None
         self._directory = directory
         shutil.rmtree(directory, ignore_errors=True)  # of a process before this one, which nobody can trust
-        self._mirror = empty_grouped(shard.schema, by, directory)
+        self._mirror = grouped(shard.schema, by, directory)
 
     def settle(self) -> None:
         super().settle()
@@ -116,10 +120,22 @@ class GroupedInput(Input):
             pass
         if self._mirror.upper < end:
             self.touched, self.changed = None, True
-            contents = self._portal.call(self.shard.snapshot(time_ms))
-            self._mirror = grouped(self.shard.schema, self.by, contents, end, self._directory)
+            with Entered(self._portal, self.shard.chosen_until(time_ms)) as batches:
+                contents = self._by_range(batches, time_ms)
+                self._mirror = grouped(self.shard.schema, self.by, self._directory, contents, end)
             self._mirror.sweep()
         self.upper = end
+
+    def _by_range(self, batches: Sequence[Batch], time_ms: int) -> Iterator[pa.Table]:
+        """The contents by ranges of the key's hash, so that memory holds no more."""
+        schema = self.shard.schema
+
+        def fetch(part: Part) -> Buffer:
+            return self._portal.call(self.shard.fetch(part, batches))
+
+        for chosen in cut(batches):
+            rows = read_range(schema, chosen, time_ms, fetch)
+            yield pa.concat_tables([contents_schema(schema).empty_table(), *rows])
 
     def _follow(self, end: int) -> None:
         for batch in self._portal.call(self.shard.batches(self._mirror.upper)):

@@ -82,15 +82,19 @@ class Mirror:
     ) -> Mirror:
         """Rebuilt from a snapshot of the shard at upper - 1. Raises Corrupt if a key has two live rows (U1)."""
         mirror = cls(schema, upper, directory=directory, hasher=hasher)
-        if contents.num_rows:
-            rows = one_chunk(contents.select(mirror._columns).cast(contents_schema(schema)))
-            hashes = hasher(rows, schema.key)
-            order, starts = group_by_key(rows, hashes, schema.key)
-            if not starts.all():
-                raise Corrupt(f"a key has two live rows in the shard: upper={upper} rows={int((~starts).sum())}.")
-            run = Run(rows_at(rows, order), hashes[order], np.ones(len(order), dtype=bool))
-            mirror.runs.append(mirror._spilled(run))
+        mirror.insert(contents)
         return mirror
+
+    def insert(self, contents: pa.Table) -> None:
+        """Some of a snapshot at upper - 1, of keys that nothing here has. Raises Corrupt as `hydrate`."""
+        if not contents.num_rows:
+            return
+        rows = one_chunk(contents.select(self._columns).cast(contents_schema(self.schema)))
+        hashes = self._hasher(rows, self.schema.key)
+        order, starts = group_by_key(rows, hashes, self.schema.key)
+        if not starts.all():
+            raise Corrupt(f"a key has two live rows in the shard: upper={self.upper} rows={int((~starts).sum())}.")
+        self._push(Run(rows_at(rows, order), hashes[order], np.ones(len(order), dtype=bool)))
 
     # reading ---------------------------------------------------------------------------------------
     def lookup(self, keys: pa.Table, hashes: U64) -> tuple[pa.Table, Index]:
