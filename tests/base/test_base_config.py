@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tidemill.base.config import HttpSection, ShapesSection, load
+from tidemill.base.config import HttpSection, ShapesSection, load, parse
 from tidemill.base.errors import Invalid
 from tidemill.node.http_limits import HttpLimits
 from tidemill.node.overrides import overridden
-from tidemill.node.processes import start_drivers
+from tidemill.node.processes import start_drivers, together
 from tidemill.node.served import http_limits, shape_settings
 from tidemill.node.supervise import ChildSpec
 from tidemill.shapes import ShapeSettings
@@ -39,6 +40,9 @@ def write(tmp_path: Path, text: str) -> Path:
         ("[pipeline.p]\nfile = 'f'\n[pipeline.p.spark]\ndriver_memory = 'much'\n", "pipeline.p.spark.driver_memory"),
         ("[pipeline.p]\nfile = 'f'\n[pipeline.p.spark]\ndriver_memory = '256m'\n", "pipeline.p.spark.driver_memory"),
         ("[pipeline.p]\nfile = 'f'\n[pipeline.p.spark]\ninstances = -1\n", "pipeline.p.spark.instances"),
+        ("[pipeline.p]\nfile = 'f'\ndriver = '../x'\n", "pipeline.p.driver"),
+        ("[pipeline.p]\nfile = 'f'\ndriver = 3\n", "pipeline.p.driver"),
+        ("[pipeline.p]\nfile = 'f'\ndrivers = 'x'\n", "Write pipeline.p.driver"),
         ("[pipeline.p]\nfile = 'f'\n[pipeline.p.spark.conf]\nexecutor = '1'\n", "they begin with spark."),
         ("[capture.shop]\ndsn = '${SHOP_DSN}'\n", "SHOP_DSN"),
     ],
@@ -120,15 +124,88 @@ def test_drivers_differ_in_instance_scratch_log_and_mark_alone_and_settings_are_
 ) -> None:
     config = load(write(tmp_path, PIPELINE), environ={})
     added: list[ChildSpec] = []
-    start_drivers(config, "p", SimpleNamespace(add=added.append))  # type: ignore[arg-type]
-    start_drivers(config, "p", SimpleNamespace(add=added.append), "b")  # type: ignore[arg-type]
+    start_drivers(config, ["p"], SimpleNamespace(add=added.append))  # type: ignore[arg-type]
+    start_drivers(config, ["p"], SimpleNamespace(add=added.append), "b")  # type: ignore[arg-type]
     assert [spec.name for spec in added] == ["pipeline-p", "pipeline-p-2", "pipeline-p-b", "pipeline-p-b-2"]
-    assert [spec.mark for spec in added] == ["pipeline:p", "pipeline:p:2", "pipeline:p:b", "pipeline:p:b-2"]
+    assert [spec.marks for spec in added] == [(f"pipeline:p{own}",) for own in ("", ":2", ":b", ":b-2")]
     assert len({option(spec, "--scratch") for spec in added}) == 4
     for spec in added:
         assert option(spec, "--master") == "spark://all:7077"
         assert not [part for part in spec.command if "spark.executor" in part]
         assert json.loads(spec.environ["TIDEMILL_DRIVER_CONF"])["spark.executor.cores"] == "4"
+
+
+TOGETHER = """
+[spark]
+master = "local[2]"
+[pipeline.p]
+file = "p.py"
+driver = "small"
+[pipeline.q]
+file = "q.py"
+[pipeline.r]
+file = "r.py"
+driver = "small"
+[pipeline.r.spark]
+master = "local[2]"
+conf = { spark.x = "secret" }
+[pipeline.p.spark.conf]
+spark.x = "secret"
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"master": "local[1]"}, "pipelines=p,r spark.master.*Give pipeline.r"),
+        ({"driver_memory": "2g"}, "driver=small.*spark.driver_memory"),
+        ({"instances": 0}, "spark.instances"),
+        ({"conf": {"spark.x": "secret", "spark.y": 1}}, r"spark.conf.spark.y\."),
+        ({"conf": {"spark.x": "another secret"}}, r"spark.conf.spark.x\."),
+        ({"conf": {}}, r"spark.conf.spark.x\."),
+    ],
+)
+def test_pipelines_of_one_driver_that_ask_for_another_session_are_refused_by_the_setting_without_its_value(
+    more: dict[str, Any], named: str
+) -> None:
+    pipelines = tomllib.loads(TOGETHER)["pipeline"]
+    pipelines["r"]["spark"] |= more
+    with pytest.raises(Invalid, match=named) as refused:
+        parse({"spark": {"master": "local[2]"}, "pipeline": pipelines}, origin="tidemill.toml")
+    assert "secret" not in str(refused.value)
+
+
+def test_pipelines_that_name_a_driver_are_one_process_with_a_directory_each_and_run_alone_by_name(
+    tmp_path: Path,
+) -> None:
+    config = load(write(tmp_path, TOGETHER), environ={})
+    assert together(config) == [["q"], ["p", "r"]]
+    added: list[ChildSpec] = []
+    supervisor: Any = SimpleNamespace(add=added.append)
+    twice = overridden(config, config.pipeline, instances=2)
+    for names in together(twice):
+        start_drivers(twice, names, supervisor)
+    assert [(spec.name, spec.marks) for spec in added] == [
+        ("pipeline-q", ("pipeline:q",)),
+        ("pipeline-q-2", ("pipeline:q:2",)),
+        ("driver-small", ("pipeline:p", "pipeline:r")),
+        ("driver-small-2", ("pipeline:p:2", "pipeline:r:2")),
+    ]
+    directories = [part for spec in added for key in ("--scratch", "--session") for part in options(spec, key)]
+    assert len(set(directories)) == len(directories) == 8
+    assert options(added[2], "--name") == ["p", "r"]
+    assert options(added[2], "--pipeline") == list(added[2].watch) == [str(tmp_path / "p.py"), str(tmp_path / "r.py")]
+    assert [option(spec, "--instance") for spec in added] == ["", "2", "", "2"]
+    start_drivers(overridden(config, ["p"], driver_memory="2g"), ["p"], supervisor, "b")
+    assert (added[4].name, options(added[4], "--name"), "--session" in added[4].command) == (
+        "pipeline-p-b",
+        ["p"],
+        False,
+    )
+
+
+def options(spec: ChildSpec, name: str) -> list[str]:
+    return [value for key, value in zip(spec.command, spec.command[1:], strict=False) if key == name]
 
 
 def option(spec: ChildSpec, name: str) -> str:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from tidemill.base.marks import Report
+from tidemill.base.limits import MARK_BLIND_AFTER_MS
+from tidemill.base.marks import Report, Tracker, this_process
 from tidemill.cli.context import stores
 from tidemill.cli.main import app
 from tidemill.consensus.board import Board
@@ -63,3 +68,47 @@ def test_a_derived_table_of_an_older_driver_is_described_without_its_inputs(conf
     assert "sums ← derived  " in describe(config)
     put(config, PipelineRow("p", {"sums": "derived"}, "", {"sums": {"t": ("k",)}}))
     assert "by=… groups it by t (k); last round whole\n" in describe(config)
+
+
+def parked(process: str, pid: int, at_ms: int) -> Report:
+    tracker, (_, host) = Tracker(), this_process()
+    tracker.fail(process, "its file does not import.", now_ms=at_ms, parked=True)
+    return Report(process, at_ms, tracker.report(process, at_ms).marks, {}, pid, host)
+
+
+def test_pipelines_that_share_a_driver_are_described_with_each_other_and_restarted_together(config: Path) -> None:
+    sleep = "import time; print(flush=True); time.sleep(600)"
+    command = [sys.executable, "-c", sleep, "tidemill.spark.driver"]
+    with (
+        stores(config) as opened,
+        subprocess.Popen(command, stdout=subprocess.PIPE) as driver,
+        ExitStack() as ending,
+    ):
+        board, host, clock = Board(opened.consensus, opened.rand), this_process()[1], opened.clock
+        ending.callback(driver.kill)  # who leaves a Popen waits for it
+        assert driver.stdout is not None and driver.stdout.readline()
+
+        def publish(process: str, pid: int, ago_ms: int = 0) -> None:
+            opened.portal.call(board.publish(Report(process, clock.now_ms() - ago_ms, (), {}, pid, host)))
+
+        publish("pipeline:p", driver.pid)
+        publish("pipeline:other", driver.pid + 1)
+        publish("pipeline:gone", driver.pid, 2 * MARK_BLIND_AFTER_MS)
+        opened.portal.call(board.publish(parked("pipeline:q", driver.pid, clock.now_ms())))
+        assert f"pid {driver.pid} on {host}  tables=0  with pipeline:q\n" in describe(config)
+        lines = CliRunner().invoke(app, ["pipeline", "list", "--config", str(config)]).stdout.splitlines()
+        assert [line for line in lines if line.startswith("q  0 running  0 silent  1 parked")], lines
+
+        def started_anew() -> None:
+            driver.wait()
+            publish("pipeline:p", 4_000_001)
+            publish("pipeline:q", 4_000_001)
+
+        supervisor = threading.Thread(target=started_anew)
+        supervisor.start()
+        done = CliRunner().invoke(app, ["pipeline", "restart", "p", "--config", str(config)])
+        supervisor.join()
+        assert done.stdout.splitlines() == [
+            f"pipeline:p: its driver, pid {driver.pid}, also runs pipeline:q: all start anew",
+            f"pipeline:p: pid {driver.pid} → 4000001",
+        ]

@@ -31,6 +31,6 @@ def test_a_driver_that_began_before_its_file_was_changed_is_told_as_older(
 ) -> None:
     host = this_process()[1] if here else "elsewhere"
     report = Report("pipeline:p", 1000, (), {"began_ms": 400}, pid=7, host=host)
-    found = _instance(report, "p", 1000, changed_ms)
+    found = _instance(report, "p", [report], 1000, changed_ms)
     assert found["older_than_file"] is older
     assert ("older than its file" in instance_line(found)) is older

@@ -14,7 +14,8 @@ import pytest
 
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Invalid
-from tidemill.base.marks import State, derive
+from tidemill.base.limits import MARK_BLIND_AFTER_MS
+from tidemill.base.marks import Report, State, derive, derive_all
 from tidemill.node.supervise import ChildSpec, Supervisor
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -57,7 +58,7 @@ def test_a_child_that_was_asked_to_end_is_started_anew_and_tells_no_failure(tmp_
     async def scenario() -> None:
         said: list[str] = []
         supervisor = Supervisor(tmp_path, SystemClock(), print, said.append)
-        child = supervisor.add(ChildSpec("ends", [sys.executable, "-c", "pass"], mark="pipeline:p"))
+        child = supervisor.add(ChildSpec("ends", [sys.executable, "-c", "pass"], marks=("pipeline:p",)))
         await until(lambda: child.restarts >= 2)
         assert supervisor.tracker.failure("pipeline:p") is None and not said
         await supervisor.stop()
@@ -96,7 +97,7 @@ def test_f307_a_pipeline_file_that_does_not_import_parks_its_driver_alone_and_a_
         "pipeline": {"shop": {"file": str(file)}},
         "objects": {"url": "ftp://nowhere"},
     }
-    spec = driver(parse(values, origin=""), "shop")
+    spec = driver(parse(values, origin=""), ["shop"])
 
     async def scenario() -> None:
         failures: list[BaseException] = []
@@ -127,7 +128,7 @@ def test_f310_a_child_that_ends_again_and_again_is_told_with_its_last_words_and_
         said: list[str] = []
         supervisor = Supervisor(tmp_path, SystemClock(), lambda _: None, said.append)
         program = "import sys; sys.stderr.write('Traceback\\nOSError: the bucket is away\\n'); sys.exit(1)"
-        child = supervisor.add(ChildSpec("driver", [sys.executable, "-c", program], mark="pipeline:shop"))
+        child = supervisor.add(ChildSpec("driver", [sys.executable, "-c", program], marks=("pipeline:shop",)))
         await until(lambda: child.restarts >= 3)
         failure = supervisor.tracker.failure("pipeline:shop")
         assert failure is not None and (failure.tries, failure.parked) == (child.restarts, False)
@@ -139,6 +140,27 @@ def test_f310_a_child_that_ends_again_and_again_is_told_with_its_last_words_and_
         await supervisor.stop()
 
     asyncio.run(scenario())
+
+
+def test_f317_a_shared_driver_that_dies_or_freezes_is_named_for_every_pipeline_of_it(tmp_path: Path) -> None:
+    processes = ("pipeline:a", "pipeline:b:2")
+
+    async def scenario() -> None:
+        said: list[str] = []
+        supervisor = Supervisor(tmp_path, SystemClock(), lambda _: None, said.append)
+        child = supervisor.add(ChildSpec("driver-small", SLEEPER, marks=processes))
+        await until(lambda: child.pid)
+        assert child.kill()
+        await until(lambda: child.restarts)
+        failures = [supervisor.tracker.failure(mark) for mark in processes]
+        assert ["killed by SIGKILL" in failure.error for failure in failures if failure is not None] == [True, True]
+        assert len(said) == 1
+        await supervisor.stop()
+
+    asyncio.run(scenario())
+    reports = [Report(process, 0, (), pid=7, host="here") for process in processes]
+    marks = derive_all(reports, MARK_BLIND_AFTER_MS + 1)
+    assert [marks[f"process:{process}"].mark.held_by for process in processes] == ["pid 7 on here"] * 2
 
 
 def test_the_last_words_of_a_life_are_its_own(tmp_path: Path) -> None:

@@ -25,8 +25,9 @@ def build(p):
 def driver(harbour: Any, tmp_path: Path, stopping: threading.Event) -> Runner:
     file = tmp_path / "pipeline.py"
     file.write_text(ALONE)
+    runner = Runner(Settings("p", file, harbour.urls, "local[1]", tmp_path / "scratch"), stopping)
     spark: Any = object()
-    runner = Runner(Settings("p", file, harbour.urls, "local[1]", tmp_path / "scratch"), stopping, spark)
+    runner.spark = spark
     runner._open_session = runner.session_ready.set  # type: ignore[method-assign]
     return runner
 

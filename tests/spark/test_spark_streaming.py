@@ -15,6 +15,7 @@ from tidemill.base.clock import Rand
 from tidemill.consensus.board import Board
 from tidemill.spark import register
 from tidemill.spark.host import Settings
+from tidemill.spark.opening import Opening
 from tidemill.spark.runner import Runner
 
 pytestmark = pytest.mark.spark
@@ -57,7 +58,8 @@ def until(check: Callable[[], bool], what: str, timeout_s: float = 90.0) -> None
 @contextmanager
 def running(harbour: Any, spark: Any, scratch: Path, file: Path, name: str = "p") -> Iterator[Runner]:
     stopping = threading.Event()
-    runner = Runner(Settings(name, file, harbour.urls, "local[2]", scratch, instance=scratch.name), stopping, spark)
+    settings = Settings(name, file, harbour.urls, "local[2]", scratch, instance=scratch.name)
+    runner = Runner(settings, stopping, Opening(settings, spark=spark))
     failures: list[BaseException] = []
 
     def body() -> None:

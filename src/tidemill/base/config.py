@@ -21,6 +21,7 @@ from tidemill.base.limits import LOOPBACK_ORIGINS
 DEFAULT_FILE = "tidemill.toml"
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _NAME = re.compile(r"^[a-z][a-z0-9_]{0,40}$")
+_NOT_A_NAME = "name {!r}: use a-z, 0-9 and _, starting with a letter, at most 41 characters"
 
 
 class Section(BaseModel):
@@ -177,8 +178,18 @@ class PipelineSparkSection(Section):
 
 
 class PipelineSection(Section):
+    """Pipelines that name the same `driver` share one process and one Spark session; "" = one of its own."""
+
     file: str
+    driver: str = ""
     spark: PipelineSparkSection = PipelineSparkSection()
+
+    @field_validator("driver")
+    @classmethod
+    def _driver(cls, value: str) -> str:
+        if value and not _NAME.match(value):
+            raise ValueError(_NOT_A_NAME.format(value))
+        return value
 
 
 class SparkSection(Section):
@@ -205,7 +216,7 @@ class Config(Section):
     def _names(cls, value: dict[str, Any]) -> dict[str, Any]:
         for name in value:
             if not _NAME.match(name):
-                raise ValueError(f"name {name!r}: use a-z, 0-9 and _, starting with a letter, at most 41 characters")
+                raise ValueError(_NOT_A_NAME.format(name))
         return value
 
     @property
@@ -268,7 +279,39 @@ def parse(values: Mapping[str, Any], *, origin: str) -> Config:
         name: section.model_copy(update={"file": str((base / section.file).absolute())})
         for name, section in config.pipeline.items()
     }
-    return config.model_copy(update={"pipeline": pipelines})
+    config = config.model_copy(update={"pipeline": pipelines})
+    for driver, names in drivers(config).items():
+        _agree(config, driver, names, origin)
+    return config
+
+
+def drivers(config: Config) -> dict[str, list[str]]:
+    """The pipelines of each named driver, in the order of the file."""
+    found: dict[str, list[str]] = {}
+    for name, section in config.pipeline.items():
+        if section.driver:
+            found.setdefault(section.driver, []).append(name)
+    return found
+
+
+def _agree(config: Config, driver: str, names: list[str], origin: str) -> None:
+    """Raises Invalid where pipelines of one driver ask for two kinds of it: there is one session, with one JVM."""
+
+    def asked(name: str) -> dict[str, object]:
+        section = config.pipeline[name].spark
+        plain = section.model_dump(exclude={"conf"}) | {"master": section.master or config.spark.master}
+        return plain | {f"conf.{key}": value for key, value in section.conf.items()}
+
+    first = asked(names[0])
+    for name in names[1:]:
+        other = asked(name)
+        different = sorted(key for key in first | other if first.get(key) != other.get(key))
+        if different:
+            raise Invalid(
+                f"pipelines of one driver share its Spark session, and differ in {origin}: driver={driver}"
+                f" pipelines={names[0]},{name} spark.{different[0]}.",
+                fix=f"Give pipeline.{name} the same spark.{different[0]}, or another driver.",
+            )
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:

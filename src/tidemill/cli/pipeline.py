@@ -16,12 +16,13 @@ from tidemill.cli.pipeline_view import (
     instances_of,
     lag_text,
     read_view,
+    reports_of,
     table_line,
 )
 from tidemill.cli.supervised import ConfOption, InstancesOption, MasterOption, MemoryOption, run_supervised
 from tidemill.consensus.board import Board
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.node.instances import is_silent, runs_here
+from tidemill.node.instances import beside, is_silent, runs_here
 from tidemill.node.overrides import overridden
 from tidemill.node.processes import start_drivers
 
@@ -56,7 +57,7 @@ def run(
     run_supervised(
         loaded,
         teller,
-        lambda supervisor, _: start_drivers(loaded, name, supervisor, label),
+        lambda supervisor, _: start_drivers(loaded, [name], supervisor, label),
         pipelines=[name],
         label=label,
     )
@@ -73,7 +74,9 @@ def list_all(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     for view in views.values():
         row = view.summary()
         print(
-            f"{row['pipeline']}  {row['running']} running  {row['silent']} silent  tables={len(view.tables)}"
+            f"{row['pipeline']}  {row['running']} running  {row['silent']} silent"
+            + (f"  {row['parked']} parked" if row["parked"] else "")
+            + f"  tables={len(view.tables)}"
             f"  lag={lag_text(row['lag_ms'])}  dead_letters={row['dead_letters']}  {row['file']}".rstrip()
         )
 
@@ -114,13 +117,15 @@ def restart(
 ) -> None:
     """End the drivers of a pipeline on this machine, one after the other; whoever supervises them starts them anew.
 
-    The next one is ended when the one before reports again, so that of several identical ones some always work.
+    The next one is ended when the one before reports again, so that of several identical ones some always work. Where
+    pipelines share a driver it is one process: the others are started anew with it, and named.
     """
     from tidemill.cli.pipeline_restart import restart_one
 
     done = []
     with stores(config) as opened:
-        found = instances_of(opened, name)
+        reports = opened.portal.call(Board(opened.consensus, opened.rand).reports())
+        found = reports_of(reports, name)
         if instance:
             found = [r for r in found if instance in (r.process, r.process.removeprefix(f"pipeline:{name}:"))]
         else:  # the drivers of other machines, and one that died and still has its report, are nobody's here
@@ -130,7 +135,11 @@ def restart(
                 f"no such driver reports: pipeline={name} instance={instance!r}.", fix="See `tidemill pipeline list`."
             )
         for report in found:
-            done.append(restart_one(opened, report))
+            others = beside(report, reports, opened.clock.now_ms())
+            if others and not as_json:
+                told = f"its driver, pid {report.pid}, also runs {', '.join(others)}: all start anew"
+                print(f"{report.process}: {told}", flush=True)
+            done.append(restart_one(opened, report, others))
             if not as_json:
                 print(f"{report.process}: pid {done[-1]['before']} → {done[-1]['pid']}", flush=True)
     if as_json:

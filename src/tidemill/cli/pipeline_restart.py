@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Collection
 from pathlib import Path
 
 from tidemill.base.errors import Invalid, Unavailable
@@ -17,8 +18,9 @@ BACK_WITHIN_S = 90.0
 LOOK_S = 0.2
 
 
-def restart_one(opened: Stores, report: Report) -> dict[str, object]:
-    """{process, before, pid}. Raises Invalid: it runs elsewhere, or is gone; Unavailable: nobody started it anew.
+def restart_one(opened: Stores, report: Report, others: Collection[str] = ()) -> dict[str, object]:
+    """{process, before, pid, with}: once `others`, which share its driver, are back too. Raises Invalid: it runs
+    elsewhere, or is gone; Unavailable: nobody started it anew.
 
     SIGTERM ends it at a batch boundary. One that is stopped (SIGSTOP) would not hear it: SIGKILL, which loses nothing.
     """
@@ -36,9 +38,10 @@ def restart_one(opened: Stores, report: Report) -> dict[str, object]:
     board, portal = Board(opened.consensus, opened.rand), opened.portal
     until_s = opened.clock.monotonic_s() + BACK_WITHIN_S
     while opened.clock.monotonic_s() < until_s:
-        for found in portal.call(board.reports()):
-            if found.process == report.process and found.pid != report.pid:
-                return {"process": report.process, "before": report.pid, "pid": found.pid}
+        back = {r.process: r.pid for r in portal.call(board.reports()) if r.pid != report.pid}
+        if back.keys() >= {report.process, *others}:
+            pid = back[report.process]
+            return {"process": report.process, "before": report.pid, "pid": pid, "with": sorted(others)}
         portal.call(asyncio.sleep(LOOK_S))
     raise Unavailable(
         f"the driver ended and nobody started it anew: process={report.process}.",

@@ -11,6 +11,7 @@ from tidemill.base.marks import Derived, Report, State, derive_all, this_process
 from tidemill.cli.context import Stores
 from tidemill.consensus.board import Board
 from tidemill.metastore.catalogue import PipelineRow
+from tidemill.node.instances import beside
 
 PREFIX = "pipeline:"
 
@@ -29,13 +30,14 @@ class View:
     """Parts of its drivers that fail: the session, a feed, a table that it may not keep."""
 
     def summary(self) -> dict[str, Any]:
-        silent = sum(1 for instance in self.instances if instance["state"] == "silent")
+        states = [instance["state"] for instance in self.instances]
         lags = [table["lag_ms"] for table in self.tables]
         return {
             "pipeline": self.name,
             "file": self.file,
-            "running": len(self.instances) - silent,
-            "silent": silent,
+            "running": len(states) - states.count("silent") - states.count("parked"),
+            "silent": states.count("silent"),
+            "parked": states.count("parked"),
             "tables": [table["table"] for table in self.tables],
             "lag_ms": None if None in lags else max(lags, default=0),
             "dead_letters": self.dead_letters,
@@ -69,7 +71,7 @@ def read_view(opened: Stores) -> dict[str, View]:
         section, row = opened.config.pipeline.get(name), rows.get(name)
         view.file = section.file if section is not None else ""
         changed_ms = _changed_ms(view.file)
-        view.instances = [_instance(report, name, now_ms, changed_ms) for report in mine]
+        view.instances = [_instance(report, name, reports, now_ms, changed_ms) for report in mine]
         view.failing = [
             {"mark": mark, "state": str(derived.state), "reason": derived.mark.error}
             for mark, derived in sorted(marks.items())
@@ -150,15 +152,16 @@ def _changed_ms(file: str) -> int:
         return 0
 
 
-def _instance(report: Report, name: str, now_ms: int, changed_ms: int = 0) -> dict[str, Any]:
-    """older_than_file: it began before the file was last written, and does what the file said then."""
+def _instance(report: Report, name: str, reports: list[Report], now_ms: int, changed_ms: int = 0) -> dict[str, Any]:
+    """older_than_file: it began before the file was last written, and does what the file said then. `with`:
+    processes of other pipelines that the same driver runs."""
     facts = report.facts
     began_ms, silent_ms = facts.get("began_ms"), now_ms - report.at_ms
     resident = facts.get("memory")
     return {
         "process": report.process,
         "instance": report.process.removeprefix(PREFIX + name).removeprefix(":"),
-        "state": "silent" if silent_ms > MARK_BLIND_AFTER_MS else "running" if facts.get("spark") else "starting",
+        "state": "silent" if silent_ms > MARK_BLIND_AFTER_MS else _living(report, name),
         "pid": report.pid,
         "host": report.host,
         "older_than_file": isinstance(began_ms, int) and began_ms < changed_ms and report.host == this_process()[1],
@@ -167,7 +170,14 @@ def _instance(report: Report, name: str, now_ms: int, changed_ms: int = 0) -> di
         "master": facts.get("master", ""),
         "tables": len(_tables(report)),
         "resident_bytes": resident.get("resident", (0, 0))[0] if isinstance(resident, dict) else 0,
+        "with": beside(report, reports, now_ms),
     }
+
+
+def _living(report: Report, name: str) -> str:
+    if any(mark.parked for mark in report.marks if mark.name == PREFIX + name):
+        return "parked"
+    return "running" if report.facts.get("spark") else "starting"
 
 
 def _tables(report: Report) -> dict[str, dict[str, Any]]:
@@ -194,7 +204,10 @@ def instance_line(instance: dict[str, Any]) -> str:
     age = f"  age {instance['age_s']} s" if instance["age_s"] is not None else ""
     silent = f" for {instance['report_age_ms'] // 1000} s" if instance["state"] == "silent" else ""
     older = "  older than its file: end it with `tidemill pipeline restart`" if instance["older_than_file"] else ""
+    beside = f"  with {', '.join(instance['with'])}" if instance["with"] else ""
     return (
         f"{instance['process']}  {instance['state']}{silent}  pid {instance['pid']} on {instance['host']}{age}"
-        f"  tables={instance['tables']}  {instance['master']}"
-    ).rstrip() + older
+        f"  tables={instance['tables']}  {instance['master']}".rstrip()
+        + beside
+        + older
+    )

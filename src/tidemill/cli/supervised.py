@@ -67,7 +67,7 @@ def run_supervised(
             tasks.spawn(telling.run(), name="telling")
             stack.push_async_callback(_end, supervisor, telling)
             start(supervisor, fail)
-            telling.started = [child.mark for child in supervisor.children.values()]
+            telling.started = _marks(supervisor)
             await failed
 
     asyncio.run(run())
@@ -75,7 +75,11 @@ def run_supervised(
 
 async def _end(supervisor: Supervisor, telling: Telling) -> None:
     await supervisor.stop()
-    await telling.retire([child.mark for child in supervisor.children.values()])
+    await telling.retire(_marks(supervisor))
+
+
+def _marks(supervisor: Supervisor) -> list[str]:
+    return [mark for child in supervisor.children.values() for mark in child.marks]
 
 
 def _say(sentence: str) -> None:

@@ -60,6 +60,19 @@ def is_silent(report: Report, now_ms: int) -> bool:
     return now_ms - report.at_ms > MARK_BLIND_AFTER_MS
 
 
+def beside(report: Report, reports: Iterable[Report], now_ms: int) -> list[str]:
+    """The processes of other pipelines whose driver is this one's: one pid. One that went silent when this one did not
+    had an earlier process of that number."""
+    return sorted(
+        r.process
+        for r in reports
+        if (r.pid, r.host) == (report.pid, report.host)
+        and r.process != report.process
+        and pipeline_of(r.process)
+        and is_silent(r, now_ms) == is_silent(report, now_ms)
+    )
+
+
 def not_started(
     reports: Iterable[Report], pipelines: Collection[str], label: str, started: Collection[str], now_ms: int
 ) -> list[str]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tidemill.base.clock import Clock
-from tidemill.base.config import Config, ConsensusSection, ObjectsSection
+from tidemill.base.config import Config, ConsensusSection, ObjectsSection, drivers
 from tidemill.base.errors import Invalid
 from tidemill.node.instances import DRIVER_MODULE, instance_name, process_of
 from tidemill.node.supervise import ChildSpec, Supervisor
@@ -51,9 +51,9 @@ def start_all(
             ) from error
         name = "node" if number == 1 else f"node-{number}"
         command = [sys.executable, "-m", NODE_MODULE, str(path)]
-        supervisor.add(ChildSpec(name, command, mark=f"node:{numbered.node.name}", vital=True))
-    for name in config.pipeline:
-        start_drivers(config, name, supervisor)
+        supervisor.add(ChildSpec(name, command, marks=(f"node:{numbered.node.name}",), vital=True))
+    for names in together(config):
+        start_drivers(config, names, supervisor)
     return supervisor
 
 
@@ -62,11 +62,18 @@ def supervised_here(config: Config) -> list[str]:
     return [name for name, section in config.pipeline.items() if section.spark.instances]
 
 
-def start_drivers(config: Config, name: str, supervisor: Supervisor, label: str = "") -> None:
-    """As many identical drivers of a pipeline as the configuration says. `label` tells those of one machine from those
-    of another."""
-    for number in range(1, config.pipeline[name].spark.instances + 1):
-        supervisor.add(driver(config, name, instance_name(label, number)))
+def together(config: Config) -> list[list[str]]:
+    """The pipelines by the drivers that they run in, each alone that names none."""
+    shared = drivers(config)
+    alone = [[name] for name, section in config.pipeline.items() if not section.driver]
+    return [*alone, *shared.values()]
+
+
+def start_drivers(config: Config, names: Sequence[str], supervisor: Supervisor, label: str = "") -> None:
+    """As many identical drivers of these pipelines, which agree, as the configuration says. `label` tells those of one
+    machine from those of another."""
+    for number in range(1, config.pipeline[names[0]].spark.instances + 1):
+        supervisor.add(driver(config, names, instance_name(label, number)))
 
 
 def make_supervisor(
@@ -108,28 +115,37 @@ def next_port(address: str, by: int) -> str:
     return f"{host}:{int(port) + by}"
 
 
-def driver(config: Config, name: str, instance: str = "") -> ChildSpec:
-    """A pipeline's driver; `instance` tells it from identical ones, in its scratch directory, its log and its marks.
+def driver(config: Config, names: Sequence[str], instance: str = "") -> ChildSpec:
+    """A driver of one pipeline, or of several, which have a scratch directory each and one of their session's.
+    `instance` tells it from identical ones, in its directories, its log and its marks.
 
     The URLs and settings may hold passwords, so they travel in the environment: a command line is for all to see.
     """
-    section = config.pipeline[name]
-    own = f"{name}-{instance}" if instance else name
+    data = Path(config.node.data).absolute()
+    section = config.pipeline[names[0]]
     options = {
         "domains": str(config.metastore.domains),
-        "pipeline": section.file,
-        "name": name,
         "instance": instance,
         "master": section.spark.master or config.spark.master,
         "driver-memory": section.spark.driver_memory,
-        "scratch": str(Path(config.node.data).absolute() / "scratch" / own),
         "budget-ms": str(int(config.freshness.budget_s * 1000)),
     }
-    command = [sys.executable, "-m", DRIVER_MODULE]
-    command += [part for key, value in options.items() for part in (f"--{key}", value)]
+    files = tuple(config.pipeline[name].file for name in names)
+    flags = list(options.items())
+    for name, file in zip(names, files, strict=True):
+        flags += [("pipeline", file), ("name", name), ("scratch", str(data / "scratch" / _own(name, instance)))]
+    child = f"pipeline-{_own(names[0], instance)}"
+    if len(names) > 1:
+        flags.append(("session", str(data / "sessions" / _own(section.driver, instance))))
+        child = f"driver-{_own(section.driver, instance)}"
     environ = {
         OBJECTS_VARIABLE: config.objects_url,
         CONSENSUS_VARIABLE: config.consensus_url,
         CONF_VARIABLE: json.dumps(section.spark.conf),
     }
-    return ChildSpec(f"pipeline-{own}", command, environ, mark=process_of(name, instance), watch=(section.file,))
+    command = [sys.executable, "-m", DRIVER_MODULE, *(part for key, value in flags for part in (f"--{key}", value))]
+    return ChildSpec(child, command, environ, marks=tuple(process_of(name, instance) for name in names), watch=files)
+
+
+def _own(name: str, instance: str) -> str:
+    return f"{name}-{instance}" if instance else name

@@ -1,6 +1,6 @@
 """Supervision: one parent, a few child processes, restarts with back-off, no child outlives its parent.
 
-A child is a unit of failure: it ends alone. What it said last is told under its mark (`pipeline:NAME`, `node:NAME`)
+A child is a unit of failure: it ends alone. What it said last is told under its marks (`pipeline:NAME`, `node:NAME`)
 with an age that survives its restarts, until it has run steadily again. A child that exits with code 2 has said in
 one sentence what is wrong with its configuration: it is parked, and tried again when its file changes or after
 PARKED_PAUSE_S. Only a node that refuses its configuration before it ever ran ends everything: there is nothing yet.
@@ -43,13 +43,13 @@ log = structlog.get_logger()
 
 
 class ChildSpec(msgspec.Struct, frozen=True):
-    """`mark` names the unit; `watch`: files whose change is a reason to try a parked child again; `vital`: without it
-    nothing runs."""
+    """`marks` name the units that end with it; `watch`: files whose change is a reason to try a parked child again;
+    `vital`: without it nothing runs."""
 
     name: str
     command: Sequence[str]
     environ: Mapping[str, str] = {}
-    mark: str = ""
+    marks: tuple[str, ...] = ()
     watch: tuple[str, ...] = ()
     vital: bool = False
 
@@ -77,8 +77,8 @@ class Child:
         return self._process.pid if self._process and self._process.returncode is None else None
 
     @property
-    def mark(self) -> str:
-        return self.spec.mark or f"process:{self.spec.name}"
+    def marks(self) -> tuple[str, ...]:
+        return self.spec.marks or (f"process:{self.spec.name}",)
 
     def kill(self) -> bool:
         """SIGKILL, as a crash would; False when it is not running just now."""
@@ -111,11 +111,12 @@ class Child:
 
     # telling ----------------------------------------------------------------------------------------
     def _told(self, words: str, code: int) -> None:
-        """Under the mark every time; in the terminal and the log when it is news."""
+        """Under its marks every time; in the terminal and the log when it is news."""
         parked = code == EXIT_CONFIGURATION
         now_ms = self._clock.now_ms()
-        self._tracker.set(self.mark, 0, 1, now_ms=now_ms, budget_ms=BUDGET_MS)
-        self._tracker.fail(self.mark, words, now_ms=now_ms, parked=parked)
+        for mark in self.marks:
+            self._tracker.set(mark, 0, 1, now_ms=now_ms, budget_ms=BUDGET_MS)
+            self._tracker.fail(mark, words, now_ms=now_ms, parked=parked)
         if words != self._said:
             self._said = words
             log.warning("child ended", child=self.spec.name, code=code, parked=parked)
@@ -123,10 +124,11 @@ class Child:
 
     def _healed(self) -> None:
         self._steady = True
-        if self._tracker.failure(self.mark) is not None:
-            self._tracker.heal(self.mark)
-            self._tracker.remove(self.mark)
-            self._said = ""
+        for mark in self.marks:
+            if self._tracker.failure(mark) is not None:
+                self._tracker.heal(mark)
+                self._tracker.remove(mark)
+                self._said = ""
 
     def _last_words(self, code: int) -> str:
         """What this life said last, in a sentence; how it ended when it said nothing."""

@@ -1,4 +1,5 @@
-"""`python -m tidemill.spark.driver`: one pipeline in a process of its own, supervised by `tidemill up`.
+"""`python -m tidemill.spark.driver`: one pipeline in a process of its own, or several in one (together.py), supervised
+by `tidemill up`.
 
     open stores ─┬─ start the JVM (a thread) ──────────────────────────┐
                  └─ wait for each feed → open shards → hydrate mirrors ┴→ one streaming query a feed,
@@ -6,7 +7,7 @@
 Until a feed's query runs, the same sink brings its tables forward from here, so that rows appear (and go on
 after a crash) while the JVM still starts. The scratch directory holds mirrors, which are a cache, and Spark's
 checkpoint, which is made anew by every process (U5). Exit 0: stopped by SIGTERM or SIGINT, at a batch
-boundary. Exit 2: the pipeline or a URL is wrong, in one sentence. Anything else: restart me.
+boundary. Exit 2: the pipeline (where it is the only one) or a URL is wrong, in one sentence. Anything else: restart me.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import signal
 import sys
 import threading
 import traceback
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -38,21 +40,27 @@ EXIT_CONFIGURATION = 2
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tidemill.spark.driver", description="Run one pipeline until SIGTERM.")
+    parser = argparse.ArgumentParser(prog="tidemill.spark.driver", description="Run pipelines until SIGTERM.")
     for name, variable in (("objects", OBJECTS_VARIABLE), ("consensus", CONSENSUS_VARIABLE)):
         given = os.environ.get(variable, "")
         told = f"URL of {name}; without a password, else give it in {variable}"
         parser.add_argument(f"--{name}", default=given, required=not given, help=told)
     parser.add_argument("--domains", type=int, default=0, help="metastore.domains of the configuration")
-    parser.add_argument("--pipeline", required=True, type=Path, help="file with build(p)")
-    parser.add_argument("--name", required=True, help="name of the pipeline")
+    several = partial(parser.add_argument, action="append", required=True)
+    several("--pipeline", type=Path, help="file with build(p)")
+    several("--name", help="name of the pipeline")
     parser.add_argument("--master", default="local[*]", help="Spark master")
-    parser.add_argument("--scratch", required=True, type=Path, help="directory for mirrors and Spark's files")
+    several("--scratch", type=Path, help="directory for mirrors and Spark's files")
+    told = "for several pipelines, each with --pipeline, --name and --scratch: directory of the session that they share"
+    parser.add_argument("--session", type=Path, help=told)
     parser.add_argument("--instance", default="", help="tells identical drivers of one pipeline apart in the marks")
     parser.add_argument("--driver-memory", default="1g")
     parser.add_argument("--budget-ms", type=int, default=FRESHNESS_BUDGET_MS, help="freshness.budget_s in ms")
     parser.add_argument("--conf", action="append", default=[], metavar="KEY=VALUE", help="a Spark setting; repeatable")
     options = parser.parse_args(arguments)
+    count = len(options.name)
+    if {len(options.pipeline), len(options.scratch)} != {count} or (count > 1) != (options.session is not None):
+        parser.error("one --pipeline and --scratch for each --name; --session for several of them, and for those only")
     configure_logs()
     descriptors.raise_limit()
     # Pages that are given back between two steps and touched anew were a quarter of a driver's time. Arrow's own pool
@@ -65,22 +73,31 @@ def main(arguments: list[str] | None = None) -> int:
 
     from tidemill.spark.host import Settings
     from tidemill.spark.runner import Runner
+    from tidemill.spark.together import Together
 
     keep_pauses_short()
-    settings = Settings(
-        name=options.name,
-        file=options.pipeline,
-        urls=Urls(options.objects, options.consensus),
-        domains=options.domains,
-        master=options.master,
-        scratch=options.scratch.absolute(),
-        instance=options.instance,
-        driver_memory=options.driver_memory,
-        conf=_conf(options.conf),
-        budget_ms=options.budget_ms,
-    )
+    conf = _conf(options.conf)
+
+    def settings(name: str, file: Path, scratch: Path) -> Settings:
+        return Settings(
+            name=name,
+            file=file,
+            urls=Urls(options.objects, options.consensus),
+            domains=options.domains,
+            master=options.master,
+            scratch=scratch.absolute(),
+            instance=options.instance,
+            driver_memory=options.driver_memory,
+            conf=conf,
+            budget_ms=options.budget_ms,
+        )
+
+    pipelines = [settings(*each) for each in zip(options.name, options.pipeline, options.scratch, strict=True)]
     try:
-        Runner(settings, stopping).run()
+        if options.session is None:
+            Runner(pipelines[0], stopping).run()
+        else:
+            Together(pipelines, settings(options.session.name, Path(), options.session), stopping).run()
     except Invalid as error:
         print(str(error), file=sys.stderr, flush=True)
         return EXIT_CONFIGURATION

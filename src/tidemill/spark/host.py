@@ -52,6 +52,11 @@ class Settings(msgspec.Struct, frozen=True):
     domains: int = 0
     budget_ms: int = FRESHNESS_BUDGET_MS
 
+    @property
+    def process(self) -> str:
+        """Under which the pipeline reports."""
+        return ":".join(part for part in ("pipeline", self.name, self.instance) if part)
+
 
 class Host:
     """`stores` is set before any part starts; `spark` once the JVM is up, with `session_ready` after it."""

@@ -13,11 +13,12 @@ def build(p: Pipeline) -> None:
 
 from __future__ import annotations
 
-import runpy
+import sys
 import traceback
 from collections.abc import Callable
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -207,7 +208,7 @@ def load_pipeline(path: Path, name: str) -> Pipeline:
         raise Invalid(f"no such pipeline file: file={path}.", fix="Correct pipeline.<name>.file.")
     pipeline = Pipeline(name)
     try:
-        build = runpy.run_path(str(path), run_name=f"tidemill_pipeline_{name}").get("build")
+        build = _executed(path, f"tidemill_pipeline_{name}").get("build")
         if callable(build):
             build(pipeline)
     except Invalid:
@@ -225,6 +226,19 @@ def load_pipeline(path: Path, name: str) -> Pipeline:
         raise Invalid(f"pipeline file has no build: file={path}.", fix="Define build(p: Pipeline).")
     pipeline.check()
     return pipeline
+
+
+def _executed(path: Path, name: str) -> dict[str, Any]:
+    """As runpy.run_path does, which may run in one thread of a process only. The module is known by its name while it
+    runs, and not longer: what it defines travels to executors by value."""
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    sys.modules[name] = module
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+    finally:
+        sys.modules.pop(name, None)
+    return module.__dict__
 
 
 def _line_in(path: Path, error: BaseException) -> int:

@@ -70,9 +70,7 @@ class Reporter:
         self._runner = runner
         self._tracker = runner.tracker
         self._board = Board(runner.stores.consensus, runner.stores.rand)
-        self._process = f"pipeline:{runner.settings.name}" + (
-            f":{runner.settings.instance}" if runner.settings.instance else ""
-        )
+        self._process = runner.settings.process
         self._began_ms = runner.stores.clock.now_ms()
         self._rest = Rest(REST_S)
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 
@@ -28,15 +28,13 @@ from tidemill.spark.derived import Derivation
 from tidemill.spark.executors import keep_work_going
 from tidemill.spark.feeding import Feed, SessionLost
 from tidemill.spark.host import Host, Settings, own_directory
+from tidemill.spark.opening import Opening, wait_for_jvm
 from tidemill.spark.pipeline import DerivedTable, Pipeline, load_pipeline
 from tidemill.spark.reporting import Reporter
 from tidemill.spark.scratch import sweep
-from tidemill.spark.session import LOCAL_DIRECTORY, is_local
+from tidemill.spark.session import is_local
 from tidemill.spark.stores import IN_ENVIRONMENT, open_stores
 from tidemill.spark.table import TableWriter
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 STOP_TIMEOUT_S = 4.0
 SESSION_THREAD = "session"
@@ -51,7 +49,8 @@ log = structlog.get_logger()
 class Runner(Host):
     """`run` blocks until `stopping` is set, by itself too when the process is of no use any more, and raises why."""
 
-    def __init__(self, settings: Settings, stopping: threading.Event, spark: SparkSession | None = None) -> None:
+    def __init__(self, settings: Settings, stopping: threading.Event, opening: Opening | None = None) -> None:
+        """`opening` of a session that is not this pipeline's to stop."""
         pipeline = load_pipeline(settings.file, settings.name)
         row = PipelineRow(settings.name, pipeline.fed_by(), pipeline.dead_letters, pipeline.inputs())
         super().__init__(settings, Claims(row))
@@ -59,17 +58,20 @@ class Runner(Host):
         self.feeds: list[Feed] = []
         self.derivations: dict[str, Derivation] = {}
         self.dead_letters: DeadLetters
-        self.spark = spark
-        self._own_spark = spark is None
+        self._opening = opening or Opening(settings)
+        self._own_session = opening is None
         self._stopping = stopping
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
         self._proving: Future[None] | None = None
 
     def run(self) -> None:
-        with own_directory(self.settings.scratch):
-            sweep(self.settings.scratch, {*self.pipeline.tables, *self.pipeline.derived_tables})
-            self._run()
+        try:
+            with own_directory(self.settings.scratch):
+                sweep(self.settings.scratch, {*self.pipeline.tables, *self.pipeline.derived_tables})
+                self._run()
+        finally:
+            self.portal.close()  # of a run that did not begin
 
     def _run(self) -> None:
         self.stores = self.portal.call(open_stores(self.settings.urls, domains=self.settings.domains))
@@ -82,6 +84,11 @@ class Runner(Host):
         if self._failure is not None:
             raise self._failure
 
+    @property
+    def rests(self) -> bool:
+        """After its end: is none of its threads left, which might write into its directory?"""
+        return not any(thread.is_alive() for thread in self._threads if thread.name != SESSION_THREAD)
+
     # start and stop ---------------------------------------------------------------------------------
     def _start(self) -> None:
         self.dead_letters = DeadLetters(self.portal, self._dead_letter_shard, self.stores.rand)
@@ -92,14 +99,14 @@ class Runner(Host):
         proving = keep("objects", self.stores.objects.keep_proving, tracker=self.tracker, clock=self.stores.clock)
         self._proving = asyncio.run_coroutine_threadsafe(proving, self.portal.loop)
         self._unit("catalogue", self._register)
-        self._unit(SESSION_THREAD, self._open_session, mark="spark")
-        if self._own_spark and not is_local(self.settings.master):
+        self._thread(SESSION_THREAD, self._live_session)
+        if not is_local(self.settings.master):
             self._unit("executors", partial(keep_work_going, self))
         for feed in self.feeds:
             self._thread(f"feed-{feed.source}", feed.run)
         for table in self.pipeline.derived_tables.values():
             body = partial(self._run_derived, table)
-            self._unit(f"derived-{table.name}", body, mark_name=f"shard:{table.name}")
+            self._unit(f"derived-{table.name}", body, mark=f"shard:{table.name}")
         self._thread("report", reporter.run)
 
     def _stop(self) -> None:
@@ -132,20 +139,20 @@ class Runner(Host):
         for name, derivation in self.derivations.items():
             if derivation.writer is not None and f"derived-{name}" not in alive:
                 _quietly(derivation.writer.save)
-        _bounded([feed.query.stop for feed in rested if feed.query is not None], clock, STOP_TIMEOUT_S)
+        bounded([feed.query.stop for feed in rested if feed.query is not None], clock, STOP_TIMEOUT_S)
         if self._proving is not None:
             self._proving.cancel()
-        if self.spark is not None and self._own_spark:
-            _bounded([self.spark.stop], clock, STOP_TIMEOUT_S)
+        if self._own_session:
+            bounded([self._opening.stop], clock, STOP_TIMEOUT_S)
         _quietly(lambda: self.portal.call(self.stores.aclose(), STOP_TIMEOUT_S))
         self.portal.close()
 
-    def _unit(self, name: str, body: Callable[[], None], *, mark: str = "", mark_name: str = "") -> None:
+    def _unit(self, name: str, body: Callable[[], None], *, mark: str = "") -> None:
         """A thread whose body is tried again until it returns; its failures are told under the mark."""
-        told = mark_name or f"pipeline:{self.settings.name}:{mark or name}"
-        self._thread(
-            name, lambda: keep_thread(told, body, tracker=self.tracker, clock=self.stores.clock, ending=self.ending)
-        )
+        self._thread(name, partial(self._tried, mark or f"pipeline:{self.settings.name}:{name}", body))
+
+    def _tried(self, mark: str, body: Callable[[], None]) -> None:
+        keep_thread(mark, body, tracker=self.tracker, clock=self.stores.clock, ending=self.ending)
 
     def _thread(self, name: str, body: Callable[[], None]) -> None:
         """What leaves the body makes the process of no use: it ends, and is started anew."""
@@ -201,27 +208,20 @@ class Runner(Host):
         """Raises Invalid when a shard of that name is none of dead letters."""
         return self.portal.call(self.stores.shard(self.pipeline.dead_letters, DEAD_LETTERS))
 
+    def _live_session(self) -> None:
+        """Raises SessionLost when the JVM is gone, which derived tables alone would see at their next input."""
+        self._tried(f"pipeline:{self.settings.name}:spark", self._open_session)
+        if self.session_ready.is_set() and wait_for_jvm():
+            raise SessionLost("Spark's JVM is gone.")
+
     def _open_session(self) -> None:
-        from tidemill.spark.session import build_session
-        from tidemill.spark.shipping import ship, tell
         from tidemill.spark.source import register
 
-        settings = self.settings
-        if self._own_spark:
-            self.spark = build_session(
-                f"tidemill-{settings.name}",
-                settings.master,
-                scratch=settings.scratch,
-                driver_memory=settings.driver_memory,
-                extra=settings.conf,
-            )
-            self.spark.sparkContext.setLogLevel("WARN")
-            self.spark_local = settings.scratch / LOCAL_DIRECTORY
+        if self.spark is None:
+            self.spark = self._opening.session()
+            self.spark_local = self._opening.local
         spark = self.spark
-        assert spark is not None
-        tell(spark.sparkContext, settings.urls)
-        if not is_local(spark.sparkContext.master):
-            ship(spark.sparkContext, settings.scratch / "archive")
+        self._opening.make_work()
         register(spark)
         self.session_ready.set()
         log.info("session is ready", spark=spark.version, master=spark.sparkContext.master)
@@ -245,7 +245,7 @@ class Runner(Host):
             self._end(f"derived-{table.name}", SessionLost(f"Spark's session is gone: error={sentence(error)}."))
 
 
-def _bounded(calls: Sequence[Callable[[], Any]], clock: Clock, timeout_s: float) -> None:
+def bounded(calls: Sequence[Callable[[], Any]], clock: Clock, timeout_s: float) -> None:
     """Call all at once, but wait for their end no longer than this."""
     threads = [threading.Thread(target=_quietly, args=(call,), daemon=True) for call in calls]
     for thread in threads:

@@ -1,0 +1,97 @@
+"""What a shared driver says for a pipeline of it that does not run just now.
+
+    pipeline:NAME     fails with what its last try ended with
+    shard:TABLE       of those that it had: fails too, held by the pipeline
+
+It is the pipeline's own report, with the shared pid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import structlog
+
+from tidemill.base.clock import Clock, Rand, SystemClock
+from tidemill.base.errors import Invalid, TidemillError
+from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
+from tidemill.base.marks import Report, Tracker, this_process
+from tidemill.base.memory import resident_bytes
+from tidemill.base.tasks import parks, sentence
+from tidemill.consensus.api import Consensus
+from tidemill.consensus.board import Board
+from tidemill.consensus.open import open_consensus
+from tidemill.spark.host import Settings
+
+OPEN_TIMEOUT_S = 3.0
+NOT_RUNNING = "its pipeline does not run"
+
+log = structlog.get_logger()
+
+
+async def tell(settings: Settings, fault: BaseException, began_ms: int, over: Callable[[], bool]) -> None:
+    """Until `over`, asked once a second; while consensus is away nobody is told. `began_ms`: of the process.
+
+    Raises Invalid: the URL of consensus is wrong.
+    """
+    clock, rand = SystemClock(), Rand()
+    facts = {"began_ms": began_ms, "master": settings.master, "memory": {"resident": (resident_bytes(), 0)}}
+    while not over():
+        consensus: Consensus | None = None
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                consensus = await open_consensus(settings.urls.consensus, clock, rand)
+        except (TidemillError, TimeoutError) as error:
+            if parks(error):
+                raise
+            log.warning("marks not published", unit=f"pipeline:{settings.name}", error=sentence(error))
+            await asyncio.sleep(MARK_PUBLISH_INTERVAL_S)
+            continue
+        try:
+            await _publish(Board(consensus, rand), settings, fault, clock, facts, over)
+        except TidemillError as error:
+            log.warning("marks not published", unit=f"pipeline:{settings.name}", error=sentence(error))
+            await asyncio.sleep(MARK_PUBLISH_INTERVAL_S)
+        finally:
+            await consensus.aclose()
+
+
+async def _publish(
+    board: Board,
+    settings: Settings,
+    fault: BaseException,
+    clock: Clock,
+    facts: Mapping[str, object],
+    over: Callable[[], bool],
+) -> None:
+    last = next((report for report in await board.reports() if report.process == settings.process), None)
+    if last is not None and _lives_elsewhere(last):
+        raise Invalid(f"another process reports under this name: process={settings.process} pid={last.pid}.")
+    tracker = _tracker(last, settings, fault, clock.now_ms())
+    while not over():
+        await board.publish(tracker.report(settings.process, clock.now_ms(), facts))
+        await asyncio.sleep(MARK_PUBLISH_INTERVAL_S)
+
+
+def _lives_elsewhere(report: Report) -> bool:
+    """Is it the report of another driver of this machine? It has the pipeline's directory, and speaks for itself."""
+    pid, host = this_process()
+    return report.host == host and report.pid not in (pid, 0) and Path(f"/proc/{report.pid}").exists()
+
+
+def _tracker(last: Report | None, settings: Settings, fault: BaseException, now_ms: int) -> Tracker:
+    """From what the pipeline said last, whichever process said it: its tables stand where they stood (M5)."""
+    tracker, mine = Tracker(settings.budget_ms), f"pipeline:{settings.name}"
+    marks = {mark.name: mark for mark in last.marks} if last is not None else {}
+    if last is not None:
+        tracker.adopt(last)
+    for name, mark in marks.items():
+        if name == mine or name.startswith("shard:"):
+            tracker.set(name, mark.position, mark.target, now_ms=now_ms, unit=mark.unit, upstream=mark.upstream)
+    tracker.fail(mine, sentence(fault), now_ms=now_ms, parked=parks(fault))
+    for name in marks:
+        if name.startswith("shard:"):
+            tracker.fail(name, NOT_RUNNING, now_ms=now_ms, parked=parks(fault), held_by=mine)
+    return tracker
