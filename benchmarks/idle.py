@@ -1,13 +1,15 @@
 """Idle: what a driver costs that has nothing to do, and how long the first batch takes after that.
 
-    ./dev bench idle [--lanes shop,1,20,20/5] [--seconds S] [--threads N] [--json]
+    ./dev bench idle [--lanes shop,1,20,20/5,apart,together] [--seconds S] [--threads N] [--json]
 
 Method: a lane is brought to its newest time and left alone for `--settle` seconds; then the processor time of every
 process is read from /proc over `--seconds`, in per cent of one core, and how often its threads left the processor by
 themselves, which is how often they woke up. `shop` is the demo: node, Postgres, driver, JVM, all its tables, after a
 load of `--load` seconds. `20` is a driver of twenty tables that one stream topic feeds, `20/5` of twenty that five
-feed; there the sequencer runs in this process. Then batches of 1,000 records are bound one after another: the first
-after the pause beside the median of the next. Rows are compared with a replay after that (`shop`: not).
+feed; there the sequencer runs in this process. `apart` is two pipelines of one table in a driver each, `together` the
+same two in one. Memory is proportional, of which a page that n processes map is an n-th in each, after the pause. Then
+batches of 1,000 records are bound one after another: the first after the pause beside the median of the next (a table
+count alone: not the others). Rows are compared with a replay after that (`shop`: not).
 `--threads N` names the N threads that used most.
 """
 
@@ -18,23 +20,31 @@ import asyncio
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from harbour import harbour, machine, percentile
 from threads import Threads, Used
+from tidemill.base.config import parse
+from tidemill.node.processes import driver as driver_of
+from tidemill.node.processes import together
 from tidemill.spark.stores import Urls, open_stores
 from upsert import DEADLINE_S, Lane
+from upsert_load import KEY, SCHEMA, Load
 from upsert_tree import Tree
 
 BATCH_RECORDS = 1_000
 WARM_BATCHES = 9
+PAIRS = ("apart", "together")
 KEYS = 20_000
 
 PIPELINE = """
@@ -46,10 +56,10 @@ def build(p):
 """
 
 
-def measured(roots: dict[str, int], sequencer: int, args: argparse.Namespace) -> dict[str, Any]:
+def measured(roots: Sequence[tuple[str, int]], sequencer: int, args: argparse.Namespace) -> dict[str, Any]:
     """Per cent of a core and wake-ups a second, by process; `driver` and `jvm` are what the target is about."""
     kinds = {os.getpid(): "sequencer"} if sequencer else {}
-    for name, root in roots.items():
+    for name, root in roots:
         kinds |= {pid: name if kind == "driver" else kind for pid, kind in Tree(root).kinds().items()}
     threads = Threads(kinds)
     began_s = time.monotonic()
@@ -67,7 +77,12 @@ def measured(roots: dict[str, int], sequencer: int, args: argparse.Namespace) ->
         wakes[process.kind] += sum(one.wakes for one in mine) / passed_s
         busiest += mine
     busiest.sort(key=lambda one: -one.cpu_s)
+    mib: Counter[str] = Counter()
+    for pid, kind in kinds.items():
+        if pid != os.getpid():
+            mib[kind] += proportional_mib(pid)
     return {
+        "mib": dict(mib),
         "percent_of_a_core": {kind: round(value, 2) for kind, value in percent.items()},
         "wakes_per_s": {kind: round(value, 1) for kind, value in wakes.items()},
         "driver_and_jvm_percent": round(percent["driver"] + percent["jvm"], 2),
@@ -76,6 +91,15 @@ def measured(roots: dict[str, int], sequencer: int, args: argparse.Namespace) ->
             for o in busiest[: args.threads]
         ],
     }
+
+
+def proportional_mib(pid: int) -> int:
+    """0 of a process that ended, or is another user's."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) >> 10 for line in lines if line.startswith("Pss:")), 0)
 
 
 async def small(lane: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -94,7 +118,7 @@ async def small(lane: str, args: argparse.Namespace) -> dict[str, Any]:
         try:
             await asyncio.sleep(args.settle)
             sequencer = next(t for t in threading.enumerate() if t.name == "tidemill-sequencer").native_id or 0
-            found = await asyncio.to_thread(measured, {"driver": driver.pid}, sequencer, args)
+            found = await asyncio.to_thread(measured, [("driver", driver.pid)], sequencer, args)
             first_s = await driver.batch(BATCH_RECORDS)
             warm_s = [await driver.batch(BATCH_RECORDS) for _ in range(WARM_BATCHES)]
             found["first_ms"], found["warm_ms"] = round(first_s * 1e3, 1), round(percentile(warm_s, 0.5) * 1e3, 1)
@@ -103,6 +127,58 @@ async def small(lane: str, args: argparse.Namespace) -> dict[str, Any]:
             await driver.stop()
         await stores.aclose()
     return found
+
+
+async def pair(lane: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Two pipelines of one table, each of its own topic, as `up` starts their drivers."""
+    with tempfile.TemporaryDirectory(prefix="idle-") as directory:
+        root = Path(directory)
+        stores = await open_stores(Urls(f"file://{root}/objects", f"sqlite://{root}/consensus.db"))
+        loads = [Load(stores, name, 4, KEYS) for name in ("one", "two")]
+        pipelines: dict[str, Any] = {}
+        for each in loads:
+            await each.open()
+            file = root / f"{each.name}.py"
+            text = PIPELINE.replace("{tables}", "1").replace("{topics}", "1")
+            file.write_text(text.format(name=each.name, key=KEY, schema=SCHEMA))
+            driver = "small" if lane == "together" else ""
+            pipelines[each.name] = {"file": str(file), "driver": driver, "spark": {"master": args.master}}
+        urls = {"objects": {"url": stores.urls.objects}, "consensus": {"url": stores.urls.consensus}}
+        config = parse({"node": {"data": str(root)}, "pipeline": pipelines, **urls}, origin="")
+        found = [driver_of(config, names) for names in together(config)]
+        logs = [root / f"{spec.name}.log" for spec in found]
+        processes = []
+        for spec, path in zip(found, logs, strict=True):
+            with path.open("wb") as log:
+                environ = {**os.environ, **spec.environ}
+                processes.append(subprocess.Popen(spec.command, env=environ, stdout=log, stderr=log))
+        try:
+            until_s = time.monotonic() + DEADLINE_S
+            while sum(path.read_text().count("query runs") for path in logs) < len(loads):
+                if time.monotonic() > until_s:
+                    raise SystemExit(f"the drivers did not start: {[path.read_text()[-1000:] for path in logs]}")
+                for each in loads:
+                    await each.produce(np.arange(BATCH_RECORDS), BATCH_RECORDS)
+                    await each.bind()
+                await asyncio.sleep(1)
+            await asyncio.sleep(args.settle)
+            sequencer = next(t for t in threading.enumerate() if t.name == "tidemill-sequencer").native_id or 0
+            roots = [("driver", process.pid) for process in processes]
+            out = await asyncio.to_thread(measured, roots, sequencer, args)
+            out["verified"] = 0
+            for each in loads:
+                shard = await stores.shard(each.name)
+                _, upper = await shard.frontiers()
+                out["verified"] += each.verify(await shard.snapshot(upper - 1))
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                await asyncio.to_thread(process.wait)
+            for each in loads:
+                await each.aclose()
+            await stores.aclose()
+    return out
 
 
 @contextlib.asynccontextmanager
@@ -133,20 +209,21 @@ async def shop(args: argparse.Namespace) -> dict[str, Any]:
         return await asyncio.to_thread(measured, _children(), 0, args)
 
 
-def _children() -> dict[str, int]:
+def _children() -> list[tuple[str, int]]:
     """`driver`, `node` and `postgres` of a shop that this process started."""
     known = {"tidemill.spark.driver": "driver", "tidemill.cli.serve": "node", "postgres": "postgres"}
-    found = {}
+    found = []
     for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
         words = Path(f"/proc/{pid}/cmdline").read_text()
-        found.update({name: int(pid) for mark, name in known.items() if mark in words})
+        found += [(name, int(pid)) for mark, name in known.items() if mark in words]
     return found
 
 
 async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     out = []
     for lane in args.lanes.split(","):
-        found = {"lane": lane} | (await shop(args) if lane == "shop" else await small(lane, args))
+        run_lane = shop(args) if lane == "shop" else pair(lane, args) if lane in PAIRS else small(lane, args)
+        found = {"lane": lane} | await run_lane
         out.append(found)
         if not args.json:
             tell(found)
@@ -154,11 +231,14 @@ async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def tell(found: dict[str, Any]) -> None:
-    print(f"{found['lane']:6} driver and JVM together {found['driver_and_jvm_percent']:.2f} % of a core")
+    print(f"{found['lane']:8} driver and JVM together {found['driver_and_jvm_percent']:.2f} % of a core")
     print(f"       % of a core {found['percent_of_a_core']}")
+    print(f"       proportional MiB {found['mib']}, together {sum(found['mib'].values()):,}")
     print(f"       wake-ups a second {found['wakes_per_s']}")
     if "first_ms" in found:
-        print(f"       first batch {found['first_ms']} ms, warm {found['warm_ms']} ms; verified {found['verified']:,}")
+        print(f"       first batch {found['first_ms']} ms, warm {found['warm_ms']} ms")
+    if "verified" in found:
+        print(f"       verified {found['verified']:,}")
     for one in found["threads"]:
         print(f"       {one['percent']:6.2f} % {one['wakes_per_s']:8.1f}/s  {one['who']}", flush=True)
 
@@ -175,8 +255,8 @@ def main() -> None:
     args = parser.parse_args()
     for lane in args.lanes.split(","):
         tables, slash, topics = lane.partition("/")
-        if lane != "shop" and not (tables.isdecimal() and int(tables) > 0 and (topics or not slash)):
-            parser.error(f"--lanes knows shop, TABLES and TABLES/TOPICS, not {lane!r}")
+        if lane not in ("shop", *PAIRS) and not (tables.isdecimal() and int(tables) > 0 and (topics or not slash)):
+            parser.error(f"--lanes knows shop, apart, together, TABLES and TABLES/TOPICS, not {lane!r}")
     if not args.json:
         print(f"idle   {machine()}   over {args.seconds:g} s", flush=True)
     found = asyncio.run(run(args))
