@@ -9,8 +9,11 @@ from contextlib import AsyncExitStack
 import psycopg
 import pytest
 from capture_world import World, until
+from msgspec.structs import replace
 
 from tidemill.capture import setup
+from tidemill.capture.prepare import begin_anew
+from tidemill.capture.wire.connection import Wire
 from tidemill.metastore.catalogue import CaptureRow
 
 pytestmark = pytest.mark.postgres
@@ -73,5 +76,47 @@ def test_a_slot_that_cannot_be_decoded_is_made_again(
                 await world.caught_up()
                 folded = await world.folded("a")
                 assert {row["id"]: row["v"] for row in folded.values()} == {7: 70, 8: 80, 9: 90}
+
+    asyncio.run(main())
+
+
+def test_a_capture_that_was_confirmed_does_not_start_over_by_itself_for_a_table_that_was_copied_just_now(
+    postgres_dsn: str,
+) -> None:
+    async def main() -> None:
+        async with World(postgres_dsn) as world:
+            await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
+            async with world.capture(tables=("public.a",)):
+                table = await world.catalogue.table(world.name, "public.a")
+                assert table is not None and table.snapshot is not None
+                copied = table.snapshot
+                config, wire = world.config(tables=("public.a",)), await Wire.connect(world.dsn, purpose="test")
+
+                async def confirmed() -> bool:
+                    await world.sql("INSERT INTO a SELECT coalesce(max(id), 0) + 1 FROM a")
+                    slot = await setup.slot_state(wire, config.slot)
+                    return slot is not None and slot.confirmed_lsn > copied.lsn
+
+                await until(confirmed, "the slot is confirmed beyond the copy")
+                young = replace(table, table="public.b", snapshot=replace(copied, lsn=1 << 62))
+                await begin_anew(wire, config, [table, young])
+                await wire.aclose()
+                assert await world.select(f"SELECT FROM pg_publication WHERE pubname = '{config.publication}'")
+
+    asyncio.run(main())
+
+
+def test_a_frozen_row_of_two_thousand_million_transactions_ago_is_not_young(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with await psycopg.AsyncConnection.connect(postgres_dsn) as connection:
+            found = await connection.execute("SELECT pg_snapshot_xmax(pg_current_snapshot())::text")
+            (began,) = await found.fetchone() or ("",)
+            young = {}
+            for ago in (-1, 0, 1, 1000, (1 << 31) - 10, (1 << 31) + 10, (1 << 32) - 1000):
+                xid = (int(began) - ago) % (1 << 32)
+                condition = setup.since(f"'{xid}'::xid", began)
+                asked = await connection.execute(f"SELECT {condition}")  # type: ignore[call-overload]
+                young[ago] = (await asked.fetchone() or (None,))[0]
+            assert [ago for ago, is_young in young.items() if is_young] == [0]
 
     asyncio.run(main())

@@ -99,13 +99,14 @@ async def prepare(
 
 
 async def begin_anew(wire: Wire, config: CaptureConfig, rows: Iterable[CaptureTableRow]) -> None:
-    """The slot cannot be decoded. Where nothing of it was confirmed, what was copied is all there is: the publication
-    is dropped, so that the next session makes both anew and copies again. Later it is the operator's to decide.
+    """The slot cannot be decoded. Where nothing of it was confirmed since the first copy, what was copied is all there
+    is: the publication is dropped, so that the next session makes both anew and copies again. Later it is the
+    operator's to decide: a table that was copied just now beside the stream is younger than what is confirmed.
 
     Raises Unavailable when all begins anew."""
     slot = await slot_state(wire, config.slot)
     copied = [row.snapshot.lsn for row in rows if row.snapshot is not None]
-    if slot is not None and copied and slot.confirmed_lsn > max(copied):
+    if slot is not None and copied and slot.confirmed_lsn > min(copied):
         return
     log.warning("the slot cannot be decoded, all tables start over", capture=config.name)
     await wire.query(f"DROP PUBLICATION IF EXISTS {identifier(config.publication)}")

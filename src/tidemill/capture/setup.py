@@ -185,13 +185,19 @@ async def create_slot(wire: Wire, config: CaptureConfig) -> SlotState:
 async def _changed_since(wire: Wire, xid: str) -> list[str]:
     """A few of the relations of this database that a transaction not older than `xid` made, rewrote or altered. What
     is temporary is in no WAL."""
-    newer = f"<= age('{xid}'::xid8::xid)"
+    newer = since("xmin", xid)
     rows = await wire.query(
         "SELECT oid::regclass::text FROM pg_class c WHERE relpersistence <> 't' AND relkind IN ('r', 'p', 'm', 't')"
-        f" AND (age(xmin) {newer} OR EXISTS (SELECT FROM pg_attribute WHERE attrelid = c.oid AND age(xmin) {newer}))"
+        f" AND ({newer} OR EXISTS (SELECT FROM pg_attribute WHERE attrelid = c.oid AND {newer}))"
         " ORDER BY 1 LIMIT 5"
     )
     return [name or "" for (name,) in rows]
+
+
+def since(column: str, xid: str) -> str:
+    """The condition that the transaction id in a column is not older than `xid`. A frozen row keeps the id it was
+    written with, and one of more than 2^31 transactions ago has a negative age."""
+    return f"age({column}) BETWEEN 0 AND age('{xid}'::xid8::xid)"
 
 
 async def heartbeat(wire: Wire) -> None:
