@@ -103,3 +103,15 @@ def test_a_driver_that_dies_again_and_again_is_told_by_who_restarts_it() -> None
     found = verdict(derive_all([driver, parent], NOW_MS), "shard:t")
     assert (found.exit_code, found.worst.mark.reason) == (2, "")
     assert found.worst.mark.name.startswith("pipeline:s")
+
+
+def test_a_table_that_its_pipeline_may_not_keep_is_told_by_that_where_nobody_keeps_it() -> None:
+    """Not by the topic of its name, which is well."""
+    refused = Mark("pipeline:p:table/clicks", 0, 1, "operator", error="fed by another", failing_since_ms=1, parked=True)
+    waits = Mark("shard:by_page", 3, 4, "shard:clicks", since_ms=0, upstream="shard:clicks")
+    marks = derive_all([Report("pipeline:p", NOW_MS, (refused, Mark("topic:clicks", 9, 9), waits))], NOW_MS)
+    for name in ("clicks", "by_page"):
+        found = verdict(marks, table_mark(marks, name))
+        assert (found.exit_code, found.worst.mark.name, found.root) == (2, "pipeline:p:table/clicks", "operator")
+    kept = derive_all([Report("pipeline:q", NOW_MS, (refused, Mark("shard:clicks", 9, 9)))], NOW_MS)
+    assert verdict(kept, table_mark(kept, "clicks")).exit_code == 0, "who keeps it tells how it is"

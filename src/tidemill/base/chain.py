@@ -17,7 +17,11 @@ import msgspec
 
 from tidemill.base.marks import OWN, PROCESS, Derived, State, trouble
 
+SHARD = "shard:"
 TABLE = "table:"
+PIPELINE = "pipeline:"
+REFUSED = ":table/"
+"""In the mark of a table that a pipeline may not keep, between the pipeline's and the table's name."""
 
 EXIT_BY_STATE = {State.STUCK: 2, State.BLIND: 2, State.WAITING: 1}
 """0 fresh, 1 lagging, 2 stuck: of `why`, `status` and `/freshz`."""
@@ -75,10 +79,19 @@ def walk(marks: Mapping[str, Derived], name: str) -> Iterator[Derived]:
 
 
 def _stands_for(marks: Mapping[str, Derived], name: str) -> str:
-    """A captured table that flows has no mark of its own: it is where its capture's topics are."""
-    if name in marks or not name.startswith(TABLE):
+    """A captured table that flows has no mark of its own: it is where its capture's topics are. A table that nobody
+    keeps, for its pipeline may not, is told by that pipeline."""
+    if name in marks:
+        return name
+    if name.startswith(SHARD):
+        return _refusal(marks, name.removeprefix(SHARD)) or name
+    if not name.startswith(TABLE):
         return name
     return f"capture:{name.removeprefix(TABLE).partition('/')[0]}/topics"
+
+
+def _refusal(marks: Mapping[str, Derived], table: str) -> str:
+    return min((m for m in marks if m.startswith(PIPELINE) and m.endswith(REFUSED + table)), default="")
 
 
 def _root(marks: Mapping[str, Derived], worst: Derived) -> str:
@@ -90,6 +103,7 @@ def _root(marks: Mapping[str, Derived], worst: Derived) -> str:
         holder = here.mark.held_by
         if not holder:
             return here.mark.name
+        holder = _stands_for(marks, holder)
         if holder not in marks:
             return holder
         here = marks[holder]
@@ -98,7 +112,8 @@ def _root(marks: Mapping[str, Derived], worst: Derived) -> str:
 
 def table_mark(marks: Mapping[str, Derived], name: str) -> str:
     """The mark that `name` means: a mark's own name, a table, a topic, a capture, a pipeline. Raises KeyError."""
-    for candidate in (name, *(f"{kind}:{name}" for kind in ("shard", "table", "topic", "capture", "pipeline"))):
+    kinds = (f"{kind}:{name}" for kind in ("table", "topic", "capture", "pipeline"))
+    for candidate in (name, SHARD + name, _refusal(marks, name), *kinds):
         if candidate in marks:
             return candidate
     # A captured table that does not flow, by its own name: whichever capture has it.

@@ -13,6 +13,7 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
+from tidemill.base.chain import REFUSED
 from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.marks import Tracker
@@ -116,7 +117,7 @@ class Host:
 
     def refusal(self, table: str) -> str:
         """The mark of a table that this pipeline may not keep: the shard's own is told by who keeps it."""
-        return f"pipeline:{self.settings.name}:table/{table}"
+        return f"pipeline:{self.settings.name}{REFUSED}{table}"
 
     def mirror_dir(self, name: str) -> Path:
         return self.settings.scratch / "mirrors" / name
