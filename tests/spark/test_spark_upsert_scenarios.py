@@ -7,10 +7,15 @@ import pyarrow as pa
 import pytest
 from upsert_world import SCHEMA, ModelShard, Writer, commands, oracle, updates
 
+from tidemill.base.errors import Corrupt, Invalid
+from tidemill.shards.consolidate import contents
 from tidemill.shards.front import Column, ShardSchema
-from tidemill.spark.upsert.commands import Commands, Truncate, command_schema
+from tidemill.shards.schema import contents_schema
+from tidemill.spark.upsert.commands import Commands, Truncate, command_schema, no_commands
+from tidemill.spark.upsert.contents import distinct
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.operator import Fault, Upsert
+from tidemill.spark.upsert.resolve import resolve
 
 
 def fed(*rows: tuple[int, int, int, int]) -> pa.Table:
@@ -208,6 +213,30 @@ def test_truncate_deletes_all_live_keys_at_its_place_in_the_order() -> None:
     assert found == [(1, 1, 1, -1), (2, 2, 1, -1), (2, 9, 1, 1), (4, 4, 2, 1)]
     everything = [(1, 1, 0, 0), (2, 2, 0, 1), *sets]
     assert all(shard.contents(t) == oracle(everything, t, cut) for t in range(3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits"),
+    [
+        ("float64", [0, -(2**63), 0x7FF8 << 48, (0x7FF8 << 48) + 1]),
+        ("timestamp", [2**63 - 1, -(2**63) + 1, 0]),
+        ("date", [2**31 - 1, -(2**31) + 1, 0]),
+    ],
+)
+def test_truncate_reaches_keys_that_python_takes_for_one_or_has_none_of(kind: str, bits: list[int]) -> None:
+    schema = ShardSchema((Column("k", kind), Column("n", "int64")), ("k",))
+    target = contents_schema(schema)
+    integers = pa.array(bits, pa.int32() if kind == "date" else pa.int64())
+    rows = pa.table([integers.view(target.field("k").type), pa.array(range(len(bits)), pa.int64())], schema=target)
+    mirror = Mirror.hydrate(schema, rows, 5)
+    found = resolve(schema, Commands(no_commands(schema).rows, (Truncate(5, 3, 0),)), mirror, 5, 6)
+    assert sorted(found.updates.column("n").to_pylist()) == list(range(len(bits)))
+    assert set(found.updates.column("_diff").to_pylist()) == {-1}
+    with pytest.raises(Invalid, match="a key comes twice: k="):
+        distinct(schema, pa.concat_tables([rows, rows.slice(0, 1)]))
+    twice = rows.append_column("_time", pa.array([1] * len(bits))).append_column("_diff", pa.array([-1] * len(bits)))
+    with pytest.raises(Corrupt, match="a row was retracted more often than inserted: k="):
+        contents(schema, twice)
 
 
 def test_errors_are_rows_that_occupy_their_key_until_a_good_value_or_tombstone() -> None:

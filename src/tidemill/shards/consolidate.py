@@ -25,7 +25,7 @@ from tidemill.base.limits import MIB
 from tidemill.shards.front import DIFF, HASH, TIME, ShardSchema
 from tidemill.shards.hashing import U64, bucket_of, hash_rows
 from tidemill.shards.parts import sort_updates
-from tidemill.shards.rows import CHUNK_BYTES, Index, Mask, one_chunk, rows_at, rows_equal
+from tidemill.shards.rows import CHUNK_BYTES, Index, Mask, one_chunk, rows_at, rows_equal, shown
 from tidemill.shards.schema import contents_schema, hash_columns, part_schema
 
 COMPARED_ROWS = 1 << 16
@@ -48,7 +48,7 @@ def contents(schema: ShardSchema, updates: pa.Table) -> pa.Table:
     counts = summed.column(DIFF).to_numpy()
     if (counts < 0).any():
         at = int(np.nonzero(counts < 0)[0][0])
-        named = ", ".join(f"{n}={summed.column(n)[at].as_py()!r}" for n in hash_columns(schema))
+        named = ", ".join(f"{n}={shown(summed.column(n)[at])}" for n in hash_columns(schema))
         raise Corrupt(f"a row was retracted more often than inserted: {named} count={int(counts[at])}.")
     out = summed.select(contents_schema(schema).names)
     if (counts > 1).any():

@@ -75,10 +75,18 @@ def rows_equal(left: pa.Table, at: Index, right: pa.Table, to: Index, columns: S
 
 
 def bits_of(array: Any) -> Any:
-    """Floats as the integers of their bits, and anything else as it is."""
-    if not pa.types.is_floating(array.type):
+    """Floats and times as the integers of their bits, which Python has of every one, and anything else as it is."""
+    if not (pa.types.is_floating(array.type) or pa.types.is_temporal(array.type)):
         return array
     return _whole(array).view({16: pa.int16(), 32: pa.int32(), 64: pa.int64()}[array.type.bit_width])
+
+
+def shown(value: Any) -> str:
+    """An Arrow scalar for people; a time that Python has no object of (infinity) as its number since 1970."""
+    try:
+        return repr(value.as_py())
+    except OverflowError:
+        return str(value.cast(pa.int64() if value.type.bit_width == 64 else pa.int32()))
 
 
 def _range_of(at: Index) -> tuple[int, int] | None:

@@ -13,14 +13,11 @@ from tidemill.shards.hashing import U64
 from tidemill.shards.rows import Index, Mask, bits_of, rows_equal, values_at
 
 
-def key_tuples(table: pa.Table, at: Index, key: Sequence[str]) -> list[tuple[Any, ...]]:
-    """The keys of some rows as Python tuples: for the slow path of hash collisions only."""
-    columns = [values_at(table.column(name), at).to_pylist() for name in key]
-    return list(zip(*columns, strict=True))
-
-
 def exact_keys(table: pa.Table, at: Index, key: Sequence[str]) -> list[tuple[Any, ...]]:
-    """`key_tuples` that are equal where `rows_equal` says so: NaN is itself, 0.0 is not -0.0."""
+    """The keys of some rows as tuples that are equal where `rows_equal` says so: NaN is itself, 0.0 is not -0.0.
+
+    For slow paths only, and not to be shown: see `bits_of`.
+    """
     columns = [bits_of(values_at(table.column(name), at)).to_pylist() for name in key]
     return list(zip(*columns, strict=True))
 

@@ -11,8 +11,8 @@ import pyarrow as pa
 from tidemill.base.errors import Invalid
 from tidemill.shards.front import TIME, ShardSchema
 from tidemill.shards.hashing import hash_rows
-from tidemill.shards.rows import Mask, one_chunk, rows_at
-from tidemill.spark.upsert.arrays import group_by_key, key_tuples
+from tidemill.shards.rows import Mask, one_chunk, rows_at, shown
+from tidemill.spark.upsert.arrays import group_by_key
 from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, Commands, command_schema
 from tidemill.spark.upsert.resolve import Lookup
 from tidemill.spark.upsert.runs import Run
@@ -28,8 +28,8 @@ def distinct(schema: ShardSchema, rows: pa.Table) -> Run:
     hashes = hash_rows(rows, key)
     order, starts = group_by_key(rows, hashes, key)
     if not starts.all():
-        again = order[np.flatnonzero(~starts)[:1]]
-        values = " ".join(f"{n}={v!r:.100}" for n, v in zip(key, key_tuples(rows, again, key)[0], strict=True))
+        again = int(order[np.flatnonzero(~starts)[0]])
+        values = " ".join(f"{name}={shown(rows.column(name)[again]):.100}" for name in key)
         raise Invalid(
             f"a key comes twice: {values} rows={rows.num_rows} keys={int(starts.sum())}.",
             fix="Group by the key, or name more key columns.",

@@ -21,9 +21,9 @@ import pyarrow as pa
 
 from tidemill.shards.front import DIFF, TIME, ShardSchema
 from tidemill.shards.hashing import U64, hash_rows
-from tidemill.shards.rows import Index, Mask, int64s, one_chunk, rows_at, rows_equal, to_mask
+from tidemill.shards.rows import Index, Mask, int64s, one_chunk, rows_at, rows_equal, to_mask, values_at
 from tidemill.shards.schema import contents_schema, update_schema
-from tidemill.spark.upsert.arrays import group_by_key, key_tuples
+from tidemill.spark.upsert.arrays import exact_keys, group_by_key
 from tidemill.spark.upsert.commands import BEFORE_ALL, LIVE, ORDER, PARTITION, Commands, command_schema
 
 HashRows = Callable[[pa.Table, tuple[str, ...]], U64]
@@ -159,24 +159,23 @@ def _with_truncations(schema: ShardSchema, commands: Commands, mirror: Lookup) -
     A key known from the mirror alone meets any: no command of this batch competes with the deletion.
     """
     rows, key = commands.rows, list(schema.key)
-    here = key_tuples(rows, np.arange(rows.num_rows, dtype=np.int64), key)
-    partition_of = dict(zip(here, rows.column(PARTITION).to_pylist(), strict=True))
-    live = mirror.live_rows().select(key)
-    known = key_tuples(live, np.arange(live.num_rows, dtype=np.int64), key)
-    out: list[tuple[tuple[object, ...], int, int, int]] = []
-    for truncate in commands.truncates:
-        for found in partition_of.keys() | set(known):
-            home = partition_of.get(found)
-            if home is None or home == truncate.partition:
-                out.append((found, truncate.time_ms, truncate.order, truncate.partition))
+    keys = pa.concat_tables([rows.select(key), mirror.live_rows().select(key)])
+    exact = exact_keys(keys, np.arange(keys.num_rows, dtype=np.int64), key)
+    partition_of = dict(zip(exact, rows.column(PARTITION).to_pylist(), strict=False))
+    places = {found: at for at, found in enumerate(exact)}
+    out = [
+        (at, truncate.time_ms, truncate.order, truncate.partition)
+        for truncate in commands.truncates
+        for found, at in places.items()
+        if partition_of.get(found, truncate.partition) == truncate.partition
+    ]
     if not out:
         return rows
     target = command_schema(schema)
     arrays = []
     for field in target:
         if field.name in key:
-            at = key.index(field.name)
-            arrays.append(pa.array([o[0][at] for o in out], field.type))
+            arrays.append(values_at(keys.column(field.name), np.array([o[0] for o in out], dtype=np.int64)))
         elif field.name in (TIME, ORDER, PARTITION):
             at = (TIME, ORDER, PARTITION).index(field.name) + 1
             arrays.append(pa.array([o[at] for o in out], field.type))
