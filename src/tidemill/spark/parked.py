@@ -15,8 +15,8 @@ from pathlib import Path
 import structlog
 
 from tidemill.base.clock import Clock, Rand, SystemClock
-from tidemill.base.errors import Invalid, TidemillError
-from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
+from tidemill.base.errors import TidemillError
+from tidemill.base.limits import MARK_BLIND_AFTER_MS, MARK_PUBLISH_INTERVAL_S
 from tidemill.base.marks import Report, Tracker, this_process
 from tidemill.base.memory import resident_bytes
 from tidemill.base.tasks import parks, sentence
@@ -66,19 +66,27 @@ async def _publish(
     facts: Mapping[str, object],
     over: Callable[[], bool],
 ) -> None:
-    last = next((report for report in await board.reports() if report.process == settings.process), None)
-    if last is not None and _lives_elsewhere(last):
-        raise Invalid(f"another process reports under this name: process={settings.process} pid={last.pid}.")
+    while (last := await _last(board, settings.process)) is not None and _lives_elsewhere(last, clock.now_ms()):
+        if over():
+            return
+        await asyncio.sleep(MARK_PUBLISH_INTERVAL_S)
     tracker = _tracker(last, settings, fault, clock.now_ms())
     while not over():
         await board.publish(tracker.report(settings.process, clock.now_ms(), facts))
         await asyncio.sleep(MARK_PUBLISH_INTERVAL_S)
 
 
-def _lives_elsewhere(report: Report) -> bool:
-    """Is it the report of another driver of this machine? It has the pipeline's directory, and speaks for itself."""
+async def _last(board: Board, process: str) -> Report | None:
+    return next((report for report in await board.reports() if report.process == process), None)
+
+
+def _lives_elsewhere(report: Report, now_ms: int) -> bool:
+    """Is it the report of another driver of this machine? It has the pipeline's directory, and speaks for itself. One
+    that is silent is gone, and its pid may be anybody's."""
     pid, host = this_process()
-    return report.host == host and report.pid not in (pid, 0) and Path(f"/proc/{report.pid}").exists()
+    if report.host != host or report.pid in (pid, 0) or now_ms - report.at_ms > MARK_BLIND_AFTER_MS:
+        return False
+    return Path(f"/proc/{report.pid}").exists()
 
 
 def _tracker(last: Report | None, settings: Settings, fault: BaseException, now_ms: int) -> Tracker:

@@ -1,0 +1,52 @@
+"""What a shared driver says for a pipeline that does not run, without Spark."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from running import error_of, mark, until
+
+from tidemill.base.clock import Rand
+from tidemill.base.errors import Invalid
+from tidemill.base.marks import Mark, Report, this_process
+from tidemill.consensus.board import Board
+from tidemill.spark.host import Settings
+from tidemill.spark.parked import _lives_elsewhere, tell
+
+FAULT = Invalid("the file does not import.")
+
+
+def said(pid: int, at_ms: int) -> Report:
+    """By the driver `pid` of this machine."""
+    return Report(
+        "pipeline:p", at_ms, (Mark("pipeline:p", 5, 6), Mark("shard:t", 5, 6)), pid=pid, host=this_process()[1]
+    )
+
+
+def test_a_pipeline_is_told_though_the_pid_of_its_last_driver_is_somebody_elses_by_now(
+    harbour: Any, tmp_path: Path
+) -> None:
+    last = said(os.getppid(), harbour.stores.clock.now_ms() - 3_600_000)
+    harbour.portal.call(Board(harbour.stores.consensus, Rand()).publish(last))
+    over = threading.Event()
+    settings = Settings("p", tmp_path / "p.py", harbour.urls, "local[1]", tmp_path / "scratch")
+    thread = threading.Thread(target=lambda: asyncio.run(tell(settings, FAULT, 0, over.is_set)))
+    thread.start()
+    try:
+        until(lambda: "does not import" in error_of(harbour, "pipeline:p"))
+        found = mark(harbour, "shard:t")
+        assert found is not None and (found.position, found.held_by) == (5, "pipeline:p")
+    finally:
+        over.set()
+        thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_a_driver_that_runs_elsewhere_on_this_machine_speaks_for_itself_until_it_is_silent() -> None:
+    assert _lives_elsewhere(said(os.getppid(), 100_000), 100_500)
+    assert not _lives_elsewhere(said(os.getppid(), 100_000), 200_000)
+    assert not _lives_elsewhere(said(os.getpid(), 100_000), 100_500)
