@@ -13,6 +13,7 @@ from running import error_of, mark, pipeline, until
 
 from tidemill.base.errors import Unavailable
 from tidemill.metastore.catalogue import Catalogue, PipelineRow
+from tidemill.shards.open import PREFIX
 from tidemill.spark import runner as runner_module
 from tidemill.spark.claims import granted, refused
 
@@ -95,6 +96,18 @@ def test_a_table_that_waits_for_the_catalogue_is_held_by_it(
         assert harbour.upper("clicks") == 0, "nothing begins before its row is there"
         away.clear()
         until(lambda: harbour.upper("clicks") == 11)
+
+
+def test_a_register_that_cannot_be_read_keeps_no_other_table_waiting(harbour: Any, tmp_path: Path) -> None:
+    """As one that a newer version wrote."""
+    topic = harbour.create_topic("here")
+    say(harbour, topic, 10, "h")
+    harbour.portal.call(harbour.stores.consensus.cas(f"{PREFIX}other", 0, b"newer", "nonce"))
+    for upper in (11, 12):
+        with pipeline(harbour, tmp_path / "p", ONE.format(topic="here")):
+            until(lambda upper=upper: harbour.upper("clicks") == upper)
+        if upper == 11:
+            say(harbour, topic, 11, "i")
 
 
 @given(TABLES, TABLES, TABLES, st.booleans())

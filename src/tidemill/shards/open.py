@@ -118,6 +118,12 @@ async def registered(consensus: Consensus, name: str) -> tuple[Create | Drop, Ve
     return None if found is None else (_created(name, found), found)
 
 
+async def is_created(consensus: Consensus, name: str) -> bool:
+    """Is there a shard of this name? Raises Corrupt."""
+    found = await registered(consensus, name)
+    return found is not None and isinstance(found[0], Create)
+
+
 async def unregister(consensus: Consensus, rand: Rand, name: str, shard_id: str) -> None:
     """Free the name of shard `shard_id`; of another shard under that name nothing changes."""
     while True:

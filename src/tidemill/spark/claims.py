@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from tidemill.base.portal import Portal
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.shards.open import created_shards
+from tidemill.shards.open import is_created
 from tidemill.spark.stores import Stores
 
 DERIVED = "derived"
@@ -51,9 +51,10 @@ class Claims:
                 portal.call(catalogue.put(self.wanted))
             return
         begun = self.wanted.tables.keys() - self.refused.keys() if self.looked.is_set() else set[str]()
-        shards = {created.name for created in portal.call(created_shards(stores.consensus))}
         rows = portal.call(catalogue.list(PipelineRow))
         own = next((row for row in rows if row.name == self.wanted.name), None)
+        changed = sorted(self.wanted.tables.items() - own.tables.items()) if own is not None else []
+        shards = {table for table, _ in changed if portal.call(is_created(stores.consensus, table))}
         found = refused(self.wanted, own, rows, shards, begun)
         portal.call(catalogue.put(granted(self.wanted, own, found, shards)))  # an equal row is left alone
         rows = portal.call(catalogue.list(PipelineRow))
@@ -73,7 +74,7 @@ def refused(
     begun: Collection[str] = (),
 ) -> dict[str, str]:
     """{table: why it may not be kept}. `own`: the row that an earlier life of this pipeline left; `shards`: those that
-    are there; `begun`: tables that this process keeps already."""
+    are there, of tables that it says otherwise; `begun`: tables that this process keeps already."""
     out = {}
     for table in wanted.tables.keys() - begun:
         other = next((row for row in rows if row.name != wanted.name and _differs(wanted, row, table)), None)
