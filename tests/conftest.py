@@ -9,10 +9,22 @@ from typing import Any
 
 import psycopg
 import pytest
+import structlog
 
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 _numbers = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def logs_as_they_were() -> Iterator[None]:
+    """A command that a test runs in this process says from which level logs are kept; no later test inherits that."""
+    before = structlog.get_config() if structlog.is_configured() else None
+    yield
+    if before is None:
+        structlog.reset_defaults()
+    else:
+        structlog.configure(**before)
 
 
 @pytest.fixture(scope="session")
