@@ -101,7 +101,7 @@ def test_a_few_records_are_read_by_who_asks() -> None:
 def test_blocks_are_cut_only_as_they_are_read() -> None:
     """So a step holds some of them at once, however many it has."""
     drawn: list[int] = []
-    may = threading.Semaphore(0)
+    may = [threading.Event() for _ in range(3 * BESIDE)]  # one each: a permit for any could go to a later one
 
     def items() -> Iterator[int]:
         for n in range(3 * BESIDE):
@@ -109,13 +109,13 @@ def test_blocks_are_cut_only_as_they_are_read() -> None:
             yield n
 
     def call(n: int) -> int:
-        assert may.acquire(timeout=BOUND_S)
+        assert may[n].wait(BOUND_S)
         return -n
 
     with ThreadPoolExecutor(2) as helpers:
         found = _beside(helpers, call, items())
         for n in range(3 * BESIDE):
-            may.release()
+            may[n].set()
             assert next(found) == -n
             assert len(drawn) <= n + BESIDE
         assert next(found, None) is None
