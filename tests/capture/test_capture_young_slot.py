@@ -43,9 +43,16 @@ async def rewritten_while_the_slot_is_made(world: World, during: Callable[[], Aw
         await waits_for(rewriter)
         await writer.execute("INSERT INTO other VALUES (2)")
         await rewriter.commit()
-        # It has no lock to wait for before the rewriter is gone, and outlasts the set-up of this slot.
+        # It has no lock to wait for before the rewriter is gone, and outlasts the set-up of this slot, or the next one
+        # waits for it. It does not last until the stream is there: what that confirms is the operator's to give up.
         await writer.execute("INSERT INTO a VALUES (7, 70)")
-        await asyncio.sleep(0.2)
+        waits = f"{writer.info.backend_pid} = ANY(pg_blocking_pids(pid))"
+        making = "FROM pg_stat_activity WHERE state = 'active' AND query LIKE 'SELECT pg_create_logical%'"
+
+        async def made() -> bool:
+            return not await world.select(f"SELECT {making} AND NOT {waits}")
+
+        await until(made, "the slot is made")
         await writer.commit()
 
 
