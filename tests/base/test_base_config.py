@@ -32,6 +32,7 @@ def write(tmp_path: Path, text: str) -> Path:
         ("[node]\nhttps = 1\n", "node.https"),
         ("[node]\nhttp = 'nowhere'\n", "node.http"),
         ("[kafka]\ndefault_partitions = 0\n", "kafka.default_partitions"),
+        ("[kafka]\ngroup_consumer_session_timeout_ms = 5000\n", "kafka.group_consumer_heartbeat_interval_ms"),
         ("[metastore]\ndomains = 65\n", "metastore.domains"),
         ("[metastore]\npersist_interval_s = 0\n", "metastore.persist_interval_s"),
         ("[capture.shop]\ntables = ['public.*']\n", "capture.shop.dsn"),

@@ -17,7 +17,7 @@ import json, resource, sys, threading
 from tidemill.base.memory import give_freed_memory_back, keep_freed_memory, resident_bytes
 
 if sys.argv[1] == "keep":
-    assert keep_freed_memory()
+    assert keep_freed_memory(*map(int, sys.argv[2:]))
 
 def work():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -38,8 +38,10 @@ PAGES = 64 << 8
 glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library: nothing is kept, nothing lost")
 
 
-def child(how: str) -> dict[str, list[int]]:
-    run = subprocess.run([sys.executable, "-c", CHILD, how], capture_output=True, text=True, check=True, timeout=60)
+def child(how: str, *kept_bytes: str) -> dict[str, list[int]]:
+    run = subprocess.run(
+        [sys.executable, "-c", CHILD, how, *kept_bytes], capture_output=True, text=True, check=True, timeout=60
+    )
     found: dict[str, list[int]] = json.loads(run.stdout)
     return found
 
@@ -50,6 +52,13 @@ def test_pages_that_were_touched_once_are_not_touched_anew_by_another_thread() -
     assert found["faults"][-1] < PAGES // 10, found
     assert found["given_mib"] > 32, found  # type: ignore[operator]
     assert child("as it is")["faults"][-1] > found["faults"][-1], "else nothing has to be told to keep them"
+
+
+@glibc
+def test_no_more_is_kept_than_may_be() -> None:
+    found = child("keep", str(8 << 20))
+    assert found["faults"][-1] > PAGES // 2, found
+    assert found["given_mib"] < 16, found  # type: ignore[operator]
 
 
 def test_another_c_library_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
+import psycopg
 import pytest
 
 from contracts.consensus import ConsensusContract, OpenClient
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.consensus.api import Consensus
+from tidemill.consensus.api import Consensus, LogHead, changes
 from tidemill.consensus.open import open_consensus
+from tidemill.consensus.postgres.client import PostgresConsensus
+from tidemill.consensus.postgres.statements import PARTS
 
 pytestmark = pytest.mark.postgres
 
@@ -17,3 +23,48 @@ class TestPostgres(ConsensusContract):
             return await open_consensus(postgres_dsn, SystemClock(), Rand())
 
         return open_one
+
+
+def test_of_thousands_of_logs_only_those_beside_a_changed_one_are_read(postgres_dsn: str) -> None:
+    async def scenario() -> None:
+        client = await open_consensus(postgres_dsn, SystemClock(), Rand())
+        assert isinstance(client, PostgresConsensus)
+        async with await psycopg.AsyncConnection.connect(postgres_dsn, autocommit=True) as connection:
+            await connection.execute(
+                "INSERT INTO tidemill.logs (name, term, next) SELECT 't/' || n, 1, n FROM generate_series(1, 3000) n"
+            )
+        read, heads_after = 0, client._differences._heads_after
+
+        async def counted(*asked: Any) -> list[tuple[str, LogHead]]:
+            nonlocal read
+            found = await heads_after(*asked)
+            read += len(found)
+            return found
+
+        client._differences._heads_after = counted
+
+        async def told(since: str) -> tuple[dict[str, LogHead], str, int]:
+            before = read
+            heads, token = await changes(client, "t/", since)
+            return heads, token, read - before
+
+        heads, token, count = await told("")
+        assert len(heads) == count == 3000
+        heads, token, count = await told(token)
+        assert (heads, count) == ({}, 0)
+        await client.append("t/7", 1, 7, [b"r"], "n")
+        await client.append("t/new", 0, 0, [b"r"], "n")
+        await client.append("other", 0, 0, [b"r"], "n")
+        heads, token, count = await told(token)
+        assert set(heads) == {"t/7", "t/new"} and heads["t/7"].next == 8 and count <= 2 * -(-3001 // PARTS)
+        await client.fence("t/9", 5)
+        await client.truncate("t/10", 3)
+        heads, token, count = await told(token)
+        assert set(heads) == {"t/9", "t/10"}
+        async with await psycopg.AsyncConnection.connect(postgres_dsn, autocommit=True) as connection:
+            await connection.execute("UPDATE tidemill.logs SET next = next + 1 WHERE name ^@ 't/'")
+        heads, token, count = await told(token)
+        assert len(heads) == count == 3001
+        await client.aclose()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))

@@ -23,7 +23,7 @@ from tidemill.consensus.api import Consensus, LogRecord, resolve_append
 from tidemill.consensus.open import open_consensus
 
 WORKER = Path(__file__).with_name("consensus_worker.py")
-TAKEOVER_S = 10.0
+TAKEOVER_S = 20.0
 """About two seconds on an idle machine; the tests share theirs."""
 
 

@@ -201,7 +201,7 @@ def test_f503_a_bad_answer_fails_its_calls_at_once_and_the_client_connects_again
             one._link.abort()
             while not fake.connections:
                 await asyncio.sleep(0.01)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(40):
                 with pytest.raises(Unknown):
                     await one.append("log", 0, 1, [b"y"], "n1")
             knocks = fake.connections
@@ -229,7 +229,7 @@ def test_f503_a_silent_sequencer_ends_a_read_at_its_deadline_and_says_so_before(
             elsewhere.append(fake.path)
             one._link.abort()  # type: ignore[attr-defined]
             reading = asyncio.ensure_future(one.head("key"))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while "slow to answer" not in one.trouble():
                     await asyncio.sleep(0.05)
                 with pytest.raises(Unavailable, match="does not answer"):
@@ -442,7 +442,7 @@ def test_the_client_of_postgres_tells_its_trouble_while_the_server_is_away(postg
         assert isinstance(one, PostgresConsensus) and one.trouble() == ""
         await proxy.aclose()
         reading = asyncio.ensure_future(one.head("key"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while "cannot be reached" not in one.trouble():
                 await asyncio.sleep(0.05)
         again = CuttingProxy((str(parts.hostname), int(parts.port or 0)))

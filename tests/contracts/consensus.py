@@ -16,7 +16,8 @@ import pytest
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Closed, Conflict, Fenced, Invalid, Missing, Unknown
 from tidemill.base.limits import LOG_RECORD_BYTES, REGISTER_BYTES
-from tidemill.consensus.api import Consensus, Lease, LogHead, Versioned, resolve_append, resolve_cas
+from tidemill.consensus.api import Consensus, Lease, LogHead, Versioned, changes, resolve_append, resolve_cas
+from tidemill.consensus.journal import PAGE
 
 OpenClient = Callable[[], Awaitable[Consensus]]
 
@@ -110,7 +111,7 @@ class ConsensusContract:
     def test_scan_yields_exactly_the_keys_with_the_prefix_in_key_order(self, open_client: OpenClient) -> None:
         async def body() -> None:
             async with clients(open_client, 1) as (one,):
-                root = unique()
+                root = "a" + unique()  # has an upper case
                 inside = [f"{root}/a", f"{root}/a%", f"{root}/a_b", f"{root}/ab", f"{root}/é", f"{root}/\U0001f30a"]
                 outside = [f"{root}", f"{root}0", f"{root}.a", "zz" + root, f"{root.upper()}/A"]
                 for key in [*reversed(inside), *outside]:
@@ -440,6 +441,62 @@ class ConsensusContract:
                     await waiting
                 await one.append(log, 0, 0, [b"a"], "n")
                 assert await one.wait(log, 0, 30)
+
+        run(body())
+
+    def test_what_changed_is_told_from_a_token_on_and_at_first_everything(self, open_client: OpenClient) -> None:
+        async def body() -> None:
+            async with clients(open_client, 2) as (one, two):
+                prefix = unique()
+                assert await changes(one, prefix) == ({}, (await changes(one, prefix))[1])
+                for name in "abc":
+                    await one.append(f"{prefix}/{name}", 1, 0, [b"x"], rand.nonce())
+                await two.append(unique(), 1, 0, [b"elsewhere"], rand.nonce())
+                found, token = await changes(one, prefix)
+                assert found == {f"{prefix}/{name}": LogHead(1, 0, 1) for name in "abc"}
+                await two.append(f"{prefix}/b", 1, 1, [b"y", b"z"], rand.nonce())
+                await two.fence(f"{prefix}/c", 7)
+                await two.fence(f"{prefix}/d", 2)
+                await two.truncate(f"{prefix}/b", 2)
+                found, token = await changes(one, prefix, token)
+                assert (
+                    found.items()
+                    >= {
+                        f"{prefix}/b": LogHead(1, 2, 3),
+                        f"{prefix}/c": LogHead(7, 0, 1),
+                        f"{prefix}/d": LogHead(2, 0, 0),
+                    }.items()
+                )
+                with pytest.raises(Fenced):
+                    await two.append(f"{prefix}/c", 1, 1, [b"late"], rand.nonce())
+                assert await changes(one, f"{prefix}/zz") == ({}, (await changes(one, f"{prefix}/zz"))[1])
+                found, _ = await changes(one, prefix, token)
+                assert found.get(f"{prefix}/c", LogHead(7, 0, 1)) == LogHead(7, 0, 1)
+
+        run(body())
+
+    def test_of_more_logs_than_one_answer_takes_each_is_told(self, open_client: OpenClient) -> None:
+        async def body() -> None:
+            async with clients(open_client, 1) as (client,):
+                prefix = unique()
+                names = [f"{prefix}/{number}" for number in range(2 * PAGE + 5)]
+                await asyncio.gather(*(client.append(name, 1, 0, [b"x"], rand.nonce()) for name in names))
+                found, token = await changes(client, prefix)
+                assert found == dict.fromkeys(names, LogHead(1, 0, 1))
+                await asyncio.gather(*(client.append(name, 1, 1, [b"x"], rand.nonce()) for name in names))
+                found, token = await changes(client, prefix, token)
+                assert found == dict.fromkeys(names, LogHead(1, 0, 2))
+
+        run(body())
+
+    @pytest.mark.parametrize("token", ["nonsense", ":", "::", "a:1", "memory:7777", "memory:-1:x", "1.0.5:²", "é:1:x"])
+    def test_a_token_that_nobody_knows_is_answered_by_everything(self, open_client: OpenClient, token: str) -> None:
+        async def body() -> None:
+            async with clients(open_client, 1) as (client,):
+                prefix = unique()
+                await client.append(f"{prefix}/a", 1, 0, [b"x"], rand.nonce())
+                found, _ = await changes(client, prefix, token)
+                assert found == {f"{prefix}/a": LogHead(1, 0, 1)}
 
         run(body())
 

@@ -63,6 +63,26 @@ class RowsContract:
 
         on_domain(open_domain, body)
 
+    def test_a_stamp_is_another_one_once_a_row_with_its_first_byte_was_written(self, open_domain: OpenDomain) -> None:
+        async def body(process: OpenProcess) -> None:
+            one, other = await process(), await process()
+            await one.commit([(A, b"1"), (C, b"1")])
+            for rows in (one, other):
+                await rows.sync()
+                stamps = {await rows.stamp(A[:1]), await rows.stamp(A[:1])}
+                assert len(stamps) == 1
+                for written in ([(A, b"2")], [(B, b"1"), (C, b"3")], [(A, b"")]):
+                    await one.commit(written)
+                    await rows.sync()
+                    assert await rows.stamp(A[:1]) not in stamps
+                    stamps.add(await rows.stamp(A[:1]))
+                before = await rows.stamp(A[:1])
+                await one.commit([(C, b"4")])
+                await rows.sync()
+                assert await rows.stamp(A[:1]) == before, "which is what it is for"
+
+        on_domain(open_domain, body)
+
     def test_seqnos_grow_with_every_commit_whoever_makes_it(self, open_domain: OpenDomain) -> None:
         async def body(process: OpenProcess) -> None:
             one, other = await process(), await process()

@@ -181,3 +181,21 @@ def test_errors_are_of_our_kinds_only(tmp_path: Path) -> None:
             await open_objects(str(tmp_path / "f"), SystemClock(), Rand())
 
     asyncio.run(main())
+
+
+def test_memory_keeps_one_buffer_that_it_is_given_and_copies_several() -> None:
+    async def main() -> None:
+        store = await open_objects("memory:", SystemClock(), Rand())
+        given, again = bytearray(b"given away"), bytearray(b"used again")
+        await store.put("k/one", given)
+        await store.put("k/two", [memoryview(again)])
+        given[:5], again[:4] = b"GIVEN", b"gone"
+        assert await store.get("k/one") == b"GIVEN away"
+        assert await store.get_ranges("k/two", [(0, 4), (5, 10)]) == [b"used", b"again"]
+        found = await store.get("k/one", 1, 3)
+        assert type(found) is bytes
+        given[1:3] = b"--"
+        assert found == b"IV"
+        await store.aclose()
+
+    asyncio.run(main())

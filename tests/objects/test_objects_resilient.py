@@ -210,6 +210,46 @@ def test_concurrency_is_bounded_and_ranges_are_merged() -> None:
     asyncio.run(main())
 
 
+class Held(MemoryObjects):
+    """Reads and deletes wait until they are let go."""
+
+    def __init__(self) -> None:
+        super().__init__(SystemClock())
+        self.go = asyncio.Event()
+        self.waiting = 0
+
+    async def _wait(self) -> None:
+        self.waiting += 1
+        await self.go.wait()
+
+    async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        await self._wait()
+        return await super().get(key, start, end)
+
+    async def delete(self, key: str) -> None:
+        await self._wait()
+        await super().delete(key)
+
+
+def test_a_put_does_not_stand_behind_any_number_of_reads_and_deletes() -> None:
+    async def main() -> None:
+        inner = Held()
+        await inner.put("k", b"data")
+        store = resilient(inner, concurrency=16)
+        others = [asyncio.ensure_future(store.get("k")) for _ in range(500)]
+        others += [asyncio.ensure_future(store.get_ranges("k", [(0, 2)])) for _ in range(500)]
+        others += [asyncio.ensure_future(store.delete(f"gone{number}")) for number in range(500)]
+        async with asyncio.timeout(30):
+            while not inner.waiting:
+                await asyncio.sleep(0)
+            await asyncio.gather(*(store.put(f"p{number}", b"batch") for number in range(4)))
+        assert inner.waiting == 12
+        inner.go.set()
+        await asyncio.gather(*others)
+
+    asyncio.run(main())
+
+
 def test_metrics_count_calls_bytes_retries_and_what_reading_back_showed() -> None:
     def value(metric: str, **labels: str) -> float:
         return REGISTRY.get_sample_value(metric, labels) or 0.0

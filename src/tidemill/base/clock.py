@@ -109,6 +109,7 @@ class Rand:
 
     def __init__(self, seed: int | None = None) -> None:
         self._random = random.SystemRandom() if seed is None else random.Random(seed)
+        self._seeded = seed is not None
 
     def uniform(self, low: float, high: float) -> float:
         return self._random.uniform(low, high)
@@ -118,7 +119,9 @@ class Rand:
 
     def nonce(self) -> str:
         """32 hex digits, unique for all practical purposes; names one attempt of one write."""
-        return f"{self._random.getrandbits(128):032x}"
+        if self._seeded:
+            return f"{self._random.getrandbits(128):032x}"
+        return os.urandom(16).hex()
 
     def uuid(self) -> str:
         return str(uuid.UUID(int=self._random.getrandbits(128), version=4))

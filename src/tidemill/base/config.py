@@ -11,9 +11,9 @@ import tomllib
 from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from tidemill.base.errors import Invalid, nearest
 from tidemill.base.limits import LOOPBACK_ORIGINS
@@ -28,6 +28,20 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def _host_and_port(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError("write it as host:port, e.g. 127.0.0.1:8600")
+    return value
+
+
+def _reachable(value: str) -> str:
+    """What clients are told, if anything: an address that they can open."""
+    if value and (_host_and_port(value).rpartition(":")[2] == "0" or value.startswith(("0.0.0.0:", "[::]:"))):
+        raise ValueError("write it as host:port by which clients reach this node, e.g. kafka.example.com:9094")
+    return value
+
+
 class NodeSection(Section):
     name: str = "node-1"
     data: str = ".tidemill"
@@ -38,10 +52,7 @@ class NodeSection(Section):
     @field_validator("http", "kafka")
     @classmethod
     def _address(cls, value: str) -> str:
-        host, _, port = value.rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65535:
-            raise ValueError("write it as host:port, e.g. 127.0.0.1:8600")
-        return value
+        return _host_and_port(value)
 
 
 class ObjectsSection(Section):
@@ -65,6 +76,16 @@ class RetentionSection(Section):
     history_s: float = Field(60.0, ge=1.0, le=30 * 86_400.0)
     collect_after_s: float = Field(120.0, ge=1.0, le=30 * 86_400.0)
     orphans_after_s: float = Field(6 * 3600.0, ge=60.0, le=365 * 86_400.0)
+    group_offsets_s: float = Field(7 * 86_400.0, ge=60.0, le=10 * 365 * 86_400.0)
+
+
+class StorageSection(Section):
+    """How topics lie in the bucket: see `topics.settings.TopicSettings`; `node.served` makes one of it."""
+
+    l1: bool = True
+    l1_object_mb: int = Field(32, ge=1, le=1_024)
+    l1_min_s: float = Field(10.0, ge=0.1, le=86_400.0)
+    l1_max_s: float = Field(600.0, ge=0.1, le=86_400.0)
 
 
 class FreshnessSection(Section):
@@ -74,6 +95,8 @@ class FreshnessSection(Section):
 class HttpSection(Section):
     """See `node.http_limits.HttpLimits`; `node.served` makes one of it."""
 
+    authenticate: bool = False
+    tls: bool = False
     connections: int = Field(4_096, ge=16, le=1_000_000)
     per_address: int = Field(1_000, ge=1, le=1_000_000)
     address_connections: int = Field(2_048, ge=1, le=1_000_000)
@@ -115,14 +138,132 @@ class ShapesSection(Section):
         return value
 
 
+KafkaSecurity = Literal["plaintext", "ssl", "sasl_plaintext", "sasl_ssl"]
+Mechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"]
+
+
+class TlsSection(Section):
+    """See `access.tls.TlsSettings`; paths are relative to the configuration's file."""
+
+    certificate: str = ""
+    key: str = ""
+    client_ca: str = ""
+    client_auth: Literal["none", "requested", "required"] = "none"
+    min_version: Literal["1.2", "1.3"] = "1.2"
+    principal_rules: list[str] = ["DEFAULT"]
+
+
+class SaslSection(Section):
+    mechanisms: list[Mechanism] = Field(["SCRAM-SHA-256", "SCRAM-SHA-512"], min_length=1)
+    session_lifetime_s: float = Field(0.0, ge=0.0, le=365 * 86_400.0)
+
+
+class OauthSection(Section):
+    """See `access.tokens.TokenSettings`."""
+
+    jwks_file: str = ""
+    jwks_url: str = ""
+    secret: str = ""
+    issuer: str = ""
+    audience: str = ""
+    principal_claim: str = "sub"
+    leeway_s: int = Field(30, ge=0, le=3_600)
+
+
+class SecuritySection(Section):
+    authorize: bool | None = None
+    super_users: list[str] = []
+    tls: TlsSection = TlsSection()
+    sasl: SaslSection = SaslSection()
+    oauth: OauthSection = OauthSection()
+
+    @field_validator("super_users")
+    @classmethod
+    def _principals(cls, value: list[str]) -> list[str]:
+        for name in value:
+            if not name.startswith("User:") or name == "User:":
+                raise ValueError(f"{name!r}: write it as User:NAME")
+        return value
+
+
+class KafkaListenerSection(Section):
+    """One listener beside node.kafka. advertised: what its clients are told, "" = the address, with
+    node.advertised_host where that is set. security "": as kafka.security says."""
+
+    address: str
+    advertised: str = ""
+    security: KafkaSecurity | Literal[""] = ""
+
+    @field_validator("address")
+    @classmethod
+    def _bound(cls, value: str) -> str:
+        return _host_and_port(value)
+
+    @field_validator("advertised")
+    @classmethod
+    def _told(cls, value: str) -> str:
+        return _reachable(value)
+
+
 class KafkaSection(Section):
+    security: KafkaSecurity = "plaintext"
+    advertised: str = ""
+    listeners: dict[str, KafkaListenerSection] = {}
     auto_create_topics: bool = True
     default_partitions: int = Field(4, ge=1, le=10_000)
     partitions_max: int = Field(20_000, ge=1)
     connections_max: int = Field(1_000, ge=1)
     connections_per_address_max: int = Field(500, ge=1)
+    fetch_sessions_max: int = Field(1_000, ge=0)
+    groups_max: int = Field(10_000, ge=1)
+    group_members_max: int = Field(1_000, ge=1)
+    group_initial_rebalance_delay_ms: int = Field(3_000, ge=0)
+    group_min_session_timeout_ms: int = Field(6_000, ge=1)
+    group_max_session_timeout_ms: int = Field(1_800_000, ge=1)
+    group_consumer_session_timeout_ms: int = Field(45_000, ge=1)
+    group_consumer_heartbeat_interval_ms: int = Field(5_000, ge=1, validate_default=True)
+    group_consumer_min_session_timeout_ms: int = Field(45_000, ge=1)
+    group_consumer_max_session_timeout_ms: int = Field(60_000, ge=1)
+    group_consumer_min_heartbeat_interval_ms: int = Field(5_000, ge=1)
+    group_consumer_max_heartbeat_interval_ms: int = Field(15_000, ge=1)
+    group_consumer_migration_policy: Literal["bidirectional", "upgrade", "downgrade", "disabled"] = "bidirectional"
     retention_ms: int = Field(-1, ge=-1)
     retention_bytes: int = Field(-1, ge=-1)
+    transaction_timeout_max_ms: int = Field(900_000, ge=1_000)
+    transactional_id_expires_ms: int = Field(604_800_000, ge=60_000)
+
+    @field_validator("group_consumer_heartbeat_interval_ms")
+    @classmethod
+    def _in_time(cls, value: int, info: ValidationInfo) -> int:
+        session_ms = info.data.get("group_consumer_session_timeout_ms", value + 1)
+        if value >= session_ms:
+            raise ValueError(f"must be below group_consumer_session_timeout_ms, which is {session_ms}")
+        return value
+
+    @field_validator("advertised")
+    @classmethod
+    def _told(cls, value: str) -> str:
+        return _reachable(value)
+
+    @field_validator("listeners")
+    @classmethod
+    def _named(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in value:
+            if not _NAME.match(name) or name == "default":
+                raise ValueError(f"{_NOT_A_NAME.format(name)}; default is the listener of node.kafka")
+        return value
+
+
+class RegistrySection(Section):
+    """See `registry.settings.RegistrySettings`; `node.served` makes one of it."""
+
+    enabled: bool = True
+    schema_kb: int = Field(192, ge=1, le=240)
+    subjects: int = Field(20_000, ge=1, le=1_000_000)
+    versions_per_subject: int = Field(1_000, ge=1, le=2_000)
+    versions: int = Field(200_000, ge=1, le=10_000_000)
+    schemas: int = Field(100_000, ge=1, le=10_000_000)
+    waiting: int = Field(64, ge=1, le=10_000)
 
 
 class CaptureSection(Section):
@@ -202,10 +343,13 @@ class Config(Section):
     consensus: ConsensusSection = ConsensusSection()
     metastore: MetastoreSection = MetastoreSection()
     retention: RetentionSection = RetentionSection()
+    storage: StorageSection = StorageSection()
     freshness: FreshnessSection = FreshnessSection()
     http: HttpSection = HttpSection()
     shapes: ShapesSection = ShapesSection()
     kafka: KafkaSection = KafkaSection()
+    security: SecuritySection = SecuritySection()
+    registry: RegistrySection = RegistrySection()
     spark: SparkSection = SparkSection()
     capture: dict[str, CaptureSection] = {}
     topics: dict[str, TopicSection] = {}
@@ -231,7 +375,16 @@ class Config(Section):
 def exposed(config: Config) -> list[str]:
     """`key=address` of each server that other machines can reach without authentication."""
     found = []
-    for key, address in (("node.http", config.node.http), ("node.kafka", config.node.kafka)):
+    certified = config.security.tls.client_auth == "required"
+    servers = [("node.http", config.node.http, ""), ("node.kafka", config.node.kafka, config.kafka.security)]
+    for name, section in config.kafka.listeners.items():
+        key = f"kafka.listeners.{name}.address"
+        servers.append((key, section.address, section.security or config.kafka.security))
+    for key, address, protocol in servers:
+        if key == "node.http" and config.http.authenticate:
+            continue
+        if protocol.startswith("sasl") or (protocol == "ssl" and certified):
+            continue
         host = address.rpartition(":")[0].strip("[]")
         try:
             loopback = ip_address(host).is_loopback
@@ -279,10 +432,60 @@ def parse(values: Mapping[str, Any], *, origin: str) -> Config:
         name: section.model_copy(update={"file": str((base / section.file).absolute())})
         for name, section in config.pipeline.items()
     }
-    config = config.model_copy(update={"pipeline": pipelines})
+    config = config.model_copy(update={"pipeline": pipelines, "security": _placed(config.security, base)})
+    _secure(config, origin)
     for driver, names in drivers(config).items():
         _agree(config, driver, names, origin)
     return config
+
+
+def _placed(security: SecuritySection, base: Path) -> SecuritySection:
+    """Paths relative to the configuration's file."""
+
+    def placed(section: Section, *keys: str) -> Section:
+        found = {key: str((base / path).absolute()) for key in keys if (path := getattr(section, key))}
+        return section.model_copy(update=found)
+
+    tls, oauth = placed(security.tls, "certificate", "key", "client_ca"), placed(security.oauth, "jwks_file")
+    return security.model_copy(update={"tls": tls, "oauth": oauth})
+
+
+def protocols(config: Config) -> list[str]:
+    """How the Kafka listeners let clients in, each way once."""
+    listeners = config.kafka.listeners.values()
+    return sorted({config.kafka.security, *(each.security or config.kafka.security for each in listeners)})
+
+
+def _secure(config: Config, origin: str) -> None:
+    """Raises Invalid where what is asked for lacks what it needs."""
+    tls, oauth, used = config.security.tls, config.security.oauth, protocols(config)
+    over_tls = [f"kafka.security={protocol}" for protocol in used if protocol.endswith("ssl")]
+    over_tls += ["http.tls=true"] if config.http.tls else []
+    if over_tls and not (tls.certificate and tls.key):
+        raise Invalid(
+            f"no certificate for TLS in {origin}: {over_tls[0]}.",
+            fix="Set security.tls.certificate and security.tls.key to PEM files.",
+        )
+    sources = [key for key in ("jwks_file", "jwks_url", "secret") if getattr(oauth, key)]
+    if len(sources) > 1:
+        raise Invalid(f"keys of tokens in more than one place in {origin}: {sources}.", fix="Leave one of them.")
+    if (
+        any(protocol.startswith("sasl") for protocol in used)
+        and "OAUTHBEARER" in config.security.sasl.mechanisms
+        and not sources
+    ):
+        raise Invalid(
+            f"OAUTHBEARER without keys in {origin}: security.sasl.mechanisms.",
+            fix="Set security.oauth.jwks_file, security.oauth.jwks_url or security.oauth.secret.",
+        )
+
+
+def authorizes(config: Config) -> bool:
+    """Are rules asked what somebody may do? Where nothing is said: once clients prove who they are."""
+    if config.security.authorize is not None:
+        return config.security.authorize
+    used, certified = protocols(config), config.security.tls.client_auth != "none"
+    return any(protocol.startswith("sasl") or (protocol == "ssl" and certified) for protocol in used)
 
 
 def drivers(config: Config) -> dict[str, list[str]]:

@@ -29,6 +29,9 @@ LEASE_TTL_MS = 6_000
 L0_OBJECT_BYTES = 4 * MIB
 L0_UPLOADS_IN_FLIGHT = 4
 
+L1_OBJECT_BYTES = 32 * MIB
+"""Large enough that a month of a busy topic is some thousand objects, small enough to be held while it is made."""
+
 INLINE_PART_BYTES = 16 << 10
 """A shard part at most this large travels inside the shard's log record instead of an object."""
 

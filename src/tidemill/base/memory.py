@@ -14,7 +14,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 _LARGEST_KEPT = (-3, 32 << 20)
 """glibc's M_MMAP_THRESHOLD, the most it takes: what is larger is mapped for its time."""
-_KEPT_BYTES = (-1, 1 << 30)
+_TRIM_THRESHOLD = -1
 """M_TRIM_THRESHOLD: an arena gives pages back when more than this is free at its end."""
 _ARENAS = (-8, 1)
 """M_ARENA_MAX: what one thread freed is there for the next one, and can be given back; of any other arena than the
@@ -30,15 +30,15 @@ def resident_bytes() -> int:
         return 0
 
 
-def keep_freed_memory() -> bool:
-    """From now on what this process frees stays with it, for its next work: pages that the system gave are zeroed
-    first, which costs more than much of what is done with them. Call it before there are threads. False where the C
-    library is not glibc, and everything is as it was (mallopt(3))."""
+def keep_freed_memory(kept_bytes: int = 1 << 30) -> bool:
+    """From now on what this process frees stays with it, up to `kept_bytes` of it, for its next work: pages that the
+    system gave are zeroed first, which costs more than much of what is done with them. Call it before there are
+    threads. False where the C library is not glibc, and everything is as it was (mallopt(3))."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
         return False
-    return all([mallopt(*option) == 1 for option in (_LARGEST_KEPT, _KEPT_BYTES, _ARENAS)])
+    return all([mallopt(*option) == 1 for option in (_LARGEST_KEPT, (_TRIM_THRESHOLD, kept_bytes), _ARENAS)])
 
 
 def give_freed_memory_back() -> None:

@@ -50,6 +50,14 @@ class LogSlice(msgspec.Struct, frozen=True):
     head: LogHead
 
 
+class Changes(msgspec.Struct, frozen=True):
+    """`heads`: names and heads of logs. `token` is where to go on; `more`: at once, for this was not all."""
+
+    heads: tuple[tuple[str, LogHead], ...]
+    token: str
+    more: bool
+
+
 class Lease(msgspec.Struct, frozen=True):
     """`term` grows by one at every change of holder and never repeats: use it to fence.
 
@@ -110,6 +118,14 @@ class Consensus(Protocol):
         """Records from `start` (at least one if any is present). Raises Missing(…) when start < head.start."""
         ...
 
+    async def changed(self, prefix: str, since: str = "") -> Changes:
+        """The logs whose name starts with `prefix` and whose head changed after the token `since` was handed out.
+
+        At least those: an engine may name others, and all there are, as for "". Who keeps something of every log asks
+        this instead of every log; while nothing happens it costs one request, however many there are.
+        """
+        ...
+
     async def truncate(self, log: str, before: int) -> LogHead:
         """Forget positions < before (monotone; before ≤ next, else Invalid). Numbering goes on."""
         ...
@@ -143,6 +159,17 @@ class Consensus(Protocol):
         ...
 
     async def aclose(self) -> None: ...
+
+
+async def changes(consensus: Consensus, prefix: str, since: str = "") -> tuple[dict[str, LogHead], str]:
+    """All that `changed` has to say: (head by log, the next token). Raises Unavailable."""
+    heads: dict[str, LogHead] = {}
+    while True:
+        found = await consensus.changed(prefix, since)
+        heads.update(found.heads)
+        since = found.token
+        if not found.more:
+            return heads, since
 
 
 async def resolve_append(consensus: Consensus, log: str, expected_next: int, nonce: str) -> bool:

@@ -95,5 +95,25 @@ class Drop(Op, frozen=True, tag=13):
     expected_seq: int
 
 
-AnyOp = Head | Cas | Drop | Scan | HeadOfLog | Fence | Append | Read | Truncate | Wait | Acquire | Release | Leases
+class Changed(Op, frozen=True, tag=14):
+    prefix: str
+    since: str
+
+
+AnyOp = (
+    Head
+    | Cas
+    | Drop
+    | Scan
+    | HeadOfLog
+    | Fence
+    | Append
+    | Read
+    | Truncate
+    | Wait
+    | Acquire
+    | Release
+    | Leases
+    | Changed
+)
 WriteOp = Cas | Drop | Fence | Append | Truncate | Acquire | Release

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from tidemill.consensus import rules
-from tidemill.consensus.api import Lease, LogHead, LogSlice, Versioned
+from tidemill.consensus.api import Changes, Lease, LogHead, LogSlice, Versioned
 from tidemill.consensus.commands import (
     Acquire,
     AnyOp,
     Append,
     Cas,
+    Changed,
     Drop,
     Fence,
     Head,
@@ -68,6 +69,9 @@ class Facade(abc.ABC):
 
     async def read(self, log: str, start: int, limit_records: int = 1000, limit_bytes: int = 4 << 20) -> LogSlice:
         return cast(LogSlice, await self._checked(Read(log, start, max(1, limit_records), limit_bytes)))
+
+    async def changed(self, prefix: str, since: str = "") -> Changes:
+        return cast(Changes, await self._checked(Changed(prefix, since)))
 
     async def truncate(self, log: str, before: int) -> LogHead:
         return cast(LogHead, await self._checked(Truncate(log, before)))

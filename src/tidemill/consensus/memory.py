@@ -7,6 +7,7 @@ loop once before it takes effect, so two callers interleave here as they would o
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from tidemill.base.clock import Clock
@@ -19,6 +20,7 @@ from tidemill.consensus.commands import (
     AnyOp,
     Append,
     Cas,
+    Changed,
     Drop,
     Fence,
     Head,
@@ -31,6 +33,7 @@ from tidemill.consensus.commands import (
     Wait,
 )
 from tidemill.consensus.facade import Facade
+from tidemill.consensus.journal import Journal
 from tidemill.consensus.rules import UNWRITTEN, LeaseRow
 
 
@@ -42,6 +45,7 @@ class MemoryState:
         self.heads: dict[str, LogHead] = {}
         self.records: dict[str, list[LogRecord]] = {}
         self.leases: dict[str, LeaseRow] = {}
+        self.journal = Journal("memory")
         self.waiters: dict[str, list[tuple[int, asyncio.Future[None]]]] = {}
 
 
@@ -52,6 +56,7 @@ def apply(state: MemoryState, op: AnyOp, now_ms: int) -> Any:
             head = state.heads.get(log, UNWRITTEN)
             grown = rules.append(head, op)
             state.heads[log] = grown
+            state.journal.note((log,))
             state.records.setdefault(log, []).extend(
                 LogRecord(head.next + i, op.term, op.nonce, data) for i, data in enumerate(op.records)
             )
@@ -76,13 +81,18 @@ def apply(state: MemoryState, op: AnyOp, now_ms: int) -> Any:
                 rules.within(state.records.get(log, [])[first : first + op.limit_records], op.limit_bytes), head
             )
         case Fence(log=log):
-            state.heads[log] = rules.fence(state.heads.get(log, UNWRITTEN), op)
-            return state.heads[log]
+            head = state.heads.get(log, UNWRITTEN)
+            raised = rules.fence(head, op)
+            if raised is not head:
+                state.heads[log] = raised
+                state.journal.note((log,))
+            return raised
         case Truncate(log=log):
             head = state.heads.get(log, UNWRITTEN)
             cut = rules.truncate(head, op)
             if cut is not head:
                 state.heads[log] = cut
+                state.journal.note((log,))
                 del state.records[log][: cut.start - head.start]
             return cut
         case Acquire(name=name):
@@ -98,8 +108,15 @@ def apply(state: MemoryState, op: AnyOp, now_ms: int) -> Any:
             return [(key, state.registers[key]) for key in sorted(state.registers) if key.startswith(prefix)]
         case Leases(prefix=prefix):
             return [state.leases[name].view(now_ms) for name in sorted(state.leases) if name.startswith(prefix)]
+        case Changed():
+            return state.journal.answer(op, partial(_listed, state), lambda log: state.heads.get(log, UNWRITTEN))
         case Wait(log=log, beyond=beyond):
             return state.heads.get(log, UNWRITTEN).next > beyond
+
+
+def _listed(state: MemoryState, prefix: str, after: str, limit: int) -> list[tuple[str, LogHead]]:
+    names = sorted(name for name in state.heads if name.startswith(prefix) and name > after)
+    return [(name, state.heads[name]) for name in names[:limit]]
 
 
 class MemoryConsensus(Facade):

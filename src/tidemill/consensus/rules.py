@@ -19,6 +19,7 @@ from tidemill.consensus.commands import (
     AnyOp,
     Append,
     Cas,
+    Changed,
     Drop,
     Fence,
     Head,
@@ -223,6 +224,11 @@ def _validate_release(op: Release) -> None:
     _asked("holder", op.holder)
 
 
+def _validate_changed(op: Changed) -> None:
+    _asked("prefix", op.prefix)
+    _asked("token", op.since)
+
+
 def _asked(what: str, value: str) -> None:
     """A question may name what cannot exist, but it travels with others: it must be text that every engine reads."""
     if "\0" in value or not (value.isascii() or _is_text(value)):
@@ -243,6 +249,7 @@ _VALIDATIONS: dict[type, Callable[[Any], None]] = {
     HeadOfLog: lambda op: _asked("log", op.log),
     Wait: lambda op: _asked("log", op.log),
     Scan: lambda op: _asked("prefix", op.prefix),
+    Changed: _validate_changed,
     Leases: lambda op: _asked("prefix", op.prefix),
     Release: _validate_release,
 }

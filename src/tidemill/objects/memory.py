@@ -19,7 +19,7 @@ from tidemill.objects.store import Buffer, ObjectMeta
 class MemoryObjects:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._objects: dict[str, tuple[bytes, int]] = {}
+        self._objects: dict[str, tuple[bytes | bytearray, int]] = {}
         self._keys: list[str] = []  # always the sorted keys of _objects
         self._closed = False
 
@@ -34,16 +34,17 @@ class MemoryObjects:
         check_key(key)
         if key in self._objects:
             raise Conflict(f"The object exists already: key={key}.", current=self._meta(key))
-        self._objects[key] = (b"".join(as_buffers(data)), self._clock.now_ms())
+        kept = data if isinstance(data, bytes | bytearray) else b"".join(as_buffers(data))
+        self._objects[key] = (kept, self._clock.now_ms())
         insort(self._keys, key)
 
     async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         data = self._data(key)
-        return data[start : check_range(key, start, end, len(data))]
+        return _cut(data, start, check_range(key, start, end, len(data)))
 
     async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         data = self._data(key)
-        return [data[start : check_range(key, start, end, len(data))] for start, end in ranges]
+        return [_cut(data, start, check_range(key, start, end, len(data))) for start, end in ranges]
 
     async def head(self, key: str) -> ObjectMeta | None:
         self._open()
@@ -73,7 +74,7 @@ class MemoryObjects:
         if self._closed:
             raise Closed("The object store was closed: store=memory.")
 
-    def _data(self, key: str) -> bytes:
+    def _data(self, key: str) -> bytes | bytearray:
         self._open()
         found = self._objects.get(check_key(key))
         if found is None:
@@ -83,3 +84,7 @@ class MemoryObjects:
     def _meta(self, key: str) -> ObjectMeta:
         data, modified_ms = self._objects[key]
         return ObjectMeta(key, len(data), modified_ms)
+
+
+def _cut(data: bytes | bytearray, start: int, end: int) -> bytes:
+    return data[start:end] if isinstance(data, bytes) else bytes(memoryview(data)[start:end])

@@ -1,6 +1,7 @@
 """Retries, a bound on concurrency and metrics around any object store.
 
-R1  At most `concurrency` requests of the inner store run at once.
+R1  At most `concurrency` requests of the inner store run at once. Reads and deletes leave a quarter of them free: a put
+    that a producer waits for does not stand behind the thousands of objects that a reader asks for at once.
 R2  Unavailable is retried with jittered backoff until the time budget of the call is spent.
 R3  A put whose outcome is Unknown is made again. That is safe however late the lost request arrives,
     because it carries the same bytes under the same nonce to the same write-once key. Where the store
@@ -35,6 +36,7 @@ from tidemill.objects.store import Buffer, Misconfigured, ObjectMeta, ObjectStor
 
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 2.0
+PUTS_PART = 4
 PROVE_AFTER_S = 2.0
 """A store that failed and was not asked again for so long is asked by `keep_proving`."""
 
@@ -76,6 +78,8 @@ class ResilientObjects:
         self._rand = rand
         self._label = store
         self._slots = asyncio.Semaphore(concurrency)
+        self._beside_puts = asyncio.Semaphore(concurrency - concurrency // PUTS_PART)
+        """Taken before a slot by whatever is no put."""
         self._budget_s = budget_s
         self._coalesce = coalesce
         self._patient = patient
@@ -257,7 +261,8 @@ class ResilientObjects:
         retry: _Retry | None = None
         while True:
             try:
-                return await self._once("write" if operation == "delete" else "read", call)
+                async with self._beside_puts:
+                    return await self._once("write" if operation == "delete" else "read", call)
             except kinds:
                 retry = retry or _Retry(self._clock, self._rand, self._budget_s)
                 if not await retry.again():

@@ -36,7 +36,11 @@ class ObjectStore(Protocol):
     """Raises, besides what each method names: Unavailable, Unknown (put and delete only), Closed, Invalid (bad key)."""
 
     async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
-        """Create `key`. A sequence of buffers is written back to back. Raises Conflict if the key exists."""
+        """Create `key`. A sequence of buffers is written back to back. Raises Conflict if the key exists.
+
+        One `bytearray` is given away: a store in memory keeps it as the object. Afterwards nothing is written into it
+        but what whoever reads the object may see.
+        """
         ...
 
     async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:

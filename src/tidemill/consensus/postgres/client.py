@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -22,10 +22,11 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, TidemillError, Unavailable, Unknown
 from tidemill.base.tasks import Tasks
 from tidemill.consensus.api import LogHead
-from tidemill.consensus.commands import AnyOp, Append, Cas, Truncate, Wait
+from tidemill.consensus.commands import AnyOp, Append, Cas, Changed, Truncate, Wait
 from tidemill.consensus.facade import Facade
 from tidemill.consensus.kept import kept
 from tidemill.consensus.postgres import groups, lanes, schema, singles, statements
+from tidemill.consensus.postgres.changes import Differences
 from tidemill.consensus.postgres.groups import Queued
 from tidemill.consensus.postgres.lanes import Connection, Lane
 from tidemill.consensus.postgres.wakeups import Wakeups
@@ -58,6 +59,7 @@ class PostgresConsensus(Facade):
         self._log_ids: dict[str, int] = {}
         self._tasks = Tasks(self._task_failed)
         self._wakeups = Wakeups(url, rand, self._notify, self._heads, self._told)
+        self._differences = Differences(rand.nonce(), self._sums, self._heads_after)
         self._fault = ""
         self._sweeping: set[str] = set()
         self._closed: TidemillError | None = None
@@ -98,6 +100,8 @@ class PostgresConsensus(Facade):
     async def _submit(self, op: AnyOp) -> Any:
         if isinstance(op, (Append, Cas)):
             return await self._enqueue(self._groups, op)
+        if isinstance(op, Changed):
+            return await self._differences.answer(op)
         return await self._enqueue(self._singles if op.writes else self._reads, op)
 
     async def _wait(self, op: Wait, timeout_s: float) -> bool:
@@ -116,6 +120,19 @@ class PostgresConsensus(Facade):
             return await singles.heads(connection, logs)
 
         found: dict[str, LogHead] = await self._enqueue(self._reads, read)
+        return found
+
+    async def _sums(self, prefix: str) -> dict[int, int]:
+        found: dict[int, int] = await self._enqueue(self._reads, partial(singles.sums, prefix=prefix))
+        return found
+
+    async def _heads_after(
+        self, prefix: str, after: str, parts: Collection[int], limit: int
+    ) -> list[tuple[str, LogHead]]:
+        async def read(connection: Connection) -> list[tuple[str, LogHead]]:
+            return await singles.heads_after(connection, prefix, after, parts, limit)
+
+        found: list[tuple[str, LogHead]] = await self._enqueue(self._reads, read)
         return found
 
     # serving -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from tidemill.base.errors import Unavailable
@@ -94,6 +95,20 @@ async def _read(connection: Connection, op: Read) -> Any:
     if op.start < head.start:
         return rules.truncated(head, op)
     return LogSlice(tuple(LogRecord(*row[3:]) for row in rows if row[3] is not None), head)
+
+
+async def sums(connection: Connection, prefix: str) -> dict[int, int]:
+    """By part of the logs with this prefix, of their heads."""
+    return dict(await _rows(connection, statements.SUMS, (prefix,)))
+
+
+async def heads_after(
+    connection: Connection, prefix: str, after: str, parts: Collection[int], limit: int
+) -> list[tuple[str, LogHead]]:
+    """The first logs of these parts with this prefix whose name is greater than `after`, by name."""
+    bits = sum(1 << part for part in parts).to_bytes(statements.PARTS // 8, "little")
+    rows = await _rows(connection, statements.HEADS_AFTER, (prefix, after, bits, limit))
+    return [(row[0], LogHead(*row[1:])) for row in rows]
 
 
 async def heads(connection: Connection, logs: list[str]) -> dict[str, LogHead]:

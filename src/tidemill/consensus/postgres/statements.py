@@ -63,6 +63,19 @@ DROP = "DELETE FROM tidemill.registers WHERE key = %b::text AND seq = %b::int8 R
 
 REGISTERS = "SELECT key, seq, data, nonce FROM tidemill.registers WHERE key = ANY(%b::text[])"
 HEADS = "SELECT name, term, start, next FROM tidemill.logs WHERE name = ANY(%b::text[])"
+PARTS = 512
+"""Into so many the logs are divided, by their ids, to see which of them changed."""
+
+# All that is added only grows, so a part's sum is another one whenever one of its logs is, or is new.
+SUMS = (
+    f"SELECT id & {PARTS - 1}, sum(term + start + next + 1)::int8 FROM tidemill.logs WHERE name ^@ %b::text GROUP BY 1"
+)
+
+# Parameters: prefix, name, a bit for each part, limit.
+HEADS_AFTER = (
+    "SELECT name, term, start, next FROM tidemill.logs WHERE name ^@ %b::text AND name > %b::text"
+    f" AND get_bit(%b::bytea, id & {PARTS - 1}) = 1 ORDER BY name LIMIT %b::int8"
+)
 SCAN = "SELECT key, seq, data, nonce FROM tidemill.registers WHERE key ^@ %b::text ORDER BY key"
 
 # Parameters: start, record limit, byte limit, log. One row with a null position when there is nothing to read.

@@ -9,6 +9,7 @@ away when SQLite's data_version says that another connection wrote.
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tidemill.consensus.commands import (
     AnyOp,
     Append,
     Cas,
+    Changed,
     Drop,
     Fence,
     Head,
@@ -37,6 +39,7 @@ from tidemill.consensus.commands import (
     Wait,
     WriteOp,
 )
+from tidemill.consensus.journal import Journal
 from tidemill.consensus.rules import UNWRITTEN, LeaseRow
 from tidemill.consensus.sqlite import tables
 from tidemill.consensus.sqlite.records import LOG_IDS, Placed, Records
@@ -58,6 +61,9 @@ FREE_PAGES = 1_024
 SHRINK_PAGES = 256
 """Room below the first (4 MiB) is kept for what comes; of more than a quarter of the file, the second (1 MiB) is given
 back at each look, in the commit that is under way."""
+
+
+_LIVES = itertools.count()
 
 
 class Doubtful(Exception):
@@ -94,6 +100,11 @@ class Engine:
         self._versions: dict[str, Versioned] = {}
         self._data_version = self._rows("PRAGMA data_version")[0][0]
         self._records = Records(self._db)
+        self._journal = self._begin_journal()
+
+    def _begin_journal(self) -> Journal:
+        """What another connection wrote this engine cannot know of: from then on it remembers anew."""
+        return Journal(f"{os.getpid()}.{next(_LIVES)}.{self._clock.now_ms()}")
 
     # writes --------------------------------------------------------------------------------------
 
@@ -235,6 +246,7 @@ class Engine:
     def _remember(self, staged: _Staged) -> None:
         """Only what is durable enters the caches."""
         self._records.committed()
+        self._journal.note(staged.heads)
         if len(self._versions) + len(self._heads) > CACHED_ENTRIES:
             self._versions.clear()
             self._heads.clear()
@@ -260,6 +272,7 @@ class Engine:
         self._ids.clear()
         self._versions.clear()
         self._records.reload()
+        self._journal = self._begin_journal()
 
     # reads ---------------------------------------------------------------------------------------
 
@@ -274,6 +287,8 @@ class Engine:
                     return self._head(log)
                 case Read():
                     return self._read(op)
+                case Changed():
+                    return self._journal.answer(op, self._listed, self._head)
                 case Wait(log=log, beyond=beyond):
                     return self._head(log).next > beyond
                 case Scan(prefix=prefix):
@@ -296,6 +311,12 @@ class Engine:
             return LogSlice((), head)
         records = self._records.read(self._ids[op.log], head, op.start, op.limit_records, op.limit_bytes)
         return LogSlice(tuple(records), head)
+
+    def _listed(self, prefix: str, after: str, limit: int) -> list[tuple[str, LogHead]]:
+        sql = "SELECT name, id, term, start, next FROM logs WHERE name >= ? AND name < ? AND name > ?"
+        bounds = (prefix, prefix + "\U0010ffff" * 4, after, limit)
+        rows = self._rows(f"{sql} ORDER BY name LIMIT ?", bounds)
+        return [(name, self._records.overlay(log_id, LogHead(*head))) for name, log_id, *head in rows]
 
     def _prefixed(self, sql: str, column: str, prefix: str) -> list[tuple[Any, ...]]:
         """Rows whose column starts with prefix, by index range. No code point sorts above U+10FFFF."""

@@ -25,12 +25,13 @@ from tidemill.base.errors import (
     Unavailable,
     Unknown,
 )
-from tidemill.consensus.api import Lease, LogHead, LogSlice, Versioned
+from tidemill.consensus.api import Changes, Lease, LogHead, LogSlice, Versioned
 from tidemill.consensus.commands import (
     Acquire,
     AnyOp,
     Append,
     Cas,
+    Changed,
     Drop,
     Fence,
     Head,
@@ -44,7 +45,7 @@ from tidemill.consensus.commands import (
     Wait,
 )
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 FRAME_BYTES = 96 << 20
 """More than the largest append; a longer frame means the peer does not speak this protocol."""
 
@@ -108,6 +109,7 @@ _RESULTS: dict[type, Any] = {
     Acquire: Lease,
     Release: None,
     Leases: list[Lease],
+    Changed: Changes,
     Hello: None,
 }
 _CURRENTS: dict[type, Any] = {

@@ -10,14 +10,21 @@ from tidemill.consensus.sqlite import address, frames
 
 CONNECT_S = 5.0
 
+ROOM_BYTES = 256 << 10
 
-class Link(asyncio.Protocol):
-    """`answered` hears of each answer; `misled` of one that cannot be read, the last of its connection."""
+
+class Link(asyncio.BufferedProtocol):
+    """`answered` hears of each answer; `misled` of one that cannot be read, the last of its connection.
+
+    Answers are received into a buffer of its own: a plain protocol gets a fresh object of as many bytes, cut to size,
+    for each few hundred.
+    """
 
     def __init__(self, answered: Callable[[frames.Answer], None], misled: Callable[[Exception], None]) -> None:
         self._answered = answered
         self._misled = misled
         self._splitter = frames.Splitter()
+        self._room = memoryview(bytearray(ROOM_BYTES))
         self.transport: asyncio.Transport | None = None
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -25,9 +32,12 @@ class Link(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._room
+
+    def buffer_updated(self, nbytes: int) -> None:
         try:
-            for body in self._splitter.feed(data):
+            for body in self._splitter.feed(bytes(self._room[:nbytes])):
                 for answer in frames.decode_answers(body):
                     self._answered(answer)
         except Exception as error:

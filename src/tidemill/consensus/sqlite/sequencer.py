@@ -60,6 +60,8 @@ class Sequencer:
         self._reserve = descriptors.Reserve()
         self._most_clients = descriptors.current().sequencer
         self._rests = False
+        self._room = memoryview(bytearray(RECEIVE_BYTES))
+        """To receive into: `recv` would make as large an object each time, for a few hundred bytes."""
         self._thread = threading.Thread(target=self._run, name="tidemill-sequencer", daemon=True)
 
     def start(self) -> None:
@@ -275,7 +277,7 @@ class Sequencer:
 
     def _receive(self, connection: Connection, writes: list[Any], reads: list[Any]) -> None:
         try:
-            data = connection.sock.recv(RECEIVE_BYTES)
+            data = bytes(self._room[: connection.sock.recv_into(self._room)])
         except BlockingIOError:
             return
         except OSError:

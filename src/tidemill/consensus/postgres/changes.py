@@ -1,0 +1,53 @@
+"""What changed, told by the client: the server keeps no journal of its logs.
+
+    sums of the heads, by parts of the logs ─► heads of the parts whose sum is another one ─► what differs is noted
+
+So a question costs the server a look at all heads of its prefix, but only those of parts in which something changed
+travel, PAGE in one statement, and who asked hears of those that did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Collection
+
+from tidemill.consensus.api import Changes, LogHead
+from tidemill.consensus.commands import Changed
+from tidemill.consensus.journal import PAGE, Journal
+
+Sums = Callable[[str], Awaitable[dict[int, int]]]
+HeadsAfter = Callable[[str, str, Collection[int], int], Awaitable[list[tuple[str, LogHead]]]]
+
+
+class Differences:
+    """One client's. `sums(prefix)` and `heads_after(prefix, after, parts, limit)` are those of `singles`, and may raise
+    TidemillError."""
+
+    def __init__(self, life: str, sums: Sums, heads_after: HeadsAfter) -> None:
+        self._read_sums = sums
+        self._heads_after = heads_after
+        self._journal = Journal(life, remembered=sys.maxsize, page=sys.maxsize)
+        self._sums: dict[str, dict[int, int]] = {}
+        """prefix → sums before the heads that are known were read"""
+        self._heads: dict[str, LogHead] = {}
+        self._lock = asyncio.Lock()
+
+    async def answer(self, op: Changed) -> Changes:
+        async with self._lock:
+            sums, known = await self._read_sums(op.prefix), self._sums.get(op.prefix, {})
+            parts = [part for part, total in sums.items() if known.get(part) != total]
+            after, more = "", bool(parts)
+            while more:
+                found = await self._heads_after(op.prefix, after, parts, PAGE)
+                differs = [(name, head) for name, head in found if self._heads.get(name) != head]
+                self._heads.update(differs)
+                self._journal.note(name for name, _ in differs)
+                more = len(found) == PAGE
+                after = found[-1][0] if found else ""
+            self._sums[op.prefix] = sums
+            return self._journal.answer(op, self._listed, self._heads.__getitem__)
+
+    def _listed(self, prefix: str, after: str, limit: int) -> list[tuple[str, LogHead]]:
+        names = sorted(name for name in self._heads if name.startswith(prefix) and name > after)
+        return [(name, self._heads[name]) for name in names[:limit]]

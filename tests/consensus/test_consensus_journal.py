@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidemill.base.clock import SystemClock
+from tidemill.consensus.api import Changes, LogHead
+from tidemill.consensus.changed_logs import ChangedLogs
+from tidemill.consensus.commands import Changed
+from tidemill.consensus.journal import Journal
+from tidemill.consensus.memory import MemoryConsensus
+
+NAMES = st.sampled_from(["a/1", "a/2", "a/:3", "a/é", "b/1", "b/2"])
+
+
+class Engine:
+    """A journal over heads in memory; `restart` forgets the journal and keeps the heads."""
+
+    def __init__(self, remembered: int, page: int) -> None:
+        self.heads: dict[str, LogHead] = {}
+        self._sizes = (remembered, page)
+        self._lives = 0
+        self.restart()
+
+    def restart(self) -> None:
+        self._lives += 1
+        self._journal = Journal(f"life {self._lives}", remembered=self._sizes[0], page=self._sizes[1])
+
+    def change(self, names: list[str]) -> None:
+        for name in names:
+            head = self.heads.get(name, LogHead(0, 0, 0))
+            self.heads[name] = LogHead(1, 0, head.next + 1)
+        self._journal.note(dict.fromkeys(names))
+
+    def answer(self, prefix: str, since: str) -> Changes:
+        return self._journal.answer(Changed(prefix, since), self._listed, self.heads.__getitem__)
+
+    def _listed(self, prefix: str, after: str, limit: int) -> list[tuple[str, LogHead]]:
+        found = sorted((name, head) for name, head in self.heads.items() if name.startswith(prefix) and name > after)
+        return found[:limit]
+
+
+@given(
+    st.lists(st.one_of(st.lists(NAMES, min_size=1, max_size=4), st.just("ask"), st.just("restart")), max_size=60),
+    st.integers(1, 6),
+    st.integers(1, 3),
+)
+def test_who_goes_on_from_token_to_token_comes_to_know_every_head(
+    steps: list[list[str] | str], remembered: int, page: int
+) -> None:
+    """One answer a step: between the pages of a series others change what was told already, and what was not."""
+    engine, known, token = Engine(remembered, page), dict[str, LogHead](), ""
+    for step in steps:
+        if step == "restart":
+            engine.restart()
+        elif step == "ask":
+            found = engine.answer("a/", token)
+            known.update(found.heads)
+            token = found.token
+            assert len(found.heads) <= page and all(name.startswith("a/") for name, _ in found.heads)
+        else:
+            engine.change(list(step))
+    more = True
+    while more:
+        found = engine.answer("a/", token)
+        known.update(found.heads)
+        token, more = found.token, found.more
+    assert known == {name: head for name, head in engine.heads.items() if name.startswith("a/")}
+    assert engine.answer("a/", token) == Changes((), token, False)
+
+
+def test_a_log_is_due_until_it_is_done_and_again_with_its_next_change() -> None:
+    async def body() -> None:
+        consensus = MemoryConsensus(SystemClock())
+        logs = ChangedLogs(consensus, "p/")
+        await consensus.append("p/a", 1, 0, [b"x"], "n")
+        await consensus.append("p/b", 1, 0, [b"x"], "n")
+        await consensus.append("q/a", 1, 0, [b"x"], "n")
+        everything = {"a": LogHead(1, 0, 1), "b": LogHead(1, 0, 1)}
+        for _ in range(3):
+            assert await logs.look(everything.__contains__) == everything
+        logs.done(["a"])
+        assert await logs.look(everything.__contains__) == {"b": LogHead(1, 0, 1)}
+        await consensus.append("p/a", 1, 1, [b"x"], "n")
+        assert (await logs.look(everything.__contains__))["a"] == LogHead(1, 0, 2)
+
+    asyncio.run(body())
+
+
+def test_a_log_that_is_known_at_no_second_look_is_let_go() -> None:
+    async def body() -> None:
+        consensus = MemoryConsensus(SystemClock())
+        logs = ChangedLogs(consensus, "p/")
+        await consensus.append("p/late", 1, 0, [b"x"], "n")
+        await consensus.append("p/gone", 1, 0, [b"x"], "n")
+        assert await logs.look(lambda _: False) == {}
+        assert await logs.look(lambda name: name == "late") == {"late": LogHead(1, 0, 1)}
+        assert await logs.look(lambda _: True) == {"late": LogHead(1, 0, 1)}, "it was let go, and has not changed"
+
+    asyncio.run(body())
