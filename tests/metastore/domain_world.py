@@ -114,7 +114,7 @@ def run(body: Body, world: DomainWorld, timeout_s: float = 60.0) -> None:
                 await body(world)
         finally:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(60):
                     await world.aclose()
 
     asyncio.run(bounded())

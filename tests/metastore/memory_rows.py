@@ -75,6 +75,10 @@ class MemoryRows:
     async def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         return [await self.get(key) for key in keys]
 
+    async def stamp(self, first: bytes) -> object:
+        self._check()
+        return max((row.seqno for key, row in self._seen.items() if key.startswith(first)), default=0)
+
     async def scan(
         self, lower: bytes = b"", upper: bytes | None = None, *, reverse: bool = False
     ) -> AsyncIterator[tuple[list[bytes], list[bytes]]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 from memory_rows import Shared, opener
+from msgspec.structs import replace
 
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import Conflict, Corrupt, Fenced, Invalid, Missing, Unavailable, Unknown
@@ -214,6 +215,49 @@ def test_a_creation_that_lands_after_its_retry_began_is_still_ours() -> None:
         world.shared[0].fault = first
         row = await catalogue.create_topic("t", 1)
         assert await world.process().list(TopicRow) == [row]
+
+    run(body)
+
+
+@pytest.mark.parametrize("landed", [True, False])
+def test_a_topic_grows_once_whatever_is_known_of_its_write(landed: bool) -> None:
+    async def body(world: World) -> None:
+        catalogue = world.process()
+        row = await catalogue.create_topic("t", 2)
+        world.shared[0].fault = unknown(landed)
+        grown = await catalogue.grow_topic("t", 5)
+        assert (grown.partitions, grown.topic_id) == (5, row.topic_id)
+        assert await world.process().list(TopicRow) == [grown]
+        assert await both_rows(world) == (["t"], ["t"])
+
+    run(body)
+
+
+def test_of_changes_of_one_topic_that_race_none_is_lost() -> None:
+    async def body(world: World) -> None:
+        await world.process().create_topic("t", 1)
+
+        def one_more(row: TopicRow) -> TopicRow:
+            return replace(row, partitions=row.partitions + 1)
+
+        await asyncio.gather(*(world.process().change_topic("t", one_more) for _ in range(6)))
+        (row,) = await world.process().list(TopicRow)
+        assert row.partitions == 7
+
+    run(body)
+
+
+def test_a_growth_that_may_not_be_changes_nothing() -> None:
+    async def body(world: World) -> None:
+        catalogue = world.process()
+        await catalogue.create_topic("t", 4)
+        await catalogue.create_topic("captured", 4, kind="capture")
+        for name, count in (("t", 4), ("t", 3), ("t", 0), ("t", 10_001), ("captured", 8)):
+            with pytest.raises(Invalid):
+                await catalogue.grow_topic(name, count)
+        with pytest.raises(Missing):
+            await catalogue.grow_topic("none", 8)
+        assert [row.partitions for row in await catalogue.list(TopicRow)] == [4, 4]
 
     run(body)
 

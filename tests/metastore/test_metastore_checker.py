@@ -17,6 +17,8 @@ from tidemill.keeper.deep_check import Checked, deep_check
 from tidemill.keeper.rowcheck import check_rows
 from tidemill.metastore.catalogue import CaptureRow, PipelineRow, TableSnapshot
 from tidemill.metastore.checker import Checker
+from tidemill.metastore.findings import Findings
+from tidemill.metastore.objectcheck import References
 from tidemill.metastore.rows import (
     BINDINGS,
     CAPTURES,
@@ -280,6 +282,30 @@ def test_a_missing_binding_and_one_that_is_ahead_are_named() -> None:
         assert row is not None
         shorter = replace(row, next_offset=extents[-1].base_offset)
         only(await break_rows(world, PARTITIONS.encode(shorter)), "beyond the partition's end", "older manifest")
+
+    run(body)
+
+
+def test_bindings_count_anew_once_for_each_restore() -> None:
+    """The log of a restored cluster holds the bindings that had rows, from position 0; the one before it had forgotten
+    its first ones."""
+
+    async def body(world: World) -> None:
+        from msgspec.structs import replace
+
+        await persisted(world, 6)
+        bindings = await world.metastore.rows(BINDINGS, "topic/clicks")
+        assert len(bindings) > 4
+        moved = [replace(row, log_position=row.log_position + 1000) for row in bindings[:3]]
+        await world.metastore.commit([BINDINGS.encode(row) for row in moved])
+        for incarnation, broken in ((1, 1), (2, 0), (3, 0)):
+            findings = Findings()
+            await check_rows(world.metastore, findings, References(), incarnation)
+            assert len(findings.broken) == broken, findings.broken
+        await world.metastore.commit([BINDINGS.encode(replace(bindings[4], log_position=0))])
+        findings = Findings()
+        await check_rows(world.metastore, findings, References(), 2)
+        assert any("does not follow" in str(each) for each in findings.broken)
 
     run(body)
 

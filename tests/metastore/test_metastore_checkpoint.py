@@ -14,10 +14,9 @@ from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore import checkpoint
 from tidemill.metastore.checkpoint import Checkpointer, Group, packed, slot_of
 from tidemill.metastore.cluster import domain_of
-from tidemill.metastore.rows import CHECKPOINTS, EXTENTS, GROUP_OFFSETS, PARTITIONS, SHARD_BATCHES
+from tidemill.metastore.rows import CHECKPOINTS, EXTENTS, PARTITIONS, SHARD_BATCHES
 from tidemill.shards.compaction import compact_once
 from tidemill.topics.checkpoint import PartitionFollower
-from tidemill.topics.group_offsets import Committed, GroupOffsets
 from tidemill.topics.partition.replay import catch_up, partition_log
 from tidemill.topics.partition.state import PartitionState
 from tidemill.topics.restore import restore_partition
@@ -403,37 +402,6 @@ def test_extents_of_a_lost_life_do_not_stand_among_those_of_the_restored_one() -
         assert again.high_watermark == 19
         live, _ = await catch_up(world.consensus, world.objects, partition_log(topic_id, 0), PartitionState())
         same_partition(again, live)
-
-    run(body)
-
-
-def test_group_offsets_are_written_when_they_change_and_never_ahead_of_their_partition() -> None:
-    async def body(world: World) -> None:
-        groups, topic_id = GroupOffsets(world.consensus, world.rand), world.topic.topic_id
-        recorder = Recorder(world)
-
-        async def consume() -> None:
-            while True:
-                await world.produce()
-                end = (await world.topics.offsets(topic_id, 0)).high_watermark
-                await groups.commit("g", {topic_id: {0: Committed(end)}})
-
-        consuming = asyncio.ensure_future(consume())
-        keeper = world.keeper()
-        for _ in range(8):
-            await keeper.round()
-            await asyncio.sleep(0.003)
-        consuming.cancel()
-        await asyncio.gather(consuming, return_exceptions=True)
-        await keeper.round()
-        seen = set()
-        for rows in recorder.moments:
-            for row in family_rows(GROUP_OFFSETS, rows):
-                assert row.offset <= Restored(rows).partitions[topic_id, 0].high_watermark
-                seen.add(row.offset)
-        assert len(seen) > 3 and max(seen) == (await groups.fetch("g"))[topic_id][0].offset
-        assert await keeper.round() == 0
-        assert await world.keeper("n2").round() == 0, "a new keeper finds the rows as they are"
 
     run(body)
 

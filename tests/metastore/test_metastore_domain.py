@@ -286,7 +286,7 @@ def test_a_flush_under_way_ends_with_the_term_though_the_bucket_never_answers(wo
         new = await world.node()
         await old.sync()  # the log tells it
         with pytest.raises(Fenced):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await flushing
         assert not gate.open.is_set() and new.leading and await rows_of(new) == {b"a": b"1"}
         assert await new.flush(20) > 0 and await rows_of(new) == {b"a": b"1"}

@@ -14,10 +14,10 @@ from tidemill.base.limits import METASTORE_VALUE_BYTES
 from tidemill.metastore import checkpoint
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.metastore.checkpoint import Checkpointer, Unit
-from tidemill.metastore.rows import CHECKPOINTS, GROUP_OFFSETS, PARTITIONS
+from tidemill.metastore.rows import CHECKPOINTS, PARTITIONS
 from tidemill.shards.machine import shard_log
 from tidemill.shards.remap import log_name
-from tidemill.topics.group_offsets import Committed, GroupOffsets
+from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.partition.idempotence import Producer, Remembered
 from tidemill.topics.partition.replay import partition_log
 from tidemill.topics.partition.rowform import partition_row, producers_of
@@ -54,7 +54,6 @@ def stages(world: World) -> dict[str, int]:
     found = {f"partition {number}": state.high_watermark for (_, number), state in back.partitions.items()}
     found["bindings"] = len(back.bindings.get("topic/clicks", []))
     found |= {name: state.upper for name, state in back.shards.items()}
-    found["group"] = sum(row.offset for row in family_rows(GROUP_OFFSETS, rows))
     return found
 
 
@@ -62,16 +61,13 @@ async def everything_moves(world: World) -> None:
     await world.step()
     await world.produce(partition=0)
     await world.produce(partition=1)
-    end = (await world.topics.offsets(world.topic.topic_id, 0)).high_watermark
-    groups = GroupOffsets(world.consensus, world.rand)
-    await groups.commit("g", {world.topic.topic_id: {0: Committed(end)}})
 
 
 @pytest.mark.parametrize("error", [Corrupt, Unavailable])
 @pytest.mark.parametrize(
     ("what", "late"),
     [
-        ("partition", {"partition 0", "bindings", "table", "derived", "group"}),
+        ("partition", {"partition 0", "bindings", "table", "derived"}),
         ("bindings", {"bindings", "table", "derived"}),
         ("table", {"table", "derived"}),
         ("derived", {"derived"}),
@@ -118,6 +114,7 @@ def test_a_topic_that_feeds_nothing_holds_back_nothing() -> None:
         await keeper.round()
         before = stages(world)
         await everything_moves(world)
+        await world.topics.produce_nowait(other.topic_id, 0, encode_batch([Record(None, b"v", (), 1)]))
         unreadable.logs = {partition_log(other.topic_id, 0)}
         with pytest.raises(Corrupt):
             await keeper.round()
@@ -144,14 +141,15 @@ def test_a_shard_of_no_pipeline_waits_since_it_may_be_made_from_anything() -> No
     run(body)
 
 
-def test_a_register_that_cannot_be_read_holds_back_one_group() -> None:
+def test_a_register_of_nodes_that_cannot_be_read_holds_back_the_nodes_alone() -> None:
     async def body(world: World) -> None:
         keeper = world.keeper()
         await everything_moves(world)
-        await world.consensus.cas("kafka/group/broken/offsets", 0, b"\xc1", "n")
-        with pytest.raises(Corrupt, match="group=broken"):
+        found = await world.consensus.head("cluster/nodes")
+        await world.consensus.cas("cluster/nodes", found.seq if found else 0, b"\xc1", "n")
+        with pytest.raises(Corrupt, match="cluster/nodes"):
             await keeper.round()
-        assert stages(world)["group"] > 0
+        assert stages(world)["partition 0"] > 0
         seqno = world.shared[0].seqno
         with pytest.raises(Corrupt):
             await keeper.round()
@@ -212,16 +210,16 @@ def test_a_row_too_large_for_a_commit_stops_nothing_else(monkeypatch: pytest.Mon
         gather = registers.gather
 
         async def huge() -> dict[str, Unit]:
-            return {thing: [[(b"k", b"x" * (METASTORE_VALUE_BYTES + 1))]] for thing in await gather()}
+            await gather()
+            return {"nodes": [[(b"k", b"x" * (METASTORE_VALUE_BYTES + 1))]]}
 
         monkeypatch.setattr(registers, "gather", huge)
-        with pytest.raises(Invalid, match="too large: thing=group g"):
+        with pytest.raises(Invalid, match="too large: thing=nodes"):
             await keeper.round()
         after = stages(world)
-        assert {name for name in after if after[name] == before[name]} == {"group"}
+        assert not {name for name in after if after[name] == before[name]}
         monkeypatch.setattr(registers, "gather", gather)
         await keeper.round()
-        assert stages(world)["group"] > before["group"]
 
     run(body)
 

@@ -67,7 +67,7 @@ class Engine(RuleBasedStateMachine):
 
     def run(self, coroutine: Any) -> Any:
         async def bounded() -> Any:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 return await coroutine
 
         return self.runner.run(bounded())

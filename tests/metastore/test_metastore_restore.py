@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import crc32c
+import msgspec
 import pytest
 from checkpoint_world import World, damage, keys, manifest_of, persisted
 
@@ -23,15 +24,16 @@ from tidemill.metastore.catalogue import CaptureRow, Catalogue, TableSnapshot, T
 from tidemill.metastore.cluster import read_cluster
 from tidemill.metastore.lsm.files import FileName, Files
 from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.open import metastore_on
 from tidemill.metastore.presence import ALIVE_PREFIX, CLUSTER_PREFIX, Presence, newest_manifest
-from tidemill.metastore.rows import GROUP_OFFSETS
-from tidemill.metastore.rows.groups import GroupOffsetRow
+from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_OFFSETS, GROUPS, PARTITIONS
+from tidemill.metastore.rows.groups import GroupMemberRow, GroupOffsetRow, GroupRow
+from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.open import open_objects
 from tidemill.shards.open import open_remap, open_shard
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.front import FetchRead, InvalidProducerEpoch, OutOfOrderSequence
-from tidemill.topics.group_offsets import Committed, GroupOffsets
 from tidemill.topics.leadership import Membership, NodeInfo
 from tidemill.topics.log import LocalTopics
 
@@ -427,24 +429,56 @@ def test_committed_offsets_come_back_and_none_is_beyond_its_partition() -> None:
         for _ in range(4):
             await world.step()
         end = (await world.topics.offsets(topic_id, 0)).high_watermark
-        groups = GroupOffsets(world.consensus, world.rand)
-        await groups.commit("kept", {topic_id: {0: Committed(end - 1, 3, "note"), 1: Committed(0)}})
-        await groups.commit("gone", {topic_id: {0: Committed(end)}})
-        await persisted(world, 1)
-        # The log was cut meanwhile, as if this offset had been committed after the partition was gathered.
+        kept = [
+            GroupOffsetRow("kept", topic_id, 0, end - 1, 3, "note", 77, 99),
+            GroupOffsetRow("kept", topic_id, 1, 0),
+            GroupOffsetRow("old", topic_id, 0, end),
+        ]
+        head = GroupRow("kept", protocol_type="consumer", generation=4, leader="m", members=1)
+        member = GroupMemberRow("kept", "m", None, "c", "/h", 1, 1, (("range", b"x"),), b"y")
         ahead = GroupOffsetRow("ahead", topic_id, 0, end + 70)
+        await world.metastore.commit(
+            [*map(GROUP_OFFSETS.encode, kept[:2]), GROUPS.encode(head), GROUP_MEMBERS.encode(member)]
+        )
+        # Groups of the time before head rows.
+        await world.metastore.commit([GROUP_OFFSETS.encode(kept[2])])
         await world.metastore.commit([GROUP_OFFSETS.encode(ahead)])
+        await persisted(world, 1)
         await world.metastore.flush(30)
         end = (await world.topics.offsets(topic_id, 0)).high_watermark
         fresh = MemoryConsensus(world.clock)
         done = await Restorer(fresh, world.objects, world.clock, world.rand).run()
         assert done.group_offsets_cut == 1
-        restored = GroupOffsets(fresh, world.rand)
-        assert await restored.fetch("kept") == await groups.fetch("kept")
-        assert await restored.fetch("gone") == await groups.fetch("gone")
-        assert (await restored.fetch("ahead"))[topic_id][0].offset == end
+        metastore = metastore_on(fresh, world.objects, world.clock, world.rand)
+        try:
+            cut = msgspec.structs.replace(ahead, offset=end)
+            assert await metastore.rows(GROUP_OFFSETS) == [cut, *kept]
+            heads = {row.group: row for row in await metastore.rows(GROUPS)}
+            assert heads.keys() == {"ahead", "kept", "old"} and heads["kept"] == head
+            assert await metastore.rows(GROUP_MEMBERS) == [member]
+        finally:
+            await metastore.aclose()
 
     run(body)
+
+
+def test_a_topic_that_grew_after_its_row_was_persisted_keeps_the_partitions_that_came_back() -> None:
+    async def body(world: World) -> None:
+        topic = world.topic
+        await persisted(world, 2)
+        beyond = PartitionRow(topic.topic_id, topic.partitions + 1, 0, 0)
+        await world.metastore.commit([PARTITIONS.encode(beyond)])
+        await world.metastore.flush(30)
+        fresh = MemoryConsensus(world.clock)
+        done = await Restorer(fresh, world.objects, world.clock, world.rand).run()
+        assert done.findings.clean, done.findings.broken
+        async with restored_world(world, fresh) as (_, catalogue, topics):
+            [back] = await catalogue.list(TopicRow)
+            assert (back.partitions, back.topic_id) == (topic.partitions + 2, topic.topic_id)
+            record = encode_batch([Record(None, b"v")])
+            assert (await topics.produce_nowait(topic.topic_id, topic.partitions + 1, record)).base_offset == 0
+
+    run(body, domains=3)
 
 
 def test_idempotent_producers_go_on_after_their_tail_was_lost() -> None:

@@ -18,8 +18,11 @@ from tidemill.metastore import cluster as clusters
 from tidemill.metastore.cluster import domain_of, open_cluster
 from tidemill.metastore.merged import merged
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.rows import ALL, EXTENTS, GROUP_OFFSETS, PARTITIONS, TOPICS
+from tidemill.metastore.rows import ALL, EXTENTS, GROUP_OFFSETS, PARTITIONS, PIPELINES, TOPICS
+from tidemill.metastore.rows.extents import ExtentRow
 from tidemill.metastore.rows.groups import GroupOffsetRow
+from tidemill.metastore.rows.keys import Kind
+from tidemill.metastore.rows.pipelines import PipelineRow
 from tidemill.metastore.rows.topics import TopicRow
 
 
@@ -53,7 +56,10 @@ def test_rows_of_one_entity_share_a_domain_over_all_families() -> None:
 
 def test_rows_of_the_catalogue_are_in_domain_0() -> None:
     catalogue = [family for family in ALL if family.tag < 0x10]
-    assert {domain_of(family.key(*("name" for _ in family.columns)), 64) for family in catalogue} == {0}
+    keys = [
+        family.key(*("name" if column.kind is Kind.TEXT else 1 for column in family.columns)) for family in catalogue
+    ]
+    assert {domain_of(key, 64) for key in keys} == {0}
 
 
 def test_entities_spread_over_the_domains() -> None:
@@ -246,6 +252,24 @@ def test_a_read_that_need_not_be_fresh_asks_once_a_second_and_sees_its_own_write
         await other.commit([TOPICS.encode(TopicRow("again", "3", 1))])
         await metastore.commit([TOPICS.encode(TopicRow("mine", "4", 1))])
         assert await seen(fresh=False) == ["again", "later", "mine", "theirs"]
+
+    run(body)
+
+
+def test_rows_of_the_catalogue_are_the_same_list_until_one_of_them_is_written() -> None:
+    async def body(consensus: MemoryConsensus, clock: ManualClock, rand: Rand) -> None:
+        shared = Shared()
+        metastore, other = (Metastore(consensus, opener([shared]), clock, rand) for _ in range(2))
+        await other.commit([TOPICS.encode(TopicRow("a", "1", 1))])
+        first = await metastore.rows(TOPICS)
+        await other.commit([PIPELINES.encode(PipelineRow("p"))])
+        await other.commit([EXTENTS.encode(ExtentRow("1", 0, 5, 9, 1, "o", 0, 1, 1))])
+        assert await metastore.rows(TOPICS) is first
+        await other.commit([TOPICS.encode(TopicRow("b", "2", 1))])
+        second = await metastore.rows(TOPICS)
+        assert [row.name for row in second] == ["a", "b"] and [row.name for row in first] == ["a"]
+        await other.commit([(TOPICS.key("a"), b"")])
+        assert [row.name for row in await metastore.rows(TOPICS)] == ["b"]
 
     run(body)
 

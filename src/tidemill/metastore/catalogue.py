@@ -4,29 +4,46 @@ CA1  A write is a commit that expects the name's row (rows/names) as it was read
      other looks again.
 CA2  A write whose outcome is unknown is decided by the name's row: it holds the nonce of the newest change, and its
      seqno never comes back. A write counts once, however often it was tried, and nothing deleted comes back.
-CA3  A captured table's row has no name row: tables come and go for ever, name rows stay. It is changed by a function
-     of what it is, which must give the same when it is applied twice: a write of unknown outcome is made again.
+CA3  The row of a captured table, and of a group's configs, has no name row: tables come and go for ever, name rows
+     stay. It is changed by a function of what it is, which must give the same when it is applied twice: a write of
+     unknown outcome is made again.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Conflict, Fenced, Invalid, Missing, TidemillError, Unavailable, Unknown
 from tidemill.metastore.front import VersionedRow
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.rows import CAPTURE_TABLES, CAPTURES, NAMES, PIPELINES, TOPIC_IDS, TOPICS
+from tidemill.metastore.rows import (
+    CAPTURE_TABLES,
+    CAPTURES,
+    GROUP_CONFIGS,
+    L1_PARTITIONS,
+    NAMES,
+    PARTITIONS,
+    PIPELINES,
+    TOPIC_IDS,
+    TOPICS,
+)
 from tidemill.metastore.rows.captures import CapturedColumn, CaptureRow, CaptureTableRow, TableSnapshot, of_old
 from tidemill.metastore.rows.family import Family
+from tidemill.metastore.rows.group_configs import GroupConfigRow
 from tidemill.metastore.rows.names import NameRow
 from tidemill.metastore.rows.pipelines import PipelineRow
 from tidemill.metastore.rows.topics import TopicIdRow, TopicRow
 
 TOPIC_NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
 TOPIC_NAME_LENGTH = 249
+PARTITIONS_MAX = 10_000
+"""Of one topic."""
 
 WRITE_BUDGET_S = 20.0
 """A write that meets changes of leadership is tried again for so long."""
@@ -44,6 +61,19 @@ def check_topic_name(name: str) -> None:
         raise Invalid(f"bad topic name: topic={name!r}.", fix="Use 1 to 249 of a-z A-Z 0-9 . _ -")
 
 
+def grown(row: TopicRow, partitions: int) -> TopicRow:
+    """The topic with more partitions. Raises Invalid for a captured one, whose writer's rule of keys to partitions is
+    what orders a key, and for a count that is no increase or above PARTITIONS_MAX."""
+    if row.kind == "capture":
+        raise Invalid(f"a captured table's topic keeps its partitions, which order its keys: topic={row.name}.")
+    if not row.partitions < partitions <= PARTITIONS_MAX:
+        raise Invalid(
+            f"the partitions would not increase: topic={row.name} partitions={partitions} existing={row.partitions}.",
+            fix=f"Use a count above {row.partitions}, {PARTITIONS_MAX} at most.",
+        )
+    return replace(row, partitions=partitions)
+
+
 class Catalogue:
     """Reads may raise Unavailable, Closed; writes Unknown besides."""
 
@@ -52,13 +82,18 @@ class Catalogue:
         self._clock = clock
         self._rand = rand
 
+    @property
+    def metastore(self) -> Metastore:
+        """Where the rows are."""
+        return self._metastore
+
     async def get(self, kind: type[Row], name: str, *, fresh: bool = True) -> Row | None:
         """`fresh` False may be up to metastore.STALE_S old, but never older than this process's own writes."""
         found: Row | None = await self._metastore.get(_FAMILIES[kind], name, fresh=fresh)
         return found
 
     async def list(self, kind: type[Row], *, fresh: bool = True) -> list[Row]:
-        """All rows of the kind, by name."""
+        """All rows of the kind, by name. The very same list while none of them was written; nobody may change it."""
         found: list[Row] = await self._metastore.rows(_FAMILIES[kind], fresh=fresh)
         return found
 
@@ -99,15 +134,35 @@ class Catalogue:
 
         Raises what `change` raises, Invalid for a row too large for the metastore, Unknown after WRITE_BUDGET_S.
         """
-        key = CAPTURE_TABLES.key(capture, table)
+        changed: CaptureTableRow | None = await self._change(CAPTURE_TABLES, CAPTURE_TABLES.key(capture, table), change)
+        return changed
+
+    async def group_configs(self, *, fresh: bool = True) -> Sequence[GroupConfigRow]:
+        """Of all groups that have some. The very same list while none of them was written."""
+        found: list[GroupConfigRow] = await self._metastore.rows(GROUP_CONFIGS, fresh=fresh)
+        return found
+
+    async def change_group_config(
+        self, group: str, change: Callable[[dict[str, str]], dict[str, str]]
+    ) -> dict[str, str]:
+        """Write what `change` makes of the group's configs, {} where there are none; as `change_table`."""
+
+        def changed(old: GroupConfigRow | None) -> GroupConfigRow | None:
+            config = change(old.config if old is not None else {})
+            return GroupConfigRow(group, config) if config else None
+
+        row: GroupConfigRow | None = await self._change(GROUP_CONFIGS, GROUP_CONFIGS.key(group), changed)
+        return row.config if row is not None else {}
+
+    async def _change(self, family: Family[Any], key: bytes, change: Callable[[Any], Any]) -> Any:
         until_s = self._clock.monotonic_s() + WRITE_BUDGET_S
         while True:
             error: TidemillError
             try:
                 found = await self._metastore.get_row(key)
-                old = CAPTURE_TABLES.decode(key, found.value) if found is not None and found.value else None
+                old = family.decode(key, found.value) if found is not None and found.value else None
                 wanted = change(old)
-                value = CAPTURE_TABLES.encode(wanted)[1] if wanted is not None else b""
+                value = family.encode(wanted)[1] if wanted is not None else b""
                 if value == (found.value if found is not None else b""):
                     return wanted
                 await self._metastore.commit([(key, value)], expects={key: found.seqno if found is not None else 0})
@@ -121,8 +176,10 @@ class Catalogue:
     ) -> TopicRow:
         """Raises Conflict(current=TopicRow) when the name is taken, Invalid on a bad name or count."""
         check_topic_name(name)
-        if not 1 <= partitions <= 10_000:
-            raise Invalid(f"bad partition count: topic={name} partitions={partitions}.", fix="Use 1 to 10000.")
+        if not 1 <= partitions <= PARTITIONS_MAX:
+            raise Invalid(
+                f"bad partition count: topic={name} partitions={partitions}.", fix=f"Use 1 to {PARTITIONS_MAX}."
+            )
         attempts: dict[str, TopicRow] = {}
 
         def created(found: bytes, attempt: str) -> Change:
@@ -133,6 +190,32 @@ class Catalogue:
             return [TOPICS.encode(row), TOPIC_IDS.encode(TopicIdRow(row.topic_id, name))]
 
         return attempts[await self._write(TOPICS, name, created)]
+
+    async def change_topic(self, name: str, change: Callable[[TopicRow], TopicRow]) -> TopicRow:
+        """Write what `change` makes of the topic's row, whose name, id and kind stay; returns what is there now.
+
+        `change` is called again where another writer was faster. Raises what it raises, Missing when there is no topic.
+        """
+        attempts: dict[str, TopicRow] = {}
+
+        def changed(found: bytes, attempt: str) -> Change:
+            if not found:
+                raise Missing(f"no such topic: topic={name}.")
+            old: TopicRow = TOPICS.decode(TOPICS.key(name), found)
+            row = attempts[attempt] = change(old)
+            return [TOPICS.encode(row)] if row != old else ()
+
+        return attempts[await self._write(TOPICS, name, changed)]
+
+    async def grow_topic(self, name: str, partitions: int) -> TopicRow:
+        """Give a topic more partitions. Raises what `grown` raises, and Missing."""
+        return await self.change_topic(name, lambda row: grown(row, partitions))
+
+    async def partition_bytes(self, topic_id: str) -> dict[int, int]:
+        """Bytes of each partition of a topic as of its newest checkpoint; one without records may be missing."""
+        found = Counter({row.partition: row.size_bytes for row in await self._metastore.rows(PARTITIONS, topic_id)})
+        found += Counter({r.partition: r.size_bytes for r in await self._metastore.rows(L1_PARTITIONS, topic_id)})
+        return dict(found)
 
     async def delete(self, kind: type[Row], name: str) -> None:
         """Raises Missing."""
@@ -220,6 +303,7 @@ def _by_id(family: Family[Any], key: bytes, found: bytes, row: Any) -> Change:
 
 
 __all__ = [
+    "PARTITIONS_MAX",
     "CaptureRow",
     "CaptureTableRow",
     "CapturedColumn",
@@ -228,4 +312,5 @@ __all__ = [
     "TableSnapshot",
     "TopicRow",
     "check_topic_name",
+    "grown",
 ]

@@ -2,7 +2,8 @@
 
     topic ─► topic id            partition ─► topic           extent ─► partition, object
     capture ─► topics            pipeline ─► shards, sources  batch ─► shard, objects
-    binding ─► source            group offset ─► topic
+    binding ─► source            group offset ─► topic        L1's rows: `l1check`
+    schemas: `registrycheck`
 
 Rows trail what they describe by up to a checkpoint interval, so no row is compared with a log. What a value means
 to the room it belongs to is examined by that room's `Examine`.
@@ -17,7 +18,9 @@ import msgspec
 
 from tidemill.base.errors import Corrupt, Invalid
 from tidemill.metastore.findings import Findings, RowSource
+from tidemill.metastore.l1check import L1Check
 from tidemill.metastore.objectcheck import References
+from tidemill.metastore.registrycheck import check_registry
 from tidemill.metastore.rows import (
     ALL,
     BINDINGS,
@@ -50,7 +53,7 @@ RESTORE = "Restore from an older manifest, or report it with the row's key."
 
 
 class Checker:
-    """One walk over one source of rows. `examine`: by family name."""
+    """One walk over one source of rows. `examine`: by family name. `restores`: of the cluster, so far."""
 
     def __init__(
         self,
@@ -58,11 +61,13 @@ class Checker:
         findings: Findings,
         references: References,
         examine: Mapping[str, Examine] | None = None,
+        restores: int = 0,
     ) -> None:
         self._source = rows
         self._findings = findings
         self._references = references
         self._examine = dict(examine or {})
+        self._restores = restores
         self.topics: dict[str, TopicRow] = {}
         """By id."""
         self.partitions: dict[tuple[str, int], PartitionRow] = {}
@@ -79,12 +84,14 @@ class Checker:
         await self._topics()
         await self._partitions()
         await self._extents()
+        await L1Check(self._each, self._findings, self._references, self.partitions).run()
         await self._captures()
         await self._bindings()
         await self._shards()
         await self._batches()
         await self._pipelines()
         await self._groups()
+        await check_registry(self._each, self._findings)
         complete = [row.gathered_ms async for row in self._each(CHECKPOINTS)]
         self.gathered_ms = min(complete, default=0)
 
@@ -143,7 +150,8 @@ class Checker:
                 self._findings.orphans["partition rows of deleted topics"] += 1
                 continue
             if row.partition >= topic.partitions:
-                self._add(subject, f"topic {topic.name}", f"the topic has {topic.partitions} partitions", RESTORE)
+                # It grew, and its own domain was persisted before that: a restore counts what came back.
+                self._findings.orphans["partition rows beyond their topic's count"] += 1
             if not 0 <= row.log_start <= row.next_offset:
                 problem = f"its log start {row.log_start} is beyond its next offset {row.next_offset}"
                 self._add(subject, "", problem, RESTORE)
@@ -165,7 +173,7 @@ class Checker:
             if extent.base_offset >= row.next_offset:
                 continue  # written before its partition row, which comes next
             subject = f"extent {extent.topic_id}/{extent.partition}@{extent.base_offset}"
-            expected = row.log_start if at < 0 else at
+            expected = row.hot_start if at < 0 else at
             if extent.base_offset > expected or (at >= 0 and extent.base_offset != at):
                 self._add(subject, f"partition {extent.topic_id}/{extent.partition}",
                           f"offsets {expected} to {extent.base_offset} are in no extent", RESTORE)  # fmt: skip
@@ -174,8 +182,8 @@ class Checker:
         self._ends_at(place, at)
         # Partitions that have records and no extent at all were never met above.
         for mine, row in self.partitions.items():
-            if row.next_offset > row.log_start and mine not in self._met:
-                problem = f"none of its offsets {row.log_start} to {row.next_offset} is in an extent"
+            if row.next_offset > row.hot_start and mine not in self._met:
+                problem = f"none of its offsets {row.hot_start} to {row.next_offset} is in an extent"
                 self._add(f"partition {mine[0]}/{mine[1]}", "", problem, RESTORE)
 
     def _ends_at(self, place: tuple[str, int] | None, at: int) -> None:
@@ -183,9 +191,9 @@ class Checker:
         if row is None or place is None:
             return
         self._met.add(place)
-        if max(at, row.log_start) != row.next_offset:
+        if max(at, row.hot_start) != row.next_offset:
             self._add(f"partition {place[0]}/{place[1]}", "",
-                      f"offsets {max(at, row.log_start)} to {row.next_offset} are in no extent", RESTORE)  # fmt: skip
+                      f"offsets {max(at, row.hot_start)} to {row.next_offset} are in no extent", RESTORE)  # fmt: skip
 
     # captures and bindings ------------------------------------------------------------------------
     async def _captures(self) -> None:
@@ -206,13 +214,15 @@ class Checker:
     async def _bindings(self) -> None:
         sources = {f"capture/{name}" for name in self.captures}
         sources |= {f"topic/{row.name}" for row in self.topics.values()}
-        source, time_ms, position = "", -1, -1
+        source, time_ms, position, begins = "", -1, -1, 0
         async for row in self._each(BINDINGS):
             if row.source != source:
-                source, time_ms, position = row.source, -1, row.log_position - 1
+                source, time_ms, position, begins = row.source, -1, row.log_position - 1, self._restores
                 if source not in sources:
                     self._findings.orphans["bindings of deleted sources"] += 1
-            if row.time_ms <= time_ms or row.log_position <= position:
+            if row.log_position <= position and begins:
+                begins -= 1  # a restored log counts from 0, however much the one before it had forgotten
+            elif row.time_ms <= time_ms or row.log_position <= position:
                 self._add(f"binding {source}@{row.time_ms}", "", "it does not follow the one before it", RESTORE)
             elif row.log_position != position + 1 and time_ms >= 0:
                 self._add(f"binding {source}@{row.time_ms}", "",

@@ -36,6 +36,11 @@ class Rows(Protocol):
 
     async def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]: ...
 
+    async def stamp(self, first: bytes) -> object:
+        """Of the rows whose key begins with this byte, as a read begun now would find them. While it is equal to an
+        earlier one, no such row was written since then; a new one may also mean nothing."""
+        ...
+
     def scan(
         self, lower: bytes = b"", upper: bytes | None = None, *, reverse: bool = False
     ) -> AsyncIterator[tuple[list[bytes], list[bytes]]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
@@ -63,6 +63,8 @@ class Metastore:
         self._asked = domains
         self._before_create = before_create
         self._opened: _Opened | None = None
+        self._kept: dict[bytes, tuple[object, list[Any]]] = {}
+        """First byte of a catalogue family's keys → its stamp and its rows as of the last time they were read."""
         self._opening = asyncio.Lock()
         self._closed = False
         self._tending = Tasks(self._tending_failed)
@@ -99,10 +101,32 @@ class Metastore:
         return [await _read(opened.domains[index].get_row(key)) for key in keys]
 
     async def rows(self, family: Family[R], *leading: Part, fresh: bool = True) -> list[R]:
-        """All rows of a family that begin with these columns, in key order."""
+        """All rows of a family that begin with these columns, in key order.
+
+        A family of the catalogue, asked for whole, is read when one of its rows was written since the last time, and
+        is the very same list otherwise: who has dealt with it is done. Nobody may change it.
+        """
+        if not leading and not family.own_entity:
+            return await self._catalogued(family, fresh)
         found: list[R] = []
         async for keys, values in self.prefix(family.prefix(*leading), fresh=fresh):
             found += [family.decode(key, value) for key, value in zip(keys, values, strict=True)]
+        return found
+
+    async def _catalogued(self, family: Family[R], fresh: bool) -> list[R]:
+        opened = await self._open()
+        await self._sync(opened, [0], fresh)
+        catalogue = opened.domains[0]
+        first = family.prefix()[:1]
+        # Before the rows: what is written while they are read has a stamp of its own.
+        stamp = await _read(catalogue.stamp(first))
+        kept = self._kept.get(first)
+        if kept is not None and kept[0] == stamp:
+            return kept[1]
+        found: list[R] = []
+        async for keys, values in merged([catalogue.prefix(family.prefix())]):
+            found += [family.decode(key, value) for key, value in zip(keys, values, strict=True)]
+        self._kept[first] = stamp, found
         return found
 
     async def prefix(self, prefix: bytes, *, reverse: bool = False, fresh: bool = True) -> AsyncIterator[Chunk]:
@@ -114,6 +138,16 @@ class Metastore:
         await self._sync(opened, indexes, fresh)
         scans = [opened.domains[index].prefix(prefix, reverse=reverse) for index in indexes]
         async for chunk in merged(scans, reverse=reverse):
+            yield chunk
+
+    async def scan(
+        self, lower: bytes, upper: bytes | None, *, reverse: bool = False, fresh: bool = True
+    ) -> AsyncIterator[Chunk]:
+        """Live rows with lower ≤ key < upper, of the entity that `lower` names, in key order and of one moment."""
+        opened = await self._open()
+        index = domain_of(lower, len(opened.domains))
+        await self._sync(opened, [index], fresh)
+        async for chunk in opened.domains[index].scan(lower, upper, reverse=reverse):
             yield chunk
 
     # writing --------------------------------------------------------------------------------------

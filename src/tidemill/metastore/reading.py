@@ -48,6 +48,11 @@ class Reading:
         """One value, or None, for each key, all of one moment."""
         return await self._read(lambda database: database.get_many(keys), [None] * len(keys))
 
+    async def stamp(self, first: bytes) -> object:
+        """See `front.Rows`."""
+        database = await self._serving()
+        return None if database is None else database.stamp(first)
+
     async def scan(
         self, lower: bytes = b"", upper: bytes | None = None, *, reverse: bool = False
     ) -> AsyncIterator[Chunk]:

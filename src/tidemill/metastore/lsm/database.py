@@ -90,6 +90,9 @@ class Database:
             manifests, self.tables, manifest, domain_uuid=domain_uuid, epoch=epoch, clock=clock, rand=rand
         )
         self.max_applied_seqno = self.versions.current.last_seqno
+        self._life = object()
+        self._stamps: dict[bytes, int] = {}
+        self._unseen_seqno = 0
         self._view = View((), self.versions, self.tables)
         self._ended: TidemillError | None = None
         self._tasks = Tasks(self._task_failed)
@@ -202,6 +205,7 @@ class Database:
         if memtable.put(seqno, keys, values, size_bytes):
             self._renew_view()
         self.max_applied_seqno = seqno
+        self._stamps.update(dict.fromkeys([key[:1] for key in keys], seqno))
         if not was_full and memtable.live_bytes >= self._full_bytes and not self.read_only:
             self.wake.ring()
 
@@ -276,6 +280,10 @@ class Database:
         self.check()
         return await self._view.get_many(keys)
 
+    def stamp(self, first: bytes) -> tuple[object, int]:
+        """Another one once a row was written whose key begins with this byte, and perhaps without that."""
+        return self._life, max(self._stamps.get(first, 0), self._unseen_seqno)
+
     def scan(self, lower: bytes = b"", upper: bytes | None = None, *, reverse: bool = False) -> Scan:
         """Chunks of the live rows in [lower, upper), as they are at this call."""
         self.check()
@@ -316,6 +324,8 @@ class Database:
         if not self.versions.adopt(manifest):
             return False
         self.memtable.drop_through(manifest.last_seqno)
+        if manifest.last_seqno > self.max_applied_seqno:
+            self._unseen_seqno = manifest.last_seqno  # it holds batches of which nobody here knows the keys
         self.max_applied_seqno = max(self.max_applied_seqno, manifest.last_seqno)
         self._renew_view()
         self.wake.ring()

@@ -2,35 +2,52 @@
 
     01 topic      02 topic id   03 capture    04 pipeline                    entity "": the catalogue itself
     05 node       06 name       07 captured table                            entity "" as well
-    10 partition  11 extent                                                  entity: topic id
-    20 object                                                                entity: object key
-    30 group offset                                                          entity: group
+    0A user       0B rule       0C quota      0D group config                entity "" as well
+    10 partition  11 extent     12 aborted transaction                       entity: topic id
+    13 l1 partition  14 l1 extent  15 l1 term  16 l1 object  17 l1 cleaned   entity: topic id
+    30 group offset                31 group      32 group member             entity: group
     40 shard      41 batch                                                   entity: shard name
     42 binding                                                               entity: source
     50 shape                                                                 entity: shape id
     60 checkpoint                                                            entity: slot
+    70 schema     71 digest     72 version    73 use                         entity ""
+    74 referrer   75 registry config          76 registry head               entity "" as well
 
-A tag is never given to another family.
+A tag is never given to another family; 20 had one of which no row was ever written.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from tidemill.metastore.rows.aborted import ABORTED
 from tidemill.metastore.rows.bindings import BINDINGS
 from tidemill.metastore.rows.captures import CAPTURE_TABLES, CAPTURES
 from tidemill.metastore.rows.checkpoints import CHECKPOINTS
 from tidemill.metastore.rows.extents import EXTENTS
 from tidemill.metastore.rows.family import Family
-from tidemill.metastore.rows.groups import GROUP_OFFSETS
+from tidemill.metastore.rows.group_configs import GROUP_CONFIGS
+from tidemill.metastore.rows.groups import GROUP_MEMBERS, GROUP_OFFSETS, GROUPS
+from tidemill.metastore.rows.l1 import L1_CLEANED, L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, L1_TERMS
 from tidemill.metastore.rows.names import NAMES
 from tidemill.metastore.rows.nodes import NODES
-from tidemill.metastore.rows.objects import OBJECTS
 from tidemill.metastore.rows.partitions import PARTITIONS
 from tidemill.metastore.rows.pipelines import PIPELINES
+from tidemill.metastore.rows.quotas import QUOTAS
+from tidemill.metastore.rows.registry import (
+    DIGESTS,
+    REFERRERS,
+    REGISTRY_CONFIGS,
+    REGISTRY_HEADS,
+    SCHEMAS,
+    USES,
+    VERSIONS,
+)
+from tidemill.metastore.rows.rules import RULES
 from tidemill.metastore.rows.shapes import SHAPES
 from tidemill.metastore.rows.shards import SHARD_BATCHES, SHARDS
 from tidemill.metastore.rows.topics import TOPIC_IDS, TOPICS
+from tidemill.metastore.rows.users import USERS
 
 ALL: tuple[Family[Any], ...] = (
     TOPICS,
@@ -42,35 +59,71 @@ ALL: tuple[Family[Any], ...] = (
     NAMES,
     PARTITIONS,
     EXTENTS,
-    OBJECTS,
+    ABORTED,
+    L1_PARTITIONS,
+    L1_EXTENTS,
+    L1_TERMS,
+    L1_OBJECTS,
+    L1_CLEANED,
     GROUP_OFFSETS,
+    GROUPS,
+    GROUP_MEMBERS,
     SHARDS,
     SHARD_BATCHES,
     BINDINGS,
     SHAPES,
     CHECKPOINTS,
+    USERS,
+    RULES,
+    QUOTAS,
+    GROUP_CONFIGS,
+    SCHEMAS,
+    DIGESTS,
+    VERSIONS,
+    USES,
+    REFERRERS,
+    REGISTRY_CONFIGS,
+    REGISTRY_HEADS,
 )
 BY_TAG: dict[int, Family[Any]] = {family.tag: family for family in ALL}
 
 
 __all__ = [
+    "ABORTED",
     "ALL",
     "BINDINGS",
     "BY_TAG",
     "CAPTURES",
     "CAPTURE_TABLES",
     "CHECKPOINTS",
+    "DIGESTS",
     "EXTENTS",
+    "GROUPS",
+    "GROUP_CONFIGS",
+    "GROUP_MEMBERS",
     "GROUP_OFFSETS",
+    "L1_CLEANED",
+    "L1_EXTENTS",
+    "L1_OBJECTS",
+    "L1_PARTITIONS",
+    "L1_TERMS",
     "NAMES",
     "NODES",
-    "OBJECTS",
     "PARTITIONS",
     "PIPELINES",
+    "QUOTAS",
+    "REFERRERS",
+    "REGISTRY_CONFIGS",
+    "REGISTRY_HEADS",
+    "RULES",
+    "SCHEMAS",
     "SHAPES",
     "SHARDS",
     "SHARD_BATCHES",
     "TOPICS",
     "TOPIC_IDS",
+    "USERS",
+    "USES",
+    "VERSIONS",
     "Family",
 ]

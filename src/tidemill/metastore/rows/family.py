@@ -13,11 +13,12 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from tidemill.base.errors import Corrupt, Invalid
-from tidemill.metastore.rows.keys import Column, Kind, Part, put, put_text, take
+from tidemill.metastore.rows.keys import UNFIT, Column, Kind, Part, put, put_text, take, writer
 
 FORMAT = 1
 R = TypeVar("R", bound=msgspec.Struct)
 
+_FORMAT = bytes([FORMAT])
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -33,7 +34,9 @@ class Family(Generic[R]):
         self.tag = tag
         self.name = name
         self.row = row
+        self.own_entity = own_entity
         self.columns = key
+        self._writers = [writer(column.kind) for column in key]
         self._head = bytes([tag]) if own_entity else bytes([tag]) + put_text("")
         self._decoder = msgspec.msgpack.Decoder(_value_type(row, len(key)))
 
@@ -48,16 +51,19 @@ class Family(Generic[R]):
 
     def prefix(self, *parts: Part) -> bytes:
         """What the keys of all rows with these first columns begin with; nothing given = the whole family."""
-        columns = self.columns[: len(parts)]
-        return self._head + b"".join([put(column, part) for column, part in zip(columns, parts, strict=True)])
+        try:
+            written = [write(part) for write, part in zip(self._writers[: len(parts)], parts, strict=True)]
+        except UNFIT:  # told by its column
+            written = [put(column, part) for column, part in zip(self.columns, parts, strict=False)]
+        return self._head + b"".join(written)
 
     def key_of(self, row: R) -> bytes:
-        return self.key(*(getattr(row, column.name) for column in self.columns))
+        return self.prefix(*msgspec.structs.astuple(row)[: len(self.columns)])
 
     def encode(self, row: R) -> tuple[bytes, bytes]:
         """(key, value). Raises Invalid for a key that cannot be written."""
-        fields = msgspec.structs.astuple(row)[len(self.columns) :]
-        return self.key_of(row), bytes([FORMAT]) + _encoder.encode(fields)
+        fields, count = msgspec.structs.astuple(row), len(self.columns)
+        return self.prefix(*fields[:count]), _FORMAT + _encoder.encode(fields[count:])
 
     def decode_key(self, key: bytes) -> tuple[Part, ...]:
         """Raises Corrupt for a key of another family or a damaged one."""
@@ -75,7 +81,7 @@ class Family(Generic[R]):
     def decode(self, key: bytes, value: bytes) -> R:
         """Raises Corrupt (damaged) or Invalid (written by a newer version)."""
         parts = self.decode_key(key)
-        if value[:1] != bytes([FORMAT]):
+        if value[:1] != _FORMAT:
             raise Invalid(
                 f"A row has another format: family={self.name} key={key.hex()} "
                 f"format={value[:1].hex()} known={FORMAT}.",

@@ -16,8 +16,9 @@ K2  `00 01` ends a text and occurs nowhere inside one: the prefix of an entity i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tidemill.base.errors import Corrupt, Invalid
 
@@ -34,9 +35,6 @@ class Kind(Enum):
     U64 = "u64"
 
 
-WIDTHS = {Kind.U32: 4, Kind.U64: 8}
-
-
 class Column(NamedTuple):
     name: str
     kind: Kind
@@ -45,18 +43,33 @@ class Column(NamedTuple):
 def put(column: Column, value: Part) -> bytes:
     """One column. Raises Invalid for a value of another kind or out of its range."""
     try:
-        if column.kind is Kind.TEXT:
-            return put_text(value)  # type: ignore[arg-type]
-        return value.to_bytes(WIDTHS[column.kind], "big")  # type: ignore[union-attr]
-    except (OverflowError, AttributeError, UnicodeEncodeError) as error:
+        return writer(column.kind)(value)
+    except UNFIT as error:
         raise Invalid(
             f"A key cannot hold this value: column={column.name} kind={column.kind.value} value={value!r}.",
             fix="Use a non-negative number in range, or text that UTF-8 can hold.",
         ) from error
 
 
+def writer(kind: Kind) -> Callable[[Any], bytes]:
+    """As `put` of a column of this kind, but what it raises is as it comes: of `UNFIT`."""
+    writers: dict[Kind, Callable[[Any], bytes]] = {Kind.TEXT: put_text, Kind.U32: _put_u32, Kind.U64: _put_u64}
+    return writers[kind]
+
+
+UNFIT = (OverflowError, AttributeError, UnicodeEncodeError)
+
+
 def put_text(value: str) -> bytes:
     return value.encode().replace(b"\x00", ESCAPED) + END
+
+
+def _put_u32(value: int) -> bytes:
+    return value.to_bytes(4, "big")
+
+
+def _put_u64(value: int) -> bytes:
+    return value.to_bytes(8, "big")
 
 
 def take(column: Column, key: bytes, at: int) -> tuple[Part, int]:
@@ -66,7 +79,7 @@ def take(column: Column, key: bytes, at: int) -> tuple[Part, int]:
         if end < 0:
             raise Corrupt(f"A key ends inside a text: column={column.name} key={key.hex()}.")
         return key[at:end].replace(ESCAPED, b"\x00").decode(), end + len(END)
-    end = at + WIDTHS[column.kind]
+    end = at + (4 if column.kind is Kind.U32 else 8)
     if end > len(key):
         raise Corrupt(f"A key ends inside a number: column={column.name} key={key.hex()}.")
     return int.from_bytes(key[at:end], "big"), end

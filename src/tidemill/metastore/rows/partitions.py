@@ -2,12 +2,14 @@
 
     partition  10 | topic_id text | partition u32
                log_start, next_offset, leader_term, log_position, last_at_ms, size_bytes, compaction_epoch,
-               terms array of [term, first offset], producers bytes
+               terms array of [term, first offset], producers bytes, transactions bytes, reconciled,
+               aborted_start
 
-`terms` are Kafka's leader epochs, ascending. `producers` belongs to `topics`, which alone reads it:
+`terms` are Kafka's leader epochs, ascending. `producers` and `transactions` belong to `topics`, which alone reads them:
 
-    producers  msgpack array of [producer id, [epoch, [[first sequence, last sequence, base offset, record
-               count]…], updated_ms]], the longest idle first
+    producers     msgpack array of [producer id, [epoch, [[first sequence, last sequence, base offset, record
+                  count]…], updated_ms]], the longest idle first
+    transactions  empty, or msgpack array of [producer id, first offset] of the open ones, by first offset
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ class PartitionRow(msgspec.Struct, frozen=True):
     leader_term     the newest term that placed a batch
     log_position    next position of the partition's fenced log as of this row
     last_at_ms      the newest proposer's time seen
+    reconciled      everything below it lies in L1: extent rows hold what comes after
+    aborted_start   no row tells of a transaction that was aborted wholly below it: compaction has taken its records
     """
 
     topic_id: str
@@ -38,6 +42,14 @@ class PartitionRow(msgspec.Struct, frozen=True):
     compaction_epoch: int = 0
     terms: tuple[tuple[int, int], ...] = ()
     producers: bytes = b""
+    transactions: bytes = b""
+    reconciled: int = 0
+    aborted_start: int = 0
+
+    @property
+    def hot_start(self) -> int:
+        """First offset whose batch an extent row of this partition holds."""
+        return max(self.log_start, self.reconciled)
 
 
 PARTITIONS = Family(0x10, "partition", PartitionRow, Column("topic_id", Kind.TEXT), Column("partition", Kind.U32))

@@ -1,0 +1,34 @@
+"""Aborted transactions of a partition: which records of which producer nobody may take for committed.
+
+    aborted    12 | topic_id text | partition u32 | last_offset u64
+               producer_id, first_offset, stable
+
+`last_offset` is that of the marker that ended it; every transaction that was aborted later begins at or after `stable`.
+Rows past the partition row's next offset wait for it, and mean nothing before.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tidemill.metastore.rows.family import Family
+from tidemill.metastore.rows.keys import Column, Kind
+
+
+class AbortedRow(msgspec.Struct, frozen=True):
+    topic_id: str
+    partition: int
+    last_offset: int
+    producer_id: int
+    first_offset: int
+    stable: int
+
+
+ABORTED = Family(
+    0x12,
+    "aborted",
+    AbortedRow,
+    Column("topic_id", Kind.TEXT),
+    Column("partition", Kind.U32),
+    Column("last_offset", Kind.U64),
+)

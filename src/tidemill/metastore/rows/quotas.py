@@ -1,0 +1,32 @@
+"""What somebody may use in a second: Kafka's client quotas.
+
+quota      0C | "" | user text | client text | name text
+           value
+
+`user` and `client`: "" = the quota says nothing of it, "*" = everyone that has none of their own, "=NAME" = NAME.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tidemill.metastore.rows.family import Family
+from tidemill.metastore.rows.keys import Column, Kind
+
+
+class QuotaRow(msgspec.Struct, frozen=True):
+    user: str
+    client: str
+    name: str
+    value: float
+
+
+QUOTAS = Family(
+    0x0C,
+    "quota",
+    QuotaRow,
+    Column("user", Kind.TEXT),
+    Column("client", Kind.TEXT),
+    Column("name", Kind.TEXT),
+    own_entity=False,
+)

@@ -1,0 +1,284 @@
+"""What lies in L1 is walked by the deep check, and is there again after a restore from the bucket alone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from checkpoint_world import Rows, World, family_rows, keys, persisted, rows_of
+from msgspec.structs import replace
+
+from tidemill.base.clock import Rand
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.keeper.deep_check import deep_check
+from tidemill.keeper.grounds import Grounds, Retention
+from tidemill.keeper.jobs import Budget
+from tidemill.keeper.restore import Restorer
+from tidemill.keeper.topic_l1 import TopicL1
+from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.rows import EXTENTS, L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, PARTITIONS
+from tidemill.topics.batch import decode_columns
+from tidemill.topics.l0.cache import ObjectCache
+from tidemill.topics.l1.reading import L1Reader
+from tidemill.topics.l1.reconciler import Reconciler
+from tidemill.topics.l1.store import L1Rows, Place
+from tidemill.topics.partition.rowform import partition_state
+from tidemill.topics.reader import PartitionReaderImpl
+from tidemill.topics.settings import TopicSettings
+
+
+def run(body: Callable[[World], Awaitable[None]], **world: Any) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(90):
+            async with World(real=True, **world) as opened:
+                await body(opened)
+
+    asyncio.run(main())
+
+
+async def moved(world: World, steps: int = 4) -> None:
+    """Some steps of the world, all of them in L1, some more that are hot, all of it in the bucket."""
+    await persisted(world, steps)
+    rows = L1Rows(world.metastore, world.clock, Rand())
+    reconciler = Reconciler(
+        rows, world.objects, ObjectCache(0), world.objects, world.clock, Rand(), TopicSettings(), world.topics._led
+    )
+    done = await reconciler.round(world.topic.topic_id, range(2))
+    assert done.failed is None and done.size_bytes
+    await world.topics._commits.drain(30)
+    await persisted(world, steps)
+
+
+async def forget_l0(world: World) -> int:
+    """Delete what no extent row names any more, as collection does."""
+    named = {extent.object_key for extent in await world.metastore.rows(EXTENTS)}
+    gone = [key for key in await keys(world, "l0/") if key not in named]
+    for key in gone:
+        await world.objects.delete(key)
+    return len(gone)
+
+
+async def everything(world: World, consensus: Any, metastore: Metastore) -> list[list[tuple[int, bytes | None]]]:
+    """Offsets and values of both partitions."""
+    reader = PartitionReaderImpl(
+        consensus, world.objects, L1Reader(L1Rows(metastore, world.clock, Rand()), world.objects)
+    )
+    found: list[list[tuple[int, bytes | None]]] = []
+    for partition in range(2):
+        end = await reader.high_watermark(world.topic.topic_id, partition)
+        each: list[tuple[int, bytes | None]] = []
+        for batch in await reader.read(await reader.plan(world.topic.topic_id, partition, 0, end)):
+            _, columns = decode_columns(batch)
+            each += zip(columns.offsets.tolist(), columns.values, strict=True)
+        assert [offset for offset, _ in each] == list(range(end))
+        found.append(each)
+    return found
+
+
+async def lines(world: World) -> list[str]:
+    found = await deep_check(world.consensus, world.objects, world.clock, world.rand)
+    return [str(finding) for finding in found.findings.broken]
+
+
+@pytest.mark.parametrize("domains", [1, 3])
+def test_a_restore_finds_hot_and_l1_extents_that_meet(domains: int) -> None:
+    async def body(world: World) -> None:
+        await moved(world)
+        assert await forget_l0(world) > 0
+        before = await everything(world, world.consensus, world.metastore)
+        assert sum(map(len, before)) == 24
+        old, new = world.consensus, MemoryConsensus(world.clock)
+        done = await Restorer(new, world.objects, world.clock, Rand()).run()
+        assert done.findings.clean, done.findings.broken
+        world.consensus = new
+        metastore = Metastore(new, world.open_domain, world.clock, world.rand)
+        try:
+            assert await everything(world, new, metastore) == before
+        finally:
+            await metastore.aclose()
+            world.consensus = old
+
+    run(body, domains=domains)
+
+
+def test_rows_of_the_checkpoint_hold_what_is_hot_alone() -> None:
+    async def body(world: World) -> None:
+        await moved(world)
+        for partition in range(2):
+            copy = await world.metastore.get(PARTITIONS, world.topic.topic_id, partition)
+            row = await world.metastore.get(L1_PARTITIONS, world.topic.topic_id, partition)
+            hot = await world.metastore.rows(EXTENTS, world.topic.topic_id, partition)
+            assert copy is not None and row is not None
+            assert 0 < copy.reconciled == row.next == hot[0].base_offset < copy.next_offset
+            assert copy.size_bytes == sum(extent.size_bytes for extent in hot)
+
+    run(body)
+
+
+def test_the_deep_check_is_silent_on_what_is_whole() -> None:
+    async def body(world: World) -> None:
+        await moved(world)
+        await forget_l0(world)
+        assert await lines(world) == []
+
+    run(body)
+
+
+async def _hole(world: World, extent: Any, row: Any) -> None:
+    await world.metastore.commit([(L1_EXTENTS.key_of(extent), b"")])
+
+
+async def _behind(world: World, extent: Any, row: Any) -> None:
+    await world.metastore.commit([L1_PARTITIONS.encode(replace(row, next=row.next - 1))])
+
+
+async def _late(world: World, extent: Any, row: Any) -> None:
+    await world.metastore.commit([L1_PARTITIONS.encode(replace(row, start=3))])
+
+
+async def _gone(world: World, extent: Any, row: Any) -> None:
+    await world.metastore.commit([(L1_PARTITIONS.key_of(row), b"")])
+
+
+async def _object(world: World, extent: Any, row: Any) -> None:
+    await world.objects.delete(extent.object_key)
+
+
+async def _charged(world: World, extent: Any, row: Any) -> None:
+    [known] = await world.metastore.rows(L1_OBJECTS, extent.topic_id)
+    await world.metastore.commit([L1_OBJECTS.encode(replace(known, removed_bytes=1))])
+
+
+async def _unnamed(world: World, extent: Any, row: Any) -> None:
+    [known] = await world.metastore.rows(L1_OBJECTS, extent.topic_id)
+    await world.metastore.commit([(L1_OBJECTS.key_of(known), b"")])
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (_hole, "L1 has 0 extents"),
+        (_behind, "L1 ends at"),
+        (_late, "L1 begins at 3"),
+        (_gone, "which knows none"),
+        (_object, "the object is missing"),
+        (_charged, "are referred to, its row says"),
+        (_unnamed, "it has no row"),
+    ],
+)
+def test_what_is_broken_is_named(damage: Callable[[World, Any, Any], Awaitable[None]], told: str) -> None:
+    async def body(world: World) -> None:
+        await moved(world)
+        topic_id = world.topic.topic_id
+        [extent, *_] = await world.metastore.rows(L1_EXTENTS, topic_id, 0)
+        row = await world.metastore.get(L1_PARTITIONS, topic_id, 0)
+        await damage(world, extent, row)
+        assert [line for line in await lines(world) if told in line]
+
+    run(body)
+
+
+class Ahead(AssertionError):
+    """Rows that no restore could begin from."""
+
+
+def check_rows_meet(rows: Rows) -> int:
+    """X1, of the rows as one manifest might hold them; how many partitions have something in L1."""
+    found = 0
+    known = {(row.topic_id, row.partition): row for row in family_rows(L1_PARTITIONS, rows)}
+    for row in family_rows(PARTITIONS, rows):
+        mine = {k: v for k, v in rows.items() if k.startswith(EXTENTS.prefix(row.topic_id, row.partition))}
+        partition_state(row, family_rows(EXTENTS, mine))
+        l1 = known.pop((row.topic_id, row.partition), None)
+        if l1 is None:
+            if row.reconciled > row.log_start:
+                raise Ahead(f"L1 knows nothing of {row}")
+            continue
+        found += 1
+        if not row.reconciled <= l1.next <= row.next_offset or l1.start > row.log_start:
+            raise Ahead(f"{row} {l1}")
+        in_l1 = {k: v for k, v in rows.items() if k.startswith(L1_EXTENTS.prefix(row.topic_id, row.partition))}
+        at = l1.start
+        for extent in family_rows(L1_EXTENTS, in_l1):
+            if extent.base_offset > at:
+                raise Ahead(f"a gap before {extent}")
+            at = max(at, extent.last_offset + 1)
+        if at != l1.next:
+            raise Ahead(f"extents end at {at}: {l1}")
+    if known:
+        raise Ahead(f"no checkpoint of {known}")
+    return found
+
+
+async def rows_after_every_commit(seed: int, *, bound: bool = True) -> int:
+    """Produce, cut, checkpoint, reconcile and trim in any order and at once; how many commits were looked at."""
+    source, looked = random.Random(seed), 0
+    async with World() as world:
+        [shared] = world.shared
+        real = shared.write
+
+        def write(rows: Any, expects: Any) -> int:
+            nonlocal looked
+            seqno = real(rows, expects)
+            looked += check_rows_meet(rows_of(shared)) > 0
+            return seqno
+
+        shared.write = write  # type: ignore[method-assign]
+        rows = L1Rows(world.metastore, world.clock, Rand())
+        if not bound:
+            real_places = rows.places
+
+            async def places(topic_id: str, partitions: Any) -> dict[int, Place]:
+                found = await real_places(topic_id, partitions)
+                return {
+                    p: replace(each, checkpoint=replace(each.checkpoint, next_offset=1 << 40, log_start=1 << 40))
+                    for p, each in found.items()
+                    if each.checkpoint is not None
+                }
+
+            rows.places = places  # type: ignore[method-assign]
+        settings = TopicSettings(l1_object_bytes=source.choice((1, 200, 1 << 20)))
+        reconciler = Reconciler(
+            rows, world.objects, ObjectCache(0), world.objects, world.clock, Rand(), settings, world.topics._led
+        )
+        grounds = Grounds(
+            world.consensus, world.objects, world.metastore, world.clock, world.rand, Retention(collect_after_s=0)
+        )
+        keeper, collecting = world.keeper(), TopicL1(grounds)
+
+        async def cut() -> None:
+            for led in world.topics._led.values():
+                led.start_at(source.randint(0, led.state.high_watermark))
+
+        steps: list[Callable[[], Awaitable[object]]] = [
+            lambda: world.produce(source.randint(1, 3), source.randint(0, 1)),
+            cut,
+            keeper.round,
+            lambda: reconciler.round(world.topic.topic_id, range(2)),
+            lambda: collecting.run(Budget(world.clock, 1)),
+        ]
+        weights = (8, 1, 4, 4, 2)
+        for _ in range(40):
+            chosen = dict.fromkeys(source.choices(range(len(steps)), weights, k=source.randint(1, 3)))
+            await asyncio.gather(*(steps[each]() for each in chosen))
+        await world.topics._commits.drain(30)
+    return looked
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_after_every_commit_restore_to_hot_and_l1_extents_that_meet(seed: int) -> None:
+    assert asyncio.run(asyncio.wait_for(rows_after_every_commit(seed), 90)) > 10
+
+
+def test_without_the_bound_of_the_checkpoint_row_some_do_not() -> None:
+    """The fault that the test above is for."""
+
+    async def some() -> None:
+        for seed in range(20):
+            await rows_after_every_commit(seed, bound=False)
+
+    with pytest.raises(Ahead):
+        asyncio.run(asyncio.wait_for(some(), 90))
