@@ -106,3 +106,10 @@ def test_no_index_address_and_no_private_path_is_committed() -> None:
             continue
         text = path.read_text(errors="replace")
         assert not [host for host in hosts if host in text], f"{name} names a registry host"
+
+
+def test_no_mark_of_a_conflict_is_committed() -> None:
+    found = subprocess.run(
+        ["git", "grep", "-lE", "^(<{7}|>{7}) "], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 1, f"resolve what a merge left in {found.stdout.split()}"

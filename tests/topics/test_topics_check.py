@@ -123,6 +123,7 @@ def test_columns_and_walk_agree_on_every_batch(rows: list[Record], chunk: int, d
     batch = sealed(bytes(payload), len(rows))
     header, view = check_header(batch), memoryview(batch)[61:]
     in_line = module._one_by_one(bytes(view), header)
+    by_runs = module._by_runs(view, header)
     before, module.CHUNK_RECORDS = module.CHUNK_RECORDS, chunk
     try:
         by_columns = module._by_columns(view, header)
@@ -134,8 +135,87 @@ def test_columns_and_walk_agree_on_every_batch(rows: list[Record], chunk: int, d
         walked = None
     assert by_columns == walked
     assert in_line in (walked, None), "in line nothing is taken that the walk refuses"
+    assert by_runs in (walked, None), "nor by runs"
     if walked is not None and not damage:
         assert in_line == walked, "plain records need no slow path"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    shapes=st.lists(
+        st.tuples(
+            st.none() | st.integers(0, 70),
+            st.none() | st.integers(0, 300),
+            st.lists(st.tuples(st.integers(0, 70), st.none() | st.integers(0, 70)), max_size=2),
+            st.sampled_from([0, 5, 70, 9_000]),
+            st.integers(1, 70),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    damage=st.lists(st.tuples(st.integers(0, 100_000), st.binary(min_size=1, max_size=2)), max_size=2),
+)
+def test_runs_and_walk_agree_on_batches_of_few_shapes(
+    shapes: list[tuple[int | None, int | None, list[tuple[int, int | None]], int, int]], damage: list[tuple[int, bytes]]
+) -> None:
+    def sized(size: int | None) -> bytes | None:
+        return None if size is None else bytes(size)
+
+    rows = [
+        Record(sized(key), sized(value), tuple((size * "h", sized(other)) for size, other in headers), 1_000 + delta_ms)
+        for key, value, headers, delta_ms, count in shapes
+        for _ in range(count)
+    ]
+    payload = bytearray(encode_batch(rows)[61:])
+    for at, piece in damage:
+        payload[at % len(payload) : at % len(payload) + len(piece)] = piece
+    header, view = check_header(sealed(bytes(payload), len(rows))), memoryview(payload)
+    try:
+        walked: int | None = module._walk(view, header)
+    except InvalidRecords:
+        walked = None
+    assert module._by_runs(view, header) in (walked, None)
+
+
+@pytest.mark.parametrize("count", [48, 64, 65, 70, 200, 8_192, 8_200, 20_000])
+@pytest.mark.parametrize("headers", [(), (("trace", b"0123456789"), ("none", None))])
+def test_records_of_one_shape_are_runs_at_every_place(
+    count: int, headers: tuple[tuple[str, bytes | None], ...]
+) -> None:
+    """A longer offset delta makes another shape, and so does a longer time delta."""
+    for step_ms in (0, 1) if count < 8_192 else (0,):
+        batch = encode_batch([Record(b"key", bytes(50), headers, 1_000 + i * step_ms) for i in range(count)])
+        header, view = check_header(batch), memoryview(batch)[61:]
+        assert module._by_runs(view, header) == 1_000 + (count - 1) * step_ms
+        assert module._by_runs(memoryview(batch)[61:-1], header) is None
+        assert module._by_runs(memoryview(batch + b"x")[61:], header) is None
+
+
+@pytest.mark.parametrize("changed", [1, 2, 0x40, 0x80, 0xFF])
+def test_no_byte_of_a_record_in_a_run_changes_unseen(changed: int) -> None:
+    """Every byte of one record in the middle, in turn: what the walk refuses is in no run."""
+    batch = encode_batch([Record(b"key", bytes(9), (("h", b"v"),), 1_000 + i // 2) for i in range(100)])
+    header = check_header(batch)
+    payload = bytearray(batch[61:])
+    last = len(payload) // 100 * 80
+    refused = 0
+    for at in range(last, last + 60):
+        payload[at] ^= changed
+        try:
+            walked: int | None = module._walk(memoryview(payload), header)
+        except InvalidRecords:
+            walked = None
+            refused += 1
+        assert module._by_runs(memoryview(payload), header) in (walked, None), at - last
+        payload[at] ^= changed
+    assert refused > 10
+
+
+def test_a_batch_of_many_short_runs_is_looked_at_otherwise() -> None:
+    batch = encode_batch([Record(None, bytes(50 + i // 10 % 2), (), 1_000) for i in range(400)])
+    header, view = check_header(batch), memoryview(batch)[61:]
+    assert module._by_runs(view, header) is None
+    assert check_body(header, batch) == 1_000
 
 
 @pytest.mark.parametrize("headers", [1, 31, 32, 33, 500])

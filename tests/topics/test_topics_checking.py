@@ -10,7 +10,7 @@ from topics_world import batch, run
 
 from tidemill.base.errors import Closed, TidemillError
 from tidemill.topics.batch.check import check_header
-from tidemill.topics.checking import THREADS, Checker
+from tidemill.topics.checking import THREADS, Checker, Good
 
 
 def test_who_sends_thousands_of_dear_batches_delays_another_sender_by_one() -> None:
@@ -40,10 +40,10 @@ def test_a_compressed_batch_is_answered_on_the_loop_and_a_closed_checker_takes_n
     async def scenario() -> None:
         checker = Checker()
         data = batch("a", compression="zstd")
-        heard: asyncio.Future[int | TidemillError] = asyncio.get_running_loop().create_future()
+        heard: asyncio.Future[Good | TidemillError] = asyncio.get_running_loop().create_future()
         checker.check(check_header(data), data, 1, heard.set_result)
         assert not heard.done(), "never in the plain call"
-        assert await heard == 1000
+        assert await heard == Good(1000)
         checker.close()
         with pytest.raises(Closed):
             checker.check(check_header(data), data, 1, heard.set_result)

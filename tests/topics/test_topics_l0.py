@@ -70,7 +70,7 @@ class Member:
     """A staged batch; hearing how it ended takes a millisecond."""
 
     def __init__(self, number: int, heard: list[int | str], clock: ManualClock) -> None:
-        self.topic_id, self.partition = "t", number
+        self.topic_id, self.partition, self.line = "t", number, 1
         self.buffer = b"batch"
         self.size_bytes = len(self.buffer)
         self.staged_s = 0.0
@@ -128,6 +128,29 @@ def test_members_hear_in_order_and_in_stretches_while_their_object_stays_open(er
         assert telling.heard == [n if error is None else f"failed {n}" for n in range(50)]
         await eventually(lambda: telling.writer.first_open == 1)
         assert telling.writer.staged_bytes == 0
+        await telling.writer.aclose()
+
+    run(scenario())
+
+
+def test_who_waits_for_others_to_be_answered_waits_a_moment_from_their_answer_on() -> None:
+    async def scenario() -> None:
+        telling = Telling()
+        first = Member(1, telling.heard, telling.clock)
+        telling.writer.stage(first)
+        await eventually(lambda: bool(telling.objects.waiting))
+        await telling.objects.let_go()
+        await eventually(lambda: telling.heard == [1])
+        telling.stage(2)
+        waiting = telling.writer._flush_due
+        telling.writer.answered(first)
+        sooner = telling.writer._flush_due
+        assert isinstance(waiting, asyncio.TimerHandle) and waiting.cancelled()
+        assert isinstance(sooner, asyncio.TimerHandle) and sooner.when() < waiting.when()
+        telling.writer.answered(first)
+        assert telling.writer._flush_due is sooner, "it has been answered already"
+        await eventually(lambda: bool(telling.objects.waiting))
+        await telling.objects.let_go()
         await telling.writer.aclose()
 
     run(scenario())

@@ -1,20 +1,24 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
-from topics_world import World, batch, eventually, read_all, run
+from topics_world import FaultyConsensus, World, batch, eventually, fetch, read_all, run, values_of
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.topics.front import NotLeader
+from tidemill.base.errors import Unavailable
+from tidemill.consensus.api import Changes, Lease, LogHead, LogSlice
+from tidemill.consensus.memory import MemoryConsensus, MemoryState
+from tidemill.topics import deposed
+from tidemill.topics.front import FetchRead, NotLeader
 from tidemill.topics.leadership import Membership, NodeInfo, rendezvous
 from tidemill.topics.producer_ids import BLOCK, ProducerIds
 
 
-async def member(world: World, name: str, ttl_ms: int = 2000) -> Membership:
-    membership = Membership(
-        world.consensus, name, NodeInfo("h", 9092, f"http://{name}"), SystemClock(), Rand(), ttl_ms=ttl_ms, poll_s=0.02
-    )
+async def member(world: World, name: str, ttl_ms: int = 2000, poll_s: float = 0.02) -> Membership:
+    info = NodeInfo("h", 9092, f"http://{name}")
+    membership = Membership(world.consensus, name, info, SystemClock(), Rand(), ttl_ms=ttl_ms, poll_s=poll_s)
     await membership.start()
     return membership
 
@@ -53,6 +57,62 @@ def test_members_see_each_other_and_agree_on_leaders_and_ids() -> None:
     run(scenario())
 
 
+def test_who_comes_and_who_leaves_is_heard_of_without_a_poll() -> None:
+    async def scenario() -> None:
+        world = World()
+        a = await member(world, "a", ttl_ms=600_000, poll_s=600.0)
+        for _ in range(3):
+            b = await member(world, "b", ttl_ms=600_000, poll_s=600.0)
+            await eventually(lambda: len(a.members()) == 2)
+            await b.leave()
+            assert [m.name for m in b.members()] == ["a"], "it tells its clients who leads now"
+            await eventually(lambda: [m.name for m in a.members()] == ["a"])
+            await b.aclose()
+        head = await world.consensus.log_head("cluster/changes")
+        assert head.next - head.start == 1 and head.next == 7
+        await a.aclose()
+
+    run(scenario())
+
+
+def test_of_many_that_come_at_once_each_is_seen_by_all() -> None:
+    async def scenario() -> None:
+        world = World()
+        members = await asyncio.gather(*(member(world, f"n{n}", 600_000, 600.0) for n in range(6)))
+        await eventually(lambda: all(len(each.members()) == 6 for each in members))
+        await asyncio.gather(*(each.leave() for each in members[:5]))
+        await eventually(lambda: [m.name for m in members[5].members()] == ["n5"])
+        await asyncio.gather(*(each.aclose() for each in members))
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("lost", ["release", "append"])
+def test_a_node_that_leaves_leads_nothing_though_its_lease_is_still_there(lost: str) -> None:
+    async def scenario() -> None:
+        world = World()
+        a = await member(world, "a")
+        b = await member(world, "b")
+        await eventually(lambda: len(a.members()) == 2)
+        real = getattr(world.consensus, lost)
+
+        async def refused(*_: Any, **__: Any) -> None:
+            raise Unavailable("refused by this test.")
+
+        setattr(world.consensus, lost, refused)
+        await a.leave()
+        setattr(world.consensus, lost, real)
+        looks = a._look
+        await looks()
+        assert [m.name for m in a.members()] == ["b"]
+        assert {a.leader_of("t", p) for p in range(50)} == {"b"}
+        await eventually(lambda: [m.name for m in b.members()] == ["b"])
+        await a.aclose()
+        await b.aclose()
+
+    run(scenario())
+
+
 def test_a_restarted_node_takes_its_name_at_once_and_the_old_process_stops_leading() -> None:
     async def scenario() -> None:
         world = World()
@@ -81,6 +141,73 @@ def test_a_dead_node_is_replaced_when_its_lease_runs_out() -> None:
         await a._tasks.aclose()
         await eventually(lambda: [m.name for m in b.members()] == ["b"])
         await b.aclose()
+
+    run(scenario())
+
+
+def test_a_lease_that_runs_out_is_seen_then_and_not_at_the_next_poll() -> None:
+    async def scenario() -> None:
+        world = World()
+        a = await member(world, "a", ttl_ms=2_000, poll_s=600.0)
+        b = await member(world, "b", ttl_ms=600_000, poll_s=600.0)
+        assert len(b.members()) == 2
+        await a._tasks.aclose()  # dies: nobody is told
+        await eventually(lambda: [m.name for m in b.members()] == ["b"])
+        await b.aclose()
+
+    run(scenario())
+
+
+class Halting(FaultyConsensus):
+    """While it does not go on leases are neither renewed nor read, nor heads of logs: what was asked is done after."""
+
+    def __init__(self, state: MemoryState) -> None:
+        super().__init__(state)
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
+
+    async def acquire(self, name: str, holder: str, ttl_ms: int, info: bytes = b"") -> Lease:
+        await self.goes_on.wait()
+        return await super().acquire(name, holder, ttl_ms, info)
+
+    async def leases(self, prefix: str) -> list[Lease]:
+        await self.goes_on.wait()
+        return await super().leases(prefix)
+
+    async def changed(self, prefix: str, since: str = "") -> Changes:
+        await self.goes_on.wait()
+        return await super().changed(prefix, since)
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_when_consensus_was_away_who_lives_stays_a_member_and_who_died_meanwhile_goes(first: str) -> None:
+    """Whether a node is answered before or after the others have renewed."""
+
+    async def scenario() -> None:
+        world = World()
+        consensus = {name: Halting(world.consensus.state) for name in "abc"}
+        nodes = {}
+        for name in "abc":
+            world.consensus = consensus[name]
+            nodes[name] = await member(world, name, ttl_ms=1_500)
+        await eventually(lambda: all(len(each.members()) == 3 for each in nodes.values()))
+        views: dict[str, list[list[str]]] = {name: [] for name in "ab"}
+        for name, seen in views.items():
+            each = nodes[name]
+            each.on_change(lambda each=each, seen=seen: seen.append([m.name for m in each.members()]))
+        for each in consensus.values():
+            each.goes_on.clear()
+        await nodes["c"]._tasks.aclose()
+        while any(lease.live for lease in await MemoryConsensus(SystemClock(), world.consensus.state).leases("node/")):
+            await asyncio.sleep(0.01)
+        consensus[first].goes_on.set()
+        await nodes[first]._look()
+        for each in consensus.values():
+            each.goes_on.set()
+        await eventually(lambda: all(len(nodes[name].members()) == 2 for name in "ab"))
+        assert views == {"a": [["a", "b"]], "b": [["a", "b"]]}
+        for name in "ab":
+            await nodes[name].aclose()
 
     run(scenario())
 
@@ -131,6 +258,180 @@ def test_partitions_follow_the_members_and_nothing_acknowledged_is_lost() -> Non
             assert sent[partition] == ["one", "two", "three", "four"]
         await world.aclose()
         await b.aclose()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["later", "in one term"])
+def test_a_leader_that_was_deposed_and_has_nothing_to_write_keeps_no_reader_waiting(together: bool) -> None:
+    """A node with an old view took the partition over, wrote, and let go of it: whoever waits at the first leader,
+    which leads again by every view, is given what was written. Of two that fenced in one term the one that wrote
+    leads."""
+
+    async def scenario() -> None:
+        world = World(leaders_check_s=0.02)
+        row = await world.topic()
+        first, second = world.node(), world.node()
+        await first.start()
+        if together:
+            fence, arrived = world.consensus.fence, asyncio.Barrier(2)
+
+            async def both(log: str, term: int) -> LogHead:
+                await arrived.wait()
+                return await fence(log, term)
+
+            world.consensus.fence = both  # type: ignore[method-assign]
+            await asyncio.gather(first.offsets(row.topic_id, 0), second.offsets(row.topic_id, 0))
+            world.consensus.fence = fence  # type: ignore[method-assign]
+        waiting = asyncio.create_task(fetch(first, row.topic_id, 0, 0, wait_s=600.0))
+        await eventually(lambda: (led := first._led.get((row.topic_id, 0))) is not None and len(led.watchers) == 1)
+        await second.produce_nowait(row.topic_id, 0, batch("v"))
+        assert values_of((await waiting).batches) == [(0, "v")]
+        await world.aclose()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("renewed", [False, True], ids=["before it is renewed", "renewed"])
+def test_a_node_whose_lease_ran_out_answers_nothing_before_it_has_asked_who_leads(renewed: bool) -> None:
+    """It stood still, or could not reach consensus, while another node led: by its own view it leads all the time."""
+
+    async def scenario() -> None:
+        world = World(leaders_check_s=600.0)
+        row, plain = await world.topic(partitions=8), world.consensus
+        halting = Halting(plain.state)
+        world.consensus = halting
+        a = await member(world, "a", ttl_ms=1_000)
+        world.consensus = plain
+        b = await member(world, "b", ttl_ms=600_000)
+        await eventually(lambda: len(a.members()) == len(b.members()) == 2)
+        first, second = world.node(a), world.node(b)
+        mine = next(p for p in range(8) if a.leader_of(row.topic_id, p) == "a")
+        await first.produce_nowait(row.topic_id, mine, batch("v"))
+        halting.goes_on.clear()
+        await eventually(lambda: [m.name for m in b.members()] == ["b"])
+        await second.produce_nowait(row.topic_id, mine, batch("w"))
+        assert a.leader_of(row.topic_id, mine) == "a"
+        if renewed:
+            before = a.lapses()
+            halting.goes_on.set()
+            await eventually(lambda: a.lapses() == before + 1)
+        [found] = await first.fetch(
+            [FetchRead(row.topic_id, mine, 0, 1 << 20)], max_wait_s=0, min_bytes=1, max_bytes=1 << 20
+        )
+        assert isinstance(found.error, NotLeader) or values_of(found.batches) == [(0, "v"), (1, "w")]
+        halting.goes_on.set()
+
+        async def end() -> int:
+            try:
+                return (await first.offsets(row.topic_id, mine)).high_watermark
+            except NotLeader:
+                await asyncio.sleep(0.001)
+                return 0
+
+        while not (told := await end()):
+            pass
+        assert told == 2, "what the other one acknowledged"
+        await world.aclose()
+        for each in (a, b):
+            await each.aclose()
+
+    run(scenario())
+
+
+def test_reads_go_on_while_consensus_is_away_for_longer_than_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deposed, "SURE_S", 0.05)
+
+    async def scenario() -> None:
+        world = World(leaders_check_s=600.0)
+        row, plain = await world.topic(), world.consensus
+        halting = Halting(plain.state)
+        world.consensus = halting
+        a = await member(world, "a", ttl_ms=300)
+        node = world.node(a)
+        await node.produce_nowait(row.topic_id, 0, batch("v"))
+        before = a.lapses()
+        halting.goes_on.clear()
+        await eventually(lambda: a.lapses() != before)
+        for _ in range(3):
+            assert (await node.offsets(row.topic_id, 0)).high_watermark == 1
+            assert values_of((await fetch(node, row.topic_id, 0, 0)).batches) == [(0, "v")]
+        halting.goes_on.set()
+        await world.aclose()
+        await a.aclose()
+
+    run(scenario())
+
+
+def test_offsets_that_are_to_be_proved_are_of_no_deposed_leader() -> None:
+    async def scenario() -> None:
+        world = World()
+        row = await world.topic()
+        first, second = world.node(), world.node()
+        await first.produce_nowait(row.topic_id, 0, batch("v"))
+        assert (await first.offsets(row.topic_id, 0, proved=True)).high_watermark == 1
+        await second.produce_nowait(row.topic_id, 0, batch("w"))
+        assert (await first.offsets(row.topic_id, 0)).high_watermark == 1
+        with pytest.raises(NotLeader):
+            await first.offsets(row.topic_id, 0, proved=True)
+        assert (await second.offsets(row.topic_id, 0, proved=True)).high_watermark == 2
+        await world.aclose()
+
+    run(scenario())
+
+
+def test_a_leader_that_was_deposed_while_it_opened_hears_of_it() -> None:
+    async def scenario() -> None:
+        world = World()
+        row = await world.topic()
+        first, second = world.node(), world.node()
+        await second.produce_nowait(row.topic_id, 0, batch("v"))
+        read, asked, answered = world.consensus.read, asyncio.Event(), asyncio.Event()
+
+        async def late(*args: Any, **kwargs: Any) -> LogSlice:
+            found = await read(*args, **kwargs)
+            world.consensus.read = read  # type: ignore[method-assign]
+            asked.set()
+            await answered.wait()
+            return found
+
+        world.consensus.read = late  # type: ignore[method-assign]
+        opening = asyncio.create_task(first.offsets(row.topic_id, 0))
+        await asked.wait()
+        with pytest.raises(NotLeader):
+            await second.produce_nowait(row.topic_id, 0, batch("w"))
+        await second.produce_nowait(row.topic_id, 0, batch("w"))
+        await first._heads.look()
+        answered.set()
+        with pytest.raises(NotLeader):
+            await opening
+        assert (await first.offsets(row.topic_id, 0)).high_watermark == 2
+        await world.aclose()
+
+    run(scenario())
+
+
+def test_a_leader_that_writes_is_not_taken_for_deposed() -> None:
+    """What it appends has landed before it knows, and is in the log's head by then."""
+
+    async def scenario() -> None:
+        world = World()
+        row = await world.topic()
+        node = world.node()
+        await node.offsets(row.topic_id, 0)
+        led = node._led[row.topic_id, 0]
+
+        async def slow(append: Any) -> LogHead:
+            head: LogHead = await append()
+            await node._heads.look()
+            return head
+
+        world.consensus.on_append = slow
+        for number in range(3):
+            assert (await node.produce_nowait(row.topic_id, 0, batch("v"))).base_offset == number
+            await node._heads.look()
+        assert node._led[row.topic_id, 0] is led and led.is_open
+        await world.aclose()
 
     run(scenario())
 

@@ -10,11 +10,13 @@ import structlog
 from topics_world import World, batch, eventually, read_all, run
 
 from tidemill.base.errors import Unavailable
+from tidemill.consensus.api import LogHead
 from tidemill.topics.front import FetchRead, NotLeader
 from tidemill.topics.marks import OWN_MARKS
 from tidemill.topics.partition import rolling
 from tidemill.topics.partition.codec import decode_command
 from tidemill.topics.partition.commands import Rollup
+from tidemill.topics.partition.replay import partition_log
 
 
 def test_a_topic_made_while_the_catalogue_is_being_read_is_found() -> None:
@@ -44,6 +46,27 @@ def test_a_topic_made_while_the_catalogue_is_being_read_is_found() -> None:
         assert [(await each).base_offset for each in produced] == [0, 0]
         await early
         assert reads == 2, "those who asked meanwhile share the next read"
+        await world.aclose()
+
+    run(scenario())
+
+
+def test_a_partition_that_moved_while_it_waited_for_its_turn_to_open_fences_nobody() -> None:
+    async def scenario() -> None:
+        world = World()
+        node = world.node()
+        row = await world.topic()
+        await node.refresh()
+        node._openings = asyncio.Semaphore(0)
+        waiting = asyncio.ensure_future(node.offsets(row.topic_id, 0))
+        await eventually(lambda: len(node._led) == 1)
+        (led,) = node._led.values()
+        led.close(NotLeader("moved."))
+        with pytest.raises(NotLeader):
+            await waiting
+        node._openings.release()
+        await node._openings.acquire()  # it has had its turn
+        assert await world.consensus.log_head(partition_log(row.topic_id, 0)) == LogHead(0, 0, 0)
         await world.aclose()
 
     run(scenario())
@@ -162,7 +185,7 @@ def test_f212_acknowledgements_do_not_wait_for_a_roll_up() -> None:
         log = f"topic/{row.topic_id}/0"
         assert (await world.consensus.log_head(log)).start == 0
         gate.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(40):
             while (await world.consensus.log_head(log)).start == 0:
                 await asyncio.sleep(0.001)
         found = await world.consensus.read(log, (await world.consensus.log_head(log)).start, limit_records=1)
@@ -201,7 +224,7 @@ def test_a_roll_up_with_too_long_a_tail_is_given_up_and_tried_again(monkeypatch:
         for n in range(20, 60):
             await node.produce_nowait(row.topic_id, 0, batch(str(n)))
             await asyncio.sleep(0.002)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(40):
             while (await world.consensus.log_head(log)).start == 0:
                 await asyncio.sleep(0.001)
         assert await read_all(world, row.topic_id) == [(n, str(n)) for n in range(60)]

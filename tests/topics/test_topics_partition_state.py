@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import crc32c
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,7 +10,7 @@ from tidemill.base.errors import Corrupt
 from tidemill.topics.front import OffsetOutOfRange
 from tidemill.topics.partition.apply import Rejected, apply
 from tidemill.topics.partition.codec import decode_command, decode_state, encode_command, encode_state
-from tidemill.topics.partition.commands import PlaceBatches, Placeholder, Rollup
+from tidemill.topics.partition.commands import Advance, PlaceBatches, Placeholder, Rollup
 from tidemill.topics.partition.idempotence import PRODUCER_EXPIRY_MS
 from tidemill.topics.partition.state import PRODUCERS_LIMIT, PartitionState
 
@@ -136,3 +138,36 @@ def test_damage_is_corrupt_never_state() -> None:
     for bad in (b"", b"\x93\x09\x00\x00", b"\xff"):
         with pytest.raises(Corrupt):
             decode_command(bad)
+
+
+def test_what_lies_in_l1_leaves_the_state_and_never_comes_back() -> None:
+    state = PartitionState()
+    place(state, placed(0, 3), placed(3, 2, obj=1), placed(5, 4, obj=1), term=1)
+    assert apply(state, Advance(0, 0, "w", 1, 5), state.applied, 1) is None
+    assert (state.log_start, state.reconciled, state.hot_start) == (0, 5, 5)
+    assert (list(state.bases), state.object_keys, state.terms) == ([5], ["o2"], [(1, 0)])
+    assert apply(state, Advance(0, 0, "w", 1, 3), state.applied, 1) is None
+    assert state.reconciled == 5
+    assert isinstance(apply(state, Advance(0, 0, "w", 1, 10), state.applied, 1), Rejected)
+    assert state.first_batch(5) == 0
+    with pytest.raises(ValueError, match="L1"):
+        state.first_batch(4)
+    assert apply(state, Advance(0, 7, "w", 1), state.applied, 1) is None
+    assert (state.hot_start, list(state.bases)) == (7, [5])
+    with pytest.raises(OffsetOutOfRange):
+        state.first_batch(6)
+    assert apply(state, Advance(0, 0, "w", 1, 9), state.applied, 1) is None
+    assert (state.hot_start, len(state), state.first_batch(9)) == (9, 0, 0)
+    assert decode_state(encode_state(state), "k").reconciled == 9
+
+
+def test_records_and_roll_ups_from_before_l1_say_that_nothing_is_there() -> None:
+    assert decode_command(msgspec.msgpack.encode([3, 7, 2, "w", 5])) == Advance(7, 2, "w", 5, 0, 0)
+    state = PartitionState()
+    place(state, placed(0, 3))
+    body = encode_state(state)[:-4]
+    fields = msgspec.msgpack.decode(body[5:])
+    del fields["reconciled"], fields["aborted_start"]
+    older = body[:5] + msgspec.msgpack.encode(fields)
+    again = decode_state(older + crc32c.crc32c(older).to_bytes(4, "little"), "k")
+    assert (again.reconciled, again.aborted_start, again.high_watermark) == (0, 0, 3)

@@ -116,14 +116,14 @@ def test_an_unopened_partition_is_trimmed_by_its_leader_and_left_unfenced_while_
         world = World()
         now_ms = world.clock.now_ms()
         node, row = await _topic(world, **{"retention.ms": str(DAY_MS)})
-        await node.produce_nowait(row.topic_id, 0, batch("a", timestamp_ms=now_ms - DAY_MS + 1_500))
+        await node.produce_nowait(row.topic_id, 0, batch("a", timestamp_ms=now_ms - DAY_MS + 3_000))
         await node.aclose()
         term = (await world.consensus.log_head(partition_log(row.topic_id, 0))).term
         again = world.node(retention_check_s=0.01)
         await again.start()
         await asyncio.sleep(0.2)  # twenty rounds in which nothing is due
         assert (await world.consensus.log_head(partition_log(row.topic_id, 0))).term == term
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(40):
             while await read_all(world, row.topic_id):
                 await asyncio.sleep(0.05)
         state, _ = await catch_up(world.consensus, world.objects, partition_log(row.topic_id, 0), PartitionState())

@@ -1,5 +1,6 @@
 """Where a produced batch is checked: in the plain call when that is cheap, else in a thread, so that no batch holds the
-event loop. Two threads: what they hold decompressed is bounded by twice DECOMPRESSED_BYTES.
+event loop. Two threads: what they hold decompressed is bounded by twice DECOMPRESSED_BYTES. Where the topic says by
+what its batches are compressed, they are compressed anew here, too.
 
 F1  Senders take turns: whoever sends thousands of batches that are dear to check delays each other sender by one.
 """
@@ -11,14 +12,16 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
 from tidemill.base.errors import Closed, TidemillError, Unavailable
 from tidemill.objects.store import Buffer
-from tidemill.topics.batch.check import check_body
+from tidemill.topics.batch.check import check_records
+from tidemill.topics.batch.encode import recompressed
 from tidemill.topics.batch.header import BatchHeader
+from tidemill.topics.configs import AS_SENT
 
 THREADS = 2
 
@@ -29,8 +32,18 @@ INLINE_BYTES = 2 << 20
 """0.1 ms of checksum."""
 
 T = TypeVar("T")
-Checked = Callable[[int | TidemillError], None]
-"""Hears the greatest timestamp of the records, or why the batch is refused. Called on the event loop, once."""
+
+
+class Good(NamedTuple):
+    """A batch that may be stored. max_timestamp_ms: the greatest of its records; rewritten: the bytes to be stored in
+    place of those that were sent, None for those."""
+
+    max_timestamp_ms: int
+    rewritten: bytearray | None = None
+
+
+Checked = Callable[[Good | TidemillError], None]
+"""Hears of a good batch, or why it is refused. Called on the event loop, once."""
 
 log = structlog.get_logger()
 
@@ -45,20 +58,30 @@ class Checker:
         self._running = 0
         self._closed = False
 
-    def check(self, header: BatchHeader, buffer: Buffer, sender: Hashable, checked: Checked) -> None:
-        """Plain call. `checked` is called before it returns when the batch is small and not compressed.
+    def check(
+        self,
+        header: BatchHeader,
+        buffer: Buffer,
+        sender: Hashable,
+        checked: Checked,
+        *,
+        keyed: bool = False,
+        codec: int = AS_SENT,
+    ) -> None:
+        """Plain call; `keyed` as in `check_body`; `codec`: by what records are to be compressed. `checked` is called
+        before it returns when the batch is small and no codec has to do with it.
 
         Raises Closed.
         """
-        if header.codec == 0 and header.record_count <= INLINE_RECORDS and len(buffer) <= INLINE_BYTES:
-            checked(_outcome(header, buffer))
+        if header.codec == 0 and codec <= 0 and header.record_count <= INLINE_RECORDS and len(buffer) <= INLINE_BYTES:
+            checked(_outcome(header, buffer, keyed, codec))
             return
 
-        def ended(done: asyncio.Future[int | TidemillError]) -> None:
+        def ended(done: asyncio.Future[Good | TidemillError]) -> None:
             if not done.cancelled():
                 checked(done.result())
 
-        self._enter(sender, partial(_outcome, header, buffer)).add_done_callback(ended)
+        self._enter(sender, partial(_outcome, header, buffer, keyed, codec)).add_done_callback(ended)
 
     async def run(self, sender: Hashable, work: Callable[[], T]) -> T:
         """`work()` in one of the threads, at the sender's turn."""
@@ -116,10 +139,13 @@ class _Job:
         self.future = future
 
 
-def _outcome(header: BatchHeader, buffer: Buffer) -> int | TidemillError:
+def _outcome(header: BatchHeader, buffer: Buffer, keyed: bool, codec: int) -> Good | TidemillError:
     """A fault of any kind refuses the batch: what could not be checked is not stored."""
     try:
-        return check_body(header, buffer)
+        max_timestamp_ms, records = check_records(header, buffer, keyed=keyed)
+        if codec in (AS_SENT, header.codec):
+            return Good(max_timestamp_ms)
+        return Good(max_timestamp_ms, recompressed(header, records, codec))
     except TidemillError as error:
         # Its frames hold what was decompressed; the error outlives them until the request is answered.
         error.__cause__ = error.__context__ = None

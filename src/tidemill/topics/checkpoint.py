@@ -8,28 +8,34 @@ partition row does not reach yet.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Container, Set
+from collections.abc import AsyncIterator, Container, Mapping, Set
 from typing import Protocol
 
 from msgspec.structs import replace
 
 from tidemill.base.errors import Corrupt, TidemillError
 from tidemill.consensus.api import Consensus
+from tidemill.consensus.changed_logs import ChangedLogs
 from tidemill.metastore.checkpoint import Group, Unit, each_readable
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.rows import EXTENTS, PARTITIONS, TOPICS
+from tidemill.metastore.rows import ABORTED, EXTENTS, PARTITIONS, TOPICS
 from tidemill.metastore.rows.extents import ExtentRow
 from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.objects.store import ObjectStore
-from tidemill.topics.partition.replay import catch_up, partition_log
-from tidemill.topics.partition.rowform import extents, partition_row
+from tidemill.topics.partition.replay import LOG_PREFIX, catch_up, partition_log, place_of
+from tidemill.topics.partition.rowform import aborted_rows, extents, partition_row
 from tidemill.topics.partition.state import PartitionState
 
 FOLLOWED_AT_ONCE = 16
 """Partition logs read at the same time."""
 
+FOLLOWED_ROUNDS = 60
+"""A partition that did not change for so many rounds is let go; when it does it is read again from its roll-up."""
+
 SLICE_ROWS = 200
 """Rows made between two turns of the loop: a few milliseconds."""
+
+Place = tuple[str, int]
 
 
 class Scan(Protocol):
@@ -39,7 +45,10 @@ class Scan(Protocol):
 
 
 class PartitionsStage:
-    """All partitions of all topics in the catalogue. Implements `metastore.checkpoint.Stage`."""
+    """All partitions of all topics in the catalogue. Implements `metastore.checkpoint.Stage`.
+
+    A round looks at the partitions whose logs changed since it was last written what they hold, at no others.
+    """
 
     name = "partitions"
 
@@ -47,28 +56,30 @@ class PartitionsStage:
         self._consensus = consensus
         self._objects = objects
         self._metastore = metastore
-        self._followers: dict[tuple[str, int], PartitionFollower] = {}
-        self._rows: dict[str, dict[int, PartitionRow]] = {}
-        """topic id → partition → its row, of partitions nobody follows yet"""
+        self._logs = ChangedLogs(consensus, LOG_PREFIX)
+        self._followers: dict[Place, PartitionFollower] = {}
+        """The longest idle first."""
+        self._gathered: list[Place] = []
+        self._rows: dict[Place, PartitionRow] = {}
+        """Rows found by `load` that nobody has looked at yet."""
+        self._stored: set[str] = set()
+        """Ids of topics that have rows."""
         self._gone: set[str] = set()
+        self._round = 0
         self.unreadable: dict[str, TidemillError] = {}
 
     async def load(self) -> None:
         """Begin from what the rows say."""
         self._followers.clear()
-        self._rows.clear()
-        for row in await self._metastore.rows(PARTITIONS):
-            self._rows.setdefault(row.topic_id, {})[row.partition] = row
+        self._logs.restart()
+        self._rows = {(row.topic_id, row.partition): row for row in await self._metastore.rows(PARTITIONS)}
+        self._stored = {topic_id for topic_id, _ in self._rows}
 
     async def gather(self) -> dict[str, Unit]:
         """By `<topic id>/<partition>`, and by topic id where the topic is gone. Raises Unavailable."""
-        topics = {row.topic_id: row for row in await self._metastore.rows(TOPICS)}
-        for topic in topics.values():
-            known = self._rows.pop(topic.topic_id, {})
-            for partition in range(topic.partitions):
-                place = (topic.topic_id, partition)
-                if place not in self._followers:
-                    self._followers[place] = self._follower(*place, known.get(partition))
+        self._round += 1
+        counts = {row.topic_id: row.partitions for row in await self._metastore.rows(TOPICS)}
+        self._gathered = await self._changed(counts)
         slots = asyncio.Semaphore(FOLLOWED_AT_ONCE)
 
         async def follow(follower: PartitionFollower) -> Unit:
@@ -76,30 +87,65 @@ class PartitionsStage:
                 return await follower.gather(self._metastore.prefix)
 
         self.unreadable = {}
-        live = {f"{at[0]}/{at[1]}": follow(follower) for at, follower in self._followers.items() if at[0] in topics}
+        for place in self._gathered:
+            follower = self._followers.pop(place, None)
+            if follower is None:
+                row = self._rows.get(place) or await self._metastore.get(PARTITIONS, *place, fresh=False)
+                follower = self._follower(*place, row)
+            follower.round = self._round
+            self._followers[place] = follower
+        live = {f"{at[0]}/{at[1]}": follow(self._followers[at]) for at in self._gathered}
         units = await each_readable(live, self.unreadable)
-        followed = {topic_id for topic_id, _ in self._followers}
-        self._gone = (followed | self._rows.keys()) - topics.keys()
+        self._gone = self._stored - counts.keys()
         for topic_id in sorted(self._gone):
             units[topic_id] = await self._deletions(topic_id)
         return units
+
+    async def _changed(self, counts: Mapping[str, int]) -> list[Place]:
+        """The partitions to be looked at. `counts` was read before their logs are."""
+        places = {place for place in self._rows if place[0] in counts}
+
+        def there(name: str) -> bool:
+            topic_id, partition = place_of(name)
+            return partition < counts.get(topic_id, 0)
+
+        silent: list[str] = []
+        for name, head in (await self._logs.look(there)).items():
+            if head.next == 0 and place_of(name) not in places:
+                silent.append(name)  # opened, and nothing was ever said in it
+            else:
+                places.add(place_of(name))
+        self._logs.done(silent)
+        return sorted(places)
 
     def late(self, before: Set[str]) -> set[str]:
         """Unreadable partitions and the ids of their topics."""
         return {name for thing in self.unreadable for name in (thing, thing.rpartition("/")[0])}
 
     def written(self, late: Set[str]) -> None:
-        for place, follower in list(self._followers.items()):
-            if place[0] in self._gone:
-                del self._followers[place]
-            elif f"{place[0]}/{place[1]}" in late:
+        for place in self._gathered:
+            name, follower = f"{place[0]}/{place[1]}", self._followers[place]
+            if name in late:
                 # What it has replayed may be half of something: the next one begins from the row.
                 self._followers[place] = self._follower(*place, follower.row)
-            else:
-                follower.written()
-        for topic_id in self._gone:
-            self._rows.pop(topic_id, None)
+                continue
+            follower.written()
+            self._logs.done([name])
+            self._rows.pop(place, None)
+            if follower.row is not None:
+                self._stored.add(place[0])
+        self._stored -= self._gone
+        for place in [at for at in self._followers.keys() | self._rows.keys() if at[0] in self._gone]:
+            self._followers.pop(place, None)
+            self._rows.pop(place, None)
         self._gone = set()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for place, follower in list(self._followers.items()):
+            if follower.round > self._round - FOLLOWED_ROUNDS:
+                break
+            del self._followers[place]
 
     def _follower(self, topic_id: str, partition: int, row: PartitionRow | None) -> PartitionFollower:
         return PartitionFollower(self._consensus, self._objects, topic_id, partition, row)
@@ -107,7 +153,7 @@ class PartitionsStage:
     async def _deletions(self, topic_id: str) -> Unit:
         """Partition rows first: extents without one are passed over, one without its extents would be a loss (K1)."""
         groups: Unit = []
-        for family in (PARTITIONS, EXTENTS):
+        for family in (PARTITIONS, EXTENTS, ABORTED):
             async for keys, _ in self._metastore.prefix(family.prefix(topic_id)):
                 groups.append([(key, b"") for key in keys])
         return groups
@@ -128,6 +174,8 @@ class PartitionFollower:
         self._objects = objects
         self._log = partition_log(topic_id, partition)
         self.row = row
+        self.round = 0
+        """The stage's, in which it changed last."""
         self._state = PartitionState()
         self._next_row: PartitionRow | None = row
         self._swept = self._next_swept = False
@@ -140,7 +188,7 @@ class PartitionFollower:
         self._state, _ = await catch_up(self._consensus, self._objects, self._log, self._state)
         row = self.row or PartitionRow(self.topic_id, self.partition, 0, 0, log_position=-1)
         new = partition_row(self._state, self.topic_id, self.partition)
-        if new.next_offset < row.next_offset or new.log_start < row.log_start:
+        if new.next_offset < row.next_offset or new.log_start < row.log_start or new.reconciled < row.reconciled:
             # Another life of this topic id: rows that may be all that is left of it are not overwritten.
             raise Corrupt(
                 f"a partition's log holds less than its rows: partition={self.topic_id}/{self.partition}"
@@ -164,12 +212,16 @@ class PartitionFollower:
             return []
         groups = await self._sweep(scan, row.next_offset, {group[0][0] for group in written}) if fresh else []
         groups += written
+        aborted = aborted_rows(self._state, self.topic_id, self.partition, row.next_offset)
+        groups += _sliced([ABORTED.encode(each) for each in aborted])
         self._next_swept = self._swept or bool(fresh)
-        if new.log_start > row.log_start:
-            gone = await self._forgotten(scan, new.log_start)
+        remembered, before = (max(each.log_start, each.aborted_start) for each in (new, row))
+        if new.hot_start > row.hot_start or remembered > before:
+            gone = await self._forgotten(scan, new.hot_start)
             new = replace(new, size_bytes=new.size_bytes - sum(extent.size_bytes for extent in gone))
             groups.append([PARTITIONS.encode(new)])  # before its extents go: K1
             groups += [[(EXTENTS.key_of(extent), b"")] for extent in gone]
+            groups += _sliced(await self._ended(scan, remembered))
         else:
             groups.append([PARTITIONS.encode(new)])
         self._next_row = new
@@ -198,15 +250,25 @@ class PartitionFollower:
                     stale.append((key, b""))
         return _sliced(stale)
 
-    async def _forgotten(self, scan: Scan, log_start: int) -> list[ExtentRow]:
-        """The written extents that lie wholly below the log's start."""
+    async def _forgotten(self, scan: Scan, start: int) -> list[ExtentRow]:
+        """The written extents that lie wholly below `start`."""
         found: list[ExtentRow] = []
         async for keys, values in scan(EXTENTS.prefix(self.topic_id, self.partition)):
             for key, value in zip(keys, values, strict=True):
                 extent = EXTENTS.decode(key, value)
-                if extent.last_offset >= log_start:
+                if extent.last_offset >= start:
                     return found
                 found.append(extent)
+        return found
+
+    async def _ended(self, scan: Scan, start: int) -> Group:
+        """Deletions of the transactions that were aborted wholly below `start`."""
+        found: Group = []
+        async for keys, values in scan(ABORTED.prefix(self.topic_id, self.partition)):
+            for key, value in zip(keys, values, strict=True):
+                if ABORTED.decode(key, value).last_offset >= start:
+                    return found
+                found.append((key, b""))
         return found
 
 
@@ -215,7 +277,7 @@ def _sliced(rows: Group) -> list[Group]:
 
 
 def _forget_batches(state: PartitionState) -> None:
-    """What `apply` needs of earlier batches is the high watermark alone."""
+    """What `apply` needs of what was before is the high watermark and what is open."""
     for column in (
         state.bases,
         state.objects,
@@ -226,3 +288,4 @@ def _forget_batches(state: PartitionState) -> None:
     ):
         del column[:]
     state.object_keys.clear()
+    state.aborted.clear()

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Protocol
 
-from tidemill.base.errors import Corrupt, Missing, TidemillError
-from tidemill.objects.store import Buffer, ObjectStore
-from tidemill.topics.batch.header import base_offset_at, patch
+from tidemill.base.errors import Corrupt, Invalid, Missing, TidemillError
+from tidemill.base.limits import OBJECT_CONCURRENCY
+from tidemill.metastore.rows.l1 import PREFIX as L1_PREFIX
+from tidemill.objects.store import Buffer
+from tidemill.topics.batch.header import base_offset_at, is_patched, patch
 from tidemill.topics.front import BatchRef
 from tidemill.topics.l0.cache import ObjectCache
+
+
+class Ranges(Protocol):
+    """Where ranges of an object come from."""
+
+    async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Sequence[Buffer]: ...
 
 
 def choose(sizes: Sequence[int], first: int, max_bytes: int, max_count: int, *, at_least_one: bool) -> tuple[int, int]:
@@ -28,10 +37,13 @@ def choose(sizes: Sequence[int], first: int, max_bytes: int, max_count: int, *, 
 
 
 async def read_batches(
-    objects: ObjectStore, groups: Sequence[Sequence[BatchRef]], cache: ObjectCache | None = None
+    objects: Ranges,
+    groups: Sequence[Sequence[BatchRef]],
+    cache: ObjectCache | None = None,
+    ahead: Ranges | None = None,
 ) -> list[list[Buffer] | TidemillError]:
-    """The batches of each group, base offsets patched. One coalesced read per object over all groups, the objects side
-    by side: a store answers each in its own time, and how many are under way at once is the store's own limit.
+    """The batches of each group, base offsets patched; those of L1 through `ahead`. One coalesced read per object over
+    all groups, as many objects side by side as a store takes requests at once: it answers each in its own time.
 
     A group whose object cannot be read is the error instead; the others are not harmed.
     """
@@ -53,28 +65,42 @@ async def read_batches(
 
     async def read(key: str, refs: list[BatchRef]) -> None:
         try:
-            await _read_object(objects, key, refs, buffers)
-        except Missing:
+            ranges_of = ahead if ahead is not None and key.startswith(L1_PREFIX) else objects
+            await _read_object(ranges_of, key, refs, buffers)
+        except (Missing, Invalid):
             # The log names it, so it was acknowledged: not the asker's mistake, and no topic is missing.
-            failed[key] = Corrupt(f"an object that a partition log names is gone: key={key}.")
+            failed[key] = Corrupt(
+                f"an object that a partition log names is gone: key={key}.",
+                fix="Put it back from a copy of the bucket; or see: tidemill topic lost",
+            )
         except TidemillError as error:
             failed[key] = error
 
+    left = iter(missing.items())
+
+    async def work() -> None:
+        for key, refs in left:
+            await read(key, refs)
+
     if len(missing) == 1:
-        await read(*missing.popitem())
+        await work()
     elif missing:
-        await asyncio.gather(*(read(key, refs) for key, refs in missing.items()))
+        await asyncio.gather(*(work() for _ in range(min(len(missing), OBJECT_CONCURRENCY))))
     results: list[list[Buffer] | TidemillError] = []
     for refs in groups:
+        if not refs:
+            results.append([])
+            continue
         reason = next((failed[ref.object_key] for ref in refs if ref.object_key in failed), None)
         results.append(reason if reason is not None else [buffers[ref.object_key, ref.first_byte] for ref in refs])
     return results
 
 
 async def _read_object(
-    objects: ObjectStore, key: str, refs: list[BatchRef], buffers: dict[tuple[str, int], Buffer]
+    ranges_of: Ranges, key: str, refs: list[BatchRef], buffers: dict[tuple[str, int], Buffer]
 ) -> None:
-    """Adjacent batches travel as one range; each range is copied once, to be patched."""
+    """Adjacent batches travel as one range. Where one of them has another base offset, as those of L0 have, the range
+    is copied once, to be patched: a copy costs twice what the read does, for most of both is memory touched anew."""
     runs: list[list[BatchRef]] = []
     for ref in sorted(refs, key=lambda r: r.first_byte):
         if runs and runs[-1][-1].first_byte + runs[-1][-1].size_bytes == ref.first_byte:
@@ -82,10 +108,13 @@ async def _read_object(
         else:
             runs.append([ref])
     ranges = [(run[0].first_byte, run[-1].first_byte + run[-1].size_bytes) for run in runs]
-    for run, data in zip(runs, await objects.get_ranges(key, ranges), strict=True):
-        view = memoryview(bytearray(data))
+    for run, data in zip(runs, await ranges_of.get_ranges(key, ranges), strict=True):
+        view = memoryview(data)
         start = run[0].first_byte
+        if not all(is_patched(view, ref.first_byte - start, ref.base_offset) for ref in run):
+            view = memoryview(bytearray(data))
+            for ref in run:
+                patch(view, ref.first_byte - start, ref.base_offset)
         for ref in run:
             at = ref.first_byte - start
-            patch(view, at, ref.base_offset)
             buffers[key, ref.first_byte] = view[at : at + ref.size_bytes]

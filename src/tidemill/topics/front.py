@@ -10,7 +10,7 @@ partition leader epoch are patched in place (outside the CRC, which covers byte 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -35,6 +35,14 @@ class InvalidProducerEpoch(Fenced):
     """A newer epoch of this producer id has written here (Kafka INVALID_PRODUCER_EPOCH)."""
 
 
+class InvalidTransaction(Invalid):
+    """The producer has no open transaction that this belongs to (Kafka INVALID_TXN_STATE)."""
+
+
+class ConcurrentTransactions(Unavailable):
+    """The producer's transaction before this one has not ended yet (Kafka CONCURRENT_TRANSACTIONS): call again."""
+
+
 class CorruptBatch(Invalid):
     """The producer's bytes are not what it sent: size or checksum are wrong (Kafka CORRUPT_MESSAGE: sent again)."""
 
@@ -52,6 +60,10 @@ class InvalidRecords(CorruptBatch):
 
 class BatchTooLarge(CorruptBatch):
     """More than the topic takes, or than is ever decompressed (Kafka MESSAGE_TOO_LARGE: clients may split it)."""
+
+
+class InvalidTimestamp(CorruptBatch):
+    """A record's time is beyond what the topic's config allows (Kafka INVALID_TIMESTAMP)."""
 
 
 class BadBatch(Corrupt):
@@ -80,6 +92,10 @@ class OffsetOutOfRange(Invalid):
     """The asked offset is below log start or above the high watermark."""
 
 
+class StillRead(Invalid):
+    """Somebody has yet to read records that were to be deleted (Kafka POLICY_VIOLATION)."""
+
+
 class ProduceResult(msgspec.Struct, frozen=True):
     """Inclusive offsets of the batch, its original ones when the batch was a duplicate."""
 
@@ -87,44 +103,156 @@ class ProduceResult(msgspec.Struct, frozen=True):
     last_offset: int
     log_start_offset: int
     duplicate: bool = False
+    append_time_ms: int = -1
+    """−1 where records keep their producer's times."""
+
+
+class Within(msgspec.Struct, frozen=True):
+    """Whose transaction a produced batch is of. `adds`: it also adds its partition to it (KIP-890, version 2)."""
+
+    transactional_id: str
+    adds: bool = False
+
+
+Confirm = Callable[[Within, int, int, str, int], Awaitable[None]]
+"""(whose, producer id, epoch, topic id, partition): returns if the coordinator's transaction of this producer and epoch
+is open and holds the partition, read after the call. Raises InvalidTransaction, InvalidProducerEpoch, Unavailable."""
+
+
+Here = tuple[int, object]
+"""What a producer has in a partition at a moment, to be compared only: the first offset of its open transaction (−1:
+none), and the coordinator's word by which one may begin."""
+
+
+class Marker(msgspec.Struct, frozen=True):
+    """The end of a transaction in one partition. `bumped`: its epoch is the one after that of the transaction, which it
+    shares with what the producer does next: only an older one is ended by it (KIP-890)."""
+
+    producer_id: int
+    producer_epoch: int
+    commit: bool
+    coordinator_epoch: int = 0
+    bumped: bool = False
+
+    @property
+    def below(self) -> int:
+        """It ends transactions of epochs below this."""
+        return self.producer_epoch + (not self.bumped)
 
 
 class FetchRead(msgspec.Struct, frozen=True):
+    """`committed`: nothing from the last stable offset on."""
+
     topic_id: str
     partition: int
     offset: int
     max_bytes: int
+    committed: bool = False
 
 
 class Fetched(msgspec.Struct, frozen=True):
-    """Whole batches, the first one containing the asked offset; `error` set means no batches."""
+    """Whole batches, the first one containing the asked offset; `error` set means no batches.
+
+    `last_stable`: −1 where nobody knows it. `aborted`: (producer id, first offset) of the aborted transactions among
+    the batches of a committed read, whose records its reader passes over from there to the producer's next marker.
+    """
 
     high_watermark: int
     log_start_offset: int
     batches: list[Buffer]
     error: Exception | None = None
+    last_stable: int = -1
+    aborted: Sequence[tuple[int, int]] = ()
 
 
 class PartitionOffsets(msgspec.Struct, frozen=True):
     log_start_offset: int
     high_watermark: int
+    last_stable: int
+
+
+class ProducerStatus(msgspec.Struct, frozen=True):
+    """What a partition knows of a producer; `last_sequence` −1 where it wrote nothing in this epoch, `open_since` −1
+    without an open transaction, else its first offset."""
+
+    producer_id: int
+    epoch: int
+    last_sequence: int
+    last_timestamp_ms: int
+    open_since: int
+
+
+class Following(Protocol):
+    """Partitions that one reader asks for again and again, under keys of its own. One `fetch` at a time."""
+
+    def __len__(self) -> int: ...
+
+    def reads(self) -> Iterator[tuple[Hashable, FetchRead]]:
+        """All of them, as of now."""
+        ...
+
+    def read(self, key: Hashable) -> FetchRead | None: ...
+
+    def put(self, key: Hashable, read: FetchRead) -> None:
+        """Follow it, or go on with another offset. A partition that is new here is told with the next answer."""
+        ...
+
+    def drop(self, key: Hashable) -> None:
+        """Idempotent."""
+        ...
+
+    async def fetch(self, *, max_wait_s: float, min_bytes: int, max_bytes: int) -> list[tuple[Hashable, Fetched]]:
+        """As `TopicLog.fetch`, of those that have batches, an error, or other offsets than were told last. Batches are
+        given again until `put` goes on behind them; who gave some waits for the others the next time."""
+        ...
+
+    def close(self) -> None:
+        """Follow nothing; a `fetch` under way ends. Idempotent."""
+        ...
 
 
 class TopicLog(Protocol):
     """One process's access to all partitions: the writer front (when it leads them) and the serving reader."""
 
     def produce_nowait(
-        self, topic_id: str, partition: int, batch: Buffer, *, sender: Hashable = None
+        self,
+        topic_id: str,
+        partition: int,
+        batch: Buffer,
+        *,
+        sender: Hashable = None,
+        within: Within | None = None,
     ) -> asyncio.Future[ProduceResult]:
         """Reserve the place in line now, in a plain call; the future ends when the batch is durable and committed.
 
         Calls for one producer id and partition take effect in call order, though their uploads overlap; so do those
         without a producer id that name one `sender` (a connection; None is this process itself). The batch is checked
         whole before anything of it is stored.
-        The future fails with NotLeader, OutOfOrderSequence, InvalidProducerEpoch, CorruptBatch, Missing,
-        Unavailable (did not happen: retry) or Unknown (may have: retry with the same sequence). Cancelling
+        `within`: the batch may be one of this transaction; it is placed only while the coordinator says it is open.
+        The future fails with NotLeader, OutOfOrderSequence, InvalidProducerEpoch, InvalidTransaction, CorruptBatch,
+        Missing, Unavailable (did not happen: retry) or Unknown (may have: retry with the same sequence). Cancelling
         the future never cancels reserved work. The buffer must stay unchanged until the future ends.
         """
+        ...
+
+    async def open_here(self, topic_id: str, partition: int, producer_id: int) -> Here:
+        """Raises NotLeader, Missing, Unavailable."""
+        ...
+
+    async def mark(self, topic_id: str, partition: int, marker: Marker, here: Here | None = None) -> None:
+        """End the producer's transaction here; returns when the marker is durable, or there is nothing to end and never
+        will be. Raises NotLeader, Missing, Unavailable, Unknown: call again.
+
+        `here`: what `open_here` said before the coordinator's word was read. Where it is something else by now nothing
+        is ended, and it is Unavailable: the word may be of a transaction that ended since (X5)."""
+        ...
+
+    def coordinated_by(self, confirm: Confirm) -> None:
+        """Ask `confirm` before a transaction begins in a partition."""
+        ...
+
+    async def producers(self, topic_id: str, partition: int) -> list[ProducerStatus]:
+        """Raises NotLeader, Missing, Unavailable."""
         ...
 
     async def fetch(
@@ -136,13 +264,37 @@ class TopicLog(Protocol):
         """
         ...
 
-    async def offsets(self, topic_id: str, partition: int) -> PartitionOffsets: ...
+    def follow(self) -> Following: ...
+
+    async def offsets(self, topic_id: str, partition: int, *, proved: bool = False) -> PartitionOffsets:
+        """`proved`: of whoever leads while this is asked. Else it may be one that was deposed and does not know it yet:
+        its offsets were right a moment ago."""
+        ...
 
     async def offset_for_time(self, topic_id: str, partition: int, timestamp_ms: int) -> tuple[int, int] | None:
-        """(offset, timestamp) of the first record at or after timestamp_ms, or None. Decodes one batch, off the loop.
+        """(offset, timestamp) of the first record at or after timestamp_ms, or None. The index finds its batch; as in
+        Kafka, one of several records is looked through for it, off the loop.
 
         Raises NotLeader, Missing, Unavailable.
         """
+        ...
+
+    @property
+    def leadership(self) -> int:
+        """Grows whenever `leader_of` may have another answer than before."""
+        ...
+
+    async def newest_time(self, topic_id: str, partition: int) -> tuple[int, int] | None:
+        """(offset, timestamp) of the first record with the greatest timestamp, or None. As `offset_for_time`."""
+        ...
+
+    async def delete_records(self, topic_id: str, partition: int, before_offset: int) -> int:
+        """Let the log start at `before_offset`, −1 = the high watermark, when it does not start later; returns where it
+        starts, which is durable then. Raises OffsetOutOfRange, StillRead, NotLeader, Missing, Unavailable."""
+        ...
+
+    async def refresh(self) -> None:
+        """When it returns, what the catalogue said of topics as it was called is followed here, their configs too."""
         ...
 
     def leader_of(self, topic_id: str, partition: int) -> str:
@@ -151,7 +303,10 @@ class TopicLog(Protocol):
 
 
 class BatchRef(msgspec.Struct, frozen=True):
-    """Where one record batch lies: enough for an executor to read it with nothing but the bucket."""
+    """Where one record batch lies: enough for an executor to read it with nothing but the bucket.
+
+    `aborted`: a transactional batch of one of these producers was aborted, and has no records for anybody.
+    """
 
     object_key: str
     first_byte: int
@@ -159,16 +314,20 @@ class BatchRef(msgspec.Struct, frozen=True):
     base_offset: int
     record_count: int
     max_timestamp_ms: int
+    aborted: tuple[int, ...] = ()
 
 
 class PartitionReader(Protocol):
     """The reader front for other processes (Spark drivers plan, executors read): no server needed."""
 
-    async def high_watermark(self, topic_id: str, partition: int) -> int: ...
+    async def last_stable(self, topic_id: str, partition: int) -> int:
+        """The offset below which everything is committed, or aborted, for ever."""
+        ...
 
     async def plan(self, topic_id: str, partition: int, start: int, end: int) -> list[BatchRef]:
-        """Batches that overlap offsets [start, end) and are still there (retention), in order. Raises OffsetOutOfRange
-        when end passes the log."""
+        """Batches that overlap offsets [start, end) and are still there (retention), in order; which of them have no
+        records (markers, aborted ones) their bytes and refs tell. Raises OffsetOutOfRange when end passes what is
+        committed."""
         ...
 
     async def read(self, refs: Sequence[BatchRef]) -> list[bytes]:

@@ -1,11 +1,16 @@
 """Who leads which partition: live nodes by lease, partitions by rendezvous hashing over them.
 
 N1  A node's lease says that it is alive and where it is reached; it never makes a write safe. Fencing does.
-N2  Equal views give equal leaders; views converge within a poll. Two nodes that disagree fence each other,
-    and the loser looks again before it tries anew.
+N2  Equal views give equal leaders; views converge as soon as a node that comes or leaves has said so, or a lease ran
+    out: whoever sees how long it has left looks again then. Two nodes that disagree fence each other; the loser looks
+    again soon, also one that has nothing to write (`deposed`).
 N3  A node name belongs to the process that started last under it: it releases its predecessor's lease.
+N4  That a lease ran out says that its node is dead only to a node that could renew its own: while consensus is away all
+    run out. When it is back, the members stay who they were for a moment, in which those that live renew. Else a node
+    would see itself alone, or nobody, and all partitions and groups would move, and move back.
 
     lease     node/<name>      info = msgpack NodeInfo
+    log       cluster/changes  one record for each node that came or left; waited for, never read, cut as it grows
     register  cluster/nodes    msgpack {name: node id}; written at every start, so its sequence grows with every start
     register  cluster/epoch-base    decimal text, written by a restore: the cluster epoch, which names L0 objects, is
                                this (0 if absent) plus the sequence of cluster/nodes
@@ -26,21 +31,30 @@ from tidemill.base.errors import Conflict, Fenced, TidemillError, Unavailable, U
 from tidemill.base.limits import LEASE_TTL_MS
 from tidemill.base.marks import Tracker
 from tidemill.base.tasks import Tasks, keep, sentence
-from tidemill.consensus.api import Consensus, Lease
+from tidemill.consensus.api import Consensus, Lease, LogHead
 
 _log = structlog.get_logger()
 
 LEASE_PREFIX = "node/"
 NODES_REGISTER = "cluster/nodes"
+CHANGES_LOG = "cluster/changes"
 EPOCH_BASE_REGISTER = "cluster/epoch-base"
 POLL_S = 1.0
+HEAR_S = 30.0
+ANNOUNCE_TRIES = 5
 EAGER_POLL_GAP_S = 0.05
+RENEWED_WITHIN_S = 1.0
+"""So soon after consensus came back whoever lives has renewed its lease: the longest pause between two attempts of its
+client to reach it."""
 
 
 class NodeInfo(msgspec.Struct, frozen=True):
+    """Where a node is reached. `listeners`: the Kafka addresses beside (host, kafka_port), by name."""
+
     host: str = ""
     kafka_port: int = 0
     http_url: str = ""
+    listeners: dict[str, tuple[str, int]] = {}
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -51,6 +65,7 @@ class Member(msgspec.Struct, frozen=True):
     kafka_port: int
     http_url: str
     node_id: int
+    listeners: dict[str, tuple[str, int]] = {}
 
 
 class Assignment(Protocol):
@@ -63,6 +78,11 @@ class Assignment(Protocol):
         ...
 
     def epoch(self) -> int: ...
+
+    def lapses(self) -> int:
+        """Another number than before where this node's lease ran out, by its own clock, or was renewed after that: what
+        it led may be another's since."""
+        ...
 
     def poke(self) -> None:
         """Something contradicts this view: look again soon."""
@@ -84,6 +104,9 @@ class Alone:
     def epoch(self) -> int:
         return self._epoch
 
+    def lapses(self) -> int:
+        return 0
+
     def poke(self) -> None: ...
 
     def on_change(self, callback: Callable[[], None]) -> None: ...
@@ -98,7 +121,7 @@ def rendezvous(names: list[str], topic_id: str, partition: int) -> str:
 
 
 class Membership:
-    """Keeps this node's lease and a view of the others. `start` before use, `aclose` to leave at once."""
+    """Keeps this node's lease and a view of the others. `start` before use, `leave` and `aclose` at the end."""
 
     def __init__(
         self,
@@ -127,18 +150,37 @@ class Membership:
         self._leaders: dict[tuple[str, int], str] = {}
         self._callbacks: list[Callable[[], None]] = []
         self._wake = asyncio.Event()
+        self._runs_out_s = 0.0
+        """In how long the next lease does, as of the last look."""
+        self._renewed_s = 0.0
+        """When the last renewal that was answered was asked for."""
+        self._lapses = 0
+        self._late = False
+        """The last renewal was so long ago that others' leases may have run out for the same reason."""
+        self._kept_until_s = 0.0
+        """Until then a member stays one though its lease ran out (N4)."""
+        self._left = False
         self._tracker = tracker if tracker is not None else Tracker()
         self._tasks = Tasks(self._unit_broke)
         self.superseded: Fenced | None = None
         """Set once a later process has taken this node's name: this one leads nothing any more and should exit."""
 
-    async def start(self) -> None:
-        """Register, take the lease, see the others. Raises Unavailable when consensus does not answer."""
+    async def start(self, *, join: bool = True) -> None:
+        """Register, see the others, and `join` them. Raises Unavailable: call it again."""
         await self._register()
+        await self._look()
+        if join:
+            await self.join()
+        self._keep("membership:view", self._keep_view)
+        self._keep("membership:changes", self._hear)
+
+    async def join(self) -> None:
+        """Take the lease: from here on this node is given partitions, and clients are sent to it. Raises Unavailable:
+        call it again."""
         await self._acquire()
+        await self._announce()
         await self._look()
         self._keep("membership:lease", self._keep_lease)
-        self._keep("membership:view", self._keep_view)
 
     def _keep(self, mark: str, body: Callable[[], Awaitable[None]]) -> None:
         """Neither may ever stop: without its lease this node is none, without a view it leads what is not its own."""
@@ -147,15 +189,29 @@ class Membership:
     def _unit_broke(self, mark: str, error: BaseException) -> None:
         self._tracker.fail(mark, sentence(error), now_ms=self._clock.now_ms(), parked=True)
 
+    async def leave(self) -> None:
+        """Give the lease up, so that others take over now rather than after its time to live. From here on this node
+        leads nothing, and tells clients who does."""
+        lease, self._lease = self._lease, None
+        if lease is None or self.superseded is not None:
+            return
+        self._left = True
+        self._set_members(tuple(member for member in self._members if member.name != self.node))
+        try:
+            await self._consensus.release(LEASE_PREFIX + self.node, self._holder, lease.term)
+            await self._announce()
+        except TidemillError as error:
+            _log.info("lease not released; it expires by itself", node=self.node, cause=str(error))
+
     async def aclose(self) -> None:
-        """Stop and give the lease up, so that others take over now rather than after its time to live."""
+        """Leave, and stop."""
+        await self.leave()
         await self._tasks.aclose()
-        if self._lease is not None and self.superseded is None:
-            try:
-                await self._consensus.release(LEASE_PREFIX + self.node, self._holder, self._lease.term)
-            except TidemillError as error:
-                _log.info("lease not released; it expires by itself", node=self.node, cause=str(error))
-        self._lease = None
+
+    @property
+    def node_id(self) -> int:
+        """Of this node, once it has started; 0 before."""
+        return self._ids.get(self.node, 0)
 
     # the view -------------------------------------------------------------------------------------
     def members(self) -> list[Member]:
@@ -174,12 +230,43 @@ class Membership:
         """The cluster epoch as of this node's start."""
         return self._epoch
 
+    def lapses(self) -> int:
+        return self._lapses + self._has_lapsed()
+
+    def _has_lapsed(self) -> bool:
+        return self._lease is not None and self._clock.monotonic_s() - self._renewed_s >= self._ttl_ms / 1000
+
     def poke(self) -> None:
         self._wake.set()
 
     def on_change(self, callback: Callable[[], None]) -> None:
         """Call `callback` after every change of the set of members."""
         self._callbacks.append(callback)
+
+    # telling the others ----------------------------------------------------------------------------
+    async def _announce(self) -> None:
+        """This node came or leaves: the others look at once. Who does not hear it has its poll. Raises Unavailable."""
+        head = await self._consensus.log_head(CHANGES_LOG)
+        for _ in range(ANNOUNCE_TRIES):
+            try:
+                head = await self._consensus.append(CHANGES_LOG, 0, head.next, [self.node.encode()], self._rand.nonce())
+                await self._consensus.truncate(CHANGES_LOG, head.next - 1)
+                return
+            except Conflict as other:
+                if not isinstance(other.current, LogHead):
+                    raise
+                head = other.current
+            except Unknown:
+                return
+
+    async def _hear(self) -> None:
+        heard = (await self._consensus.log_head(CHANGES_LOG)).next
+        self.poke()
+        while True:
+            if await self._consensus.wait(CHANGES_LOG, heard, HEAR_S):
+                heard = (await self._consensus.log_head(CHANGES_LOG)).next
+                self.poke()
+            self._tracker.heal("membership:changes")
 
     # keeping it -----------------------------------------------------------------------------------
     async def _register(self) -> None:
@@ -203,8 +290,10 @@ class Membership:
     async def _acquire(self) -> None:
         name, info = LEASE_PREFIX + self.node, msgspec.msgpack.encode(self._info)
         while True:
+            asked_s = self._clock.monotonic_s()
             try:
                 self._lease = await self._consensus.acquire(name, self._holder, self._ttl_ms, info)
+                self._renewed_s = asked_s
                 return
             except Conflict as conflict:
                 current = conflict.current
@@ -217,10 +306,17 @@ class Membership:
 
     async def _keep_lease(self) -> None:
         name, info = LEASE_PREFIX + self.node, msgspec.msgpack.encode(self._info)
-        while True:
+        while not self._left:
             await asyncio.sleep(self._ttl_ms / 3000 * self._rand.uniform(0.8, 1.0))
+            if self._left:
+                return
+            asked_s = self._clock.monotonic_s()
             try:
                 self._lease = await self._consensus.acquire(name, self._holder, self._ttl_ms, info)
+                self._answered()
+                if self._has_lapsed():
+                    self._lapses += 2  # one more than while it had run out
+                self._renewed_s = asked_s
                 self._tracker.heal("membership:lease")
             except Conflict as conflict:
                 # N3: a later process has this name; two that kept taking it back would serve nobody.
@@ -240,7 +336,7 @@ class Membership:
         while self.superseded is None:
             self._wake.clear()
             try:
-                async with asyncio.timeout(self._poll_s):
+                async with asyncio.timeout(max(EAGER_POLL_GAP_S, min(self._poll_s, self._runs_out_s))):
                     await self._wake.wait()
                 await asyncio.sleep(EAGER_POLL_GAP_S)
             except TimeoutError:
@@ -251,9 +347,31 @@ class Membership:
             except (Unavailable, Unknown) as error:
                 _log.warning("members not read", node=self.node, cause=str(error))
 
+    def _answered(self) -> float:
+        """Consensus has just answered. For how long yet a member whose lease ran out stays one (N4)."""
+        now_s = self._clock.monotonic_s()
+        # Every lease is renewed within a third of its time, so this is the soonest that another one can run out.
+        late = self._lease is not None and now_s - self._renewed_s >= self._ttl_ms / 1000 * 2 / 3
+        if late and not self._late:
+            self._kept_until_s = now_s + RENEWED_WITHIN_S
+        self._late = late
+        return max(0.0, self._kept_until_s - now_s)
+
     async def _look(self) -> None:
         leases = await self._consensus.leases(LEASE_PREFIX)
-        live = {lease.name.removeprefix(LEASE_PREFIX): lease.info for lease in leases if lease.live}
+        kept_s = self._answered()
+        kept = {member.name for member in self._members} if kept_s else set()
+        live: dict[str, bytes] = {}
+        runs_out_s = [self._ttl_ms / 1000, *([kept_s] if kept_s else [])]
+        for lease in leases:
+            name = lease.name.removeprefix(LEASE_PREFIX)
+            if lease.live:
+                runs_out_s.append(lease.remaining_ms / 1000)
+            if lease.live or (name in kept and lease.holder):
+                live[name] = lease.info
+        self._runs_out_s = min(runs_out_s)
+        if self._left:
+            live.pop(self.node, None)  # it may not have been released yet
         if not live.keys() <= self._ids.keys():
             found = await self._consensus.head(NODES_REGISTER)
             if found is not None:
@@ -261,7 +379,9 @@ class Membership:
         members = []
         for name, info in live.items():
             node = msgspec.msgpack.decode(info, type=NodeInfo)
-            members.append(Member(name, node.host, node.kafka_port, node.http_url, self._ids.get(name, 0)))
+            members.append(
+                Member(name, node.host, node.kafka_port, node.http_url, self._ids.get(name, 0), node.listeners)
+            )
         self._set_members(tuple(sorted(members, key=lambda member: (member.node_id, member.name))))
 
     def _set_members(self, members: tuple[Member, ...]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tidemill.base.limits import L0_OBJECT_BYTES, L0_UPLOADS_IN_FLIGHT, MIB
+from tidemill.base.limits import L0_OBJECT_BYTES, L0_UPLOADS_IN_FLIGHT, L1_OBJECT_BYTES, MIB
 
 
 class TopicSettings(msgspec.Struct, frozen=True):
@@ -28,11 +28,20 @@ class TopicSettings(msgspec.Struct, frozen=True):
     """Log records between rollups at least; more when the partition is large, so that the cost stays linear."""
     retention_check_s: float = 30.0
     """How often the leader looks what its topics' retention lets go."""
+    leaders_check_s: float = 2.0
+    """How long a deposed leader that has nothing to write may take itself for the leader, about."""
     settle_after_s: float = 3600.0
     """A partition that was written to says once in so long what is decided, so that the bucket's objects can go."""
     catalogue_poll_s: float = 2.0
     mark_interval_s: float = 0.5
-    reserve_after_upload: bool = False
-    """Test-only fault of seed 000: the place in line is taken when the upload ends, not when the batch arrives."""
-    unordered_without_id: bool = False
-    """Test-only fault: batches without producer id are placed as their uploads end, whoever sent them."""
+    reconcile: bool = False
+    """Move what is settled of every topic into L1 (RFC 0005), not only of those that are compacted."""
+    l1_object_bytes: int = L1_OBJECT_BYTES
+    """An L1 object holds about this much of one topic; so much is in memory while it is made."""
+    reconcile_min_s: float = 10.0
+    reconcile_max_s: float = 600.0
+    """How often a topic that is written to is looked at: as often as fills an object, between these bounds."""
+    appends_at_once: int = 64
+    """Partition logs appended to at the same time: some 5 ms of the loop when one group commit answers them all."""
+    fault: str = ""
+    """Test-only: a planted fault of the simulation's room `topics` or `transactions` (`sim.scenarios.FAULTS`)."""

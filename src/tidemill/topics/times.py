@@ -10,30 +10,35 @@ import numpy as np
 from tidemill.base.errors import TidemillError
 from tidemill.objects.store import Buffer
 from tidemill.topics.batch.codecs import decompress
-from tidemill.topics.batch.header import HEADER_BYTES, parse_header
-from tidemill.topics.batch.scan import CHUNK_RECORDS, scan
+from tidemill.topics.batch.header import APPEND_TIME, HEADER_BYTES, parse_header
+from tidemill.topics.batch.scan import CHUNK_RECORDS, scan_any
 from tidemill.topics.front import BatchRef
 
 
-def first_at(batch: Buffer, ref: BatchRef, timestamp_ms: int) -> tuple[int, int]:
-    """(offset, timestamp). A batch that cannot be read, or whose header promised a later time than its records have
-    (stored before that was checked), answers with its first offset: never after what was asked for."""
-    beginning = (ref.base_offset, ref.max_timestamp_ms)
+def first_at(batch: Buffer, ref: BatchRef, timestamp_ms: int, start: int = 0) -> tuple[int, int] | None:
+    """(offset, timestamp) of the first record at or after both `timestamp_ms` and the offset `start`; None where only
+    records below `start` are of that time. A batch that cannot be read, or whose header promised a later time than its
+    records have (stored before that was checked), answers with its first offset: never after what was asked for."""
+    beginning = (max(ref.base_offset, start), ref.max_timestamp_ms)
     try:
         header = parse_header(batch)
+        if header.attributes & APPEND_TIME:
+            return beginning[0], header.max_timestamp_ms
         data = decompress(header.codec, memoryview(batch)[HEADER_BYTES : header.size_bytes])
     except TidemillError:
         return beginning
     wanted = max(-(2**63), min(timestamp_ms - header.base_timestamp_ms, 2**63 - 1))
     at = done = 0
-    while done < ref.record_count:
-        found = scan(data, at, done, min(CHUNK_RECORDS, ref.record_count - done))
+    while done < header.record_count:
+        found = scan_any(data, at, min(CHUNK_RECORDS, header.record_count - done))
         if found is None:
             return beginning
-        late = np.flatnonzero(found.time_deltas >= wanted)
+        late = np.flatnonzero((found.time_deltas >= wanted) & (found.offset_deltas >= max(0, start - ref.base_offset)))
         if len(late):
             index = int(late[0])
-            return ref.base_offset + done + index, header.base_timestamp_ms + int(found.time_deltas[index])
+            return ref.base_offset + int(found.offset_deltas[index]), header.base_timestamp_ms + int(
+                found.time_deltas[index]
+            )
         at = found.end
         done += len(found.time_deltas)
-    return beginning
+    return beginning if start <= ref.base_offset else None

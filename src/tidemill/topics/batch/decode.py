@@ -3,8 +3,7 @@
     batches ─► header, checksum, decompressed bytes, each ─► all bytes joined ─► scanned at once (scan.py) ─► Columns
                                                                   └─ anything odd: batch by batch, record by record
 
-Many small batches cost what one large one does. A batch whose deltas have gaps (a compacted topic, of an older version)
-is no fault; it is only read record by record.
+Many small batches cost what one large one does. A batch whose deltas have gaps is one of a compacted topic.
 """
 
 from __future__ import annotations
@@ -18,9 +17,17 @@ import numpy as np
 from tidemill.objects.store import Buffer
 from tidemill.topics.batch.codecs import decompress
 from tidemill.topics.batch.columns import Columns, Int64s, columns_of, no_columns
-from tidemill.topics.batch.header import APPEND_TIME, CRC_START, HEADER_BYTES, BatchHeader, parse_header
+from tidemill.topics.batch.header import (
+    APPEND_TIME,
+    CONTROL,
+    CRC_START,
+    HEADER_BYTES,
+    TRANSACTIONAL,
+    BatchHeader,
+    parse_header,
+)
 from tidemill.topics.batch.records import Record
-from tidemill.topics.batch.scan import CHUNK_RECORDS, RECORD_BYTES_MIN, scan_places
+from tidemill.topics.batch.scan import CHUNK_RECORDS, RECORD_BYTES_MIN, scan_any, scan_places
 from tidemill.topics.batch.varint import varint
 from tidemill.topics.front import BadBatch, BatchRef, CorruptBatch
 
@@ -86,6 +93,14 @@ def open_batch(buffer: Buffer, ref: BatchRef | None = None, *, check_crc: bool =
     raise BadBatch(reason, base_offset=first, last_offset=last)
 
 
+def has_records(header: BatchHeader, ref: BatchRef | None = None) -> bool:
+    """Of users: a marker has none, nor has a batch of a transaction that was aborted. Below the last stable offset, and
+    with the ref that was planned there, the answer is for ever."""
+    if header.attributes & CONTROL:
+        return False
+    return ref is None or not header.attributes & TRANSACTIONAL or header.producer_id not in ref.aborted
+
+
 def decode_opened(batches: Iterable[Opened]) -> Iterator[Columns | tuple[Opened, BadBatch]]:
     """The records of many batches in order, a group of batches at once; a batch that cannot be read, with the reason.
 
@@ -123,18 +138,28 @@ def _groups(batches: Iterable[Opened]) -> Iterator[list[Opened]]:
 
 def _together(group: Sequence[Opened]) -> Columns | None:
     """All batches at once; None where one of them is not as nearly all are."""
+    found = scan_opened(group)
+    return found[0] if found is not None else None
+
+
+def scan_opened(group: Sequence[Opened]) -> tuple[Columns, Int64s] | None:
+    """The records of all batches, and where each begins in the columns' body, the end of the last one besides; None
+    where one of the batches is not good, or not as nearly all are."""
     headers = [opened.header for opened in group]
-    if any(not 0 < h.record_count == h.last_offset_delta + 1 for h in headers):
+    if any(not 0 < h.record_count <= h.last_offset_delta + 1 for h in headers):
         return None
     if any(h.record_count * RECORD_BYTES_MIN > len(opened.body) for h, opened in zip(headers, group, strict=True)):
         return None
     body = b"".join([opened.body for opened in group])
     counts = np.array([h.record_count for h in headers], dtype=np.int64)
+    lasts = np.array([h.last_offset_delta for h in headers], dtype=np.int64)
     ends = np.cumsum(counts)
-    places = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts)
+    count, whole = int(ends[-1]), bool((counts == lasts + 1).all())
+    places = np.arange(count) - np.repeat(ends - counts, counts)
     parts, starts, at = [], [], 0
-    for first in range(0, len(places), CHUNK_RECORDS):
-        found = scan_places(body, at, places[first : first + CHUNK_RECORDS])
+    for first in range(0, count, CHUNK_RECORDS):
+        some = places[first : first + CHUNK_RECORDS]
+        found = scan_places(body, at, some) if whole else scan_any(body, at, len(some))
         if found is None:
             return None
         at = found.end
@@ -144,6 +169,12 @@ def _together(group: Sequence[Opened]) -> Columns | None:
     # A record that passes the end of its batch has hopped into the next one, where nobody may have ended.
     if (begins[ends] != np.cumsum([len(opened.body) for opened in group])).any():
         return None
+    if not whole:
+        first_ones = places == 0
+        places = np.concatenate([part.offset_deltas for part in parts])
+        ascend = (np.diff(places, prepend=-1) > 0) | first_ones
+        if (places < 0).any() or (places > np.repeat(lasts, counts)).any() or not ascend.all():
+            return None
     deltas = np.concatenate([part.time_deltas for part in parts])
     bases = np.repeat(np.array([h.base_timestamp_ms for h in headers], dtype=np.int64), counts)
     times = bases + deltas
@@ -157,7 +188,7 @@ def _together(group: Sequence[Opened]) -> Columns | None:
         np.concatenate([getattr(part, name) for part in parts])
         for name in ("key_at", "key_bytes", "value_at", "value_bytes", "headers_at", "header_counts")
     ]
-    return Columns(body, offsets, times, *fields)
+    return Columns(body, offsets, times, *fields), begins
 
 
 def _alone(opened: Opened) -> Columns:

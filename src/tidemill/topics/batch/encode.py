@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import crc32c
 
 from tidemill.base.errors import Invalid
+from tidemill.objects.store import Buffer
 from tidemill.topics.batch.codecs import codec_number, compress
-from tidemill.topics.batch.header import CRC_START, HEADER, HEADER_BYTES, LENGTH_FIELD_END
+from tidemill.topics.batch.header import CODEC_MASK, CRC_START, HEADER, HEADER_BYTES, LENGTH_FIELD_END, BatchHeader
 from tidemill.topics.batch.records import Record
 
 
@@ -73,11 +74,26 @@ def encode_batch(
         parts.append(joined)
     payload = compress(codec, b"".join(parts))
     count = len(records)
+    fields = (codec, count - 1, first_ms, max_ms, producer_id, producer_epoch, base_sequence, count)
+    return bytes(_framed(payload, base_offset, leader_epoch, fields))
+
+
+def recompressed(header: BatchHeader, records: Buffer, codec: int) -> bytearray:
+    """The batch of `header` with `records`, which are those it holds, uncompressed, compressed by `codec`. Long work:
+    never on the event loop."""
+    attributes = header.attributes & ~CODEC_MASK | codec
+    h = header
+    times = (h.base_timestamp_ms, h.max_timestamp_ms)
+    fields = (attributes, h.last_offset_delta, *times, h.producer_id, h.producer_epoch, h.base_sequence, h.record_count)
+    return _framed(compress(codec, bytes(records)), h.base_offset, h.leader_epoch, fields)
+
+
+def _framed(payload: bytes, base_offset: int, leader_epoch: int, fields: tuple[int, ...]) -> bytearray:
+    """A header before `payload`; `fields`: those after the checksum."""
     batch = bytearray(HEADER_BYTES)
     batch += payload
-    fields = (codec, count - 1, first_ms, max_ms, producer_id, producer_epoch, base_sequence, count)
     length = len(batch) - LENGTH_FIELD_END
     HEADER.pack_into(batch, 0, base_offset, length, leader_epoch, 2, 0, *fields)
     crc = crc32c.crc32c(memoryview(batch)[CRC_START:])
     HEADER.pack_into(batch, 0, base_offset, length, leader_epoch, 2, crc, *fields)
-    return bytes(batch)
+    return batch

@@ -22,6 +22,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
+import crc32c
 import msgspec
 
 from tidemill.objects.store import Buffer
@@ -42,6 +43,9 @@ LAST_CODEC = 4
 _BASE_OFFSET = struct.Struct(">q")
 _LEADER_EPOCH = struct.Struct(">i")
 _LENGTH = struct.Struct(">i")
+_ATTRIBUTES = struct.Struct(">h")
+_MAX_TIMESTAMP = struct.Struct(">q")
+_CRC = struct.Struct(">I")
 
 
 class BatchHeader(msgspec.Struct, frozen=True):
@@ -95,6 +99,20 @@ def patch(buffer: bytearray | memoryview, at: int, base_offset: int, leader_epoc
     """Write base offset and leader epoch of the batch at byte `at`; both lie outside the CRC."""
     _BASE_OFFSET.pack_into(buffer, at, base_offset)
     _LEADER_EPOCH.pack_into(buffer, at + LENGTH_FIELD_END, leader_epoch)
+
+
+def is_patched(buffer: Buffer, at: int, base_offset: int) -> bool:
+    """Would `patch` change nothing?"""
+    found = _LEADER_EPOCH.unpack_from(buffer, at + LENGTH_FIELD_END)[0]
+    return found == -1 and base_offset_at(buffer, at) == base_offset
+
+
+def stamp(buffer: Buffer, append_time_ms: int) -> None:
+    """Give the batch in the writable `buffer` append time, and the checksum that goes with it."""
+    view = memoryview(buffer)
+    _ATTRIBUTES.pack_into(view, CRC_START, _ATTRIBUTES.unpack_from(view, CRC_START)[0] | APPEND_TIME)
+    _MAX_TIMESTAMP.pack_into(view, 35, append_time_ms)
+    _CRC.pack_into(view, 17, crc32c.crc32c(view[CRC_START:]))
 
 
 def split_batches(buffer: Buffer) -> Iterator[memoryview]:

@@ -34,6 +34,7 @@ class Scanned(Struct, frozen=True):
 
     starts: Column
     time_deltas: Column
+    offset_deltas: Column
     key_at: Column
     key_bytes: Column
     value_at: Column
@@ -57,6 +58,15 @@ def scan_places(data: bytes | memoryview, at: int, places: Column) -> Scanned | 
     try:
         starts = np.fromiter(_hop(data, at, len(places)), dtype=np.int64, count=len(places) + 1)
         return _columns(np.frombuffer(data, dtype=np.uint8), starts, places)
+    except IndexError:
+        return None
+
+
+def scan_any(data: bytes | memoryview, at: int, count: int) -> Scanned | None:
+    """The same for `count` records with whatever offset deltas: in a batch that was compacted some are missing."""
+    try:
+        starts = np.fromiter(_hop(data, at, count), dtype=np.int64, count=count + 1)
+        return _columns(np.frombuffer(data, dtype=np.uint8), starts, None)
     except IndexError:
         return None
 
@@ -86,7 +96,7 @@ def _hop(data: bytes | memoryview, at: int, count: int) -> Iterator[int]:
         yield position
 
 
-def _columns(data: npt.NDArray[np.uint8], starts: Column, places: Column) -> Scanned | None:
+def _columns(data: npt.NDArray[np.uint8], starts: Column, places: Column | None) -> Scanned | None:
     """Raises IndexError where a field passes the end of the data."""
     begins, ends = starts[:-1], starts[1:]
     if ends[-1] > len(data):
@@ -94,7 +104,9 @@ def _columns(data: npt.NDArray[np.uint8], starts: Column, places: Column) -> Sca
     lengths, at = _varints(data, begins, _VARINT32)
     time_deltas, at = _varints(data, at + 1, _VARINT64)
     offset_deltas, at = _varints(data, at, _VARINT32)
-    good = (lengths >= 0) & (offset_deltas == places)
+    good = lengths >= 0
+    if places is not None:
+        good &= offset_deltas == places
     fields: list[tuple[Column, Column]] = []
     for _ in ("key", "value"):
         sizes, at = _varints(data, at, _VARINT32)
@@ -111,7 +123,7 @@ def _columns(data: npt.NDArray[np.uint8], starts: Column, places: Column) -> Sca
         at[with_headers] = _past_headers(data, at[with_headers], headers[with_headers], ends[with_headers])
     if not (at == ends).all():
         return None
-    return Scanned(starts, time_deltas, *fields[0], *fields[1], headers_at, headers)
+    return Scanned(starts, time_deltas, offset_deltas, *fields[0], *fields[1], headers_at, headers)
 
 
 def _past_headers(data: npt.NDArray[np.uint8], at: Column, counts: Column, ends: Column) -> Column:

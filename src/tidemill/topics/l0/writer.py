@@ -9,16 +9,15 @@ L2  Members of one object hear of it in the order in which they were staged, tho
 L3  The buffer of a member is read for the last time when its object is assembled; the object's own buffer
     then serves the upload, the cache and the fetches, so record bytes are copied once.
 
-Group commit: an idle writer uploads at once; while uploads run, what arrives is collected, and the next one
-starts when one ends, when a full object has been collected, or after a fraction of a typical upload's time, so
-that several are spread evenly over it. `settings.linger_s` replaces the idle rule by a timer.
+Group commit: an idle writer uploads at once what those send whom it answered a moment ago; while uploads run, what
+arrives is collected (`rhythm`).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Protocol
 
 import msgspec
@@ -31,9 +30,8 @@ from tidemill.base.tasks import Tasks, is_own_fault, sentence
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.topics.l0.cache import ObjectCache
 from tidemill.topics.l0.format import Region, encode_footer, object_key, writer_of
+from tidemill.topics.l0.rhythm import GATHER_LINES, Rhythm
 from tidemill.topics.settings import TopicSettings
-
-_SMOOTHING = 0.2
 
 _log = structlog.get_logger()
 
@@ -43,6 +41,8 @@ class Staged(Protocol):
 
     topic_id: str
     partition: int
+    line: Hashable
+    """Who sends: of one line in a partition batches come one after another."""
     buffer: Buffer
     size_bytes: int
     staged_s: float
@@ -89,8 +89,9 @@ class L0Writer:
         self._uploads: dict[str, Upload] = {}
         self._next_number = 0
         self._uploading_bytes = 0
-        self._typical_upload_s = 0.0
-        self._last_start_s = 0.0
+        self._rhythm = Rhythm(settings)
+        """By the loop's time, as its timers."""
+        self._first_s = 0.0
         self._expired: deque[Staged] = deque()
         self._flush_due: asyncio.Handle | None = None
         self._flush_now = False
@@ -117,9 +118,22 @@ class L0Writer:
                 f"too much is waiting for upload: staged_bytes={self.staged_bytes}.", fix="Slow down and retry."
             )
         item.staged_s = self._clock.monotonic_s()
+        now_s = asyncio.get_running_loop().time()
+        if not self._pending:
+            self._first_s = now_s
+        self._rhythm.came(now_s, _line(item))
         self._pending.append(item)
         self._pending_bytes += item.size_bytes
         self._schedule()
+
+    def answered(self, item: Staged) -> None:
+        """The batch has its result, whatever it is. Plain call: its sender may send the next one now."""
+        loop = asyncio.get_running_loop()
+        timer = self._flush_due
+        if self._rhythm.answered(loop.time(), _line(item)) and timer is not None and not self._flush_now:
+            timer.cancel()
+            self._flush_due = None
+            self._schedule()
 
     def _schedule(self) -> None:
         """Decide when to flush next. The zero delay lets everything that arrives in this turn of the loop share."""
@@ -127,24 +141,30 @@ class L0Writer:
             return
         if self._flush_now:
             return
-        full = self._pending_bytes >= self._settings.object_bytes
-        delay_s = 0.0 if full else self._delay_s()
+        delay_s = self._delay_s()
         if self._flush_due is not None:
             if delay_s > 0:
-                return
+                return  # looked at again when the timer ends
             self._flush_due.cancel()
         loop = asyncio.get_running_loop()
         self._flush_now = delay_s <= 0
-        self._flush_due = loop.call_soon(self._flush) if self._flush_now else loop.call_later(delay_s, self._flush)
+        self._flush_due = loop.call_soon(self._flush) if self._flush_now else loop.call_later(delay_s, self._look)
 
     def _delay_s(self) -> float:
-        now_s = self._clock.monotonic_s()
-        if self._settings.linger_s > 0:
-            return max(0.0, self._pending[0].staged_s + self._settings.linger_s - now_s)
-        if not self._uploads:
-            return 0.0
-        spread_s = self._typical_upload_s / self._settings.uploads_in_flight
-        return max(0.0, self._last_start_s + spread_s - now_s)
+        return self._rhythm.delay_s(
+            asyncio.get_running_loop().time(),
+            waiting_bytes=self._pending_bytes,
+            first_s=self._first_s,
+            uploads=len(self._uploads),
+        )
+
+    def _look(self) -> None:
+        """The timer ended: what has been answered since may be waited for."""
+        self._flush_due = None
+        if self._pending and self._delay_s() <= 0:
+            self._flush()
+        else:
+            self._schedule()
 
     def _flush(self) -> None:
         """Start uploads while slots are free: near-equal chunks, so that no tiny object trails a full one."""
@@ -214,11 +234,12 @@ class L0Writer:
         upload = Upload(key, self._clock.now_ms(), data, deque((item, places[id(item)]) for item in items))
         self._uploads[key] = upload
         self._uploading_bytes += len(data)
-        self._last_start_s = self._clock.monotonic_s()
+        self._rhythm.started(asyncio.get_running_loop().time())
         self._tasks.spawn(self._upload(upload), name=f"l0-upload {key}")
 
     async def _upload(self, upload: Upload) -> None:
-        begun_s = self._clock.monotonic_s()
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
         error: TidemillError | None = None
         try:
             await self._objects.put(upload.key, upload.data)
@@ -231,9 +252,17 @@ class L0Writer:
             # L1 holds whatever a library raises.
             _log.error("the upload of an L0 object broke", key=upload.key, error=sentence(fault), exc_info=fault)
             error = Unavailable(f"the upload of an L0 object broke: key={upload.key} cause={fault!r}.", fix="Retry.")
-        took_s = self._clock.monotonic_s() - begun_s
-        self._typical_upload_s += _SMOOTHING * (took_s - self._typical_upload_s)
+        now_s = loop.time()
+        self._rhythm.ended(now_s, now_s - begun_s, self._placing(upload) if error is None else ())
         await self._end(upload, error)
+
+    def _placing(self, upload: Upload) -> set[Hashable]:
+        """The lines of its batches that have none waiting: they send again once they are answered. None where many wait
+        anyhow."""
+        if len(self._pending) > GATHER_LINES or len(upload.members) > GATHER_LINES:
+            return set()
+        going = {_line(item) for item, _ in upload.members if not item.abandoned}
+        return going - {_line(item) for item in self._pending}
 
     def _upload_broke(self, name: str, fault: BaseException) -> None:
         """Telling the members went wrong: those that were not told yet hear of a failure (L1)."""
@@ -286,6 +315,10 @@ class L0Writer:
         pending, self._pending, self._pending_bytes = self._pending, [], 0
         for item in (*self._expired, *pending):
             _fail(item, error)
+
+
+def _line(item: Staged) -> Hashable:
+    return item.topic_id, item.partition, item.line
 
 
 def _fail(item: Staged, error: TidemillError) -> None:

@@ -33,6 +33,8 @@ class Appender:
         self._rand = rand
         self._settings = settings
         self.term = 0
+        self._told_term = self._told_next = 0
+        """The newest that was heard of the log, by whatever way."""
 
     async def fence(self) -> LogHead:
         """Take a term above every earlier one: no older append lands any more (C1). Raises Unavailable."""
@@ -53,16 +55,27 @@ class Appender:
             await self._pause()
         raise Unavailable(f"a partition could not be taken over: log={self._log} cause={last}", fix="Retry.")
 
+    def told(self, head: LogHead) -> Appender:
+        self._told_term, self._told_next = max(self._told_term, head.term), max(self._told_next, head.next)
+        return self
+
+    def overtaken(self, position: int) -> bool:
+        """Is anything known of another leader, of whom nothing stands below `position`? Two that fenced at once share
+        their term: the first of them that appends is the leader, as the other one learns by position."""
+        return self._told_term > self.term or self._told_next > position
+
     async def append(self, position: int, record: bytes) -> None:
         """Returns once `record` stands at `position`. Raises SteppedDown.
 
         After a lost answer the same attempt (nonce, position) is repeated until it is found in the log or refused
-        for good, so it lands at most once, and nobody has to guess.
+        for good, so it lands at most once, and nobody has to guess. Whoever is told late that it did not land tries
+        once more: consensus is back.
         """
         nonce = self._rand.nonce()
         give_up_s = self._clock.monotonic_s() + self._settings.append_budget_s
-        doubtful = False
+        doubtful = last = False
         while True:
+            landed: bool | None = None
             try:
                 await self._consensus.append(self._log, self.term, position, [record], nonce)
                 return
@@ -76,11 +89,13 @@ class Appender:
                 raise SteppedDown(closed.message, certain=False) from closed
             except Unknown:
                 doubtful = True
-            if doubtful and await self._landed(position, nonce):
+            if doubtful and (landed := await self._landed(position, nonce)):
                 return
-            if self._clock.monotonic_s() >= give_up_s:
+            late = self._clock.monotonic_s() >= give_up_s
+            if late and (last or landed is None):
                 silent = Unavailable(f"the log does not answer: log={self._log}.")
                 raise SteppedDown(silent.message, certain=not doubtful, fault=silent)
+            last = late
             await self._pause()
 
     async def confirm(self, position: int) -> None:
@@ -89,18 +104,19 @@ class Appender:
             head = await self._consensus.log_head(self._log)
         except TidemillError as error:
             raise SteppedDown(error.message, certain=True, fault=error) from error
-        if head.term != self.term or head.next != position:
+        if self.told(head).overtaken(position):
             raise SteppedDown(
                 f"another leader took over: log={self._log} term={self.term} newer={head.term}.", certain=True
             )
 
-    async def _landed(self, position: int, nonce: str) -> bool:
+    async def _landed(self, position: int, nonce: str) -> bool | None:
+        """None: nobody answers."""
         try:
             return await resolve_append(self._consensus, self._log, position, nonce)
         except Missing as gone:
             raise SteppedDown(gone.message, certain=False) from gone
         except (Unavailable, Unknown):
-            return False
+            return None
 
     async def _refused_for_good(self, position: int, nonce: str) -> bool:
         """After a refusal: did an earlier, doubtful attempt land? False = it did. Raises SteppedDown if unknowable."""

@@ -7,8 +7,9 @@ from typing import assert_never
 import msgspec
 
 from tidemill.topics.partition.commands import Advance, Command, PlaceBatches, Rollup
-from tidemill.topics.partition.idempotence import Producer, judge, remember
-from tidemill.topics.partition.state import PRODUCERS_LIMIT, PartitionState, Settled
+from tidemill.topics.partition.idempotence import Producer, judge, marked, remember
+from tidemill.topics.partition.state import PartitionState, Settled
+from tidemill.topics.partition.transactions import ABORT, COMMIT, PLAIN, Ledger
 
 
 class Rejected(msgspec.Struct, frozen=True):
@@ -41,37 +42,53 @@ def apply(state: PartitionState, command: Command, position: int, term: int) -> 
 def _place(state: PartitionState, command: PlaceBatches, term: int) -> Rejected | None:
     offset = state.high_watermark
     changed: dict[int, Producer] = {}
+    ledger = Ledger(state.transactions)
     for batch in command.placeholders:
         if batch.base_offset != offset or batch.record_count < 1:
             return Rejected(f"offsets are not contiguous: base_offset={batch.base_offset} expected={offset}")
         if not 0 <= batch.object_index < len(command.objects):
             return Rejected(f"no such object in the command: object_index={batch.object_index}")
         producer_id = batch.producer_id
-        if producer_id >= 0:
+        if batch.kind in (COMMIT, ABORT):
+            if not ledger.ends(producer_id, batch.producer_epoch + 1):
+                return Rejected(f"a marker without a transaction: producer_id={producer_id}")
+            known = changed.get(producer_id) or state.producer(producer_id, command.at_ms)
+            ledger.end(producer_id, batch.kind, offset)
+            changed[producer_id] = marked(known, batch.producer_epoch, command.at_ms)
+        elif producer_id >= 0:
             known = changed.get(producer_id) or state.producer(producer_id, command.at_ms)
             verdict = judge(known, batch.producer_epoch, batch.base_sequence, batch.record_count)
             if verdict is not None:
                 return Rejected(f"the sequence rules refuse a batch: producer_id={producer_id} verdict={verdict}")
+            if not ledger.takes(producer_id, batch.producer_epoch, batch.kind, confirmed=True):
+                return Rejected(f"not of the producer's transaction: producer_id={producer_id} kind={batch.kind}")
+            if batch.kind != PLAIN:
+                ledger.place(producer_id, batch.producer_epoch, offset, command.at_ms)
             changed[producer_id] = remember(
                 known, batch.producer_epoch, batch.base_sequence, batch.record_count, offset, command.at_ms
             )
         offset += batch.record_count
     _write(state, command, term)
+    ledger.write(state.transactions, state.aborted)
     for producer_id, producer in changed.items():
         state.producers.pop(producer_id, None)
         state.producers[producer_id] = producer
-    while len(state.producers) > PRODUCERS_LIMIT:
-        del state.producers[next(iter(state.producers))]
+    state.forget_idle_producers()
     return None
 
 
 def _advance(state: PartitionState, command: Advance, position: int) -> Rejected | None:
     if command.log_start > state.high_watermark:
         return Rejected(f"the log cannot start there: log_start={command.log_start} end={state.high_watermark}")
+    if command.reconciled > state.high_watermark:
+        return Rejected(f"nothing is there to be in L1: reconciled={command.reconciled} end={state.high_watermark}")
+    if command.aborted_start > max(command.reconciled, state.reconciled):
+        return Rejected(f"nothing is compacted before it is in L1: aborted_start={command.aborted_start}")
     state.last_at_ms = max(state.last_at_ms, command.at_ms)
     state.settled = Settled(position, command.writer, command.below)
-    if command.log_start > state.log_start:
-        state.start_at(command.log_start)
+    state.reconciled = max(state.reconciled, command.reconciled)
+    state.aborted_start = max(state.aborted_start, command.aborted_start)
+    state.start_at(max(state.log_start, command.log_start))
     return None
 
 

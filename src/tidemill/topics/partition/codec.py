@@ -2,11 +2,11 @@
 
 log record     msgpack array [tag, fields…]
                  1  at_ms, [object key…], [[object index, first byte, size, base offset, record count,
-                    producer id, producer epoch, base sequence, max timestamp]…]
+                    producer id, producer epoch, base sequence, max timestamp, kind]…]
                  2  object key, size, [commands that the object does not hold yet…]
-                 3  at_ms, log start, writer, below
+                 3  at_ms, log start, writer, below, reconciled, aborted start
 rollup object  'TMPR' | version uint8 = 1 | msgpack map | crc32c uint32 of everything before it, little end first
-                 columns are little-endian int64/uint32 arrays as binary
+                 columns are little-endian int64/uint32 arrays as binary; `aborted` as in `transactions`
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import msgspec
 
 from tidemill.base.errors import Corrupt
 from tidemill.topics.partition.commands import Command
-from tidemill.topics.partition.idempotence import PRODUCER_EXPIRY_MS, Producer
+from tidemill.topics.partition.idempotence import Producer
 from tidemill.topics.partition.state import PartitionState, Settled, running_maximum
+from tidemill.topics.partition.transactions import AbortedIndex, Open
 
 MAGIC = b"TMPR\x01"
 
@@ -42,6 +43,10 @@ class _Snapshot(msgspec.Struct, frozen=True):
     sizes: bytes
     max_timestamps: bytes
     settled: Settled = Settled()
+    transactions: list[tuple[int, Open]] = []
+    aborted: bytes = b""
+    reconciled: int = 0
+    aborted_start: int = 0
 
 
 def encode_command(command: Command) -> bytes:
@@ -58,11 +63,7 @@ def decode_command(data: bytes) -> Command:
 
 def encode_state(state: PartitionState) -> bytes:
     """The rollup object of `state`; producers that have expired stay out."""
-    live = [
-        (producer_id, producer)
-        for producer_id, producer in state.producers.items()
-        if state.last_at_ms - producer.updated_ms < PRODUCER_EXPIRY_MS
-    ]
+    live = list(state.live_producers())
     snapshot = _Snapshot(
         state.applied,
         state.log_start,
@@ -77,6 +78,10 @@ def encode_state(state: PartitionState) -> bytes:
         _column(state.sizes),
         _column(state.max_timestamps),
         state.settled,
+        list(state.transactions.items()),
+        state.aborted.encoded(),
+        state.reconciled,
+        state.aborted_start,
     )
     body = MAGIC + _encoder.encode(snapshot)
     return body + int(crc32c.crc32c(body)).to_bytes(4, "little")
@@ -91,9 +96,13 @@ def decode_state(data: bytes, object_key: str) -> PartitionState:
     state = PartitionState()
     state.applied = snapshot.applied
     state.log_start = snapshot.log_start
+    state.reconciled = snapshot.reconciled
+    state.aborted_start = snapshot.aborted_start
     state.high_watermark = snapshot.high_watermark
     state.last_at_ms = snapshot.last_at_ms
     state.settled = snapshot.settled
+    state.transactions = dict(snapshot.transactions)
+    state.aborted = AbortedIndex(snapshot.aborted)
     state.terms = list(snapshot.terms)
     state.producers = dict(snapshot.producers)
     state.object_keys = list(snapshot.object_keys)

@@ -17,6 +17,8 @@ class Placeholder(msgspec.Struct, frozen=True, array_like=True):
     producer_epoch: int
     base_sequence: int
     max_timestamp_ms: int
+    kind: int = 0
+    """PLAIN, TRANSACTIONAL, COMMIT or ABORT of `transactions`."""
 
 
 class PlaceBatches(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -29,12 +31,15 @@ class PlaceBatches(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 class Advance(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """The log starts at `log_start` (never back), and what `writer` numbered below `below` is decided: its batches for
-    this partition are in the log before this record, or never will be."""
+    this partition are in the log before this record, or never will be. What lies below `reconciled` (never back) is in
+    L1; of transactions that were aborted wholly below `aborted_start` (never back) compaction has taken everything."""
 
     at_ms: int
     log_start: int
     writer: str
     below: int
+    reconciled: int = 0
+    aborted_start: int = 0
 
 
 class Rollup(msgspec.Struct, frozen=True, array_like=True, tag=2):

@@ -4,6 +4,7 @@ I1  Same epoch, same first and last sequence as one of the last five batches: it
 I2  Lower epoch: stale. Higher epoch: the first sequence must be 0.
 I3  Same epoch otherwise: the sequence must follow the last one; 2³¹−1 is followed by 0.
 I4  A producer without state (new, expired, its data gone) may start at any sequence.
+I5  A marker of a newer epoch than the producer's last batch fences it: that epoch begins at sequence 0.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Remembered(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Producer(msgspec.Struct, frozen=True, array_like=True):
-    """The newest at most five batches of one producer id in one epoch, oldest first; never empty."""
+    """The newest at most five batches of one producer id in one epoch, oldest first; none after a marker that began
+    the epoch."""
 
     epoch: int
     batches: tuple[Remembered, ...]
@@ -39,6 +41,9 @@ class Producer(msgspec.Struct, frozen=True, array_like=True):
 class Refusal(Enum):
     STALE_EPOCH = "stale epoch"
     OUT_OF_ORDER = "out of order"
+    NO_TRANSACTION = "not of an open transaction"
+    TOO_MANY_TRANSACTIONS = "too many open transactions"
+    OTHER_TRANSACTION = "a marker, and what is open is not what was"
 
 
 def judge(producer: Producer | None, epoch: int, first_sequence: int, record_count: int) -> Remembered | Refusal | None:
@@ -48,6 +53,8 @@ def judge(producer: Producer | None, epoch: int, first_sequence: int, record_cou
     if epoch < producer.epoch:
         return Refusal.STALE_EPOCH
     if epoch > producer.epoch:
+        return None if first_sequence == 0 else Refusal.OUT_OF_ORDER
+    if not producer.batches:
         return None if first_sequence == 0 else Refusal.OUT_OF_ORDER
     last_sequence = add_sequence(first_sequence, record_count - 1)
     for batch in producer.batches:
@@ -66,3 +73,10 @@ def remember(
     if producer is None or producer.epoch != epoch:
         return Producer(epoch, (batch,), at_ms)
     return Producer(epoch, (*producer.batches, batch)[-REMEMBERED_BATCHES:], at_ms)
+
+
+def marked(producer: Producer | None, epoch: int, at_ms: int) -> Producer:
+    """The producer after a marker of `epoch`, which is not below its own (I5)."""
+    if producer is None or producer.epoch != epoch:
+        return Producer(epoch, (), at_ms)
+    return Producer(epoch, producer.batches, at_ms)

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from tidemill.base.errors import TidemillError, Unavailable
-from tidemill.topics.front import InvalidProducerEpoch, OutOfOrderSequence, ProduceResult
+from tidemill.topics.front import (
+    InvalidProducerEpoch,
+    InvalidTransaction,
+    OutOfOrderSequence,
+    ProduceResult,
+    ProducerStatus,
+)
 from tidemill.topics.partition.idempotence import Refusal, Remembered
 from tidemill.topics.partition.pending import Pending
 from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.transactions import OPEN_LIMIT
 
 
 def duplicate(batch: Remembered, state: PartitionState) -> ProduceResult:
     return ProduceResult(batch.base_offset, batch.base_offset + batch.record_count - 1, state.log_start, duplicate=True)
+
+
+def producer_status(state: PartitionState, producer_id: int) -> ProducerStatus:
+    producer, opened = state.producers[producer_id], state.transactions.get(producer_id)
+    last = producer.batches[-1].last_sequence if producer.batches else -1
+    first = opened.first_offset if opened is not None else -1
+    return ProducerStatus(producer_id, producer.epoch, last, producer.updated_ms, first)
 
 
 def poisoned(pending: Pending) -> Unavailable:
@@ -29,4 +43,10 @@ def refused(pending: Pending, refusal: Refusal) -> TidemillError:
     )
     if refusal is Refusal.STALE_EPOCH:
         return InvalidProducerEpoch(f"a newer epoch of this producer has written here: {facts}.")
+    if refusal is Refusal.NO_TRANSACTION:
+        return InvalidTransaction(f"the batch is not of its producer's open transaction: {facts}.")
+    if refusal is Refusal.TOO_MANY_TRANSACTIONS:
+        return InvalidTransaction(f"{OPEN_LIMIT} transactions are open in the partition: {facts}.")
+    if refusal is Refusal.OTHER_TRANSACTION:
+        return Unavailable(f"what the marker ends is not certain any more: {facts}.", fix="Look, and send it again.")
     return OutOfOrderSequence(f"the batch does not follow the producer's last one: {facts}.")

@@ -7,8 +7,12 @@ from typing import Protocol
 
 from tidemill.base.errors import TidemillError
 from tidemill.objects.store import Buffer
-from tidemill.topics.batch.header import BatchHeader
-from tidemill.topics.front import ProduceResult
+from tidemill.topics.batch.header import TRANSACTIONAL as IN_TRANSACTION
+from tidemill.topics.batch.header import BatchHeader, parse_header, stamp
+from tidemill.topics.configs import AS_SENT, TopicConfig
+from tidemill.topics.front import Here, Marker, ProduceResult, Within
+from tidemill.topics.partition.permits import Permit
+from tidemill.topics.partition.transactions import ABORT, COMMIT, PLAIN, TRANSACTIONAL
 from tidemill.topics.queue import Line, Ticket
 
 
@@ -26,30 +30,47 @@ class Owner(Protocol):
 class Pending:
     """Ends exactly once. Implements `l0.writer.Staged`; `futures` has one entry per caller that shares the result.
 
-    `checked`: its bytes are good; only then may it be staged, and only then is `max_timestamp_ms` known.
+    `checked`: its bytes are good; only then may it be staged, and only then is `max_timestamp_ms` known. `keyed`: that
+    each of its records has a key was looked at too.
+    `within`: whose transaction a batch of records is of; `permit`: by which it may begin one here.
     """
 
     __slots__ = (
         "abandoned",
+        "append_time_ms",
         "buffer",
         "checked",
         "data",
+        "ends_below",
         "first_byte",
         "futures",
         "header",
+        "here",
+        "keyed",
+        "kind",
         "line",
         "max_timestamp_ms",
         "object_key",
         "owner",
         "partition",
+        "permit",
         "size_bytes",
         "staged_s",
         "ticket",
         "topic_id",
+        "within",
     )
 
     def __init__(
-        self, owner: Owner, header: BatchHeader, buffer: Buffer, future: asyncio.Future[ProduceResult], line: Line
+        self,
+        owner: Owner,
+        header: BatchHeader,
+        buffer: Buffer,
+        future: asyncio.Future[ProduceResult],
+        line: Line,
+        *,
+        within: Within | None = None,
+        marker: Marker | None = None,
     ) -> None:
         self.owner = owner
         self.topic_id = owner.topic_id
@@ -57,7 +78,9 @@ class Pending:
         self.header = header
         self.line = line
         self.checked = False
+        self.keyed = False
         self.max_timestamp_ms = 0
+        self.append_time_ms = -1
         self.buffer: Buffer = buffer
         self.size_bytes = len(buffer)
         self.staged_s = 0.0
@@ -67,12 +90,47 @@ class Pending:
         self.object_key = ""
         self.first_byte = 0
         self.data: bytearray | None = None
+        self.within = within
+        self.permit: Permit | None = None
+        self.ends_below = 0
+        """A marker: the first epoch whose transaction it does not end."""
+        self.here: Here | None = None
+        """A marker: what it ends, where that is known."""
+        if marker is not None:
+            self.kind, self.ends_below = COMMIT if marker.commit else ABORT, marker.below
+        else:
+            self.kind = TRANSACTIONAL if header.attributes & IN_TRANSACTION else PLAIN
+
+    @property
+    def idempotent(self) -> bool:
+        """Has it a place in its producer's sequence? A marker has none."""
+        return self.header.producer_id >= 0 and self.kind < COMMIT
 
     @property
     def identity(self) -> tuple[int, int, int, int]:
         """What makes a retry the same batch: producer id, epoch, first sequence, record count."""
         h = self.header
         return (h.producer_id, h.producer_epoch, h.base_sequence, h.record_count)
+
+    def found_good(self, max_timestamp_ms: int, rewritten: bytearray | None) -> None:
+        """`rewritten`: what is stored in place of what was sent; the same records under the same numbers."""
+        self.checked, self.max_timestamp_ms = True, max_timestamp_ms
+        if rewritten is not None:
+            self.header, self.buffer, self.size_bytes = parse_header(rewritten), rewritten, len(rewritten)
+
+    def suits(self, config: TopicConfig) -> bool:
+        """Was it checked for, and is it as, what the topic asks of its records? A marker always is."""
+        return self.kind > TRANSACTIONAL or (
+            (self.keyed or not config.compacts) and config.codec in (AS_SENT, self.header.codec)
+        )
+
+    def stamp(self, append_time_ms: int) -> None:
+        """Its records get this time instead of their own (message.timestamp.type=LogAppendTime). In place where the
+        bytes may be written: who sent them sees the time in the answer."""
+        if memoryview(self.buffer).readonly:
+            self.buffer = bytearray(self.buffer)
+        stamp(self.buffer, append_time_ms)
+        self.max_timestamp_ms = self.append_time_ms = append_time_ms
 
     def uploaded(self, object_key: str, first_byte: int, data: bytearray) -> None:
         self.object_key, self.first_byte, self.data = object_key, first_byte, data

@@ -14,31 +14,43 @@ RESTARTS_LIMIT = 8
 """How often a replay starts over because the log was truncated, or a rollup replaced, under it."""
 
 
+LOG_PREFIX = "topic/"
+
+
 def partition_log(topic_id: str, partition: int) -> str:
-    return f"topic/{topic_id}/{partition}"
+    return f"{LOG_PREFIX}{topic_id}/{partition}"
+
+
+def place_of(name: str) -> tuple[str, int]:
+    """(topic id, partition) of a partition's log, named without its prefix."""
+    topic_id, _, partition = name.rpartition("/")
+    return topic_id, int(partition)
 
 
 async def catch_up(
-    consensus: Consensus, objects: ObjectStore, log: str, state: PartitionState
+    consensus: Consensus, objects: ObjectStore, log: str, state: PartitionState, seen: LogHead | None = None
 ) -> tuple[PartitionState, LogHead]:
     """Apply everything up to the head of the last read; returns the state (a new one after a rollup) and that head.
 
+    `seen`: the head as of a moment ago, when the caller knows it; of a log that was empty then nothing is read.
     Raises Corrupt when the log starts with anything but a rollup, Unavailable when it moves too fast to follow.
     """
+    if seen is not None and seen.next == state.applied == 0:
+        return state, seen
     for _ in range(RESTARTS_LIMIT):
         try:
-            return await _follow(consensus, objects, log, state)
+            return await _follow(consensus, objects, log, state, seen)
         except Missing:
-            state = PartitionState()
+            state, seen = PartitionState(), None
     raise Unavailable(f"a partition log kept being truncated while it was read: log={log}.", fix="Try again.")
 
 
 async def _follow(
-    consensus: Consensus, objects: ObjectStore, log: str, state: PartitionState
+    consensus: Consensus, objects: ObjectStore, log: str, state: PartitionState, seen: LogHead | None
 ) -> tuple[PartitionState, LogHead]:
     while True:
         if state.applied == 0:
-            head = await consensus.log_head(log)
+            head = seen if seen is not None else await consensus.log_head(log)
             if head.start > 0:
                 state = await _open_rollup(consensus, objects, log, head.start)
         found = await consensus.read(log, state.applied)

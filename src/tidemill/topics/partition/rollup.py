@@ -30,7 +30,8 @@ def copy_of(state: PartitionState) -> PartitionState:
     copy = PartitionState()
     copy.applied, copy.log_start = state.applied, state.log_start
     copy.high_watermark, copy.last_at_ms = state.high_watermark, state.last_at_ms
-    copy.settled = state.settled
+    copy.settled, copy.reconciled, copy.aborted_start = state.settled, state.reconciled, state.aborted_start
+    copy.transactions, copy.aborted = dict(state.transactions), state.aborted.copy()
     copy.terms, copy.producers = list(state.terms), dict(state.producers)
     copy.object_keys = list(state.object_keys)
     copy.bases, copy.objects, copy.first_bytes = state.bases[:], state.objects[:], state.first_bytes[:]

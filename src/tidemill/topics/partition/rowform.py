@@ -1,7 +1,7 @@
 """A partition's state as rows of the metastore, and back. Pure.
 
-One partition row (counters, leader epochs, producers), and one extent row for every run of batches that lie back
-to back in one object.
+One partition row (counters, leader epochs, producers, open transactions), one extent row for every run of batches that
+lie back to back in one object, and one row for every aborted transaction.
 
 K1  A partition row never counts an offset that no extent row holds.
 K2  Extents are cut the same way whenever they begin at the same offset: writing them again replaces them.
@@ -11,14 +11,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import msgspec
 
 from tidemill.base.errors import Corrupt
+from tidemill.metastore.rows.aborted import AbortedRow
 from tidemill.metastore.rows.extents import ExtentRow
 from tidemill.metastore.rows.partitions import PartitionRow
-from tidemill.topics.partition.idempotence import PRODUCER_EXPIRY_MS, Producer
+from tidemill.topics.partition.idempotence import Producer
 from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.transactions import Aborted, Open, end_all
 
 PRODUCERS_BYTES = 192 << 10
 """Of a partition row's producers, which must leave room for the rest below METASTORE_VALUE_BYTES: 1,400 busy ones."""
@@ -29,15 +32,14 @@ EXTENT_BATCHES = 256
 _encoder = msgspec.msgpack.Encoder()
 _batches = msgspec.msgpack.Decoder(list[tuple[int, int, int, int]])
 _producers = msgspec.msgpack.Decoder(list[tuple[int, Producer]])
+_transactions = msgspec.msgpack.Decoder(list[tuple[int, int]])
+
+T = TypeVar("T")
 
 
 def partition_row(state: PartitionState, topic_id: str, partition: int) -> PartitionRow:
     """Everything of the state but its batches; producers that have expired stay out."""
-    live = [
-        (producer_id, producer)
-        for producer_id, producer in state.producers.items()
-        if state.last_at_ms - producer.updated_ms < PRODUCER_EXPIRY_MS
-    ]
+    opened = [(producer_id, each.first_offset) for producer_id, each in state.transactions.items()]
     return PartitionRow(
         topic_id,
         partition,
@@ -47,7 +49,10 @@ def partition_row(state: PartitionState, topic_id: str, partition: int) -> Parti
         log_position=state.applied,
         last_at_ms=state.last_at_ms,
         terms=tuple(state.terms),
-        producers=_encoded(live),
+        producers=_encoded(list(state.live_producers())),
+        transactions=_encoder.encode(opened) if opened else b"",
+        reconciled=state.reconciled,
+        aborted_start=state.aborted_start,
     )
 
 
@@ -98,29 +103,38 @@ def _extent(state: PartitionState, topic_id: str, partition: int, first: int, en
     )
 
 
-def partition_state(row: PartitionRow, rows: Iterable[ExtentRow]) -> PartitionState:
-    """The state again, with `applied` as of the row. Extents the row does not reach are left out.
+def aborted_rows(state: PartitionState, topic_id: str, partition: int, start: int) -> list[AbortedRow]:
+    """The transactions that were aborted by a marker at `start` or after it."""
+    index = state.aborted
+    found = (index[at] for at in range(index.from_offset(start), len(index)))
+    return [AbortedRow(topic_id, partition, a.last_offset, a.producer_id, a.first_offset, a.stable) for a in found]
 
-    Raises Corrupt when the extents are not contiguous from the log's start to the row's next offset.
+
+def partition_state(row: PartitionRow, rows: Iterable[ExtentRow], aborted: Iterable[AbortedRow] = ()) -> PartitionState:
+    """The state again, with `applied` as of the row. Extents the row does not reach are left out. A transaction that
+    was open is aborted: what became of it is lost with what followed the row.
+
+    Raises Corrupt when the extents are not contiguous from where the hot state starts to the row's next offset.
     """
     state = PartitionState()
     state.applied = row.log_position
-    state.log_start = row.log_start
+    state.log_start, state.reconciled, state.aborted_start = row.log_start, row.reconciled, row.aborted_start
     state.last_at_ms = row.last_at_ms
     state.terms = [(term, offset) for term, offset in row.terms]
     state.producers = producers_of(row)
+    start = row.hot_start
     at: int | None = None
     highest = -(2**63)
     for extent in rows:
-        if extent.last_offset < row.log_start:
+        if extent.last_offset < start:
             continue
         if extent.base_offset >= row.next_offset:
             break
-        wanted = extent.base_offset <= row.log_start if at is None else extent.base_offset == at
+        wanted = extent.base_offset <= start if at is None else extent.base_offset == at
         if not wanted or extent.last_offset >= row.next_offset:
             raise Corrupt(
                 f"the extents of a partition are not contiguous: partition={row.topic_id}/{row.partition}"
-                f" expected={row.log_start if at is None else at} found={extent.base_offset}"
+                f" expected={start if at is None else at} found={extent.base_offset}"
                 f" last_offset={extent.last_offset} next_offset={row.next_offset}.",
                 fix="Restore from an older manifest.",
             )
@@ -129,7 +143,7 @@ def partition_state(row: PartitionRow, rows: Iterable[ExtentRow]) -> PartitionSt
         batches = batches_of(extent)
         ends = [batch[0] for batch in batches[1:]] + [at]
         for (base, first_byte, size, timestamp), end in zip(batches, ends, strict=True):
-            if end <= row.log_start:
+            if end <= start:
                 continue
             state.bases.append(base)
             state.objects.append(key)
@@ -138,23 +152,37 @@ def partition_state(row: PartitionRow, rows: Iterable[ExtentRow]) -> PartitionSt
             state.max_timestamps.append(timestamp)
             highest = max(highest, timestamp)
             state.highest_timestamps.append(highest)
-    if (row.log_start if at is None else at) != row.next_offset:
+    if (start if at is None else at) != row.next_offset:
         raise Corrupt(
             f"a partition's newest extents are missing: partition={row.topic_id}/{row.partition}"
-            f" found_to={at if at is not None else row.log_start} next_offset={row.next_offset}.",
+            f" found_to={at if at is not None else start} next_offset={row.next_offset}.",
             fix="Restore from an older manifest.",
         )
     state.high_watermark = row.next_offset
+    for each in aborted:
+        if max(row.log_start, row.aborted_start) <= each.last_offset < row.next_offset:
+            state.aborted.add(Aborted(each.producer_id, each.first_offset, each.last_offset, each.stable))
+    opened = {producer_id: Open(0, first_offset, 0) for producer_id, first_offset in transactions_of(row).items()}
+    end_all(opened, state.aborted, row.next_offset)
     return state
 
 
 def producers_of(row: PartitionRow) -> dict[int, Producer]:
     """Raises Corrupt."""
+    return dict(_decoded(_producers, row.producers, row, "producers"))
+
+
+def transactions_of(row: PartitionRow) -> dict[int, int]:
+    """producer id → first offset of its open transaction. Raises Corrupt."""
+    return dict(_decoded(_transactions, row.transactions, row, "transactions"))
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[list[T]], data: bytes, row: PartitionRow, what: str) -> list[T]:
     try:
-        return dict(_producers.decode(row.producers)) if row.producers else {}
+        return decoder.decode(data) if data else []
     except msgspec.DecodeError as error:
         raise Corrupt(
-            f"the producers of a partition are unreadable: partition={row.topic_id}/{row.partition} cause={error}."
+            f"the {what} of a partition are unreadable: partition={row.topic_id}/{row.partition} cause={error}."
         ) from error
 
 

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 
 from tidemill.topics.front import BatchRef, OffsetOutOfRange
 from tidemill.topics.partition.idempotence import PRODUCER_EXPIRY_MS, Producer
+from tidemill.topics.partition.transactions import AbortedIndex, Open, first_open
 
 PRODUCERS_LIMIT = 20_000
 """Producers remembered per partition; the longest idle goes first (I4 makes forgetting harmless but for retries)."""
 
 _RECENT_KEYS = 16
+
+LED_BYTES = 4_096
+BATCH_BYTES, KEY_BYTES, PRODUCER_BYTES = 36, 140, 900
 
 
 def running_maximum(times: array[int]) -> array[int]:
@@ -43,19 +48,27 @@ class PartitionState:
     """
     applied         the next position of the fenced log: every record before it is in this state
     log_start       first Kafka offset that may be read
+    reconciled      everything below it lies in L1, or below the log's start; its batches are not in this state
     high_watermark  next Kafka offset; everything below is durable
     terms           (term, first offset placed in it), ascending: Kafka's leader epochs
     last_at_ms      the newest proposer's time seen; the only clock of this state
+    transactions    producer id → its open transaction, in the order in which they began
+    aborted         the aborted ones of which a record may be read
+    aborted_start   of those that were aborted wholly below it compaction has taken everything
     """
 
     def __init__(self) -> None:
         self.applied = 0
         self.log_start = 0
+        self.reconciled = 0
         self.high_watermark = 0
         self.last_at_ms = 0
         self.settled = Settled()
         self.terms: list[tuple[int, int]] = []
         self.producers: dict[int, Producer] = {}
+        self.transactions: dict[int, Open] = {}
+        self.aborted = AbortedIndex()
+        self.aborted_start = 0
         self.rollup_key = ""
         self.rollup_position = 0
         self.object_keys: list[str] = []
@@ -70,26 +83,49 @@ class PartitionState:
     def __len__(self) -> int:
         return len(self.bases)
 
+    @property
+    def hot_start(self) -> int:
+        """First offset whose batch is in this state."""
+        return max(self.log_start, self.reconciled)
+
     def producer(self, producer_id: int, at_ms: int) -> Producer | None:
         """The live state of a producer; one idle for longer than PRODUCER_EXPIRY_MS is unknown."""
         found = self.producers.get(producer_id)
-        if found is None or at_ms - found.updated_ms >= PRODUCER_EXPIRY_MS:
-            return None
+        if found is not None and at_ms - found.updated_ms >= PRODUCER_EXPIRY_MS:
+            return found if producer_id in self.transactions else None
         return found
+
+    def live_producers(self) -> Iterator[tuple[int, Producer]]:
+        """Those that are not unknown by now, the longest idle first."""
+        for producer_id, producer in self.producers.items():
+            if self.last_at_ms - producer.updated_ms < PRODUCER_EXPIRY_MS or producer_id in self.transactions:
+                yield producer_id, producer
+
+    def forget_idle_producers(self) -> None:
+        """Down to the limit; never one whose transaction is open."""
+        while len(self.producers) > PRODUCERS_LIMIT:
+            del self.producers[next(each for each in self.producers if each not in self.transactions)]
+
+    @property
+    def last_stable(self) -> int:
+        """The offset below which everything is committed or aborted (X1)."""
+        first = first_open(self.transactions)
+        return self.high_watermark if first is None else max(first, self.log_start)
 
     def intern(self, object_key: str) -> int:
         keys = self.object_keys
-        for index in range(len(keys) - 1, max(-1, len(keys) - 1 - _RECENT_KEYS), -1):
-            if keys[index] == object_key:
-                return index
+        recent = keys[-_RECENT_KEYS:]
+        if object_key in recent:
+            return len(keys) - len(recent) + recent.index(object_key)
         keys.append(object_key)
         return len(keys) - 1
 
     def start_at(self, log_start: int) -> None:
-        """Forget the batches that lie wholly below, their objects, and the leader epochs that wrote them alone."""
+        """Forget the batches that lie wholly below it or in L1, their objects, and the leader epochs that wrote alone
+        what lies below it."""
         self.log_start = log_start
-        gone = bisect_right(self.bases, log_start) - 1
-        if log_start == self.high_watermark:
+        gone = bisect_right(self.bases, self.hot_start) - 1
+        if self.hot_start == self.high_watermark:
             gone = len(self.bases)
         if gone > 0:
             for column in (self.bases, self.objects, self.first_bytes, self.sizes, self.max_timestamps):
@@ -101,25 +137,40 @@ class PartitionState:
             self.highest_timestamps = running_maximum(self.max_timestamps)
         while len(self.terms) > 1 and self.terms[1][1] <= log_start:
             del self.terms[0]
+        self.aborted.start_at(max(log_start, self.aborted_start))
 
     def live_objects(self) -> set[str]:
         """Keys of the objects that hold a batch from the log's start on."""
         return {self.object_keys[index] for index in set(self.objects)}
 
     @property
+    def memory_bytes(self) -> int:
+        """About what it takes to lead this partition, itself and all: measured with 10,000 of them, not counted."""
+        batches = BATCH_BYTES * len(self.bases) + KEY_BYTES * len(self.object_keys)
+        return LED_BYTES + batches + PRODUCER_BYTES * len(self.producers)
+
+    @property
     def size_bytes(self) -> int:
+        """Of the batches in this state."""
         return sum(self.sizes)
 
     # reading --------------------------------------------------------------------------------------
     def first_batch(self, offset: int) -> int:
-        """Index of the batch that contains `offset`; len(self) at the high watermark. Raises OffsetOutOfRange."""
+        """Index of the batch that contains `offset`; len(self) at the high watermark. Raises OffsetOutOfRange, and
+        ValueError for one in L1."""
+        self.check_range(offset)
+        if offset < self.reconciled:
+            raise ValueError(f"the batch lies in L1: offset={offset} reconciled={self.reconciled}")
+        if offset == self.high_watermark:
+            return len(self.bases)
+        return bisect_right(self.bases, offset) - 1
+
+    def check_range(self, offset: int) -> None:
+        """Raises OffsetOutOfRange unless log_start ≤ offset ≤ high_watermark."""
         if not self.log_start <= offset <= self.high_watermark:
             raise OffsetOutOfRange(
                 f"offset out of range: offset={offset} log_start={self.log_start} high_watermark={self.high_watermark}."
             )
-        if offset == self.high_watermark:
-            return len(self.bases)
-        return bisect_right(self.bases, offset) - 1
 
     def end_batch(self, offset: int) -> int:
         """Index after the last batch that starts below `offset`."""
@@ -139,7 +190,15 @@ class PartitionState:
             max_timestamp_ms=self.max_timestamps[index],
         )
 
-    def batch_for_time(self, timestamp_ms: int) -> int | None:
-        """Index of the first batch whose max timestamp ≥ timestamp_ms."""
+    def committed_ref(self, index: int) -> BatchRef:
+        """`ref`, with the producers of which this batch would be an aborted one."""
+        return self.aborted.told(self.ref(index))
+
+    def batch_for_time(self, timestamp_ms: int, start: int = 0) -> int | None:
+        """Index of the first batch whose max timestamp ≥ timestamp_ms, of those with an offset ≥ start."""
         index = bisect_left(self.highest_timestamps, timestamp_ms)
+        first = self.first_batch(max(start, self.hot_start))
+        if index < first:
+            late = np.flatnonzero(np.frombuffer(self.max_timestamps, np.int64)[first:] >= timestamp_ms)
+            index = first + int(late[0]) if len(late) else len(self.bases)
         return index if index < len(self.bases) else None

@@ -1,0 +1,64 @@
+"""128 bits of each key, a whole column at once: what compaction tells keys apart by.
+
+    word 0      the key's length in bytes
+    words 1 …   its bytes, four at a time, zeros behind the last
+    hash k      upper 32 bits of Σ secret[k][i] · word[i] mod 2^64, four of them side by side
+
+Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast"): two keys meet in one hash with a
+probability of 2^-32, whoever chose them, for the secrets are drawn anew for each pass; in all four with 2^-128.
+Longer keys go through BLAKE2b one by one.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b, shake_256
+
+import numpy as np
+import numpy.typing as npt
+
+from tidemill.objects.store import Buffer
+from tidemill.topics.batch.columns import Int64s
+
+LONG_BYTES = 256
+_WORDS = LONG_BYTES // 4 + 2
+_GATHERED_BYTES = 1 << 20
+_HIGH = np.uint64(0xFFFF_FFFF_0000_0000)
+
+Hashes = npt.NDArray[np.uint64]
+"""A row a key: two columns."""
+
+
+class KeyHash:
+    def __init__(self, secret: bytes) -> None:
+        """`secret`: what nobody who writes keys knows."""
+        self._secret = shake_256(secret).digest(32)
+        drawn = shake_256(b"words" + secret).digest(4 * _WORDS * 8)
+        self._factors = np.frombuffer(drawn, "<u8").astype(np.uint64).reshape(_WORDS, 4)
+
+    def of(self, data: Buffer, at: Int64s, sizes: Int64s) -> Hashes:
+        """Keys that lie at `at` in `data` and are `sizes` long; what stands for a null key means nothing."""
+        found = np.zeros((len(at), 2), np.uint64)
+        table = np.frombuffer(data, np.uint8)
+        for size in np.unique(sizes[sizes >= 0]).tolist():
+            places = np.flatnonzero(sizes == size)
+            if size > LONG_BYTES:
+                found[places] = self._long(data, at[places].tolist(), size)
+                continue
+            most = max(1, _GATHERED_BYTES // max(size, 1))
+            for first in range(0, len(places), most):
+                some = places[first : first + most]
+                found[some] = self._short(table, at[some], size)
+        return found
+
+    def _short(self, table: npt.NDArray[np.uint8], at: Int64s, size: int) -> Hashes:
+        words = (size + 3) // 4
+        padded = np.zeros((len(at), words * 4), np.uint8)
+        padded[:, :size] = table[at[:, None] + np.arange(size)]
+        sums = padded.view("<u4").astype(np.uint64) @ self._factors[2 : 2 + words]
+        sums += self._factors[0] + self._factors[1] * np.uint64(size)
+        return sums[:, 0::2] & _HIGH | sums[:, 1::2] >> np.uint64(32)
+
+    def _long(self, data: Buffer, at: list[int], size: int) -> Hashes:
+        view = memoryview(data)
+        digests = [blake2b(view[a : a + size], digest_size=16, key=self._secret).digest() for a in at]
+        return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64).reshape(-1, 2)

@@ -1,0 +1,83 @@
+"""Hash of a key → offset of its newest record, of a stretch of a partition: what one pass of compaction knows.
+
+KM1  It holds as many keys as it was given room for, 24 bytes each, and those of one batch more: a pass of a partition
+     with more keys ends where the map is full, and the next one goes on there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tidemill.topics.batch.columns import Int64s
+from tidemill.topics.compaction.hashes import Hashes
+
+_PENDING = 1 << 16
+"""Records that are sorted and taken into the map at once, at least; else an eighth of it."""
+
+
+class KeyMap:
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._hashes: Hashes = np.zeros((0, 2), np.uint64)
+        self._offsets: Int64s = np.zeros(0, np.int64)
+        self._longest_run = 0
+        """Keys that agree in the first half of their hash: nearly always one."""
+        self._pending: list[tuple[Hashes, Int64s]] = []
+        self._pending_count = 0
+
+    def __len__(self) -> int:
+        self._settle()
+        return len(self._offsets)
+
+    @property
+    def full(self) -> bool:
+        if len(self._offsets) + self._pending_count < self._room:
+            return False
+        self._settle()
+        return len(self._offsets) >= self._room
+
+    def add(self, hashes: Hashes, offsets: Int64s) -> None:
+        """Records of a batch or several; those of a later call have greater offsets."""
+        self._pending.append((hashes, offsets))
+        self._pending_count += len(offsets)
+        if self._pending_count >= max(_PENDING, len(self._offsets) // 8):
+            self._settle()
+
+    def superseded(self, hashes: Hashes, offsets: Int64s) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Which of these records have a newer one of their key in the map."""
+        self._settle()
+        at = self._places(hashes)
+        known = np.flatnonzero(at >= 0)
+        found = np.zeros(len(offsets), np.bool_)
+        found[known] = self._offsets[at[known]] > offsets[known]
+        return found
+
+    def _places(self, hashes: Hashes) -> Int64s:
+        """Where each stands, −1 for none. Those that agree in the first half stand side by side in any order."""
+        found = np.full(len(hashes), -1, np.int64)
+        first = np.searchsorted(self._hashes[:, 0], hashes[:, 0], side="left")
+        for step in range(self._longest_run):
+            at = np.minimum(first + step, len(self._offsets) - 1)
+            same = (self._hashes[at] == hashes).all(axis=1)
+            found[same] = at[same]
+        return found
+
+    def _settle(self) -> None:
+        if not self._pending:
+            return
+        hashes = np.concatenate([each[0] for each in self._pending])
+        offsets = np.concatenate([each[1] for each in self._pending])
+        self._pending, self._pending_count = [], 0
+        order = np.lexsort((offsets, hashes[:, 1], hashes[:, 0]))
+        hashes, offsets = hashes[order], offsets[order]
+        last = np.ones(len(offsets), np.bool_)
+        last[:-1] = (hashes[1:] != hashes[:-1]).any(axis=1)
+        hashes, offsets = hashes[last], offsets[last]
+        at = self._places(hashes)
+        new = at < 0
+        self._offsets[at[~new]] = offsets[~new]
+        where = np.searchsorted(self._hashes[:, 0], hashes[new, 0], side="left")
+        self._hashes = np.insert(self._hashes, where, hashes[new], axis=0)
+        self._offsets = np.insert(self._offsets, where, offsets[new])
+        begins = np.flatnonzero(np.diff(self._hashes[:, 0]) != 0) + 1
+        self._longest_run = int(np.diff(begins, prepend=0, append=len(self._offsets)).max())

@@ -1,0 +1,127 @@
+"""Reading L0 objects that this process did not upload: whoever asks for what another one asked for a moment ago shares
+the answer. A node that has just taken partitions over reads thousands of small objects, each for every group and for
+every partition of theirs, and what producers wait for stands in line at the same store.
+
+    asked for ──────────────────────────[ batches of p3 ]
+    read      ────[ NEAR_BYTES before ..  batches of p3 ]     what others will ask for, at no request more
+
+LR1  What is held and under way stays within `limit_bytes`; the object that was read first goes first.
+LR2  A read that fails fails for all who wait for it, and is forgotten: the next one asks the store again.
+LR3  Whoever stops waiting disturbs nobody.
+LR4  At most AT_ONCE requests are under way: others who read of the store do not stand behind thousands of these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from tidemill.base.errors import TidemillError, Unavailable
+from tidemill.base.limits import COALESCE_GAP_BYTES, MIB, OBJECT_CONCURRENCY
+from tidemill.base.tasks import Tasks
+from tidemill.objects.store import Buffer, ObjectStore
+
+LIMIT_BYTES = 16 * MIB
+AT_ONCE = OBJECT_CONCURRENCY // 2
+
+NEAR_BYTES = COALESCE_GAP_BYTES
+"""So many bytes cost less than a request. Only before what is asked for: where an object ends nobody knows here."""
+
+_Read = asyncio.Task[Sequence[bytes] | TidemillError]
+
+
+class _Piece:
+    __slots__ = ("begin", "end", "number", "read")
+
+    def __init__(self, begin: int, end: int, number: int, read: _Read) -> None:
+        self.begin = begin
+        self.end = end
+        self.number = number
+        """Of the ranges of `read`."""
+        self.read = read
+
+
+class SharedReads:
+    """Implements `topics.fetch.Ranges`."""
+
+    def __init__(self, objects: ObjectStore, tasks: Tasks, *, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._objects = objects
+        self._tasks = tasks
+        self.limit_bytes = limit_bytes
+        self.held_bytes = 0
+        self._pieces: OrderedDict[str, list[_Piece]] = OrderedDict()
+        self._turns = asyncio.Semaphore(AT_ONCE)
+
+    def holds(self, key: str, begin: int, end: int) -> bool:
+        """It was read, or is being read."""
+        return _covering(self._pieces.get(key, ()), begin, end) is not None
+
+    async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
+        """As `ObjectStore.get_ranges`. Raises the same."""
+        pieces = self._pieces.get(key, [])
+        missing = [each for each in ranges if _covering(pieces, *each) is None]
+        if missing:
+            pieces = [*pieces, *self._ask(key, missing)]
+        found: list[Buffer] = []
+        for begin, end in ranges:
+            piece = _covering(pieces, begin, end)
+            assert piece is not None
+            data = await _outcome(piece, key)
+            found.append(memoryview(data)[begin - piece.begin : end - piece.begin])
+        return found
+
+    def _ask(self, key: str, missing: Sequence[tuple[int, int]]) -> list[_Piece]:
+        ranges: list[tuple[int, int]] = []
+        for begin, end in sorted(missing):
+            begin = max(0, begin - NEAR_BYTES)
+            if ranges and begin <= ranges[-1][1]:
+                ranges[-1] = (ranges[-1][0], max(ranges[-1][1], end))
+            else:
+                ranges.append((begin, end))
+        read = self._tasks.spawn(self._read(key, ranges), name=f"read {key}")
+        pieces = [_Piece(*each, number, read) for number, each in enumerate(ranges)]
+        self._pieces.setdefault(key, []).extend(pieces)
+        self.held_bytes += _size(pieces)
+        read.add_done_callback(lambda _: self._ended(key, pieces))
+        while self.held_bytes > self.limit_bytes:
+            self.held_bytes -= _size(self._pieces.popitem(last=False)[1])
+        return pieces
+
+    async def _read(self, key: str, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes] | TidemillError:
+        try:
+            async with self._turns:
+                return await self._objects.get_ranges(key, ranges)
+        except TidemillError as error:
+            return error  # whoever waits raises it
+
+    def _ended(self, key: str, pieces: Sequence[_Piece]) -> None:
+        read = pieces[0].read
+        held = self._pieces.get(key, [])
+        if pieces[0] not in held or not (read.cancelled() or read.exception() or isinstance(read.result(), Exception)):
+            return
+        left = [piece for piece in held if piece.read is not read]
+        self.held_bytes -= _size(pieces)
+        if left:
+            self._pieces[key] = left
+        else:
+            del self._pieces[key]
+
+
+def _covering(pieces: Sequence[_Piece], begin: int, end: int) -> _Piece | None:
+    return next((piece for piece in pieces if piece.begin <= begin and end <= piece.end), None)
+
+
+def _size(pieces: Sequence[_Piece]) -> int:
+    return sum(piece.end - piece.begin for piece in pieces)
+
+
+async def _outcome(piece: _Piece, key: str) -> bytes:
+    if not piece.read.done():
+        await asyncio.wait([piece.read])
+    if piece.read.cancelled() or piece.read.exception() is not None:
+        raise Unavailable(f"the read of an L0 object was cut off: key={key}.", fix="Retry.")
+    outcome = piece.read.result()
+    if isinstance(outcome, TidemillError):
+        raise outcome
+    return outcome[piece.number]

@@ -1,0 +1,227 @@
+"""An L1 object: record batches of one topic, partition by partition, in offset order (RFC 0005 §2).
+
+regions   record batches v2 of one partition back to back, base offsets patched. A partition may have several
+          regions, of disjoint and ascending offsets.
+indexes   one per region, in the order of the regions: 'TMI1' | batch count uint32 | codec uint8 | payload
+          | crc32c uint32 of the index before it
+            payload   four columns of int64, one after another, each value less the one before it (the first less 0):
+                      base offset, next offset, size in bytes, max timestamp; one entry a batch
+            codec     0 as it is · 4 zstd
+footer    'TML1' | version uint8 = 1 | topic id length uint8 | topic id utf-8 | region count uint32
+          { partition uint32 | first byte uint64 | size uint64 | base offset int64 | last offset int64
+            | max timestamp int64 | batch count uint32 | index byte uint64 | index size uint32 }*
+          | crc32c uint32 of the footer before it
+tail      footer size uint32, its crc included
+little end first.
+
+key       l1/<topic id>/<created ms, 15 digits>-<nonce>     listing order of a topic is the order of creation
+
+A region covers the offsets [base offset, last offset], both inclusive, whether or not a batch holds each of them:
+markers, aborted and compacted records leave gaps. It may hold no batch at all, and its first one may begin before it,
+where the log was cut within a batch. Readers take the places of a region and
+of its index from the extent row; the footer serves repair and the deep check.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import cramjam
+import crc32c
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tidemill.base.errors import Corrupt
+from tidemill.objects.store import Buffer
+from tidemill.topics.front import BatchRef
+
+INDEX_MAGIC = b"TMI1"
+FOOTER_MAGIC = b"TML1\x01"
+REGION_BATCHES = 65_536
+"""Batches of one region at most: its index is 2 MiB before compression."""
+
+_ZSTD = 4
+_RAW_BELOW_BATCHES = 8
+_COLUMNS = 4
+_U32 = struct.Struct("<I")
+_INDEX_HEAD = struct.Struct("<4sIB")
+_REGION = struct.Struct("<IQQqqqIQI")
+
+Column = npt.NDArray[np.int64]
+
+
+class Region(msgspec.Struct, frozen=True):
+    """`first_byte`, `size_bytes` of the batches, `index_byte`, `index_bytes` of the index, all within the object.
+    Offsets are inclusive."""
+
+    partition: int
+    first_byte: int
+    size_bytes: int
+    base_offset: int
+    last_offset: int
+    max_timestamp_ms: int
+    batch_count: int
+    index_byte: int
+    index_bytes: int
+
+
+class Footer(msgspec.Struct, frozen=True):
+    topic_id: str
+    regions: tuple[Region, ...]
+
+
+def object_id(created_ms: int, nonce: str) -> str:
+    return f"{created_ms:015d}-{nonce}"
+
+
+def created_ms(object_id: str) -> int:
+    """−1 for an id of another form."""
+    text = object_id.partition("-")[0]
+    return int(text) if len(text) == 15 and text.isdigit() else -1
+
+
+class RegionIndex:
+    """One entry a batch, ascending. `ends` are next offsets; `highest` is the running maximum of `timestamps`."""
+
+    __slots__ = ("bases", "ends", "highest", "sizes", "starts", "timestamps")
+
+    def __init__(self, bases: Column, ends: Column, sizes: Column, timestamps: Column) -> None:
+        self.bases = bases
+        self.ends = ends
+        self.sizes = sizes
+        self.timestamps = timestamps
+        self.starts = np.cumsum(sizes) - sizes
+        self.highest = np.maximum.accumulate(timestamps)
+
+    def __len__(self) -> int:
+        return len(self.bases)
+
+    @property
+    def cost_bytes(self) -> int:
+        """What it holds in memory."""
+        return len(self.bases) * 48 + 400
+
+    def find(self, offset: int) -> int:
+        """The batch that holds `offset`, or the first one after it; the number of batches when there is none."""
+        return int(np.searchsorted(self.ends, offset, side="right"))
+
+    def find_time(self, timestamp_ms: int) -> int:
+        """The first batch with a timestamp at or after `timestamp_ms`; the number of batches when there is none."""
+        return int(np.searchsorted(self.highest, timestamp_ms, side="left"))
+
+    def ref(self, index: int, object_key: str, first_byte: int) -> BatchRef:
+        """Where batch `index` lies, in a region that begins at `first_byte`."""
+        base = int(self.bases[index])
+        return BatchRef(
+            object_key,
+            first_byte + int(self.starts[index]),
+            int(self.sizes[index]),
+            base,
+            int(self.ends[index]) - base,
+            int(self.timestamps[index]),
+        )
+
+
+def encode_index(batches: Sequence[tuple[int, int, int, int]]) -> bytes:
+    """`batches`: (base offset, next offset, size in bytes, max timestamp) of each."""
+    columns = np.array(batches, np.int64).reshape(-1, _COLUMNS).T
+    payload = np.diff(columns, axis=1, prepend=0).astype("<i8").tobytes()
+    codec = 0
+    if len(batches) >= _RAW_BELOW_BATCHES:
+        codec, payload = _ZSTD, bytes(cramjam.zstd.compress(payload, 1))
+    body = _INDEX_HEAD.pack(INDEX_MAGIC, len(batches), codec) + payload
+    return body + _U32.pack(crc32c.crc32c(body))
+
+
+def decode_index(data: Buffer, region: Region) -> RegionIndex:
+    """The index of `region`, whose batches must lie back to back in it, ascend, and be as many as it says.
+
+    Raises Corrupt.
+    """
+    body = memoryview(data)[:-4]
+    if len(data) < _INDEX_HEAD.size + 4 or _U32.pack(crc32c.crc32c(body)) != bytes(data[-4:]):
+        raise Corrupt(f"damaged index of an L1 region: partition={region.partition} bytes={len(data)}.")
+    magic, count, codec = _INDEX_HEAD.unpack_from(body)
+    if magic != INDEX_MAGIC or count != region.batch_count or count > REGION_BATCHES or codec not in (0, _ZSTD):
+        raise _contradiction(region, f"count={count} codec={codec}")
+    wanted = count * _COLUMNS * 8
+    payload: Buffer = body[_INDEX_HEAD.size :]
+    if codec == _ZSTD:
+        payload = _decompressed(payload, wanted, region)
+    if len(payload) != wanted:
+        raise _contradiction(region, f"payload_bytes={len(payload)}")
+    columns = np.cumsum(np.frombuffer(payload, "<i8").astype(np.int64).reshape(_COLUMNS, count), axis=1)
+    bases, ends, sizes, timestamps = columns
+    ordered = (bases < ends).all() and (bases[1:] >= ends[:-1]).all() and (sizes > 0).all()
+    inside = not count or (ends[0] > region.base_offset and ends[-1] <= region.last_offset + 1)
+    if not (ordered and inside and int(sizes.sum()) == region.size_bytes):
+        raise _contradiction(region, "its batches do not add up to it")
+    return RegionIndex(bases, ends, sizes, timestamps)
+
+
+def _decompressed(payload: Buffer, wanted: int, region: Region) -> bytes:
+    out = bytearray(wanted)
+    try:
+        size = cramjam.zstd.decompress_into(payload, out)
+    except Exception as error:
+        raise _contradiction(region, f"cause={error!r}") from error
+    return bytes(out[:size])
+
+
+def _contradiction(region: Region, what: str) -> Corrupt:
+    return Corrupt(
+        f"the index of an L1 region says something else than the region: partition={region.partition} "
+        f"base_offset={region.base_offset} {what}."
+    )
+
+
+def encode_footer(footer: Footer) -> bytes:
+    """With the tail."""
+    name = footer.topic_id.encode()
+    parts = [FOOTER_MAGIC, bytes((len(name),)), name, _U32.pack(len(footer.regions))]
+    parts += [_REGION.pack(*msgspec.structs.astuple(region)) for region in footer.regions]
+    body = b"".join(parts)
+    whole = body + _U32.pack(crc32c.crc32c(body))
+    return whole + _U32.pack(len(whole))
+
+
+def parse_tail(tail: Buffer, size_bytes: int) -> Footer | int:
+    """The footer from the last bytes of an object of `size_bytes`, or how many bytes more, before these, it takes.
+
+    Raises Corrupt.
+    """
+    if len(tail) < 4:
+        if size_bytes < 4:
+            raise Corrupt(f"an L1 object without a footer: size_bytes={size_bytes}.")
+        return 4 - len(tail)
+    (footer_bytes,) = _U32.unpack_from(tail, len(tail) - 4)
+    if not len(FOOTER_MAGIC) + 9 <= footer_bytes <= size_bytes - 4:
+        raise Corrupt(f"an L1 object has no footer of this size: footer_bytes={footer_bytes} size_bytes={size_bytes}.")
+    if footer_bytes + 4 > len(tail):
+        return int(footer_bytes) + 4 - len(tail)
+    whole = bytes(tail[len(tail) - 4 - footer_bytes : len(tail) - 4])
+    body, crc = whole[:-4], whole[-4:]
+    if not body.startswith(FOOTER_MAGIC) or _U32.pack(crc32c.crc32c(body)) != crc:
+        raise Corrupt(f"damaged L1 footer: footer_bytes={footer_bytes} size_bytes={size_bytes}.")
+    try:
+        return _decode_footer(body, size_bytes - 4 - footer_bytes)
+    except (struct.error, IndexError, UnicodeDecodeError) as error:
+        raise Corrupt(f"unreadable L1 footer: footer_bytes={footer_bytes} cause={error}.") from error
+
+
+def _decode_footer(body: bytes, data_bytes: int) -> Footer:
+    at = len(FOOTER_MAGIC)
+    end = at + 1 + body[at]
+    topic_id = body[at + 1 : end].decode()
+    (count,) = _U32.unpack_from(body, end)
+    at = end + 4
+    if len(body) != at + count * _REGION.size:
+        raise Corrupt(f"an L1 footer has another length than its regions: count={count} bytes={len(body)}.")
+    regions = tuple(Region(*_REGION.unpack_from(body, at + i * _REGION.size)) for i in range(count))
+    for region in regions:
+        ends = max(region.first_byte + region.size_bytes, region.index_byte + region.index_bytes)
+        if ends > data_bytes or region.last_offset < region.base_offset:
+            raise Corrupt(f"an L1 footer names what is not in the object: {region} data_bytes={data_bytes}.")
+    return Footer(topic_id, regions)

@@ -1,0 +1,72 @@
+"""Many small extents become few large ones: which, and how they are put together (RFC 0005 §7).
+
+A run is FANOUT or more neighbours of which the largest is at most a GROWTH-th of all: they become one extent. So each
+time that a record is copied its extent has grown GROWTH times, and of each size a partition has few: of 4 KiB every ten
+minutes, a month is some ten extents, each record copied four times. Batches stay as they are, and so do the offsets
+that extents cover.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from tidemill.metastore.rows.l1 import L1ExtentRow
+from tidemill.objects.store import Buffer
+from tidemill.topics.l1.builder import ObjectBuilder
+from tidemill.topics.l1.format import REGION_BATCHES, RegionIndex
+
+FANOUT = 8
+GROWTH = 4
+LEAST_BYTES = 4096
+"""Smaller ones are as this."""
+
+Run = Sequence[L1ExtentRow]
+
+
+def run_of(extents: Sequence[L1ExtentRow], target_bytes: int, fanout: int = FANOUT) -> Run:
+    """The neighbours to merge next, of the smallest that have enough of them; () when there is no such run. One is
+    never larger than `target_bytes`, nor than what a region takes."""
+    bound = LEAST_BYTES
+    while bound < 2 * target_bytes:
+        run: list[L1ExtentRow] = []
+        size = batches = 0
+        for extent in extents:
+            joins = extent.size_bytes <= min(bound, target_bytes)
+            follows = not run or run[-1].last_offset + 1 == extent.base_offset
+            fits = size + extent.size_bytes <= target_bytes and batches + extent.batch_count <= REGION_BATCHES
+            if not (joins and follows and fits):
+                if _is_worth_it(run, fanout):
+                    return run
+                run, size, batches = [], 0, 0
+            if joins:
+                run.append(extent)
+                size, batches = size + extent.size_bytes, batches + extent.batch_count
+        if _is_worth_it(run, fanout):
+            return run
+        bound *= 2
+    return ()
+
+
+def _is_worth_it(run: Run, fanout: int) -> bool:
+    sizes = [extent.size_bytes for extent in run]
+    return len(run) >= fanout and sum(sizes) >= min(GROWTH, fanout) * max(sizes)
+
+
+def add_run(build: ObjectBuilder, run: Run, held: Sequence[tuple[RegionIndex, Buffer]]) -> None:
+    """The extents of `run` as one range of `build`; `held`: of each its index and the bytes of its batches."""
+    if any(one.last_offset + 1 != other.base_offset for one, other in pairwise(run)):
+        raise ValueError("a run is contiguous")
+    build.begin(run[0].partition, run[0].base_offset)
+    for index, data in held:
+        view = memoryview(data)
+        for base, end, start, size, timestamp in zip(
+            index.bases.tolist(),
+            index.ends.tolist(),
+            index.starts.tolist(),
+            index.sizes.tolist(),
+            index.timestamps.tolist(),
+            strict=True,
+        ):
+            build.add(view[start : start + size], base, end, timestamp)
+    build.end(run[-1].last_offset + 1)

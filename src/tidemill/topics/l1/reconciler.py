@@ -1,0 +1,255 @@
+"""The reconciler: what is settled of the partitions led here moves into L1, a topic's object at a time (RFC 0005 §5).
+
+    rows of the topic ─► corrections ─► read batches ─► register ─► put ─► add ─► Advance(reconciled) in each log
+
+RC1  Nothing is read beyond the stable end, nor beyond what the partition's checkpoint row holds (X1).
+RC2  Cut off anywhere, a round leaves nothing that a log or a reader follows; the next one reads where L1 ends and
+     corrects the logs first.
+RC3  What fails of one partition leaves that one out; what fails of an object leaves the logs as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
+import structlog
+from msgspec.structs import replace
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Corrupt, TidemillError
+from tidemill.metastore.rows.l1 import l1_key
+from tidemill.objects.store import Buffer, ObjectStore
+from tidemill.topics.batch.header import CONTROL, parse_header
+from tidemill.topics.fetch import Ranges, read_batches
+from tidemill.topics.l0.cache import ObjectCache
+from tidemill.topics.l0.lost import is_let_go
+from tidemill.topics.l1.builder import ObjectBuilder
+from tidemill.topics.l1.format import Footer, object_id
+from tidemill.topics.l1.rules import Add
+from tidemill.topics.l1.schedule import PIECES, Piece, cut
+from tidemill.topics.l1.store import L1Rows, Place
+from tidemill.topics.partition.machine import LedPartition
+from tidemill.topics.settings import TopicSettings
+
+INLINE_BATCHES = 2_000
+"""An object of more is put together in a thread."""
+
+PartitionKey = tuple[str, int]
+
+_log = structlog.get_logger()
+
+
+class Figures(msgspec.Struct):
+    """Since this node began. `left_out`: how often a partition was, for what failed of it; `corrected`: how often a log
+    was told of extents that it did not know; `let_go`: batches of lost objects that were passed over."""
+
+    objects: int = 0
+    moved_bytes: int = 0
+    left_out: int = 0
+    corrected: int = 0
+    let_go: int = 0
+
+
+class Round(msgspec.Struct, frozen=True):
+    """`full`: there was more than the object took. `failed`: what kept some or all of it from moving. `batches`: of the
+    partition that had the most."""
+
+    size_bytes: int = 0
+    full: bool = False
+    failed: TidemillError | None = None
+    batches: int = 0
+
+
+class Reconciler:
+    """One node's, over the partitions that it leads."""
+
+    def __init__(
+        self,
+        rows: L1Rows,
+        objects: ObjectStore,
+        cache: ObjectCache,
+        l0: Ranges,
+        clock: Clock,
+        rand: Rand,
+        settings: TopicSettings,
+        led: Mapping[PartitionKey, LedPartition],
+    ) -> None:
+        self._rows = rows
+        self._objects = objects
+        self._cache = cache
+        self._l0 = l0
+        self._clock = clock
+        self._rand = rand
+        self._settings = settings
+        self._led = led
+        self._waiting: dict[PartitionKey, int] = {}
+        """partition with more → the round that took from it last: those that waited longest go first"""
+        self._round = 0
+        self.figures = Figures()
+
+    async def round(self, topic_id: str, partitions: Collection[int]) -> Round:
+        """Move at most one object of these partitions of a topic. Raises nothing of TidemillError: `Round.failed`
+        tells."""
+        try:
+            return await self._move(topic_id, partitions)
+        except TidemillError as error:
+            return Round(failed=error)
+
+    async def _move(self, topic_id: str, partitions: Collection[int]) -> Round:
+        self._round += 1
+        pieces, full = await self._choose(topic_id, partitions)
+        if not pieces:
+            return Round()
+        found = await read_batches(self._l0, [piece.refs for piece in pieces], self._cache)
+        failed: TidemillError | None = None
+        taken: list[tuple[Piece, list[Buffer]]] = []
+        for piece, batches in zip(pieces, found, strict=True):
+            if isinstance(batches, Corrupt):
+                piece, batches = await self._without_what_was_let_go(topic_id, piece, batches)
+            if isinstance(batches, list):
+                taken.append((piece, batches))
+            else:
+                failed = batches
+                self._left_out(topic_id, piece.partition, failed)
+        if not taken:
+            return Round(full=full, failed=failed)
+        size = await self._upload(topic_id, taken)
+        return Round(size, full, failed, max(len(batches) for _, batches in taken))
+
+    async def _without_what_was_let_go(
+        self, topic_id: str, piece: Piece, error: TidemillError
+    ) -> tuple[Piece, list[Buffer] | TidemillError]:
+        """LO2. The piece keeps its offsets."""
+        keys = {ref.object_key for ref in piece.refs if self._cache.get(ref.object_key) is None}
+        gone = {key for key in sorted(keys) if await is_let_go(self._objects, key)}
+        if not gone:
+            return piece, error
+        left = replace(piece, refs=[ref for ref in piece.refs if ref.object_key not in gone])
+        for ref in piece.refs:
+            if ref.object_key in gone:
+                _log.warning(
+                    "lost records are passed over", partition=f"{topic_id}/{piece.partition}", offset=ref.base_offset,
+                    count=ref.record_count, key=ref.object_key,
+                )  # fmt: skip
+        self.figures.let_go += len(piece.refs) - len(left.refs)
+        (found,) = await read_batches(self._l0, [left.refs], self._cache)
+        return left, found
+
+    async def _choose(self, topic_id: str, partitions: Collection[int]) -> tuple[list[Piece], bool]:
+        """What the next object takes, and whether there is more."""
+        led = {
+            partition: each
+            for partition in partitions
+            if (each := self._led.get((topic_id, partition))) is not None
+            and each.is_open
+            and each.stable_end > each.state.hot_start
+        }
+        places = await self._rows.places(topic_id, sorted(led))
+        room = self._settings.l1_object_bytes
+        pieces: list[Piece] = []
+        full = False
+        for partition in sorted(led, key=lambda p: (self._waiting.get((topic_id, p), 0), p)):
+            try:
+                start, end = await self._span(led[partition], places[partition])
+            except TidemillError as error:
+                self._left_out(topic_id, partition, error)
+                continue
+            state = led[partition].state
+            if not led[partition].is_open or start < state.hot_start or end <= start:
+                continue
+            piece = cut(state, partition, start, end, room, at_least_one=not pieces) if len(pieces) < PIECES else None
+            if piece is not None:
+                pieces.append(piece)
+                room -= piece.size_bytes
+            if piece is None or piece.end < end:
+                full = True
+                if piece is not None:
+                    self._waiting[topic_id, partition] = self._round
+            else:
+                self._waiting.pop((topic_id, partition), None)
+        return pieces, full
+
+    def _left_out(self, topic_id: str, partition: int, error: TidemillError) -> None:
+        self.figures.left_out += 1
+        _log.warning("a partition is left out of an L1 object", partition=f"{topic_id}/{partition}", cause=str(error))
+
+    async def _span(self, led: LedPartition, place: Place) -> tuple[int, int]:
+        """Offsets that may move now; what the rows know already is told to the log."""
+        state, copy, row = led.state, place.checkpoint, place.l1
+        if copy is None:
+            return 0, 0
+        end = min(led.stable_end, copy.next_offset)
+        if row is None:
+            # X1: L1 begins nowhere behind the copy's log start.
+            return (state.log_start if state.log_start <= copy.log_start else end), end
+        if row.next < state.reconciled:
+            raise Corrupt(
+                f"L1 holds less than a log says: partition={led.topic_id}/{led.partition} next={row.next} "
+                f"reconciled={state.reconciled}.",
+                fix="Restore the cluster from its bucket.",
+            )
+        if row.next > state.reconciled:
+            self.figures.corrected += 1
+            led.reconciled_to(min(row.next, state.high_watermark))
+        start = state.log_start
+        if row.next >= start:
+            return row.next, end
+        if copy.log_start < start:
+            return end, end
+        # Retention passed all that L1 holds: it goes on where the log begins.
+        await self._rows.set_start(led.topic_id, led.partition, start)
+        return start, end
+
+    async def _upload(self, topic_id: str, taken: Sequence[tuple[Piece, list[Buffer]]]) -> int:
+        """Raises Unavailable, Unknown, Invalid: nothing of it is in L1, or the next round finds that it is."""
+        parts, footer = await self._built(topic_id, taken)
+        name = object_id(self._clock.now_ms(), self._rand.nonce())
+        await self._rows.register(topic_id, name)
+        await self._objects.put(l1_key(topic_id, name), parts)
+        if self._settings.fault == "forget-before-add":
+            for piece, _ in taken:
+                self._led[topic_id, piece.partition].reconciled_to(piece.end)
+        terms = {piece.partition: piece.terms for piece, _ in taken}
+        size = sum(len(part) for part in parts)
+        nexts = await self._rows.add(Add(topic_id, name, size, footer.regions, terms))
+        for piece, _ in taken:
+            led, following = self._led.get((topic_id, piece.partition)), nexts[piece.partition]
+            self.figures.corrected += following != piece.end
+            if led is not None:
+                aborted_start = await self._unread_below(led)
+                led.reconciled_to(min(following, led.state.high_watermark), aborted_start)
+        self.figures.objects += 1
+        self.figures.moved_bytes += size
+        return size
+
+    async def _unread_below(self, led: LedPartition) -> int:
+        """Below it compaction has taken the records of what was aborted, and nobody reads what was there before."""
+        if not led.config.compacts or not len(led.state.aborted):
+            return 0
+        row, _ = await self._rows.cleaned(led.topic_id, led.partition)
+        return row.settled
+
+    async def _built(self, topic_id: str, taken: Sequence[tuple[Piece, list[Buffer]]]) -> tuple[list[Buffer], Footer]:
+        if sum(len(batches) for _, batches in taken) > INLINE_BATCHES:
+            return await asyncio.to_thread(_build, topic_id, taken, self._settings.fault)
+        return _build(topic_id, taken, self._settings.fault)
+
+
+def _build(topic_id: str, taken: Sequence[tuple[Piece, list[Buffer]]], fault: str = "") -> tuple[list[Buffer], Footer]:
+    build = ObjectBuilder(topic_id)
+    for piece, batches in taken:
+        begin = piece.start
+        if fault == "first-data-base":
+            data = (
+                r.base_offset
+                for r, b in zip(piece.refs, batches, strict=True)
+                if not parse_header(b).attributes & CONTROL
+            )
+            begin = max(begin, next(data, begin))
+        build.begin(piece.partition, begin)
+        for ref, batch in zip(piece.refs, batches, strict=True):
+            build.add(batch, ref.base_offset, ref.base_offset + ref.record_count, ref.max_timestamp_ms)
+        build.end(piece.end)
+    return build.finish()

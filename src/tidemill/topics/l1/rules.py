@@ -1,0 +1,303 @@
+"""How the rows of L1 change (RFC 0005 §3). Pure: from the rows as they were read to the rows to write, or a refusal.
+
+Whoever commits a change expects every partition row and object row it was made from as it was read. Extents and terms
+change only together with their partition's row, so that guards them too.
+
+E1  Extents of a partition cover [start, next) without a gap; none overlap.
+E2  An object is referred to by the one commit that registers it; its removed bytes are those of extents that are gone.
+E3  `start` and `next` never go back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby, pairwise
+
+import msgspec
+from msgspec.structs import replace
+
+from tidemill.base.errors import Invalid
+from tidemill.metastore.rows import L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, L1_TERMS
+from tidemill.metastore.rows.l1 import L1ExtentRow, L1ObjectRow, L1PartitionRow, L1TermRow
+from tidemill.topics.l1.format import Region
+
+Written = list[tuple[bytes, bytes]]
+"""Keys and values; the empty value deletes."""
+
+
+class Add(msgspec.Struct, frozen=True):
+    """An object to refer to. `terms`: by partition, (term, its first offset) of all that placed what its extents hold,
+    ascending. Offsets and sizes as in `format.Region`."""
+
+    topic_id: str
+    object_id: str
+    object_bytes: int
+    regions: tuple[Region, ...]
+    terms: Mapping[int, Sequence[tuple[int, int]]]
+
+
+class Held(msgspec.Struct, frozen=True):
+    """Rows as they were read. `terms`: the newest of each partition, those of later ones absent."""
+
+    partitions: Mapping[int, L1PartitionRow]
+    terms: Mapping[int, L1TermRow]
+    objects: Mapping[str, L1ObjectRow]
+
+
+class Added(msgspec.Struct, frozen=True):
+    """`next` by partition: where it goes on, which is not behind its extents when they were left out."""
+
+    rows: Written
+    next: dict[int, int]
+
+
+class Replace(msgspec.Struct, frozen=True):
+    """An object to refer to in place of whole extents. `epochs`: by partition, the compaction epoch of its row when the
+    extents were read that the regions were made of."""
+
+    topic_id: str
+    object_id: str
+    object_bytes: int
+    regions: tuple[Region, ...]
+    epochs: Mapping[int, int]
+
+
+class Replaced(msgspec.Struct, frozen=True):
+    """`stale`: partitions whose extents changed meanwhile; theirs stay, and of the object nothing is referred to."""
+
+    rows: Written
+    stale: tuple[int, ...]
+
+
+class Trimmed(msgspec.Struct, frozen=True):
+    """`more`: extents below the start are left, for another commit."""
+
+    rows: Written
+    more: bool
+
+
+def register(topic_id: str, object_id: str, at_ms: int) -> L1ObjectRow:
+    return L1ObjectRow(topic_id, object_id, updated_ms=at_ms)
+
+
+def was_added(row: L1ObjectRow | None) -> bool:
+    """Did the one `add` of this object take place? An extent always counts for some bytes."""
+    return row is not None and row.registered and row.total_bytes > 0
+
+
+def is_garbage(row: L1ObjectRow) -> bool:
+    """Nothing refers to it, or ever will. One that claims to have lost more than it held is left alone."""
+    return row.registered and row.removed_bytes == row.total_bytes
+
+
+def expire(row: L1ObjectRow, at_ms: int) -> L1ObjectRow | None:
+    """The row once no `add` may register it any more; None when one has."""
+    return None if row.registered else replace(row, registered=True, updated_ms=at_ms)
+
+
+def add(held: Held, request: Add, at_ms: int) -> Added:
+    """Raises Invalid when the request contradicts itself, the stored terms, or names an object that was not
+    registered for it or has expired."""
+    known = _unregistered(held, request.object_id)
+    rows: Written = []
+    nexts: dict[int, int] = {}
+    total = removed = 0
+    for partition, group in groupby(request.regions, key=lambda region: region.partition):
+        regions = list(group)
+        if partition in nexts:
+            raise Invalid(f"the regions of a partition do not follow each other: partition={partition}.")
+        _check_regions(regions)
+        weight = sum(region.size_bytes + region.index_bytes for region in regions)
+        total += weight
+        row = held.partitions.get(partition)
+        base = regions[0].base_offset
+        if row is None:
+            row = L1PartitionRow(request.topic_id, partition, base, base)
+        if base != row.next:
+            removed += weight
+            nexts[partition] = row.next
+            continue
+        rows += _new_terms(request, held.terms.get(partition), regions)
+        row, extents = _appended(row, request.object_id, regions)
+        rows += [L1_EXTENTS.encode(extent) for extent in extents]
+        rows.append(L1_PARTITIONS.encode(row))
+        nexts[partition] = row.next
+    if not nexts:
+        raise Invalid(f"an L1 object has no region: object={request.object_id}.")
+    rows.append(_registered(known, total, removed, request.object_bytes, at_ms))
+    return Added(rows, nexts)
+
+
+def replace_extents(
+    held: Held, standing: Mapping[int, Sequence[L1ExtentRow]], request: Replace, at_ms: int
+) -> Replaced:
+    """`standing`: by partition, the extents with an offset in the range of its regions, ascending, as of its row;
+    `held.objects`: theirs, and the new one. Raises Invalid as `add`, and when every partition is stale."""
+    known = _unregistered(held, request.object_id)
+    rows: Written = []
+    stale: list[int] = []
+    gone: list[L1ExtentRow] = []
+    total = removed = 0
+    for partition, group in groupby(request.regions, key=lambda region: region.partition):
+        regions = list(group)
+        _check_regions(regions)
+        weight = sum(region.size_bytes + region.index_bytes for region in regions)
+        total += weight
+        row, old = held.partitions.get(partition), standing.get(partition, ())
+        if row is None or not _covers(row, old, regions, request.epochs[partition]):
+            removed += weight
+            stale.append(partition)
+            continue
+        # What the first one counts of all before it is a bound for the new ones, and theirs for what follows.
+        before = replace(row, highest_timestamp_ms=old[0].highest_timestamp_ms)
+        changed, extents = _appended(before, request.object_id, regions)
+        bases = {extent.base_offset for extent in extents}
+        rows += [(L1_EXTENTS.key_of(extent), b"") for extent in old if extent.base_offset not in bases]
+        rows += [L1_EXTENTS.encode(extent) for extent in extents]
+        changed = replace(
+            row,
+            size_bytes=changed.size_bytes - sum(extent.size_bytes for extent in old),
+            extent_count=changed.extent_count - len(old),
+            compaction_epoch=row.compaction_epoch + 1,
+        )
+        rows.append(L1_PARTITIONS.encode(changed))
+        gone += old
+    if not gone:
+        raise Invalid(f"all that an L1 object was made of has changed: object={request.object_id}.")
+    rows += _charged(gone, held.objects, at_ms)
+    rows.append(_registered(known, total, removed, request.object_bytes, at_ms))
+    return Replaced(rows, tuple(stale))
+
+
+def _covers(row: L1PartitionRow, old: Sequence[L1ExtentRow], regions: Sequence[Region], epoch: int) -> bool:
+    """Do the regions stand for exactly these extents, and have those been as they are since they were read?"""
+    return (
+        row.compaction_epoch == epoch
+        and bool(old)
+        and old[0].base_offset == regions[0].base_offset
+        and old[-1].last_offset == regions[-1].last_offset
+    )
+
+
+def _unregistered(held: Held, object_id: str) -> L1ObjectRow:
+    known = held.objects.get(object_id)
+    if known is None or known.registered:
+        raise Invalid(
+            f"an L1 object was not registered, or not in time: object={object_id} expired={known is not None}.",
+            fix="Register another one.",
+        )
+    return known
+
+
+def _registered(known: L1ObjectRow, total: int, removed: int, object_bytes: int, at_ms: int) -> tuple[bytes, bytes]:
+    return L1_OBJECTS.encode(
+        replace(
+            known,
+            total_bytes=total,
+            removed_bytes=removed,
+            object_bytes=object_bytes,
+            updated_ms=at_ms,
+            registered=True,
+        )
+    )
+
+
+def _check_regions(regions: Sequence[Region]) -> None:
+    for region in regions:
+        if region.last_offset < region.base_offset or region.index_bytes < 1 or region.size_bytes < 0:
+            raise Invalid(f"a region of an L1 object is inverted or empty: {region}.")
+    for one, following in pairwise(regions):
+        if following.base_offset != one.last_offset + 1:
+            raise Invalid(
+                f"the regions of a partition are not contiguous: partition={one.partition} "
+                f"expected={one.last_offset + 1} found={following.base_offset}."
+            )
+
+
+def _new_terms(request: Add, newest: L1TermRow | None, regions: Sequence[Region]) -> Written:
+    """Rows of the terms that are not stored yet."""
+    partition, base, last = regions[0].partition, regions[0].base_offset, regions[-1].last_offset
+    terms = list(request.terms.get(partition, ()))
+    rising = all(one[0] < other[0] and one[1] < other[1] for one, other in pairwise(terms))
+    if not terms or not rising or terms[0][1] != base or terms[-1][1] > last:
+        raise Invalid(
+            f"the terms of a partition's extents are not theirs: partition={partition} base_offset={base} "
+            f"last_offset={last} terms={terms}."
+        )
+    if newest is not None:
+        if terms[0][0] < newest.term or terms[0][1] <= newest.first_offset:
+            raise Invalid(
+                f"the terms of a partition's extents do not follow the stored one: partition={partition} "
+                f"terms={terms} newest={newest.term} first_offset={newest.first_offset}."
+            )
+        terms = [term for term in terms if term[0] > newest.term]
+    return [L1_TERMS.encode(L1TermRow(request.topic_id, partition, term, first)) for term, first in terms]
+
+
+def _appended(
+    row: L1PartitionRow, object_id: str, regions: Sequence[Region]
+) -> tuple[L1PartitionRow, list[L1ExtentRow]]:
+    highest = row.highest_timestamp_ms
+    extents = []
+    for region in regions:
+        highest = max(highest, region.max_timestamp_ms)
+        extents.append(
+            L1ExtentRow(
+                row.topic_id,
+                row.partition,
+                region.base_offset,
+                region.last_offset,
+                region.max_timestamp_ms,
+                highest,
+                object_id,
+                region.first_byte,
+                region.size_bytes,
+                region.batch_count,
+                region.index_byte,
+                region.index_bytes,
+            )
+        )
+    row = replace(
+        row,
+        next=regions[-1].last_offset + 1,
+        size_bytes=row.size_bytes + sum(region.size_bytes for region in regions),
+        extent_count=row.extent_count + len(regions),
+        highest_timestamp_ms=highest,
+    )
+    return row, extents
+
+
+def set_start(
+    row: L1PartitionRow,
+    start: int,
+    oldest: Sequence[L1ExtentRow],
+    objects: Mapping[str, L1ObjectRow],
+    at_ms: int,
+) -> Trimmed:
+    """The partition begins at `start`, or where it did when that is later. `oldest`: its first extents, ascending;
+    `objects`: theirs. A start beyond `next` empties the partition: it goes on there."""
+    start = max(start, row.start)
+    gone = [extent for extent in oldest if extent.last_offset < start]
+    more = bool(gone) and len(gone) == len(oldest) and len(gone) < row.extent_count
+    changed = replace(
+        row,
+        start=start,
+        next=max(row.next, start),
+        size_bytes=row.size_bytes - sum(extent.size_bytes for extent in gone),
+        extent_count=row.extent_count - len(gone),
+    )
+    if changed == row:
+        return Trimmed([], False)
+    rows: Written = [L1_PARTITIONS.encode(changed), *((L1_EXTENTS.key_of(extent), b"") for extent in gone)]
+    return Trimmed([*rows, *_charged(gone, objects, at_ms)], more)
+
+
+def _charged(gone: Sequence[L1ExtentRow], objects: Mapping[str, L1ObjectRow], at_ms: int) -> Written:
+    removed: dict[str, int] = {}
+    for extent in gone:
+        removed[extent.object_id] = removed.get(extent.object_id, 0) + extent.weight_bytes
+    return [
+        L1_OBJECTS.encode(replace(objects[name], removed_bytes=objects[name].removed_bytes + weight, updated_ms=at_ms))
+        for name, weight in removed.items()
+        if name in objects
+    ]

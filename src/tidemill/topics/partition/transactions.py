@@ -1,0 +1,205 @@
+"""Transactions as one partition sees them (KIP-98, KIP-890). Pure: no clock, randomness or I/O.
+
+    first batch of a producer ──► open ──commit marker──► every reader may see it
+                                    └───abort marker──► readers of what is committed pass over it
+
+X1  A transaction is open from its first batch to its marker. The first open one bounds what is committed: the last
+    stable offset, below which every transaction has ended.
+X2  An aborted one is remembered as long as a record of it may be read; the log's start lets go of it, and so does
+    compaction, once nobody reads any more what it replaced.
+X3  A marker ends a transaction of its producer's epoch or an older one, and of an older one only where it was given a
+    new epoch itself; where there is none, nothing is written.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from tidemill.topics.front import BatchRef
+
+PLAIN: Final = 0
+TRANSACTIONAL: Final = 1
+COMMIT: Final = 2
+ABORT: Final = 3
+"""What a placed batch is: records of nobody's transaction, records of one, or the marker that ends one."""
+
+OPEN_LIMIT: Final = 2_000
+"""Transactions open at once in a partition: what its row of the metastore takes (`rowform`)."""
+
+
+class Open(msgspec.Struct, frozen=True, array_like=True):
+    """`since_ms`: the proposer's time of its first batch."""
+
+    epoch: int
+    first_offset: int
+    since_ms: int
+
+
+class Aborted(msgspec.Struct, frozen=True, array_like=True):
+    """Offsets are inclusive, the last one is the marker's. `stable`: every transaction that is aborted later begins at
+    or after it."""
+
+    producer_id: int
+    first_offset: int
+    last_offset: int
+    stable: int
+
+
+class AbortedIndex:
+    """Ascending by last offset, in compact columns: 32 bytes each. Owned by a partition's state."""
+
+    __slots__ = ("firsts", "lasts", "producers", "stables")
+
+    def __init__(self, data: bytes = b"") -> None:
+        """`data`: what `encoded` gave."""
+        columns = array("q", data)
+        if sys.byteorder == "big":
+            columns.byteswap()
+        size = len(columns) // 4
+        self.producers, self.firsts = columns[:size], columns[size : 2 * size]
+        self.lasts, self.stables = columns[2 * size : 3 * size], columns[3 * size :]
+
+    def __len__(self) -> int:
+        return len(self.lasts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AbortedIndex) and self._columns() == other._columns()
+
+    def __getitem__(self, index: int) -> Aborted:
+        return Aborted(self.producers[index], self.firsts[index], self.lasts[index], self.stables[index])
+
+    def add(self, aborted: Aborted) -> None:
+        self.producers.append(aborted.producer_id)
+        self.firsts.append(aborted.first_offset)
+        self.lasts.append(aborted.last_offset)
+        self.stables.append(aborted.stable)
+
+    def from_offset(self, offset: int) -> int:
+        """Index of the first one that ends at or after `offset`."""
+        return bisect_left(self.lasts, offset)
+
+    def overlapping(self, start: int, end: int) -> list[tuple[int, int]]:
+        """(producer id, first offset) of those with a record that may lie in [start, end), by first offset."""
+        found: list[tuple[int, int]] = []
+        for index in range(self.from_offset(start), len(self)):
+            if self.firsts[index] < end:
+                found.append((self.producers[index], self.firsts[index]))
+            if self.stables[index] >= end:
+                break
+        return sorted(found, key=lambda pair: pair[1])
+
+    def told(self, ref: BatchRef) -> BatchRef:
+        """`ref`, with the producers of which this batch would be an aborted one."""
+        aborted = self.overlapping(ref.base_offset, ref.base_offset + 1) if len(self) else []
+        if not aborted:
+            return ref
+        return msgspec.structs.replace(ref, aborted=tuple(sorted({producer_id for producer_id, _ in aborted})))
+
+    def start_at(self, log_start: int) -> None:
+        gone = self.from_offset(log_start)
+        if gone:
+            for column in self._columns():
+                del column[:gone]
+
+    def copy(self) -> AbortedIndex:
+        copy = AbortedIndex()
+        copy.producers, copy.firsts, copy.lasts, copy.stables = (column[:] for column in self._columns())
+        return copy
+
+    def clear(self) -> None:
+        for column in self._columns():
+            del column[:]
+
+    def encoded(self) -> bytes:
+        """Four columns of little-endian int64: producer ids, first offsets, last offsets, stable offsets."""
+        columns = array("q")
+        for column in self._columns():
+            columns += column
+        if sys.byteorder == "big":
+            columns.byteswap()
+        return columns.tobytes()
+
+    def _columns(self) -> tuple[array[int], ...]:
+        return self.producers, self.firsts, self.lasts, self.stables
+
+
+class Ledger:
+    """The open transactions of a partition after the batches that a command places so far. It changes nothing of the
+    partition's own until `write`."""
+
+    __slots__ = ("_changes", "_count", "_now", "_open")
+
+    def __init__(self, open_now: Mapping[int, Open]) -> None:
+        self._open = open_now
+        self._now: dict[int, Open | None] = {}
+        """producer → as it is by now, of those that changed"""
+        self._changes: list[tuple[int, Open | None, int]] = []
+        """(producer, its new transaction or None, offset of the marker where it was aborted or −1)"""
+        self._count = len(open_now)
+
+    @property
+    def idle(self) -> bool:
+        """Nobody has a transaction."""
+        return not self._open and not self._now
+
+    def of(self, producer_id: int) -> Open | None:
+        return self._now[producer_id] if producer_id in self._now else self._open.get(producer_id)
+
+    def takes(self, producer_id: int, epoch: int, kind: int, *, confirmed: bool) -> bool:
+        """May a batch of records stand here? `confirmed`: the coordinator says that its transaction is open."""
+        found = self.of(producer_id)
+        if kind == PLAIN:
+            return found is None
+        return found.epoch == epoch if found is not None else confirmed
+
+    @property
+    def full(self) -> bool:
+        return self._count >= OPEN_LIMIT
+
+    def place(self, producer_id: int, epoch: int, offset: int, at_ms: int) -> None:
+        """A batch of a transaction; the first one opens it."""
+        if self.of(producer_id) is None:
+            self._change(producer_id, Open(epoch, offset, at_ms), -1)
+            self._count += 1
+
+    def ends(self, producer_id: int, below: int) -> bool:
+        """Is there anything that a marker for epochs below this would end (X3)?"""
+        found = self.of(producer_id)
+        return found is not None and found.epoch < below
+
+    def end(self, producer_id: int, kind: int, offset: int) -> None:
+        self._change(producer_id, None, offset if kind == ABORT else -1)
+        self._count -= 1
+
+    def _change(self, producer_id: int, opened: Open | None, aborted_at: int) -> None:
+        self._now[producer_id] = opened
+        self._changes.append((producer_id, opened, aborted_at))
+
+    def write(self, transactions: dict[int, Open], aborted: AbortedIndex) -> None:
+        for producer_id, opened, aborted_at in self._changes:
+            if opened is not None:
+                transactions[producer_id] = opened  # at the end: first offsets ascend
+                continue
+            ended = transactions.pop(producer_id)
+            if aborted_at >= 0:
+                first = first_open(transactions)
+                stable = aborted_at + 1 if first is None else first
+                aborted.add(Aborted(producer_id, ended.first_offset, aborted_at, stable))
+
+
+def first_open(transactions: Mapping[int, Open]) -> int | None:
+    """The least first offset: they are kept in the order in which they began."""
+    return next(iter(transactions.values())).first_offset if transactions else None
+
+
+def end_all(transactions: dict[int, Open], aborted: AbortedIndex, end: int) -> None:
+    """What was open when a log was cut at `end` is aborted, without a marker: its coordinator is of another life."""
+    for producer_id, opened in transactions.items():
+        aborted.add(Aborted(producer_id, opened.first_offset, end - 1, end))
+    transactions.clear()

@@ -1,0 +1,96 @@
+"""A world whose topics are reconciled when the test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any
+
+from topics_world import World, batch, run
+
+from tidemill.base.clock import Rand
+from tidemill.metastore.rows import L1_OBJECTS
+from tidemill.metastore.rows.l1 import L1ExtentRow, L1ObjectRow
+from tidemill.topics.checkpoint import PartitionsStage
+from tidemill.topics.l1.reading import L1Reader
+from tidemill.topics.l1.reconciler import Reconciler, Round
+from tidemill.topics.l1.store import L1Rows
+from tidemill.topics.leadership import Assignment
+from tidemill.topics.log import LocalTopics
+from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.reader import PartitionReaderImpl
+
+
+class L1World(World):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.rows = L1Rows(self.metastore, self.clock, Rand(3))
+        self.l1 = L1Reader(self.rows, self.objects)
+        self.reader = PartitionReaderImpl(self.consensus, self.objects, self.l1)
+
+    def node(self, assignment: Assignment | None = None, **settings: Any) -> LocalTopics:
+        node = super().node(assignment, **settings)
+        node._l1 = self.l1
+        node._retainer._l1 = self.rows
+        return node
+
+    def reconciler(self, node: LocalTopics) -> Reconciler:
+        return Reconciler(
+            self.rows, self.objects, node._cache, self.objects, self.clock, Rand(), node._settings, node._led
+        )
+
+    async def checkpoint(self) -> None:
+        """The rows follow the logs."""
+        stage = PartitionsStage(self.consensus, self.objects, self.metastore)
+        await stage.load()
+        for unit in (await stage.gather()).values():
+            for group in unit:
+                await self.metastore.commit(group)
+
+    async def round(self, node: LocalTopics, topic_id: str) -> Round:
+        return await self.reconciler(node).round(topic_id, range(2))
+
+    async def move(self, node: LocalTopics, topic_id: str) -> Round:
+        """A checkpoint and a round, until the logs have taken what it told them."""
+        await self.checkpoint()
+        done = await self.round(node, topic_id)
+        await node._commits.drain(30.0)
+        return done
+
+    def state(self, node: LocalTopics, topic_id: str, partition: int = 0) -> PartitionState:
+        return node._led[topic_id, partition].state
+
+    async def extents(self, topic_id: str, partition: int = 0) -> list[tuple[int, int]]:
+        return [(e.base_offset, e.last_offset) for e in await self.extent_rows(topic_id, partition)]
+
+    async def extent_rows(self, topic_id: str, partition: int = 0) -> list[L1ExtentRow]:
+        return [extent async for extent in self.rows.extents(topic_id, partition)]
+
+    async def object_rows(self, topic_id: str) -> list[L1ObjectRow]:
+        return await self.metastore.rows(L1_OBJECTS, topic_id)
+
+    async def keys(self, prefix: str) -> list[str]:
+        return [meta.key async for meta in self.objects.list(prefix)]
+
+    async def forget_l0(self, node: LocalTopics) -> None:
+        """Delete what no hot state names, as collection would."""
+        named = set[str]().union(*(led.state.live_objects() for led in node._led.values()))
+        for key in await self.keys("l0/"):
+            if key not in named:
+                await self.objects.delete(key)
+
+
+async def produced(node: LocalTopics, topic_id: str, *names: str, partition: int = 0, at_ms: int = 1000) -> None:
+    """A batch of two records for each name, one millisecond after the other; each in an object of its own."""
+    for number, name in enumerate(names):
+        data = batch(f"{name}a", f"{name}b", timestamp_ms=at_ms + number)
+        await node.produce_nowait(topic_id, partition, data)
+
+
+def in_world(scenario: Coroutine[object, object, None], world: World) -> None:
+    async def whole() -> None:
+        try:
+            await scenario
+        finally:
+            await world.aclose()
+
+    run(whole())
