@@ -14,7 +14,6 @@ from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.keeper.grounds import Grounds, Retention
 from tidemill.keeper.jobs import Budget
-from tidemill.keeper.topic_groups import TopicGroups
 from tidemill.keeper.topic_objects import TopicObjects
 from tidemill.keeper.topic_rollups import TopicRollups
 from tidemill.metastore.catalogue import Catalogue, TopicRow
@@ -23,9 +22,11 @@ from tidemill.metastore.rows import PARTITIONS
 from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.objects.memory import MemoryObjects
 from tidemill.topics.batch import Record, encode_batch
-from tidemill.topics.group_offsets import Committed, GroupOffsets
+from tidemill.topics.l0.lost import let_go
 from tidemill.topics.leadership import Alone
 from tidemill.topics.log import LocalTopics
+from tidemill.topics.partition.codec import decode_command
+from tidemill.topics.partition.commands import Rollup
 from tidemill.topics.partition.replay import catch_up, partition_log
 from tidemill.topics.partition.state import PartitionState
 from tidemill.topics.settings import TopicSettings
@@ -71,7 +72,11 @@ class World:
     async def send(self, node: LocalTopics, row: TopicRow, *partitions: int) -> None:
         """One batch into each of the partitions, in one object."""
         data = [bytearray(encode_batch([Record(None, b"v" * 50, timestamp_ms=1000)])) for _ in partitions]
-        await asyncio.gather(*(node.produce_nowait(row.topic_id, p, d) for p, d in zip(partitions, data, strict=True)))
+        sent = [node.produce_nowait(row.topic_id, p, d) for p, d in zip(partitions, data, strict=True)]
+        while not all(future.done() for future in sent):
+            self.clock.advance(1)  # by this clock the writer waits for those whom it answered a moment ago
+            await asyncio.sleep(0.001)
+        await asyncio.gather(*sent)
 
     async def forget(self, node: LocalTopics, row: TopicRow, partition: int) -> None:
         led = node._led[row.topic_id, partition]
@@ -82,7 +87,7 @@ class World:
     async def keep(self, seconds: int = 200) -> None:
         for _ in range(seconds // 10):
             self.clock.advance(10_000)
-            await asyncio.sleep(0.02)  # real time for the metastore, which persists by itself
+            await self.metastore.flush()
             await self.keeper.run(Budget(self.clock, 1))
             await self.rollups.run(Budget(self.clock, 1))
 
@@ -91,6 +96,12 @@ class World:
         while (head := await self.consensus.log_head(log)).start <= start:
             await asyncio.sleep(0.001)
         return head
+
+    async def newest_rollup(self, log: str) -> str:
+        """The object that the last roll-up in the log names."""
+        found = await self.consensus.read(log, (await self.consensus.log_head(log)).start)
+        commands = [decode_command(record.data) for record in found.records]
+        return [command.object_key for command in commands if isinstance(command, Rollup)][-1]
 
     def stored(self, prefix: str = "l0/") -> set[str]:
         return {key for key in self.objects._objects if key.startswith(prefix)}
@@ -286,6 +297,38 @@ def test_of_a_deleted_topic_nothing_stays_but_the_heads_of_its_logs() -> None:
     run(scenario())
 
 
+def test_the_log_of_a_deleted_topic_is_ended_though_nothing_of_it_is_in_the_bucket() -> None:
+    """Its objects had gone before, as they do into L1, and it was never rolled up. A node that has not heard of the
+    deletion, and took it over meanwhile, goes on with it: it is ended again."""
+
+    async def scenario() -> None:
+        world = World()
+        row = await world.catalogue.create_topic("gone", 1)
+        node = world.node()
+        log = partition_log(row.topic_id, 0)
+        await world.send(node, row, 0)
+        await world.forget(node, row, 0)
+        await world.keep()
+        assert world.stored() == world.stored("rollup/") == set()
+        await world.metastore.commit([PARTITIONS.encode(PartitionRow(row.topic_id, 0, 1, 1))])
+        await world.catalogue.delete(TopicRow, "gone")
+        await world.rollups.run(Budget(world.clock, 1))
+        head = await world.consensus.log_head(log)
+        assert head.start < head.next, "the checkpoint has not followed yet"
+        await world.metastore.commit([(PARTITIONS.key(row.topic_id, 0), b"")])
+        await world.rollups.run(Budget(world.clock, 1))
+        head = await world.consensus.log_head(log)
+        assert head.start == head.next > 0
+        await world.consensus.append(log, head.term, head.next, [b"late"], "nonce")
+        await world.rollups.run(Budget(world.clock, 1))
+        late = await world.consensus.log_head(log)
+        assert late.start == late.next == head.next + 1
+        assert world.rollups.facts()["ended_logs"] == 2
+        await world.aclose()
+
+    run(scenario())
+
+
 def test_replaced_rollups_go_and_a_log_whose_truncation_was_cut_off_is_truncated() -> None:
     async def scenario() -> None:
         world = World()
@@ -310,9 +353,8 @@ def test_replaced_rollups_go_and_a_log_whose_truncation_was_cut_off_is_truncated
         for _ in range(5):
             await world.send(node, row, 0)
         world.consensus.truncate = truncate  # type: ignore[method-assign]
-        while len(world.stored("rollup/topic/")) < 3:
+        while await world.newest_rollup(log) == standing:
             await asyncio.sleep(0.001)
-        await asyncio.sleep(0.01)  # for the record behind it
         assert (await world.consensus.log_head(log)).start == head.start
         for _ in range(2):  # the log first, then what it no longer names
             await world.rollups.run(Budget(world.clock, 1))
@@ -354,23 +396,22 @@ def test_a_rollup_that_is_named_behind_what_it_copied_stands() -> None:
     run(scenario())
 
 
-def test_offsets_committed_to_a_deleted_topic_leave_their_group() -> None:
+def test_what_stands_in_for_a_lost_object_goes_as_the_object_would() -> None:
     async def scenario() -> None:
         world = World()
-        gone = await world.catalogue.create_topic("gone", 1)
-        stays = await world.catalogue.create_topic("stays", 1)
-        offsets = GroupOffsets(world.consensus, world.rand)
-        await offsets.commit("g", {gone.topic_id: {0: Committed(5)}, stays.topic_id: {0: Committed(7)}})
-        await offsets.commit("only", {gone.topic_id: {0: Committed(5)}})
-        job = TopicGroups(world.keeper._g)
-        await job.run(Budget(world.clock, 1))
-        assert len(await offsets.fetch("g")) == 2
-        await world.catalogue.delete(TopicRow, "gone")
-        await job.run(Budget(world.clock, 1))
-        assert await offsets.fetch("g") == {stays.topic_id: {0: Committed(7)}}
-        assert await offsets.fetch("only") == {}
-        await offsets.commit("only", {stays.topic_id: {0: Committed(1)}})
-        assert await offsets.fetch("only") == {stays.topic_id: {0: Committed(1)}}
+        row = await world.catalogue.create_topic("t", 2)
+        node = world.node()
+        await world.send(node, row, 0)
+        await world.send(node, row, 0, 1)
+        for key in world.stored():
+            await world.objects.delete(key)
+            await let_go(world.objects, key)
+        await world.forget(node, row, 0)
+        await world.keep()
+        assert len(world.stored()) == 1, "the other partition has not passed it yet"
+        await world.forget(node, row, 1)
+        await world.keep()
+        assert world.stored() == set()
         await world.aclose()
 
     run(scenario())

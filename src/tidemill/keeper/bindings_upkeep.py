@@ -13,7 +13,8 @@ many there are and what lets them go: a pipeline that was stopped for good is no
 them silently. What counts is the age of the oldest binding that somebody has not gone past, not how far apart two
 bindings are: a source that was idle for a day, and then is not, is kept by nobody.
 
-BK1  A source that changed is looked at soon, one that does not ever more seldom: an idle topic costs next to nothing.
+BK1  A source that has enough to forget is looked at soon after it changed, and ever more seldom while it does not. One
+     that has not is looked at when it changed: an idle topic costs nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from tidemill.base.marks import Tracker
+from tidemill.consensus.changed_logs import ChangedLogs
 from tidemill.keeper.checkpoint import sources_of
 from tidemill.keeper.grounds import Grounds
 from tidemill.keeper.jobs import Budget
@@ -35,7 +37,7 @@ from tidemill.metastore.rows.pipelines import PipelineRow, source_of
 from tidemill.shards.commands import Create
 from tidemill.shards.machine import shard_replica
 from tidemill.shards.open import created_shards
-from tidemill.shards.remap import WHOLE_EVERY, LogRemap
+from tidemill.shards.remap import LOG_PREFIX, WHOLE_EVERY, LogRemap
 
 EVERY_S = 10.0
 FIRST_PAUSE_S = 15.0
@@ -51,8 +53,6 @@ a checkpoint and a manifest: a pipeline that catches up has minutes for them."""
 class _Tended(msgspec.Struct):
     next_s: float = 0.0
     pause_s: float = FIRST_PAUSE_S
-    end: int = -1
-    """Next position of the log as of the last look."""
 
 
 class BindingsUpkeep:
@@ -60,7 +60,9 @@ class BindingsUpkeep:
         self._g = grounds
         self._told = Told("keeper:bindings", tracker, grounds.clock)
         self._persisted = Persisted(grounds.metastore)
+        self._logs = ChangedLogs(grounds.consensus, LOG_PREFIX)
         self._tended: dict[str, _Tended] = {}
+        """The sources with bindings to forget, now or later."""
         self._forgotten = 0
         self._tracker = tracker
         self._pinned: set[str] = set()
@@ -79,14 +81,10 @@ class BindingsUpkeep:
     async def run(self, budget: Budget) -> bool:
         """Look at the sources whose time has come, the longest waiting first."""
         g = self._g
-        sources = await sources_of(g.metastore)
-        for gone in self._tended.keys() - set(sources):
-            self._told.healed(gone)
-            self._released(gone)
-            self._held_by.pop(gone, None)
-        self._tended = {source: self._tended.get(source, _Tended()) for source in sources}
         now_s = g.clock.monotonic_s()
-        due = sorted((s for s in sources if self._tended[s].next_s <= now_s), key=lambda s: self._tended[s].next_s)
+        await self._look(now_s)
+        tended = self._tended
+        due = sorted((s for s in tended if tended[s].next_s <= now_s), key=lambda s: (tended[s].next_s, s))
         if not due:
             return False
         pipelines = await g.metastore.rows(PIPELINES, fresh=False)
@@ -99,33 +97,50 @@ class BindingsUpkeep:
                 await self._visit(source, [created[name] for name in readers[source] if name in created], pipelines)
             except BaseException as error:
                 self._told.failed(source, error)
-                self._tended[source].next_s = now_s + LONGEST_PAUSE_S / 10
+                tended[source].next_s = now_s + LONGEST_PAUSE_S / 10
             else:
                 self._told.healed(source)
         return False
+
+    async def _look(self, now_s: float) -> None:
+        """Which sources there are, and which changed."""
+        sources = set(await sources_of(self._g.metastore))
+        changed = await self._logs.look(sources.__contains__)
+        for source, head in changed.items():
+            if head.next - head.start > WHOLE_EVERY:
+                tended = self._tended.setdefault(source, _Tended())
+                tended.pause_s = FIRST_PAUSE_S
+                tended.next_s = min(tended.next_s, now_s + FIRST_PAUSE_S)
+        self._logs.done(changed)
+        for gone in self._tended.keys() - sources:
+            self._let_go(gone)
+
+    def _let_go(self, source: str) -> None:
+        del self._tended[source]
+        self._told.healed(source)
+        self._released(source)
+        self._held_by.pop(source, None)
 
     async def _visit(self, source: str, readers: Sequence[Create], pipelines: Sequence[PipelineRow]) -> None:
         g, tended = self._g, self._tended[source]
         remap = LogRemap(g.consensus, source, g.clock, g.rand)
         await remap.latest()
-        end = remap.position
-        if remap.length > WHOLE_EVERY:
-            least = g.clock.now_ms() - g.retention.history_ms
-            holder, upper = "", 0
-            for create in readers:
-                asks = await self._asks(create)
-                if asks is not None and asks[0] < least:
-                    (least, upper), holder = asks, create.name
-            self._forgotten += await remap.forget(least)
-            self._held_by.pop(source, None)
-            if holder:
-                self._held_by[source] = holder
-            await self._tell(remap, least, upper, holder, [row.name for row in pipelines if holder in row.tables])
-        else:
-            self._released(source)
-        tended.pause_s = FIRST_PAUSE_S if end != tended.end else min(LONGEST_PAUSE_S, tended.pause_s * 2)
-        tended.end = end
+        if remap.length <= WHOLE_EVERY:
+            self._let_go(source)
+            return
+        least = g.clock.now_ms() - g.retention.history_ms
+        holder, upper = "", 0
+        for create in readers:
+            asks = await self._asks(create)
+            if asks is not None and asks[0] < least:
+                (least, upper), holder = asks, create.name
+        self._forgotten += await remap.forget(least)
+        self._held_by.pop(source, None)
+        if holder:
+            self._held_by[source] = holder
+        await self._tell(remap, least, upper, holder, [row.name for row in pipelines if holder in row.tables])
         tended.next_s = g.clock.monotonic_s() + tended.pause_s
+        tended.pause_s = min(LONGEST_PAUSE_S, tended.pause_s * 2)
 
     async def _tell(self, remap: LogRemap, least: int, upper: int, holder: str, pipelines: Sequence[str]) -> None:
         """`least` is what the holder, a shard that is at `upper`, may still ask for. The age is that of the bindings,

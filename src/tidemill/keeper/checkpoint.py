@@ -13,6 +13,7 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
 from tidemill.base.marks import Tracker
 from tidemill.consensus.api import Consensus
+from tidemill.consensus.changed_logs import ChangedLogs
 from tidemill.keeper.checkpoint_registers import RegistersStage
 from tidemill.metastore.checkpoint import Checkpointer, Group, Unit, each_readable
 from tidemill.metastore.metastore import Metastore
@@ -31,7 +32,7 @@ from tidemill.shards.checkpoint import (
 )
 from tidemill.shards.commands import Create
 from tidemill.shards.open import all_registered
-from tidemill.shards.remap import decode_stored
+from tidemill.shards.remap import LOG_PREFIX, decode_stored
 from tidemill.topics.checkpoint import PartitionsStage
 
 BINDINGS_A_GROUP = 256
@@ -66,33 +67,41 @@ class BindingsStage:
     def __init__(self, consensus: Consensus, metastore: Metastore) -> None:
         self._consensus = consensus
         self._metastore = metastore
+        self._logs = ChangedLogs(consensus, LOG_PREFIX)
         self._followers: dict[str, BindingFollower] = {}
+        self._gathered: list[str] = []
         self._gone: set[str] = set()
         self._rows: set[str] = set()
         """Sources that have rows."""
+        self._unseen: set[str] = set()
+        """Of those, the ones that `load` found and nobody has looked at yet."""
         self._found: dict[str, list[StoredBinding]] = {}
         self.unreadable: dict[str, TidemillError] = {}
 
     async def load(self) -> None:
         self._followers.clear()
+        self._logs.restart()
         self._rows = set()
         async for keys, _ in self._metastore.prefix(BINDINGS.prefix()):
             self._rows.update(str(BINDINGS.decode_key(key)[0]) for key in keys)
+        self._unseen = set(self._rows)
 
     async def gather(self) -> dict[str, Unit]:
         """By source. Raises Unavailable."""
-        sources = await sources_of(self._metastore)
-        for source in sources:
+        sources = set(await sources_of(self._metastore))
+        due = await self._logs.look(sources.__contains__)
+        self._gathered = sorted(due.keys() | (self._unseen & sources))
+        for source in self._gathered:
             if source not in self._followers:
                 self._followers[source] = BindingFollower(self._consensus, source, await self._last(source))
         self.unreadable = {}
-        gathering = {source: self._followers[source].gather() for source in sources}
+        gathering = {source: self._followers[source].gather() for source in self._gathered}
         self._found = await each_readable(gathering, self.unreadable)
         units = {
             source: await self._forgotten(source) + binding_groups(source, bindings)
             for source, bindings in self._found.items()
         }
-        self._gone = (self._rows | self._followers.keys()) - set(sources)
+        self._gone = (self._rows | self._followers.keys()) - sources
         for source in sorted(self._gone):
             unit = units[source] = []
             async for keys, _ in self._metastore.prefix(BINDINGS.prefix(source)):
@@ -111,15 +120,19 @@ class BindingsStage:
         return late
 
     def written(self, late: Set[str]) -> None:
-        for source in self._gone:
-            self._followers.pop(source, None)
-        self._gone = set()
-        self._rows = set(self._followers)
-        for source, follower in list(self._followers.items()):
+        for source in self._gathered:
             if source not in late:
-                follower.written()
+                self._followers[source].written()
+                self._logs.done([source])
+                self._unseen.discard(source)
+                self._rows.add(source)
             elif source in self.unreadable:
                 del self._followers[source]
+        for source in self._gone:
+            self._followers.pop(source, None)
+        self._rows -= self._gone
+        self._unseen -= self._gone
+        self._gone = set()
         self._found = {}
 
     async def _forgotten(self, source: str) -> Unit:

@@ -83,11 +83,11 @@ async def deep_check(
         walk, references, checker = Findings(progress), References(), None
         try:
             if known is not None:
-                walk, references, checker = await _walk_again(domains, progress)
+                walk, references, checker = await _walk_again(domains, known[0].incarnation, progress)
                 if checker is not None:
                     await check_logs(consensus, objects, checker.topics.values(), walk)
-            elif rows is not None:
-                checker = await check_rows(rows, walk, references)
+            elif rows is not None and found is not None:
+                checker = await check_rows(rows, walk, references, found.incarnation)
         except (Missing, Corrupt, Invalid) as error:
             _add_unreadable(walk, error)
         findings.include(walk)
@@ -168,7 +168,7 @@ async def _compare(
 
 
 async def _walk_again(
-    domains: Sequence[Domain], progress: Callable[[str, int, int], None]
+    domains: Sequence[Domain], incarnation: int, progress: Callable[[str, int, int], None]
 ) -> tuple[Findings, References, Checker | None]:
     """Walk the rows as they are now; from the start when a leader collected a file under the walk.
 
@@ -180,7 +180,7 @@ async def _walk_again(
             manifests = [domain.state.manifest for domain in domains]
             findings, references = Findings(progress), References()
             try:
-                return findings, references, await check_rows(rows, findings, references)
+                return findings, references, await check_rows(rows, findings, references, incarnation)
             except (Missing, Corrupt, Invalid) as error:
                 for domain in domains:
                     await domain.sync()

@@ -18,15 +18,21 @@ class Retention(msgspec.Struct, frozen=True):
     collect_after_s  between the moment that an object is replaced and its deletion: a read shorter than this needs
                      no hold
     orphans_after_s  an object that was written and never referred to; a writer paused for longer writes it again
+    group_offsets_s  what a group without members has committed (Kafka's offsets.retention.minutes)
     """
 
     history_s: float = 60.0
     collect_after_s: float = 120.0
     orphans_after_s: float = 6 * 3600.0
+    group_offsets_s: float = 7 * 86_400.0
 
     @property
     def history_ms(self) -> int:
         return int(self.history_s * 1000)
+
+    @property
+    def group_offsets_ms(self) -> int:
+        return int(self.group_offsets_s * 1000)
 
     @property
     def step_ms(self) -> int:

@@ -65,6 +65,10 @@ class Persisted:
         domains = await self._metastore.domains()
         return all(_last(domain) >= seqno for domain, seqno in zip(domains, horizon, strict=True))
 
+    async def holds(self, key: bytes, seqno: int) -> bool:
+        """Is the row of `key`, as it was written at `seqno`, in the newest manifest of its domain?"""
+        return await self._covered(key) >= seqno
+
     def forget(self, shard_id: str) -> None:
         self._seen.pop(shard_id, None)
         self._held.pop(shard_id, None)

@@ -11,6 +11,7 @@
 RE1  A run that was cut off is run again: it goes on with the same manifests, and every step finds what was done.
 RE2  A restored capture serves nobody before it has compared its slot with what was restored (capture.prepare).
 RE3  No committed group offset is beyond its partition's end: what is produced next would be skipped.
+RE4  A schema's id that was given after the manifest is not given to another schema: records may hold it.
 """
 
 from __future__ import annotations
@@ -33,18 +34,22 @@ from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.objectcheck import References
 from tidemill.metastore.restore import Attempt, begin, finish, read_attempt, reset_domain, take_bucket
 from tidemill.metastore.rows import (
+    ABORTED,
     BINDINGS,
     CAPTURE_TABLES,
     CAPTURES,
     EXTENTS,
     GROUP_OFFSETS,
+    GROUPS,
     NODES,
     PARTITIONS,
+    REGISTRY_HEADS,
     SHARD_BATCHES,
     SHARDS,
     TOPICS,
 )
 from tidemill.metastore.rows.captures import CaptureRow, TableSnapshot
+from tidemill.metastore.rows.groups import GroupRow
 from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.metastore.settings import DomainSettings
 from tidemill.metastore.source import BucketRows, Source, check_not_alive, find_source
@@ -57,6 +62,9 @@ from tidemill.topics.partition.rowform import partition_state
 from tidemill.topics.restore import restore_partition, restore_registers
 
 LEAD_TIMEOUT_S = 60.0
+SCHEMA_IDS_LEFT_OUT = 10_000
+"""More than a registry gives within one persist interval (RE4)."""
+
 COMMIT_ATTEMPTS = 20
 COMMIT_PAUSE_S = 0.2
 SETTINGS = DomainSettings(options=Options(gc_delay_ms=24 * 3_600_000))
@@ -113,10 +121,12 @@ class Restorer:
             bindings = await self._bindings(rows, attempt)
             shards = await self._shards(rows, attempt)
             await self._registers(rows, source)
+            await self._grow_topics(rows, source, domains, ends)
             captures = await self._mark_captures(rows, source, domains, ends)
-            cut = await self._groups(rows, ends)
+            cut = await self._groups(rows, source, domains, ends)
+            await self._schema_ids(rows, source, domains)
             cluster = await take_bucket(self._consensus, self._objects, self._clock, self._rand, source)
-            findings = await self._walk(rows)
+            findings = await self._walk(rows, cluster.incarnation - 1)
         cluster = await finish(self._consensus, self._rand)
         return Restored(cluster, attempt, partitions, bindings, shards, captures, cut, findings)
 
@@ -154,7 +164,11 @@ class Restorer:
             nonlocal done
             topic_id, partition = row.topic_id, row.partition
             async with slots:
-                state = partition_state(row, await rows.rows(EXTENTS, topic_id, partition))
+                state = partition_state(
+                    row,
+                    await rows.rows(EXTENTS, topic_id, partition),
+                    await rows.rows(ABORTED, topic_id, partition),
+                )
                 await restore_partition(
                     self._consensus, self._objects, self._rand, topic_id, partition, state, attempt.nonce
                 )
@@ -189,11 +203,23 @@ class Restorer:
         await restore_registers(self._consensus, self._objects, self._rand, incarnation=incarnation, node_ids=node_ids)
 
     # rows -----------------------------------------------------------------------------------------
+    async def _grow_topics(
+        self, rows: BucketRows, source: Source, domains: Sequence[Domain], ends: dict[tuple[str, int], int]
+    ) -> None:
+        """Domains persist on their own: partitions may come back of which the topic's row does not know yet."""
+        counts: dict[str, int] = {}
+        for topic_id, partition in ends:
+            counts[topic_id] = max(partition + 1, counts.get(topic_id, 0))
+        for topic in await rows.rows(TOPICS):
+            if counts.get(topic.topic_id, 0) > topic.partitions:
+                grown = msgspec.structs.replace(topic, partitions=counts[topic.topic_id])
+                await self._commit(domains, _manifests_end(source), *TOPICS.encode(grown))
+
     async def _mark_captures(
         self, rows: BucketRows, source: Source, domains: Sequence[Domain], ends: dict[tuple[str, int], int]
     ) -> int:
         """RE2. A table whose topic came back shorter than its snapshot starts over."""
-        before = [domain.manifest.last_seqno if domain.manifest is not None else 0 for domain in source.domains]
+        before = _manifests_end(source)
         topics = {row.name: row for row in await rows.rows(TOPICS)}
         found = await rows.rows(CAPTURES)
 
@@ -215,23 +241,43 @@ class Restorer:
                 await self._commit(domains, before, *CAPTURE_TABLES.encode(short))
         return len(found)
 
-    async def _groups(self, rows: BucketRows, ends: dict[tuple[str, int], int]) -> int:
-        """RE3. How many offsets were cut."""
-        found = await rows.rows(GROUP_OFFSETS)
-        if not found:
-            return 0
-        from tidemill.topics.group_offsets import Committed, Offsets, restore_group  # the room costs a second to load
-
-        groups: dict[str, Offsets] = {}
+    async def _groups(
+        self, rows: BucketRows, source: Source, domains: Sequence[Domain], ends: dict[tuple[str, int], int]
+    ) -> int:
+        """RE3. How many offsets were cut. Groups of the time before head rows get one."""
+        before = [domain.manifest.last_seqno if domain.manifest is not None else 0 for domain in source.domains]
+        heads = {row.group for row in await rows.rows(GROUPS)}
         cut = 0
-        for row in found:
-            offset = min(row.offset, ends.get((row.topic_id, row.partition), 0))
-            cut += offset < row.offset
-            committed = Committed(offset, row.leader_epoch, row.metadata)
-            groups.setdefault(row.group, {}).setdefault(row.topic_id, {})[row.partition] = committed
-        for group, offsets in groups.items():
-            await restore_group(self._consensus, self._rand, group, offsets)
+        async for row in rows.each(GROUP_OFFSETS):
+            if row.group not in heads:
+                heads.add(row.group)
+                await self._create(domains, *GROUPS.encode(GroupRow(row.group, since_ms=self._clock.now_ms())))
+            end = ends.get((row.topic_id, row.partition), 0)
+            if row.offset > end:
+                cut += 1
+                await self._commit(domains, before, *GROUP_OFFSETS.encode(msgspec.structs.replace(row, offset=end)))
         return cut
+
+    async def _schema_ids(self, rows: BucketRows, source: Source, domains: Sequence[Domain]) -> None:
+        """RE4. Rows of topics may be newer than the registry's: they are in other domains."""
+        before = [domain.manifest.last_seqno if domain.manifest is not None else 0 for domain in source.domains]
+        for head in await rows.rows(REGISTRY_HEADS):
+            later = msgspec.structs.replace(head, next_id=head.next_id + SCHEMA_IDS_LEFT_OUT)
+            await self._commit(domains, before, *REGISTRY_HEADS.encode(later))
+
+    async def _create(self, domains: Sequence[Domain], key: bytes, value: bytes) -> None:
+        """A row where none is; another run may have been here."""
+        domain = domains[domain_of(key, len(domains))]
+        for attempt in range(COMMIT_ATTEMPTS):
+            try:
+                await domain.commit([(key, value)], expects={key: 0})
+                return
+            except Conflict:
+                return
+            except (Unavailable, Unknown, Fenced):
+                if attempt == COMMIT_ATTEMPTS - 1:
+                    raise
+                await asyncio.sleep(COMMIT_PAUSE_S)
 
     async def _commit(self, domains: Sequence[Domain], before: Sequence[int], key: bytes, value: bytes) -> None:
         """Change a row that is as the manifest has it: once it has a seqno above the manifest's (`before`), another run
@@ -252,11 +298,17 @@ class Restorer:
                 await asyncio.sleep(COMMIT_PAUSE_S)
 
     # verifying ------------------------------------------------------------------------------------
-    async def _walk(self, rows: BucketRows) -> Findings:
+    async def _walk(self, rows: BucketRows, incarnation: int) -> Findings:
+        """`incarnation`: whose rows they are."""
         findings, references = Findings(self._progress), References()
-        await check_rows(rows, findings, references)
+        await check_rows(rows, findings, references, incarnation)
         await references.check(self._objects, findings, self._clock.now_ms())
         return findings
+
+
+def _manifests_end(source: Source) -> list[int]:
+    """By domain, the last seqno that its manifest holds."""
+    return [domain.manifest.last_seqno if domain.manifest is not None else 0 for domain in source.domains]
 
 
 async def _by_source(rows: BucketRows) -> AsyncIterator[tuple[str, list[bytes]]]:

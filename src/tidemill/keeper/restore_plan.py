@@ -12,6 +12,7 @@ from tidemill.metastore.rows import (
     CHECKPOINTS,
     EXTENTS,
     GROUP_OFFSETS,
+    GROUPS,
     PARTITIONS,
     PIPELINES,
     SHARD_BATCHES,
@@ -82,7 +83,9 @@ async def _rows(rows: BucketRows, now_ms: int) -> dict[str, Any]:
     async for batch in rows.each(SHARD_BATCHES):
         batches[batch.name] += 1
     shards = await rows.rows(SHARDS)
-    groups = sorted({row.group for row in await rows.rows(GROUP_OFFSETS)})
+    groups = sorted(
+        {*(row.group for row in await rows.rows(GROUPS)), *(row.group for row in await rows.rows(GROUP_OFFSETS))}
+    )
     gathered = [row.gathered_ms for row in await rows.rows(CHECKPOINTS)]
     return {
         "topics": [

@@ -25,7 +25,7 @@ from tidemill.metastore.rows.shards import ShardBatchRow, ShardRow
 from tidemill.shards.checkpoint import decode_header
 from tidemill.shards.codec import decode_batch
 from tidemill.shards.remap import decode_stored
-from tidemill.topics.partition.rowform import batches_of, producers_of
+from tidemill.topics.partition.rowform import batches_of, producers_of, transactions_of
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -45,9 +45,10 @@ def examine_rows() -> Mapping[str, Examine]:
     }
 
 
-async def check_rows(rows: RowSource, findings: Findings, references: References) -> Checker:
-    """Every row, every reference between rows, and the order between partitions, bindings and shards."""
-    checker = Checker(rows, findings, references, examine_rows())
+async def check_rows(rows: RowSource, findings: Findings, references: References, incarnation: int) -> Checker:
+    """Every row, every reference between rows, and the order between partitions, bindings and shards. `incarnation` of
+    the cluster: 1 of one that was never restored."""
+    checker = Checker(rows, findings, references, examine_rows(), restores=incarnation - 1)
     await checker.run()
     newest: dict[str, BindingRow] = {}
     offsets: dict[str, Offsets] = {}
@@ -94,7 +95,12 @@ def _check_binding(checker: Checker, findings: Findings, row: BindingRow, offset
 
 
 def _partition(row: PartitionRow) -> str:
-    return _problem(lambda: producers_of(row))
+    def check() -> str:
+        producers_of(row)
+        late = [first for first in transactions_of(row).values() if first >= row.next_offset]
+        return f"a transaction begins at {late[0]}, beyond its next offset {row.next_offset}" if late else ""
+
+    return _problem(check)
 
 
 def _extent(row: ExtentRow) -> str:

@@ -19,15 +19,16 @@ from collections.abc import Mapping
 import msgspec
 
 from tidemill.base.errors import Corrupt, Missing, TidemillError
+from tidemill.consensus.changed_logs import ChangedLogs
 from tidemill.keeper.grounds import Grounds
 from tidemill.keeper.jobs import Budget
 from tidemill.keeper.persisted import Persisted
 from tidemill.metastore.rows import PARTITIONS, TOPICS
 from tidemill.objects.store import ObjectMeta
 from tidemill.topics.l0.format import PREFIX, decode_footer, writer_of
-from tidemill.topics.partition.replay import catch_up, partition_log
+from tidemill.topics.partition.replay import LOG_PREFIX, catch_up, partition_log, place_of
 from tidemill.topics.partition.state import PartitionState
-from tidemill.topics.settle import end_log, settle
+from tidemill.topics.settle import settle
 
 LISTED_AT_ONCE = 20_000
 """Keys held at once; the next step goes on after them."""
@@ -40,6 +41,9 @@ SETTLED_AT_ONCE = 16
 QUIET_S = 600.0
 """Between two readings of all logs while nothing is written."""
 
+NOTHING = PartitionState()
+"""Of all partitions that nobody has written to: never changed."""
+
 Place = tuple[str, int]
 
 
@@ -51,7 +55,7 @@ class _Garbage(msgspec.Struct):
     places: tuple[Place, ...]
     seen_s: float
     passed: dict[Place, int] | None = None
-    """Where the logs began when none of them named it any more, or ever will."""
+    """Where the hot states began when none of them named it any more, or ever will."""
     ready_s: float | None = None
     horizon: list[int] = []
 
@@ -69,7 +73,6 @@ class Figures(msgspec.Struct):
     deleted_objects: int = 0
     deleted_bytes: int = 0
     settled: int = 0
-    ended_logs: int = 0
     waiting: int = 0
     strange: int = 0
 
@@ -80,14 +83,15 @@ class TopicObjects:
         self._quiet_s = quiet_s
         self._fault = fault
         """Test-only: `first-region` believes that the first partition in an object is the only one, `undecided` that
-        what no log names will never be named."""
+        what no log names will never be named, `one-report` that a log that cannot be read names nothing."""
         self._persisted = Persisted(grounds.metastore)
+        self._logs = ChangedLogs(grounds.consensus, LOG_PREFIX)
         self._states: dict[Place, PartitionState] = {}
+        """Of every partition there is."""
         self._garbage: dict[str, _Garbage] = {}
         self._strange: set[str] = set()
         self._seen: dict[str, _Seen] = {}
         self._writers: set[str] = set()
-        self._ended: set[Place] = set()
         self._after = ""
         self._listing: tuple[int, str, str] = (0, "", "")
         self._again_s = 0.0
@@ -130,7 +134,7 @@ class TopicObjects:
         self._see(found)
         live = set[str]().union(*(state.live_objects() for state in self._states.values()))
         unread = await self._look(found, live, budget)
-        rows = {(row.topic_id, row.partition): row.log_start for row in await self._g.metastore.rows(PARTITIONS)}
+        rows = {(row.topic_id, row.partition): row.hot_start for row in await self._g.metastore.rows(PARTITIONS)}
         undecided: dict[Place, float] = {}
         for key, garbage in list(self._garbage.items()):
             if key in live and self._fault != "first-region":
@@ -145,12 +149,23 @@ class TopicObjects:
         return unread
 
     async def _follow(self, topics: Mapping[str, int]) -> None:
-        """L1. Raises whatever keeps a log from being read."""
-        places = {(topic_id, partition) for topic_id, count in topics.items() for partition in range(count)}
-        self._states = {place: state for place, state in self._states.items() if place in places}
-        for place in sorted(places):
-            state = self._states.get(place, PartitionState())
-            self._states[place], _ = await catch_up(self._g.consensus, self._g.objects, partition_log(*place), state)
+        """L1: all that changed is read, and what did not is as it was. Raises whatever keeps a log from being read."""
+        places = [(topic_id, partition) for topic_id, count in topics.items() for partition in range(count)]
+        self._states = {place: self._states.get(place, NOTHING) for place in places}
+        written = await self._logs.look(lambda name: place_of(name) in self._states)
+        for name in sorted(written):
+            place = place_of(name)
+            known = self._states[place]
+            state = PartitionState() if known is NOTHING else known
+            try:
+                found = await catch_up(self._g.consensus, self._g.objects, partition_log(*place), state)
+            except TidemillError:
+                if self._fault != "one-report":
+                    raise
+                self._states.pop(place, None)
+            else:
+                self._states[place] = found[0]
+                self._logs.done([name])
 
     def _see(self, found: list[ObjectMeta]) -> None:
         newest: dict[str, int] = {}
@@ -222,14 +237,12 @@ class TopicObjects:
     async def _collect(self, garbage: _Garbage, rows: Mapping[Place, int]) -> None:
         if garbage.passed is None:
             states = {place: self._states[place] for place in garbage.places if place in self._states}
-            garbage.passed = {place: state.log_start for place, state in states.items()}
+            garbage.passed = {place: state.hot_start for place, state in states.items()}
         for place in garbage.places:
             deleted = place not in self._states
-            # L3: its row is to follow; to where the log began then, for a busy one goes on for ever.
+            # L3: its row is to follow; to where the hot state began then, for a busy one goes on for ever.
             if place in rows and (deleted or rows[place] < garbage.passed.get(place, 0)):
                 return
-            if deleted:
-                await self._end(place)
         now_s = self._g.clock.monotonic_s()
         if garbage.ready_s is None:
             garbage.ready_s, garbage.horizon = now_s, await self._persisted.horizon()
@@ -240,13 +253,6 @@ class TopicObjects:
             del self._garbage[garbage.meta.key]
             self._figures.deleted_objects += 1
             self._figures.deleted_bytes += garbage.meta.size_bytes
-
-    async def _end(self, place: Place) -> None:
-        """A deleted topic's log goes before its objects: they are what tells of it."""
-        if place not in self._ended:
-            await end_log(self._g.consensus, *place)
-            self._ended.add(place)
-            self._figures.ended_logs += 1
 
     async def _settle(self, undecided: Mapping[Place, float]) -> None:
         """Leaders decide by themselves where something is written; after a while the others are made to."""

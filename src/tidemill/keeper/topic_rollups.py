@@ -1,4 +1,4 @@
-"""The job `topic-rollups`: a partition has one roll-up, and its log begins there.
+"""The job `topic-rollups`: a partition has one roll-up, and its log begins there; of a deleted topic there is neither.
 
 A key holds the position p of the state that was copied; the record that names it stands at p or later (`rolling`).
 
@@ -7,27 +7,37 @@ A key holds the position p of the state that was copied; the record that names i
     p inside the log                  its record may be on its way: it stays. If a record names it, the truncation was
                                       cut off: the log is truncated to the newest such record, and the rest goes later
     of a topic that is gone           deleted, after its log
+
+A deleted topic's log is ended when its rows are gone, and again where somebody who had not heard of it, and took it
+over meanwhile, went on.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 from tidemill.consensus.api import LogHead
+from tidemill.consensus.changed_logs import ChangedLogs
 from tidemill.keeper.grounds import Grounds
 from tidemill.keeper.jobs import Budget
 from tidemill.metastore.rows import PARTITIONS, TOPICS
 from tidemill.topics.partition.codec import decode_command
 from tidemill.topics.partition.commands import Rollup
-from tidemill.topics.partition.replay import partition_log
+from tidemill.topics.partition.replay import LOG_PREFIX, partition_log, place_of
 from tidemill.topics.settle import end_log
 
 PREFIX = "rollup/topic/"
 
 
 class TopicRollups:
-    def __init__(self, grounds: Grounds) -> None:
+    def __init__(self, grounds: Grounds, *, fault: str = "") -> None:
         self._g = grounds
+        self._fault = fault
+        """Test-only: `forgotten-log` never ends the log of a deleted topic."""
+        self._logs = ChangedLogs(grounds.consensus, LOG_PREFIX)
+        self._written: defaultdict[str, set[int]] = defaultdict(set)
+        """topic id → its partitions whose logs hold records"""
         self._deleted = self._ended = self._truncated = 0
 
     def facts(self) -> dict[str, object]:
@@ -40,19 +50,38 @@ class TopicRollups:
             position = name.partition("-")[0]
             if partition.isdigit() and position.isdigit():  # what somebody else put there is none of ours
                 by_place[topic_id, int(partition)].append((int(position), meta.key))
-        # After the listing: a topic's row is there before its first roll-up.
+        heads = await self._logs.look(lambda _: True)
+        # After the listings: a topic's row is there before its first log and roll-up.
         topics = {row.topic_id for row in await self._g.metastore.rows(TOPICS)}
         rows = {row.topic_id for row in await self._g.metastore.rows(PARTITIONS)}
+        # While a topic has rows the checkpoint has not followed yet.
+        if await self._end_logs(heads, topics | rows, budget):
+            return True
         for place, found in sorted(by_place.items()):
             if not budget.left:
                 return True
             if place[0] not in topics:
                 if place[0] not in rows:
-                    await end_log(self._g.consensus, *place)
-                    self._ended += 1
                     await self._delete([key for _, key in found])
             elif len(found) > 1:
                 await self._of_log(partition_log(*place), sorted(found))
+        return False
+
+    async def _end_logs(self, heads: Mapping[str, LogHead], there: set[str], budget: Budget) -> bool:
+        """Of the topics that are not `there`; True when the budget ended before the last of them."""
+        for name, head in heads.items():
+            if head.start < head.next:
+                topic_id, partition = place_of(name)
+                self._written[topic_id].add(partition)
+        self._logs.done(heads)
+        for topic_id in sorted(self._written.keys() - there) if self._fault != "forgotten-log" else ():
+            for partition in sorted(self._written[topic_id]):
+                if not budget.left:
+                    return True
+                await end_log(self._g.consensus, topic_id, partition)
+                self._written[topic_id].remove(partition)
+                self._ended += 1
+            del self._written[topic_id]
         return False
 
     async def _of_log(self, log: str, found: list[tuple[int, str]]) -> None:

@@ -6,12 +6,18 @@ from tidemill.base.marks import Tracker
 from tidemill.keeper.bindings_upkeep import EVERY_S as BINDINGS_EVERY_S
 from tidemill.keeper.bindings_upkeep import BindingsUpkeep
 from tidemill.keeper.grounds import Grounds
+from tidemill.keeper.group_offsets import GroupOffsets
 from tidemill.keeper.jobs import Job
 from tidemill.keeper.orphans import Orphans
+from tidemill.keeper.persisted import Persisted
 from tidemill.keeper.shard_upkeep import BUSY_S, ShardUpkeep
-from tidemill.keeper.topic_groups import TopicGroups
+from tidemill.keeper.topic_compaction import TopicCompaction
+from tidemill.keeper.topic_holds import PipelineHolds
+from tidemill.keeper.topic_l1 import TopicL1
+from tidemill.keeper.topic_l1_levels import TopicL1Levels
 from tidemill.keeper.topic_objects import TopicObjects
 from tidemill.keeper.topic_rollups import TopicRollups
+from tidemill.metastore.catalogue import Catalogue
 
 ORPHANS_EVERY_S = 600.0
 """A listing of all the shards' objects, a request for each thousand of them: what was dropped has a while."""
@@ -19,7 +25,13 @@ ORPHANS_EVERY_S = 600.0
 TOPIC_OBJECTS_EVERY_S = 60.0
 """A listing of the L0 objects, and a reading of the partitions' logs where something changed."""
 TOPIC_ROLLUPS_EVERY_S = 300.0
-TOPIC_GROUPS_EVERY_S = 600.0
+TOPIC_L1_LEVELS_EVERY_S = 120.0
+"""The rows of L1's partitions; more where some of them gained extents."""
+TOPIC_L1_EVERY_S = 300.0
+"""The rows of L1's partitions and objects, and a listing of the objects."""
+TOPIC_COMPACTION_EVERY_S = 15.0
+"""The catalogue; the rows of a topic that is compacted, and of its extents where they changed (Kafka's back-off)."""
+GROUP_OFFSETS_EVERY_S = 600.0
 
 
 def jobs(grounds: Grounds, tracker: Tracker) -> list[Job]:
@@ -28,12 +40,19 @@ def jobs(grounds: Grounds, tracker: Tracker) -> list[Job]:
     bindings = BindingsUpkeep(grounds, tracker)
     orphans = Orphans(grounds)
     topic_objects, topic_rollups = TopicObjects(grounds), TopicRollups(grounds)
-    topic_groups = TopicGroups(grounds)
+    topic_l1, levels, group_offsets = TopicL1(grounds), TopicL1Levels(grounds), GroupOffsets(grounds)
+    catalogue = Catalogue(grounds.metastore, grounds.clock, grounds.rand)
+    persisted = Persisted(grounds.metastore)
+    holds = PipelineHolds(grounds.consensus, catalogue, persisted, grounds.clock, grounds.rand)
+    compaction = TopicCompaction(grounds, holds)
     return [
         Job("shards", BUSY_S, shards.run, shards.facts),
         Job("bindings", BINDINGS_EVERY_S, bindings.run, bindings.facts),
         Job("orphans", ORPHANS_EVERY_S, orphans.run, orphans.facts),
         Job("topic-objects", TOPIC_OBJECTS_EVERY_S, topic_objects.run, topic_objects.facts),
         Job("topic-rollups", TOPIC_ROLLUPS_EVERY_S, topic_rollups.run, topic_rollups.facts),
-        Job("topic-groups", TOPIC_GROUPS_EVERY_S, topic_groups.run, topic_groups.facts),
+        Job("topic-l1", TOPIC_L1_EVERY_S, topic_l1.run, topic_l1.facts),
+        Job("topic-l1-levels", TOPIC_L1_LEVELS_EVERY_S, levels.run, levels.facts),
+        Job("topic-compaction", TOPIC_COMPACTION_EVERY_S, compaction.run, compaction.facts),
+        Job("group-offsets", GROUP_OFFSETS_EVERY_S, group_offsets.run, group_offsets.facts),
     ]

@@ -1,0 +1,248 @@
+"""One pass of compaction over a partition: what is new since the last one becomes a map of keys, then every extent
+below the map's end is rewritten without what is superseded, and at last a row says how far the partition is clean.
+
+    start          cleaned            end               next
+      |--- clean ----|----- dirty -----|- not yet: last batch, too young, unread, no room in the map -|
+
+CP1  Any of the extents may be rewritten before any other, or never: what went has a newer record of its key that stays.
+CP2  `cleaned` moves when all of them are: only then is a tombstone below it the only record of its key (CL1).
+CP3  The last batch of L1 stays, so that whoever reads to the end arrives there.
+CP4  An extent is replaced only as it was read (`rules.replace_extents`), and `cleaned` only by the pass that read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+
+from tidemill.base.errors import Invalid, Unavailable
+from tidemill.keeper.grounds import Grounds
+from tidemill.keeper.jobs import Budget
+from tidemill.metastore.rows.l1 import L1CleanedRow, L1ExtentRow, l1_key
+from tidemill.topics.compaction.clean import Cleaned, Pass, clean, take_keys
+from tidemill.topics.compaction.hashes import KeyHash
+from tidemill.topics.compaction.keymap import KeyMap
+from tidemill.topics.front import BatchRef
+from tidemill.topics.l1.builder import ObjectBuilder
+from tidemill.topics.l1.format import RegionIndex, object_id
+from tidemill.topics.l1.reading import L1Reader
+from tidemill.topics.l1.rules import Replace
+from tidemill.topics.partition.transactions import AbortedIndex
+
+SLICE_BYTES = 8 << 20
+SLICE_RECORDS = 1 << 16
+"""Batches looked at between two questions whether the map is full."""
+
+UNCHANGED_SHARE = 8
+"""An extent in which nothing goes is copied beside others only when it is at most such a part of an object."""
+
+TOMBSTONES_KEPT = 16
+"""Entries of a cleaned row; beyond, the oldest two become one, which is as old as the younger."""
+
+TRIES = 8
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """`cleaned`, as of `seqno`: how far it is clean. No batch that reaches beyond `below` is touched, nor the first one
+    with a record later than `younger_ms` and what follows it. Tombstones below `delete_below` go. What was replaced
+    below `settled`, nobody reads any more."""
+
+    cleaned: L1CleanedRow
+    seqno: int
+    below: int
+    younger_ms: int | None
+    delete_below: int
+    settled: int
+    aborted: AbortedIndex
+
+
+class CompactionPass:
+    """`step` until it returns False."""
+
+    def __init__(self, grounds: Grounds, reader: L1Reader, bounds: Bounds, *, room: int, target_bytes: int) -> None:
+        """`room`: keys of the map; `target_bytes`: of an object, which is held while it is made."""
+        self._g = grounds
+        self._reader = reader
+        self._rows = reader.rows
+        self._bounds = bounds
+        self._target_bytes = target_bytes
+        self.topic_id, self.partition = bounds.cleaned.topic_id, bounds.cleaned.partition
+        self._keys = KeyMap(room)
+        self._hash = KeyHash(grounds.rand.nonce().encode())
+        self._end: int | None = None
+        """Where the map ends, once it is made."""
+        self._at = bounds.cleaned.cleaned
+        self._tombstones = 0
+        self._tries = 0
+        self.moved = False
+        """It ended with something done."""
+        self.written_bytes = 0
+        self.removed_bytes = 0
+
+    async def step(self, budget: Budget) -> bool:
+        """True while something is left. Raises Corrupt, Unavailable, Unknown; Conflict when another pass took over."""
+        while True:
+            if self._end is None:
+                await self._map(budget)
+            elif self._at < self._clean_to:
+                await self._clean(budget)
+            else:
+                await self._finish(self._end)
+                return False
+            if not budget.left:
+                return True
+
+    @property
+    def _clean_to(self) -> int:
+        """Where the rewriting ends: without anything new only tombstones go."""
+        assert self._end is not None
+        return self._end if self._end > self._bounds.cleaned.cleaned else self._bounds.delete_below
+
+    # the map --------------------------------------------------------------------------------------
+
+    async def _map(self, budget: Budget) -> None:
+        """One extent more, or as much of it as there is room for."""
+        async for extent in self._rows.extents(self.topic_id, self.partition, self._at):
+            index = await self._reader.index(extent)
+            refs = await self._g.cpu(partial(_refs, extent, index, self._at, self._bounds.aborted))
+            allowed = self._allowed(refs)
+            done = 0
+            while done < allowed and not self._keys.full:
+                some = refs[done : _slice_end(refs, done, allowed)]
+                data = memoryview(await self._reader.data(extent, _span(extent, some)))
+                await self._g.cpu(partial(_take_keys, some, data, self._hash, self._keys))
+                budget.spend(len(data))
+                done += len(some)
+            if done == len(refs):
+                self._at = extent.last_offset + 1
+                return
+            self._at = max(self._at, refs[done].base_offset)
+            break
+        self._end, self._at = self._at, 0
+
+    def _allowed(self, refs: Sequence[BatchRef]) -> int:
+        """How many of these batches may be cleaned."""
+        for count, ref in enumerate(refs):
+            young = self._bounds.younger_ms is not None and ref.max_timestamp_ms > self._bounds.younger_ms
+            if young or ref.base_offset + ref.record_count > self._bounds.below:
+                return count
+        return len(refs)
+
+    # rewriting ------------------------------------------------------------------------------------
+
+    async def _clean(self, budget: Budget) -> None:
+        """One object more, of extents that are neighbours; those in which nothing goes are passed over."""
+        row = await self._rows.partition(self.topic_id, self.partition)
+        if row is None:
+            raise Unavailable(f"the partition is not in L1 any more: partition={self.topic_id}/{self.partition}.")
+        build, old = ObjectBuilder(self.topic_id), list[L1ExtentRow]()
+        tombstones = 0
+        async for extent in self._rows.extents(self.topic_id, self.partition, self._at):
+            full = bool(old) and build.size_bytes + extent.size_bytes > self._target_bytes
+            if full or extent.base_offset >= self._clean_to:
+                break
+            found = await self._cleaned(extent)
+            budget.spend(2 * extent.size_bytes)
+            if not found.changed and not old:
+                self._tombstones += found.tombstones
+                self._at = extent.last_offset + 1
+                if budget.left:
+                    continue
+                return
+            if not found.changed and extent.size_bytes > self._target_bytes // UNCHANGED_SHARE:
+                break
+            if not old:
+                build.begin(self.partition, extent.base_offset)
+            for batch in found.batches:
+                build.add(batch.data, batch.base_offset, batch.next_offset, batch.max_timestamp_ms)
+            old.append(extent)
+            tombstones += found.tombstones
+            if not budget.left:
+                break
+        if not old:
+            self._at = self._clean_to
+            return
+        build.end(old[-1].last_offset + 1)
+        if await self._replaced(build, row.compaction_epoch):
+            self._at = old[-1].last_offset + 1
+            self._tombstones += tombstones
+            self.written_bytes += build.size_bytes
+            self.removed_bytes += sum(extent.size_bytes for extent in old) - build.size_bytes
+
+    async def _cleaned(self, extent: L1ExtentRow) -> Cleaned:
+        index, data = await self._reader.index(extent), await self._reader.data(extent)
+        entries = self._bounds.cleaned.tombstones
+        counted_from = entries[-1][0] if entries else 0
+        rules = Pass(self._keys, self._hash, self._clean_to, self._bounds.delete_below, counted_from)
+        return await self._g.cpu(partial(_clean, extent, index, memoryview(data), self._bounds.aborted, rules))
+
+    async def _replaced(self, build: ObjectBuilder, epoch: int) -> bool:
+        """False: the extents have changed since they were read, so they are read again."""
+        parts, footer = build.finish()
+        name = object_id(self._g.clock.now_ms(), self._g.rand.nonce())
+        await self._rows.register(self.topic_id, name)
+        await self._g.objects.put(l1_key(self.topic_id, name), parts)
+        size = sum(len(part) for part in parts)
+        try:
+            await self._rows.replace(Replace(self.topic_id, name, size, footer.regions, {self.partition: epoch}))
+        except Invalid as stale:
+            self._tries += 1
+            if self._tries >= TRIES:
+                raise Unavailable(
+                    f"the extents of a partition keep changing: partition={self.topic_id}/{self.partition}.",
+                    fix="Retry.",
+                ) from stale
+            return False
+        self._tries = 0
+        return True
+
+    async def _finish(self, end: int) -> None:
+        before = self._bounds.cleaned
+        entries = [each for each in before.tombstones if each[0] > self._bounds.delete_below]
+        if end > before.cleaned and self._tombstones:
+            entries.append((end, self._g.clock.now_ms(), self._tombstones))
+        if len(entries) > TOMBSTONES_KEPT:
+            (_, _, one), (below, at_ms, other) = entries[:2]
+            entries[:2] = [(below, at_ms, one + other)]
+        settled = max(before.settled, self._bounds.settled)
+        row = L1CleanedRow(self.topic_id, self.partition, max(end, before.cleaned), tuple(entries), settled)
+        if row != before:
+            await self._rows.set_cleaned(row, self._bounds.seqno)
+            self.moved = True
+
+
+def _refs(extent: L1ExtentRow, index: RegionIndex, start: int, aborted: AbortedIndex) -> list[BatchRef]:
+    """The batches of an extent from `start` on."""
+    return [
+        aborted.told(index.ref(at, extent.object_key, extent.first_byte)) for at in range(index.find(start), len(index))
+    ]
+
+
+def _slice_end(refs: Sequence[BatchRef], first: int, end: int) -> int:
+    size = records = 0
+    for at in range(first, end):
+        size, records = size + refs[at].size_bytes, records + refs[at].record_count
+        if size >= SLICE_BYTES or records >= SLICE_RECORDS:
+            return at + 1
+    return end
+
+
+def _span(extent: L1ExtentRow, refs: Sequence[BatchRef]) -> tuple[int, int]:
+    """Bytes within the extent."""
+    last = refs[-1]
+    return refs[0].first_byte - extent.first_byte, last.first_byte + last.size_bytes - extent.first_byte
+
+
+def _take_keys(refs: Sequence[BatchRef], data: memoryview, key_hash: KeyHash, keys: KeyMap) -> None:
+    begin = refs[0].first_byte
+    views = [data[ref.first_byte - begin : ref.first_byte - begin + ref.size_bytes] for ref in refs]
+    take_keys(list(zip(refs, views, strict=True)), key_hash, keys)
+
+
+def _clean(extent: L1ExtentRow, index: RegionIndex, data: memoryview, aborted: AbortedIndex, rules: Pass) -> Cleaned:
+    refs = _refs(extent, index, 0, aborted)
+    begin = extent.first_byte
+    views = [data[ref.first_byte - begin : ref.first_byte - begin + ref.size_bytes] for ref in refs]
+    return clean(list(zip(refs, views, strict=True)), rules)

@@ -1,0 +1,100 @@
+"""The job `group-offsets`: offsets that nobody needs any more, and groups that hold nothing, leave the metastore.
+
+    of a deleted topic       at once: a topic id never comes back. Groups are read first, topics afterwards: whatever a
+                             group has committed to was there before, so a topic that is not there now was deleted
+    of a group without       once nobody was in it, and nothing was committed, for `retention.group_offsets_s`, or for
+    members                  as long as the commit itself asked (Kafka's offsets.retention.minutes)
+    head rows of groups      an hour after the last member of a group without offsets left
+
+Every deletion expects the head row and each offset as they were read (metastore.rows.groups G1): an offset that is
+committed meanwhile, or a member that comes, wins.
+"""
+
+from __future__ import annotations
+
+from tidemill.base.errors import Conflict, Fenced, Unknown
+from tidemill.keeper.grounds import Grounds
+from tidemill.keeper.jobs import Budget
+from tidemill.metastore.rows import GROUP_OFFSETS, GROUPS, TOPICS
+from tidemill.metastore.rows.groups import GroupOffsetRow, GroupRow
+
+EMPTY_GROUP_MS = 3_600_000
+BATCH_ROWS = 2_000
+ROWS_AT_ONCE = 5_000
+"""Held in memory between two readings of the topics."""
+
+
+class GroupOffsets:
+    def __init__(self, grounds: Grounds) -> None:
+        self._g = grounds
+        self._dropped = self._expired = self._forgotten = 0
+        self._after = ""
+        """Where the last step ended."""
+
+    def facts(self) -> dict[str, object]:
+        return {
+            "dropped_offsets": self._dropped,
+            "expired_offsets": self._expired,
+            "forgotten_groups": self._forgotten,
+        }
+
+    async def run(self, budget: Budget) -> bool:
+        metastore = self._g.metastore
+        heads = [head for head in await metastore.rows(GROUPS) if head.group > self._after]
+        while heads:
+            found: list[tuple[GroupRow, list[GroupOffsetRow]]] = []
+            count = 0
+            while heads and count < ROWS_AT_ONCE:
+                head = heads.pop(0)
+                found.append((head, await metastore.rows(GROUP_OFFSETS, head.group, fresh=False)))
+                count += 1 + len(found[-1][1])
+            topics = {row.topic_id for row in await metastore.rows(TOPICS)}
+            for head, offsets in found:
+                await self._look(head, offsets, topics)
+            self._after = found[-1][0].group
+            if heads and not budget.left:
+                return True
+        self._after = ""
+        return False
+
+    async def _look(self, head: GroupRow, offsets: list[GroupOffsetRow], topics: set[str]) -> None:
+        now_ms = self._g.clock.now_ms()
+        gone = [row for row in offsets if row.topic_id not in topics]
+        old = [row for row in offsets if row.topic_id in topics and self._is_old(row, head, now_ms)]
+        going = [*gone, *old]
+        for at in range(0, len(going), BATCH_ROWS):
+            some = going[at : at + BATCH_ROWS]
+            if not await self._write(head, some, [(GROUP_OFFSETS.key_of(row), b"") for row in some]):
+                return
+        self._dropped += len(gone)
+        self._expired += len(old)
+        if len(going) == len(offsets) and not head.members and now_ms - head.since_ms > EMPTY_GROUP_MS:
+            self._forgotten += await self._write(head, [], [(GROUPS.key_of(head), b"")])
+
+    def _is_old(self, row: GroupOffsetRow, head: GroupRow, now_ms: int) -> bool:
+        if head.members:
+            return False
+        if row.expire_ms:
+            return row.expire_ms <= now_ms
+        return now_ms - max(row.commit_ms, head.since_ms) > self._g.retention.group_offsets_ms
+
+    async def _write(self, head: GroupRow, offsets: list[GroupOffsetRow], rows: list[tuple[bytes, bytes]]) -> bool:
+        """If the head row and these offsets are as they were read. What somebody changed is for the next visit."""
+        metastore = self._g.metastore
+        expects: dict[bytes, int] = {}
+        for key, value in [GROUPS.encode(head), *map(GROUP_OFFSETS.encode, offsets)]:
+            found = await metastore.get_row(key, fresh=False)
+            if found is None or not found.value or _differs(key, found.value, value):
+                return False
+            expects[key] = found.seqno
+        try:
+            await metastore.commit(rows, expects=expects)
+        except (Conflict, Fenced, Unknown):
+            return False
+        return True
+
+
+def _differs(key: bytes, found: bytes, read: bytes) -> bool:
+    """As rows, not as bytes: an older version wrote fewer fields."""
+    family = GROUPS if key[:1] == GROUPS.prefix()[:1] else GROUP_OFFSETS
+    return bool(family.decode(key, found) != family.decode(key, read))

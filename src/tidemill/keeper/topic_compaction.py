@@ -1,0 +1,221 @@
+"""The job `topic-compaction`: topics with `cleanup.policy=compact` keep the newest record of each key (RFC 0005 §8).
+
+A partition is compacted when enough of it is dirty (`min.cleanable.dirty.ratio`), when something dirty is old
+(`max.compaction.lag.ms`), or when tombstones have been there for long enough (`delete.retention.ms`); in passes of so
+many keys as fit the map. What a pipeline has not read, and what is younger than `min.compaction.lag.ms`, stays.
+
+TC1  One pass at a time: its map and the object it makes are the job's whole memory.
+TC2  A partition that cannot be compacted is told, left for a while, and keeps no other one waiting.
+TC3  What a pass replaced may be read for as long as its objects stay (`collect_after_s`), and is told apart by what was
+     aborted. A pass that begins later says so (`settled`), and the partition's log forgets what was aborted there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from tidemill.base.errors import Conflict, TidemillError
+from tidemill.base.limits import L1_OBJECT_BYTES
+from tidemill.keeper.compaction_pass import Bounds, CompactionPass
+from tidemill.keeper.grounds import Grounds
+from tidemill.keeper.jobs import Budget
+from tidemill.metastore.rows import L1_PARTITIONS, TOPICS
+from tidemill.metastore.rows.l1 import L1CleanedRow, L1PartitionRow
+from tidemill.topics.configs import TopicConfig, stored_config
+from tidemill.topics.l1.reading import L1Reader
+from tidemill.topics.l1.store import L1Rows
+from tidemill.topics.partition.replay import catch_up, partition_log
+from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.transactions import AbortedIndex
+from tidemill.topics.retention import NEVER_MS, Holds, is_compacted
+
+KEYS_ROOM = 1 << 20
+"""Keys of one pass: 24 MiB, twice that while some are added."""
+
+AGAIN_MS = 60_000
+"""A partition that something keeps from being compacted is looked at again after so long."""
+
+Place = tuple[str, int]
+
+
+class Figures(msgspec.Struct):
+    """Since this node began to lead the job."""
+
+    passes: int = 0
+    written_bytes: int = 0
+    removed_bytes: int = 0
+    left_out: int = 0
+
+
+class Dirt(msgspec.Struct, frozen=True):
+    """`last`: where the last batch of L1 begins. Bytes are those below it; `oldest_ms` of what is dirty."""
+
+    last: int
+    dirty_bytes: int
+    total_bytes: int
+    oldest_ms: int | None
+
+
+class TopicCompaction:
+    def __init__(
+        self,
+        grounds: Grounds,
+        holds: Holds,
+        *,
+        room: int = KEYS_ROOM,
+        target_bytes: int = L1_OBJECT_BYTES,
+        fault: str = "",
+    ) -> None:
+        """`fault`, test-only: `clean-last` takes the last batch for one like the others; `aborted-supersedes` lets
+        aborted records count."""
+        self._fault = fault
+        self._g = grounds
+        self._holds = holds
+        self._room = room
+        self._target_bytes = target_bytes
+        self._rows = L1Rows(grounds.metastore, grounds.clock, grounds.rand)
+        self._reader = L1Reader(self._rows, grounds.objects, cache_bytes=0)
+        self._pass: CompactionPass | None = None
+        self._looked: dict[Place, tuple[L1PartitionRow, TopicConfig, int]] = {}
+        """partition → its row and config when nothing was to be done, and until when that holds as long as they do"""
+        self._cleaned: dict[Place, tuple[int, float]] = {}
+        """partition → how far it is clean beyond what is settled, and since when that is known: monotonic"""
+        self._failing: dict[Place, TidemillError] = {}
+        """Told as long as there is nothing else to do."""
+        self._after: Place = ("", -1)
+        """The partition that had the last pass: the others come first."""
+        self._figures = Figures()
+
+    def facts(self) -> dict[str, object]:
+        return msgspec.structs.asdict(self._figures)
+
+    async def run(self, budget: Budget) -> bool:
+        if self._pass is None:
+            self._pass = await self._next()
+            if self._pass is None:
+                return False
+        running, more = self._pass, False
+        try:
+            more = await running.step(budget)
+        except Conflict:
+            self._figures.left_out += 1  # another node compacts it
+        except TidemillError as error:
+            self._failing[running.topic_id, running.partition] = error
+            self._leave(running)
+            raise
+        finally:
+            if not more:
+                self._pass = None
+        if not more:
+            self._figures.passes += running.moved
+            self._figures.written_bytes += running.written_bytes
+            self._figures.removed_bytes += running.removed_bytes
+            if not running.moved:
+                self._leave(running)
+        return True
+
+    def _leave(self, running: CompactionPass) -> None:
+        place = (running.topic_id, running.partition)
+        if place in self._looked:
+            row, config, _ = self._looked[place]
+            self._looked[place] = row, config, self._g.clock.now_ms() + AGAIN_MS
+
+    async def _next(self) -> CompactionPass | None:
+        """The next partition that is due, those after the last one first."""
+        topics = {row.topic_id: row for row in await self._g.metastore.rows(TOPICS) if is_compacted(row)}
+        rows: dict[Place, L1PartitionRow] = {}
+        for topic_id in topics:
+            rows |= {(topic_id, row.partition): row for row in await self._g.metastore.rows(L1_PARTITIONS, topic_id)}
+        self._looked = {place: seen for place, seen in self._looked.items() if place in rows}
+        self._cleaned = {place: seen for place, seen in self._cleaned.items() if place in rows}
+        held: dict[str, Mapping[int, int] | None] = {}
+        self._failing = {place: error for place, error in self._failing.items() if place in rows}
+        for place in sorted(rows, key=lambda place: (place <= self._after, place)):
+            topic, row, now_ms = topics[place[0]], rows[place], self._g.clock.now_ms()
+            config = stored_config(topic.config)
+            seen = self._looked.get(place)
+            if seen is not None and seen[:2] == (row, config) and now_ms < seen[2]:
+                continue
+            try:
+                found, again_ms = await self._due(row, config, now_ms)
+                self._looked[place] = row, config, again_ms
+                if found is None:
+                    self._failing.pop(place, None)
+                    continue
+                if topic.topic_id not in held:
+                    held[topic.topic_id] = await self._holds(topic)
+                bounds = await self._bounded(found, held[topic.topic_id])
+                self._failing.pop(place, None)
+            except TidemillError as failed:
+                self._failing[place] = failed
+                self._figures.left_out += 1
+                self._looked[place] = row, config, now_ms + AGAIN_MS
+                continue
+            self._after = place
+            return CompactionPass(self._g, self._reader, bounds, room=self._room, target_bytes=self._target_bytes)
+        for error in self._failing.values():
+            raise error
+        return None
+
+    async def _due(self, row: L1PartitionRow, config: TopicConfig, now_ms: int) -> tuple[Bounds | None, int]:
+        """What may be done now by its config, and when to look again although nothing changes."""
+        cleaned, seqno = await self._rows.cleaned(row.topic_id, row.partition)
+        clean, since_s = self._cleaned.get((row.topic_id, row.partition), (0, 0.0))
+        if clean <= cleaned.settled:
+            clean, since_s = cleaned.cleaned, self._g.clock.monotonic_s()
+            self._cleaned[row.topic_id, row.partition] = clean, since_s
+        expired = [
+            below
+            for below, at_ms, _ in cleaned.tombstones
+            if below > row.start and at_ms + config.delete_retention_ms <= now_ms
+        ]
+        due_ms = [at_ms + config.delete_retention_ms for below, at_ms, _ in cleaned.tombstones if below > row.start]
+        dirt = await self._dirt(row, cleaned)
+        if dirt.oldest_ms is not None:
+            due_ms.append(dirt.oldest_ms + config.compaction_lag_max_ms)
+        ratio = dirt.dirty_bytes / max(dirt.total_bytes, 1)
+        late = dirt.oldest_ms is not None and dirt.oldest_ms + config.compaction_lag_max_ms <= now_ms
+        if not expired and not late and (not dirt.dirty_bytes or ratio < config.dirty_ratio):
+            return None, min(due_ms, default=NEVER_MS)
+        younger_ms = now_ms - config.compaction_lag_ms if config.compaction_lag_ms else None
+        settled = clean if self._g.clock.monotonic_s() - since_s >= self._g.retention.collect_after_s else 0
+        bounds = Bounds(cleaned, seqno, dirt.last, younger_ms, max(expired, default=0), settled, AbortedIndex())
+        return bounds, 0
+
+    async def _dirt(self, row: L1PartitionRow, cleaned: L1CleanedRow) -> Dirt:
+        """The rows say it of whole extents; of the one that is clean in part, and of the last one, their indexes do."""
+        last, last_bytes = row.start, 0
+        dirty = 0
+        oldest_ms: int | None = None
+        async for extent in self._rows.extents(row.topic_id, row.partition, cleaned.cleaned):
+            ends = extent.last_offset + 1 == row.next
+            dirty += extent.size_bytes
+            if not extent.batch_count:
+                continue
+            index = None
+            if ends or oldest_ms is None:
+                index = await self._reader.index(extent)
+            if index is not None and oldest_ms is None:
+                first = index.find(cleaned.cleaned)
+                dirty -= int(index.sizes[:first].sum())
+                if first < len(index) - (ends and self._fault != "clean-last"):
+                    oldest_ms = int(index.timestamps[first])
+            if index is not None and ends and self._fault != "clean-last":
+                last, last_bytes = int(index.bases[-1]), int(index.sizes[-1])
+        last = row.next if self._fault == "clean-last" else last
+        return Dirt(last, max(dirty - last_bytes, 0), max(row.size_bytes - last_bytes, 0), oldest_ms)
+
+    async def _bounded(self, bounds: Bounds, holds: Mapping[int, int] | None) -> Bounds:
+        """Within what nobody has still to read, and what is settled for ever."""
+        topic_id, partition = bounds.cleaned.topic_id, bounds.cleaned.partition
+        log = partition_log(topic_id, partition)
+        state, _ = await catch_up(self._g.consensus, self._g.objects, log, PartitionState())
+        held = 0 if holds is None else holds.get(partition, bounds.below)
+        return msgspec.structs.replace(
+            bounds,
+            below=min(bounds.below, held, state.last_stable),
+            delete_below=min(bounds.delete_below, held),
+            aborted=AbortedIndex() if self._fault == "aborted-supersedes" else state.aborted,
+        )

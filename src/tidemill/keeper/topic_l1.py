@@ -1,0 +1,187 @@
+"""The job `topic-l1`: what of L1 nothing refers to any more goes (RFC 0005 §3).
+
+    registered, never added     expired after registered_s: no add may refer to it from then on
+    removed = total             the row is in the bucket, collect_after_s later: the object, then its row
+    below its log's start       the extents, once the checkpoint row says so (X1)
+    of a topic that is gone     collect_after_s after that is in the bucket: the rows of its partitions; its objects
+                                count as removed
+    in the bucket, without row  orphans_after_s after it was seen first: no add may refer to what is not registered
+
+LC1  An object goes after the row that says so is in the newest manifest: a restore from it refers to nothing gone.
+LC2  Waits are the monotonic clock's, and begin anew where the row changes or another node takes the job over.
+LC3  Every commit expects the rows it was made from. A step that was cut off is done again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from tidemill.base.errors import Conflict
+from tidemill.keeper.grounds import Grounds
+from tidemill.keeper.jobs import Budget
+from tidemill.keeper.persisted import Persisted
+from tidemill.metastore.rows import L1_CLEANED, L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, L1_TERMS, PARTITIONS, TOPICS
+from tidemill.metastore.rows.l1 import PREFIX, L1ObjectRow, l1_key
+from tidemill.topics.l1 import rules
+from tidemill.topics.l1.store import L1Rows
+
+REGISTERED_S = 3600.0
+"""An upload and its add take seconds; who was paused for longer begins anew."""
+REMOVED_AT_ONCE = 1_000
+LISTED_AT_ONCE = 20_000
+
+
+class Figures(msgspec.Struct):
+    """Since this node began to lead the job; `waiting`: what may not go yet, `strange`: lost more than it held."""
+
+    deleted_objects: int = 0
+    deleted_bytes: int = 0
+    expired: int = 0
+    orphans: int = 0
+    removed_topics: int = 0
+    waiting: int = 0
+    strange: int = 0
+
+
+class TopicL1:
+    def __init__(self, grounds: Grounds, *, registered_s: float = REGISTERED_S, fault: str = "") -> None:
+        self._g = grounds
+        self._registered_s = registered_s
+        self._fault = fault
+        """Test-only: `unpersisted` deletes before the row that says so is in the bucket."""
+        self._persisted = Persisted(grounds.metastore)
+        self._rows = L1Rows(grounds.metastore, grounds.clock, grounds.rand)
+        self._seen: dict[bytes, tuple[L1ObjectRow, float]] = {}
+        """rows that may go → as they are, and since when"""
+        self._gone: dict[str, tuple[float, list[int]]] = {}
+        """topics without a row → since when, and what was not persisted then"""
+        self._orphans: dict[str, float] = {}
+        self._after = ""
+        self._figures = Figures()
+
+    def facts(self) -> dict[str, object]:
+        return msgspec.structs.asdict(self._figures)
+
+    async def run(self, budget: Budget) -> bool:
+        topics = {row.topic_id for row in await self._g.metastore.rows(TOPICS)}
+        of = await self._trim()
+        of |= {row.topic_id for row in await self._g.metastore.rows(L1_CLEANED)}
+        seen: set[bytes] = set()
+        strange = 0
+        async for row in self._objects():
+            of.add(row.topic_id)
+            strange += row.removed_bytes > row.total_bytes
+            if not row.registered or rules.is_garbage(row):
+                seen.add(await self._look(row))
+        self._seen = {key: since for key, since in self._seen.items() if key in seen}
+        more = await self._topics_gone(of - topics, budget)
+        more = await self._sweep() or more
+        self._figures.waiting, self._figures.strange = len(self._seen) + len(self._orphans), strange
+        return more
+
+    async def _trim(self) -> set[str]:
+        """Ids of the topics that have a partition in L1."""
+        starts = {(row.topic_id, row.partition): row.log_start for row in await self._g.metastore.rows(PARTITIONS)}
+        rows = await self._g.metastore.rows(L1_PARTITIONS)
+        for row in rows:
+            start = starts.get((row.topic_id, row.partition), 0)
+            # Beyond its end the reconciler moves it, when it has something to add.
+            if row.start < min(start, row.next):
+                await self._rows.set_start(row.topic_id, row.partition, min(start, row.next))
+        return {row.topic_id for row in rows}
+
+    async def _objects(self) -> AsyncIterator[L1ObjectRow]:
+        async for keys, values in self._g.metastore.prefix(L1_OBJECTS.prefix()):
+            for key, value in zip(keys, values, strict=True):
+                yield L1_OBJECTS.decode(key, value)
+
+    async def _look(self, row: L1ObjectRow) -> bytes:
+        key, now_s = L1_OBJECTS.key_of(row), self._g.clock.monotonic_s()
+        known, since_s = self._seen.get(key, (None, now_s))
+        if known != row:
+            self._seen[key] = row, now_s
+            since_s = now_s
+        wait_s = self._g.retention.collect_after_s if row.registered else self._registered_s
+        if now_s - since_s < wait_s:
+            return key
+        found = await self._g.metastore.get_row(key)
+        if found is None or not found.value or L1_OBJECTS.decode(key, found.value) != row:
+            return key
+        if not row.registered:
+            expired = rules.expire(row, self._g.clock.now_ms())
+            if expired is not None and await self._commit([L1_OBJECTS.encode(expired)], {key: found.seqno}):
+                self._figures.expired += 1
+        elif self._fault == "unpersisted" or await self._persisted.holds(key, found.seqno):
+            await self._g.objects.delete(l1_key(row.topic_id, row.object_id))
+            if await self._commit([(key, b"")], {key: found.seqno}):
+                self._figures.deleted_objects += 1
+                self._figures.deleted_bytes += row.object_bytes
+        return key
+
+    async def _commit(self, rows: list[tuple[bytes, bytes]], expects: dict[bytes, int]) -> bool:
+        """False: a row changed, which is seen in the next step. Raises Unavailable, Unknown, Fenced."""
+        try:
+            await self._g.metastore.commit(rows, expects=expects)
+        except Conflict:
+            return False
+        return True
+
+    async def _topics_gone(self, gone: set[str], budget: Budget) -> bool:
+        """True while some rows of one are left that may go now."""
+        now_s = self._g.clock.monotonic_s()
+        self._gone = {topic_id: since for topic_id, since in self._gone.items() if topic_id in gone}
+        more = False
+        for topic_id in sorted(gone):
+            if topic_id not in self._gone:
+                self._gone[topic_id] = now_s, await self._persisted.horizon()
+            since_s, horizon = self._gone[topic_id]
+            if now_s - since_s < self._g.retention.collect_after_s or not await self._persisted.covers(horizon):
+                continue
+            if not budget.left:
+                return True
+            more = await self._remove(topic_id) or more
+        return more
+
+    async def _remove(self, topic_id: str) -> bool:
+        """Partition rows before extents: extents without one are passed over, one without extents would be a loss.
+        Terms before both: what is left of them alone would be found by nothing."""
+        for family in (L1_TERMS, L1_PARTITIONS, L1_CLEANED, L1_EXTENTS):
+            async for keys, _ in self._g.metastore.prefix(family.prefix(topic_id)):
+                await self._g.metastore.commit([(key, b"") for key in keys[:REMOVED_AT_ONCE]])
+                return True
+        at_ms = self._g.clock.now_ms()
+        async for keys, values in self._g.metastore.prefix(L1_OBJECTS.prefix(topic_id)):
+            rows = [L1_OBJECTS.decode(key, value) for key, value in zip(keys, values, strict=True)]
+            live = [row for row in rows if row.registered and row.removed_bytes < row.total_bytes][:REMOVED_AT_ONCE]
+            if live:
+                removed = [msgspec.structs.replace(r, removed_bytes=r.total_bytes, updated_ms=at_ms) for r in live]
+                await self._g.metastore.commit([L1_OBJECTS.encode(row) for row in removed])
+                self._figures.removed_topics += 1
+                return True
+        return False
+
+    async def _sweep(self) -> bool:
+        """One stretch of the listing; True while it has not come to its end."""
+        found: dict[str, int] = {}
+        async for meta in self._g.objects.list(PREFIX, self._after):
+            found[meta.key] = meta.size_bytes
+            if len(found) >= LISTED_AT_ONCE:
+                break
+        more = len(found) >= LISTED_AT_ONCE
+        self._after = max(found) if more else ""
+        # After the listing: an object's row is there before it is.
+        registered = {l1_key(row.topic_id, row.object_id) async for row in self._objects()}
+        now_s = self._g.clock.monotonic_s()
+        for key in [key for key in self._orphans if key in registered]:
+            del self._orphans[key]
+        for key, size_bytes in found.items():
+            if key in registered:
+                continue
+            if now_s - self._orphans.setdefault(key, now_s) >= self._g.retention.orphans_after_s:
+                await self._g.objects.delete(key)
+                del self._orphans[key]
+                self._figures.orphans += 1
+                self._figures.deleted_bytes += size_bytes
+        return more

@@ -1,0 +1,128 @@
+"""The job `topic-l1-levels`: runs of small extents of a topic's partitions are rewritten as large ones.
+
+    rows of partitions that gained FANOUT extents ─► runs ─► read ─► register ─► put ─► replace, each partition or none
+
+LV1  What a run was made of is replaced only if it still is what stands there (`rules.replace_extents`): a start that
+     moved, or another node that levels too, leaves that partition out.
+LV2  A step that was cut off leaves a registration, which expires.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tidemill.base.errors import Corrupt, Invalid, TidemillError
+from tidemill.base.limits import L1_OBJECT_BYTES
+from tidemill.keeper.grounds import Grounds
+from tidemill.keeper.jobs import Budget
+from tidemill.metastore.rows import L1_PARTITIONS
+from tidemill.metastore.rows.l1 import L1PartitionRow, l1_key
+from tidemill.topics.l1.builder import ObjectBuilder
+from tidemill.topics.l1.format import object_id
+from tidemill.topics.l1.leveling import FANOUT, Run, add_run, run_of
+from tidemill.topics.l1.reading import L1Reader
+from tidemill.topics.l1.rules import Replace
+from tidemill.topics.l1.store import L1Rows
+
+EXTENTS_AT_ONCE = 5_000
+"""Of one partition, oldest first: those beyond are looked at when these have become few."""
+
+MERGED_AT_ONCE = 5_000
+"""Extents that one commit replaces."""
+
+
+class Figures(msgspec.Struct):
+    """Since this node began to lead the job."""
+
+    objects: int = 0
+    merged_extents: int = 0
+    rewritten_bytes: int = 0
+    left_out: int = 0
+
+
+class TopicL1Levels:
+    def __init__(self, grounds: Grounds, *, target_bytes: int = L1_OBJECT_BYTES, fanout: int = FANOUT) -> None:
+        self._g = grounds
+        self._fanout = fanout
+        self._target_bytes = target_bytes
+        self._rows = L1Rows(grounds.metastore, grounds.clock, grounds.rand)
+        self._reader = L1Reader(self._rows, grounds.objects, cache_bytes=0)
+        self._looked: dict[tuple[str, int], int] = {}
+        """partition → its extents when no run was found in it"""
+        self._figures = Figures()
+
+    def facts(self) -> dict[str, object]:
+        return msgspec.structs.asdict(self._figures)
+
+    async def run(self, budget: Budget) -> bool:
+        """One object of each topic; True while some may have more."""
+        grown: dict[str, list[L1PartitionRow]] = {}
+        rows = await self._g.metastore.rows(L1_PARTITIONS, fresh=False)
+        places = {(row.topic_id, row.partition) for row in rows}
+        self._looked = {place: count for place, count in self._looked.items() if place in places}
+        for row in rows:
+            known = min(self._looked.get((row.topic_id, row.partition), 0), row.extent_count)
+            if row.extent_count - known >= self._fanout:
+                grown.setdefault(row.topic_id, []).append(row)
+        more = False
+        error: TidemillError | None = None
+        for topic_id, some in grown.items():
+            if not budget.left:
+                return True
+            try:
+                more = await self._topic(topic_id, some, budget) or more
+            except TidemillError as failed:
+                error = failed
+        if error is not None:
+            raise error
+        return more
+
+    async def _topic(self, topic_id: str, rows: list[L1PartitionRow], budget: Budget) -> bool:
+        room = self._target_bytes
+        build, epochs, runs = ObjectBuilder(topic_id), dict[int, int](), list[Run]()
+        for row in rows:
+            run = await self._run(row)
+            if not run:
+                continue
+            size = sum(extent.size_bytes for extent in run)
+            if runs and (size > room or sum(map(len, runs)) + len(run) > MERGED_AT_ONCE):
+                continue
+            try:
+                held = [(await self._reader.index(extent), await self._reader.data(extent)) for extent in run]
+            except Corrupt:
+                self._figures.left_out += 1  # the deep check names it; its neighbours wait with it
+                self._looked[topic_id, row.partition] = row.extent_count
+                continue
+            add_run(build, run, held)
+            runs.append(run)
+            epochs[row.partition] = row.compaction_epoch
+            room -= size
+            budget.spend(2 * size)
+        if not runs:
+            return False
+        parts, footer = build.finish()
+        name = object_id(self._g.clock.now_ms(), self._g.rand.nonce())
+        await self._rows.register(topic_id, name)
+        await self._g.objects.put(l1_key(topic_id, name), parts)
+        object_bytes = sum(len(part) for part in parts)
+        try:
+            stale = await self._rows.replace(Replace(topic_id, name, object_bytes, footer.regions, epochs))
+        except Invalid:
+            self._figures.left_out += len(runs)
+            return False
+        self._figures.objects += 1
+        self._figures.merged_extents += sum(len(run) for run in runs)
+        self._figures.rewritten_bytes += object_bytes
+        self._figures.left_out += len(stale)
+        return not stale  # what changed meanwhile is looked at after a while
+
+    async def _run(self, row: L1PartitionRow) -> Run:
+        extents = []
+        async for extent in self._rows.extents(row.topic_id, row.partition, fresh=False):
+            extents.append(extent)
+            if len(extents) >= EXTENTS_AT_ONCE:
+                break
+        run = run_of(extents, self._target_bytes, self._fanout)
+        if not run:
+            self._looked[row.topic_id, row.partition] = row.extent_count
+        return run
