@@ -1,0 +1,60 @@
+"""Principals, spelt as Kafka spells them: `User:NAME`; and the rules that make a name of a certificate's subject.
+
+A rule is `DEFAULT` (the whole distinguished name, RFC 4514) or `RULE:pattern/replacement/[L|U]`, as Kafka's
+`ssl.principal.mapping.rules` (KIP-371): the first whose pattern matches the whole name wins, `$1` is its first group,
+L and U change the case of the result. A slash within pattern or replacement is written `\\/`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from tidemill.base.errors import Invalid
+
+USER: Final = "User:"
+ANONYMOUS: Final = "User:ANONYMOUS"
+NAME_CHARS_MAX: Final = 255
+
+_RULE: Final = re.compile(r"RULE:((?:\\.|[^\\/])*)/((?:\\.|[^\\/])*)/([LU]?)")
+_GROUP: Final = re.compile(r"\$(\d)|\\(.)|(\\)")
+
+PrincipalOf = Callable[[str], str | None]
+"""(distinguished name) → principal, or None where no rule matches."""
+
+
+def principal_rules(rules: Iterable[str]) -> PrincipalOf:
+    """Raises Invalid with the rule that cannot be read."""
+    compiled = [_compiled(rule.strip()) for rule in rules]
+
+    def principal_of(name: str) -> str | None:
+        return next((USER + found for rule in compiled if (found := rule(name))), None)
+
+    return principal_of
+
+
+def _compiled(rule: str) -> Callable[[str], str | None]:
+    if rule == "DEFAULT":
+        return lambda name: name
+    parts = _RULE.fullmatch(rule)
+    fix = "Write DEFAULT, or RULE:pattern/replacement/ with L or U at its end to change the case."
+    if parts is None:
+        raise Invalid(f"not a rule for principals: rule={rule!r}.", fix=fix)
+    pattern, replacement, case = parts.groups()
+    try:
+        expression = re.compile(pattern.replace("\\/", "/"))
+        groups = [int(match[1]) for match in _GROUP.finditer(replacement) if match[1]]
+        if any(group > expression.groups for group in groups):
+            raise Invalid(f"a rule's replacement names a group that its pattern lacks: rule={rule!r}.", fix=fix)
+    except re.error as error:
+        raise Invalid(f"not a rule for principals: rule={rule!r} reason={error}.", fix=fix) from error
+
+    def apply(name: str) -> str | None:
+        match = expression.fullmatch(name)
+        if match is None:
+            return None
+        found = _GROUP.sub(lambda part: (match[int(part[1])] or "") if part[1] else part[2] or "", replacement)
+        return found.lower() if case == "L" else found.upper() if case == "U" else found
+
+    return apply

@@ -1,0 +1,59 @@
+"""The quotas of a cluster as one process knows them: rows of the metastore (rows/quotas), read again when one changes.
+
+Each node holds every quota for itself, as Kafka's brokers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from tidemill.access.quotas import Limits, Quota, check_quota
+from tidemill.access.writing import write
+from tidemill.base.clock import Clock
+from tidemill.base.errors import Invalid
+from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.refreshing import refresh_for_ever
+from tidemill.metastore.rows import QUOTAS
+from tidemill.metastore.rows.quotas import QuotaRow
+
+REFRESH_S: Final = 2.0
+QUOTAS_MAX: Final = 10_000
+_FIX: Final = "Describe the quotas and look."
+
+
+class Quotabook:
+    def __init__(self, metastore: Metastore, clock: Clock) -> None:
+        self._metastore = metastore
+        self._clock = clock
+        self._rows: Sequence[QuotaRow] | None = None
+        self.limits = Limits()
+
+    async def refresh(self, *, fresh: bool = True) -> None:
+        """Raises Unavailable."""
+        rows = await self._metastore.rows(QUOTAS, fresh=fresh)
+        if rows is not self._rows:
+            self.limits.replace(map(_quota, rows))
+            self._rows = rows
+
+    async def run(self) -> None:
+        """Refresh for ever."""
+        await refresh_for_ever(self, REFRESH_S, "access.quotas_not_read")
+
+    async def list(self) -> Sequence[Quota]:
+        return [_quota(row) for row in await self._metastore.rows(QUOTAS)]
+
+    async def change(self, put: Sequence[Quota], removed: Sequence[Quota]) -> None:
+        """All of it or nothing; the value of what is removed does not matter. Raises Invalid."""
+        for quota in put:
+            check_quota(quota)
+        if put and len(await self._metastore.rows(QUOTAS)) + len(put) > QUOTAS_MAX:
+            raise Invalid(f"too many quotas: limit={QUOTAS_MAX}.", fix="Use defaults.")
+        rows = [QUOTAS.encode(QuotaRow(each.user, each.client, each.name, each.value)) for each in put]
+        rows += [(QUOTAS.key(each.user, each.client, each.name), b"") for each in removed]
+        await write(self._metastore, self._clock, rows, _FIX)
+        await self.refresh()
+
+
+def _quota(row: QuotaRow) -> Quota:
+    return Quota(row.user, row.client, row.name, row.value)

@@ -1,0 +1,73 @@
+"""The rules of a cluster as one process knows them: rows of the metastore (rows/rules), read again when one changes.
+
+RB1  What this process wrote counts here at once, elsewhere within REFRESH_S and the metastore's STALE_S.
+RB2  While the rules cannot be read, those that were read last decide; before they were ever read, nobody but super
+     users may do anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from tidemill.access.rules import Authorizer, Filter, Rule, check_rule
+from tidemill.access.writing import write
+from tidemill.base.clock import Clock
+from tidemill.base.errors import Invalid
+from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.refreshing import refresh_for_ever
+from tidemill.metastore.rows import RULES
+from tidemill.metastore.rows.rules import RuleRow
+
+REFRESH_S: Final = 1.0
+RULES_MAX: Final = 10_000
+_FIX: Final = "Look with: tidemill acl list"
+
+
+class Rulebook:
+    def __init__(self, metastore: Metastore, clock: Clock, super_users: Iterable[str] = ()) -> None:
+        self._metastore = metastore
+        self._clock = clock
+        self._super_users = tuple(super_users)
+        self._rows: Sequence[RuleRow] | None = None
+        self.authorizer = Authorizer((), self._super_users)
+
+    async def refresh(self, *, fresh: bool = True) -> None:
+        """Raises Unavailable."""
+        rows = await self._metastore.rows(RULES, fresh=fresh)
+        if rows is not self._rows:
+            self.authorizer = Authorizer(map(_rule, rows), self._super_users)
+            self._rows = rows
+
+    async def run(self) -> None:
+        """Refresh for ever."""
+        await refresh_for_ever(self, REFRESH_S, "access.rules_not_read")
+
+    async def find(self, wanted: Filter) -> list[Rule]:
+        return [rule for row in await self._metastore.rows(RULES) if wanted.fits(rule := _rule(row))]
+
+    async def add(self, rules: Sequence[Rule]) -> None:
+        """All of them or none. Raises Invalid for one that means nothing, or for too many in all."""
+        for rule in rules:
+            check_rule(rule)
+        known = {_rule(row) for row in await self._metastore.rows(RULES)}
+        new = sorted(set(rules) - known)
+        if len(known) + len(new) > RULES_MAX:
+            raise Invalid(f"too many rules: limit={RULES_MAX} have={len(known)}.", fix="Use rules for prefixes.")
+        now_ms = self._clock.now_ms()
+        await self._commit([RULES.encode(RuleRow(*_fields(rule), now_ms)) for rule in new])
+
+    async def delete(self, rules: Sequence[Rule]) -> None:
+        await self._commit([(RULES.key(*_fields(rule)), b"") for rule in rules])
+
+    async def _commit(self, rows: Sequence[tuple[bytes, bytes]]) -> None:
+        await write(self._metastore, self._clock, rows, _FIX)
+        await self.refresh()
+
+
+def _rule(row: RuleRow) -> Rule:
+    return Rule(row.resource, row.pattern, row.name, row.principal, row.host, row.operation, row.permission)
+
+
+def _fields(rule: Rule) -> tuple[int, int, str, str, str, int, int]:
+    return rule.resource, rule.pattern, rule.name, rule.principal, rule.host, rule.operation, rule.permission

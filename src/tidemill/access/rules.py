@@ -1,0 +1,250 @@
+"""Who may do what: Kafka's ACLs as a pure function of the rules. No I/O, no clock.
+
+A rule allows or denies one operation on one resource, or on those whose names begin alike, to one principal from one
+host. Decisions are Kafka's (its AclAuthorizer, KIP-11, KIP-290):
+
+RU1  A super user may do everything. Otherwise a rule that denies wins over every one that allows, and what no rule
+     allows is denied.
+RU2  READ, WRITE, DELETE and ALTER each allow DESCRIBE too; ALTER_CONFIGS allows DESCRIBE_CONFIGS. Nothing is implied
+     by what is denied but itself; ALL stands for every operation.
+RU3  `*` as a literal name, as a host, or as `User:*` stands for every one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from typing import Final
+
+import msgspec
+
+from tidemill.access.principals import NAME_CHARS_MAX
+from tidemill.base.errors import Invalid
+
+
+class Resource(IntEnum):
+    ANY = 1
+    TOPIC = 2
+    GROUP = 3
+    CLUSTER = 4
+    TRANSACTIONAL_ID = 5
+
+
+class Operation(IntEnum):
+    ANY = 1
+    ALL = 2
+    READ = 3
+    WRITE = 4
+    CREATE = 5
+    DELETE = 6
+    ALTER = 7
+    DESCRIBE = 8
+    CLUSTER_ACTION = 9
+    DESCRIBE_CONFIGS = 10
+    ALTER_CONFIGS = 11
+    IDEMPOTENT_WRITE = 12
+
+
+class Pattern(IntEnum):
+    ANY = 1
+    MATCH = 2
+    LITERAL = 3
+    PREFIXED = 4
+
+
+class Permission(IntEnum):
+    ANY = 1
+    DENY = 2
+    ALLOW = 3
+
+
+CLUSTER_NAME: Final = "kafka-cluster"
+EVERY: Final = "*"
+EVERYBODY: Final = "User:*"
+RESOURCE_CHARS_MAX: Final = 249
+DECISIONS_MAX: Final = 10_000
+"""Remembered until the rules change."""
+
+_O = Operation
+OPERATIONS: Final = {
+    Resource.TOPIC: (
+        *(_O.READ, _O.WRITE, _O.CREATE, _O.DESCRIBE, _O.DELETE, _O.ALTER, _O.DESCRIBE_CONFIGS, _O.ALTER_CONFIGS),
+    ),
+    Resource.GROUP: (_O.READ, _O.DESCRIBE, _O.DELETE, _O.DESCRIBE_CONFIGS, _O.ALTER_CONFIGS),
+    Resource.CLUSTER: (
+        *(_O.CREATE, _O.CLUSTER_ACTION, _O.DESCRIBE_CONFIGS, _O.ALTER_CONFIGS, _O.IDEMPOTENT_WRITE),
+        *(_O.ALTER, _O.DESCRIBE),
+    ),
+    Resource.TRANSACTIONAL_ID: (_O.DESCRIBE, _O.WRITE),
+}
+"""What can be done to each kind of resource."""
+
+_ALLOWED_BY: Final = {
+    _O.DESCRIBE: frozenset({_O.ALL, _O.DESCRIBE, _O.READ, _O.WRITE, _O.DELETE, _O.ALTER}),
+    _O.DESCRIBE_CONFIGS: frozenset({_O.ALL, _O.DESCRIBE_CONFIGS, _O.ALTER_CONFIGS}),
+}
+
+
+class Rule(msgspec.Struct, frozen=True, order=True):
+    resource: int
+    pattern: int
+    name: str
+    principal: str
+    host: str
+    operation: int
+    permission: int
+
+
+def check_rule(rule: Rule) -> None:
+    """Raises Invalid for one that could never mean anything."""
+    operations = {int(each) for each in OPERATIONS.get(rule.resource, ())}  # type: ignore[call-overload]
+    why = ""
+    if not operations:
+        why = f"no rules are kept for this kind of resource: resource={rule.resource}"
+    elif rule.pattern not in (Pattern.LITERAL, Pattern.PREFIXED):
+        why = f"a rule names a resource literally or by its beginning: pattern={rule.pattern}"
+    elif not 0 < len(rule.name) <= RESOURCE_CHARS_MAX or not rule.name.isprintable():
+        why = f"bad name of a resource: name={rule.name[:300]!r}"
+    elif rule.resource == Resource.CLUSTER and (rule.name != CLUSTER_NAME or rule.pattern != Pattern.LITERAL):
+        why = f"the cluster is the literal {CLUSTER_NAME}: name={rule.name!r}"
+    elif not _is_principal(rule.principal):
+        why = f"a principal is spelt User:NAME: principal={rule.principal[:300]!r}"
+    elif not 0 < len(rule.host) <= NAME_CHARS_MAX or not rule.host.isprintable():
+        why = f"a host is an address, or *: host={rule.host[:300]!r}"
+    elif rule.operation not in operations | {int(_O.ALL)}:
+        why = f"the operation does not exist for this kind of resource: operation={rule.operation}"
+    elif rule.permission not in (Permission.ALLOW, Permission.DENY):
+        why = f"a rule allows or denies: permission={rule.permission}"
+    if why:
+        raise Invalid(f"{why}.", fix="See docs/security.md for what a rule may say.")
+
+
+def _is_principal(text: str) -> bool:
+    kind, _, name = text.partition(":")
+    return kind == "User" and 0 < len(name) <= NAME_CHARS_MAX and name.isprintable()
+
+
+class Filter(msgspec.Struct, frozen=True):
+    """Which rules: None and ANY leave a field open. Pattern MATCH: every rule that would apply to a resource of the
+    name, literal, by its beginning or as `*`."""
+
+    resource: int = Resource.ANY
+    pattern: int = Pattern.ANY
+    name: str | None = None
+    principal: str | None = None
+    host: str | None = None
+    operation: int = Operation.ANY
+    permission: int = Permission.ANY
+
+    def fits(self, rule: Rule) -> bool:
+        return (
+            self.resource in (Resource.ANY, rule.resource)
+            and self.principal in (None, rule.principal)
+            and self.host in (None, rule.host)
+            and self.operation in (Operation.ANY, rule.operation)
+            and self.permission in (Permission.ANY, rule.permission)
+            and self._names(rule)
+        )
+
+    def _names(self, rule: Rule) -> bool:
+        if self.pattern not in (Pattern.ANY, Pattern.MATCH, rule.pattern):
+            return False
+        if self.name is None or self.name == rule.name:
+            return True
+        if self.pattern != Pattern.MATCH:
+            return False
+        if rule.pattern == Pattern.PREFIXED:
+            return self.name.startswith(rule.name)
+        return rule.name == EVERY
+
+
+class Authorizer:
+    """Decisions from one set of rules."""
+
+    def __init__(self, rules: Iterable[Rule] = (), super_users: Iterable[str] = ()) -> None:
+        self._super_users = frozenset(super_users)
+        self._literal: dict[tuple[int, str], list[Rule]] = {}
+        self._prefixed: dict[tuple[int, str], list[Rule]] = {}
+        lengths: dict[int, set[int]] = {}
+        for rule in rules:
+            by = self._prefixed if rule.pattern == Pattern.PREFIXED else self._literal
+            by.setdefault((rule.resource, rule.name), []).append(rule)
+            if rule.pattern == Pattern.PREFIXED:
+                lengths.setdefault(rule.resource, set()).add(len(rule.name))
+        self._lengths = {resource: sorted(found) for resource, found in lengths.items()}
+        self._decided: dict[tuple[str, str, int, int, str], bool] = {}
+
+    def allows(self, principal: str, host: str, operation: Operation, resource: Resource, name: str) -> bool:
+        asked = (principal, host, int(operation), int(resource), name)
+        known = self._decided.get(asked)
+        if known is None:
+            known = self._decide(principal, host, operation, resource, name)
+            if len(name) <= RESOURCE_CHARS_MAX:
+                if len(self._decided) >= DECISIONS_MAX:
+                    self._decided.clear()
+                self._decided[asked] = known
+        return known
+
+    def _decide(self, principal: str, host: str, operation: Operation, resource: Resource, name: str) -> bool:
+        if principal in self._super_users:
+            return True
+        about = [rule for rule in self._about(resource, name) if _is_of(rule, principal, host)]
+        if any(rule.permission == Permission.DENY and rule.operation in (operation, Operation.ALL) for rule in about):
+            return False
+        enough = _ALLOWED_BY.get(operation, (operation, Operation.ALL))
+        return any(rule.permission == Permission.ALLOW and rule.operation in enough for rule in about)
+
+    def _about(self, resource: Resource, name: str) -> Iterable[Rule]:
+        yield from self._literal.get((resource, name), ())
+        if name != EVERY:
+            yield from self._literal.get((resource, EVERY), ())
+        for length in self._lengths.get(resource, ()):
+            if length > len(name):
+                break
+            yield from self._prefixed.get((resource, name[:length]), ())
+
+    def allows_some(self, principal: str, host: str, operation: Operation, resource: Resource) -> bool:
+        """Is there any resource of the kind that it is allowed on (KIP-679)? A rule counts unless one that denies
+        covers all that it names."""
+        if principal in self._super_users:
+            return True
+        mine = [
+            rule
+            for by in (self._literal, self._prefixed)
+            for (kind, _), rules in by.items()
+            if kind == resource
+            for rule in rules
+            if _is_of(rule, principal, host)
+        ]
+        denied = [r for r in mine if r.permission == Permission.DENY and r.operation in (operation, Operation.ALL)]
+        enough = _ALLOWED_BY.get(operation, (operation, Operation.ALL))
+        return any(
+            rule.permission == Permission.ALLOW
+            and rule.operation in enough
+            and not any(_covers(denial, rule) for denial in denied)
+            for rule in mine
+        )
+
+    def operations(self, principal: str, host: str, resource: Resource, name: str) -> int:
+        """Bits of the operations that are allowed (KIP-430)."""
+        allowed: Sequence[Operation] = [
+            each for each in OPERATIONS[resource] if self.allows(principal, host, each, resource, name)
+        ]
+        return bits(allowed)
+
+
+def bits(operations: Iterable[Operation]) -> int:
+    return sum(1 << each for each in operations)
+
+
+def _is_of(rule: Rule, principal: str, host: str) -> bool:
+    return rule.principal in (principal, EVERYBODY) and rule.host in (host, EVERY)
+
+
+def _covers(denial: Rule, rule: Rule) -> bool:
+    """Does `denial` apply to everything that `rule` names?"""
+    if denial.pattern == Pattern.PREFIXED:
+        return rule.name.startswith(denial.name) and not (rule.pattern == Pattern.LITERAL and rule.name == EVERY)
+    if denial.name == EVERY:
+        return True
+    return rule.pattern == Pattern.LITERAL and rule.name == denial.name

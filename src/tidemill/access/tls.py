@@ -1,0 +1,128 @@
+"""TLS of a server: the context that connections are accepted with, made anew when its files change.
+
+TL1  A connection keeps the context that it began with; files that cannot be used change nothing for anybody.
+TL2  Sessions are never resumed: a client's certificate is checked at every connection.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from typing import Final
+
+import msgspec
+from prometheus_client import Gauge
+
+from tidemill.base.errors import Invalid
+
+_EXPIRES: Final = Gauge(
+    "tidemill_tls_certificate_expires", "When the server's certificate expires, Unix seconds", ("file",)
+)
+_VERSIONS: Final = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
+_CLIENTS: Final = {"none": ssl.CERT_NONE, "requested": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
+
+Seen = tuple[tuple[int, int, int], ...]
+
+
+class TlsSettings(msgspec.Struct, frozen=True):
+    """`certificate`: PEM, the server's own first and its chain behind it. `key`: its private key, without a password.
+    `client_ca`: PEM, who signs clients' certificates. `client_auth`: none, requested or required."""
+
+    certificate: str
+    key: str
+    client_ca: str = ""
+    client_auth: str = "none"
+    min_version: str = "1.2"
+
+
+class Certificates:
+    """`load` before the first use; `renew` every few seconds, in a thread."""
+
+    def __init__(self, settings: TlsSettings) -> None:
+        self._settings = settings
+        self._seen: Seen = ()
+        self._context: ssl.SSLContext | None = None
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        assert self._context is not None
+        return self._context
+
+    def load(self) -> None:
+        """Raises Invalid with the key of the configuration and what is wrong; the former context stays."""
+        seen = self._look()
+        self._context, self._seen = _context(self._settings), seen
+
+    def renew(self) -> bool:
+        """Read the files again if one of them changed. Raises Invalid as `load` does."""
+        if self._look() == self._seen:
+            return False
+        self.load()
+        return True
+
+    def _look(self) -> Seen:
+        settings = self._settings
+        named = {"certificate": settings.certificate, "key": settings.key, "client_ca": settings.client_ca}
+        seen = []
+        for key, path in named.items():
+            if path:
+                try:
+                    found = os.stat(path)
+                except OSError as error:
+                    raise Invalid(
+                        f"a file of TLS cannot be read: key=tls.{key} path={path} error={error.strerror}.",
+                        fix=f"Name a readable PEM file as tls.{key}.",
+                    ) from error
+                seen.append((found.st_mtime_ns, found.st_ino, found.st_size))
+        return tuple(seen)
+
+
+def _context(settings: TlsSettings) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = _VERSIONS[settings.min_version]
+    context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_RENEGOTIATION | ssl.OP_CIPHER_SERVER_PREFERENCE
+    context.num_tickets = 0
+    try:
+        # A password must not be asked for on a terminal that nobody watches.
+        context.load_cert_chain(settings.certificate, settings.key, password=lambda: b"")
+    except (OSError, ValueError) as error:
+        raise Invalid(
+            f"certificate and key cannot be used: certificate={settings.certificate} key={settings.key}"
+            f" error={_reason(error)}.",
+            fix="Set tls.certificate and tls.key to PEM files that belong together; the key without a password.",
+        ) from error
+    if settings.client_auth != "none":
+        if not settings.client_ca:
+            raise Invalid(
+                f"nobody is named who signs the certificates of clients: tls.client_auth={settings.client_auth}.",
+                fix="Set tls.client_ca to a PEM file.",
+            )
+        try:
+            context.load_verify_locations(settings.client_ca)
+        except (OSError, ValueError) as error:
+            raise Invalid(
+                f"the certificates that sign clients' cannot be read: tls.client_ca={settings.client_ca}"
+                f" error={_reason(error)}.",
+                fix="Set tls.client_ca to a PEM file.",
+            ) from error
+    context.verify_mode = _CLIENTS[settings.client_auth]
+    _EXPIRES.labels(settings.certificate).set(_expires_s(settings.certificate))
+    return context
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+
+
+def _expires_s(path: str) -> float:
+    from cryptography import x509
+
+    with open(path, "rb") as file:
+        return x509.load_pem_x509_certificate(file.read()).not_valid_after_utc.timestamp()
+
+
+def subject_of(certificate: bytes) -> str:
+    """The distinguished name of a DER certificate, as RFC 4514 writes it: `CN=alice,O=Harbour`."""
+    from cryptography import x509
+
+    return x509.load_der_x509_certificate(certificate).subject.rfc4514_string()

@@ -1,0 +1,78 @@
+"""Users and their SCRAM credentials: rows of the metastore (rows/users).
+
+US1  A credential is read anew at every authentication: a password that was changed counts at once, everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from tidemill.access.principals import NAME_CHARS_MAX
+from tidemill.access.scram import ITERATIONS_MAX, ITERATIONS_MIN, NAMES, Credential
+from tidemill.access.writing import write
+from tidemill.base.clock import Clock
+from tidemill.base.errors import Invalid
+from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.rows import USERS
+from tidemill.metastore.rows.users import UserRow
+
+_FIX: Final = "Look with: tidemill user list"
+USERS_MAX: Final = 10_000
+"""Credentials in all."""
+
+
+def check_user(name: str) -> None:
+    """Raises Invalid."""
+    if not 0 < len(name) <= NAME_CHARS_MAX or any(not char.isprintable() for char in name):
+        raise Invalid(f"bad user name: user={name!r}.", fix=f"Use 1 to {NAME_CHARS_MAX} printable characters.")
+
+
+def check_iterations(iterations: int) -> None:
+    """Raises Invalid."""
+    if not ITERATIONS_MIN <= iterations <= ITERATIONS_MAX:
+        raise Invalid(
+            f"bad number of iterations: iterations={iterations}.", fix=f"Use {ITERATIONS_MIN} to {ITERATIONS_MAX}."
+        )
+
+
+class Users:
+    """Reads may raise Unavailable; writes Unknown besides."""
+
+    def __init__(self, metastore: Metastore, clock: Clock) -> None:
+        self._metastore = metastore
+        self._clock = clock
+
+    async def credential(self, user: str, mechanism: int) -> Credential | None:
+        try:
+            row = await self._metastore.get(USERS, user, mechanism)
+        except Invalid:
+            return None  # a name that no key holds
+        return _credential(row) if row is not None else None
+
+    async def list(self) -> list[Credential]:
+        """By user and mechanism."""
+        return [_credential(row) for row in await self._metastore.rows(USERS)]
+
+    async def put(self, credential: Credential) -> None:
+        """Create or replace. Raises Invalid for a bad name, too many users."""
+        check_user(credential.user)
+        check_iterations(credential.iterations)
+        if credential.mechanism not in NAMES:
+            raise Invalid(f"no such mechanism: mechanism={credential.mechanism}.")
+        if await self.credential(credential.user, credential.mechanism) is None and len(await self.list()) >= USERS_MAX:
+            raise Invalid(f"too many users: limit={USERS_MAX}.", fix="Delete users that nobody uses.")
+        c = credential
+        row = UserRow(c.user, c.mechanism, c.salt, c.stored_key, c.server_key, c.iterations, self._clock.now_ms())
+        await self._commit([USERS.encode(row)])
+
+    async def delete(self, user: str, mechanisms: Sequence[int]) -> None:
+        """What is not there is left alone."""
+        await self._commit([(USERS.key(user, mechanism), b"") for mechanism in mechanisms])
+
+    async def _commit(self, rows: Sequence[tuple[bytes, bytes]]) -> None:
+        await write(self._metastore, self._clock, rows, _FIX)
+
+
+def _credential(row: UserRow) -> Credential:
+    return Credential(row.user, row.mechanism, row.salt, row.stored_key, row.server_key, row.iterations)

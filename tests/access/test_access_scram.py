@@ -1,0 +1,149 @@
+"""SCRAM as a server: the RFC's own exchanges, a client that we did not write in Kafka's tests, and hostile messages."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidemill.access.scram import (
+    NAMES,
+    SCRAM_SHA_256,
+    SCRAM_SHA_512,
+    Credential,
+    Refused,
+    ScramServer,
+    decoy,
+    is_password,
+    made_of,
+)
+
+RFC_SALT = base64.b64decode("W22ZaJ0SNY7soEsUEjb6gQ==")
+RFC_FIRST = b"n,,n=user,r=rOprNGfwEbeRWgbNEkqO"
+RFC_NONCE = "%hvYDpWUa2RaTCAfuxFIlj)hNlF$k0"
+RFC_FINAL = (
+    b"c=biws,r=rOprNGfwEbeRWgbNEkqO%hvYDpWUa2RaTCAfuxFIlj)hNlF$k0,p=dHzbZapWIk4jUhN+Ute9ytag9zjfMHgsqmmiz7AndVQ="
+)
+
+
+def client_final(credential: Credential, password: str, first: bytes, challenge: bytes) -> bytes:
+    """What an honest client answers, written from the RFC apart from the server's code."""
+    name = "sha256" if credential.mechanism == SCRAM_SHA_256 else "sha512"
+    header, _, bare = first.decode().partition(",,")
+    fields = dict(part.split("=", 1) for part in challenge.decode().split(","))
+    salted = hashlib.pbkdf2_hmac(name, password.encode(), base64.b64decode(fields["s"]), int(fields["i"]))
+    client_key = hmac.new(salted, b"Client Key", name).digest()
+    without = f"c={base64.b64encode((header + ',,').encode()).decode()},r={fields['r']}"
+    signed = ",".join([bare, challenge.decode(), without]).encode()
+    signature = hmac.new(hashlib.new(name, client_key).digest(), signed, name).digest()
+    proof = bytes(a ^ b for a, b in zip(client_key, signature, strict=True))
+    return f"{without},p={base64.b64encode(proof).decode()}".encode()
+
+
+def test_the_exchange_of_rfc_7677() -> None:
+    credential = made_of("user", SCRAM_SHA_256, "pencil", RFC_SALT)
+    server = ScramServer(SCRAM_SHA_256, RFC_NONCE)
+    assert server.first(RFC_FIRST) == "user"
+    challenge = server.challenge(credential)
+    assert challenge == f"r=rOprNGfwEbeRWgbNEkqO{RFC_NONCE},s=W22ZaJ0SNY7soEsUEjb6gQ==,i=4096".encode()
+    assert client_final(credential, "pencil", RFC_FIRST, challenge) == RFC_FINAL
+    assert server.final(RFC_FINAL) == b"v=6rriTRBi23WpRR/wtup+mMhUZUn/dB5nLTJRsjl95G4="
+
+
+@pytest.mark.parametrize("mechanism", list(NAMES))
+@pytest.mark.parametrize("user", ["u", "a,b=c", "naïve", "=2C"])
+def test_only_the_right_password_gets_in(mechanism: int, user: str) -> None:
+    credential = made_of(user, mechanism, "pässword", b"salt" * 6)
+    spelt = user.replace("=", "=3D").replace(",", "=2C")
+    for password, right in (("pässword", True), ("password", False), ("", False)):
+        server = ScramServer(mechanism, "ours")
+        first = f"n,,n={spelt},r=theirs,ext=1".encode()
+        assert server.first(first) == user
+        challenge = server.challenge(credential)
+        final = client_final(credential, password, first, challenge)
+        if right:
+            assert server.final(final).startswith(b"v=")
+        else:
+            with pytest.raises(Refused):
+                server.final(final)
+        assert is_password(credential, password) == right
+
+
+def test_a_decoy_fits_no_password_and_looks_like_a_user_every_time() -> None:
+    first, again = decoy("nobody", SCRAM_SHA_512, b"secret"), decoy("nobody", SCRAM_SHA_512, b"secret")
+    real = made_of("u", SCRAM_SHA_512, "p", first.salt)
+    assert first == again != decoy("nobody", SCRAM_SHA_512, b"other")
+    assert (len(first.salt), first.iterations) == (len(real.salt), real.iterations)
+    assert len(first.stored_key) == len(real.stored_key)
+    assert not is_password(first, "")
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        b"",
+        b"n",
+        b"n,,",
+        b"n,,n=user",
+        b"n,,n=,r=x",
+        b"n,,n=user,r=",
+        b"p=tls-unique,,n=user,r=x",
+        b"n,a=other,n=user,r=x",
+        b"n,b=user,n=user,r=x",
+        b"n,,m=ext,n=user,r=x",
+        b"n,,n=us=er,r=x",
+        b"n,,n=us=2cer,r=x",
+        b"n,,n=\xff,r=x",
+        b"n,,n=a\x00b,r=x",
+    ],
+)
+def test_a_first_message_that_is_none_is_refused(first: bytes) -> None:
+    with pytest.raises(Refused):
+        ScramServer(SCRAM_SHA_256, "n").first(first)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"c=biws", b"c=eSws"),
+        (b"c=biws", b"c=biws="),
+        (b"c=biws,", b""),
+        (b"r=rOpr", b"r=xOpr"),
+        (b"p=dHzb", b"p=AAAA"),
+        (b"p=dHzbZ", b"p="),
+        (b",p=", b",q="),
+        (b"hNlF$k0", b"hNlF$k"),
+    ],
+)
+def test_a_final_message_that_was_changed_is_refused(old: bytes, new: bytes) -> None:
+    server = ScramServer(SCRAM_SHA_256, RFC_NONCE)
+    server.first(RFC_FIRST)
+    server.challenge(made_of("user", SCRAM_SHA_256, "pencil", RFC_SALT))
+    assert old in RFC_FINAL
+    with pytest.raises(Refused):
+        server.final(RFC_FINAL.replace(old, new))
+
+
+MESSAGE = st.one_of(
+    st.binary(max_size=200),
+    st.lists(
+        st.sampled_from([b"n", b"y", b",", b"n=", b"r=", b"a=", b"c=", b"p=", b"biws", b"user", b"=", b"\x00"])
+    ).map(b"".join),
+)
+
+
+@given(MESSAGE, MESSAGE)
+def test_whatever_arrives_is_refused_or_goes_on(first: bytes, final: bytes) -> None:
+    server = ScramServer(SCRAM_SHA_256, "nonce")
+    try:
+        user = server.first(first)
+    except Refused:
+        return
+    assert user
+    server.challenge(decoy(user, SCRAM_SHA_256, b"s"))
+    with pytest.raises(Refused):
+        server.final(final)
