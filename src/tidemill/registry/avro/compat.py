@@ -1,0 +1,99 @@
+"""Can data written with one Avro schema be read with another? Schema resolution of the Avro specification 1.12.
+
+Names are compared without their namespaces, as the specification says; a reader's aliases count. Logical types do
+not: Avro's own implementations resolve what lies beneath.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from tidemill.registry.avro.model import Array, Avro, Enum, Fixed, Map, Named, Primitive, Record, Union
+from tidemill.registry.bounds import Steps
+from tidemill.registry.fixpoint import Walk
+from tidemill.registry.parsed import Difference
+
+PROMOTED = {
+    "int": {"long", "float", "double"},
+    "long": {"float", "double"},
+    "float": {"double"},
+    "string": {"bytes"},
+    "bytes": {"string"},
+}
+"""Writer's type → further types that read it."""
+
+
+def differences(reader: Avro, writer: Avro, steps: Steps) -> list[Difference]:
+    """Why `reader` cannot read what `writer` wrote; empty when it can."""
+    walk = _Walk(steps)
+    walk.compare(reader.root, writer.root, "")
+    return walk.found
+
+
+class _Walk(Walk):
+    def compare(self, reader: Any, writer: Any, path: str) -> None:
+        self.steps.take()
+        if isinstance(writer, Union):
+            self._each_branch(reader, writer, path)
+        elif isinstance(reader, Union):
+            if not self._read_by(reader, writer):
+                self.add("MISSING_UNION_BRANCH", path, f"no branch of the union reads {_name(writer)}")
+        elif isinstance(reader, Primitive) or isinstance(writer, Primitive):
+            self._primitive(reader, writer, path)
+        elif type(reader) is not type(writer):
+            self.add("TYPE_MISMATCH", path, f"{_name(writer)} is not read as {_name(reader)}")
+        elif isinstance(reader, Array):
+            self.compare(reader.items, writer.items, f"{path}/items")
+        elif isinstance(reader, Map):
+            self.compare(reader.values, writer.values, f"{path}/values")
+        else:
+            self.once(reader, writer, lambda: self._named(reader, writer, path))
+
+    def _each_branch(self, reader: Any, writer: Union, path: str) -> None:
+        for index, branch in enumerate(writer.branches):
+            if not isinstance(reader, Union):
+                self.compare(reader, branch, f"{path}/{index}")
+            elif not self._read_by(reader, branch):
+                self.add("MISSING_UNION_BRANCH", f"{path}/{index}", f"no branch of the union reads {_name(branch)}")
+
+    def _read_by(self, reader: Union, writer: Any) -> bool:
+        return any(self.fits(partial(self.compare, mine, writer, "")) for mine in reader.branches)
+
+    def _primitive(self, reader: Any, writer: Any, path: str) -> None:
+        named = isinstance(reader, Primitive) and isinstance(writer, Primitive)
+        if named and (reader.name == writer.name or reader.name in PROMOTED.get(writer.name, ())):
+            return
+        self.add("TYPE_MISMATCH", path, f"{_name(writer)} is not read as {_name(reader)}")
+
+    def _named(self, reader: Named, writer: Named, path: str) -> None:
+        if reader.short != writer.short and writer.name not in reader.aliases:
+            self.add("NAME_MISMATCH", f"{path}/name", f"{writer.name} is not read as {reader.name}")
+        if isinstance(reader, Fixed) and isinstance(writer, Fixed):
+            if reader.size != writer.size:
+                self.add("FIXED_SIZE_MISMATCH", f"{path}/size", f"{writer.size} bytes are not read as {reader.size}")
+        elif isinstance(reader, Enum) and isinstance(writer, Enum):
+            missing = sorted(set(writer.symbols) - set(reader.symbols))
+            if missing and reader.default is None:
+                told = f"the reader lacks {', '.join(missing[:10])} and has no default"
+                self.add("MISSING_ENUM_SYMBOLS", f"{path}/symbols", told)
+        elif isinstance(reader, Record) and isinstance(writer, Record):
+            self._fields(reader, writer, path)
+
+    def _fields(self, reader: Record, writer: Record, path: str) -> None:
+        for index, field in enumerate(reader.fields.values()):
+            at = f"{path}/fields/{index}"
+            written = writer.fields.get(field.name)
+            if written is None:
+                written = next((writer.fields[name] for name in sorted(field.aliases) if name in writer.fields), None)
+            if written is not None:
+                self.compare(field.type, written.type, f"{at}/type")
+            elif not field.has_default:
+                told = f"the field {field.name} is new to the writer's data and has no default"
+                self.add("READER_FIELD_MISSING_DEFAULT_VALUE", at, told)
+
+
+def _name(node: Any) -> str:
+    if isinstance(node, Primitive | Named):
+        return node.name
+    return type(node).__name__.lower()

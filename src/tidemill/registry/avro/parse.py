@@ -1,0 +1,226 @@
+"""An Avro schema's text → its canonical text and its model.
+
+fastavro says whether it is an Avro schema; the model is what `compat` needs of it, with names resolved.
+
+canonical    attributes in the order type, name, namespace, doc, fields, … , others after them as they come; no
+             white space; `{"type": "string"}` without more is `"string"`
+normalized   besides: full names, and other attributes sorted
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from tidemill.metastore.rows.registry import Reference
+from tidemill.registry.avro.model import (
+    PRIMITIVES,
+    Array,
+    Avro,
+    Enum,
+    Field,
+    Fixed,
+    Map,
+    Named,
+    Primitive,
+    Record,
+    Union,
+)
+from tidemill.registry.bounds import load_json, shown
+from tidemill.registry.errors import bad_schema
+from tidemill.registry.parsed import Parsed, Resolved, digest_of
+
+ORDER = (
+    "type",
+    "name",
+    "namespace",
+    "doc",
+    "items",
+    "values",
+    "size",
+    "symbols",
+    "fields",
+    "default",
+    "order",
+    "aliases",
+)
+NAMED = ("record", "error", "enum", "fixed")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def parse(text: str, references: Sequence[Reference], resolved: Sequence[Resolved], normalize: bool) -> Parsed:
+    """`resolved` has everything that is referred to, also by what is referred to, before what refers to it.
+
+    Raises Refused.
+    """
+    tree = load_json(text)
+    known: dict[str, Any] = {}
+    for found in resolved:
+        if found.parsed.kind != "AVRO":
+            raise bad_schema(f"it refers to a schema that is not Avro: {shown(found.name)}")
+        known |= found.parsed.model.named
+    _validated(tree, [orjson.loads(found.parsed.text) for found in resolved])
+    builder = _Builder(dict(known))
+    root = builder.build(tree, "")
+    canonical = orjson.dumps(_canonical(tree, "", normalize)).decode()
+    own = {name: node for name, node in builder.named.items() if name not in known}
+    model = Avro(root, own)
+    return Parsed("AVRO", canonical, tuple(references), model, digest_of("AVRO", canonical.encode(), references))
+
+
+def _validated(tree: Any, before: list[Any]) -> None:
+    from fastavro.schema import SchemaParseException, UnknownType, parse_schema
+
+    names: dict[str, Any] = {}
+    try:
+        for earlier in before:
+            parse_schema(earlier, named_schemas=names)
+        parse_schema(tree, named_schemas=names)
+    except UnknownType as error:
+        raise bad_schema(f"unknown type {shown(error.name)}") from error
+    except SchemaParseException as error:
+        raise bad_schema(str(error)) from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        # What fastavro takes for granted of a schema it does not check.
+        raise bad_schema(f"an attribute is missing or of a wrong type: {error!r}") from error
+
+
+class _Builder:
+    """Names as the specification resolves them: a dot makes a full name, else the enclosing namespace counts."""
+
+    def __init__(self, named: dict[str, Any]) -> None:
+        self.named = named
+
+    def build(self, node: Any, space: str) -> Any:
+        if isinstance(node, str):
+            if node in PRIMITIVES:
+                return Primitive(node)
+            full = full_name(node, space)
+            if full not in self.named and node in self.named:
+                full = node  # a name without a namespace
+            if full not in self.named:
+                raise bad_schema(f"unknown type {shown(node)}")
+            return self.named[full]
+        if isinstance(node, list):
+            return _union([self.build(branch, space) for branch in node])
+        if not isinstance(node, dict):
+            raise bad_schema(f"not a type: {shown(node)}")
+        kind = node.get("type")
+        if kind == "array":
+            return Array(self.build(node.get("items"), space))
+        if kind == "map":
+            return Map(self.build(node.get("values"), space))
+        if not isinstance(kind, str) or kind not in NAMED:
+            return self.build(kind, space)
+        return self._named(node, kind, space)
+
+    def _named(self, node: dict[str, Any], kind: str, space: str) -> Any:
+        name, own_space = node.get("name"), node.get("namespace", space)
+        if not isinstance(name, str) or not isinstance(own_space, str):
+            raise bad_schema(f"the name of a {kind} must be a string: {shown(name)}")
+        full = full_name(name, own_space)
+        if not all(_NAME.fullmatch(part) for part in full.split(".")):
+            raise bad_schema(f"not a name: {shown(full)}")
+        if full in self.named:
+            raise bad_schema(f"the name {shown(full)} is given twice")
+        inner = full.rpartition(".")[0]
+        aliases = frozenset(full_name(alias, inner) for alias in _texts(node.get("aliases", ()), "aliases"))
+        if kind == "fixed":
+            size = node.get("size")
+            if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+                raise bad_schema(f"the size of {shown(full)} is no number: {shown(size)}")
+            self.named[full] = fixed = Fixed(full, aliases, size)
+            return fixed
+        if kind == "enum":
+            symbols = tuple(_texts(node.get("symbols"), "symbols"))
+            default = node.get("default")
+            if default is not None and default not in symbols:
+                raise bad_schema(f"the default of {shown(full)} is none of its symbols: {shown(default)}")
+            self.named[full] = enum = Enum(full, aliases, symbols, default)
+            return enum
+        self.named[full] = record = Record(full, aliases)
+        if not isinstance(node.get("fields"), list):
+            raise bad_schema(f"the record {shown(full)} has no fields")
+        for field in node["fields"]:
+            if not isinstance(field["name"], str) or not _NAME.fullmatch(field["name"]):
+                raise bad_schema(f"not a field's name: {shown(field['name'])}")
+            kind_of = self.build(field["type"], inner)
+            known_as = frozenset(_texts(field.get("aliases", ()), "aliases"))
+            if field["name"] in record.fields:
+                raise bad_schema(f"the field {shown(field['name'])} of {shown(full)} is given twice")
+            record.fields[field["name"]] = Field(field["name"], kind_of, "default" in field, known_as)
+        return record
+
+
+def _union(branches: list[Any]) -> Union:
+    """Raises Refused for what a union may not hold: another one, or one type twice; named types by their names."""
+    seen = set()
+    for branch in branches:
+        if isinstance(branch, Union):
+            raise bad_schema("a union immediately inside another one")
+        kind = branch.name if isinstance(branch, Named | Primitive) else type(branch)
+        if kind in seen:
+            raise bad_schema(f"a union has one type twice: {shown(getattr(branch, 'name', kind))}")
+        seen.add(kind)
+    return Union(branches)
+
+
+def full_name(name: str, space: str) -> str:
+    return name if "." in name or not space else f"{space}.{name}"
+
+
+def _texts(value: Any, what: str) -> Sequence[str]:
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+        raise bad_schema(f"{what} must be an array of strings: {shown(value)}")
+    return value
+
+
+def _canonical(node: Any, space: str, normalize: bool) -> Any:
+    if isinstance(node, list):
+        return [_canonical(branch, space, normalize) for branch in node]
+    if isinstance(node, str):
+        return full_name(node, space) if normalize and node not in PRIMITIVES else node
+    if not isinstance(node, dict):
+        return node
+    found = dict(node)
+    kind = node.get("type")
+    named = isinstance(kind, str) and kind in NAMED
+    inner = space
+    if named:
+        name = node["name"]
+        full = full_name(name, node.get("namespace", space) if "." not in name else "")
+        inner = full.rpartition(".")[0]
+        if normalize:
+            found["name"] = full
+            found.pop("namespace", None)
+            if "aliases" in found:
+                found["aliases"] = sorted(full_name(alias, inner) for alias in found["aliases"])
+    elif not isinstance(kind, str) or kind not in ("array", "map"):
+        found["type"] = _canonical(kind, space, normalize)
+    for part in ("items", "values"):
+        if part in found and kind in ("array", "map"):
+            found[part] = _canonical(found[part], space, normalize)
+    if named and isinstance(found.get("fields"), list):
+        found["fields"] = [_field(field, inner, normalize) for field in found["fields"]]
+    if set(found) == {"type"} and not named:
+        return found["type"]
+    return _ordered(found, normalize)
+
+
+def _field(field: dict[str, Any], space: str, normalize: bool) -> dict[str, Any]:
+    found = {**field, "type": _canonical(field["type"], space, normalize)}
+    if normalize:
+        if found.get("order") == "ascending":
+            del found["order"]
+        if "aliases" in found:
+            found["aliases"] = sorted(found["aliases"])
+    # As a field is written everywhere: its name first.
+    return {"name": found.pop("name"), **_ordered(found, normalize)}
+
+
+def _ordered(found: dict[str, Any], normalize: bool) -> dict[str, Any]:
+    others = [name for name in found if name not in ORDER]
+    return {name: found[name] for name in (*ORDER, *(sorted(others) if normalize else others)) if name in found}

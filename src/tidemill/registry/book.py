@@ -1,0 +1,158 @@
+"""What the registry reads of the metastore. The first read of a request is fresh, those after it come after it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from tidemill.base.pace import Pace
+from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.rows import (
+    DIGESTS,
+    REFERRERS,
+    REGISTRY_CONFIGS,
+    REGISTRY_HEADS,
+    SCHEMAS,
+    USES,
+    VERSIONS,
+)
+from tidemill.metastore.rows.registry import (
+    Reference,
+    RegistryConfigRow,
+    RegistryHeadRow,
+    SchemaRow,
+    UseRow,
+    VersionRow,
+)
+from tidemill.registry.decisions import Used, live
+from tidemill.registry.errors import bad_schema, no_schema
+from tidemill.registry.kinds import Place
+from tidemill.registry.settings import REFERENCES
+
+HEAD = REGISTRY_HEADS.key("head")
+
+
+class Book:
+    """Reads may raise Unavailable, Closed. `fresh`: see `Metastore`; within a request only its first read is."""
+
+    def __init__(self, metastore: Metastore, pace: Pace) -> None:
+        self._metastore = metastore
+        self._pace = pace
+
+    async def head(self) -> tuple[int, RegistryHeadRow]:
+        """(seqno, row), fresh. Whoever reads more after this has read it as of this seqno, or the seqno is over."""
+        found = await self._metastore.get_row(HEAD)
+        if found is None or not found.value:
+            return (found.seqno if found is not None else 0), RegistryHeadRow("head")
+        return found.seqno, REGISTRY_HEADS.decode(HEAD, found.value)
+
+    async def schema(self, schema_id: int) -> SchemaRow:
+        """One that was deleted elsewhere may still be found for a second. Raises Refused(40403)."""
+        if not 0 < schema_id < 2**32:
+            raise no_schema(schema_id)
+        for fresh in (False, True):
+            found = await self._metastore.get(SCHEMAS, schema_id, fresh=fresh)
+            if found is not None:
+                return found
+        raise no_schema(schema_id)
+
+    async def versions(self, subject: str, *, fresh: bool = False) -> list[VersionRow]:
+        return await self._metastore.rows(VERSIONS, subject, fresh=fresh)
+
+    async def all_versions(self) -> list[VersionRow]:
+        """By subject and version; many, so the event loop gets its turns in between."""
+        found: list[VersionRow] = []
+        async for keys, values in self._metastore.prefix(VERSIONS.prefix()):
+            for key, value in zip(keys, values, strict=True):
+                found.append(VERSIONS.decode(key, value))
+                if not len(found) % 100 and self._pace.due:
+                    await self._pace.rest()
+        return found
+
+    async def uses(self, schema_id: int) -> list[UseRow]:
+        return await self._metastore.rows(USES, schema_id, fresh=False)
+
+    async def ids_of(self, digest: str) -> tuple[int, ...]:
+        """The ids of a schema, the one that is given out first; more than one only after imports."""
+        found = await self._metastore.get(DIGESTS, digest, fresh=False)
+        return found.ids if found is not None else ()
+
+    async def config(self, subject: str, *, fresh: bool = False) -> RegistryConfigRow | None:
+        return await self._metastore.get(REGISTRY_CONFIGS, subject, fresh=fresh)
+
+    async def referrers(self, subject: str, version: int, *, deleted: bool) -> list[int]:
+        """Ids of the schemas that refer to this version; only those of a live version unless `deleted`."""
+        ids = [row.id for row in await self._metastore.rows(REFERRERS, subject, version, fresh=False)]
+        if deleted:
+            return ids
+        return [schema_id for schema_id in ids if any(not row.deleted for row in await self.users(schema_id))]
+
+    async def users(self, schema_id: int) -> list[VersionRow]:
+        """The versions that use a schema, deleted ones included."""
+        found = []
+        for use in await self.uses(schema_id):
+            row = await self._metastore.get(VERSIONS, use.subject, use.version, fresh=False)
+            if row is not None:
+                found.append(row)
+        return found
+
+    async def used(self, schema_id: int) -> Used:
+        row = await self.schema(schema_id)
+        return Used(row, len(await self.uses(schema_id)), await self.ids_of(row.digest))
+
+    async def places(self, references: Sequence[Reference], *, new: bool) -> dict[Place, SchemaRow]:
+        """Everything that is referred to, directly or not. `new`: what is referred to directly must be live.
+
+        Raises Refused.
+        """
+        found: dict[Place, SchemaRow] = {}
+        waiting = [(reference, new) for reference in references]
+        while waiting:
+            reference, must_live = waiting.pop()
+            place = (reference.subject, reference.version)
+            if place in found:
+                continue
+            if len(found) >= REFERENCES:
+                raise bad_schema(f"it refers to more than {REFERENCES} schemas")
+            row = None
+            if 0 < reference.version < 2**32:
+                row = await self._metastore.get(VERSIONS, reference.subject, reference.version, fresh=False)
+            if row is None or (must_live and row.deleted):
+                raise bad_schema(f"no schema for subject {reference.subject!r} and version {reference.version}")
+            found[place] = schema = await self.schema(row.id)
+            waiting += [(inner, False) for inner in schema.references]
+        return found
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Kept(Generic[K, V]):
+    """What was computed last, up to a weight in all. What is asked for stays longest."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._found: OrderedDict[K, tuple[V, int]] = OrderedDict()
+        self.weight = 0
+
+    def get(self, key: K) -> V | None:
+        found = self._found.get(key)
+        if found is None:
+            return None
+        self._found.move_to_end(key)
+        return found[0]
+
+    def put(self, key: K, value: V, weight: int) -> None:
+        if weight > self._limit:
+            return
+        old = self._found.pop(key, None)
+        self.weight += weight - (old[1] if old is not None else 0)
+        self._found[key] = (value, weight)
+        while self.weight > self._limit:
+            _, (_, gone) = self._found.popitem(last=False)
+            self.weight -= gone
+
+
+__all__ = ["HEAD", "Book", "Kept", "live"]

@@ -1,0 +1,80 @@
+"""What bounds the work on a schema that a stranger sent: depth and size of its text, steps of a comparison.
+
+A thread cannot be ended from outside, so everything in here counts for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import orjson
+
+from tidemill.registry.errors import Refused, bad_schema
+
+DEPTH = 100
+"""Levels of nesting in a schema's JSON: what walks it recurses a few frames a level, far below Python's limit."""
+
+NODES = 50_000
+"""Values in a schema's JSON."""
+
+STEPS = 50_000
+"""Pairs of types that one comparison looks at: some seconds."""
+
+MESSAGES = 100
+"""Differences that one answer tells."""
+
+T = TypeVar("T")
+
+
+class Steps:
+    """Counts one comparison down. Raises Refused once it has taken too many steps."""
+
+    def __init__(self, limit: int = STEPS) -> None:
+        self._left = limit
+
+    def take(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise bad_schema("comparing it with an earlier version takes too many steps")
+
+
+def load_json(text: str) -> Any:
+    """A schema's JSON. Raises Refused when it is none, too deep or too large."""
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise bad_schema(f"it is not JSON: {error}") from error
+    nodes = 0
+    level = [value]
+    for _ in range(DEPTH):
+        nodes += len(level)
+        if nodes > NODES:
+            raise bad_schema(f"it holds more than {NODES} values")
+        level = [child for node in level for child in _children(node)]
+        if not level:
+            return value
+    raise bad_schema(f"it is nested more than {DEPTH} deep")
+
+
+def _children(node: Any) -> list[Any]:
+    if isinstance(node, dict):
+        return list(node.values())
+    return node if isinstance(node, list) else []
+
+
+def bounded(work: Callable[[], T]) -> T:
+    """`work()`, where a recursion that is deeper than it can be is the schema's fault."""
+    try:
+        return work()
+    except RecursionError as error:
+        raise bad_schema("it is nested too deep") from error
+
+
+def shown(value: object) -> str:
+    """A stranger's value inside a message."""
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+__all__ = ["DEPTH", "MESSAGES", "NODES", "STEPS", "Refused", "Steps", "bounded", "load_json", "shown"]

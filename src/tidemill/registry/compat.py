@@ -1,0 +1,50 @@
+"""Levels of compatibility: which earlier versions a schema is compared with, and in which direction.
+
+BACKWARD  the new schema reads what the one before it wrote      FORWARD  the other way round      FULL  both
+…_TRANSITIVE  the same with every earlier version                NONE     nothing is compared
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tidemill.registry.avro.compat import differences as avro_differences
+from tidemill.registry.bounds import Steps, bounded
+from tidemill.registry.jsonschema.compat import differences as json_differences
+from tidemill.registry.parsed import Difference, Parsed
+from tidemill.registry.protobuf.compat import differences as protobuf_differences
+
+LEVELS = ("BACKWARD", "BACKWARD_TRANSITIVE", "FORWARD", "FORWARD_TRANSITIVE", "FULL", "FULL_TRANSITIVE", "NONE")
+DEFAULT = "BACKWARD"
+
+_DIFFERENCES: dict[str, Callable[[Any, Any, Steps], list[Difference]]] = {
+    "AVRO": avro_differences,
+    "JSON": json_differences,
+    "PROTOBUF": protobuf_differences,
+}
+
+
+def compared_with(level: str, versions: Sequence[int]) -> Sequence[int]:
+    """Of the live versions, ascending, those that `level` compares with, the newest first."""
+    if level == "NONE":
+        return ()
+    newest_first = list(reversed(versions))
+    return newest_first if level.endswith("_TRANSITIVE") else newest_first[:1]
+
+
+def problems(level: str, new: Parsed, old: Parsed, steps: Steps) -> list[str]:
+    """Why the two are not compatible at this level, one sentence each; empty when they are. Raises Refused."""
+    if level == "NONE":
+        return []
+    if new.kind != old.kind:
+        return [f'{{errorType:"TYPE_CHANGED", description:"{old.kind} became {new.kind}", path:"/"}}']
+    if new.digest == old.digest:
+        return []
+    found: list[Difference] = []
+    compare = _DIFFERENCES[new.kind]
+    if not level.startswith("FORWARD"):
+        found += bounded(lambda: compare(new.model, old.model, steps))
+    if not level.startswith("BACKWARD"):
+        found += bounded(lambda: compare(old.model, new.model, steps))
+    return [difference.message() for difference in dict.fromkeys(found)]

@@ -1,0 +1,257 @@
+"""What a request does to the rows, decided from the rows as they were read. Pure: it checks everything, then says what
+to write. The shell writes it together with the head, if nobody changed that since.
+
+RG1  An id is given to one schema only, for ever; equal schemas have one id (but for ids that an import brings).
+RG2  A version's number is above every one that its subject has, deleted ones included.
+RG3  A schema's rows go with the last version that uses it; a version that is referred to does not go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from msgspec.structs import replace
+
+from tidemill.metastore.rows import (
+    DIGESTS,
+    REFERRERS,
+    REGISTRY_CONFIGS,
+    SCHEMAS,
+    USES,
+    VERSIONS,
+)
+from tidemill.metastore.rows.registry import (
+    DigestRow,
+    ReferrerRow,
+    RegistryConfigRow,
+    RegistryHeadRow,
+    SchemaRow,
+    UseRow,
+    VersionRow,
+)
+from tidemill.registry.errors import Refused, no_subject, no_version, not_permitted
+from tidemill.registry.parsed import Parsed
+from tidemill.registry.settings import RegistrySettings
+
+MODES = ("READWRITE", "READONLY", "IMPORT")
+LAST_ID = 2**31 - 1
+Rows = list[tuple[bytes, bytes]]
+T = TypeVar("T")
+
+
+class Change(NamedTuple, Generic[T]):
+    """No rows: there is nothing to do. `head` is written with them."""
+
+    rows: Rows
+    head: RegistryHeadRow
+    answer: T
+
+
+class Used(NamedTuple):
+    """What the shell reads of a schema that is about to lose a version."""
+
+    row: SchemaRow
+    uses: int
+    ids: tuple[int, ...]
+    """All that its digest has."""
+
+
+def live(versions: Sequence[VersionRow]) -> list[VersionRow]:
+    return [row for row in versions if not row.deleted]
+
+
+def next_version(versions: Sequence[VersionRow]) -> int:
+    return max((row.version for row in versions), default=0) + 1
+
+
+def writable(subject: str, mode: str) -> None:
+    """Raises Refused where nothing may change."""
+    if mode == "READONLY":
+        raise not_permitted(f"Subject {subject or 'registry'} is in read-only mode")
+
+
+def may_register(subject: str, mode: str, wanted_id: int) -> None:
+    writable(subject, mode)
+    if wanted_id > 0 and mode != "IMPORT":
+        raise not_permitted(f"Subject {subject} is not in import mode")
+    if wanted_id <= 0 and mode == "IMPORT":
+        raise not_permitted(f"Subject {subject} is not in read-write mode")
+
+
+def register(
+    head: RegistryHeadRow,
+    subject: str,
+    versions: Sequence[VersionRow],
+    parsed: Parsed,
+    ids: tuple[int, ...],
+    now_ms: int,
+    limits: RegistrySettings,
+) -> Change[VersionRow]:
+    """`ids`: those that this schema has already."""
+    _bounds(head, versions, not ids, limits)
+    rows: Rows = []
+    schema_id = ids[0] if ids else head.next_id
+    if not ids:
+        if schema_id > LAST_ID:
+            raise Refused(50001, f"No id is left: next={schema_id}")
+        rows += [SCHEMAS.encode(_row(schema_id, parsed)), DIGESTS.encode(DigestRow(parsed.digest, schema_id))]
+        rows += _referrers(schema_id, parsed)
+    version = VersionRow(subject, next_version(versions), schema_id, created_ms=now_ms)
+    rows += _used(version)
+    return Change(rows, _grown(head, versions, not ids, schema_id), version)
+
+
+def import_version(
+    head: RegistryHeadRow,
+    subject: str,
+    versions: Sequence[VersionRow],
+    parsed: Parsed,
+    there: SchemaRow | None,
+    ids: tuple[int, ...],
+    wanted: tuple[int, int],
+    now_ms: int,
+    limits: RegistrySettings,
+) -> Change[VersionRow]:
+    """`wanted`: id, and version or 0. `there`: the schema with this id; `ids`: of equal ones."""
+    schema_id, number = wanted
+    if there is not None and there.digest != parsed.digest:
+        raise Refused(42207, f"Overwrite schema with id {schema_id} is not permitted.")
+    found = next((row for row in versions if row.version == number), None) if number > 0 else None
+    found = found or next((row for row in versions if row.id == schema_id and number <= 0 and not row.deleted), None)
+    if found is not None:
+        if found.id != schema_id or found.deleted:
+            raise Refused(42207, f"Version {found.version} of subject {subject} has the id {found.id}.")
+        return Change([], head, found)
+    _bounds(head, versions, there is None, limits)
+    rows: Rows = []
+    if there is None:
+        first, *others = (*ids, schema_id)
+        digest = DigestRow(parsed.digest, first, tuple(others))
+        rows += [SCHEMAS.encode(_row(schema_id, parsed)), DIGESTS.encode(digest)]
+        rows += _referrers(schema_id, parsed)
+    version = VersionRow(subject, number if number > 0 else next_version(versions), schema_id, created_ms=now_ms)
+    rows += _used(version)
+    return Change(rows, _grown(head, versions, there is None, schema_id), version)
+
+
+def delete_versions(
+    head: RegistryHeadRow, subject: str, versions: Sequence[VersionRow], numbers: Sequence[int], configured: bool
+) -> Change[list[int]]:
+    """Hide these live versions; with the last one what is configured for the subject goes."""
+    wanted = set(numbers)
+    rows: Rows = [VERSIONS.encode(replace(row, deleted=True)) for row in versions if row.version in wanted]
+    if configured and all(row.version in wanted for row in live(versions)):
+        rows.append((REGISTRY_CONFIGS.key(subject), b""))
+        head = replace(head, configs=head.configs - 1)
+    return Change(rows, head, sorted(wanted))
+
+
+def purge_versions(
+    head: RegistryHeadRow,
+    subject: str,
+    versions: Sequence[VersionRow],
+    numbers: Sequence[int],
+    schemas: Mapping[int, Used],
+) -> Change[list[int]]:
+    """Forget these deleted versions, and the schemas that nobody uses without them."""
+    wanted = set(numbers)
+    gone = [row for row in versions if row.version in wanted]
+    rows: Rows = []
+    left = {schema_id: used.uses for schema_id, used in schemas.items()}
+    for row in gone:
+        rows += [(VERSIONS.key(subject, row.version), b""), (USES.key(row.id, subject, row.version), b"")]
+        left[row.id] -= 1
+    purged = [schema_id for schema_id, count in left.items() if not count]
+    for schema_id in purged:
+        used = schemas[schema_id]
+        rows.append((SCHEMAS.key(schema_id), b""))
+        kept = [one for one in used.ids if one not in purged]
+        key = DIGESTS.key(used.row.digest)
+        rows.append(DIGESTS.encode(DigestRow(used.row.digest, kept[0], tuple(kept[1:]))) if kept else (key, b""))
+        rows += [(REFERRERS.key(r.subject, r.version, schema_id), b"") for r in used.row.references]
+    after = replace(
+        head,
+        schemas=head.schemas - len(purged),
+        versions=head.versions - len(gone),
+        subjects=head.subjects - (len(gone) == len(versions)),
+    )
+    return Change(rows, after, sorted(wanted))
+
+
+def to_delete(subject: str, versions: Sequence[VersionRow], number: int | None, permanent: bool) -> list[int]:
+    """The versions that a DELETE of one (`number`) or of all means. Raises Refused."""
+    if number is not None:
+        row = next((row for row in versions if row.version == number), None)
+        if row is None:
+            raise no_version(number) if versions else no_subject(subject)
+        if row.deleted == permanent:
+            return [number]
+        told = f"Subject '{subject}' Version {number} was"
+        if permanent:
+            raise Refused(40407, f"{told} not deleted first before being permanently deleted")
+        raise Refused(40406, f"{told} soft deleted.Set permanent=true to delete permanently")
+    if not versions:
+        raise no_subject(subject)
+    if permanent:
+        if live(versions):
+            raise Refused(40405, f"Subject '{subject}' was not deleted first before being permanently deleted")
+        return [row.version for row in versions]
+    if not live(versions):
+        raise Refused(40404, f"Subject '{subject}' was soft deleted.Set permanent=true to delete permanently")
+    return [row.version for row in live(versions)]
+
+
+def configure(
+    head: RegistryHeadRow, row: RegistryConfigRow, there: bool, limits: RegistrySettings
+) -> Change[RegistryConfigRow]:
+    """A row that says nothing is none. `there`: is one written?"""
+    key, value = REGISTRY_CONFIGS.encode(row)
+    empty = row == RegistryConfigRow(row.subject)
+    if not there and not empty:
+        _room("configured subjects", head.configs, limits.subjects)
+    after = replace(head, configs=head.configs + (not empty) - there)
+    return Change([(key, b"" if empty else value)], after, row)
+
+
+# ----------------------------------------------------------------------------------------------------
+
+
+def _next(versions: Sequence[VersionRow]) -> int:
+    return max((row.version for row in versions), default=0) + 1
+
+
+def _row(schema_id: int, parsed: Parsed) -> SchemaRow:
+    return SchemaRow(schema_id, parsed.kind, parsed.text, parsed.references, parsed.digest, parsed.descriptor)
+
+
+def _referrers(schema_id: int, parsed: Parsed) -> Rows:
+    return [REFERRERS.encode(ReferrerRow(r.subject, r.version, schema_id)) for r in parsed.references]
+
+
+def _used(version: VersionRow) -> Rows:
+    return [VERSIONS.encode(version), USES.encode(UseRow(version.id, version.subject, version.version))]
+
+
+def _grown(head: RegistryHeadRow, versions: Sequence[VersionRow], new_schema: bool, schema_id: int) -> RegistryHeadRow:
+    return replace(
+        head,
+        next_id=max(head.next_id, schema_id + 1),
+        schemas=head.schemas + new_schema,
+        subjects=head.subjects + (not versions),
+        versions=head.versions + 1,
+    )
+
+
+def _bounds(head: RegistryHeadRow, versions: Sequence[VersionRow], new_schema: bool, limits: RegistrySettings) -> None:
+    _room("versions of the subject", len(versions), limits.versions_per_subject)
+    _room("versions", head.versions, limits.versions)
+    if not versions:
+        _room("subjects", head.subjects, limits.subjects)
+    if new_schema:
+        _room("schemas", head.schemas, limits.schemas)
+
+
+def _room(what: str, have: int, limit: int) -> None:
+    if have >= limit:
+        raise not_permitted(f"The registry takes no more: {what}={have} limit={limit}. Delete some permanently.")

@@ -1,0 +1,47 @@
+"""Refusals by their numbers, as Confluent's registry gives them. The HTTP status is a code's first three digits.
+
+40401 subject · 40402 version · 40403 schema · 40404, 40406 deleted already · 40405, 40407 not deleted yet ·
+40408 no compatibility of its own · 40409 no mode of its own · 409 incompatible · 42201 schema · 42202 version ·
+42203 compatibility level · 42204 mode · 42205 not permitted · 42206 referred to · 42207 id does not match ·
+42208 subject's name · 42209 too large · 50001 store · 50002 time-out
+"""
+
+from __future__ import annotations
+
+from tidemill.base.errors import Invalid
+
+
+class Refused(Invalid):
+    """It changed nothing. `code` is what clients branch on."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+    @property
+    def status(self) -> int:
+        return int(str(self.code)[:3])
+
+
+def no_subject(subject: str) -> Refused:
+    return Refused(40401, f"Subject '{subject}' not found.")
+
+
+def no_version(version: int | str) -> Refused:
+    return Refused(40402, f"Version {version} not found.")
+
+
+def no_schema(schema_id: int | None = None) -> Refused:
+    return Refused(40403, "Schema not found" if schema_id is None else f"Schema {schema_id} not found")
+
+
+def bad_schema(reason: str) -> Refused:
+    return Refused(42201, f"Invalid schema: {reason}")
+
+
+def too_large(what: str, size: int, limit: int) -> Refused:
+    return Refused(42209, f"Schema too large: {what}={size} limit={limit}")
+
+
+def not_permitted(reason: str) -> Refused:
+    return Refused(42205, reason)

@@ -1,0 +1,50 @@
+"""Bodies of answers: a schema as clients read it, an error with its number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from tidemill.base.errors import TidemillError, Unknown
+from tidemill.metastore.rows.registry import SchemaRow, VersionRow
+from tidemill.registry.errors import Refused
+from tidemill.registry.http.asked import MEDIA_TYPE
+from tidemill.registry.protobuf.parse import serialized
+
+
+def answer(value: Any, status: int = 200) -> Response:
+    headers = {"cache-control": "no-store"}
+    return Response(orjson.dumps(value), status, headers, media_type=MEDIA_TYPE)
+
+
+def refusal(error: TidemillError) -> Response:
+    """A fault of the store is 500, as clients know it, and may be tried again."""
+    if isinstance(error, Refused):
+        return answer({"error_code": error.code, "message": error.message}, error.status)
+    code = 50002 if isinstance(error, Unknown) else 50001
+    response = answer({"error_code": code, "message": str(error)}, 500)
+    response.headers["retry-after"] = "1"
+    return response
+
+
+def text_of(row: SchemaRow, form: str) -> str:
+    """`form` "serialized": a Protobuf descriptor in base64, as clients that have no parser for its text want it."""
+    if row.descriptor and (form == "serialized" or not row.text):
+        return serialized(row.descriptor)
+    return row.text
+
+
+def schema_body(row: SchemaRow, form: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"schema": text_of(row, form)}
+    if row.kind != "AVRO":
+        found["schemaType"] = row.kind
+    if row.references:
+        found["references"] = [{"name": r.name, "subject": r.subject, "version": r.version} for r in row.references]
+    return found
+
+
+def version_body(version: VersionRow, row: SchemaRow, form: str) -> dict[str, Any]:
+    found = {"subject": version.subject, "version": version.version, "id": version.id, **schema_body(row, form)}
+    return {**found, "deleted": True} if version.deleted else found

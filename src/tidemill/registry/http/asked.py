@@ -1,0 +1,143 @@
+"""What a request asks for, checked: its path's parts, its parameters, its body."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import unquote
+
+import orjson
+from starlette.requests import ClientDisconnect, Request
+
+from tidemill.metastore.rows.registry import Reference
+from tidemill.registry.bounds import shown
+from tidemill.registry.errors import Refused, bad_schema, not_permitted
+from tidemill.registry.kinds import Given
+from tidemill.registry.settings import SUBJECT_BYTES
+
+MEDIA_TYPE = "application/vnd.schemaregistry.v1+json"
+TAKEN = ("application/json", "application/vnd.schemaregistry", "application/octet-stream")
+"""Kinds of body. A page of another origin may send a form, plain text or no kind at all unasked, but none of these."""
+
+LAST_VERSION = 2**31 - 1
+NOT_SERVED = ("metadata", "ruleSet", "schemaTagsToAdd", "schemaTagsToRemove")
+NOT_SERVED_CONFIG = (
+    "alias", "compatibilityGroup", "defaultMetadata", "overrideMetadata", "defaultRuleSet", "overrideRuleSet",
+)  # fmt: skip
+LIST_MOST = 1_000
+"""Schemas of one answer; more by `offset`."""
+
+
+def parts_of(request: Request) -> list[str]:
+    """The path's parts, each decoded by itself: a subject may hold a slash."""
+    raw = request.scope.get("raw_path") or request.scope["path"].encode()
+    return [unquote(part) for part in raw.decode("latin-1").partition("?")[0].strip("/").split("/")]
+
+
+def flag(request: Request, name: str) -> bool:
+    return request.query_params.get(name, "false").strip().lower() == "true"
+
+
+def number(request: Request, name: str, default: int) -> int:
+    text = request.query_params.get(name, "")
+    try:
+        return int(text) if text else default
+    except ValueError as error:
+        raise Refused(400, f"The parameter {name} is no number: {shown(text)}") from error
+
+
+def page(request: Request, found: list[Any], most: int = 2**31) -> list[Any]:
+    """`offset` and `limit` of a list; a negative limit is none."""
+    start = max(0, number(request, "offset", 0))
+    limit = number(request, "limit", -1)
+    return found[start : start + (min(limit, most) if limit >= 0 else most)]
+
+
+def subject_of(text: str) -> str:
+    """Raises Refused(42208)."""
+    text = text.removeprefix(":.:")  # the default context, named
+    size = len(text.encode(errors="replace"))
+    odd = any(ord(letter) < 32 or 0xD800 <= ord(letter) < 0xE000 for letter in text)
+    if not text.strip() or text.startswith(":") or odd or size > SUBJECT_BYTES or text in ("__GLOBAL", "__EMPTY"):
+        raise Refused(42208, f"The specified subject {shown(text)} is not a valid subject.")
+    return text
+
+
+def version_of(text: str) -> int | None:
+    """None = the latest. Raises Refused(42202)."""
+    if text == "latest" or text == "-1":
+        return None
+    if text.isascii() and text.isdigit() and len(text) < 12 and 1 <= int(text) <= LAST_VERSION:
+        return int(text)
+    raise Refused(
+        42202,
+        f"The specified version {shown(text)} is not a valid version id. "
+        'Allowed values are between [1, 2^31-1] and the string "latest"',
+    )
+
+
+async def body_of(request: Request) -> dict[str, Any]:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if not kind.startswith(TAKEN):
+        raise Refused(415, "HTTP 415 Unsupported Media Type")
+    try:
+        found = orjson.loads(await request.body())
+    except orjson.JSONDecodeError as error:
+        raise Refused(400, f"The body is not JSON: {error}") from error
+    except ClientDisconnect as error:
+        raise Refused(413, "The body is too large, or ended early.") from error
+    if not isinstance(found, dict):
+        raise Refused(422, "The body must be a JSON object.")
+    return found
+
+
+def given_in(body: dict[str, Any], *, normalize: bool = False) -> Given:
+    text = body.get("schema")
+    if not isinstance(text, str) or not text.strip():
+        raise bad_schema("it is empty")
+    for name in NOT_SERVED:
+        if body.get(name):
+            raise Refused(42210, f"{name} is not served by this registry: register the schema without it.")
+    kind = body.get("schemaType") or "AVRO"
+    if not isinstance(kind, str):
+        raise Refused(422, "schemaType must be a string.")
+    return Given(kind.upper(), text, _references(body.get("references") or []), normalize)
+
+
+def _references(value: Any) -> tuple[Reference, ...]:
+    if not isinstance(value, list):
+        raise Refused(422, "references must be an array.")
+    found = []
+    for one in value:
+        fields = one if isinstance(one, dict) else {}
+        name, subject, version = fields.get("name"), fields.get("subject"), fields.get("version")
+        if not isinstance(name, str) or not name or not isinstance(subject, str) or type(version) is not int:
+            raise Refused(422, f"A reference has a name, a subject and a version: {shown(one)}")
+        found.append(Reference(name, subject_of(subject), version))
+    return tuple(dict.fromkeys(found))
+
+
+def whole(body: dict[str, Any], name: str) -> int:
+    """An optional number of a body; 0 and -1 = not given."""
+    value = body.get(name)
+    if value is None:
+        return 0
+    if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value <= LAST_VERSION:
+        raise Refused(422, f"{name} must be a number: {shown(value)}")
+    return max(0, value)
+
+
+def text_in(body: dict[str, Any], *names: str) -> str:
+    """The first of these that is given, "" for none."""
+    for name in names:
+        value = body.get(name)
+        if value is not None:
+            if not isinstance(value, str):
+                raise Refused(422, f"{name} must be a string: {shown(value)}")
+            return value
+    return ""
+
+
+def refuse_unserved(body: dict[str, Any]) -> None:
+    for name in NOT_SERVED_CONFIG:
+        if body.get(name):
+            raise not_permitted(f"{name} is not served by this registry.")

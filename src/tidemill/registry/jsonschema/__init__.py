@@ -1,0 +1,1 @@
+"""jsonschema: JSON Schema (drafts 4 to 2020-12): the model of one, and whether data of one is valid for another."""

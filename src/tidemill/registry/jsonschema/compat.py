@@ -1,0 +1,300 @@
+"""Is every document that is valid for one JSON Schema valid for another? Confluent's rules, by content model.
+
+A schema that says nothing of other properties is open: documents may hold any. So a property may be removed from an
+open reader only, and may be added where the writer was closed. Where Confluent's registry compares no further although
+the answer is sure (one of allOf's parts already fits; every branch of anyOf fits), this goes on.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from tidemill.registry.bounds import Steps
+from tidemill.registry.fixpoint import Walk
+from tidemill.registry.jsonschema.model import (
+    ALL,
+    ANY,
+    ARRAY,
+    COMBINED,
+    ENUM,
+    EVERYTHING,
+    NOT,
+    NOTHING,
+    NUMBER,
+    OBJECT,
+    ONE,
+    STRING,
+    Node,
+    Shape,
+)
+from tidemill.registry.parsed import Difference
+
+UPPER = ("maxLength", "maximum", "exclusiveMaximum", "maxProperties", "maxItems")
+LOWER = ("minLength", "minimum", "exclusiveMinimum", "minProperties", "minItems")
+
+
+def differences(reader: Node, writer: Node, steps: Steps) -> list[Difference]:
+    """Why a document that `writer` allows may not be one that `reader` allows; empty when it always is."""
+    walk = _Walk(steps)
+    walk.compare(reader, writer, "")
+    return walk.found
+
+
+class _Walk(Walk):
+    def compare(self, reader: Node, writer: Node, path: str) -> None:
+        if reader is writer:
+            return
+        self.once(reader, writer, lambda: self._compare(reader, writer, path))
+
+    def _compare(self, reader: Node, writer: Node, path: str) -> None:
+        if writer.kind == NOTHING or reader.kind == EVERYTHING:
+            return
+        if writer.kind in COMBINED and reader.kind in COMBINED:
+            self._combined(reader, writer, path)
+        elif reader.kind in COMBINED:
+            self._into_combined(reader, writer, path)
+        elif writer.kind in COMBINED:
+            self._out_of_combined(reader, writer, path)
+        elif reader.kind != writer.kind:
+            self.add("TYPE_CHANGED", path, f"{writer.kind} is not valid as {reader.kind}")
+        elif reader.kind == ENUM:
+            self._enum(reader, writer, path)
+        elif reader.kind == NOT:
+            if not self.fits(lambda: self.compare(writer.parts[0], reader.parts[0], path)):
+                self.add("NOT_TYPE_EXTENDED", f"{path}/not", "more is excluded than before")
+        else:
+            self._limits(reader, writer, path)
+            if reader.shape is not None and writer.shape is not None:
+                if reader.kind == OBJECT:
+                    self._object(reader.shape, writer.shape, path)
+                elif reader.kind == ARRAY:
+                    self._array(reader.shape, writer.shape, path)
+
+    # several at once ------------------------------------------------------------------------------
+
+    def _into_combined(self, reader: Node, writer: Node, path: str) -> None:
+        if reader.kind == ALL:
+            for index, part in enumerate(reader.parts):
+                self.compare(part, writer, f"{path}/allOf/{index}")
+        elif not any(self.fits(_bound(self.compare, part, writer)) for part in reader.parts):
+            self.add("TYPE_CHANGED", path, f"{writer.kind} fits no part of {reader.kind}")
+
+    def _out_of_combined(self, reader: Node, writer: Node, path: str) -> None:
+        if writer.kind == ALL:
+            if not any(self.fits(_bound(self.compare, reader, part)) for part in writer.parts):
+                self.add("TYPE_CHANGED", path, f"no part of allOf is valid as {reader.kind}")
+            return
+        for index, part in enumerate(writer.parts):
+            self.compare(reader, part, f"{path}/{writer.kind}/{index}")
+
+    def _combined(self, reader: Node, writer: Node, path: str) -> None:
+        fits = [[self.fits(_bound(self.compare, part, one)) for part in reader.parts] for one in writer.parts]
+        if reader.kind == ALL:
+            # Each of ours must hold: one of all that held implies it, or every alternative does.
+            enough = any if writer.kind == ALL else all
+            for place in range(len(reader.parts)):
+                if not enough(row[place] for row in fits):
+                    self.add("PRODUCT_TYPE_EXTENDED", f"{path}/allOf/{place}", "it did not have to hold before")
+        elif writer.kind == ALL:
+            if not any(any(row) for row in fits) or (reader.kind == ONE and len(reader.parts) > 1):
+                self.add("COMBINED_TYPE_CHANGED", path, f"allOf became {reader.kind}")
+        elif reader.kind == ANY:
+            for place, row in enumerate(fits):
+                if not any(row):
+                    self.add("SUM_TYPE_NARROWED", f"{path}/{writer.kind}/{place}", "this alternative is gone")
+        elif writer.kind == ANY and len(writer.parts) > 1:
+            self.add("COMBINED_TYPE_CHANGED", path, "anyOf became oneOf: what fits twice is not valid any more")
+        elif _matched([[place for place, fit in enumerate(row) if fit] for row in fits]) < len(writer.parts):
+            self.add("SUM_TYPE_NARROWED", path, "the alternatives do not match one to one")
+
+    # plain keywords -------------------------------------------------------------------------------
+
+    def _enum(self, reader: Node, writer: Node, path: str) -> None:
+        missing = sorted(writer.values - reader.values)
+        if missing:
+            told = b", ".join(missing[:5]).decode().replace('"', "'")[:200]
+            self.add("ENUM_ARRAY_NARROWED", f"{path}/enum", f"these values are not valid any more: {told}")
+
+    def _limits(self, reader: Node, writer: Node, path: str) -> None:
+        ours, theirs = reader.limits, writer.limits
+        for words, tighter in ((UPPER, operator.lt), (LOWER, operator.gt)):
+            for word in words:
+                if word in ours and word not in theirs:
+                    if not self._implied(word, reader, writer):
+                        self.add(f"{_shout(word)}_ADDED", f"{path}/{word}", f"{word} is new")
+                elif word in ours and tighter(ours[word], theirs[word]):
+                    self.add(f"{_shout(word)}_TIGHTENED", f"{path}/{word}", f"{theirs[word]} became {ours[word]}")
+        if reader.kind == STRING and "pattern" in ours and ours["pattern"] != theirs.get("pattern"):
+            kind = "PATTERN_CHANGED" if "pattern" in theirs else "PATTERN_ADDED"
+            self.add(kind, f"{path}/pattern", "another pattern must match")
+        if reader.kind == NUMBER:
+            if ours["integer"] and not theirs["integer"]:
+                self.add("TYPE_NARROWED", path, "number became integer")
+            self._multiple(ours.get("multipleOf"), theirs.get("multipleOf"), path)
+        if ours.get("uniqueItems") and not theirs.get("uniqueItems"):
+            self.add("UNIQUE_ITEMS_ADDED", f"{path}/uniqueItems", "items must be unique now")
+
+    @staticmethod
+    def _implied(word: str, reader: Node, writer: Node) -> bool:
+        """A bound of the other sort (inclusive, exclusive) that is as tight."""
+        other = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}.get(word)
+        if other is None or other not in writer.limits:
+            return False
+        new, old = reader.limits[word], writer.limits[other]
+        return bool(new <= old if word == "minimum" else new >= old)
+
+    def _multiple(self, new: Any, old: Any, path: str) -> None:
+        if new is None or new == old:
+            return
+        if old is None:
+            self.add("MULTIPLE_OF_ADDED", f"{path}/multipleOf", "multipleOf is new")
+        elif Fraction(str(old)) % Fraction(str(new)):
+            self.add("MULTIPLE_OF_CHANGED", f"{path}/multipleOf", f"{old} is no multiple of {new}")
+
+    # objects --------------------------------------------------------------------------------------
+
+    def _object(self, reader: Shape, writer: Shape, path: str) -> None:
+        for name in sorted(reader.named.keys() | writer.named.keys()):
+            at = f"{path}/properties/{_pointer(name)}"
+            if name not in reader.named:
+                self._removed(name, reader, writer.named[name], at, "PROPERTY")
+            elif name not in writer.named:
+                self._added(name, reader, writer, at)
+            else:
+                self.compare(reader.named[name], writer.named[name], at)
+                if name in reader.required - writer.required and not reader.named[name].default:
+                    self.add("REQUIRED_ATTRIBUTE_ADDED", f"{path}/required", f"{name} is required now")
+        for name, needed in reader.needs.items():
+            if not needed <= writer.needs.get(name, frozenset()):
+                kind = "DEPENDENCY_ARRAY_EXTENDED" if name in writer.needs else "DEPENDENCY_ARRAY_ADDED"
+                self.add(kind, f"{path}/dependencies/{_pointer(name)}", "more properties are needed beside it")
+        for name, schema in reader.needs_schema.items():
+            at = f"{path}/dependencies/{_pointer(name)}"
+            if name in writer.needs_schema:
+                self.compare(schema, writer.needs_schema[name], at)
+            else:
+                self.add("DEPENDENCY_SCHEMA_ADDED", at, "a schema must hold beside it")
+        self._patterns(reader, writer, f"{path}/patternProperties")
+        self._rest(reader, writer, f"{path}/additionalProperties", "ADDITIONAL_PROPERTIES")
+
+    def _patterns(self, reader: Shape, writer: Shape, path: str) -> None:
+        """A pattern that only one has meets the other's rest. Whether two patterns overlap is not asked."""
+        for pattern in sorted(reader.patterns.keys() | writer.patterns.keys()):
+            at = f"{path}/{_pointer(pattern)}"
+            now = reader.patterns.get(pattern, reader.rest)
+            was = writer.patterns.get(pattern, writer.rest)
+            if now is None or (was is not None and was.kind == NOTHING):
+                continue
+            if was is None:
+                if now.kind != EVERYTHING:
+                    self.add("PATTERN_PROPERTY_ADDED_TO_OPEN_CONTENT_MODEL", at, "anything was allowed there")
+            elif now.kind == NOTHING:
+                self.add("PATTERN_PROPERTY_REMOVED_FROM_CLOSED_CONTENT_MODEL", at, "it is not allowed any more")
+            else:
+                self.compare(now, was, at)
+
+    def _removed(self, name: str | None, reader: Shape, was: Node, at: str, what: str) -> None:
+        """What the writer had by itself is among the rest for the reader."""
+        if reader.open or was.kind == NOTHING:
+            return
+        covering = self._covering(name, reader, unsure=False)
+        if covering is None or covering.kind == NOTHING:
+            self.add(f"{what}_REMOVED_FROM_CLOSED_CONTENT_MODEL", at, "it is not allowed any more")
+        elif not self.fits(lambda: self.compare(covering, was, at)):
+            told = "what it was is not valid for the schema that covers it now"
+            self.add(f"{what}_REMOVED_NOT_COVERED_BY_PARTIALLY_OPEN_CONTENT_MODEL", at, told)
+
+    def _added(self, name: str, reader: Shape, writer: Shape, at: str) -> None:
+        new = reader.named[name]
+        if writer.open:
+            if new.kind != EVERYTHING:
+                self.add("PROPERTY_ADDED_TO_OPEN_CONTENT_MODEL", at, "earlier documents may hold anything there")
+            return
+        covering = self._covering(name, writer, unsure=True)
+        if covering is not None and not self.fits(_bound(self.compare, new, covering)):
+            told = "what earlier documents may hold there is not valid for it"
+            self.add("PROPERTY_ADDED_NOT_COVERED_BY_PARTIALLY_OPEN_CONTENT_MODEL", at, told)
+        if name in reader.required and not new.default:
+            self.add("REQUIRED_PROPERTY_ADDED_TO_UNOPEN_CONTENT_MODEL", at, "it is required and has no default")
+
+    def _covering(self, name: str | None, shape: Shape, *, unsure: bool) -> Node | None:
+        """The schema of a property that is not named: of the first pattern that finds it, else of the rest. `unsure`:
+        what a pattern counts as that cannot be asked."""
+        if name is not None:
+            for pattern, node in shape.patterns.items():
+                self.steps.take()
+                if _finds(pattern, name, unsure):
+                    return node
+        return shape.rest
+
+    def _rest(self, reader: Shape, writer: Shape, at: str, what: str) -> None:
+        if reader.rest is None or writer.closed:
+            return
+        if writer.rest is None:
+            kind = f"{what}_REMOVED" if reader.closed else f"{what}_NARROWED"
+            self.add(kind, at, "anything was allowed there")
+        elif reader.closed:
+            self.add(f"{what}_REMOVED", at, "nothing more is allowed")
+        else:
+            self.compare(reader.rest, writer.rest, at)
+
+    # arrays ---------------------------------------------------------------------------------------
+
+    def _array(self, reader: Shape, writer: Shape, path: str) -> None:
+        for place, node in enumerate(reader.places):
+            at = f"{path}/items/{place}"
+            if place < len(writer.places):
+                self.compare(node, writer.places[place], at)
+            elif writer.rest is None:
+                if node.kind != EVERYTHING:
+                    self.add("ITEM_ADDED_TO_OPEN_CONTENT_MODEL", at, "earlier documents may hold anything there")
+            elif not self.fits(_bound(self.compare, node, writer.rest)):
+                told = "what earlier documents may hold there is not valid for it"
+                self.add("ITEM_ADDED_NOT_COVERED_BY_PARTIALLY_OPEN_CONTENT_MODEL", at, told)
+        for place in range(len(reader.places), len(writer.places)):
+            self._removed(None, reader, writer.places[place], f"{path}/items/{place}", "ITEM")
+        self._rest(reader, writer, f"{path}/items", "ADDITIONAL_ITEMS")
+
+
+def _bound(compare: Callable[[Node, Node, str], None], reader: Node, writer: Node) -> Callable[[], None]:
+    return lambda: compare(reader, writer, "")
+
+
+def _matched(pairs: list[list[int]]) -> int:
+    """Size of the largest matching of a bipartite graph; pairs[left] = the right ones it may go with."""
+    taken: dict[int, int] = {}
+
+    def place(left: int, tried: set[int]) -> bool:
+        for right in pairs[left]:
+            if right not in tried:
+                tried.add(right)
+                if right not in taken or place(taken[right], tried):
+                    taken[right] = left
+                    return True
+        return False
+
+    return sum(place(left, set()) for left in range(len(pairs)))
+
+
+def _finds(pattern: str, name: str, unsure: bool) -> bool:
+    """Does a stranger's pattern occur in a stranger's name? By RE2, whose time is linear; `unsure` for one that it does
+    not know (a back reference, a look-around)."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    try:
+        return bool(pc.match_substring_regex(pa.array([name]), pattern)[0].as_py())
+    except pa.ArrowInvalid:
+        return unsure
+
+
+def _pointer(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1").replace('"', "'")[:100]
+
+
+def _shout(word: str) -> str:
+    """maxLength → MAX_LENGTH"""
+    return "".join(f"_{letter}" if letter.isupper() else letter.upper() for letter in word)

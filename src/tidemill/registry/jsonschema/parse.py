@@ -1,0 +1,248 @@
+"""A JSON Schema's text → its canonical text and its model.
+
+jsonschema says whether it is one (of the draft that `$schema` names, 7 without it); `referencing` resolves `$ref`
+within the schema and to the schemas that the request's references name. Nothing is ever fetched.
+
+canonical    no white space
+normalized   besides: keys sorted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from tidemill.metastore.rows.registry import Reference
+from tidemill.registry.bounds import load_json, shown
+from tidemill.registry.errors import bad_schema
+from tidemill.registry.jsonschema.model import (
+    ALL,
+    ANY,
+    ARRAY,
+    COMBINED,
+    ENUM,
+    EVERYTHING,
+    NOT,
+    NOTHING,
+    NUMBER,
+    OBJECT,
+    STRING,
+    Node,
+    Shape,
+)
+from tidemill.registry.parsed import Parsed, Resolved, digest_of
+
+KEYWORDS = {
+    OBJECT: (
+        "properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties",
+        "dependencies", "dependentRequired", "dependentSchemas",
+    ),
+    ARRAY: ("items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems"),
+    NUMBER: ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    STRING: ("minLength", "maxLength", "pattern"),
+}  # fmt: skip
+"""What only speaks of one type: a schema without `type` is taken to mean the types its keywords speak of."""
+
+
+def parse(text: str, references: Sequence[Reference], resolved: Sequence[Resolved], normalize: bool) -> Parsed:
+    """`resolved`: everything that is referred to, also by what is referred to. Raises Refused."""
+    from jsonschema import Draft7Validator
+    from jsonschema.exceptions import SchemaError
+    from jsonschema.validators import validator_for
+
+    tree = load_json(text)
+    if not isinstance(tree, dict | bool):
+        raise bad_schema(f"a JSON Schema is an object or a boolean: {shown(tree)}")
+    try:
+        # Formats are left out: a pattern is one of ECMA 262, which Python's are not.
+        validator_for(tree, default=Draft7Validator).check_schema(tree, format_checker=None)
+    except SchemaError as error:
+        where = "/".join(str(part) for part in error.absolute_path)
+        raise bad_schema(f"{error.message[:200]} at /{where}") from error
+    for found in resolved:
+        if found.parsed.kind != "JSON":
+            raise bad_schema(f"it refers to a schema that is not JSON Schema: {shown(found.name)}")
+    model = _Builder(tree, [(found.name, found.parsed.text) for found in resolved]).root()
+    option = orjson.OPT_SORT_KEYS if normalize else None
+    canonical = orjson.dumps(tree, option=option).decode()
+    return Parsed("JSON", canonical, tuple(references), model, digest_of("JSON", canonical.encode(), references))
+
+
+class _Builder:
+    """Nodes are memoized by the identity of the JSON they come from, which `_kept` keeps alive."""
+
+    def __init__(self, tree: Any, others: Sequence[tuple[str, str]]) -> None:
+        from jsonschema_specifications import REGISTRY
+        from referencing import Resource
+        from referencing.jsonschema import DRAFT7
+
+        trees = [(name, orjson.loads(text)) for name, text in others]
+        registry = REGISTRY.with_resources(
+            [(name, Resource.from_contents(other, default_specification=DRAFT7)) for name, other in trees]
+        )
+        self._kept: list[Any] = [tree, *trees]
+        self._tree = tree
+        self._alone = isinstance(tree, dict) and "draft-0" in str(tree.get("$schema", ""))
+        """Drafts before 2019-09 ignore what stands beside a reference."""
+        self._draft = DRAFT7
+        self._by_name = registry.resolver()
+        self._resolver = registry.resolver_with_root(Resource.from_contents(tree, default_specification=DRAFT7))
+        self._nodes: dict[int, Node] = {}
+        self._chased: set[int] = set()
+
+    def root(self) -> Node:
+        return self._build(self._tree, self._resolver)
+
+    def _build(self, schema: Any, resolver: Any) -> Node:
+        if isinstance(schema, bool):
+            return Node(EVERYTHING if schema else NOTHING)
+        if not isinstance(schema, dict):
+            raise bad_schema(f"not a schema: {shown(schema)}")
+        known = self._nodes.get(id(schema))
+        if known is not None:
+            return known
+        resolver = resolver.in_subresource(self._draft.create_resource(schema)) if "$id" in schema else resolver
+        if _reference(schema) is not None and (self._alone or not _says_more(schema)):
+            return self._chase(schema, resolver)
+        node = self._nodes[id(schema)] = Node()
+        node.default = "default" in schema
+        parts = self._parts(schema, resolver)
+        if len(parts) == 1 and _reference(schema) is None:
+            _become(node, parts[0])  # made for this node alone; what is referred to may not be known yet
+        elif parts:
+            node.kind, node.parts = ALL, parts
+        return node
+
+    def _chase(self, schema: dict[str, Any], resolver: Any) -> Node:
+        """A reference and nothing else is what it refers to."""
+        if id(schema) in self._chased:
+            raise bad_schema(f"a reference leads to itself: {shown(_reference(schema))}")
+        self._chased.add(id(schema))
+        node = self._nodes[id(schema)] = self._referred(str(_reference(schema)), resolver)
+        return node
+
+    def _referred(self, reference: str, resolver: Any) -> Node:
+        from referencing.exceptions import Unresolvable
+
+        try:
+            found = resolver.lookup(reference)
+        except (Unresolvable, ValueError):
+            try:
+                found = self._by_name.lookup(reference)  # as the request names it, whatever the schema's own URI is
+            except (Unresolvable, ValueError) as error:
+                raise bad_schema(f"unresolved reference {shown(reference)}") from error
+        self._kept.append(found.contents)
+        return self._build(found.contents, found.resolver)
+
+    def _parts(self, schema: dict[str, Any], resolver: Any) -> list[Node]:
+        parts: list[Node] = []
+        reference = _reference(schema)
+        if reference is not None:
+            parts.append(self._referred(reference, resolver))
+        types = schema.get("type")
+        if isinstance(types, list) and len(types) != 1:
+            parts.append(_of(ANY, [self._typed(kind, schema, resolver) for kind in types]))
+        elif types is not None:
+            parts.append(self._typed(types[0] if isinstance(types, list) else types, schema, resolver))
+        else:
+            for kind, keywords in KEYWORDS.items():
+                if any(keyword in schema for keyword in keywords):
+                    parts.append(self._typed(kind, schema, resolver))
+        if "enum" in schema or "const" in schema:
+            values = schema["enum"] if "enum" in schema else [schema["const"]]
+            enum = Node(ENUM)
+            enum.values = frozenset(orjson.dumps(value, option=orjson.OPT_SORT_KEYS) for value in values)
+            parts.append(enum)
+        for kind in COMBINED:
+            if kind in schema:
+                branches = _without_doubles(schema[kind])
+                parts.append(_of(kind, [self._build(branch, resolver) for branch in branches]))
+        if "not" in schema:
+            parts.append(_of(NOT, [self._build(schema["not"], resolver)]))
+        return parts
+
+    def _typed(self, kind: str, schema: dict[str, Any], resolver: Any) -> Node:
+        node = Node(NUMBER if kind == "integer" else kind)
+        if node.kind == NUMBER:
+            node.limits = {**_number_limits(schema), "integer": kind == "integer"}
+        elif node.kind == STRING:
+            node.limits = {word: schema[word] for word in KEYWORDS[STRING] if word in schema}
+        elif node.kind == OBJECT:
+            node.limits = {word: schema[word] for word in ("minProperties", "maxProperties") if word in schema}
+            node.shape = self._object(schema, resolver)
+        elif node.kind == ARRAY:
+            node.limits = {word: schema[word] for word in ("minItems", "maxItems") if word in schema}
+            node.limits = {**node.limits, "uniqueItems": schema.get("uniqueItems", False)}
+            node.shape = self._array(schema, resolver)
+        return node
+
+    def _object(self, schema: dict[str, Any], resolver: Any) -> Shape:
+        shape = Shape()
+        shape.named = {name: self._build(one, resolver) for name, one in schema.get("properties", {}).items()}
+        shape.patterns = {name: self._build(one, resolver) for name, one in schema.get("patternProperties", {}).items()}
+        required = schema.get("required", [])
+        shape.required = frozenset(required if isinstance(required, list) else ())
+        needs = {**schema.get("dependencies", {}), **schema.get("dependentRequired", {})}
+        shape.needs = {name: frozenset(one) for name, one in needs.items() if isinstance(one, list)}
+        schemas = {name: one for name, one in needs.items() if not isinstance(one, list)}
+        schemas |= schema.get("dependentSchemas", {})
+        shape.needs_schema = {name: self._build(one, resolver) for name, one in schemas.items()}
+        shape.rest = self._rest(schema.get("additionalProperties", True), resolver)
+        return shape
+
+    def _array(self, schema: dict[str, Any], resolver: Any) -> Shape:
+        shape = Shape()
+        items = schema.get("items")
+        places = schema.get("prefixItems", items if isinstance(items, list) else [])
+        shape.places = [self._build(one, resolver) for one in places]
+        if "prefixItems" in schema:
+            shape.rest = self._rest(True if items is None else items, resolver)
+        elif isinstance(items, list):
+            shape.rest = self._rest(schema.get("additionalItems", True), resolver)
+        elif items is not None:
+            shape.rest = self._rest(items, resolver)
+        return shape
+
+    def _rest(self, schema: Any, resolver: Any) -> Node | None:
+        node = self._build(schema, resolver)
+        return None if schema is True or schema == {} else node
+
+
+def _reference(schema: dict[str, Any]) -> str | None:
+    """A dynamic reference is taken for a plain one: nothing extends a registered schema from outside."""
+    found = (schema.get(word) for word in ("$ref", "$dynamicRef", "$recursiveRef"))
+    return next((one for one in found if isinstance(one, str)), None)
+
+
+def _says_more(schema: dict[str, Any]) -> bool:
+    """Is there more to a schema than its reference?"""
+    words = (*KEYWORDS.values(), ("type", "enum", "const", "default", NOT, *COMBINED))
+    return any(word in schema for group in words for word in group)
+
+
+def _number_limits(schema: dict[str, Any]) -> dict[str, Any]:
+    """Draft 4 says `exclusiveMinimum: true` beside `minimum`; later ones give the number there."""
+    found = {word: schema[word] for word in KEYWORDS[NUMBER] if word in schema}
+    for plain, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if isinstance(found.get(exclusive), bool) and found.pop(exclusive) and plain in found:
+            found[exclusive] = found.pop(plain)
+    return found
+
+
+def _without_doubles(branches: Sequence[Any]) -> list[Any]:
+    found = {orjson.dumps(branch, option=orjson.OPT_SORT_KEYS): branch for branch in reversed(branches)}
+    return list(reversed(found.values()))
+
+
+def _of(kind: str, parts: Sequence[Node]) -> Node:
+    node = Node(kind)
+    node.parts = parts
+    return node
+
+
+def _become(node: Node, other: Node) -> None:
+    """`node` was handed out before it was known to say one thing only."""
+    node.kind, node.limits, node.values = other.kind, other.limits, other.values
+    node.parts, node.shape = other.parts, other.shape

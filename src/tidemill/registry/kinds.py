@@ -1,0 +1,78 @@
+"""A schema with everything it refers to → understood. Pure, and bounded; the shell runs it on a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+from tidemill.metastore.rows.registry import Reference, SchemaRow
+from tidemill.registry.avro.parse import parse as parse_avro
+from tidemill.registry.bounds import bounded
+from tidemill.registry.errors import Refused, bad_schema
+from tidemill.registry.jsonschema.parse import parse as parse_json
+from tidemill.registry.parsed import Parsed, Resolved
+from tidemill.registry.protobuf.parse import parse as parse_protobuf
+from tidemill.registry.protobuf.parse import serialized
+
+Place = tuple[str, int]
+"""Subject and version that a reference names."""
+
+Parse = Callable[[str, Sequence[Reference], Sequence[Resolved], bool], Parsed]
+_PARSE: dict[str, Parse] = {"AVRO": parse_avro, "JSON": parse_json, "PROTOBUF": parse_protobuf}
+
+
+class Given(NamedTuple):
+    """A schema as somebody sent it, or as it is stored."""
+
+    kind: str
+    text: str
+    references: tuple[Reference, ...] = ()
+    normalize: bool = False
+
+
+def given_of(row: SchemaRow) -> Given:
+    """A stored schema. A Protobuf one goes by its descriptor: its text is never compiled again."""
+    text = serialized(row.descriptor) if row.descriptor else row.text
+    return Given(row.kind, text, row.references)
+
+
+def understand(given: Given, places: Mapping[Place, SchemaRow]) -> Parsed:
+    """`places` holds every schema that is referred to, directly or not. Raises Refused."""
+    return _Understanding(places).parse(given)
+
+
+class _Understanding:
+    """Each place is parsed once, so that what two schemas refer to is one and the same in the models."""
+
+    def __init__(self, places: Mapping[Place, SchemaRow]) -> None:
+        self._places = places
+        self._parsed: dict[Place, Parsed] = {}
+
+    def parse(self, given: Given) -> Parsed:
+        parse = _PARSE.get(given.kind)
+        if parse is None:
+            raise bad_schema(f"schemaType {given.kind!r} is none of AVRO, JSON and PROTOBUF")
+        resolved: dict[str, Resolved] = {}
+        self._resolve(given.references, resolved, {})
+        found = bounded(lambda: parse(given.text, given.references, list(resolved.values()), given.normalize))
+        parts = (found.digest, *(other.parsed.deep for other in resolved.values()))
+        return found._replace(deep=blake2b("\0".join(parts).encode(), digest_size=16).hexdigest())
+
+    def _resolve(self, references: Sequence[Reference], found: dict[str, Resolved], places: dict[str, Place]) -> None:
+        """What is referred to, before what refers to it."""
+        for reference in references:
+            place = (reference.subject, reference.version)
+            if reference.name in places:
+                if places[reference.name] != place:
+                    raise bad_schema(f"the reference {reference.name!r} leads to two schemas")
+                continue
+            places[reference.name] = place
+            row = self._places[place]
+            self._resolve(row.references, found, places)
+            if place not in self._parsed:
+                self._parsed[place] = self.parse(given_of(row))
+            found[reference.name] = Resolved(reference.name, self._parsed[place])
+
+
+__all__ = ["Given", "Place", "Refused", "given_of", "understand"]

@@ -1,0 +1,287 @@
+"""The registry of one process: what a request reads, and what it decides to change. Any number of processes have one;
+nothing is agreed on but rows."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.pace import Pace
+from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.rows.registry import RegistryConfigRow, RegistryHeadRow, SchemaRow, VersionRow
+from tidemill.registry import decisions
+from tidemill.registry.book import Book
+from tidemill.registry.changes import Changes
+from tidemill.registry.compat import DEFAULT, LEVELS, compared_with
+from tidemill.registry.decisions import Change, live
+from tidemill.registry.errors import Refused, no_schema, no_subject, no_version, not_permitted, too_large
+from tidemill.registry.kinds import Given, given_of
+from tidemill.registry.parsed import Parsed
+from tidemill.registry.settings import SCHEMA_BYTES_MOST, RegistrySettings
+from tidemill.registry.understanding import Understanding
+from tidemill.shards.cpu import Cpu
+
+EVERY = ""
+"""The subject under which what counts for all is configured."""
+
+
+class Found(NamedTuple):
+    version: VersionRow
+    schema: SchemaRow
+
+
+class Registry:
+    """Raises Refused; Unavailable, Closed; a write Unknown besides."""
+
+    def __init__(
+        self, metastore: Metastore, clock: Clock, rand: Rand, cpu: Cpu, settings: RegistrySettings | None = None
+    ) -> None:
+        self.book = Book(metastore, Pace(clock))
+        self._clock = clock
+        self._settings = settings or RegistrySettings()
+        self._understanding = Understanding(cpu, self._settings)
+        self._changes = Changes(metastore, self.book, clock, rand)
+
+    def facts(self) -> dict[str, object]:
+        """Counts as of the last look at the head, with their limits."""
+        return {
+            "schemas": self._changes.head.schemas,
+            "schemas_limit": self._settings.schemas,
+            "subjects": self._changes.head.subjects,
+            "subjects_limit": self._settings.subjects,
+            "versions": self._changes.head.versions,
+            "versions_limit": self._settings.versions,
+            "versions_per_subject_limit": self._settings.versions_per_subject,
+            "waiting": self._understanding.under_way,
+            "waiting_limit": self._settings.waiting,
+            "turned_away": self._understanding.refused,
+        }
+
+    # reading --------------------------------------------------------------------------------------
+
+    async def find(self, subject: str, version: int | None, *, deleted: bool = False) -> Found:
+        """`version` None = the latest."""
+        versions = await self.book.versions(subject, fresh=True)
+        shown = versions if deleted else live(versions)
+        if not shown:
+            raise no_subject(subject)
+        if version is None:
+            row = shown[-1]
+        else:
+            match = [one for one in shown if one.version == version]
+            if not match:
+                raise no_version(version)
+            row = match[0]
+        return Found(row, await self.book.schema(row.id))
+
+    async def lookup(self, subject: str, given: Given, *, deleted: bool = False) -> Found:
+        """The version under which the subject has this schema."""
+        self._check_size(given)
+        versions = await self.book.versions(subject, fresh=True)
+        shown = versions if deleted else live(versions)
+        if not shown:
+            raise no_subject(subject)
+        parsed = await self._parse(given, subject)
+        ids = await self.book.ids_of(parsed.digest)
+        for row in reversed(shown):
+            if row.id in ids:
+                return Found(row, await self.book.schema(row.id))
+        raise no_schema()
+
+    async def level(self, subject: str) -> str:
+        row, every = await self._configs(subject)
+        return (row.compatibility if row else "") or (every.compatibility if every else "") or DEFAULT
+
+    async def mode(self, subject: str) -> str:
+        row, every = await self._configs(subject)
+        return (row.mode if row else "") or (every.mode if every else "") or "READWRITE"
+
+    async def check(self, subject: str, given: Given, version: int | None, *, all_versions: bool = False) -> list[str]:
+        """Why the schema is not compatible at the subject's level, with one version (None = the latest) or with those
+        that the level names. A subject without versions is compatible with anything."""
+        self._check_size(given)
+        versions = live(await self.book.versions(subject, fresh=True))
+        if not versions and version is not None:
+            raise no_subject(subject)
+        level = await self.level(subject)
+        parsed = await self._parse(given, subject, new=True)
+        if all_versions:
+            wanted = list(compared_with(level, [row.version for row in versions]))
+        else:
+            wanted = [versions[-1].version if versions else 0] if version is None else [version]
+        by_number = {row.version: row for row in versions}
+        if version is not None and version not in by_number:
+            raise no_version(version)
+        return await self._problems(level, parsed, [by_number[number] for number in wanted if number in by_number])
+
+    # writing --------------------------------------------------------------------------------------
+
+    async def register(self, subject: str, given: Given, *, wanted_id: int = 0, version: int = 0) -> Found:
+        """The version under which the subject has this schema now; `wanted_id` and `version` are an import's."""
+        self._check_size(given)
+        found = await self._registered(subject, given, wanted_id)
+        if found is not None:
+            return found
+        parsed_of: list[Parsed] = []
+
+        async def decide(head: RegistryHeadRow) -> Change[VersionRow]:
+            parsed = await self._parse(given, subject, new=True)
+            parsed_of[:] = [parsed]
+            versions = await self.book.versions(subject)
+            ids = await self.book.ids_of(parsed.digest)
+            same = next((row for row in reversed(live(versions)) if row.id in ids), None)
+            if same is not None and not wanted_id:
+                return Change([], head, same)
+            decisions.may_register(subject, await self.mode(subject), wanted_id)
+            now_ms = self._clock.now_ms()
+            if wanted_id:
+                there = await self._there(wanted_id)
+                return decisions.import_version(
+                    head, subject, versions, parsed, there, ids, (wanted_id, version), now_ms, self._settings
+                )
+            if version and version != decisions.next_version(versions):
+                raise Refused(42201, f"Invalid schema: version {version} is not one more than the latest")
+            await self._compatible(subject, parsed, live(versions))
+            return decisions.register(head, subject, versions, parsed, ids, now_ms, self._settings)
+
+        # What takes long is done once without holding others up; in line it is known already. So is a refusal, which is
+        # said there, as of one moment.
+        with contextlib.suppress(Refused):
+            await decide((await self._changes.looked())[1])
+        row = await self._changes.make(decide)
+        return Found(row, SchemaRow(row.id, parsed_of[0].kind, parsed_of[0].text, digest=parsed_of[0].digest))
+
+    async def delete(
+        self, subject: str, version: int | None, *, permanent: bool = False, latest: bool = False
+    ) -> list[int]:
+        """Hide or forget one version (`latest`: the latest live one) or all; the versions that it was."""
+
+        async def decide(head: RegistryHeadRow) -> Change[list[int]]:
+            versions = await self.book.versions(subject)
+            decisions.writable(subject, await self.mode(subject))
+            number = version
+            if latest:
+                shown = versions if permanent else live(versions)
+                if not shown:
+                    raise no_subject(subject)
+                number = shown[-1].version
+            numbers = decisions.to_delete(subject, versions, number, permanent)
+            for one in numbers:
+                await self._not_referred(subject, one, permanent)
+            if not permanent:
+                configured = await self.book.config(subject) is not None
+                return decisions.delete_versions(head, subject, versions, numbers, configured)
+            ids = {row.id for row in versions if row.version in numbers}
+            schemas = {one: await self.book.used(one) for one in sorted(ids)}
+            return decisions.purge_versions(head, subject, versions, numbers, schemas)
+
+        return await self._changes.make(decide)
+
+    async def set_level(self, subject: str, level: str, normalize: bool | None = None, *, clear: bool = False) -> None:
+        """What is not said stays as it is; `clear` forgets both first."""
+        if level and level not in LEVELS:
+            raise Refused(42203, f"Invalid compatibility level. Valid values are {', '.join(LEVELS)}.")
+
+        async def decide(head: RegistryHeadRow) -> Change[RegistryConfigRow]:
+            decisions.writable(subject, await self.mode(subject))
+            row = await self.book.config(subject)
+            old = row or RegistryConfigRow(subject)
+            if clear:
+                old = replace(old, compatibility="", normalize=None)
+            said = old.normalize if normalize is None else normalize
+            new = replace(old, compatibility=level or old.compatibility, normalize=said)
+            return decisions.configure(head, new, row is not None, self._settings)
+
+        await self._changes.make(decide)
+
+    async def set_mode(self, subject: str, mode: str, *, force: bool = False) -> None:
+        """ "" = as for all."""
+        if mode and mode not in decisions.MODES:
+            raise Refused(42204, f"Invalid mode. Valid values are {', '.join(decisions.MODES)}.")
+
+        async def decide(head: RegistryHeadRow) -> Change[RegistryConfigRow]:
+            if mode == "IMPORT" and not force:
+                there = bool(live(await self.book.versions(subject))) if subject else head.subjects > 0
+                if there:
+                    raise not_permitted("Cannot import since found existing subjects")
+            row = await self.book.config(subject)
+            new = replace(row or RegistryConfigRow(subject), mode=mode)
+            return decisions.configure(head, new, row is not None, self._settings)
+
+        await self._changes.make(decide)
+
+    # ----------------------------------------------------------------------------------------------
+
+    def _check_size(self, given: Given) -> None:
+        limit = min(self._settings.schema_bytes, SCHEMA_BYTES_MOST)
+        size = len(given.text.encode(errors="surrogatepass"))
+        if size > limit:
+            raise too_large("bytes", size, limit)
+
+    async def _parse(self, given: Given, subject: str, *, new: bool = False) -> Parsed:
+        if not given.normalize:
+            row, every = await self._configs(subject)
+            asked = row.normalize if row is not None and row.normalize is not None else every and every.normalize
+            given = given._replace(normalize=bool(asked))
+        parsed = await self._understanding.parse(given, await self.book.places(given.references, new=new))
+        size = len(parsed.text.encode()) + len(parsed.descriptor)
+        if size > SCHEMA_BYTES_MOST:
+            raise too_large("bytes with its descriptor", size, SCHEMA_BYTES_MOST)
+        return parsed
+
+    async def _stored(self, row: SchemaRow) -> Parsed:
+        return await self._understanding.parse(given_of(row), await self.book.places(row.references, new=False))
+
+    async def _configs(self, subject: str) -> tuple[RegistryConfigRow | None, RegistryConfigRow | None]:
+        return await self.book.config(subject) if subject else None, await self.book.config(EVERY)
+
+    async def _registered(self, subject: str, given: Given, wanted_id: int) -> Found | None:
+        """What a client that starts asks for each time: the schema is there already. No lock, no write."""
+        if wanted_id:
+            return None
+        try:
+            return await self.lookup(subject, given)
+        except Refused as error:
+            if error.code not in (40401, 40403):
+                raise
+            return None
+
+    async def _there(self, schema_id: int) -> SchemaRow | None:
+        try:
+            return await self.book.schema(schema_id)
+        except Refused:
+            return None
+
+    async def _compatible(self, subject: str, parsed: Parsed, versions: list[VersionRow]) -> None:
+        level = await self.level(subject)
+        numbers = compared_with(level, [row.version for row in versions])
+        by_number = {row.version: row for row in versions}
+        found = await self._problems(level, parsed, [by_number[number] for number in numbers])
+        if found:
+            told = ", ".join(found)[:8_000]
+            raise Refused(
+                409,
+                "Schema being registered is incompatible with an earlier schema for subject "
+                f'"{subject}", details: [{told}]',
+            )
+
+    async def _problems(self, level: str, parsed: Parsed, versions: list[VersionRow]) -> list[str]:
+        """Of the first version that does not fit."""
+        for row in versions:
+            old = await self._stored(await self.book.schema(row.id))
+            found = await self._understanding.problems(level, parsed, old)
+            if found:
+                return [*found, f"{{oldSchemaVersion: {row.version}}}", f"{{compatibility: '{level}'}}"]
+        return []
+
+    async def _not_referred(self, subject: str, version: int, permanent: bool) -> None:
+        ids = await self.book.referrers(subject, version, deleted=permanent)
+        if ids:
+            raise Refused(
+                42206,
+                f"One or more references exist to the schema {{subject={subject}, version={version}}}: "
+                f"ids={sorted(ids)[:20]}.",
+            )

@@ -1,0 +1,58 @@
+"""The heavy part of a request, off the event loop, with what was computed last kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from tidemill.base.errors import Unavailable
+from tidemill.metastore.rows.registry import SchemaRow
+from tidemill.registry.book import Kept
+from tidemill.registry.bounds import Steps
+from tidemill.registry.compat import problems
+from tidemill.registry.kinds import Given, Place, understand
+from tidemill.registry.parsed import Parsed
+from tidemill.registry.settings import RegistrySettings
+from tidemill.shards.cpu import Cpu
+
+VERDICTS = 10_000
+T = TypeVar("T")
+
+
+class Understanding:
+    """Parses and compares on `cpu`. Raises Refused; Unavailable when too many wait."""
+
+    def __init__(self, cpu: Cpu, settings: RegistrySettings) -> None:
+        self._cpu = cpu
+        self._settings = settings
+        self._parsed: Kept[object, Parsed] = Kept(settings.parsed_bytes)
+        self._verdicts: Kept[tuple[str, str, str], tuple[str, ...]] = Kept(VERDICTS)
+        self.under_way = 0
+        self.refused = 0
+
+    async def parse(self, given: Given, places: Mapping[Place, SchemaRow]) -> Parsed:
+        key = (given, tuple(sorted((place, row.id, row.digest) for place, row in places.items())))
+        found = self._parsed.get(key)
+        if found is None:
+            found = await self._run(lambda: understand(given, places))
+            weight = len(given.text) + sum(len(row.text) + len(row.descriptor) for row in places.values())
+            self._parsed.put(key, found, weight + 1_000)
+        return found
+
+    async def problems(self, level: str, new: Parsed, old: Parsed) -> tuple[str, ...]:
+        key = (level, new.deep, old.deep)
+        found = self._verdicts.get(key)
+        if found is None:
+            found = tuple(await self._run(lambda: problems(level, new, old, Steps())))
+            self._verdicts.put(key, found, 1 + len(found))
+        return found
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        if self.under_way >= self._settings.waiting:
+            self.refused += 1
+            raise Unavailable(f"Too many schemas wait to be read: waiting={self.under_way}.", fix="Retry.")
+        self.under_way += 1
+        try:
+            return await self._cpu(work)
+        finally:
+            self.under_way -= 1

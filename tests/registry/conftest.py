@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from registry_world import Rest
+
+
+@pytest.fixture
+def rest() -> Iterator[Rest]:
+    found = Rest()
+    yield found
+    found.close()

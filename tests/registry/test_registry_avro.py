@@ -1,0 +1,184 @@
+"""Avro: which schemas are schemas, which are one, and which read what others wrote (specification 1.12, resolution)."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import fastavro
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from registry_world import record
+
+from tidemill.metastore.rows.registry import Reference, SchemaRow
+from tidemill.registry.bounds import Steps
+from tidemill.registry.compat import compared_with, problems
+from tidemill.registry.errors import Refused
+from tidemill.registry.kinds import Given, understand
+from tidemill.registry.parsed import Parsed
+
+
+def avro(text: str) -> Parsed:
+    return understand(Given("AVRO", text), {})
+
+
+def why(reader: str, writer: str) -> list[str]:
+    found = problems("BACKWARD", avro(reader), avro(writer), Steps())
+    return [message.partition('"')[2].partition('"')[0] for message in found]
+
+
+ENUM = '{"type":"enum","name":"E","symbols":["A","B"]}'
+ENUM_C = '{"type":"enum","name":"E","symbols":["A","B","C"]}'
+ENUM_C_DEFAULT = '{"type":"enum","name":"E","symbols":["A"],"default":"A"}'
+LIST = '{"type":"record","name":"L","fields":[{"name":"v","type":"%s"},{"name":"next","type":["null","L"]}]}'
+
+
+@pytest.mark.parametrize(
+    ("reader", "writer", "found"),
+    [
+        ('"int"', '"int"', []),
+        *[(f'"{reader}"', '"int"', []) for reader in ("long", "float", "double")],
+        *[(f'"{reader}"', '"long"', []) for reader in ("float", "double")],
+        ('"double"', '"float"', []),
+        ('"bytes"', '"string"', []),
+        ('"string"', '"bytes"', []),
+        ('"int"', '"long"', ["TYPE_MISMATCH"]),
+        ('"float"', '"double"', ["TYPE_MISMATCH"]),
+        ('"boolean"', '"int"', ["TYPE_MISMATCH"]),
+        ('"string"', ENUM, ["TYPE_MISMATCH"]),
+        (record("a:int", "b:int=1"), record("a:int"), []),
+        (record("a:int", "b:int"), record("a:int"), ["READER_FIELD_MISSING_DEFAULT_VALUE"]),
+        (record("a:int"), record("a:int", "b:int"), []),
+        (record("a:string"), record("a:int"), ["TYPE_MISMATCH"]),
+        (record("a:int", name="x.R"), record("a:int", name="y.R"), []),
+        (record("a:int", name="S"), record("a:int", name="R"), ["NAME_MISMATCH"]),
+        ('{"type":"record","name":"S","aliases":["R"],"fields":[]}', record(name="R"), []),
+        ('{"type":"record","name":"R","fields":[{"name":"b","aliases":["a"],"type":"int"}]}', record("a:int"), []),
+        (ENUM_C, ENUM, []),
+        (ENUM, ENUM_C, ["MISSING_ENUM_SYMBOLS"]),
+        (ENUM_C_DEFAULT, ENUM_C, []),
+        ('{"type":"fixed","name":"F","size":4}', '{"type":"fixed","name":"F","size":8}', ["FIXED_SIZE_MISMATCH"]),
+        ('{"type":"fixed","name":"G","size":4}', '{"type":"fixed","name":"F","size":4}', ["NAME_MISMATCH"]),
+        ('["null","int"]', '"int"', []),
+        ('["null","long"]', '"int"', []),
+        ('["null","string"]', '"int"', ["MISSING_UNION_BRANCH"]),
+        ('"int"', '["null","int"]', ["TYPE_MISMATCH"]),
+        ('["null","int","string"]', '["null","int"]', []),
+        ('["null","int"]', '["null","int","string"]', ["MISSING_UNION_BRANCH"]),
+        ('"long"', '["int","long"]', []),
+        ('{"type":"array","items":"long"}', '{"type":"array","items":"int"}', []),
+        ('{"type":"array","items":"int"}', '{"type":"array","items":"string"}', ["TYPE_MISMATCH"]),
+        ('{"type":"map","values":"long"}', '{"type":"map","values":"int"}', []),
+        ('{"type":"map","values":"long"}', '{"type":"array","items":"long"}', ["TYPE_MISMATCH"]),
+        (LIST % "long", LIST % "int", []),
+        (LIST % "int", LIST % "long", ["TYPE_MISMATCH", "MISSING_UNION_BRANCH"][:1]),
+        ('{"type":"int","logicalType":"date"}', '"int"', []),
+    ],
+)
+def test_a_reader_reads_what_the_resolution_rules_say(reader: str, writer: str, found: list[str]) -> None:
+    assert why(reader, writer) == found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "3", "null", "{}", '"nothing"', '{"type":"record","name":"R"}', '{"type":"array"}', '{"type":"map"}',
+        '{"type":"record","fields":[]}', '["int","int"]', '[["int"]]', '{"type":"enum","name":"E","symbols":["A","A"]}',
+        '{"type":"enum","name":"E","symbols":["A"],"default":"B"}', '{"type":"fixed","name":"F","size":-1}',
+        '{"type":"record","name":"a b","fields":[]}',
+        '{"type":"record","name":"R","fields":[{"name":"1","type":"int"}]}',
+        '{"type":"record","name":"R","fields":[{"name":"a","type":"int"},{"name":"a","type":"int"}]}',
+        '{"type":"record","name":"R","fields":[{"name":"a","type":"int","default":"x"}]}',
+        '[{"type":"fixed","name":"F","size":1},{"type":"fixed","name":"F","size":2}]',
+        '{"type":{"type":"nothing"}}', '{"type":"record","name":"R","namespace":7,"fields":[]}',
+        "[" * 5_000, '{"type":' * 200 + '"int"' + "}" * 200, '{"type":"array","items":' * 300 + '"int"' + "}" * 300,
+    ],
+)  # fmt: skip
+def test_what_is_no_schema_is_refused(text: str) -> None:
+    with pytest.raises(Refused) as refused:
+        avro(text)
+    assert refused.value.code == 42201
+
+
+def test_a_comparison_ends_after_so_many_steps() -> None:
+    wide = [f'{{"type":"record","name":"R{n}","fields":[{{"name":"a","type":"int"}}]}}' for n in range(600)]
+    reader = f"[{','.join(text.replace('int', 'string') for text in wide)}]"
+    with pytest.raises(Refused, match="too many steps"):
+        problems("BACKWARD", avro(reader), avro(f"[{','.join(wide)}]"), Steps(10_000))
+
+
+def test_types_of_other_schemas_are_known_by_their_full_names() -> None:
+    inner = SchemaRow(1, "AVRO", record("x:int", name="n.Inner"))
+    references = (Reference("n.Inner", "inner", 1),)
+    places = {("inner", 1): inner}
+    old = understand(Given("AVRO", record("i:n.Inner", name="n.Outer"), references), places)
+    wider = {("inner", 1): SchemaRow(2, "AVRO", record("x:long", name="n.Inner"))}
+    new = understand(Given("AVRO", record("i:Inner", name="n.Outer"), references), wider)
+    assert problems("BACKWARD", new, old, Steps()) == []
+    assert problems("FORWARD", new, old, Steps()) != []
+    with pytest.raises(Refused, match="twice"):
+        understand(Given("AVRO", record("x:int", name="n.Inner"), references), places)
+    with pytest.raises(Refused, match="not Avro"):
+        understand(Given("AVRO", '"int"', references), {("inner", 1): SchemaRow(1, "JSON", "{}")})
+
+
+def test_levels_name_versions_and_directions() -> None:
+    assert list(compared_with("BACKWARD", [1, 2, 5])) == [5]
+    assert list(compared_with("FULL_TRANSITIVE", [1, 2, 5])) == [5, 2, 1]
+    assert list(compared_with("NONE", [1, 2])) == [] and list(compared_with("FULL", [])) == []
+    plain, more = avro(record("a:int")), avro(record("a:int", "b:int"))
+    assert problems("BACKWARD", more, plain, Steps()) and not problems("FORWARD", more, plain, Steps())
+    assert problems("FULL", more, plain, Steps()) and not problems("NONE", more, plain, Steps())
+
+
+PLAIN = st.sampled_from(["null", "boolean", "int", "long", "float", "double", "bytes", "string"])
+
+
+def _types() -> st.SearchStrategy[Any]:
+    return st.recursive(
+        PLAIN,
+        lambda inner: st.one_of(
+            st.builds(lambda items: {"type": "array", "items": items}, inner),
+            st.builds(lambda values: {"type": "map", "values": values}, inner),
+            st.lists(PLAIN, min_size=1, max_size=3, unique=True),
+        ),
+        max_leaves=4,
+    )
+
+
+VALUES: dict[str, Any] = {
+    "null": None, "boolean": True, "int": 7, "long": 1 << 40, "float": 0.5, "double": 0.25, "bytes": b"b",
+    "string": "s",
+}  # fmt: skip
+
+
+def _values(kind: Any) -> list[Any]:
+    """Values that a writer of this type may write, one of each branch."""
+    if isinstance(kind, list):
+        return [value for branch in kind for value in _values(branch)]
+    if isinstance(kind, dict):
+        inner = _values(kind.get("items", kind.get("values")))
+        return [inner] if kind["type"] == "array" else [{str(n): value for n, value in enumerate(inner)}]
+    return [VALUES[kind]]
+
+
+@settings(max_examples=300, deadline=None)
+@given(_types(), _types())
+def test_what_is_called_compatible_is_read_by_another_implementation(reader: Any, writer: Any) -> None:
+    if why(json.dumps(reader), json.dumps(writer)):
+        return
+    for value in _values(writer):
+        data = io.BytesIO()
+        fastavro.schemaless_writer(data, fastavro.parse_schema(writer), value)
+        data.seek(0)
+        fastavro.schemaless_reader(data, fastavro.parse_schema(writer), fastavro.parse_schema(reader))
+
+
+@settings(max_examples=100, deadline=None)
+@given(_types())
+def test_every_schema_reads_itself_and_its_canonical_form_is_it(kind: Any) -> None:
+    parsed = avro(json.dumps(kind, indent=2))
+    assert avro(parsed.text).digest == parsed.digest
+    assert why(parsed.text, parsed.text) == []

@@ -1,0 +1,250 @@
+"""JSON Schema: which are schemas, and whether documents of one are valid for another, by content model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidemill.metastore.rows.registry import Reference, SchemaRow
+from tidemill.registry.bounds import Steps
+from tidemill.registry.compat import problems
+from tidemill.registry.errors import Refused
+from tidemill.registry.kinds import Given, understand
+from tidemill.registry.parsed import Parsed
+
+
+def parsed(schema: Any) -> Parsed:
+    return understand(Given("JSON", schema if isinstance(schema, str) else json.dumps(schema)), {})
+
+
+def why(reader: Any, writer: Any) -> list[str]:
+    found = problems("BACKWARD", parsed(reader), parsed(writer), Steps())
+    return [message.partition('"')[2].partition('"')[0] for message in found]
+
+
+def obj(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties}
+
+
+def closed(**properties: Any) -> dict[str, Any]:
+    return {**obj(**properties), "additionalProperties": False}
+
+
+STR, INT, NUM = {"type": "string"}, {"type": "integer"}, {"type": "number"}
+TREE = {
+    "$ref": "#/definitions/t",
+    "definitions": {"t": obj(v=INT, kids={"type": "array", "items": {"$ref": "#/definitions/t"}})},
+}
+TREE_D = json.loads(json.dumps(TREE).replace('"#/definitions/t"}}', '"#/definitions/t", "default": {}}}'))
+TREE_N = json.loads(json.dumps(TREE).replace("integer", "number"))
+
+
+@pytest.mark.parametrize(
+    ("reader", "writer", "found"),
+    [
+        (STR, STR, []),
+        (True, STR, []),
+        ({}, STR, []),
+        (STR, True, ["TYPE_CHANGED"]),
+        (STR, False, []),
+        (STR, INT, ["TYPE_CHANGED"]),
+        (NUM, INT, []),
+        (INT, NUM, ["TYPE_NARROWED"]),
+        ({"type": ["string", "null"]}, STR, []),
+        (STR, {"type": ["string", "null"]}, ["TYPE_CHANGED"]),
+        ({"type": ["null", "number"]}, {"type": ["integer", "null"]}, []),
+        ({**STR, "maxLength": 5}, STR, ["MAX_LENGTH_ADDED"]),
+        ({**STR, "maxLength": 5}, {**STR, "maxLength": 9}, ["MAX_LENGTH_TIGHTENED"]),
+        ({**STR, "maxLength": 9}, {**STR, "maxLength": 5}, []),
+        (STR, {**STR, "maxLength": 5}, []),
+        ({**STR, "minLength": 2}, {**STR, "minLength": 1}, ["MIN_LENGTH_TIGHTENED"]),
+        ({**STR, "pattern": "^a"}, STR, ["PATTERN_ADDED"]),
+        ({**STR, "pattern": "^a"}, {**STR, "pattern": "^b"}, ["PATTERN_CHANGED"]),
+        (STR, {**STR, "pattern": "^b"}, []),
+        ({**NUM, "minimum": 1}, {**NUM, "exclusiveMinimum": 1}, []),
+        ({**NUM, "minimum": 2}, {**NUM, "exclusiveMinimum": 1}, ["MINIMUM_ADDED"]),
+        ({**NUM, "maximum": 2}, {**NUM, "maximum": 3}, ["MAXIMUM_TIGHTENED"]),
+        ({**NUM, "multipleOf": 2}, {**NUM, "multipleOf": 4}, []),
+        ({**NUM, "multipleOf": 4}, {**NUM, "multipleOf": 2}, ["MULTIPLE_OF_CHANGED"]),
+        ({**NUM, "multipleOf": 4}, NUM, ["MULTIPLE_OF_ADDED"]),
+        ({"enum": ["a", "b"]}, {"enum": ["a"]}, []),
+        ({"enum": ["a"]}, {"enum": ["a", "b"]}, ["ENUM_ARRAY_NARROWED"]),
+        ({"enum": [1, 2]}, {"const": 1}, []),
+        ({**STR, "enum": ["a", "b"]}, {**STR, "enum": ["a"]}, []),
+        (STR, {**STR, "enum": ["a"]}, []),
+        (closed(a=STR, b=STR), closed(a=STR), []),
+        (closed(a=STR), closed(a=STR, b=STR), ["PROPERTY_REMOVED_FROM_CLOSED_CONTENT_MODEL"]),
+        (obj(a=STR), obj(a=STR, b=STR), []),
+        (obj(a=STR, b=STR), obj(a=STR), ["PROPERTY_ADDED_TO_OPEN_CONTENT_MODEL"]),
+        (obj(a=STR, b={}), obj(a=STR), []),
+        (
+            {**closed(a=STR, b=STR), "required": ["b"]},
+            closed(a=STR),
+            ["REQUIRED_PROPERTY_ADDED_TO_UNOPEN_CONTENT_MODEL"],
+        ),
+        ({**closed(a=STR, b={**STR, "default": ""}), "required": ["b"]}, closed(a=STR), []),
+        ({**obj(a=STR), "required": ["a"]}, obj(a=STR), ["REQUIRED_ATTRIBUTE_ADDED"]),
+        (obj(a=STR), {**obj(a=STR), "required": ["a"]}, []),
+        ({**obj(a={**STR, "default": "x"}), "required": ["a"]}, obj(a=STR), []),
+        (TREE_D, TREE, []),
+        (TREE, TREE_D, []),
+        (
+            {**closed(a={"$ref": "#/$defs/s", "default": ""}), "required": ["a"], "$defs": {"s": STR}},
+            closed(),
+            [],
+        ),
+        (obj(a=STR), closed(a=STR), []),
+        (closed(a=STR), obj(a=STR), ["ADDITIONAL_PROPERTIES_REMOVED"]),
+        ({**obj(a=STR), "additionalProperties": STR}, obj(a=STR), ["ADDITIONAL_PROPERTIES_NARROWED"]),
+        ({**obj(a=STR), "additionalProperties": NUM}, {**obj(a=STR), "additionalProperties": INT}, []),
+        ({**obj(), "additionalProperties": STR}, {**obj(b=STR), "additionalProperties": STR}, []),
+        (
+            {**obj(), "additionalProperties": STR},
+            {**obj(b=INT), "additionalProperties": STR},
+            ["PROPERTY_REMOVED_NOT_COVERED_BY_PARTIALLY_OPEN_CONTENT_MODEL"],
+        ),
+        (
+            {**closed(ab=NUM), "patternProperties": {"^a": NUM}},
+            {**closed(), "patternProperties": {"^a": INT}},
+            [],
+        ),
+        (
+            {**closed(ab=STR), "patternProperties": {"^a": INT}},
+            {**closed(), "patternProperties": {"^a": INT}},
+            ["PROPERTY_ADDED_NOT_COVERED_BY_PARTIALLY_OPEN_CONTENT_MODEL"],
+        ),
+        (
+            {**closed(), "patternProperties": {"^a": STR}},
+            obj(),
+            ["PATTERN_PROPERTY_ADDED_TO_OPEN_CONTENT_MODEL", "ADDITIONAL_PROPERTIES_REMOVED"],
+        ),
+        (
+            closed(),
+            {**closed(), "patternProperties": {"^a": STR}},
+            ["PATTERN_PROPERTY_REMOVED_FROM_CLOSED_CONTENT_MODEL"],
+        ),
+        ({**closed(), "patternProperties": {"^a": NUM}}, {**closed(), "patternProperties": {"^a": INT}}, []),
+        ({**obj(), "maxProperties": 1}, obj(), ["MAX_PROPERTIES_ADDED"]),
+        ({**obj(), "dependencies": {"a": ["b"]}}, obj(), ["DEPENDENCY_ARRAY_ADDED"]),
+        ({**obj(), "dependentRequired": {"a": ["b"]}}, {**obj(), "dependencies": {"a": ["b", "c"]}}, []),
+        ({**obj(), "dependencies": {"a": obj(b=STR)}}, obj(), ["DEPENDENCY_SCHEMA_ADDED"]),
+        ({"type": "array", "items": NUM}, {"type": "array", "items": INT}, []),
+        ({"type": "array", "items": INT}, {"type": "array", "items": NUM}, ["TYPE_NARROWED"]),
+        ({"type": "array", "items": INT}, {"type": "array"}, ["ADDITIONAL_ITEMS_NARROWED"]),
+        ({"type": "array", "uniqueItems": True}, {"type": "array"}, ["UNIQUE_ITEMS_ADDED"]),
+        (
+            {"type": "array", "items": [STR, STR]},
+            {"type": "array", "items": [STR]},
+            ["ITEM_ADDED_TO_OPEN_CONTENT_MODEL"],
+        ),
+        (
+            {"type": "array", "items": [STR], "additionalItems": False},
+            {"type": "array", "items": [STR, STR], "additionalItems": False},
+            ["ITEM_REMOVED_FROM_CLOSED_CONTENT_MODEL"],
+        ),
+        ({"anyOf": [STR, NUM]}, {"anyOf": [STR, INT]}, []),
+        ({"anyOf": [STR, NUM]}, STR, []),
+        ({"anyOf": [STR, INT]}, {"anyOf": [STR, NUM]}, ["SUM_TYPE_NARROWED"]),
+        (STR, {"anyOf": [STR, INT]}, ["TYPE_CHANGED"]),
+        ({"anyOf": [STR, INT]}, {"oneOf": [STR, INT]}, []),
+        ({"oneOf": [STR, INT]}, {"anyOf": [STR, INT]}, ["COMBINED_TYPE_CHANGED"]),
+        ({"oneOf": [STR, INT, {"type": "null"}]}, {"oneOf": [STR, INT]}, []),
+        ({"oneOf": [STR, INT]}, {"oneOf": [STR, INT, {"type": "null"}]}, ["SUM_TYPE_NARROWED"]),
+        ({"allOf": [STR]}, {"allOf": [STR, {**STR, "maxLength": 3}]}, []),
+        ({"allOf": [STR, {**STR, "maxLength": 3}]}, {"allOf": [STR]}, ["PRODUCT_TYPE_EXTENDED"]),
+        ({"not": STR}, {"not": {"type": ["string", "null"]}}, []),
+        ({"not": {"type": ["string", "null"]}}, {"not": STR}, ["NOT_TYPE_EXTENDED"]),
+        (TREE_N, TREE, []),
+        (TREE, TREE_N, ["TYPE_NARROWED"]),
+        ({"properties": {"a": STR}}, {"properties": {"a": STR, "b": STR}}, []),
+    ],
+)
+def test_documents_of_one_schema_are_valid_for_another_or_not(reader: Any, writer: Any, found: list[str]) -> None:
+    assert why(reader, writer) == found
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        "", "[]", "3", {"type": "nothing"}, {"$ref": "#/nowhere"}, {"$ref": "#"}, {"$ref": "http://example.com/x"},
+        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+        {"properties": {"a": 3}}, {"$ref": "file:///etc/passwd"}, '{"not":' * 120 + "{}" + "}" * 120, {"minLength": -1},
+    ],
+)  # fmt: skip
+def test_what_is_no_schema_or_refers_to_nothing_is_refused(schema: Any) -> None:
+    with pytest.raises(Refused) as refused:
+        parsed(schema)
+    assert refused.value.code == 42201
+
+
+def test_a_pattern_of_exponential_time_costs_none() -> None:
+    bomb = {**closed(), "patternProperties": {"^(a+)+$": STR}}
+    assert why({**closed(**{"a" * 40 + "!": STR}), "patternProperties": bomb["patternProperties"]}, bomb) == []
+    ahead = {"patternProperties": {"(?=b)": STR}}
+    assert why({**closed(b=INT), **ahead}, {**closed(), **ahead}), "what RE2 does not know may find anything"
+
+
+def test_patterns_are_those_of_another_language() -> None:
+    named = {**closed(), "patternProperties": {r"^\p{L}+$": STR}}
+    assert why(named, {**named, "patternProperties": {r"^\p{L}+$": INT}}), "it is compared, not refused"
+
+
+def test_dynamic_references_are_followed() -> None:
+    tree = obj(v=INT, kids={"type": "array", "items": {"$dynamicRef": "#node"}})
+    draft = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$dynamicAnchor": "node"}
+    wider = json.loads(json.dumps(tree).replace("integer", "number"))
+    assert why({**wider, **draft}, {**tree, **draft}) == []
+    assert why({**tree, **draft}, {**wider, **draft}) == ["TYPE_NARROWED"]
+
+
+def test_references_lead_to_other_schemas_by_name_and_by_their_own_uri() -> None:
+    other = SchemaRow(1, "JSON", json.dumps({"$id": "http://x.org/a.json", "type": "integer"}))
+    references = (Reference("a.json", "a", 1),)
+    for schema in (
+        {"$ref": "a.json"},
+        {"$ref": "http://x.org/a.json"},
+        {"$id": "http://y.org/b.json", "$ref": "a.json"},
+    ):
+        found = understand(Given("JSON", json.dumps(obj(v=schema)), references), {("a", 1): other})
+        assert problems("BACKWARD", found, parsed(obj(v=INT)), Steps()) == []
+        assert problems("BACKWARD", found, parsed(obj(v=NUM)), Steps()) != []
+
+
+LEAF = st.sampled_from(
+    [STR, INT, NUM, {"type": "null"}, {**STR, "maxLength": 1}, {**NUM, "minimum": 1}, {"enum": [1, "a"]}, True, False]
+)
+SCHEMAS = st.recursive(
+    LEAF,
+    lambda inner: st.one_of(
+        st.builds(lambda a, more: {**obj(a=a), **more}, inner, st.sampled_from([{}, {"additionalProperties": False}])),
+        st.builds(lambda a, b: {**closed(a=a, b=b), "required": ["a"]}, inner, inner),
+        st.builds(lambda rest: {**obj(a=STR), "additionalProperties": rest}, inner),
+        st.builds(lambda items: {"type": "array", "items": items}, inner),
+        st.builds(lambda a, b: {"type": "array", "items": [a, b], "additionalItems": False}, inner, inner),
+        st.builds(
+            lambda kind, parts: {kind: parts},
+            st.sampled_from(["allOf", "anyOf"]),
+            st.lists(inner, min_size=1, max_size=2),
+        ),
+    ),
+    max_leaves=4,
+)
+DOCUMENTS: list[Any] = [
+    None, 0, 1, 0.5, "a", "ab", [], [1], ["a", 1], ["a", "b", None], {}, {"a": 1}, {"a": "a"}, {"a": "ab", "b": 2},
+    {"b": None}, {"a": {"a": 1}}, {"c": 1}, {"a": [1, "a"]}, {"a": None, "c": "a"}, [{"a": 1}], True,
+]  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(SCHEMAS, SCHEMAS)
+def test_what_is_called_compatible_accepts_every_document_that_was_valid(reader: Any, writer: Any) -> None:
+    if why(reader, writer):
+        return
+    new, old = jsonschema.Draft7Validator(reader), jsonschema.Draft7Validator(writer)
+    for document in DOCUMENTS:
+        assert not old.is_valid(document) or new.is_valid(document), (document, reader, writer)

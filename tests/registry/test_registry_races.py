@@ -1,0 +1,133 @@
+"""Many nodes at once: one schema has one id and one version, no id is given twice, and what nobody was told about
+counts once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from registry_world import Cluster, Faulty, record, run
+
+from tidemill.base.errors import Unknown
+from tidemill.metastore.rows import DIGESTS, REGISTRY_HEADS, SCHEMAS, USES, VERSIONS
+from tidemill.registry.errors import Refused
+from tidemill.registry.kinds import Given
+from tidemill.registry.machine import Registry
+
+
+async def settled(cluster: Cluster) -> None:
+    """What must hold between the rows whatever happened (RG1 to RG3)."""
+    metastore = cluster.metastore()
+    schemas = {row.id: row for row in await metastore.rows(SCHEMAS)}
+    versions = await metastore.rows(VERSIONS)
+    head = (await metastore.rows(REGISTRY_HEADS))[0]
+    assert {row.id for row in versions} == set(schemas)
+    assert len({row.digest for row in schemas.values()}) == len(schemas), "equal schemas have one id"
+    assert {row.digest: row.id for row in await metastore.rows(DIGESTS)} == {r.digest: i for i, r in schemas.items()}
+    assert {(row.id, row.subject, row.version) for row in await metastore.rows(USES)} == {
+        (row.id, row.subject, row.version) for row in versions
+    }
+    subjects = {row.subject for row in versions}
+    assert (head.schemas, head.versions, head.subjects) == (len(schemas), len(versions), len(subjects))
+    assert head.next_id > max(schemas, default=0)
+
+
+def test_one_schema_registered_by_many_nodes_has_one_id_and_one_version() -> None:
+    async def body(cluster: Cluster) -> None:
+        nodes = [cluster.node() for _ in range(4)]
+        given = Given("AVRO", record("a:int"))
+        found = await asyncio.gather(*(node.register("s", given) for node in nodes for _ in range(5)))
+        assert {(one.version.id, one.version.version) for one in found} == {(1, 1)}
+        assert [row.version for row in await nodes[0].book.versions("s", fresh=True)] == [1]
+        await settled(cluster)
+
+    run(body)
+
+
+def test_different_schemas_of_racing_nodes_get_ids_and_versions_without_gaps() -> None:
+    async def body(cluster: Cluster) -> None:
+        nodes = [cluster.node() for _ in range(3)]
+        await nodes[0].set_level("", "NONE")
+        texts = [record(f"f{n}:int") for n in range(6)]
+        found = await asyncio.gather(
+            *(node.register("s", Given("AVRO", text)) for node in nodes for text in random.Random(1).sample(texts, 6))
+        )
+        assert {one.version.id for one in found} == set(range(1, 7))
+        assert {one.version.version for one in found} == set(range(1, 7))
+        await settled(cluster)
+
+    run(body)
+
+
+def test_a_registration_of_unknown_outcome_counts_once() -> None:
+    async def body(cluster: Cluster) -> None:
+        for number, faults in enumerate((["after"], ["before"], ["after", "before"], ["before", "after", "after"])):
+            faulty = Faulty(cluster.metastore())
+            node = cluster.node(metastore=faulty)
+            faulty.faults = [(when, Unknown("nobody knows.")) for when in faults]
+            subject = f"s{number}"
+            found = await node.register(subject, Given("AVRO", record(f"a{number}:int")))
+            assert (found.version.id, found.version.version) == (number + 1, 1)
+            assert [row.version for row in await node.book.versions(subject, fresh=True)] == [1]
+        await settled(cluster)
+
+    run(body)
+
+
+def test_a_deletion_of_unknown_outcome_is_told_as_done() -> None:
+    async def body(cluster: Cluster) -> None:
+        faulty = Faulty(cluster.metastore())
+        node = cluster.node(metastore=faulty)
+        for permanent in (False, True):
+            for version in (1, None):
+                await node.register("s", Given("AVRO", record("a:int")))
+                number = (await node.find("s", None)).version.version
+                if permanent:
+                    await node.delete("s", None)
+                faulty.faults = [("after", Unknown("nobody knows."))]
+                await node.delete("s", number if version else None, permanent=permanent)
+                shown = await node.book.versions("s", fresh=True)
+                assert all(row.deleted for row in shown)
+        await settled(cluster)
+
+    run(body)
+
+
+def test_any_mixture_of_changes_by_many_nodes_with_faults_leaves_whole_rows() -> None:
+    """Seeded: registrations and deletions of both kinds race, and a third of the commits ends unknown."""
+
+    async def body(cluster: Cluster) -> None:
+        for seed in range(4):
+            rand = random.Random(seed)
+            faulties = [Faulty(cluster.metastore()) for _ in range(3)]
+            nodes = [cluster.node(metastore=faulty) for faulty in faulties]
+            if seed == 0:
+                await nodes[0].set_level("", "NONE")
+            for faulty in faulties:
+                outcomes = rand.choices(("before", "after", ""), (1, 1, 4), k=200)
+                faulty.faults = [(when, Unknown("nobody knows.")) for when in outcomes]
+            await asyncio.gather(*(_work(node, random.Random(seed * 10 + n)) for n, node in enumerate(nodes)))
+            await settled(cluster)
+
+    run(body)
+
+
+NOT_THERE = {40401, 40402, 40403, 40404, 40405, 40406, 40407}
+
+
+async def _work(node: Registry, rand: random.Random) -> None:
+    """A refusal must be that of something another one was faster with; any other error fails the test."""
+    for _ in range(12):
+        subject, text = rand.choice("st"), record(f"f{rand.randrange(4)}:int")
+        codes = set()
+        try:
+            match rand.randrange(5):
+                case 0 | 1 | 2:
+                    await node.register(subject, Given("AVRO", text))
+                case 3:
+                    await node.delete(subject, None, permanent=rand.random() < 0.5)
+                case 4:
+                    await node.delete(subject, rand.randrange(1, 5), permanent=rand.random() < 0.5)
+        except Refused as refused:
+            codes.add(refused.code)
+        assert codes <= NOT_THERE
