@@ -2,8 +2,9 @@
 
 usage: broker_process.py DIRECTORY PORT [KEY=VALUE]…     prints "listening PORT" once clients may come
 
-KEY=VALUE are settings of the endpoint (`kafka.NAME`) or of topics (`topics.NAME`), as JSON. An HTTP port of its own
-serves /metrics; its number is printed too: "metrics PORT".
+KEY=VALUE are settings of the endpoint (`kafka.NAME`) or of topics (`topics.NAME`), as JSON; `node.name` is "n1" unless
+said, and several that share a directory make a cluster. An HTTP port of its own serves /metrics; its number is printed
+too: "metrics PORT".
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ async def serve(directory: str, port: int, words: list[str]) -> None:
     consensus = await open_consensus(f"sqlite://{directory}/consensus.db", clock, rand)
     metastore = metastore_on(consensus, objects, clock, rand)
     catalogue = Catalogue(metastore, clock, rand)
-    membership = Membership(consensus, "n1", NodeInfo("127.0.0.1", port), clock, rand)
+    name = settings_of(words, "node.").get("name", "n1")
+    membership = Membership(consensus, name, NodeInfo("127.0.0.1", port), clock, rand)
     await membership.start()
     topics = LocalTopics(
         consensus,
@@ -60,7 +62,7 @@ async def serve(directory: str, port: int, words: list[str]) -> None:
         nodes=membership,
         clock=clock,
         rand=rand,
-        name="n1",
+        name=name,
         port=port,
         settings=KafkaSettings(**settings_of(words, "kafka.")),
     )

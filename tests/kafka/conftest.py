@@ -1,9 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from foreign import SETTINGS, Driver
 from harness import FakeBroker, RealBroker
 
 from tidemill.kafka.schema import wire
@@ -31,3 +32,35 @@ def broker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RealBroke
         broker = RealBroker(f"file://{tmp_path}/objects", f"sqlite://{tmp_path}/consensus.db")
     yield broker
     broker.close()
+
+
+@pytest.fixture(scope="module")
+def drivers() -> Iterator[Callable[[str], Driver]]:
+    """Of each client one process, made when it is first asked for."""
+    made: dict[str, Driver] = {}
+
+    def driver(name: str) -> Driver:
+        if name not in made:
+            made[name] = Driver(name)
+        return made[name]
+
+    yield driver
+    for one in made.values():
+        one.close()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[RealBroker]:
+    broker = RealBroker(settings=SETTINGS)
+    yield broker
+    broker.close()
+
+
+@pytest.fixture
+def connected(drivers: Callable[[str], Driver], shared: RealBroker) -> Callable[[str], Driver]:
+    def driver(name: str) -> Driver:
+        found = drivers(name)
+        found("connect", bootstrap=shared.address)
+        return found
+
+    return driver

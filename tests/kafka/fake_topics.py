@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import crc32c
 
@@ -17,14 +17,19 @@ from tidemill.base.errors import Invalid
 from tidemill.objects.store import Buffer
 from tidemill.topics.front import (
     BatchRef,
+    Confirm,
     CorruptBatch,
     Fetched,
     FetchRead,
+    Here,
     InvalidProducerEpoch,
+    Marker,
     OffsetOutOfRange,
     OutOfOrderSequence,
     PartitionOffsets,
     ProduceResult,
+    ProducerStatus,
+    Within,
 )
 from tidemill.topics.times import first_at
 
@@ -40,6 +45,46 @@ class _Partition:
         self.producers: dict[int, tuple[int, int, deque[tuple[int, int, int]]]] = {}
 
 
+class FakeFollowing:
+    """Reads everything again each time, and tells what is to be told."""
+
+    def __init__(self, topics: FakeTopicLog) -> None:
+        self._topics = topics
+        self._reads: dict[Hashable, FetchRead] = {}
+        self._told: dict[Hashable, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._reads)
+
+    def reads(self) -> Iterator[tuple[Hashable, FetchRead]]:
+        return iter(list(self._reads.items()))
+
+    def read(self, key: Hashable) -> FetchRead | None:
+        return self._reads.get(key)
+
+    def put(self, key: Hashable, read: FetchRead) -> None:
+        self._reads[key] = read
+
+    def drop(self, key: Hashable) -> None:
+        self._reads.pop(key, None)
+        self._told.pop(key, None)
+
+    def close(self) -> None:
+        self._reads.clear()
+
+    async def fetch(self, *, max_wait_s: float, min_bytes: int, max_bytes: int) -> list[tuple[Hashable, Fetched]]:
+        keys = list(self._reads)
+        found = await self._topics.fetch(
+            list(self._reads.values()), max_wait_s=max_wait_s, min_bytes=min_bytes, max_bytes=max_bytes
+        )
+        answers = []
+        for key, got in zip(keys, found, strict=True):
+            if got.batches or got.error or self._told.get(key) != got.high_watermark:
+                answers.append((key, got))
+                self._told[key] = got.high_watermark
+        return answers
+
+
 class FakeTopicLog:
     def __init__(self, node: str = "n1", delay_s: float = 0.0) -> None:
         self.node = node
@@ -50,10 +95,11 @@ class FakeTopicLog:
         """(topic id, partition, first sequence) in call order."""
         self.fetching = self.fetching_most = 0
         """Reads under way, now and at most."""
+        self.leadership = 0
         self._arrived = asyncio.Event()
 
     def produce_nowait(
-        self, topic_id: str, partition: int, batch: Buffer, *, sender: object = None
+        self, topic_id: str, partition: int, batch: Buffer, *, sender: object = None, within: Within | None = None
     ) -> asyncio.Future[ProduceResult]:
         future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
         data = bytes(batch)
@@ -157,11 +203,25 @@ class FakeTopicLog:
                 batches.append(batch)
                 room -= len(batch)
                 max_bytes -= len(batch)
-            answers.append(Fetched(log.next, 0, batches))
+            answers.append(Fetched(log.next, 0, batches, last_stable=log.next))
         return answers
 
-    async def offsets(self, topic_id: str, partition: int) -> PartitionOffsets:
-        return PartitionOffsets(0, self.partitions[topic_id, partition].next)
+    def follow(self) -> FakeFollowing:
+        return FakeFollowing(self)
+
+    async def offsets(self, topic_id: str, partition: int, *, proved: bool = False) -> PartitionOffsets:
+        end = self.partitions[topic_id, partition].next
+        return PartitionOffsets(0, end, end)
+
+    async def open_here(self, topic_id: str, partition: int, producer_id: int) -> Here:
+        return (-1, None)
+
+    async def mark(self, topic_id: str, partition: int, marker: Marker, here: Here | None = None) -> None: ...
+
+    def coordinated_by(self, confirm: Confirm) -> None: ...
+
+    async def producers(self, topic_id: str, partition: int) -> list[ProducerStatus]:
+        return []
 
     async def offset_for_time(self, topic_id: str, partition: int, timestamp_ms: int) -> tuple[int, int] | None:
         log = self.partitions[topic_id, partition]
@@ -171,6 +231,19 @@ class FakeTopicLog:
                 count = struct.unpack_from(">i", batch, 57)[0]
                 return first_at(batch, BatchRef("", 0, len(batch), base, count, max_ms), timestamp_ms)
         return None
+
+    async def newest_time(self, topic_id: str, partition: int) -> tuple[int, int] | None:
+        times = [struct.unpack_from(">q", batch, 35)[0] for batch in self.partitions[topic_id, partition].batches]
+        return await self.offset_for_time(topic_id, partition, max(times)) if times else None
+
+    async def delete_records(self, topic_id: str, partition: int, before_offset: int) -> int:
+        end = self.partitions[topic_id, partition].next
+        wanted = end if before_offset == -1 else before_offset
+        if not 0 <= wanted <= end:
+            raise OffsetOutOfRange("out of range.")
+        return wanted
+
+    async def refresh(self) -> None: ...
 
     def leader_of(self, topic_id: str, partition: int) -> str:
         return self.node

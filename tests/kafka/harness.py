@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fake_topics import FakeTopicLog
 
+from tidemill.access.rulebook import Rulebook
+from tidemill.access.users import Users
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Unavailable
+from tidemill.base.marks import Tracker
 from tidemill.base.portal import Portal
 from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.consensus.open import open_consensus
 from tidemill.kafka import KafkaServer, KafkaSettings
+from tidemill.kafka.gate import Gate
+from tidemill.kafka.listeners import Listener
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.open import NODE, metastore_on
 from tidemill.objects.memory import MemoryObjects
@@ -25,8 +30,17 @@ from tidemill.objects.store import ObjectStore
 from tidemill.topics.front import TopicLog
 from tidemill.topics.leadership import Alone, Membership, NodeInfo
 from tidemill.topics.log import LocalTopics
+from tidemill.topics.settings import TopicSettings
 
 T = TypeVar("T")
+GateOf = Gate | Callable[[Users], Gate] | None
+
+
+def rulebook_of(broker: RealBroker | FakeBroker) -> Rulebook | None:
+    """One broker's, where it authorizes: `super_users` is not None."""
+    if broker.super_users is None:
+        return None
+    return Rulebook(broker.metastore, SystemClock(), broker.super_users)
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -61,7 +75,13 @@ class RealBroker:
         consensus_url: str = "memory:",
         settings: KafkaSettings | None = None,
         wrap: Callable[[TopicLog], TopicLog] = lambda topics: topics,
+        gate: GateOf = None,
+        super_users: tuple[str, ...] | None = None,
+        topic_settings: TopicSettings | None = None,
     ) -> None:
+        self.super_users = super_users
+        self.gate = gate
+        self.topic_settings = topic_settings
         self.clock, self.rand = SystemClock(), Rand()
         self.settings = settings or KafkaSettings()
         self.portal = Portal("kafka-test")
@@ -93,9 +113,12 @@ class RealBroker:
             self.consensus = await open_consensus(consensus_url, clock, rand)
         self.metastore = metastore_on(self.consensus, self.objects, clock, rand)
         self.catalogue = Catalogue(self.metastore, clock, rand)
+        self.users = Users(self.metastore, clock)
+        self.rulebook = rulebook_of(self)
         self.topics = LocalTopics(
-            self.consensus, self.objects, self.catalogue, clock=clock, rand=rand, assignment=Alone("n1", self._epoch())
-        )
+            self.consensus, self.objects, self.catalogue, clock=clock, rand=rand, assignment=Alone("n1", self._epoch()),
+            settings=self.topic_settings, metastore=self.metastore,
+        )  # fmt: skip
         await self.topics.start()
         self.server = KafkaServer(
             topics=self._wrap(self.topics),
@@ -108,6 +131,8 @@ class RealBroker:
             node_id=1,
             port=self.port,
             settings=self.settings,
+            gate=self.gate(self.users) if callable(self.gate) else self.gate,
+            rulebook=self.rulebook,
         )
         self.port = await self.server.start()
 
@@ -137,8 +162,17 @@ class RealBroker:
 class Node:
     """One node of a `Cluster`: membership, topics and endpoint over the shared bucket and consensus."""
 
-    def __init__(self, name: str, state: MemoryState, objects: MemoryObjects) -> None:
+    def __init__(
+        self,
+        name: str,
+        state: MemoryState,
+        objects: MemoryObjects,
+        settings: KafkaSettings | None,
+        listeners: Sequence[str] = (),
+    ) -> None:
         self.name = name
+        self._settings = settings
+        self.ports = {listener: free_port() for listener in listeners}
         self._state = state
         self._objects = objects
         self.port = free_port()
@@ -146,9 +180,10 @@ class Node:
     async def start(self) -> None:
         clock, rand = SystemClock(), Rand()
         self.consensus = MemoryConsensus(clock, self._state)
-        self.metastore = metastore_on(self.consensus, self._objects, clock, rand, settings=NODE)
+        holder = f"{self.name}/{rand.nonce()[:8]}"
+        self.metastore = metastore_on(self.consensus, self._objects, clock, rand, settings=NODE, holder=holder)
         self.catalogue = Catalogue(self.metastore, clock, rand)
-        info = NodeInfo("127.0.0.1", self.port)
+        info = NodeInfo("127.0.0.1", self.port, "", {name: ("localhost", port) for name, port in self.ports.items()})
         self.membership = Membership(self.consensus, self.name, info, clock, rand, poll_s=0.1)
         await self.membership.start()
         self.topics = LocalTopics(
@@ -164,6 +199,8 @@ class Node:
             rand=rand,
             name=self.name,
             port=self.port,
+            listeners=[Listener(name, "127.0.0.1", port, "localhost") for name, port in self.ports.items()],
+            settings=self._settings,
         )
         await self.server.start()
 
@@ -178,10 +215,16 @@ class Node:
 class Cluster:
     """Nodes that share one bucket and one consensus, all in one loop."""
 
-    def __init__(self, *names: str) -> None:
+    def __init__(
+        self,
+        *names: str,
+        settings: KafkaSettings | None = None,
+        listeners: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """`listeners`: more of them, by node."""
         self.portal = Portal("kafka-cluster")
         state, objects = MemoryState(), MemoryObjects(SystemClock())
-        self.nodes = [Node(name, state, objects) for name in names]
+        self.nodes = [Node(name, state, objects, settings, (listeners or {}).get(name, ())) for name in names]
         self._running: list[Node] = []
         for node in self.nodes:
             self.portal.call(node.start())
@@ -220,13 +263,24 @@ class Outages(MemoryConsensus):
 class FakeBroker:
     """The endpoint over `FakeTopicLog` and in-memory consensus."""
 
-    def __init__(self, settings: KafkaSettings | None = None, delay_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        settings: KafkaSettings | None = None,
+        delay_s: float = 0.0,
+        gate: GateOf = None,
+        super_users: tuple[str, ...] | None = None,
+    ) -> None:
+        self.super_users = super_users
         self.settings = settings or KafkaSettings()
+        self.gate = gate
+        self.tracker = Tracker()
         self.portal = Portal("kafka-test")
         self.topics = self.portal.call(self._make_topics(delay_s))
         self.consensus = Outages(SystemClock())
         self.metastore = metastore_on(self.consensus, MemoryObjects(SystemClock()), SystemClock(), Rand())
         self.catalogue = Catalogue(self.metastore, SystemClock(), Rand())
+        self.users = Users(self.metastore, SystemClock())
+        self.rulebook = rulebook_of(self)
         self.server: KafkaServer | None = None
         self.port = 0
         self.start()
@@ -251,6 +305,9 @@ class FakeBroker:
             node_id=1,
             port=self.port,
             settings=self.settings,
+            gate=self.gate(self.users) if callable(self.gate) else self.gate,
+            rulebook=self.rulebook,
+            tracker=self.tracker,
         )
         self.port = self.portal.call(self.server.start())
 

@@ -17,10 +17,10 @@ HERE = Path(__file__).parent
 class Process:
     """`settings`: KEY=VALUE words for broker_process.py."""
 
-    def __init__(self, directory: Path, *settings: str) -> None:
+    def __init__(self, directory: Path, *settings: str, port: int = 0) -> None:
         self._directory = directory
         self._settings = settings
-        self.port = self.metrics_port = 0
+        self.port, self.metrics_port = port, 0
         self.start()
 
     @property

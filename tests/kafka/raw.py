@@ -110,12 +110,37 @@ def example(key: int, version: int, topic: str, topic_id: uuid.UUID) -> bytes:
             values |= {"generation_id_or_member_epoch": -1}
         case 9 if version >= 8:
             group = nested(schema, "groups")
-            asked = nested(group, "topics")(name=topic, partition_indexes=(0,))
+            asked = fields(nested(group, "topics"), name=topic, topic_id=topic_id, partition_indexes=(0,))
             values["groups"] = (fields(group, group_id="g", topics=(asked,)),)
         case 9:
             values |= {"group_id": "g", "topics": (nested(schema, "topics")(name=topic, partition_indexes=(0,)),)}
         case 10:
             values |= {"key": "g", "key_type": 0, "coordinator_keys": ("g",)}
+        case 11:
+            spoken = (nested(schema, "protocols")(name="range", metadata=b"m"),)
+            values |= {"group_id": topic, "member_id": "", "protocol_type": "consumer", "protocols": spoken}
+            values |= {"session_timeout": datetime.timedelta(seconds=10)}
+            values |= {"rebalance_timeout": datetime.timedelta(seconds=10)}
+        case 12 | 14:
+            values |= {"group_id": topic, "member_id": "nobody", "generation_id": 1, "assignments": ()}
+            values |= {"protocol_type": "consumer", "protocol_name": "range"}
+        case 13 if version >= 3:
+            values |= {"group_id": topic, "members": (fields(nested(schema, "members"), member_id="nobody"),)}
+        case 13:
+            values |= {"group_id": topic, "member_id": "nobody"}
+        case 15:
+            values["groups"] = (topic,)
+        case 68:
+            values |= {"group_id": topic, "member_id": "m", "member_epoch": 0, "subscribed_topic_names": (topic,)}
+            values |= {"rebalance_timeout": datetime.timedelta(seconds=1), "topic_partitions": ()}
+        case 69:
+            values["group_ids"] = (topic,)
+        case 16:
+            values |= {"states_filter": (), "types_filter": ()}
+        case 42:
+            values["groups_names"] = (topic,)
+        case 47:
+            values |= {"group_id": topic, "topics": topics("topics", partition_index=0)}
         case 18:
             values |= {"client_software_name": "x", "client_software_version": "1"}
         case 19:
@@ -127,16 +152,97 @@ def example(key: int, version: int, topic: str, topic_id: uuid.UUID) -> bytes:
             values["topic_names"] = (topic,)
         case 22:
             values["transactional_id"] = None
+        case 29:
+            values |= {"resource_type_filter": 1, "resource_name_filter": None, "pattern_type_filter": 1}
+            values |= {"principal_filter": None, "host_filter": None, "operation": 1, "permission_type": 1}
+        case 30:
+            rule = {"resource_type": 2, "resource_name": topic, "resource_pattern_type": 3, "principal": "User:a"}
+            rule |= {"host": "*", "operation": 3, "permission_type": 3}
+            values["creations"] = (fields(nested(schema, "creations"), **rule),)
+        case 31:
+            wanted = {"resource_type_filter": 2, "resource_name_filter": topic, "pattern_type_filter": 3}
+            wanted |= {"principal_filter": None, "host_filter": None, "operation": 1, "permission_type": 1}
+            values["filters"] = (fields(nested(schema, "filters"), **wanted),)
+        case 48:
+            values |= {"components": (), "strict": False}
+        case 49:
+            entry = nested(schema, "entries")
+            entity = fields(nested(entry, "entity"), entity_type="user", entity_name=topic)
+            op = fields(nested(entry, "ops"), key="producer_byte_rate", value=1e9, remove=False)
+            values |= {"entries": (fields(entry, entity=(entity,), ops=(op,)),), "validate_only": True}
+        case 60:
+            values["endpoint_type"] = 1
+        case 50:
+            values["users"] = None
+        case 51:
+            put = {"name": "u", "mechanism": 1, "iterations": 4096, "salt": b"salt", "salted_password": bytes(32)}
+            values |= {"deletions": (), "upsertions": (fields(nested(schema, "upsertions"), **put),)}
         case 23:
             values["topics"] = topics("topics", partition=0, leader_epoch=3)
+        case 24:
+            new = nested(schema, "v3_and_below_topics")(name=topic, partitions=(0,))
+            values |= {"v3_and_below_transactional_id": "x", "v3_and_below_producer_id": 1}
+            values |= {"v3_and_below_producer_epoch": 0, "v3_and_below_topics": (new,)}
+        case 25 | 26:
+            values |= {"transactional_id": "x", "producer_id": 1, "producer_epoch": 0}
+            values |= {"group_id": "g", "committed": True}
+        case 27:
+            marker = nested(schema, "markers")
+            places = (nested(marker, "topics")(name=topic, partition_indexes=(0,)),)
+            values["markers"] = (
+                fields(
+                    marker, producer_id=1, producer_epoch=0, transaction_result=False, coordinator_epoch=0,
+                    transaction_version=0, topics=places,
+                ),
+            )  # fmt: skip
+        case 28:
+            values |= {"transactional_id": "x", "group_id": "g", "producer_id": 1, "producer_epoch": 0}
+            values |= {"generation_id": -1, "member_id": "", "group_instance_id": None}
+            values["topics"] = topics(
+                "topics", partition_index=0, committed_offset=1, committed_leader_epoch=-1, committed_metadata=""
+            )
+        case 61:
+            values["topics"] = (nested(schema, "topics")(name=topic, partition_indexes=(0,)),)
+        case 65:
+            values["transactional_ids"] = ("x",)
+        case 66:
+            values |= {"state_filters": (), "producer_id_filters": (), "duration_filter": -1}
+            values["transactional_id_pattern"] = None
         case 32:
             resource = nested(schema, "resources")
             values["resources"] = (resource(resource_type=2, resource_name=topic, configuration_keys=None),)
+        case 33 | 44:
+            resource = nested(schema, "resources")
+            value = fields(nested(resource, "configs"), name="retention.ms", value="1000", config_operation=0)
+            values |= {"resources": (resource(resource_type=2, resource_name=topic, configs=(value,)),)}
+            values["validate_only"] = False
+        case 21:
+            values["topics"] = topics("topics", partition_index=0, offset=0)
+        case 34:
+            directory = nested(schema, "dirs")
+            moved = nested(directory, "topics")(name=topic, partitions=(0,))
+            values["dirs"] = (directory(path="/elsewhere", topics=(moved,)),)
+        case 35:
+            values["topics"] = (nested(schema, "topics")(topic=topic, partitions=(0,)),)
+        case 43:
+            values["election_type"] = 0
+            values["topic_partitions"] = (nested(schema, "topic_partitions")(topic=topic, partitions=(0,)),)
+        case 45:
+            values["topics"] = ()
+        case 46:
+            values["topics"] = None
+        case 74 if version >= 1:
+            values["resource_types"] = ()
+        case 75:
+            values |= {"topics": (nested(schema, "topics")(name=topic),), "response_partition_limit": 9, "cursor": None}
+        case 37:
+            values |= {"topics": (nested(schema, "topics")(name=topic, count=3, assignments=None),)}
+            values["validate_only"] = False
     return encode(fields(schema, **values))
 
 
 class RawClient:
-    def __init__(self, port: int, timeout_s: float = 10.0, source: str = "127.0.0.1") -> None:
+    def __init__(self, port: int, timeout_s: float = 30.0, source: str = "127.0.0.1") -> None:
         self.sock = socket.create_connection(("127.0.0.1", port), timeout_s, source_address=(source, 0))
 
     def __enter__(self) -> RawClient:

@@ -48,8 +48,12 @@ def _primitive(field: Any) -> st.SearchStrategy[Any]:
         return st.integers(-(1 << bits), (1 << bits) - 1)
     if kafka_type == "bool":
         return st.booleans()
+    if kafka_type == "float64":
+        return st.floats(allow_nan=False)
     if kafka_type == "string":
         return st.none() | _TEXT if optional else _TEXT
+    if kafka_type == "float64":
+        return st.floats(allow_nan=False)
     if kafka_type in ("bytes", "records"):
         return st.none() | st.binary(max_size=40) if optional else st.binary(max_size=40)
     if kafka_type == "uuid":

@@ -11,10 +11,13 @@ from typing import Any
 import confluent_kafka as ck
 import pytest
 from confluent_kafka.admin import AdminClient
-from harness import Cluster
-from raw import RawClient, batch, produce_body
+from harness import Cluster, eventually
+from kio.index import load_request_schema
+from raw import RawClient, batch, encode, fields, nested, produce_body
+from session_reader import Fetcher
 
 from tidemill.kafka import errors
+from tidemill.metastore.catalogue import TopicRow
 
 PARTITIONS = 24
 """So many that both nodes lead some, whatever the topic id is."""
@@ -32,19 +35,29 @@ def create(cluster: Cluster, topic: str) -> None:
 
 
 def view(address: str, topic: str) -> tuple[Any, ...]:
-    found = AdminClient({"bootstrap.servers": address}).list_topics(topic, timeout=10)
+    found = AdminClient({"bootstrap.servers": address}).list_topics(topic, timeout=30)
     brokers = sorted((b.id, b.port) for b in found.brokers.values())
-    return brokers, found.controller_id, {p.id: p.leader for p in found.topics[topic].partitions.values()}
+    return brokers, {p.id: p.leader for p in found.topics[topic].partitions.values()}
 
 
 def test_every_node_tells_clients_the_same(cluster: Cluster) -> None:
     create(cluster, "t")
     views = [view(f"127.0.0.1:{node.port}", "t") for node in cluster.nodes]
     assert views[0] == views[1]
-    brokers, controller, leaders = views[0]
+    brokers, leaders = views[0]
     assert [port for _, port in brokers] == [node.port for node in cluster.nodes]
-    assert controller == brokers[0][0]
     assert set(leaders.values()) == {node_id for node_id, _ in brokers}
+
+
+def test_the_controller_is_the_node_that_answers_and_so_no_dead_one(cluster: Cluster) -> None:
+    """A client that goes to the controller for a producer id or a topic is never sent to a node that just left."""
+    for node in cluster.nodes:
+        with RawClient(node.port) as client:
+            found = client.ask(3, 1, b"\xff\xff\xff\xff")
+            described = client.ask(60, 0, encode(fields(load_request_schema(60, 0))))
+        ports = {int(broker.node_id): int(broker.port) for broker in found.brokers}
+        assert ports[int(found.controller_id)] == node.port
+        assert int(described.controller_id) == int(found.controller_id)
 
 
 def test_a_topic_made_on_one_node_is_served_by_the_other_at_once(cluster: Cluster) -> None:
@@ -59,9 +72,26 @@ def test_a_topic_made_on_one_node_is_served_by_the_other_at_once(cluster: Cluste
 
 
 async def _rows(node: Any) -> list[Any]:
-    from tidemill.metastore.catalogue import TopicRow
-
     return await node.catalogue.list(TopicRow)
+
+
+def test_clients_are_told_of_leaders_that_moved_and_of_topics_that_changed(cluster: Cluster) -> None:
+    create(cluster, "t")
+    node, other = cluster.nodes
+    address = f"127.0.0.1:{node.port}"
+    both = view(address, "t")
+    assert view(address, "t") == both and len(set(both[1].values())) == 2
+    cluster.stop(other)
+    eventually(lambda: len(node.membership.members()) == 1)
+    brokers, leaders = view(address, "t")
+    assert set(leaders.values()) == {brokers[0][0]} and len(leaders) == PARTITIONS
+    cluster.portal.call(node.catalogue.grow_topic("t", PARTITIONS + 3))
+    assert len(view(address, "t")[1]) == PARTITIONS + 3
+    cluster.portal.call(node.catalogue.delete(TopicRow, "t"))
+    create(cluster, "t")
+    create(cluster, "u")
+    found = AdminClient({"bootstrap.servers": address}).list_topics(timeout=30).topics
+    assert {name: len(topic.partitions) for name, topic in found.items()} == {"t": PARTITIONS, "u": PARTITIONS}
 
 
 def test_the_wrong_node_refuses_and_names_no_loss(cluster: Cluster) -> None:
@@ -131,3 +161,64 @@ def test_an_idempotent_producer_outlives_a_node_that_leaves_and_returns(cluster:
     reader.close()
     assert found == sent
     assert extra == []
+
+
+def ends_of_epochs(port: int, topic: str) -> dict[int, tuple[int, int]]:
+    """OffsetForLeaderEpoch: (code, end offset) by partition."""
+    schema = load_request_schema(23, 4)
+    element = nested(schema, "topics")
+    asked = tuple(
+        fields(nested(element, "partitions"), partition=p, current_leader_epoch=-1, leader_epoch=0)
+        for p in range(PARTITIONS)
+    )
+    with RawClient(port) as client:
+        client.ask(3, 1, b"\xff\xff\xff\xff")
+        body = encode(fields(schema, replica_id=-1, topics=(fields(element, topic=topic, partitions=asked),)))
+        (found,) = client.ask(23, 4, body).topics
+    return {int(each.partition): (int(each.error_code), int(each.end_offset)) for each in found.partitions}
+
+
+def test_an_epoch_ends_where_the_log_does_before_a_move_and_after_it(cluster: Cluster) -> None:
+    create(cluster, "t")
+    topic_id = next(row.topic_id for row in cluster.portal.call(_rows(cluster.nodes[0])) if row.name == "t")
+    stays, goes = cluster.nodes
+    led = {p for p in range(PARTITIONS) if stays.topics.leader_of(topic_id, p) == stays.name}
+    for node, partitions in ((stays, led), (goes, set(range(PARTITIONS)) - led)):
+        with RawClient(node.port) as client:
+            client.ask(3, 1, b"\xff\xff\xff\xff")
+            answer = client.ask(0, 3, produce_body("t", [(p, batch([b"a", b"b"])) for p in sorted(partitions)]))
+            assert not any(int(each.error_code) for each in answer.responses[0].partition_responses)
+    found = ends_of_epochs(stays.port, "t")
+    assert {p for p, each in found.items() if each == (0, 2)} == led
+    assert all(found[p][0] == errors.NOT_LEADER_OR_FOLLOWER for p in set(found) - led)
+    cluster.stop(goes)
+    eventually(lambda: set(ends_of_epochs(stays.port, "t").values()) == {(0, 2)})
+
+
+def test_a_session_is_told_that_a_partition_moved_and_goes_on_where_it_moved_to(cluster: Cluster) -> None:
+    create(cluster, "t")
+    (row,) = [row for row in cluster.portal.call(_rows(cluster.nodes[0])) if row.name == "t"]
+    stays, goes = cluster.nodes
+    led = [p for p in range(PARTITIONS) if stays.topics.leader_of(row.topic_id, p) == stays.name]
+    others = [p for p in range(PARTITIONS) if p not in led]
+    with Fetcher(stays.port, [row]) as reader, Fetcher(goes.port, [row]) as other:
+        for each in (reader, other):
+            each.client.ask(3, 1, b"\xff\xff\xff\xff")
+        first = reader.fetch({("t", p): 0 for p in led}, epoch=0)
+        elsewhere = other.fetch({("t", p): 0 for p in others}, epoch=0)
+        assert not any(each.code for each in (*first.told.values(), *elsewhere.told.values()))
+        wrong = other.fetch({("t", led[0]): 0}, session_id=elsewhere.session_id, epoch=1)
+        assert wrong.told["t", led[0]].code == errors.NOT_LEADER_OR_FOLLOWER
+        cluster.stop(goes)
+        epoch = 0
+
+        def moved() -> bool:
+            nonlocal epoch
+            epoch += 1
+            told = reader.fetch({("t", p): 0 for p in others}, session_id=first.session_id, epoch=epoch).told
+            return set(told) >= {("t", p) for p in others} and not any(each.code for each in told.values())
+
+        until = time.monotonic() + 40
+        while not moved():
+            assert time.monotonic() < until
+        assert reader.fetch({}, session_id=first.session_id, epoch=epoch + 1).told == {}

@@ -115,14 +115,14 @@ class Faulty:
         return getattr(self._inner, name)
 
     def produce_nowait(
-        self, topic_id: str, partition: int, batch: Buffer, *, sender: object = None
+        self, topic_id: str, partition: int, batch: Buffer, **said: Any
     ) -> asyncio.Future[ProduceResult]:
         self._calls += 1
         if self._calls % 11 == 5:
             refused: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
             refused.set_exception(NotLeader("moved."))
             return refused
-        future = self._inner.produce_nowait(topic_id, partition, batch, sender=sender)
+        future = self._inner.produce_nowait(topic_id, partition, batch, **said)
         if self._calls % 11 != 9:
             return future
         lost: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
@@ -177,7 +177,7 @@ def process(tmp_path: Path) -> Iterator[Process]:
 def test_kill_9_under_load_loses_and_repeats_nothing(process: Process) -> None:
     address = f"127.0.0.1:{process.port}"
     admin = ck.Producer({"bootstrap.servers": address, "log_level": 0})
-    admin.list_topics("t", timeout=10)
+    admin.list_topics("t", timeout=30)
     sent: dict[int, list[bytes]] = {}
     failed: list[BaseException] = []
 

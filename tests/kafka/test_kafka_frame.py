@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import struct
+from itertools import cycle
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.kafka.frame import Frame, FrameReader
+from tidemill.kafka.frame import FIRST_BYTES, HEAD_BYTES, Frame, FrameReader
 from tidemill.kafka.pool import LARGEST_BYTES, SMALLEST_BYTES, BufferPool
 from tidemill.kafka.schema.wire import BadFrame
 
@@ -46,6 +47,35 @@ def test_any_cutting_of_the_stream_gives_the_same_frames(payloads: list[bytes], 
     assert not reader.partial
 
 
+@settings(max_examples=50, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 300_000) | st.integers(1, 50), max_size=6),
+    sizes=st.lists(st.integers(3_000, 200_000), min_size=1, max_size=5),
+    released=st.lists(st.booleans(), min_size=1, max_size=4),
+)
+def test_frames_keep_their_bytes_while_buffers_of_others_come_back(
+    lengths: list[int], sizes: list[int], released: list[bool]
+) -> None:
+    held: list[int] = []
+    reader, kept = FrameReader(BufferPool(), LIMIT, held.append), []
+    payloads = [bytes([number + 1]) * length for number, length in enumerate(lengths)]
+    stream, at, turn = framed(*payloads), 0, 0
+    found = []
+    while at < len(stream):
+        size = sizes[turn % len(sizes)]
+        for frame in feed(reader, stream[at : at + size]):
+            found.append(bytes(frame.view))
+            if released[len(found) % len(released)]:
+                frame.release()
+            else:
+                kept.append((frame, found[-1]))
+        at, turn = at + size, turn + 1
+    assert found == payloads
+    assert all(frame.view == payload for frame, payload in kept)
+    assert not reader.partial
+    assert sum(held) == 0
+
+
 def test_two_connections_share_the_scratch_buffer_without_mixing() -> None:
     pool = BufferPool()
     one, two = FrameReader(pool, LIMIT, lambda _: None), FrameReader(pool, LIMIT, lambda _: None)
@@ -66,6 +96,66 @@ def test_an_announced_size_allocates_little_until_the_bytes_come() -> None:
     reader = FrameReader(BufferPool(), LIMIT, lambda _: None)
     feed(reader, struct.pack(">i", LIMIT) + b"x")
     assert len(reader.buffer()) < LARGEST_BYTES
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 40_000), min_size=1, max_size=4),
+    length=st.integers(1, 700_000),
+    roomy=st.lists(st.booleans(), min_size=1, max_size=3),
+)
+def test_without_room_a_frame_holds_what_has_come_and_still_arrives_whole(
+    sizes: list[int], length: int, roomy: list[bool]
+) -> None:
+    held: list[int] = []
+    answers = cycle(roomy)
+    reader = FrameReader(BufferPool(), LIMIT, held.append, lambda size: next(answers))
+    payload = bytes(range(251)) * (length // 251 + 1)
+    for _ in range(3):
+        (frame,) = feed(reader, framed(payload[:length]), sizes)
+        assert frame.view == payload[:length]
+        frame.release()
+    assert sum(held) == 0
+
+
+def test_a_frame_without_room_asks_before_it_takes_any() -> None:
+    held: list[int] = []
+    reader = FrameReader(BufferPool(), LIMIT, held.append, lambda size: False)
+    feed(reader, struct.pack(">i", 1_000_000) + b"x" * 100)
+    assert held == [100]
+    assert reader.growth_bytes > 0
+
+
+@pytest.mark.parametrize("came", [FIRST_BYTES // 2, FIRST_BYTES + 4, 150_000])
+def test_a_large_frame_is_not_copied_out_of_what_it_was_received_into(came: int) -> None:
+    pool = BufferPool()
+    scratch = pool.scratch
+    (frame,) = feed(FrameReader(pool, LIMIT, lambda _: None), framed(b"x" * (came - 4)))
+    assert (frame.view.obj is scratch) == (came <= FIRST_BYTES)
+    assert pool.scratch is not scratch
+
+
+def test_whoever_sent_a_large_frame_gets_a_buffer_for_the_next_one_at_once() -> None:
+    held: list[int] = []
+    reader = FrameReader(BufferPool(), LIMIT, held.append)
+    for _ in range(2):
+        feed(reader, framed(b"x" * 1_000_000))[0].release()
+    assert held[-2:] == [1 << 20, -(1 << 20)]
+    assert max(held[:-2]) < 1 << 20
+
+
+def test_without_room_a_connection_holds_no_more_than_the_head_of_a_frame() -> None:
+    held: list[int] = []
+    reader = FrameReader(BufferPool(), LIMIT, held.append, lambda size: False)
+    for _ in range(100):
+        if reader.growth_bytes:
+            break
+        room = reader.buffer()
+        count = len(room)
+        room[:4] = struct.pack(">i", 1_000_000)
+        room.release()
+        reader.received(count)
+    assert held == [HEAD_BYTES - 4]
 
 
 def test_a_frame_larger_than_any_pooled_buffer_arrives_whole() -> None:

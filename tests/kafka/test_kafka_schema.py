@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import struct
 from typing import Any
 
 import pytest
@@ -149,6 +150,7 @@ def test_kio_reads_our_produce_responses(version: int, data: st.DataObject) -> N
         int64s,
         st.none() | names,
         st.lists(st.tuples(st.integers(0, 2**31 - 1), names), max_size=3).map(tuple),
+        st.integers(-1, 2**45),  # kio makes datetimes of it; -1 is none
     )
     topics = data.draw(st.lists(st.tuples(ids if version >= 13 else names, st.lists(answers, max_size=3)), max_size=3))
     raw = bytes(produce.encode(topics, version))
@@ -199,6 +201,8 @@ def test_kio_reads_our_fetch_responses(version: int, data: st.DataObject) -> Non
         int64s,
         int64s,
         st.lists(st.binary(min_size=1, max_size=30), max_size=3),
+        int64s,
+        st.none() | st.lists(st.tuples(int64s, int64s), max_size=3),
     )
     topics = data.draw(
         st.lists(st.tuples(ids if version >= 13 else names, st.lists(partitions, max_size=3)), max_size=3)
@@ -211,9 +215,11 @@ def test_kio_reads_our_fetch_responses(version: int, data: st.DataObject) -> Non
         assert got["topic_id" if version >= 13 else "topic"] == topic
         for ours, theirs in zip(expected, got["partitions"], strict=True):
             assert (theirs["partition_index"], theirs["error_code"]) == (ours.partition, ours.error_code)
-            assert theirs["high_watermark"] == theirs["last_stable_offset"] == ours.high_watermark
+            assert (theirs["high_watermark"], theirs["last_stable_offset"]) == (ours.high_watermark, ours.last_stable)
             assert bytes(theirs["records"]) == b"".join(ours.batches)
-            assert not theirs["aborted_transactions"]
+            aborted = theirs["aborted_transactions"]
+            pairs = None if aborted is None else [(a["producer_id"], a["first_offset"]) for a in aborted]
+            assert pairs == (None if ours.aborted is None else list(ours.aborted))
 
 
 @pytest.mark.parametrize("version", [3, 8, 9, 13])
@@ -246,6 +252,21 @@ def test_record_batches_are_views_of_the_frame_not_copies() -> None:
     assert records is not None
     frame[frame.index(b"xxx")] = ord("y")
     assert bytes(records[:3]) == b"yxx"
+
+
+@pytest.mark.parametrize("tagged", [0, 1, 2, 3])
+def test_a_fetched_partition_with_tagged_fields_is_read_as_one_without(tagged: int) -> None:
+    """KIP-482: what is not known is skipped; whoever reads all of a topic at once must see that it is there."""
+
+    def partition(index: int) -> bytes:
+        tags = b"\x01\x05\x03abc" if index == tagged else b"\x00"
+        return struct.pack(">iiqiqi", index, 7, 100 + index, 8, 9, 1000 + index) + tags
+
+    topic = b"\x02t" + b"\x05" + b"".join(map(partition, range(4))) + b"\x00"
+    head = struct.pack(">iiiibii", -1, 500, 1, 2, 0, 0, -1)
+    raw = head + b"\x02" + topic + b"\x01" + b"\x01" + b"\x00"
+    found = fetch.decode(memoryview(raw), 0, 12)
+    assert found.topics == [("t", [(index, 100 + index, 1000 + index) for index in range(4)])]
 
 
 def test_fetch_responses_carry_the_very_batches() -> None:

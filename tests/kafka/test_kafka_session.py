@@ -13,15 +13,17 @@ from typing import Any
 import pytest
 import structlog
 from fake_topics import FakeTopicLog
-from harness import FakeBroker, eventually, run
+from harness import FakeBroker, RealBroker, eventually, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from raw import RawClient, batch, decode, example, fetch_body, produce_body, request_frame
 
+from tidemill.access.audit import Audit
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Invalid
 from tidemill.base.pace import Pace
 from tidemill.kafka import KafkaSettings, errors
+from tidemill.kafka.access import Access
 from tidemill.kafka.handlers import APIS, k00_produce
 from tidemill.kafka.request import read_request
 from tidemill.kafka.topic_cache import TopicCache
@@ -52,11 +54,10 @@ def test_requests_of_one_connection_are_worked_on_concurrently(fake_broker: Fake
     with RawClient(fake_broker.port) as client:
         client.send(3, 1, 0, b"\xff\xff\xff\xff")
         client.receive()
-        began = time.monotonic()
         for i in range(4):
             client.send(1, 4, i, fetch_body("t", 0, 0, max_wait_ms=700))
         assert [client.receive()[0] for _ in range(4)] == [0, 1, 2, 3]
-        assert time.monotonic() - began < 1.8
+    assert fake_broker.topics.fetching_most == fake_broker.settings.reads_at_once > 1
 
 
 @pytest.mark.parametrize(("connection_bytes_max", "together"), [(64 << 10, 4), (47 << 10, 2), (8 << 10, 1)])
@@ -83,7 +84,8 @@ def test_produce_reserves_every_batch_in_order_before_any_await() -> None:
         topics = FakeTopicLog()
         cache = TopicCache(None, None)  # type: ignore[arg-type]
         cache.learn(TopicRow("t", "id", 3))
-        context: Any = type("Context", (), {"topics": topics, "cache": cache, "pace": Pace(SystemClock())})()
+        parts = {"topics": topics, "cache": cache, "pace": Pace(SystemClock())}
+        context: Any = type("Context", (), {**parts, "access": Access(None, Audit(SystemClock()))})()
         before = len(asyncio.all_tasks())
         for first in (0, 3):
             parts = [(p, sequence(first + p)) for p in range(3)]
@@ -138,17 +140,37 @@ def test_a_connection_that_stalls_too_long_is_closed_and_has_reserved_nothing() 
         broker.close()
 
 
-def test_acks_zero_gets_no_response_and_the_next_request_does(fake_broker: FakeBroker) -> None:
-    fake_broker.create_topic("t", 1)
-    fake_broker.topics.delay_s = 0.2
-    with RawClient(fake_broker.port) as client:
-        client.send(3, 1, 0, b"\xff\xff\xff\xff")
-        client.receive()
-        client.send(0, 3, 1, produce_body("t", [(0, sequence(0))], acks=0))
-        began = time.monotonic()
-        client.send(API_VERSIONS, 0, 2, b"")
-        assert client.receive()[0] == 2
-        assert time.monotonic() - began < 0.2
+def test_what_is_asked_behind_a_change_without_waiting_for_it_sees_it(broker: RealBroker) -> None:
+    broker.create_topic("t", 1)
+    name = struct.pack(">h", 1) + b"t"
+    delete = struct.pack(">i", 1) + name + struct.pack(">iiqi", 1, 0, 2, 10_000)
+    earliest = struct.pack(">ii", -1, 1) + name + struct.pack(">iiq", 1, 0, -2)
+    with RawClient(broker.port) as client:
+        client.ask(0, 7, produce_body("t", [(0, batch([b"a", b"b", b"c"]))]))
+        client.sock.sendall(request_frame(21, 1, 1, delete) + request_frame(2, 1, 2, earliest))
+        assert client.receive()[0] == 1
+        number, answer = client.receive()
+        assert number == 2
+        (topic,) = decode(2, 1, answer).topics
+        assert [int(p.offset) for p in topic.partitions] == [2]
+
+
+def test_acks_zero_gets_no_response_and_the_next_request_does() -> None:
+    broker = GatedBroker()
+    try:
+        broker.create_topic("t", 1)
+        with RawClient(broker.port) as client:
+            client.send(3, 1, 0, b"\xff\xff\xff\xff")
+            client.receive()
+            client.send(0, 3, 1, produce_body("t", [(0, sequence(0))], acks=0))
+            client.send(API_VERSIONS, 0, 2, b"")
+            assert client.receive()[0] == 2
+            assert broker.waiting == 1, "it is not stored yet"
+            broker.open_gate()
+            client.send(API_VERSIONS, 0, 3, b"")
+            assert client.receive()[0] == 3
+    finally:
+        broker.close()
 
 
 def test_a_failed_acks_zero_closes_the_connection(fake_broker: FakeBroker) -> None:
@@ -205,7 +227,7 @@ class Gated(FakeTopicLog):
         self.waiting: list[tuple[asyncio.Future[ProduceResult], str, int, Buffer]] = []
 
     def produce_nowait(
-        self, topic_id: str, partition: int, batch: Buffer, *, sender: object = None
+        self, topic_id: str, partition: int, batch: Buffer, *, sender: object = None, **_: Any
     ) -> asyncio.Future[ProduceResult]:
         future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
         self.waiting.append((future, topic_id, partition, batch))
@@ -254,7 +276,7 @@ def test_reading_stops_while_too_much_is_under_way_and_goes_on_after() -> None:
             client.sock.settimeout(10)
             done = 0
             client.sock.setblocking(False)
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 40
             answers = b""
             while done < 100 and time.monotonic() < deadline:
                 broker.open_gate()
@@ -323,11 +345,18 @@ def test_a_slow_reader_holds_no_more_than_its_share() -> None:
             client.receive()
             for i in range(60):
                 client.send(1, 4, i, fetch_body("t", 0, 0))
-            time.sleep(0.5)
             assert broker.server is not None
             (session,) = broker.server._sessions
-            assert 0 < session._connection.unsent_bytes + session._answered_bytes <= (4 + 5) << 20
-            assert [client.receive()[0] for _ in range(60)] == list(range(60))
+
+            def held_bytes() -> int:
+                held = session._connection.unsent_bytes + session._answered_bytes
+                assert held <= (4 + 5) << 20
+                return held
+
+            eventually(lambda: held_bytes() >= 4 << 20)
+            for i in range(60):
+                held_bytes()
+                assert client.receive()[0] == i
     finally:
         broker.close()
 
@@ -336,15 +365,21 @@ async def _fill(topics: FakeTopicLog, topic_id: str) -> None:
     await topics.produce_nowait(topic_id, 0, batch([bytes(900_000)]))
 
 
-def test_a_frame_that_stops_half_way_is_closed_and_a_quiet_connection_too() -> None:
-    broker = FakeBroker(KafkaSettings(frame_timeout_s=0.3, idle_timeout_s=1.5))
+def test_a_frame_that_stops_half_way_is_closed() -> None:
+    broker = FakeBroker(KafkaSettings(frame_timeout_s=0.3, idle_timeout_s=600.0))
     try:
         with RawClient(broker.port) as half, RawClient(broker.port) as quiet:
             half.sock.sendall(struct.pack(">i", 1000) + b"x")
-            began = time.monotonic()
             assert half.is_closed()
-            assert time.monotonic() - began < 1.4
             assert quiet.ask(API_VERSIONS, 0, b"").error_code == 0
+    finally:
+        broker.close()
+
+
+def test_a_quiet_connection_is_closed() -> None:
+    broker = FakeBroker(KafkaSettings(frame_timeout_s=600.0, idle_timeout_s=0.5))
+    try:
+        with RawClient(broker.port) as quiet:
             assert quiet.is_closed()
     finally:
         broker.close()
@@ -385,12 +420,38 @@ def test_many_half_open_connections_do_not_disturb_a_client(fake_broker: FakeBro
     eventually(lambda: fake_broker.server is not None and fake_broker.server.connection_count == 0)
 
 
+def test_unfinished_frames_of_many_connections_stay_within_their_half() -> None:
+    """Each announces a megabyte and sends 30 kB of it: first buffers alone would be six times the limit."""
+    broker = FakeBroker(KafkaSettings(process_bytes_max=4 << 20))
+    assert broker.server is not None
+    budget = broker.server._budget
+    try:
+        hostile = [RawClient(broker.port) for _ in range(200)]
+        for client in hostile:
+            client.sock.sendall(struct.pack(">i", 1_000_000) + bytes(30_000))
+        eventually(lambda: len(budget._receiving) == 200)
+        assert budget.request_bytes <= (2 << 20) + (1 << 20) + 200 * (16 << 10), "the half, the oldest frame, the rest"
+        with RawClient(broker.port) as client:
+            assert client.ask(API_VERSIONS, 0, b"").error_code == 0
+        for client in hostile:
+            client.sock.close()
+        eventually(lambda: budget.request_bytes == 0)
+    finally:
+        broker.close()
+
+
+SASL = (17, 36)
+"""What only a listener with SASL answers: test_kafka_sasl."""
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_no_mutation_of_a_request_breaks_the_broker(shared_broker: FakeBroker, data: st.DataObject) -> None:
     """A valid request with bytes changed, cut or inserted: answered, or the connection closed; never a fault."""
     key, version = data.draw(
-        st.sampled_from([(a.key, v) for a in APIS.values() for v in (a.min_version, a.max_version)])
+        st.sampled_from(
+            [(a.key, v) for a in APIS.values() if a.key not in SASL for v in (a.min_version, a.max_version)]
+        )
     )
     body = bytearray(example(key, version, "fuzz", uuid.UUID(int=7)))
     for _ in range(data.draw(st.integers(0, 4))):

@@ -3,7 +3,8 @@
 B1  A request counts from the first byte of its frame that has a buffer: what is half received is held as well. Each
     of the two has a half of the limit, so frames that never become whole leave room for those that do.
 B2  While too much is half received no frame grows but one, the oldest: frames that wait for each other's room would
-    all wait until their deadline. So at most one frame more than the limit is held.
+    all wait until their deadline. So at most one frame more than the limit is held, and of each connection beyond it
+    what came with the size of its frame, at most 16 KiB.
 B3  Answers that nobody fetches are let go with their connection, the one that has taken nothing for longest first:
     waiting for room instead would let a few that do not read stop everybody's Fetch.
 """
@@ -42,6 +43,8 @@ class Budget:
         self._receiving: dict[Holder, None] = {}
         """Sessions with an unfinished frame that has a buffer, oldest first."""
         self._answers: dict[Holder, int] = {}
+        _REQUESTS.set_function(lambda: self.request_bytes)
+        _ANSWERS.set_function(lambda: self.answer_bytes)
 
     # requests -------------------------------------------------------------------------------------
     @property
@@ -57,17 +60,19 @@ class Budget:
         self._waiting[session] = None
         return False
 
+    def roomy(self, size: int) -> bool:
+        """Is there room for the first buffer of another unfinished frame?"""
+        return self._receiving_bytes + size <= self._half and self._begun_bytes <= self._half
+
     def receiving(self, session: Holder, delta: int) -> None:
         """The buffer of its unfinished frame grew, by `delta` bytes."""
         self._receiving.setdefault(session)
         self._receiving_bytes += delta
-        _REQUESTS.set(self.request_bytes)
 
     def received(self, session: Holder, size: int) -> None:
         """The frame is whole, or given up: its buffer of `size` bytes counts no more as such."""
         self._receiving.pop(session, None)
         self._receiving_bytes -= size
-        _REQUESTS.set(self.request_bytes)
         oldest = next(iter(self._receiving), None)
         if oldest is not None and oldest in self._waiting:
             oldest.consider_reading()
@@ -76,11 +81,9 @@ class Budget:
     def take(self, size: int) -> None:
         """A whole request, from its arrival until its end."""
         self._begun_bytes += size
-        _REQUESTS.set(self.request_bytes)
 
     def give(self, size: int) -> None:
         self._begun_bytes -= size
-        _REQUESTS.set(self.request_bytes)
         self._call()
 
     def _call(self) -> None:
@@ -102,7 +105,6 @@ class Budget:
             slowest = min(self._answers, key=lambda each: each.took_s)
             self.answer_bytes -= self._answers.pop(slowest)
             slowest.close(TimeoutError("too many answers wait for clients, and this one takes none"))
-        _ANSWERS.set(self.answer_bytes)
 
     def forget(self, session: Holder) -> None:
         self._waiting.pop(session, None)

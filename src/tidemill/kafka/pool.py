@@ -4,7 +4,8 @@ P1  A buffer is in use by one frame or in the pool, never both.
 P2  The pool keeps at most `keep_bytes`; what comes back beyond that is left to the garbage collector.
 
 Buffers come in powers of two from 32 KiB to 4 MiB. Smaller frames are plain copies out of the scratch
-buffer; larger ones are never pooled. A frame's buffer grows as its bytes arrive, so a length alone allocates little.
+buffer, which is one of these itself; larger ones are never pooled. A frame's buffer grows as its bytes arrive,
+so a length alone allocates little.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from tidemill.base.limits import MIB
 
 SMALLEST_BYTES = 32 << 10
 LARGEST_BYTES = 4 * MIB
-SCRATCH_BYTES = 16 << 10
+SCRATCH_BYTES = 128 << 10
 
 
 class BufferPool:
@@ -23,6 +24,11 @@ class BufferPool:
         self._free: dict[int, list[bytearray]] = {}
         self.scratch = bytearray(SCRATCH_BYTES)
         """Shared by all connections: it holds nothing between two calls of a FrameReader."""
+
+    def take_scratch(self) -> bytearray:
+        """The scratch buffer, for the frame that it was filled with; from now on there is another one."""
+        taken, self.scratch = self.scratch, self.take(SCRATCH_BYTES)
+        return taken
 
     def take(self, size_bytes: int) -> bytearray:
         """A buffer of at least size_bytes (contents undefined); above LARGEST_BYTES of LARGEST_BYTES, to be grown."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -12,6 +13,7 @@ import structlog
 
 from tidemill.base.pace import Pace
 from tidemill.base.tasks import is_own_fault, sentence
+from tidemill.kafka.checks import checked
 from tidemill.kafka.errors import UNKNOWN_SERVER_ERROR
 from tidemill.kafka.schema.compiled import Body, decode_request, encode_response, is_flexible
 from tidemill.kafka.schema.wire import I32, BadFrame, begin_request, read_i16, skip_tags
@@ -19,6 +21,7 @@ from tidemill.objects.store import Buffer
 
 if TYPE_CHECKING:
     from tidemill.kafka.context import Context
+    from tidemill.kafka.gate import Visitor
 
 HEADER_BYTES_MIN = 10
 API_VERSIONS = 18
@@ -61,8 +64,9 @@ class Request(msgspec.Struct):
         header v2   the same · tagged fields (flexible versions; the client id stays a legacy string)
 
     `position` is where the body starts in `view`. `answered` is cleared by `begin` when the client expects
-    no response (Produce with acks=0). `sender` is the connection's number in this process. `reserving`,
-    set by `begin`: to be awaited before anything else of the connection begins.
+    no response (Produce with acks=0). `sender` is the connection's number in this process, `visitor` who is at its
+    other end, `throttle_ms` what its answer says of a quota, `spent_s` how long the event loop worked for it, where
+    that is limited. `reserving`, set by `begin`: to be awaited before anything else of the connection begins.
     """
 
     key: int
@@ -74,6 +78,9 @@ class Request(msgspec.Struct):
     answered: bool = True
     sender: int = 0
     reserving: Awaitable[None] | None = None
+    throttle_ms: int = 0
+    spent_s: float = 0.0
+    visitor: Visitor = None  # type: ignore[assignment]  # set by the session, before `begin`
 
 
 class Api(msgspec.Struct, frozen=True):
@@ -84,6 +91,7 @@ class Api(msgspec.Struct, frozen=True):
                     plain call, whatever may wait happens in the awaitable it returns
     abandon         stop working on it when the client is gone (reads only: writes go on)
     at_once         how many of one connection are worked on together; writes one after the other, in their order
+    barrier         what the connection asks behind it, of any API, begins after its end (Kafka: behind every request)
     """
 
     key: int
@@ -94,6 +102,7 @@ class Api(msgspec.Struct, frozen=True):
     advertised_min: int = -1
     abandon: bool = False
     at_once: int = 1
+    barrier: bool = False
 
     @property
     def lowest_advertised(self) -> int:
@@ -108,13 +117,15 @@ Failed = Callable[[Body, int], Body]
 def cold(handle: Handle, failed: Failed) -> Begin:
     """A handler on decoded dicts: nothing happens before its turn on the connection comes.
 
+    It is given what its client may do of what was asked for (`checks`), and nothing where that is nothing.
     A fault of `handle`, of whatever type, is this request's: UNKNOWN_SERVER_ERROR, and the connection goes on.
     """
 
     async def begin(context: Context, request: Request) -> Reply:
         body = await decoded(context.pace, request, _decode)
         try:
-            return await encoded(context.pace, request, await handle(context, request, body))
+            answer = await checked(context, request, body, partial(handle, context, request), failed)
+            return await encoded(context.pace, request, answer)
         except BaseException as error:
             if not is_own_fault(error):
                 raise
@@ -179,6 +190,15 @@ async def each(items: Sequence[T], work: Callable[[T], Coroutine[Any, Any, R]], 
             await pace.rest()
         found += await asyncio.gather(*map(work, items[at : at + AT_ONCE]))
     return found
+
+
+async def within(timeout_ms: int, work: Coroutine[Any, Any, T], *, late: T) -> T:
+    """What `work` returns, or `late` when the client's time is up first; below 1 ms the work's own bounds hold."""
+    try:
+        async with asyncio.timeout(timeout_ms / 1000 if timeout_ms > 0 else None):
+            return await work
+    except TimeoutError:
+        return late
 
 
 def peek(view: memoryview) -> tuple[int, int, int]:

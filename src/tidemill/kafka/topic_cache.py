@@ -2,8 +2,8 @@
 
 Filled at start, by every Metadata answer and by a refresh every few seconds; a miss asks for a refresh.
 
-C1  A name is called unknown only after a refresh that began after it was missed: the topic may have been
-    created through another node a moment ago.
+C1  A name, or a partition of it, is called unknown only after a refresh that began after it was missed: the topic may
+    have been created, or grown, through another node a moment ago.
 C2  Refreshes are shared and take a fraction of the time: what clients ask for that does not exist, or for all topics
     again and again, never costs a reading of the catalogue each.
 """
@@ -11,7 +11,7 @@ C2  Refreshes are shared and take a fraction of the time: what clients ask for t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import structlog
 
@@ -35,6 +35,13 @@ class TopicCache:
         self._clock = clock
         self._by_name: dict[str, TopicRow] = {}
         self._by_id: dict[str, TopicRow] = {}
+        self._partitions = 0
+        self.creating = 0
+        """Partitions of topics that are being made just now, by whichever listener."""
+        self.version = 0
+        """Another one after every change of what is known here."""
+        self._read_last: Sequence[TopicRow] | None = None
+        """What the catalogue gave, while nothing was learnt or forgotten since."""
         self._missed: set[str] = set()
         self._absent: dict[str, float] = {}
         self._looking: list[asyncio.Future[None]] = []
@@ -46,7 +53,11 @@ class TopicCache:
     @property
     def partitions(self) -> int:
         """Of all topics that are known here."""
-        return sum(row.partitions for row in self._by_name.values())
+        return self._partitions
+
+    @property
+    def count(self) -> int:
+        return len(self._by_name)
 
     def rows(self) -> list[TopicRow]:
         return list(self._by_name.values())
@@ -70,6 +81,23 @@ class TopicCache:
         self._wake.set()
         return None
 
+    def grown(self, row: TopicRow) -> TopicRow | None:
+        """Where somebody names a partition that `row` does not have: the row, if the topic has no more; None if nobody
+        has looked yet (C1)."""
+        key = f"{row.topic_id}/{row.partitions}"
+        since = self._absent.get(key)
+        if since is not None and self._clock.monotonic_s() - since < _ABSENT_FOR_S:
+            return row
+        if len(self._missed) < _ABSENT_COUNT_MAX:
+            self._missed.add(key)
+        self._wake.set()
+        return None
+
+    def no_partition(self, row: TopicRow, partition: int) -> int:
+        """The code for a partition that `row` does not have: as `resolve`, retriable while it may be a new one."""
+        looked = partition < 0 or self.grown(row) is not None
+        return errors.UNKNOWN_TOPIC_OR_PARTITION if looked else errors.NOT_LEADER_OR_FOLLOWER
+
     def resolve(self, topic: str, *, is_id: bool) -> TopicRow | int:
         """As `find`, with NOT_LEADER_OR_FOLLOWER for what nobody has looked for: clients ask Metadata and retry."""
         row = self.find(topic, is_id=is_id)
@@ -84,8 +112,13 @@ class TopicCache:
 
     def learn(self, row: TopicRow) -> None:
         old = self._by_name.get(row.name)
-        if old is not None and old.topic_id != row.topic_id:
-            self._by_id.pop(old.topic_id, None)
+        if old == row:
+            return
+        if old is not None:
+            self.forget(row.name)
+        self._read_last = None
+        self.version += 1
+        self._partitions += row.partitions
         self._by_name[row.name] = row
         self._by_id[row.topic_id] = row
         self._absent.pop(row.name, None)
@@ -94,6 +127,9 @@ class TopicCache:
     def forget(self, name: str) -> None:
         row = self._by_name.pop(name, None)
         if row is not None:
+            self._read_last = None
+            self.version += 1
+            self._partitions -= row.partitions
             self._by_id.pop(row.topic_id, None)
 
     async def refresh(self) -> None:
@@ -123,15 +159,22 @@ class TopicCache:
             self._missed |= missed
             self._looking += looking
             raise
-        self.replace(rows, missed)
+        if rows is not self._read_last:
+            self._replace(rows)
+        self._miss(missed)
         for future in looking:
             if not future.done():
                 future.set_result(None)
 
-    def replace(self, rows: Iterable[TopicRow], missed: Iterable[str] = ()) -> None:
-        rows = list(rows)
+    def _replace(self, rows: Sequence[TopicRow]) -> None:
         self._by_name = {row.name: row for row in rows}
         self._by_id = {row.topic_id: row for row in rows}
+        self._partitions = sum(row.partitions for row in rows)
+        self.version += 1
+        self._read_last = rows
+
+    def _miss(self, missed: Iterable[str]) -> None:
+        """A refresh that began after these were missed has ended."""
         now = self._clock.monotonic_s()
         self._absent = {
             **{topic: since for topic, since in self._absent.items() if now - since < _ABSENT_FOR_S},

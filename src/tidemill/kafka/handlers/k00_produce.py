@@ -13,7 +13,11 @@ tells, and whole, record by record, where it is stored. Batches without producer
 connection. acks 1 and all are the same: durable, then answered. acks=0: no response, and the connection closes when
 it fails, as Kafka does.
 
-Left out: transactions (53), the request's timeout (the store's own retry budget is shorter), KIP-951 tags.
+A batch of a transaction is placed only while the coordinator says that its transaction is open and holds the partition
+(KIP-890); from version 12 on it adds the partition itself. Refused, it is INVALID_TXN_STATE, or from version 11 on
+TRANSACTION_ABORTABLE, which ends the transaction where the former ends the producer.
+
+Left out: the request's timeout (the store's own retry budget is shorter), KIP-951 tags.
 """
 
 from __future__ import annotations
@@ -24,30 +28,38 @@ from typing import Final
 
 import structlog
 
+from tidemill.access.rules import Operation, Resource
 from tidemill.base.errors import Missing, Unavailable
 from tidemill.base.pace import Pace
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
 from tidemill.kafka.request import Api, Reply, Request, Stall
-from tidemill.kafka.schema.produce import PartitionAnswer, PartitionData, ProduceRequest, decode, encode
+from tidemill.kafka.schema.produce import PartitionAnswer, PartitionData, ProduceRequest, TopicData, decode, encode
 from tidemill.kafka.schema.wire import I32
+from tidemill.kafka.topic_cache import TopicCache
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.front import InvalidRecords, ProduceResult
+from tidemill.topics.front import InvalidRecords, InvalidTransaction, ProduceResult, Within
 
 log = structlog.get_logger()
 
 FIRST_WITH_IDS: Final = 13
 FIRST_WITH_ZSTD: Final = 7
+FIRST_THAT_ABORTS: Final = 11
+FIRST_THAT_ADDS: Final = 12
 _BATCH_HEADER_BYTES: Final = 61
 _ZSTD: Final = 4
-_TRANSACTIONAL_OR_CONTROL: Final = 0x30
+_TRANSACTIONAL: Final = 0x10
+_CONTROL: Final = 0x20
 UNSUPPORTED_COMPRESSION_TYPE: Final = 76
 
 
 def begin(context: Context, request: Request) -> asyncio.Future[Reply]:
     produce = decode(request.view, request.position, request.version)
     request.answered = produce.acks != 0
-    rows = [context.cache.find(topic.topic, is_id=request.version >= FIRST_WITH_IDS) for topic in produce.topics]
+    is_id = request.version >= FIRST_WITH_IDS
+    rows = [_look_up(context.cache, topic, is_id=is_id) for topic in produce.topics]
+    if context.access.asks:
+        rows = _allowed(context, request, produce, rows, is_id=is_id)
     if None in rows:
         raise Stall(context.cache.looked())
     gathering = _Gathering(context, request, produce)
@@ -58,6 +70,32 @@ def begin(context: Context, request: Request) -> asyncio.Future[Reply]:
             request.reserving = _go_on(work, pace, gathering)
             return gathering.future
     return gathering.complete()
+
+
+def _look_up(cache: TopicCache, topic: TopicData, *, is_id: bool) -> TopicRow | int | None:
+    """The topic's row, with all the partitions that are named if it has them; its code; None: nobody has looked yet."""
+    row = cache.find(topic.topic, is_id=is_id)
+    if isinstance(row, TopicRow) and any(data.partition >= row.partitions for data in topic.partitions):
+        return cache.grown(row)
+    return row
+
+
+def _allowed(
+    context: Context,
+    request: Request,
+    produce: ProduceRequest,
+    rows: Sequence[TopicRow | int | None],
+    *,
+    is_id: bool,
+) -> list[TopicRow | int | None]:
+    """The rows, with a code in place of those that may not be written, whether they exist or not."""
+    access, visitor, transaction = context.access, request.visitor, produce.transactional_id
+    if transaction is not None and not access.may(visitor, Operation.WRITE, Resource.TRANSACTIONAL_ID, transaction):
+        return [errors.TRANSACTIONAL_ID_AUTHORIZATION_FAILED] * len(rows)
+    return [
+        access.topic(visitor, Operation.WRITE, topic.topic, row, is_id=is_id)
+        for topic, row in zip(produce.topics, rows, strict=True)
+    ]
 
 
 async def _go_on(work: Iterator[None], pace: Pace, gathering: _Gathering) -> None:
@@ -112,7 +150,12 @@ def _reserve_one(
         gathering.answer(topic_number, place, PartitionAnswer(data.partition, code, error_message=message))
         return
     try:
-        future = context.topics.produce_nowait(row.topic_id, data.partition, data.records, sender=request.sender)
+        within = None
+        if produce.transactional_id is not None:
+            within = Within(produce.transactional_id, request.version >= FIRST_THAT_ADDS)
+        future = context.topics.produce_nowait(
+            row.topic_id, data.partition, data.records, sender=request.sender, within=within
+        )
     except Exception as error:
         # Also a bug of ours: batches before this one are reserved, so the request must be seen to its end.
         gathering.fail(topic_number, place, data.partition, error, row)
@@ -122,8 +165,6 @@ def _reserve_one(
 
 def _refuse(produce: ProduceRequest, records: memoryview | None, version: int) -> tuple[int, str | None] | None:
     """What the request and the batch header alone forbid, as (code, message); None = go on."""
-    if produce.transactional_id is not None:
-        return errors.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, "transactions are not served yet"
     if produce.acks not in (-1, 0, 1):
         return errors.INVALID_REQUIRED_ACKS, None
     if records is None or not records:
@@ -137,11 +178,17 @@ def _refuse(produce: ProduceRequest, records: memoryview | None, version: int) -
         return errors.INVALID_RECORD, "more than one batch for a partition"
     if size > len(records):
         return errors.CORRUPT_MESSAGE, "batch cut short"
-    if records[22] & _TRANSACTIONAL_OR_CONTROL:
-        return errors.INVALID_RECORD, "transactional and control batches are not taken"
+    if records[22] & _CONTROL:
+        return errors.INVALID_RECORD, "control batches are not taken"
+    if records[22] & _TRANSACTIONAL and produce.transactional_id is None:
+        return errors.INVALID_RECORD, "a transactional batch without a transactional id"
     if records[22] & 0x07 == _ZSTD and version < FIRST_WITH_ZSTD:
         return UNSUPPORTED_COMPRESSION_TYPE, "zstd needs Produce version 7"
     return None
+
+
+_NO_ANSWER: Final = PartitionAnswer(-1, errors.UNKNOWN_SERVER_ERROR)
+"""In an answer's place until it comes; never sent."""
 
 
 class _Gathering:
@@ -151,14 +198,17 @@ class _Gathering:
         self._context = context
         self._request = request
         self._names = [topic.topic for topic in produce.topics]
-        self._answers: list[list[PartitionAnswer | None]] = [[None] * len(t.partitions) for t in produce.topics]
+        self._answers = [[_NO_ANSWER] * len(topic.partitions) for topic in produce.topics]
         self._missing = sum(len(t.partitions) for t in produce.topics)
         self.future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._begun = False
         self._stale = ""
+        self._failed = 0
+        """The code of the first that failed."""
 
     def answer(self, topic: int, place: int, answer: PartitionAnswer) -> None:
         self._answers[topic][place] = answer
+        self._failed = self._failed or answer.error_code
         self._missing -= 1
         if self._begun and not self._missing:
             self._finish()
@@ -172,7 +222,8 @@ class _Gathering:
                 self.fail(topic, place, index, error, row)
             else:
                 result = done.result()
-                self.answer(topic, place, PartitionAnswer(index, 0, result.base_offset, result.log_start_offset))
+                at = result.base_offset, result.log_start_offset
+                self.answer(topic, place, PartitionAnswer(index, 0, *at, None, (), result.append_time_ms))
 
         future.add_done_callback(ended)
 
@@ -183,7 +234,10 @@ class _Gathering:
         elif not errors.is_expected(error):
             log.error("kafka.produce_failed", topic=row.name, partition=index, error=repr(error), exc_info=error)
         record_errors = error.record_errors if isinstance(error, InvalidRecords) else ()
-        answer = PartitionAnswer(index, errors.code_of(error), error_message=str(error), record_errors=record_errors)
+        code = errors.code_of(error)
+        if isinstance(error, InvalidTransaction) and self._request.version >= FIRST_THAT_ABORTS:
+            code = errors.TRANSACTION_ABORTABLE
+        answer = PartitionAnswer(index, code, error_message=str(error), record_errors=record_errors)
         self.answer(topic, place, answer)
 
     def complete(self) -> asyncio.Future[Reply]:
@@ -193,20 +247,14 @@ class _Gathering:
         return self.future
 
     def _finish(self) -> None:
-        topics = [
-            (name, [answer for answer in answers if answer is not None])
-            for name, answers in zip(self._names, self._answers, strict=True)
-        ]
-        failed = [answer for _, answers in topics for answer in answers if answer.error_code]
         if self._stale:
             self.future.set_exception(Unavailable(f"the topic was deleted, or made anew: topic={self._stale}."))
             return
-        if not self._request.answered and failed:
-            self.future.set_exception(
-                Unavailable(f"a Produce without acknowledgement failed: error_code={failed[0].error_code}.")
-            )
+        if not self._request.answered and self._failed:
+            failed = Unavailable(f"a Produce without acknowledgement failed: error_code={self._failed}.")
+            self.future.set_exception(failed)
             return
-        self.future.set_result([encode(topics, self._request.version)])
+        self.future.set_result([encode(zip(self._names, self._answers, strict=True), self._request.version)])
 
 
 API = Api(0, "produce", 3, 13, begin, advertised_min=0)

@@ -1,111 +1,158 @@
 """Fetch (1), versions 4 to 17.
 
-One `TopicLog.fetch` for all good partitions: it waits, event-driven, for min_bytes or max_wait. A partition
-that fails at once ends the wait, as in Kafka. Batches are whole, the first one holds the asked offset (clients
-skip forward), at least one is returned where any is, and their bytes go out as `topics` gave them.
+What is asked for is followed (`fetches.interest`): the answer waits, event-driven, for min_bytes or max_wait. A
+partition that fails ends the wait, if it is not refused for good. Batches are whole, the first one holds the asked
+offset (clients skip forward), at least one is returned where any is, and their bytes go out as `topics` gave them.
 
-Fetch sessions are declined: the session id is always 0, so clients send full requests. Last stable offset =
-high watermark and no aborted transactions, until there are transactions. Left out: follower fetching (KIP-392),
-leader epoch checks, divergence (tags of v12), `rack_id`.
+Fetch sessions (v7) as KIP-227 has them: `fetches.sessions`. In the answer of one are the partitions that have records
+or an error, or of which an offset (high watermark, last stable, log start) changed since they were told. Of clients
+without sessions the connection's last request is kept: `fetches.repeated`.
+
+read_committed ends at the last stable offset and names the aborted transactions among what it gives (KIP-98).
+
+Left out: follower fetching (KIP-392), leader epoch checks, divergence (tags of v12), `rack_id`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Final
 
 import structlog
 
-from tidemill.base.errors import Missing, TidemillError
 from tidemill.base.tasks import is_own_fault, sentence
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
+from tidemill.kafka.fetches.interest import Interest, Key
+from tidemill.kafka.fetches.repeated import Repeated
+from tidemill.kafka.fetches.sessions import FINAL, INITIAL, NO_SESSION
 from tidemill.kafka.request import LARGE_ANSWER_ELEMENTS, Api, Reply, Request, decoded
-from tidemill.kafka.schema.fetch import FetchRequest, PartitionRecords, decode, encode
-from tidemill.topics.front import Fetched, FetchRead
+from tidemill.kafka.schema.fetch import FetchRequest, FetchTopic, PartitionRecords, decode, encode
 
 log = structlog.get_logger()
 
-FIRST_WITH_IDS: Final = 13
-FETCH_SESSION_ID_NOT_FOUND: Final = 70
+FIRST_WITH_IDS = 13
+
+Answers = list[tuple[str, list[PartitionRecords]]]
 
 
 async def begin(context: Context, request: Request) -> Reply:
     """A fault of ours, of whatever type, is this request's: its partitions are asked for again."""
+    taken = context.repeats.take(request)
+    if taken is not None:
+        reply = await _again(context, request, *taken)
+        if reply is not None:
+            return reply
     fetch = await decoded(context.pace, request, lambda _: decode(request.view, request.position, request.version))
     try:
-        return await _fetch(context, request.version, fetch)
+        if fetch.session_epoch in (INITIAL, FINAL):
+            return await _full(context, request, fetch)
+        return await _changed(context, request, fetch)
     except BaseException as error:
         if not is_own_fault(error):
             raise
         fault = error
-    log.error("kafka.request_fault", key=1, client_id=request.client_id, error=sentence(fault), exc_info=fault)
+    _tell(request, fault)
     code = errors.code_of(fault)
     failed = [(t.topic, [PartitionRecords(p.partition, code) for p in t.partitions]) for t in fetch.topics]
     return encode(failed, request.version)
 
 
-async def _fetch(context: Context, version: int, fetch: FetchRequest) -> Reply:
-    if fetch.session_id != 0:
-        return encode([], version, error_code=FETCH_SESSION_ID_NOT_FOUND)
-    answers: list[tuple[str, list[PartitionRecords]]] = []
-    reads: list[FetchRead] = []
-    places: list[tuple[int, int]] = []
-    refused = False
-    pace = context.pace
-    for topic in fetch.topics:
-        row = context.cache.resolve(topic.topic, is_id=version >= FIRST_WITH_IDS)
-        partitions: list[PartitionRecords] = []
-        for asked in topic.partitions:
-            if isinstance(row, int):
-                partitions.append(PartitionRecords(asked.partition, row))
-                refused = True
-            elif not 0 <= asked.partition < row.partitions:
-                partitions.append(PartitionRecords(asked.partition, errors.UNKNOWN_TOPIC_OR_PARTITION))
-                refused = True
-            else:
-                places.append((len(answers), len(partitions)))
-                reads.append(FetchRead(row.topic_id, asked.partition, asked.offset, max(asked.max_bytes, 1)))
-                partitions.append(PartitionRecords(asked.partition, 0))
-            if pace.due:
-                await pace.rest()
-        answers.append((topic.topic, partitions))
-    if reads:
-        max_wait_s = 0.0 if refused else max(fetch.max_wait_ms, 0) / 1000
-        found = await _read(context, fetch, reads, max_wait_s)
-        for (topic_number, place), read, got in zip(places, reads, found, strict=True):
-            answers[topic_number][1][place] = _answer(context, read, got)
-            if pace.due:
-                await pace.rest()
-    if len(reads) < LARGE_ANSWER_ELEMENTS:
-        return encode(answers, version)
-    return await asyncio.to_thread(encode, answers, version)
+def _tell(request: Request, fault: BaseException) -> None:
+    log.error("kafka.request_fault", key=1, client_id=request.client_id, error=sentence(fault), exc_info=fault)
 
 
-async def _read(context: Context, fetch: FetchRequest, reads: list[FetchRead], max_wait_s: float) -> list[Fetched]:
+async def _again(context: Context, request: Request, repeated: Repeated, changes: list[FetchTopic]) -> Reply | None:
+    """What was asked for before on this connection, without a session. None: it is asked as if for the first time."""
+    kept = False
     try:
-        return await context.topics.fetch(
-            reads,
-            max_wait_s=max_wait_s,
-            min_bytes=max(fetch.min_bytes, 0),
-            max_bytes=min(max(fetch.max_bytes, 1), context.settings.fetch_bytes_max),
-        )
-    except TidemillError as error:
-        return [Fetched(-1, -1, [], error)] * len(reads)
+        interest = repeated.interest
+        await interest.look_again()
+        await interest.ask(changes)
+        found = await interest.fetch(repeated.fetch)
+        if repeated.session.closed:
+            return None
+        reply = repeated.answer(found.items())
+        context.repeats.keep(request, repeated)
+        kept = True
+        return reply
+    except BaseException as error:
+        if not is_own_fault(error):
+            raise
+        _tell(request, error)
+        return None
+    finally:
+        if not kept:
+            context.repeats.close(repeated)
 
 
-def _answer(context: Context, read: FetchRead, got: Fetched) -> PartitionRecords:
-    if got.error is None:
-        return PartitionRecords(read.partition, 0, got.high_watermark, got.log_start_offset, got.batches)
-    if isinstance(got.error, Missing):
-        # As in Produce: the row was stale.
-        row = context.cache.by_id(read.topic_id)
-        if row is not None:
-            context.cache.forget(row.name)
-        return PartitionRecords(read.partition, errors.NOT_LEADER_OR_FOLLOWER)
-    if not errors.is_expected(got.error):
-        log.error("kafka.fetch_failed", topic_id=read.topic_id, partition=read.partition, error=repr(got.error))
-    return PartitionRecords(read.partition, errors.code_of(got.error), got.high_watermark, got.log_start_offset)
+async def _full(context: Context, request: Request, fetch: FetchRequest) -> Reply:
+    """Everything is asked for, and answered; a session that was named ends."""
+    visitor, sessions = request.visitor, context.fetch_sessions
+    sessions.close_of(fetch.session_id, principal=visitor.principal, host=visitor.host)
+    interest = Interest(context, visitor, by_id=request.version >= FIRST_WITH_IDS)
+    session, reply = None, None
+    try:
+        await interest.ask(fetch.topics)
+        found = await interest.fetch(fetch)
+        if fetch.session_epoch == FINAL:
+            reply = await context.repeats.begin(request, fetch, interest, found)
+        elif len(interest):
+            session = sessions.open(interest)
+    finally:
+        if session is None and reply is None:
+            interest.close()
+    if reply is not None:
+        return reply
+    # Who names a partition twice is answered once.
+    answers: Answers = []
+    for topic in fetch.topics:
+        keys = ((topic.topic, asked.partition) for asked in topic.partitions)
+        answers.append((topic.topic, [found.pop(key) for key in keys if key in found]))
+    return await _encoded(answers, request.version, session.id if session is not None else NO_SESSION)
+
+
+async def _changed(context: Context, request: Request, fetch: FetchRequest) -> Reply:
+    """Of a session."""
+    visitor, version, sessions = request.visitor, request.version, context.fetch_sessions
+    by_id = version >= FIRST_WITH_IDS
+    session = sessions.find(
+        fetch.session_id, fetch.session_epoch, principal=visitor.principal, host=visitor.host, by_id=by_id
+    )
+    if isinstance(session, int):
+        return encode([], version, error_code=session)
+    interest, session.busy = session.interest, True
+    try:
+        await interest.look_again()
+        await interest.ask(fetch.topics)
+        await interest.forget(fetch.forgotten)
+        if not sessions.grown(session):
+            return encode([], version, error_code=errors.FETCH_SESSION_ID_NOT_FOUND)
+        if not len(interest):
+            sessions.close(session)
+            return encode([], version)
+        found = await interest.fetch(fetch)
+    except BaseException as error:
+        if is_own_fault(error):
+            sessions.close(session)
+        raise
+    finally:
+        session.busy = False
+    if session.closed:
+        return encode([], version, error_code=errors.FETCH_SESSION_ID_NOT_FOUND)
+    return await _encoded(_by_topic(found), version, session.id)
+
+
+def _by_topic(found: dict[Key, PartitionRecords]) -> Answers:
+    topics: dict[str, list[PartitionRecords]] = {}
+    for (topic, _), answer in found.items():
+        topics.setdefault(topic, []).append(answer)
+    return list(topics.items())
+
+
+async def _encoded(answers: Answers, version: int, session_id: int) -> Reply:
+    if sum(len(partitions) for _, partitions in answers) < LARGE_ANSWER_ELEMENTS:
+        return encode(answers, version, session_id=session_id)
+    return await asyncio.to_thread(encode, answers, version, session_id=session_id)
 
 
 API = Api(1, "fetch", 4, 17, begin, abandon=True, at_once=4)

@@ -1,11 +1,14 @@
 """ListOffsets (2), versions 1 to 10.
 
-−1 latest (the high watermark, for either isolation level), −2 earliest, −4 earliest local (the same: there is
-no second tier), ≥ 0 the first record whose timestamp is at or after it: `topics` answers, exact to the record, with
-one batch decoded a partition, off the loop. A partition named twice is INVALID_REQUEST, as in Kafka. A request looks
-for times for BY_TIME_S at most; what is left is REQUEST_TIMED_OUT, which clients ask again.
+−1 latest (the high watermark, or for read_committed the last stable offset), −2 earliest, −4 earliest local (the
+same: there is no second tier), ≥ 0 the first record whose timestamp is at or after it: `topics` answers, exact to the
+record as in Kafka, whose clients rely on it: an index finds the batch, and one of several records is decoded, off the
+loop; for read_committed nothing from the last stable offset on.
+A partition named twice is INVALID_REQUEST, as in Kafka. A request looks for times for BY_TIME_S at most; what is left
+is REQUEST_TIMED_OUT, which clients ask again.
 
-Left out: −3 (record with the greatest timestamp) and −5 (last tiered offset): UNSUPPORTED_VERSION per partition.
+−3 (v7) is the first record with the greatest timestamp, found as a time is. −5 (v9), the last offset of a second tier,
+is none, as on a broker without one.
 """
 
 from __future__ import annotations
@@ -22,6 +25,10 @@ from tidemill.kafka.schema.compiled import Body
 LATEST: Final = -1
 EARLIEST: Final = -2
 EARLIEST_LOCAL: Final = -4
+MAX_TIMESTAMP: Final = -3
+LATEST_TIERED: Final = -5
+FIRST_VERSION: Final = {MAX_TIMESTAMP: 7, EARLIEST_LOCAL: 8, LATEST_TIERED: 9}
+READ_COMMITTED: Final = 1
 
 BY_TIME_S: Final = 10.0
 """Below the 30 s after which clients give a request up."""
@@ -29,6 +36,7 @@ BY_TIME_S: Final = 10.0
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
     until_s = context.clock.monotonic_s() + BY_TIME_S
+    committed = body.get("isolation_level", 0) == READ_COMMITTED
     places = [(asked["name"], partition) for asked in body["topics"] for partition in asked["partitions"]]
     named = Counter((name, partition["partition_index"]) for name, partition in places)
 
@@ -36,7 +44,9 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         name, asked = place
         if named[name, asked["partition_index"]] > 1:
             return _answer(asked, error_code=errors.INVALID_REQUEST)
-        return await _partition(context, name, asked, until_s)
+        if request.version < FIRST_VERSION.get(asked["timestamp"], 0):
+            return _answer(asked, error_code=errors.UNSUPPORTED_VERSION)
+        return await _partition(context, name, asked, until_s, committed=committed)
 
     answers = iter(await each(places, answer, context.pace))
     return {
@@ -61,21 +71,32 @@ def _answer(asked: Body, **values: int) -> Body:
     return {**nothing, **values}
 
 
-async def _partition(context: Context, name: str, asked: Body, until_s: float) -> Body:
+async def _partition(context: Context, name: str, asked: Body, until_s: float, *, committed: bool) -> Body:
     index, timestamp_ms = asked["partition_index"], asked["timestamp"]
     row = context.cache.resolve(name, is_id=False)
-    if isinstance(row, int) or not 0 <= index < row.partitions:
-        return _answer(asked, error_code=row if isinstance(row, int) else errors.UNKNOWN_TOPIC_OR_PARTITION)
+    if isinstance(row, int):
+        return _answer(asked, error_code=row)
+    if not 0 <= index < row.partitions:
+        return _answer(asked, error_code=context.cache.no_partition(row, index))
     try:
         if timestamp_ms == LATEST:
-            return _answer(asked, offset=(await context.topics.offsets(row.topic_id, index)).high_watermark)
+            offsets = await context.topics.offsets(row.topic_id, index)
+            return _answer(asked, offset=offsets.last_stable if committed else offsets.high_watermark)
         if timestamp_ms in (EARLIEST, EARLIEST_LOCAL):
             return _answer(asked, offset=(await context.topics.offsets(row.topic_id, index)).log_start_offset)
-        if timestamp_ms < 0:
+        if timestamp_ms == LATEST_TIERED:
+            return _answer(asked)
+        if timestamp_ms < 0 and timestamp_ms != MAX_TIMESTAMP:
             return _answer(asked, error_code=errors.UNSUPPORTED_VERSION)
         if context.clock.monotonic_s() > until_s:
             return _answer(asked, error_code=errors.REQUEST_TIMED_OUT)
-        found = await context.topics.offset_for_time(row.topic_id, index, timestamp_ms)
+        if timestamp_ms == MAX_TIMESTAMP:
+            found = await context.topics.newest_time(row.topic_id, index)
+        else:
+            found = await context.topics.offset_for_time(row.topic_id, index, timestamp_ms)
+        if committed and found is not None:
+            stable = (await context.topics.offsets(row.topic_id, index)).last_stable
+            found = found if found[0] < stable else None
         return _answer(asked) if found is None else _answer(asked, offset=found[0], timestamp=found[1])
     except TidemillError as error:
         return _answer(asked, error_code=errors.code_of(error))

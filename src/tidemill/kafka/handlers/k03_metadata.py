@@ -6,8 +6,9 @@ the catalogue cannot be read, known topics are answered from that cache, others 
 A missing topic is created when the settings and the request (v4; before that always) allow it: AUTO_CREATED_MAX a
 request, and as many as keep the cluster within `partitions_max`.
 
+The controller is the node that answers: any answers admin requests, and this one is reached by its client and alive.
 Leader epoch is −1: terms are not shown to clients yet, and −1 switches their epoch checks off. Replicas and
-in-sync replicas are the leader alone: durability is the bucket's. Left out: authorized operations.
+in-sync replicas are the leader alone: durability is the bucket's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import structlog
 
 from tidemill.base.errors import Conflict, Invalid, TidemillError
 from tidemill.kafka import errors
+from tidemill.kafka.checks import may_create
 from tidemill.kafka.context import Broker, Context
+from tidemill.kafka.layouts import NO_LEADER
 from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
 from tidemill.kafka.schema.wire import ZERO_UUID
@@ -28,6 +31,9 @@ log = structlog.get_logger()
 
 _ONE_BY_ONE_MAX: Final = 8
 """More topics than this are read from the catalogue in one scan."""
+
+_IDS_FROM: Final = 12
+"""v10 and v11 have room for ids, and may not leave the name out for one: their answers must name every topic."""
 
 AUTO_CREATED_MAX: Final = 16
 """Topics that one request may create. The rest is unknown to it; clients ask again."""
@@ -44,7 +50,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         except TidemillError as error:
             log.warning("kafka.catalogue_not_read", error=str(error))
             just_read = False
-    answering = _Answering(context, brokers, just_read)
+    answering = _Answering(context, request, brokers, just_read)
     if context.settings.auto_create_topics and body.get("allow_auto_topic_creation", True):
         answering.may_create = AUTO_CREATED_MAX
     topics: list[Body] = []
@@ -55,7 +61,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     return {
         "brokers": [{"node_id": b.node_id, "host": b.host, "port": b.port} for b in brokers],
         "cluster_id": context.settings.cluster_id,
-        "controller_id": brokers[0].node_id,
+        "controller_id": context.own.node_id,
         "topics": topics,
         "error_code": 0,
     }
@@ -67,21 +73,31 @@ def failed(body: Body, code: int) -> Body:
     return {"brokers": [], "cluster_id": None, "controller_id": -1, "topics": topics, "error_code": code}
 
 
+class _Denied(TidemillError):
+    """A topic that its client may not create."""
+
+
 class _Answering:
     """One request's answers. `just_read`: the cache was read from the catalogue for it a moment ago."""
 
-    def __init__(self, context: Context, brokers: list[Broker], just_read: bool) -> None:
+    def __init__(self, context: Context, request: Request, brokers: list[Broker], just_read: bool) -> None:
         self._context = context
+        self._request = request
         self._node_ids = {broker.name: broker.node_id for broker in brokers}
+        self._version = request.version
         self._just_read = just_read
         self.may_create = 0
 
     async def one(self, asked: Body) -> Body:
         cache = self._context.cache
         name, topic_id = asked.get("name"), asked.get("topic_id", ZERO_UUID)
+        if self._request.version < _IDS_FROM and name is None:
+            return _refused("", topic_id, errors.INVALID_REQUEST)
         row: TopicRow | None
         try:
             row = await self._find(name, topic_id)
+        except _Denied:
+            return _refused(name, topic_id, errors.TOPIC_AUTHORIZATION_FAILED)
         except Invalid:
             return _refused(name, topic_id, errors.INVALID_TOPIC_EXCEPTION)
         except TidemillError:
@@ -120,6 +136,8 @@ class _Answering:
         check_topic_name(name)
         if self.may_create <= 0:
             return None
+        if not may_create(context, self._request, name):
+            raise _Denied(f"the topic may not be created: topic={name}.")
         if context.cache.partitions + settings.default_partitions > settings.partitions_max:
             log.warning(
                 "kafka.topic_not_created", topic=name, key="kafka.partitions_max", limit=settings.partitions_max
@@ -138,19 +156,10 @@ class _Answering:
         """Some ms for thousands of partitions, and many requests have come to this at once."""
         if self._context.pace.due:
             await self._context.pace.rest()
-        partitions = []
-        for index in range(row.partitions):
-            leader = self._node_ids.get(self._context.topics.leader_of(row.topic_id, index))
-            replicas = [] if leader is None else [leader]
-            partitions.append(
-                {
-                    "error_code": errors.LEADER_NOT_AVAILABLE if leader is None else 0,
-                    "partition_index": index,
-                    "leader_id": -1 if leader is None else leader,
-                    "replica_nodes": replicas,
-                    "isr_nodes": replicas,
-                }
-            )
+        leader_of, node_ids, topic_id = self._context.topics.leader_of, self._node_ids, row.topic_id
+        leaders = tuple([node_ids.get(leader_of(topic_id, index), NO_LEADER) for index in range(row.partitions)])
+        layouts, version = self._context.layouts, self._version
+        partitions = layouts.kept(version, leaders) or await layouts.partitions(version, leaders)
         return {"error_code": 0, "name": row.name, "topic_id": row.topic_id, "partitions": partitions}
 
 

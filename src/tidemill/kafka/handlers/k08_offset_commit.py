@@ -1,70 +1,109 @@
-"""OffsetCommit (8), versions 2 to 9: for consumers that assign partitions themselves.
+"""OffsetCommit (8), versions 2 to 10: by members of a group, or by anybody while nobody is in it.
 
-Only "simple" commits are taken: no member id, generation −1; anything else names a member of a group that does
-not exist, hence UNKNOWN_MEMBER_ID. Offsets live in one consensus register per group (`group_offsets`). Group
-membership comes with the group APIs. Left out: retention of offsets.
+The offsets of one request are appended in one write of the group (several where it is large), after those of every
+earlier request for the group. A retention that versions 2 to 4 name is kept; otherwise the cluster's counts.
 """
 
 from __future__ import annotations
 
-from tidemill.base.errors import Invalid, TidemillError
+from typing import Any
+
+from tidemill.base.errors import TidemillError
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
+from tidemill.kafka.groups.consumer_state import ConsumerGroup
+from tidemill.kafka.groups.coordinator import Refused
 from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
-from tidemill.topics.group_offsets import METADATA_CHARS_MAX, Committed, Offsets
+from tidemill.metastore.rows import GROUP_OFFSETS
+from tidemill.metastore.rows.groups import GroupOffsetRow
+
+METADATA_CHARS_MAX = 4096
+BY_ID = 10
+MEMBER_EPOCHS = 9
+"""What members of the consumer protocol must speak."""
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
-    refusal = 0
-    if body.get("generation_id_or_member_epoch", -1) >= 0 or body.get("member_id"):
-        refusal = errors.UNKNOWN_MEMBER_ID
-    commits: Offsets = {}
+    group = body["group_id"] or ""
+    by_id = request.version >= BY_ID
+    retention_ms = body.get("retention_time", -1)
+    now_ms = context.clock.now_ms()
+    expire_ms = now_ms + retention_ms if retention_ms >= 0 else 0
+    await look_for(context, body["topics"], by_id=by_id)
+    rows: dict[bytes, bytes] = {}
     answers: list[Body] = []
     accepted: list[Body] = []
     for topic in body["topics"]:
-        row = context.cache.resolve(topic["name"], is_id=False)
+        row = find(context, topic, by_id=by_id)
         partitions: list[Body] = []
         for asked in topic["partitions"]:
             if context.pace.due:
                 await context.pace.rest()
             index, metadata = asked["partition_index"], asked.get("committed_metadata") or ""
-            answer: Body = {"partition_index": index, "error_code": refusal}
-            if refusal:
-                pass
-            elif isinstance(row, int) or not 0 <= index < row.partitions:
-                answer["error_code"] = row if isinstance(row, int) else errors.UNKNOWN_TOPIC_OR_PARTITION
+            answer: Body = {"partition_index": index, "error_code": 0}
+            if isinstance(row, int):
+                answer["error_code"] = row
+            elif not 0 <= index < row.partitions:
+                answer["error_code"] = errors.UNKNOWN_TOPIC_OR_PARTITION
             elif len(metadata) > METADATA_CHARS_MAX:
                 answer["error_code"] = errors.OFFSET_METADATA_TOO_LARGE
             else:
-                commits.setdefault(row.topic_id, {})[index] = Committed(
-                    asked["committed_offset"], asked.get("committed_leader_epoch", -1), metadata
-                )
+                epoch = asked.get("committed_leader_epoch", -1)
+                offset = asked["committed_offset"]
+                committed = GroupOffsetRow(
+                    group, row.topic_id, index, offset, epoch, metadata, now_ms, expire_ms
+                )  # fmt: skip
+                key, value = GROUP_OFFSETS.encode(committed)
+                rows[key] = value
                 accepted.append(answer)
             partitions.append(answer)
-        answers.append({"name": topic["name"], "partitions": partitions})
-    if commits:
-        code = await _commit(context, body["group_id"] or "", commits)
-        for answer in accepted:
-            answer["error_code"] = code
+        answers.append({"name": topic.get("name"), "topic_id": topic.get("topic_id"), "partitions": partitions})
+    code = await _commit(context, request.version, group, body, rows)
+    for answer in accepted:
+        answer["error_code"] = code
     return {"topics": answers}
 
 
-async def _commit(context: Context, group: str, commits: Offsets) -> int:
+async def _commit(context: Context, version: int, group: str, body: Body, rows: dict[bytes, bytes]) -> int:
+    if not rows:
+        return 0
     try:
-        await context.group_offsets.commit(group, commits)
-    except Invalid:
-        return errors.OFFSET_METADATA_TOO_LARGE
-    except TidemillError:
-        return errors.COORDINATOR_NOT_AVAILABLE
-    return 0
+        led = await context.groups.get(group)
+    except Refused as refused:
+        return refused.code
+    member_id, generation = body.get("member_id") or "", body.get("generation_id_or_member_epoch", -1)
+    code = led.commit_refusal(member_id, body.get("group_instance_id"), generation)
+    found = led.group
+    if not code and version < MEMBER_EPOCHS and isinstance(found, ConsumerGroup) and found.members:
+        code = 0 if found.speaks_classic(member_id) else errors.UNSUPPORTED_VERSION
+    return code or await led.write(list(rows.items()))
+
+
+async def look_for(context: Context, topics: list[Body], *, by_id: bool) -> None:
+    """Read the catalogue once if a topic was never looked for: it may have been made elsewhere a moment ago."""
+    names = [topic["topic_id"] if by_id else topic["name"] for topic in topics]
+    if any(context.cache.find(name, is_id=by_id) is None for name in names):
+        try:
+            await context.cache.refresh()
+        except TidemillError:
+            return
+
+
+def find(context: Context, topic: Body, *, by_id: bool) -> Any:
+    """The topic's row or an error code."""
+    row = context.cache.by_id(topic["topic_id"]) if by_id else context.cache.by_name(topic["name"])
+    if row is not None:
+        return row
+    return errors.UNKNOWN_TOPIC_ID if by_id else errors.UNKNOWN_TOPIC_OR_PARTITION
 
 
 def failed(body: Body, code: int) -> Body:
     return {
         "topics": [
             {
-                "name": topic["name"],
+                "name": topic.get("name"),
+                "topic_id": topic.get("topic_id"),
                 "partitions": [
                     {"partition_index": p["partition_index"], "error_code": code} for p in topic["partitions"]
                 ],
@@ -74,4 +113,4 @@ def failed(body: Body, code: int) -> Body:
     }
 
 
-API = Api(8, "offset_commit", 2, 9, cold(handle, failed))
+API = Api(8, "offset_commit", 2, 10, cold(handle, failed))

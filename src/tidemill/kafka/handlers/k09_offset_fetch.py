@@ -1,7 +1,8 @@
-"""OffsetFetch (9), versions 1 to 9: what OffsetCommit stored; −1 where nothing is.
+"""OffsetFetch (9), versions 1 to 10: what OffsetCommit stored; −1 where nothing is.
 
-One group up to v7, several from v8. Topics null (v2) asks for all of the group's. `require_stable` changes
-nothing: there are no transactions.
+One group up to v7, several from v8. Topics null (v2) asks for all of the group's. Rows are read after a barrier, so
+any node answers with everything that was acknowledged before. With `require_stable` (v7, KIP-447), an offset that an
+open or prepared transaction may come to commit is UNSTABLE_OFFSET_COMMIT: its reader asks again.
 """
 
 from __future__ import annotations
@@ -9,17 +10,25 @@ from __future__ import annotations
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
+from tidemill.kafka.groups.consumer_state import ConsumerGroup
+from tidemill.kafka.groups.coordinator import Refused
+from tidemill.kafka.handlers.k08_offset_commit import find, look_for
 from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
-from tidemill.topics.group_offsets import Committed, Offsets
+from tidemill.metastore.rows.groups import GroupOffsetRow
 
-_NOTHING = Committed(-1)
+BY_ID = 10
+_NOTHING = GroupOffsetRow("", "", 0, -1)
+Found = dict[tuple[str, int], GroupOffsetRow]
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
+    by_id = request.version >= BY_ID
     if request.version >= 8:
-        return {"groups": [await _group(context, group["group_id"], group["topics"]) for group in body["groups"]]}
-    answer = await _group(context, body["group_id"], body["topics"])
+        stable = body["require_stable"]
+        return {"groups": [await _checked(context, g, by_id=by_id, stable=stable) for g in body["groups"]]}
+    stable = body.get("require_stable", False)
+    answer = await _group(context, body["group_id"] or "", body["topics"], by_id=False, stable=stable)
     if request.version == 1 and answer["error_code"]:
         for topic in answer["topics"]:
             for partition in topic["partitions"]:
@@ -27,40 +36,86 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     return answer
 
 
-async def _group(context: Context, group: str | None, topics: list[Body] | None) -> Body:
-    offsets: Offsets = {}
-    code = 0
+async def _checked(context: Context, asked: Body, *, by_id: bool, stable: bool) -> Body:
+    """From version 9 on a member of the consumer protocol says who it is, and must be: its coordinator is asked."""
+    group, member_id, epoch = asked["group_id"] or "", asked.get("member_id") or "", asked.get("member_epoch", -1)
+    if member_id and epoch >= 0:
+        try:
+            led = await context.groups.get(group)
+        except Refused as refused:
+            return {"group_id": group, "error_code": refused.code, "topics": []}
+        code = led.commit_refusal(member_id, None, epoch) if isinstance(led.group, ConsumerGroup) else 0
+        if code:
+            return {"group_id": group, "error_code": code, "topics": []}
+    return await _group(context, group, asked["topics"], by_id=by_id, stable=stable)
+
+
+async def _group(context: Context, group: str, topics: list[Body] | None, *, by_id: bool, stable: bool) -> Body:
+    code, offsets = 0, Found()
+    undecided: set[tuple[str, int]] = set()
     try:
-        offsets = await context.group_offsets.fetch(group or "")
+        if stable:
+            # Before the offsets: one that is committed meanwhile is found by one of the two.
+            undecided = await context.transactions.undecided(group)
+        if topics is None:
+            rows = await context.groups.rows.offsets(group)
+            offsets = {(row.topic_id, row.partition): row for row in rows}
+            topics = _all(context, rows)
+        else:
+            await look_for(context, topics, by_id=by_id)
+            offsets = await context.groups.rows.offsets_of(group, _places(context, topics, by_id=by_id))
     except TidemillError:
         code = errors.COORDINATOR_NOT_AVAILABLE
-    if topics is None:
-        topics = [
-            {"name": row.name, "partition_indexes": sorted(partitions)}
-            for topic_id, partitions in sorted(offsets.items())
-            if (row := context.cache.by_id(topic_id)) is not None
-        ]
-    return {"group_id": group or "", "error_code": code, "topics": [await _topic(context, offsets, t) for t in topics]}
+    answers = [await _topic(context, offsets, undecided, topic, by_id=by_id) for topic in topics or ()]
+    return {"group_id": group, "error_code": code, "topics": answers}
 
 
-async def _topic(context: Context, offsets: Offsets, asked: Body) -> Body:
-    row = context.cache.by_name(asked["name"])
-    committed = offsets.get(row.topic_id, {}) if row is not None else {}
+def _places(context: Context, topics: list[Body], *, by_id: bool) -> list[tuple[str, int]]:
+    places: list[tuple[str, int]] = []
+    for topic in topics:
+        row = find(context, topic, by_id=by_id)
+        if not isinstance(row, int):
+            places += [(row.topic_id, index) for index in topic["partition_indexes"] if 0 <= index < row.partitions]
+    return places
+
+
+def _all(context: Context, rows: list[GroupOffsetRow]) -> list[Body]:
+    """What a group has committed of topics that are still there, as if it had been asked for."""
+    found: dict[str, list[int]] = {}
+    for row in rows:
+        found.setdefault(row.topic_id, []).append(row.partition)
+    topics = [(context.cache.by_id(topic_id), indexes) for topic_id, indexes in found.items()]
+    return [
+        {"name": row.name, "topic_id": row.topic_id, "partition_indexes": indexes}
+        for row, indexes in topics
+        if row is not None
+    ]
+
+
+async def _topic(
+    context: Context, offsets: Found, undecided: set[tuple[str, int]], asked: Body, *, by_id: bool
+) -> Body:
+    row = find(context, asked, by_id=by_id)
+    unknown = row if by_id and isinstance(row, int) else 0
     partitions = []
     for index in asked["partition_indexes"]:
         if context.pace.due:
             await context.pace.rest()
-        found = committed.get(index, _NOTHING)
+        committed, code = _NOTHING, unknown
+        if not isinstance(row, int):
+            committed = offsets.get((row.topic_id, index), _NOTHING)
+            if (row.topic_id, index) in undecided:
+                committed, code = _NOTHING, errors.UNSTABLE_OFFSET_COMMIT
         partitions.append(
             {
                 "partition_index": index,
-                "committed_offset": found.offset,
-                "committed_leader_epoch": found.leader_epoch,
-                "metadata": found.metadata,
-                "error_code": 0,
+                "committed_offset": committed.offset,
+                "committed_leader_epoch": committed.leader_epoch,
+                "metadata": committed.metadata,
+                "error_code": code,
             }
         )
-    return {"name": asked["name"], "partitions": partitions}
+    return {"name": asked.get("name"), "topic_id": asked.get("topic_id"), "partitions": partitions}
 
 
 def failed(body: Body, code: int) -> Body:
@@ -73,4 +128,4 @@ def failed(body: Body, code: int) -> Body:
     return {"groups": groups, "error_code": code, "topics": topics}
 
 
-API = Api(9, "offset_fetch", 1, 9, cold(handle, failed))
+API = Api(9, "offset_fetch", 1, 10, cold(handle, failed))

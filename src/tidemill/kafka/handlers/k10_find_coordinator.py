@@ -1,8 +1,7 @@
 """FindCoordinator (10), versions 0 to 6.
 
-For a group: this node; any node will do, because committed offsets live in consensus. For a transactional id:
-TRANSACTIONAL_ID_AUTHORIZATION_FAILED with a message, which ends a transactional producer's init at once where
-COORDINATOR_NOT_AVAILABLE would be retried for ever. Share groups: INVALID_REQUEST.
+For a group or a transactional id: the node that the live nodes agree on (`kafka.owners`), where clients of this
+listener reach it; one that has no such listener is COORDINATOR_NOT_AVAILABLE. Share groups: INVALID_REQUEST, by name.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from tidemill.kafka.schema.compiled import Body
 
 GROUP: Final = 0
 TRANSACTION: Final = 1
+SHARE: Final = 2
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
@@ -31,20 +31,23 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
 
 
 def _coordinator(context: Context, key: str, key_type: int) -> Body:
-    if key_type == GROUP:
-        own = context.own
-        return {
-            "key": key,
-            "node_id": own.node_id,
-            "host": own.host,
-            "port": own.port,
-            "error_code": 0,
-            "error_message": None,
-        }
-    if key_type == TRANSACTION:
-        code, message = errors.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, "Transactions are not served yet."
+    if key_type in (GROUP, TRANSACTION):
+        owner = context.owners.of_group(key) if key_type == GROUP else context.owners.of_transaction(key)
+        node = next((broker for broker in context.brokers() if broker.node_id == owner.node_id), None)
+        if node is not None:
+            return {
+                "key": key,
+                "node_id": node.node_id,
+                "host": node.host,
+                "port": node.port,
+                "error_code": 0,
+                "error_message": None,
+            }
+        code, message = errors.COORDINATOR_NOT_AVAILABLE, f"The coordinator has no listener {context.listener!r}."
+    elif key_type == SHARE:
+        code, message = errors.INVALID_REQUEST, "Share groups are not served."
     else:
-        code, message = errors.INVALID_REQUEST, "Only consumer groups have a coordinator here."
+        code, message = errors.INVALID_REQUEST, "Unknown key type."
     return {"key": key, "node_id": -1, "host": "", "port": -1, "error_code": code, "error_message": message}
 
 

@@ -12,24 +12,26 @@ from collections import Counter
 
 from tidemill.base.errors import Conflict, Invalid, TidemillError
 from tidemill.kafka import errors
+from tidemill.kafka.assignments import Assigned, check_assignments
 from tidemill.kafka.context import Context
-from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.handlers.k32_describe_configs import topic_entries
+from tidemill.kafka.request import Api, Request, cold, each, within
 from tidemill.kafka.schema.compiled import Body
-from tidemill.metastore.catalogue import TopicRow, check_topic_name
+from tidemill.metastore.catalogue import PARTITIONS_MAX, TopicRow, check_topic_name
 from tidemill.topics.configs import topic_config
-
-PARTITIONS_MAX = 10_000
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
     named = Counter(topic["name"] for topic in body["topics"])
-    answers = []
-    for topic in body["topics"]:
+
+    async def create(topic: Body) -> Body:
         if named[topic["name"]] > 1:
-            answers.append(_refused(topic["name"], errors.INVALID_REQUEST, "The request names this topic twice."))
-        else:
-            answers.append(await _create(context, topic, validate_only=body.get("validate_only", False)))
-    return {"topics": answers}
+            return _refused(topic["name"], errors.INVALID_REQUEST, "The request names this topic twice.")
+        work = _create(context, topic, validate_only=body.get("validate_only", False))
+        late = _refused(topic["name"], errors.REQUEST_TIMED_OUT, "The topic may come yet: look again.")
+        return await within(body["timeout"], work, late=late)
+
+    return {"topics": await each(body["topics"], create, context.pace)}
 
 
 async def _create(context: Context, topic: Body, *, validate_only: bool) -> Body:
@@ -37,11 +39,22 @@ async def _create(context: Context, topic: Body, *, validate_only: bool) -> Body
     partitions = len(topic["assignments"]) or topic["num_partitions"]
     if partitions == -1:
         partitions = context.settings.default_partitions
-    configs = {config["name"]: config["value"] or "" for config in topic["configs"]}
+    # A null value is the default, as nothing said is.
+    configs = {config["name"]: config["value"] for config in topic["configs"] if config["value"] is not None}
     try:
         check_topic_name(name)
     except Invalid as error:
         return _refused(name, errors.INVALID_TOPIC_EXCEPTION, str(error))
+    if topic["assignments"]:
+        if topic["num_partitions"] != -1 or topic["replication_factor"] != -1:
+            return _refused(name, errors.INVALID_REQUEST, "With assignments leave counts and replication factor at -1.")
+        assigned = {each["partition_index"]: each["broker_ids"] for each in topic["assignments"]}
+        try:
+            if sorted(assigned) != list(range(len(topic["assignments"]))):
+                raise Assigned(f"the partitions assigned are not 0 to n-1: partitions={sorted(assigned)}.")
+            check_assignments(list(assigned.values()), len(assigned), context.brokers())
+        except Assigned as error:
+            return _refused(name, errors.INVALID_REPLICA_ASSIGNMENT, str(error))
     if not 1 <= partitions <= PARTITIONS_MAX:
         return _refused(name, errors.INVALID_PARTITIONS, f"Use 1 to {PARTITIONS_MAX} partitions.")
     if topic["replication_factor"] == 0 or topic["replication_factor"] < -1:
@@ -51,8 +64,9 @@ async def _create(context: Context, topic: Body, *, validate_only: bool) -> Body
     except Invalid as error:
         return _refused(name, errors.INVALID_CONFIG, str(error))
     limit = context.settings.partitions_max
-    if context.cache.partitions + partitions > limit:
+    if context.cache.partitions + context.cache.creating + partitions > limit:
         return _refused(name, errors.POLICY_VIOLATION, f"Too many partitions in all: kafka.partitions_max={limit}.")
+    context.cache.creating += partitions
     try:
         if validate_only:
             row = await context.catalogue.get(TopicRow, name)
@@ -68,10 +82,14 @@ async def _create(context: Context, topic: Body, *, validate_only: bool) -> Body
         return _refused(name, errors.TOPIC_ALREADY_EXISTS, str(error))
     except TidemillError as error:
         return _refused(name, errors.REQUEST_TIMED_OUT, str(error))
-    return _created(row)
+    finally:
+        context.cache.creating -= partitions
+    return _created(context, row)
 
 
-def _created(row: TopicRow) -> Body:
+def _created(context: Context, row: TopicRow) -> Body:
+    """As DescribeConfigs would tell it, what Kafka answers too."""
+    keys = ("name", "value", "read_only", "config_source", "is_sensitive")
     return {
         "name": row.name,
         "topic_id": row.topic_id,
@@ -79,19 +97,16 @@ def _created(row: TopicRow) -> Body:
         "error_message": None,
         "num_partitions": row.partitions,
         "replication_factor": 1,
-        "configs": [
-            {"name": name, "value": value, "read_only": False, "config_source": 1, "is_sensitive": False}
-            for name, value in sorted(row.config.items())
-        ],
+        "configs": [{key: entry[key] for key in keys} for entry in topic_entries(context, row)],
     }
 
 
-def _refused(name: str, code: int, message: str) -> Body:
+def _refused(name: str, code: int, message: str | None) -> Body:
     return {"name": name, "topic_id": None, "error_code": code, "error_message": message, "configs": None}
 
 
 def failed(body: Body, code: int) -> Body:
-    return {"topics": [_refused(topic["name"], code, "") for topic in body["topics"]]}
+    return {"topics": [_refused(topic["name"], code, None) for topic in body["topics"]]}
 
 
-API = Api(19, "create_topics", 2, 7, cold(handle, failed))
+API = Api(19, "create_topics", 2, 7, cold(handle, failed), barrier=True)

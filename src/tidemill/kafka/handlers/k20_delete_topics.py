@@ -6,6 +6,7 @@ pipeline reads is POLICY_VIOLATION: only `tidemill topic delete` takes it, when 
 
 from __future__ import annotations
 
+from tidemill.access.rules import Operation, Resource
 from tidemill.base.errors import Missing, TidemillError
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
@@ -18,10 +19,10 @@ from tidemill.topics.uses import users_of
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
     asked = body["topics"] if request.version >= 6 else [{"name": name} for name in body["topic_names"]]
-    return {"responses": [await _delete(context, topic.get("name"), topic.get("topic_id")) for topic in asked]}
+    return {"responses": [await _delete(context, request, t.get("name"), t.get("topic_id")) for t in asked]}
 
 
-async def _delete(context: Context, name: str | None, topic_id: str | None) -> Body:
+async def _delete(context: Context, request: Request, name: str | None, topic_id: str | None) -> Body:
     by_id = not name and topic_id not in (None, ZERO_UUID)
     answer: Body = {"name": name, "topic_id": topic_id, "error_code": 0, "error_message": None}
     try:
@@ -33,6 +34,9 @@ async def _delete(context: Context, name: str | None, topic_id: str | None) -> B
         if row is None:
             missing = errors.UNKNOWN_TOPIC_ID if by_id else errors.UNKNOWN_TOPIC_OR_PARTITION
             return {**answer, "error_code": missing}
+        if by_id and not context.access.may(request.visitor, Operation.DELETE, Resource.TOPIC, row.name):
+            # Its id was not known here yet when the request was checked.
+            return {**answer, "error_code": errors.TOPIC_AUTHORIZATION_FAILED}
         answer |= {"name": row.name, "topic_id": row.topic_id}
         users = await users_of(context.catalogue, row) or (["capture"] if row.kind == "capture" else [])
         if users:
@@ -52,4 +56,4 @@ def failed(body: Body, code: int) -> Body:
     return {"responses": [{"name": t.get("name"), "topic_id": t.get("topic_id"), "error_code": code} for t in asked]}
 
 
-API = Api(20, "delete_topics", 1, 6, cold(handle, failed))
+API = Api(20, "delete_topics", 1, 6, cold(handle, failed), barrier=True)

@@ -1,27 +1,51 @@
 """InitProducerId (22), versions 0 to 5: a fresh producer id with epoch 0, unique for ever across nodes.
 
-Idempotent clients bump their epoch themselves; an id they send along (v3, KIP-360) matters to transactional
-ones only. A transactional id: TRANSACTIONAL_ID_AUTHORIZATION_FAILED until transactions are served.
+For a transactional id: its producer id in a new epoch, which fences whoever had the last one; what that left open is
+aborted first, and CONCURRENT_TRANSACTIONS is answered where this takes long. A producer that sends its own identity
+along (v3, KIP-360) must be the one that has it. Idempotent clients bump their epoch themselves.
 """
 
 from __future__ import annotations
 
+from typing import Final
+
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
+from tidemill.kafka.handlers.transactional import fenced, refusal
 from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
+
+FIRST_WITH_FENCED: Final = 4
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
     answer: Body = {"error_code": 0, "producer_id": -1, "producer_epoch": -1}
     if body["transactional_id"] is not None:
-        return {**answer, "error_code": errors.TRANSACTIONAL_ID_AUTHORIZATION_FAILED}
+        code, producer_id, epoch = await _transactional(context, body)
+        code = fenced(code, known=request.version >= FIRST_WITH_FENCED)
+        return {"error_code": code, "producer_id": producer_id, "producer_epoch": epoch}
     try:
         producer_id = await context.producer_ids.allocate()
     except TidemillError:
         return {**answer, "error_code": errors.COORDINATOR_NOT_AVAILABLE}
     return {**answer, "producer_id": producer_id, "producer_epoch": 0}
+
+
+async def _transactional(context: Context, body: Body) -> tuple[int, int, int]:
+    """(code, producer id, epoch)"""
+    code = refusal(context, body["transactional_id"])
+    if code:
+        return code, -1, -1
+    try:
+        return await context.transactions.init(
+            body["transactional_id"],
+            timeout_ms=body["transaction_timeout"],
+            producer_id=body.get("producer_id", -1),
+            epoch=body.get("producer_epoch", -1),
+        )
+    except TidemillError:
+        return errors.COORDINATOR_NOT_AVAILABLE, -1, -1
 
 
 def failed(body: Body, code: int) -> Body:

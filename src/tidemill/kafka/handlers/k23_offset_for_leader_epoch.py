@@ -1,7 +1,8 @@
 """OffsetForLeaderEpoch (23), versions 2 to 4: thin.
 
 Logs here are never truncated by a change of leader, so whatever epoch is asked for ends at the high watermark.
-Metadata shows epoch −1, so clients seldom ask.
+Metadata shows epoch −1, so clients seldom ask. Leadership is proved first: an end below what its client has read would
+make it believe that its records were truncated (KIP-320).
 """
 
 from __future__ import annotations
@@ -40,10 +41,12 @@ async def _partition(context: Context, name: str, asked: Body) -> Body:
     index = asked["partition"]
     answer: Body = {"error_code": 0, "partition": index}
     row = context.cache.resolve(name, is_id=False)
-    if isinstance(row, int) or not 0 <= index < row.partitions:
-        return {**answer, "error_code": row if isinstance(row, int) else errors.UNKNOWN_TOPIC_OR_PARTITION}
+    if isinstance(row, int):
+        return {**answer, "error_code": row}
+    if not 0 <= index < row.partitions:
+        return {**answer, "error_code": context.cache.no_partition(row, index)}
     try:
-        offsets = await context.topics.offsets(row.topic_id, index)
+        offsets = await context.topics.offsets(row.topic_id, index, proved=True)
     except TidemillError as error:
         return {**answer, "error_code": errors.code_of(error)}
     return {**answer, "leader_epoch": asked["leader_epoch"], "end_offset": offsets.high_watermark}

@@ -1,67 +1,91 @@
-"""DescribeConfigs (32), versions 1 to 4: topics (their row over the defaults) and this broker (its settings).
+"""DescribeConfigs (32), versions 1 to 4: topics and groups (their row over the defaults), this broker (its settings).
 
-All other resource types: INVALID_REQUEST. Synonyms and documentation are empty.
+A config has the topic or group itself as source, or the default; a group need not exist. Synonyms (on demand) go on
+to the broker's config of which the default is, as in Kafka; documentation (v3, on demand) says what the config means
+here. Another broker's configs, and all other resource types: INVALID_REQUEST.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Final
 
 from tidemill.base.errors import Invalid, TidemillError
 from tidemill.kafka import errors
+from tidemill.kafka.broker_configs import BROKER, DEFAULT_BROKER, GROUP, TOPIC, broker_configs, is_own
 from tidemill.kafka.context import Context
+from tidemill.kafka.groups import configs as groups
+from tidemill.kafka.groups.coordinator import is_name
 from tidemill.kafka.request import Api, Request, cold, each
 from tidemill.kafka.schema.compiled import Body
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.configs import SETTINGS, topic_config
 
-TOPIC: Final = 2
-BROKER: Final = 4
-_SOURCE_TOPIC: Final = 1
-_SOURCE_STATIC_BROKER: Final = 4
-_SOURCE_DEFAULT: Final = 5
+SOURCE_TOPIC: Final = 1
+SOURCE_STATIC_BROKER: Final = 4
+SOURCE_DEFAULT: Final = 5
+SOURCE_GROUP: Final = 8
 
-STRING: Final = 2
-INT: Final = 3
-_TYPES: Final = {"string": STRING, "int": INT, "long": 5, "list": 7}
+_TYPES: Final = {"boolean": 1, "string": 2, "int": 3, "long": 5, "double": 6, "list": 7}
 """Kafka's config type numbers (KIP-569)."""
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
-    return {"results": await each(body["resources"], partial(_resource, context), context.pace)}
+    return {"results": await each(body["resources"], partial(_resource, context, body), context.pace)}
 
 
-async def _resource(context: Context, asked: Body) -> Body:
-    answer: Body = {
-        "error_code": 0,
-        "error_message": None,
-        "resource_type": asked["resource_type"],
-        "resource_name": asked["resource_name"],
-        "configs": [],
-    }
-    wanted = asked["configuration_keys"]
-    if asked["resource_type"] == BROKER:
-        return {**answer, "configs": [c for c in _broker(context) if wanted is None or c["name"] in wanted]}
-    if asked["resource_type"] != TOPIC:
-        return {**answer, "error_code": errors.INVALID_REQUEST, "error_message": "Only topics and brokers."}
-    try:
-        row = await context.catalogue.get(TopicRow, asked["resource_name"])
-    except TidemillError as error:
-        return {**answer, "error_code": errors.REQUEST_TIMED_OUT, "error_message": str(error)}
-    if row is None:
-        return {**answer, "error_code": errors.UNKNOWN_TOPIC_OR_PARTITION, "error_message": "No such topic."}
-    configs = []
+async def _resource(context: Context, body: Body, asked: Body) -> Body:
+    kind, name, wanted = asked["resource_type"], asked["resource_name"], asked["configuration_keys"]
+    if kind == BROKER:
+        if name != DEFAULT_BROKER and not is_own(context, name):
+            return _answer(asked, errors.INVALID_REQUEST, f"Ask broker {name} itself; this is {context.own.node_id}.")
+        # What is the same for all brokers is set nowhere but in their files.
+        entries = [] if name == DEFAULT_BROKER else _broker(context)
+    elif kind == TOPIC:
+        try:
+            row = await context.catalogue.get(TopicRow, name)
+        except TidemillError as error:
+            return _answer(asked, errors.REQUEST_TIMED_OUT, str(error))
+        if row is None:
+            return _answer(asked, errors.UNKNOWN_TOPIC_OR_PARTITION, "No such topic.")
+        entries = topic_entries(context, row)
+    elif kind == GROUP and is_name(name):
+        try:
+            own = await context.group_configs.of(name)
+        except TidemillError as error:
+            return _answer(asked, errors.REQUEST_TIMED_OUT, str(error))
+        entries = _group(context, name, own)
+    else:
+        return _answer(asked, errors.INVALID_REQUEST, "Only topics, groups and brokers, by name.")
+    configs = [entry for entry in entries if wanted is None or entry["name"] in wanted]
+    for entry in configs:
+        if not body.get("include_synonyms", False):
+            entry["synonyms"] = []
+        if not body.get("include_documentation", False):
+            entry["documentation"] = None
+    return {**_answer(asked, errors.NONE, None), "configs": configs}
+
+
+def topic_entries(context: Context, row: TopicRow) -> list[Body]:
+    """Every config of the topic, also those it says nothing of."""
+    brokers = {config.name: config.value for config in broker_configs(context)}
+    entries = []
     for name, setting in SETTINGS.items():
-        if wanted is None or name in wanted:
-            own = _honoured(row, name)
-            source = _SOURCE_DEFAULT if own is None else _SOURCE_TOPIC
-            configs.append(_entry(name, setting.default if own is None else own, source, _TYPES[setting.kind]))
-    return {**answer, "configs": configs}
+        own = _honoured(row, name)
+        synonyms = [] if own is None else [{"name": name, "value": own, "source": SOURCE_TOPIC}]
+        if setting.broker:
+            value = brokers[setting.broker]
+            source = SOURCE_DEFAULT if value == setting.default else SOURCE_STATIC_BROKER
+            synonyms.append({"name": setting.broker, "value": value, "source": source})
+        entry = _entry(name, setting.default if own is None else own, setting.kind, setting.says)
+        source = SOURCE_DEFAULT if own is None else SOURCE_TOPIC
+        entries.append(entry | {"config_source": source, "read_only": False, "synonyms": synonyms})
+    return entries
 
 
 def _honoured(row: TopicRow, name: str) -> str | None:
-    """The topic's own value, if it is one that is honoured: a row may be older than the checks."""
+    """The topic's own value, if it is one that is taken: a row may be older than the checks."""
     try:
         topic_config({name: row.config[name]})
     except (KeyError, Invalid):
@@ -69,45 +93,54 @@ def _honoured(row: TopicRow, name: str) -> str | None:
     return row.config[name]
 
 
-def failed(body: Body, code: int) -> Body:
-    return {
-        "results": [
-            {
-                "error_code": code,
-                "error_message": None,
-                "resource_type": asked["resource_type"],
-                "resource_name": asked["resource_name"],
-                "configs": [],
-            }
-            for asked in body["resources"]
-        ]
-    }
+def _group(context: Context, group: str, own: Mapping[str, str]) -> list[Body]:
+    """Every config of a group: what it says itself, as far as the node's bounds allow, and the node's."""
+    entries = []
+    limits, node = context.group_configs.limits(group), context.settings.group_limits
+    for name, setting in groups.SETTINGS.items():
+        is_own, value, default = name in own, groups.value_of(limits, name), groups.value_of(node, name)
+        synonyms = [{"name": name, "value": value, "source": SOURCE_GROUP}] if is_own else []
+        source = SOURCE_DEFAULT if default == setting.default else SOURCE_STATIC_BROKER
+        synonyms.append({"name": setting.broker, "value": default, "source": source})
+        entry = _entry(name, value, setting.kind, setting.says)
+        entries.append(entry | {"config_source": synonyms[0]["source"], "read_only": False, "synonyms": synonyms})
+    return entries
 
 
 def _broker(context: Context) -> list[Body]:
-    settings = context.settings
-    return [
-        _entry("auto.create.topics.enable", str(settings.auto_create_topics).lower(), _SOURCE_STATIC_BROKER, 1),
-        _entry("broker.id", str(context.own.node_id), _SOURCE_STATIC_BROKER, INT),
-        _entry("cluster.id", settings.cluster_id, _SOURCE_STATIC_BROKER, STRING),
-        _entry("max.connections", str(settings.connections_max), _SOURCE_STATIC_BROKER, INT),
-        _entry("max.connections.per.ip", str(settings.connections_per_address_max), _SOURCE_STATIC_BROKER, INT),
-        _entry("num.partitions", str(settings.default_partitions), _SOURCE_STATIC_BROKER, INT),
-        _entry("socket.request.max.bytes", str(settings.request_bytes_max), _SOURCE_STATIC_BROKER, INT),
-    ]
+    entries = []
+    for config in broker_configs(context):
+        synonym = {"name": config.name, "value": config.value, "source": SOURCE_STATIC_BROKER}
+        says = config.says + (f" Set by {config.key} in tidemill.toml." if config.key else "")
+        entries.append(_entry(config.name, config.value, config.kind, says) | {"synonyms": [synonym]})
+    return entries
 
 
-def _entry(name: str, value: str, source: int, config_type: int) -> Body:
+def _entry(name: str, value: str, kind: str, documentation: str) -> Body:
     return {
         "name": name,
         "value": value,
-        "read_only": source == _SOURCE_STATIC_BROKER,
-        "config_source": source,
+        "read_only": True,
+        "config_source": SOURCE_STATIC_BROKER,
         "is_sensitive": False,
         "synonyms": [],
-        "config_type": config_type,
-        "documentation": None,
+        "config_type": _TYPES[kind],
+        "documentation": documentation,
     }
+
+
+def _answer(asked: Body, code: int, message: str | None) -> Body:
+    return {
+        "error_code": code,
+        "error_message": message,
+        "resource_type": asked["resource_type"],
+        "resource_name": asked["resource_name"],
+        "configs": [],
+    }
+
+
+def failed(body: Body, code: int) -> Body:
+    return {"results": [_answer(asked, code, None) for asked in body["resources"]]}
 
 
 API = Api(32, "describe_configs", 1, 4, cold(handle, failed))

@@ -1,6 +1,7 @@
-"""DescribeCluster (60), versions 0 to 2: the nodes, and the first of them as controller.
+"""DescribeCluster (60), versions 0 to 2: the nodes, and the one that answers as controller.
 
-Any node answers admin requests, so the controller is a name only. Controllers as endpoint type: INVALID_REQUEST.
+Any node answers admin requests; this one is reached by its client and alive. Controllers as endpoint type:
+INVALID_REQUEST.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     answer: Body = {
         "error_code": 0,
         "cluster_id": context.settings.cluster_id,
-        "controller_id": brokers[0].node_id,
+        "controller_id": context.own.node_id,
         "brokers": [{"broker_id": b.node_id, "host": b.host, "port": b.port, "is_fenced": False} for b in brokers],
     }
     if body.get("endpoint_type", BROKERS) != BROKERS:

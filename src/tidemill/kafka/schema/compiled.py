@@ -81,6 +81,14 @@ def encode_response(key: int, version: int, body: Body) -> bytearray:
     return out
 
 
+def encode_field(key: int, version: int, path: tuple[str, ...], value: Any) -> bytes:
+    """One array of structs in a response, named through the arrays around it. In the response it may stand for its
+    value."""
+    out = bytearray()
+    _writer_of(key, version, path)(out, value)
+    return bytes(out)
+
+
 def compile_codecs(key: int, version: int) -> None:
     """Ahead of the first request, which would load kio's module and compile it on the loop: 3 to 10 ms each."""
     if key not in _BY_HAND:
@@ -102,11 +110,34 @@ def _response_writer(key: int, version: int) -> Write:
 
 
 @cache
+def _writer_of(key: int, version: int, path: tuple[str, ...]) -> Write:
+    schema: Any = load_response_schema(key, version)
+    for name in path:
+        field = next(each for each in dataclasses.fields(schema) if each.name == name)
+        flexible, schema = schema.__flexible__, classify_field(field).type_
+    return _field_writer(field, flexible)
+
+
+@cache
 def is_flexible(key: int, version: int) -> bool:
     """True when the request carries header v2 (tagged fields)."""
     if key in _BY_HAND:
         return version >= _BY_HAND[key]
     return bool(load_request_schema(key, version).__flexible__)
+
+
+@cache
+def throttle_at(key: int, version: int) -> int:
+    """Where a response has `throttle_time_ms`, in bytes; −1 where it has none, or not at a fixed place."""
+    at = 0
+    for field in dataclasses.fields(load_response_schema(key, version)):
+        if field.name == "throttle_time":
+            return at
+        fixed = _FIXED.get(field.metadata.get("kafka_type", ""))
+        if fixed is None:
+            break
+        at += struct.calcsize(fixed)
+    return -1
 
 
 def response_fields(key: int, version: int) -> dict[str, Any]:
@@ -308,7 +339,22 @@ def _field_writer(field: Any, flexible: bool) -> Write:
             element = _nullable_struct_writer(element)
     else:
         element = _primitive_writer(get_schema_field_type(field), flexible)
-    return _array_writer(element, flexible) if kind.is_array else element
+    if not kind.is_array:
+        return element
+    write = _array_writer(element, flexible)
+    return _encoded_or(write) if _is_struct(inner) else write
+
+
+def _encoded_or(write: Write) -> Write:
+    """An array of structs may be given as its bytes (`encode_field`)."""
+
+    def write_either(out: bytearray, value: Any) -> None:
+        if type(value) is bytes:
+            out += value
+        else:
+            write(out, value)
+
+    return write_either
 
 
 def _nullable_struct_writer(element: Write) -> Write:
@@ -331,10 +377,10 @@ def _array_writer(element: Write, flexible: bool) -> Write:
 
 def _primitive_writer(kafka_type: str, flexible: bool) -> Write:
     if kafka_type in _FIXED:
-        pack = struct.Struct(_FIXED[kafka_type]).pack
+        pack, number = struct.Struct(_FIXED[kafka_type]).pack, float if kafka_type == "float64" else int
 
         def write_fixed(out: bytearray, value: Any) -> None:
-            out += pack(-1 if value is None else int(value))
+            out += pack(-1 if value is None else number(value))
 
         return write_fixed
     if kafka_type == "bool":

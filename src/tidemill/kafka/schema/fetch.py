@@ -9,7 +9,8 @@ request   replica id int32 (≤ v14) · max wait int32 ms · min bytes int32 · 
 response  throttle int32 · error int16 (v7) · session id int32 (v7)
           topics [ name | topic id
                    [ partition int32 · error int16 · high watermark int64 · last stable offset int64
-                     log start int64 (v5) · aborted transactions [ ] null · preferred replica int32 (v11)
+                     log start int64 (v5) · aborted transactions nullable [ producer id int64 · first offset int64 ]
+                     preferred replica int32 (v11)
                      records nullable bytes ] ]
 v12 and later: compact lengths, tagged fields after every struct.
 """
@@ -17,6 +18,7 @@ v12 and later: compact lengths, tagged fields after every struct.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from tidemill.kafka.schema.wire import (
@@ -38,10 +40,34 @@ from tidemill.kafka.schema.wire import (
 from tidemill.objects.store import Buffer
 
 FIRST_FLEXIBLE = 12
-_FIRST_WITH_IDS = 13
+FIRST_WITH_IDS = 13
 _SESSION = struct.Struct(">hi")
 _V4 = struct.Struct(">ihqq")
 _V5 = struct.Struct(">ihqqq")
+_ABORTED = struct.Struct(">qq")
+
+
+def _asked(version: int) -> struct.Struct:
+    """(partition, offset, max bytes, and where it is flexible the count of its tagged fields)"""
+    epochs, flexible = ("4x" if version >= 9 else ""), version >= FIRST_FLEXIBLE
+    start = "8x" if version >= 5 else ""
+    return struct.Struct(f">i{epochs}q{'4x' if flexible else ''}{start}i{'B' if flexible else ''}")
+
+
+_ASKED = {version: _asked(version) for version in range(4, 19)}
+
+
+def _nothing(version: int) -> tuple[struct.Struct, tuple[int, ...], tuple[int, ...]]:
+    """An answer without records, and what follows its offsets where uncommitted records are read, or committed ones:
+    no aborted transactions (null, or none), no preferred replica, no bytes, no tagged fields."""
+    flexible = version >= FIRST_FLEXIBLE
+    length, replica = ("B", "i") if flexible else ("i", "i" if version >= 11 else "")
+    packed = struct.Struct(f">ihqq{'q' if version >= 5 else ''}{length}{replica}{length}{'B' if flexible else ''}")
+    rest = (*((-1,) if replica else ()), *((1, 0) if flexible else (0,)))
+    return packed, ((0 if flexible else -1), *rest), ((1 if flexible else 0), *rest)
+
+
+_NOTHING = {version: _nothing(version) for version in range(4, 19)}
 
 
 class FetchPartition(NamedTuple):
@@ -65,14 +91,20 @@ class FetchRequest(NamedTuple):
     session_id: int
     session_epoch: int
     topics: list[FetchTopic]
+    forgotten: list[tuple[str, list[int]]]
+    """(name or id, partitions)"""
 
 
 class PartitionRecords(NamedTuple):
+    """`aborted`: (producer id, first offset) of each, None where uncommitted records are read."""
+
     partition: int
     error_code: int
     high_watermark: int = -1
     log_start_offset: int = -1
     batches: list[Buffer] = []
+    last_stable: int = -1
+    aborted: Sequence[tuple[int, int]] | None = None
 
 
 def decode(view: memoryview, position: int, version: int) -> FetchRequest:
@@ -99,6 +131,9 @@ def decode(view: memoryview, position: int, version: int) -> FetchRequest:
         partitions: list[FetchPartition] = []
         partition_count, position = read_length(view, position, compact=flexible, wide=True)
         spend(partition_count)
+        whole, end = _read_untagged(view, position, version, partition_count)
+        if whole is not None:
+            partitions, position, partition_count = whole, end, 0
         for _ in range(partition_count):
             index, position = read_i32(view, position)
             if version >= 9:
@@ -115,17 +150,45 @@ def decode(view: memoryview, position: int, version: int) -> FetchRequest:
         if flexible:
             position = skip_tags(view, position)
         topics.append(FetchTopic(name, partitions))
+    forgotten: list[tuple[str, list[int]]] = []
     if version >= 7:
-        position = _skip_forgotten(view, position, version)
+        forgotten, position = _read_forgotten(view, position, version)
     if version >= 11:
         _, position = read_string(view, position, compact=flexible)
     if flexible:
         skip_tags(view, position)
-    return FetchRequest(max_wait_ms, min_bytes, max_bytes, isolation_level, session_id, session_epoch, topics)
+    asked = (max_wait_ms, min_bytes, max_bytes, isolation_level, session_id, session_epoch)
+    return FetchRequest(*asked, topics, forgotten)
+
+
+def _read_untagged(
+    view: memoryview, position: int, version: int, count: int
+) -> tuple[list[FetchPartition] | None, int]:
+    """All partitions of a topic at once, and where they end; None where one has tagged fields, or is cut off: they lie
+    at fixed distances only up to there."""
+    packed = _ASKED[version]
+    end = position + max(count, 0) * packed.size
+    if end > len(view):
+        return None, position
+    rows = list(packed.iter_unpack(view[position:end]))
+    if version >= FIRST_FLEXIBLE and any(row[-1] for row in rows):
+        return None, position
+    return [FetchPartition(*row[:3]) for row in rows], end
+
+
+def asked_bytes(version: int) -> int:
+    """Of one partition in a request, without tagged fields."""
+    return _ASKED[version].size
+
+
+def asked_at(entry: bytes, version: int) -> FetchPartition | None:
+    """Of one partition; None where it has tagged fields."""
+    row = _ASKED[version].unpack(entry)
+    return None if version >= FIRST_FLEXIBLE and row[-1] else FetchPartition(*row[:3])
 
 
 def _read_topic(view: memoryview, position: int, version: int) -> tuple[str, int]:
-    if version >= _FIRST_WITH_IDS:
+    if version >= FIRST_WITH_IDS:
         return read_uuid(view, position)
     name, position = read_string(view, position, compact=version >= FIRST_FLEXIBLE)
     if name is None:
@@ -133,45 +196,49 @@ def _read_topic(view: memoryview, position: int, version: int) -> tuple[str, int
     return name, position
 
 
-def _skip_forgotten(view: memoryview, position: int, version: int) -> int:
+def _read_forgotten(view: memoryview, position: int, version: int) -> tuple[list[tuple[str, list[int]]], int]:
+    found: list[tuple[str, list[int]]] = []
     flexible = version >= FIRST_FLEXIBLE
     count, position = read_length(view, position, compact=flexible, wide=True)
     spend(count)
     for _ in range(count):
-        _, position = _read_topic(view, position, version)
+        topic, position = _read_topic(view, position, version)
         partition_count, position = read_length(view, position, compact=flexible, wide=True)
-        position += 4 * max(partition_count, 0)
-        if position > len(view):
+        spend(partition_count)
+        end = position + 4 * max(partition_count, 0)
+        if end > len(view):
             raise short("forgotten partitions", position)
+        found.append((topic, [partition for (partition,) in I32.iter_unpack(view[position:end])]))
+        position = end
         if flexible:
             position = skip_tags(view, position)
-    return position
+    return found, position
 
 
-def encode(topics: list[tuple[str, list[PartitionRecords]]], version: int, *, error_code: int = 0) -> list[Buffer]:
+def set_throttle(reply: list[Buffer], throttle_ms: int, at: int = 0) -> None:
+    """Into an encoded response: a Fetch has it as its first field."""
+    first = reply[0]
+    assert isinstance(first, bytearray)
+    I32.pack_into(first, at, throttle_ms)
+
+
+def encode(
+    topics: list[tuple[str, list[PartitionRecords]]], version: int, *, error_code: int = 0, session_id: int = 0
+) -> list[Buffer]:
     """The response body as buffers to be written back to back; record batches are not copied."""
     flexible = version >= FIRST_FLEXIBLE
     gathered: list[Buffer] = []
     out = bytearray(I32.pack(0))
     if version >= 7:
-        out += _SESSION.pack(error_code, 0)
+        out += _SESSION.pack(error_code, session_id)
     write_length(out, len(topics), compact=flexible, wide=True)
     for topic, partitions in topics:
-        if version >= _FIRST_WITH_IDS:
-            out += uuid_bytes(topic)
-        else:
-            write_string(out, topic, compact=flexible)
-        write_length(out, len(partitions), compact=flexible, wide=True)
+        _write_topic(out, topic, len(partitions), version)
         for answer in partitions:
-            watermark = answer.high_watermark
-            if version >= 5:
-                out += _V5.pack(answer.partition, answer.error_code, watermark, watermark, answer.log_start_offset)
-            else:
-                out += _V4.pack(answer.partition, answer.error_code, watermark, watermark)
-            write_length(out, -1, compact=flexible, wide=True)
-            if version >= 11:
-                out += I32.pack(-1)
-            write_length(out, sum(map(len, answer.batches)), compact=flexible, wide=True)
+            if _has_nothing(answer):
+                out += _packed(answer, version)
+                continue
+            _write_partition(out, answer, version)
             if answer.batches:
                 gathered.append(out)
                 gathered += answer.batches
@@ -184,3 +251,98 @@ def encode(topics: list[tuple[str, list[PartitionRecords]]], version: int, *, er
         write_uvarint(out, 0)
     gathered.append(out)
     return gathered
+
+
+class Blank:
+    """An answer about the same partitions again and again: `filled` writes those that are told anew over what was told
+    of them before. It begins with nothing known of any; no partition is there twice."""
+
+    def __init__(self, topics: Iterable[tuple[str, Sequence[int]]], version: int) -> None:
+        self._version = version
+        self._size = _NOTHING[version][0].size
+        self._places: dict[tuple[str, int], int] = {}
+        asked = list(topics)
+        out = bytearray(I32.pack(0))
+        if version >= 7:
+            out += _SESSION.pack(0, 0)
+        flexible = version >= FIRST_FLEXIBLE
+        write_length(out, len(asked), compact=flexible, wide=True)
+        for topic, partitions in asked:
+            _write_topic(out, topic, len(partitions), version)
+            for partition in partitions:
+                self._places[topic, partition] = len(out)
+                out += _packed(PartitionRecords(partition, 0), version)
+            if flexible:
+                write_uvarint(out, 0)
+        if flexible:
+            write_uvarint(out, 0)
+        self._out = out
+
+    def filled(self, found: Iterable[tuple[tuple[str, int], PartitionRecords]]) -> list[Buffer]:
+        """As `encode` of all of them. What it returned before does not change."""
+        out, size, version = self._out, self._size, self._version
+        whole: list[tuple[int, PartitionRecords]] = []
+        for key, answer in found:
+            at = self._places[key]
+            out[at : at + size] = _packed(answer, version)
+            if not _has_nothing(answer):
+                whole.append((at, answer))
+        gathered: list[Buffer] = []
+        rest, since = bytearray(), 0
+        for at, answer in sorted(whole, key=lambda each: each[0]):
+            rest += out[since:at]
+            _write_partition(rest, answer, version)
+            if answer.batches:
+                gathered.append(rest)
+                gathered += answer.batches
+                rest = bytearray()
+            if version >= FIRST_FLEXIBLE:
+                write_uvarint(rest, 0)
+            since = at + size
+        rest += out[since:]
+        gathered.append(rest)
+        return gathered
+
+
+def _write_topic(out: bytearray, topic: str, count: int, version: int) -> None:
+    flexible = version >= FIRST_FLEXIBLE
+    if version >= FIRST_WITH_IDS:
+        out += uuid_bytes(topic)
+    else:
+        write_string(out, topic, compact=flexible)
+    write_length(out, count, compact=flexible, wide=True)
+
+
+def _has_nothing(answer: PartitionRecords) -> bool:
+    return not answer.batches and not answer.aborted
+
+
+def _packed(answer: PartitionRecords, version: int) -> bytes:
+    """Of one partition whole, without its records: always as many bytes."""
+    nothing, uncommitted, committed = _NOTHING[version]
+    start = (answer.log_start_offset,) if version >= 5 else ()
+    rest = uncommitted if answer.aborted is None else committed
+    offsets = (answer.high_watermark, answer.last_stable, *start)
+    return nothing.pack(answer.partition, answer.error_code, *offsets, *rest)
+
+
+def _write_partition(out: bytearray, answer: PartitionRecords, version: int) -> None:
+    """Up to its record batches."""
+    flexible = version >= FIRST_FLEXIBLE
+    head = (answer.partition, answer.error_code, answer.high_watermark, answer.last_stable)
+    out += _V5.pack(*head, answer.log_start_offset) if version >= 5 else _V4.pack(*head)
+    if answer.aborted:
+        _write_aborted(out, answer.aborted, compact=flexible)
+    else:
+        write_length(out, -1 if answer.aborted is None else 0, compact=flexible, wide=True)
+    if version >= 11:
+        out += I32.pack(-1)
+    write_length(out, sum(map(len, answer.batches)), compact=flexible, wide=True)
+
+
+def _write_aborted(out: bytearray, aborted: Sequence[tuple[int, int]], *, compact: bool) -> None:
+    write_length(out, len(aborted), compact=compact, wide=True)
+    for producer_id, first_offset in aborted:
+        out += _ABORTED.pack(producer_id, first_offset)
+        if compact:
+            write_uvarint(out, 0)

@@ -17,7 +17,8 @@ v9 and later: compact lengths, tagged fields after every struct (the tags of v10
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from tidemill.kafka.schema.wire import (
@@ -36,6 +37,7 @@ from tidemill.kafka.schema.wire import (
     write_string,
     write_uvarint,
 )
+from tidemill.objects.store import Buffer
 
 FIRST_FLEXIBLE = 9
 _FIRST_WITH_IDS = 13
@@ -69,6 +71,7 @@ class PartitionAnswer(NamedTuple):
     log_start_offset: int = -1
     error_message: str | None = None
     record_errors: tuple[tuple[int, str], ...] = ()
+    append_time_ms: int = -1
 
 
 def decode(view: memoryview, position: int, version: int) -> ProduceRequest:
@@ -105,30 +108,37 @@ def decode(view: memoryview, position: int, version: int) -> ProduceRequest:
     return ProduceRequest(transactional_id, acks, timeout_ms, topics)
 
 
-def encode(topics: Iterable[tuple[str, list[PartitionAnswer]]], version: int) -> bytearray:
+def set_throttle(reply: list[Buffer], version: int, throttle_ms: int) -> None:
+    """Into an encoded response: its last field, before the tags."""
+    [body] = reply
+    assert isinstance(body, bytearray)
+    I32.pack_into(body, len(body) - (5 if version >= FIRST_FLEXIBLE else 4), throttle_ms)
+
+
+def encode(topics: Iterable[tuple[str, Sequence[PartitionAnswer]]], version: int) -> bytearray:
     flexible = version >= FIRST_FLEXIBLE
     topics = list(topics)
-    out = bytearray()
-    write_length(out, len(topics), compact=flexible, wide=True)
+    out = bytearray(_count(len(topics), version))
     for topic, answers in topics:
-        if version >= _FIRST_WITH_IDS:
-            out += uuid_bytes(topic)
-        else:
-            write_string(out, topic, compact=flexible)
-        write_length(out, len(answers), compact=flexible, wide=True)
+        out += _named(topic, version)
+        out += _count(len(answers), version)
         for answer in answers:
+            partition, code, base_offset, log_start, message, record_errors, append_time_ms = answer
             if version >= 5:
-                out += _V5.pack(answer.partition, answer.error_code, answer.base_offset, -1, answer.log_start_offset)
+                out += _V5.pack(partition, code, base_offset, append_time_ms, log_start)
             else:
-                out += _V3.pack(answer.partition, answer.error_code, answer.base_offset, -1)
+                out += _V3.pack(partition, code, base_offset, append_time_ms)
+            if message is None and not record_errors:
+                out += _said_nothing(version)
+                continue
             if version >= 8:
-                write_length(out, len(answer.record_errors), compact=flexible, wide=True)
-                for index, message in answer.record_errors:
+                write_length(out, len(record_errors), compact=flexible, wide=True)
+                for index, said in record_errors:
                     out += I32.pack(index)
-                    write_string(out, message, compact=flexible)
+                    write_string(out, said, compact=flexible)
                     if flexible:
                         write_uvarint(out, 0)
-                write_string(out, answer.error_message, compact=flexible)
+                write_string(out, message, compact=flexible)
             if flexible:
                 write_uvarint(out, 0)
         if flexible:
@@ -137,3 +147,31 @@ def encode(topics: Iterable[tuple[str, list[PartitionAnswer]]], version: int) ->
     if flexible:
         write_uvarint(out, 0)
     return out
+
+
+@lru_cache(256)
+def _count(count: int, version: int) -> bytes:
+    out = bytearray()
+    write_length(out, count, compact=version >= FIRST_FLEXIBLE, wide=True)
+    return bytes(out)
+
+
+@lru_cache(1024)
+def _named(topic: str, version: int) -> bytes:
+    if version >= _FIRST_WITH_IDS:
+        return uuid_bytes(topic)
+    out = bytearray()
+    write_string(out, topic, compact=version >= FIRST_FLEXIBLE)
+    return bytes(out)
+
+
+@cache
+def _said_nothing(version: int) -> bytes:
+    """What follows the numbers of a partition without errors: none of a record, no message, no tags."""
+    out = bytearray()
+    if version >= 8:
+        write_length(out, 0, compact=version >= FIRST_FLEXIBLE, wide=True)
+        write_string(out, None, compact=version >= FIRST_FLEXIBLE)
+    if version >= FIRST_FLEXIBLE:
+        write_uvarint(out, 0)
+    return bytes(out)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import struct
 import threading
-import uuid
 from typing import Final
 
 from tidemill.base.errors import Invalid
@@ -136,7 +135,8 @@ def read_uuid(view: memoryview, position: int) -> tuple[str, int]:
     """UUID in hex with dashes, as our topic ids are written; all zeros for none."""
     if position + 16 > len(view):
         raise short("uuid", position)
-    return str(uuid.UUID(bytes=bytes(view[position : position + 16]))), position + 16
+    text = view[position : position + 16].hex()
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}", position + 16
 
 
 def skip_tags(view: memoryview, position: int) -> int:
@@ -173,4 +173,5 @@ ZERO_UUID = "00000000-0000-0000-0000-000000000000"
 
 
 def uuid_bytes(value: str | None) -> bytes:
-    return uuid.UUID(value).bytes if value else bytes(16)
+    """`value` as `read_uuid` gives it."""
+    return bytes.fromhex(value.replace("-", "")) if value else bytes(16)

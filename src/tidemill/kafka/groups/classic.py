@@ -1,0 +1,305 @@
+"""What members of a group of the classic protocol may ask, as Kafka 4 answers it. Pure.
+
+`now` is monotonic milliseconds. Answers that must wait go to `Group.outbox` later, under their waiter. What must be
+durable is told by `Group.unstored`: the caller writes the group as it is, then says so with `stored`.
+
+Sources: KIP-62 (rebalance time-out), KIP-134 (first delay), KIP-345 and KIP-814 (static members), KIP-394 (ids first),
+KIP-559 (protocol checked at sync).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tidemill.kafka import errors
+from tidemill.kafka.groups.phases import (
+    assign,
+    assigned_to,
+    drop_assignment,
+    joined_as,
+    rebalance,
+    remove,
+    settle,
+)
+from tidemill.kafka.groups.state import (
+    Answer,
+    Group,
+    Join,
+    JoinAnswer,
+    Member,
+    Phase,
+    Sync,
+    SyncAnswer,
+    Waiter,
+    failed,
+    metadata_bytes,
+)
+
+
+class Storing(NamedTuple):
+    """What waits for one write."""
+
+    assigning: dict[str, bytes] | None
+    later: list[tuple[Waiter, Answer]]
+
+
+NEW_MEMBER_MS = 300_000
+"""A new member that waits for a rebalance is kept for so long, though its connection may be gone (Kafka's bound)."""
+
+
+def join(group: Group, now: int, ask: Join, waiter: Waiter) -> None:
+    code = _refusal(group, ask)
+    known = ask.member_id in group.members
+    if code:
+        group.say(waiter, JoinAnswer(code, ask.member_id))
+    elif ask.member_id in group.expected and ask.instance_id is None:
+        del group.expected[ask.member_id]
+        _add(group, now, ask, ask.member_id, waiter)
+    elif ask.member_id:
+        code = group.check(ask.member_id, ask.instance_id)
+        if code or not known:
+            group.say(waiter, JoinAnswer(code or errors.UNKNOWN_MEMBER_ID, ask.member_id))
+        else:
+            _rejoin(group, now, ask, waiter)
+    elif ask.instance_id is not None and ask.instance_id in group.instances:
+        _replace(group, now, ask, waiter)
+    elif ask.instance_id is None and ask.knows_first:
+        group.expected[ask.new_id] = now + ask.session_ms
+        group.say(waiter, JoinAnswer(errors.MEMBER_ID_REQUIRED, ask.new_id))
+    else:
+        _add(group, now, ask, ask.new_id, waiter)
+
+
+def _refusal(group: Group, ask: Join) -> int:
+    limits = group.limits
+    if not limits.session_ms_min <= ask.session_ms <= limits.session_ms_max:
+        return errors.INVALID_SESSION_TIMEOUT
+    if not group.supports(ask.protocol_type, ask.protocols):
+        return errors.INCONSISTENT_GROUP_PROTOCOL
+    size = metadata_bytes(ask.protocols)
+    before = group.members.get(ask.member_id)
+    if before is None and ask.instance_id is not None:
+        before = group.members.get(group.instances.get(ask.instance_id, ""))
+    room = limits.bytes - group.size_bytes + (before.size_bytes if before is not None else 0)
+    crowd = len(group.members) + len(group.expected)
+    is_one_more = before is None and ask.member_id not in group.expected
+    if size > limits.member_bytes or size > room or (is_one_more and crowd >= limits.members):
+        return errors.GROUP_MAX_SIZE_REACHED
+    return 0
+
+
+def _add(group: Group, now: int, ask: Join, member_id: str, waiter: Waiter) -> None:
+    if not group.members:
+        group.protocol_type = ask.protocol_type
+    group.members[member_id] = Member(
+        member_id,
+        ask.instance_id,
+        ask.client_id,
+        ask.client_host,
+        ask.session_ms,
+        ask.rebalance_ms,
+        ask.protocols,
+        until_ms=now + NEW_MEMBER_MS,
+        joining=waiter,
+        is_new=True,
+    )
+    if ask.instance_id is not None:
+        group.instances[ask.instance_id] = member_id
+    if not group.leader:
+        group.leader = member_id
+    group.arrived = True
+    _again(group, now)
+
+
+def _again(group: Group, now: int) -> None:
+    if group.phase is Phase.PREPARING:
+        settle(group, now)
+    else:
+        rebalance(group, now)
+
+
+def _rejoin(group: Group, now: int, ask: Join, waiter: Waiter) -> None:
+    member = group.members[ask.member_id]
+    # It may not have got its answer; a leader that joins a stable group wants a new generation.
+    is_answered = group.phase is Phase.COMPLETING or (group.phase is Phase.STABLE and member.member_id != group.leader)
+    if is_answered and member.protocols == ask.protocols:
+        member.until_ms = now + ask.session_ms
+        group.say(waiter, joined_as(group, member.member_id))
+        return
+    _update(member, ask)
+    _wait_to_join(group, member, waiter)
+    _again(group, now)
+
+
+def _update(member: Member, ask: Join) -> None:
+    member.protocols = ask.protocols
+    member.session_ms, member.rebalance_ms = ask.session_ms, ask.rebalance_ms
+    member.client_id, member.client_host = ask.client_id, ask.client_host
+
+
+def _wait_to_join(group: Group, member: Member, waiter: Waiter) -> None:
+    """Whoever asked before over another connection is told to ask again."""
+    group.say(member.joining, JoinAnswer(errors.REBALANCE_IN_PROGRESS, member.member_id))
+    member.joining = waiter
+
+
+def _replace(group: Group, now: int, ask: Join, waiter: Waiter) -> None:
+    """A static member came back under a new id: whoever has the old one is fenced (KIP-345)."""
+    assert ask.instance_id is not None
+    old_id, new_id = group.instances[ask.instance_id], ask.new_id
+    member = group.members.pop(old_id)
+    group.say(member.joining, JoinAnswer(errors.FENCED_INSTANCE_ID, old_id))
+    group.say(member.syncing, SyncAnswer(errors.FENCED_INSTANCE_ID))
+    member.joining = member.syncing = None
+    member.member_id = new_id
+    _update(member, ask)
+    member.until_ms = now + ask.session_ms
+    group.members[new_id] = member
+    group.instances[ask.instance_id] = new_id
+    if old_id in group.unsynced:
+        group.unsynced.remove(old_id)
+        group.unsynced.add(new_id)
+    led, leader = old_id == group.leader, group.leader
+    if led:
+        group.leader = new_id
+    if group.phase is Phase.STABLE and group.elected_protocol() == group.protocol:
+        # As Kafka does, whatever else it says of itself: no rebalance, once it is durable that the old id is fenced.
+        skips = led and ask.may_skip
+        answer = JoinAnswer(
+            0,
+            new_id,
+            group.generation,
+            group.protocol_type,
+            group.protocol,
+            group.leader if ask.may_skip else leader,
+            skips,
+            group.listed() if skips else (),
+        )
+        group.later.append((waiter, answer))
+        group.unstored = True
+        return
+    member.joining = waiter
+    _again(group, now)
+
+
+def sync(group: Group, now: int, ask: Sync, waiter: Waiter) -> None:
+    code = _sync_refusal(group, ask)
+    if code:
+        group.say(waiter, SyncAnswer(code))
+        return
+    member = group.members[ask.member_id]
+    group.unsynced.discard(ask.member_id)
+    member.until_ms = now + member.session_ms
+    if group.phase is Phase.STABLE:
+        group.say(waiter, assigned_to(group, ask.member_id))
+        return
+    if ask.member_id == group.leader and group.assigning is None:
+        assigning = {m: data for m, data in ask.assignments if m in group.members}
+        whole = sum(metadata_bytes(m.protocols) for m in group.members.values()) + sum(map(len, assigning.values()))
+        longest = max(map(len, assigning.values()), default=0)
+        if whole > group.limits.bytes or longest > group.limits.member_bytes:
+            group.say(waiter, SyncAnswer(errors.GROUP_MAX_SIZE_REACHED))
+            return
+        group.assigning = assigning
+        group.unstored = True
+    group.say(member.syncing, SyncAnswer(errors.REBALANCE_IN_PROGRESS))
+    member.syncing = waiter
+
+
+def _sync_refusal(group: Group, ask: Sync) -> int:
+    code = group.check(ask.member_id, ask.instance_id)
+    if code:
+        return code
+    if ask.generation != group.generation:
+        return errors.ILLEGAL_GENERATION
+    if group.phase is Phase.PREPARING:
+        return errors.REBALANCE_IN_PROGRESS
+    for asked, own in ((ask.protocol_type, group.protocol_type), (ask.protocol, group.protocol)):
+        if asked is not None and asked != own:
+            return errors.INCONSISTENT_GROUP_PROTOCOL
+    return 0
+
+
+def begin_store(group: Group) -> Storing:
+    """The group as it is now is about to be written: what waits for exactly this."""
+    group.unstored = False
+    later, group.later = group.later, []
+    return Storing(group.assigning, later)
+
+
+def stored(group: Group, now: int, storing: Storing, code: int) -> None:
+    """What `begin_store` saw is durable; or is not, with an error code for those who wait. An assignment whose
+    generation has ended meanwhile is nobody's any more."""
+    for waiter, answer in storing.later:
+        group.say(waiter, failed(answer, code) if code else answer)
+    if storing.assigning is None or storing.assigning is not group.assigning:
+        return
+    if code:
+        drop_assignment(group, code)
+        rebalance(group, now)
+    else:
+        assign(group, now)
+
+
+def heartbeat(group: Group, now: int, member_id: str, instance_id: str | None, generation: int) -> int:
+    code = group.check(member_id, instance_id)
+    if code:
+        return code
+    if generation != group.generation:
+        return errors.ILLEGAL_GENERATION
+    member = group.members[member_id]
+    member.until_ms = max(member.until_ms, now + member.session_ms)
+    return errors.REBALANCE_IN_PROGRESS if group.phase is Phase.PREPARING else 0
+
+
+def leave(group: Group, now: int, member_id: str, instance_id: str | None) -> int:
+    """A static member may be named by its instance alone (an administrator's way)."""
+    if not member_id and instance_id is not None:
+        member_id = group.instances.get(instance_id, "")
+    if member_id in group.expected:
+        del group.expected[member_id]
+        settle(group, now)
+        return 0
+    code = group.check(member_id, instance_id)
+    if not code:
+        remove(group, now, member_id)
+    return code
+
+
+def commit_refusal(
+    group: Group,
+    now: int,
+    member_id: str,
+    instance_id: str | None,
+    generation: int,
+    *,
+    in_transaction: bool = False,
+) -> int:
+    """May whoever says this of itself commit offsets? Without member and generation only while nobody is here, or in a
+    transaction: before KIP-447 producers did not know them."""
+    if generation < 0 and not member_id and instance_id is None:
+        return errors.UNKNOWN_MEMBER_ID if group.members and not in_transaction else 0
+    if generation < 0 and not group.members:
+        return 0
+    code = group.check(member_id, instance_id)
+    if code:
+        return code
+    if generation != group.generation:
+        return errors.ILLEGAL_GENERATION
+    if group.phase is Phase.COMPLETING and not in_transaction:
+        return errors.REBALANCE_IN_PROGRESS
+    member = group.members[member_id]
+    member.until_ms = max(member.until_ms, now + member.session_ms)
+    return 0
+
+
+def abandon(group: Group, code: int) -> None:
+    """This node does not coordinate the group any more: everybody who waits is told to look for who does."""
+    group.phase = Phase.DEAD
+    for member in group.members.values():
+        group.say(member.joining, JoinAnswer(code, member.member_id))
+        group.say(member.syncing, SyncAnswer(code))
+        member.joining = member.syncing = None
+    for waiter, answer in group.later:
+        group.say(waiter, failed(answer, code))
+    group.later = []

@@ -1,0 +1,286 @@
+"""What members of a group of the consumer protocol may ask, as Kafka 4 answers it. Pure.
+
+`now` is monotonic milliseconds. What must be durable is told by `ConsumerGroup.unstored`: the caller writes the group
+as it is between `begin_store` and `stored`, and an answer goes out once everything before it is durable.
+
+Sources: KIP-848; ConsumerGroupHeartbeatRequest.json of Kafka 4.1; KIP-1082 (ids of members from version 1 on).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tidemill.kafka import errors
+from tidemill.kafka.groups import reconciling
+from tidemill.kafka.groups.assignors import ASSIGNORS
+from tidemill.kafka.groups.consumer_state import (
+    LEAVES,
+    LEAVES_FOR_A_WHILE,
+    Beat,
+    Consumer,
+    ConsumerGroup,
+    Seen,
+    Storing,
+    subscription_bytes,
+    within,
+)
+from tidemill.kafka.groups.state import Answer, BeatAnswer, Waiter, failed
+
+ID_BYTES: Final = 255
+"""Of a member id, an instance id and a rack id: what a row's key must hold."""
+
+
+def heartbeat(group: ConsumerGroup, now: int, ask: Beat, seen: Seen) -> BeatAnswer:
+    """An error changes nothing."""
+    message = _malformed(ask)
+    if message:
+        return BeatAnswer(errors.INVALID_REQUEST, message)
+    if ask.assignor is not None and ask.assignor not in ASSIGNORS:
+        return BeatAnswer(errors.UNSUPPORTED_ASSIGNOR, f"Use one of {', '.join(ASSIGNORS)}.")
+    if ask.epoch < 0:
+        return _leave(group, now, ask)
+    refused = _refusal_to_join(group, ask) if ask.epoch == 0 else _fences(group, ask)
+    if refused is None:
+        refused = _too_large(group, ask)
+    if refused is not None:
+        return refused
+    if ask.epoch == 0:
+        _join(group, ask)
+    member = group.members[ask.member_id]
+    _learn(group, member, ask)
+    member.until_ms = now + group.limits.consumer_session_ms
+    reconciling.look(group, seen)
+    changed = reconciling.reconcile(group, now, member, ask.owned)
+    # Who says everything of itself, or names an epoch that is gone, may not have got its last answer.
+    is_whole = ask.owned is not None and (ask.topics is not None or ask.pattern is not None)
+    tells = changed or is_whole or ask.epoch != member.epoch
+    return BeatAnswer(0, "", member.member_id, member.epoch, member.assigned if tells else None)
+
+
+def _malformed(ask: Beat) -> str:
+    texts = (ask.member_id, ask.instance_id, ask.rack_id)
+    if not ask.member_id:
+        return "MemberId can't be empty."
+    if ask.instance_id == "" or ask.rack_id == "":
+        return "InstanceId and RackId can't be empty."
+    if any(len(text.encode()) > ID_BYTES or "\x00" in text for text in texts if text is not None):
+        return f"An id is longer than {ID_BYTES} bytes, or has a zero in it."
+    if ask.epoch < LEAVES_FOR_A_WHILE:
+        return "MemberEpoch is invalid."
+    if ask.epoch == LEAVES_FOR_A_WHILE and ask.instance_id is None:
+        return "InstanceId can't be null for who leaves for a while."
+    if ask.epoch == 0:
+        if ask.rebalance_ms < 0:
+            return "RebalanceTimeoutMs must be provided in first request."
+        if ask.owned is None or ask.owned:
+            return "TopicPartitions must be empty when (re-)joining."
+        if ask.topics is None and ask.pattern is None:
+            return "Either SubscribedTopicNames or SubscribedTopicRegex must be non-null when (re-)joining."
+    return ""
+
+
+def _refusal_to_join(group: ConsumerGroup, ask: Beat) -> BeatAnswer | None:
+    """Also who joins again under its id, because it was fenced or lost an answer."""
+    before = group.members.get(ask.member_id)
+    if ask.instance_id is not None and ask.instance_id in group.instances:
+        holder = group.members[group.instances[ask.instance_id]]
+        # Between the protocols a static member goes over without having left.
+        if holder is not before and not holder.away and holder.classic is None:
+            return BeatAnswer(errors.UNRELEASED_INSTANCE_ID, "Another member has this instance id.")
+        before = holder
+    if before is None and len(group.members) >= group.limits.members:
+        return BeatAnswer(errors.GROUP_MAX_SIZE_REACHED, f"The group has {len(group.members)} members.")
+    return None
+
+
+def _too_large(group: ConsumerGroup, ask: Beat) -> BeatAnswer | None:
+    member = group.members.get(ask.member_id)
+    topics = ask.topics if ask.topics is not None else member.topics if member is not None else frozenset()
+    pattern = ask.pattern if ask.pattern is not None else member.pattern if member is not None else ""
+    if ask.topics is None and ask.pattern is None:
+        return None
+    size = subscription_bytes(topics, pattern)
+    others = sum(each.subscription_bytes for each in group.members.values() if each is not member)
+    if size > group.limits.member_bytes or size + others > group.limits.bytes:
+        return BeatAnswer(errors.GROUP_MAX_SIZE_REACHED, f"The subscription takes {size} bytes beside {others} others.")
+    return None
+
+
+def _join(group: ConsumerGroup, ask: Beat) -> None:
+    """It begins with nothing: what it held before is free, and what it should have is given anew."""
+    member = group.members.get(ask.member_id)
+    if member is not None and member.instance_id != ask.instance_id:
+        reconciling.remove(group, member)
+        member = None
+    if member is None and ask.instance_id is not None and ask.instance_id in group.instances:
+        # A static member came back in time: nobody else notices (KIP-848, "Static membership").
+        member = group.members.pop(group.instances[ask.instance_id])
+        reconciling.give_up(group, member, member.held)
+        group.changed.discard(member.member_id)
+        member.member_id = ask.member_id
+    is_new = member is None
+    if member is None:
+        member = Consumer(ask.member_id, ask.instance_id)
+    reconciling.give_up(group, member, member.held)
+    member.revoking, member.away = {}, False
+    member.classic, member.owes_until_ms = None, 0
+    member.epoch, member.previous = 0, -1
+    member.rack_id, member.assignor = ask.rack_id, ask.assignor
+    group.members[ask.member_id] = member
+    if ask.instance_id is not None:
+        group.instances[ask.instance_id] = ask.member_id
+    _change(group, member)
+    if is_new:
+        reconciling.resubscribed(group)
+
+
+def _learn(group: ConsumerGroup, member: Consumer, ask: Beat) -> None:
+    before = (member.rack_id, member.rebalance_ms, member.client_id, member.client_host)
+    member.rack_id = ask.rack_id if ask.rack_id is not None else member.rack_id
+    member.rebalance_ms = ask.rebalance_ms if ask.rebalance_ms >= 0 else member.rebalance_ms
+    member.client_id, member.client_host = ask.client_id, ask.client_host
+    if (member.rack_id, member.rebalance_ms, member.client_id, member.client_host) != before:
+        _change(group, member)
+    wanted = (member.topics, member.pattern, member.assignor)
+    member.topics = ask.topics if ask.topics is not None else member.topics
+    member.pattern = ask.pattern if ask.pattern is not None else member.pattern
+    member.assignor = ask.assignor if ask.assignor is not None else member.assignor
+    if (member.topics, member.pattern, member.assignor) != wanted:
+        _change(group, member)
+        reconciling.resubscribed(group)
+
+
+def _change(group: ConsumerGroup, member: Consumer) -> None:
+    group.changed.add(member.member_id)
+    group.unstored = True
+
+
+def _fences(group: ConsumerGroup, ask: Beat) -> BeatAnswer | None:
+    code = _check_speaker(group, ask)
+    if code:
+        return BeatAnswer(code, "The member is not in the group.")
+    member = group.members[ask.member_id]
+    if not member.away:
+        if ask.epoch == member.epoch:
+            return None
+        # Its last answer may have got lost: then it owns nothing beyond what it was assigned.
+        if ask.epoch == member.previous and ask.owned is not None and within(ask.owned, member.assigned):
+            return None
+    return BeatAnswer(
+        errors.FENCED_MEMBER_EPOCH,
+        f"The member's epoch is {ask.epoch}, the group knows it with {member.told_epoch}: it must join again.",
+    )
+
+
+def check(group: ConsumerGroup, member_id: str, instance_id: str | None) -> int:
+    """The error code of whoever claims to be this member; 0 where it is."""
+    if instance_id is not None:
+        known = group.instances.get(instance_id)
+        if known is None:
+            return errors.UNKNOWN_MEMBER_ID
+        if known != member_id:
+            return errors.FENCED_INSTANCE_ID
+    return 0 if member_id in group.members else errors.UNKNOWN_MEMBER_ID
+
+
+def _check_speaker(group: ConsumerGroup, ask: Beat) -> int:
+    return check(group, ask.member_id, ask.instance_id) or (
+        errors.UNKNOWN_MEMBER_ID if group.speaks_classic(ask.member_id) else 0
+    )
+
+
+def _leave(group: ConsumerGroup, now: int, ask: Beat) -> BeatAnswer:
+    code = _check_speaker(group, ask)
+    if code:
+        return BeatAnswer(code, "The member is not in the group.")
+    member = group.members[ask.member_id]
+    if ask.epoch == LEAVES:
+        reconciling.remove(group, member)
+    else:
+        member.away = True
+        member.until_ms = now + group.limits.consumer_session_ms
+        _change(group, member)
+    return BeatAnswer(0, "", ask.member_id, ask.epoch)
+
+
+def commit_refusal(
+    group: ConsumerGroup, member_id: str, instance_id: str | None, epoch: int, *, in_transaction: bool = False
+) -> int:
+    """May whoever says this of itself commit offsets, or read them as a member? Anybody while nobody is here, and in a
+    transaction whose producer does not know its consumer (before KIP-447)."""
+    if epoch < 0 and (not group.members or (in_transaction and not member_id and instance_id is None)):
+        return 0
+    code = check(group, member_id, instance_id)
+    if code:
+        return code
+    member = group.members[member_id]
+    if epoch == member.epoch and not member.away:
+        return 0
+    # Producers know the errors of the classic protocol, and so do its members.
+    return errors.ILLEGAL_GENERATION if in_transaction or member.classic is not None else errors.STALE_MEMBER_EPOCH
+
+
+def tick(group: ConsumerGroup, now: int) -> None:
+    """Who is not heard of, or does not let go, join or sync in time, is fenced."""
+    for member in _free_to_speak(group):
+        if _until(member) <= now:
+            reconciling.remove(group, member)
+
+
+def due(group: ConsumerGroup) -> int | None:
+    """When `tick` has something to do next, at the earliest; None while there is nobody who could be late."""
+    return min(map(_until, _free_to_speak(group)), default=None)
+
+
+def _until(member: Consumer) -> int:
+    until = min(member.until_ms, member.revoke_until_ms) if member.revoking else member.until_ms
+    return min(until, member.owes_until_ms) if member.owes_until_ms else until
+
+
+def _free_to_speak(group: ConsumerGroup) -> list[Consumer]:
+    """Who waits for its answer has been heard of, however long the write takes."""
+    waiting = {said.member_id for each in (group.waiting, group.in_flight or ()) for _, said in each}
+    return [member for member in group.members.values() if member.member_id not in waiting]
+
+
+def answer(group: ConsumerGroup, waiter: Waiter, said: Answer) -> None:
+    """Once everything that it tells of is durable."""
+    if group.unstored:
+        group.waiting.append((waiter, said))
+    elif group.in_flight is not None:
+        group.in_flight.append((waiter, said))
+    else:
+        group.outbox.append((waiter, said))
+
+
+def begin_store(group: ConsumerGroup) -> Storing:
+    """The group as it is now is about to be written: what waits for exactly this."""
+    group.unstored = False
+    storing = Storing(frozenset(group.changed), group.waiting)
+    group.changed, group.waiting = set(), []
+    group.in_flight = storing.waiting
+    return storing
+
+
+def stored(group: ConsumerGroup, now: int, storing: Storing, code: int) -> None:
+    """What `begin_store` saw is durable; or is not, with an error code for those who wait: then the group here is to be
+    given up, since what it is made of is not what is durable."""
+    if group.in_flight is storing.waiting:
+        group.in_flight = None
+    for waiter, said in storing.waiting:
+        group.outbox.append((waiter, failed(said, code) if code else said))
+        member = group.members.get(said.member_id)
+        if member is not None:
+            # Its times begin when it is told.
+            member.until_ms = max(member.until_ms, now + group.session_ms(member))
+            if member.owes_until_ms:
+                member.owes_until_ms = max(member.owes_until_ms, now + member.rebalance_ms)
+            member.revoke_until_ms = max(member.revoke_until_ms, now + member.rebalance_ms)
+
+
+def abandon(group: ConsumerGroup, code: int) -> None:
+    """This node does not coordinate the group any more: everybody who waits is told to look for who does."""
+    group.is_dead = True
+    for waiting in (group.waiting, group.in_flight or []):
+        group.outbox += [(waiter, failed(said, code)) for waiter, said in waiting]
+    group.waiting, group.in_flight = [], None

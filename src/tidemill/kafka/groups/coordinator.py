@@ -1,0 +1,232 @@
+"""The groups that this node coordinates: found or taken over at the first request, given up when they move.
+
+A group is in memory while somebody is in it, and for a minute after its last request; a group that only has offsets
+costs nothing. Groups with members are taken over without being asked when nodes come and go, so that members who died
+with their coordinator are missed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import structlog
+from prometheus_client import Gauge
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import TidemillError
+from tidemill.base.marks import Tracker
+from tidemill.base.tasks import Restarts, Tasks, sentence
+from tidemill.kafka import errors
+from tidemill.kafka.groups.led import LedGroup
+from tidemill.kafka.groups.rows import NO_FAULTS, GroupRows, Lost
+from tidemill.kafka.groups.state import GroupLimits
+from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.rows import GROUPS
+
+log = structlog.get_logger()
+
+OPENING_S = 5.0
+"""A request waits so long for its group to be taken over; then it is told to ask again."""
+GROUP_BYTES = 512
+"""Of a group's name, as a key holds it: with topic id or member id it fits into one."""
+COUNT_EVERY_S = 1.0
+TOLD_S = 30.0
+TOLD_BY_NAME = 100
+
+_LOADED = Gauge("tidemill_kafka_groups", "Consumer groups in memory here")
+
+
+def is_name(group: str) -> bool:
+    """May a group be called so?"""
+    return bool(group) and len(GROUPS.key(group)) <= GROUP_BYTES
+
+
+class Refused(Exception):
+    """No group to be had here: `code` says why, in Kafka's words."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class Coordinator:
+    """`is_own(group)`: does this node coordinate it, as far as it can see? `limits(group)`: its own, as of now; after a
+    change `reconfigured` is called."""
+
+    def __init__(
+        self,
+        metastore: Metastore,
+        is_own: Callable[[str], bool],
+        clock: Clock,
+        rand: Rand,
+        *,
+        node: str,
+        limits: Callable[[str], GroupLimits],
+        groups_max: int,
+        groups_bytes_max: int,
+        tracker: Tracker,
+        faults: frozenset[str] = NO_FAULTS,
+    ) -> None:
+        self.rows = GroupRows(metastore, f"{node}/{rand.nonce()[:12]}", clock, rand, faults)
+        self._rand = rand
+        self._is_own = is_own
+        self._clock = clock
+        self._limits = limits
+        self._groups_max = groups_max
+        self.bytes_max = groups_bytes_max
+        self._tracker = tracker
+        self._counted_bytes = 0
+        self._count_again_s = 0.0
+        self._led: dict[str, LedGroup] = {}
+        self._opening: dict[str, asyncio.Task[LedGroup]] = {}
+        self._failing: set[str] = set()
+        self._tasks = Tasks(self._task_broke)
+        self._adopting = False
+        self._moved = False
+        self._closed = False
+
+    @property
+    def used_bytes(self) -> int:
+        """Metadata and assignments of all groups in memory."""
+        return sum(led.group.size_bytes for led in self._led.values())
+
+    def new_id(self) -> str:
+        """What a new member's id ends with."""
+        return self._rand.uuid()
+
+    def led(self) -> Sequence[LedGroup]:
+        return list(self._led.values())
+
+    def found(self, group: str) -> LedGroup | None:
+        """The group if it is in memory here. Plain."""
+        return self._led.get(group)
+
+    async def get(self, group: str, *, growing: bool = False) -> LedGroup:
+        """The group, taken over if need be. `growing`: somebody wants to join it. Raises Refused."""
+        if not is_name(group):
+            raise Refused(errors.INVALID_GROUP_ID)
+        if self._closed or not self._is_own(group):
+            raise Refused(errors.NOT_COORDINATOR)
+        if growing and self._is_full():
+            log.warning("kafka.groups_full", used_bytes=self._counted_bytes, limit_bytes=self.bytes_max)
+            raise Refused(errors.GROUP_MAX_SIZE_REACHED)
+        led = self._led.get(group)
+        if led is not None:
+            return led
+        if group not in self._opening:
+            if len(self._led) + len(self._opening) >= self._groups_max:
+                log.warning("kafka.groups_full", groups=len(self._led), limit=self._groups_max, key="kafka.groups_max")
+                raise Refused(errors.COORDINATOR_NOT_AVAILABLE)
+            self._opening[group] = self._tasks.spawn(self._open(group), name=f"open group {group}")
+        try:
+            async with asyncio.timeout(OPENING_S):
+                led = await asyncio.shield(self._opening[group])
+        except TimeoutError:
+            raise Refused(errors.COORDINATOR_LOAD_IN_PROGRESS) from None
+        except Refused:
+            raise
+        except Exception as error:
+            # Of whatever type: the fault of this group, told by its task (`_task_broke`).
+            raise Refused(errors.COORDINATOR_NOT_AVAILABLE) from error
+        if led.is_over:
+            raise Refused(errors.NOT_COORDINATOR)
+        return led
+
+    def _is_full(self) -> bool:
+        """As of a second ago at worst: to count every member for each that joins would cost more than joining."""
+        now_s = self._clock.monotonic_s()
+        if now_s >= self._count_again_s:
+            self._counted_bytes, self._count_again_s = self.used_bytes, now_s + COUNT_EVERY_S
+        return self._counted_bytes > self.bytes_max
+
+    async def _open(self, group: str) -> LedGroup:
+        try:
+            taken = await self.rows.take_over(group)
+            if self._closed or not self._is_own(group):
+                raise Refused(errors.NOT_COORDINATOR)
+            led = LedGroup(self.rows, taken, self._limits(group), self._clock, self._tasks, self._ended)
+            self._led[group] = led
+            _LOADED.set(len(self._led))
+            return led
+        finally:
+            del self._opening[group]
+
+    def reconfigured(self) -> None:
+        """Plain. Members live by it from their next heartbeat on."""
+        for led in self._led.values():
+            led.group.limits = self._limits(led.group.name)
+
+    def _ended(self, led: LedGroup, fault: BaseException | None) -> None:
+        name = led.group.name
+        if self._led.get(name) is led:
+            del self._led[name]
+        _LOADED.set(len(self._led))
+        if fault is None or isinstance(fault, Lost):
+            return
+        log.error("kafka.group_ended", group=name, error=sentence(fault), exc_info=fault)
+        self._fail(name, fault)
+
+    def _fail(self, name: str, fault: BaseException) -> None:
+        """Told for a while under a mark of its own; where many fail at once, under one of all."""
+        mark = f"group:{name}" if len(self._failing) < TOLD_BY_NAME else "groups"
+        self._failing.add(mark)
+        self._tracker.fail(mark, sentence(fault), now_ms=self._clock.now_ms())
+        asyncio.get_running_loop().call_later(TOLD_S, self._heal, mark)
+
+    def _heal(self, mark: str) -> None:
+        self._failing.discard(mark)
+        self._tracker.heal(mark)
+
+    # nodes come and go ----------------------------------------------------------------------------
+    def reassigned(self) -> None:
+        """Plain; called at every change of the set of nodes, and once at the start."""
+        for led in self.led():
+            if not self._is_own(led.group.name):
+                led.end(errors.NOT_COORDINATOR)
+        self._moved = True
+        if not self._adopting and not self._closed:
+            self._adopting = True
+            self._tasks.spawn(self._adopt_all(), name="adopt groups")
+
+    async def _adopt_all(self) -> None:
+        """Take every group over that has members and belongs here now; what cannot be taken is tried again."""
+        restarts = Restarts()
+        try:
+            while self._moved:
+                self._moved = False
+                began_s = self._clock.monotonic_s()
+                try:
+                    left = await self._adopt()
+                except TidemillError as error:
+                    left = sentence(error)
+                if left and not self._moved:
+                    log.info("kafka.groups_not_taken_over", cause=left)
+                    await asyncio.sleep(restarts.pause_s(self._clock.monotonic_s() - began_s))
+                    self._moved = True
+        finally:
+            self._adopting = False
+
+    async def _adopt(self) -> str:
+        """Why one of them could not be taken over, or ""."""
+        left = ""
+        for head in await self.rows.heads():
+            if head.members and head.group not in self._led and self._is_own(head.group):
+                try:
+                    await self.get(head.group)
+                except Refused as refused:
+                    left = f"group={head.group} code={refused.code}"
+        return left
+
+    def _task_broke(self, name: str, error: BaseException) -> None:
+        """A group that cannot be taken over: those who wait for it are told to come again; here it is told why."""
+        if isinstance(error, Refused):
+            return
+        log.error("kafka.groups_task_broke", task=name, error=sentence(error), exc_info=error)
+        self._fail(name.removeprefix("open group "), error)
+
+    async def aclose(self) -> None:
+        self._closed = True
+        for led in self.led():
+            led.end(errors.NOT_COORDINATOR)
+        await self._tasks.aclose()

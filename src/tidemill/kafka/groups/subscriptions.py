@@ -1,0 +1,149 @@
+"""What consumers write into their metadata and assignments: topics they are subscribed to, partitions they have.
+
+    subscription    version int16 | topics | user data | from version 1 on owned places | 2: generation int32
+                    | 3: rack nullable text
+    assignment      version int16 | places | user data
+    topics          int32 count, each int16 length and UTF-8
+    places          int32 count, each a topic and its partitions: int32 count, each int32
+    user data       int32 length or −1, bytes: between the clients
+
+Source: ConsumerProtocolSubscription.json and ConsumerProtocolAssignment.json of Kafka 4. What is missing at the end is
+none: clients have left it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
+
+from tidemill.kafka.groups.consumer_state import ConsumerGroup
+from tidemill.kafka.groups.state import Group, Phase
+from tidemill.kafka.schema.wire import I16, I32, BadFrame, read_i16, short
+
+CONSUMER: Final = "consumer"
+
+
+VERSION_MAX: Final = 3
+
+Place = tuple[str, int]
+"""(name of a topic, partition)"""
+
+
+class Subscription(NamedTuple):
+    version: int
+    topics: frozenset[str]
+    user_data: bytes
+    owned: tuple[Place, ...]
+    rack_id: str | None
+
+
+def subscription_of(metadata: bytes) -> Subscription:
+    """Raises BadFrame for what no consumer writes."""
+    view = memoryview(metadata)
+    version, position = read_i16(view, 0)
+    topics, position = _topics(view, position)
+    user_data, position = _user_data(view, position)
+    owned: list[Place] = []
+    rack_id: str | None = None
+    if version >= 1 and position < len(view):
+        owned, position = _places(view, position)
+    if version >= 3 and position + 4 < len(view):
+        length, _ = read_i16(view, position + 4)
+        rack_id = _text(view, position + 4)[0] if length > 0 else None
+    return Subscription(version, frozenset(topics), user_data, tuple(owned), rack_id)
+
+
+def topics_of(metadata: bytes) -> frozenset[str]:
+    """Raises BadFrame for what no consumer writes."""
+    return subscription_of(metadata).topics
+
+
+def subscribed_to(group: Group | ConsumerGroup, topic: str) -> bool:
+    """Is anybody subscribed to it? While a generation is being made, and where metadata cannot be read: to anything."""
+    if not group.members:
+        return False
+    if isinstance(group, ConsumerGroup):
+        if group.topics is None and group.patterns():
+            return True
+        return any(topic in group.subscribed_names(member) for member in group.members.values())
+    if group.phase is not Phase.STABLE:
+        return True
+    try:
+        return any(topic in topics_of(member.metadata(group.protocol)) for member in group.members.values())
+    except BadFrame:
+        return True
+
+
+def assigned_topics(group: Group) -> frozenset[str]:
+    """Topics of which its members were assigned something; none where that cannot be read."""
+    try:
+        return frozenset(topic for member in group.members.values() for topic, _ in assigned_in(member.assignment))
+    except BadFrame:
+        return frozenset()
+
+
+def assigned_in(assignment: bytes) -> list[Place]:
+    """The partitions that a consumer was assigned. Raises BadFrame for what no consumer writes."""
+    return assignment_of(assignment)[0]
+
+
+def assignment_of(assignment: bytes) -> tuple[list[Place], bytes]:
+    """With the user data. One that was never made is none. Raises BadFrame."""
+    if not assignment:
+        return [], b""
+    view = memoryview(assignment)
+    _, position = read_i16(view, 0)
+    places, position = _places(view, position)
+    return places, _user_data(view, position)[0]
+
+
+def encode_assignment(version: int, partitions: Mapping[str, Iterable[int]]) -> bytes:
+    """By name of the topic; in the version that the consumer's subscription is of."""
+    parts = [I16.pack(min(max(version, 0), VERSION_MAX)), I32.pack(len(partitions))]
+    for topic, numbers in sorted(partitions.items()):
+        name, listed = topic.encode(), sorted(numbers)
+        parts += [I16.pack(len(name)), name, I32.pack(len(listed)), *map(I32.pack, listed)]
+    return b"".join((*parts, I32.pack(-1)))
+
+
+def _topics(view: memoryview, position: int) -> tuple[list[str], int]:
+    count, position = _i32(view, position)
+    topics: list[str] = []
+    for _ in range(count):
+        topic, position = _text(view, position)
+        topics.append(topic)
+    return topics, position
+
+
+def _places(view: memoryview, position: int) -> tuple[list[Place], int]:
+    count, position = _i32(view, position)
+    found: list[Place] = []
+    for _ in range(count):
+        topic, position = _text(view, position)
+        partitions, position = _i32(view, position)
+        for _ in range(partitions):
+            partition, position = _i32(view, position)
+            found.append((topic, partition))
+    return found, position
+
+
+def _text(view: memoryview, position: int) -> tuple[str, int]:
+    length, position = read_i16(view, position)
+    if length < 0 or position + length > len(view):
+        raise short("topic", position)
+    return str(view[position : position + length], "utf-8", "replace"), position + length
+
+
+def _user_data(view: memoryview, position: int) -> tuple[bytes, int]:
+    if position == len(view):
+        return b"", position
+    length, position = _i32(view, position)
+    if position + length > len(view):
+        raise short("user data", position)
+    return bytes(view[position : position + max(0, length)]), position + max(0, length)
+
+
+def _i32(view: memoryview, position: int) -> tuple[int, int]:
+    if position + 4 > len(view):
+        raise short("int32", position)
+    return I32.unpack_from(view, position)[0], position + 4

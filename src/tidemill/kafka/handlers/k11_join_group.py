@@ -1,0 +1,98 @@
+"""JoinGroup (11), versions 0 to 9: the answer comes when everybody has joined, or those who have not are left behind.
+
+A client that hangs up meanwhile stays a member until its session ends; what its request holds is given back at once.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tidemill.base.errors import TidemillError
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.groups.consumer_state import ConsumerGroup
+from tidemill.kafka.groups.coordinator import Refused
+from tidemill.kafka.groups.led import LedGroup
+from tidemill.kafka.groups.patterns import Sight
+from tidemill.kafka.groups.state import Join, JoinAnswer
+from tidemill.kafka.groups.subscriptions import subscription_of
+from tidemill.kafka.handlers.k68_consumer_group_heartbeat import sight
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka.schema.wire import BadFrame
+
+REBALANCE_MS_MIN: Final = 100
+CLIENT_CHARS: Final = 100
+"""Of a client's id, in the id that its member gets: a key must hold that."""
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    try:
+        led = await context.groups.get(body["group_id"] or "", growing=True)
+        seen = await _seen(context, request, led, body)
+    except Refused as refused:
+        return failed(body, refused.code)
+    except TidemillError:
+        return failed(body, errors.COORDINATOR_LOAD_IN_PROGRESS)
+    instance_id = body.get("group_instance_id")
+    session_ms: int = body["session_timeout"]
+    rebalance_ms: int = body.get("rebalance_timeout") or session_ms
+    prefix = (request.client_id if instance_id is None else instance_id)[:CLIENT_CHARS]
+    ask = Join(
+        member_id=body["member_id"] or "",
+        new_id=f"{prefix}-{context.groups.new_id()}",
+        instance_id=instance_id,
+        client_id=request.client_id,
+        client_host=f"/{request.visitor.host}",
+        session_ms=session_ms,
+        rebalance_ms=max(REBALANCE_MS_MIN, rebalance_ms),
+        protocol_type=body["protocol_type"] or "",
+        protocols=tuple((p["name"], bytes(p["metadata"])) for p in body["protocols"]),
+        knows_first=request.version >= 4,
+        may_skip=request.version >= 9,
+    )
+    return _body(request, await led.join(ask, seen))
+
+
+async def _seen(context: Context, request: Request, led: LedGroup, body: Body) -> Sight | None:
+    """The topics, where the group is of the consumer protocol, whose coordinator assigns."""
+    if not isinstance(led.group, ConsumerGroup) or not led.group.members:
+        return None
+    try:
+        subscription = subscription_of(bytes(body["protocols"][0]["metadata"]))
+    except (IndexError, BadFrame):
+        return await sight(context, request, led, ())
+    return await sight(context, request, led, subscription.topics | {topic for topic, _ in subscription.owned})
+
+
+def _body(request: Request, answer: JoinAnswer) -> Body:
+    nothing = None if request.version >= 7 else ""
+    return {
+        "error_code": answer.error,
+        "generation_id": answer.generation,
+        "protocol_type": answer.protocol_type,
+        "protocol_name": nothing if answer.protocol is None else answer.protocol,
+        "leader": answer.leader,
+        "skip_assignment": answer.skip_assignment,
+        "member_id": answer.member_id,
+        "members": [
+            {"member_id": member_id, "group_instance_id": instance_id, "metadata": metadata}
+            for member_id, instance_id, metadata in answer.members
+        ],
+    }
+
+
+def failed(body: Body, code: int) -> Body:
+    return {
+        "error_code": code,
+        "generation_id": -1,
+        "protocol_type": None,
+        "protocol_name": "",
+        "leader": "",
+        "skip_assignment": False,
+        "member_id": body["member_id"] or "",
+        "members": [],
+    }
+
+
+API = Api(11, "join_group", 0, 9, cold(handle, failed), abandon=True)

@@ -1,0 +1,24 @@
+"""Heartbeat (12), versions 0 to 4."""
+
+from __future__ import annotations
+
+from tidemill.kafka.context import Context
+from tidemill.kafka.groups.coordinator import Refused
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    try:
+        led = await context.groups.get(body["group_id"] or "")
+    except Refused as refused:
+        return failed(body, refused.code)
+    code = led.heartbeat(body["member_id"] or "", body.get("group_instance_id"), body["generation_id"])
+    return {"error_code": code}
+
+
+def failed(body: Body, code: int) -> Body:
+    return {"error_code": code}
+
+
+API = Api(12, "heartbeat", 0, 4, cold(handle, failed))

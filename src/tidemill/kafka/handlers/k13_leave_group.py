@@ -1,0 +1,32 @@
+"""LeaveGroup (13), versions 0 to 5: one member, several from v3; a static one may be named by its instance alone."""
+
+from __future__ import annotations
+
+from tidemill.kafka.context import Context
+from tidemill.kafka.groups.coordinator import Refused
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    try:
+        led = await context.groups.get(body["group_id"] or "")
+    except Refused as refused:
+        return failed(body, refused.code)
+    if request.version < 3:
+        return {"error_code": led.leave([(body["member_id"] or "", None)])[0], "members": []}
+    members = [(member["member_id"] or "", member["group_instance_id"]) for member in body["members"]]
+    return {
+        "error_code": 0,
+        "members": [
+            {"member_id": member_id, "group_instance_id": instance_id, "error_code": code}
+            for (member_id, instance_id), code in zip(members, led.leave(members), strict=True)
+        ],
+    }
+
+
+def failed(body: Body, code: int) -> Body:
+    return {"error_code": code, "members": []}
+
+
+API = Api(13, "leave_group", 0, 5, cold(handle, failed))

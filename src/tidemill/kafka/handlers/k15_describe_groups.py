@@ -1,0 +1,93 @@
+"""DescribeGroups (15), versions 0 to 6: as the core of the group has it; a group that nobody knows is Dead, and so is
+one of the consumer protocol, which ConsumerGroupDescribe shows.
+
+Left out: authorized operations.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tidemill.base.errors import TidemillError
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.groups.coordinator import Refused
+from tidemill.kafka.groups.state import Group, Member, Phase
+from tidemill.kafka.groups.stored import CLASSIC
+from tidemill.kafka.request import Api, Request, cold, each
+from tidemill.kafka.schema.compiled import Body
+
+NO_OPERATIONS: Final = -(1 << 31)
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    async def one(group: str) -> Body:
+        return await _described(context, request, group)
+
+    return {"groups": await each(body["groups"], one, context.pace)}
+
+
+async def _described(context: Context, request: Request, name: str) -> Body:
+    led = context.groups.found(name)
+    if led is None:
+        try:
+            head = await context.groups.rows.head(name) if name else None
+            if head is None:
+                missing = errors.GROUP_ID_NOT_FOUND if request.version >= 6 else 0
+                return _answer(name, missing, Phase.DEAD, message=f"Group {name} not found.")
+            if not context.owners.is_own(name):
+                return _answer(name, errors.NOT_COORDINATOR, None)
+            if head.kind != CLASSIC:
+                return _of_other_protocol(request, name)
+            if not head.members:
+                return _answer(name, 0, Phase.EMPTY, protocol_type=head.protocol_type)
+            led = await context.groups.get(name)
+        except Refused as refused:
+            return _answer(name, refused.code, None)
+        except TidemillError:
+            return _answer(name, errors.COORDINATOR_NOT_AVAILABLE, None)
+    group = led.group
+    if not isinstance(group, Group):
+        return _of_other_protocol(request, name)
+    stable = group.phase is Phase.STABLE
+    return {
+        **_answer(name, 0, group.phase, protocol_type=group.protocol_type),
+        "protocol_data": group.protocol if stable else "",
+        "members": [_member(group, member, stable=stable) for member in group.members.values()],
+    }
+
+
+def _of_other_protocol(request: Request, name: str) -> Body:
+    code = errors.GROUP_ID_NOT_FOUND if request.version >= 6 else 0
+    return _answer(name, code, Phase.DEAD, message=f"Group {name} is not a classic group.")
+
+
+def _member(group: Group, member: Member, *, stable: bool) -> Body:
+    return {
+        "member_id": member.member_id,
+        "group_instance_id": member.instance_id,
+        "client_id": member.client_id,
+        "client_host": member.client_host,
+        "member_metadata": member.metadata(group.protocol) if stable else b"",
+        "member_assignment": member.assignment if stable else b"",
+    }
+
+
+def _answer(name: str, code: int, phase: Phase | None, *, protocol_type: str = "", message: str = "") -> Body:
+    return {
+        "error_code": code,
+        "error_message": message if code and message else None,
+        "group_id": name,
+        "group_state": phase.value if phase is not None else "",
+        "protocol_type": protocol_type,
+        "protocol_data": "",
+        "members": [],
+        "authorized_operations": NO_OPERATIONS,
+    }
+
+
+def failed(body: Body, code: int) -> Body:
+    return {"groups": [_answer(name, code, None) for name in body["groups"]]}
+
+
+API = Api(15, "describe_groups", 0, 6, cold(handle, failed))

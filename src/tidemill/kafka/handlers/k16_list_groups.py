@@ -1,0 +1,51 @@
+"""ListGroups (16), versions 0 to 5: the groups that this node coordinates; clients ask every node.
+
+Filters by state (v4) and type (v5) are told apart as Kafka does, whatever their case.
+"""
+
+from __future__ import annotations
+
+from tidemill.base.errors import TidemillError
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.groups.state import Phase
+from tidemill.kafka.groups.stored import kind_of
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    states = {state.lower() for state in body.get("states_filter") or ()}
+    types = {kind.lower() for kind in body.get("types_filter") or ()}
+    try:
+        heads = await context.groups.rows.heads()
+    except TidemillError:
+        return failed(body, errors.COORDINATOR_NOT_AVAILABLE)
+    groups: list[Body] = []
+    for head in heads:
+        if context.pace.due:
+            await context.pace.rest()
+        if not context.owners.is_own(head.group):
+            continue
+        led = context.groups.found(head.group)
+        phase = led.group.phase if led is not None else Phase.STABLE if head.members else Phase.EMPTY
+        protocol_type = led.group.protocol_type if led is not None else head.protocol_type
+        kind = kind_of(led.group) if led is not None else head.kind
+        if (states and phase.value.lower() not in states) or (types and kind not in types):
+            continue
+        groups.append(
+            {
+                "group_id": head.group,
+                "protocol_type": protocol_type,
+                "group_state": phase.value,
+                "group_type": kind,
+            }
+        )
+    return {"error_code": 0, "groups": groups}
+
+
+def failed(body: Body, code: int) -> Body:
+    return {"error_code": code, "groups": []}
+
+
+API = Api(16, "list_groups", 0, 5, cold(handle, failed))

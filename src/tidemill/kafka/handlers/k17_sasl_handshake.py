@@ -1,0 +1,36 @@
+"""SaslHandshake (17), versions 0 and 1: the client chooses one of the listener's mechanisms.
+
+After version 0 its messages come in frames of their own, after version 1 within SaslAuthenticate (KIP-152). A mechanism
+that the listener lacks: UNSUPPORTED_SASL_MECHANISM with those it has, and the connection ends, as in Kafka. A listener
+that asks for nothing: ILLEGAL_SASL_STATE.
+"""
+
+from __future__ import annotations
+
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    visitor, mechanism = request.visitor, body["mechanism"]
+    gate = visitor.gate
+    if not gate.mechanisms or gate.authenticator is None or (visitor.known and request.version == 0):
+        visitor.rejected = "an authentication that the listener does not ask for"
+        return {"error_code": errors.ILLEGAL_SASL_STATE, "mechanisms": []}
+    if mechanism not in gate.mechanisms:
+        visitor.rejected = f"a mechanism that the listener lacks: mechanism={mechanism[:40]!r}"
+        return {"error_code": errors.UNSUPPORTED_SASL_MECHANISM, "mechanisms": list(gate.mechanisms)}
+    visitor.mechanism = mechanism
+    visitor.exchange = gate.authenticator.exchange(mechanism)
+    visitor.raw = request.version == 0
+    return {"error_code": 0, "mechanisms": list(gate.mechanisms)}
+
+
+def failed(body: Body, code: int) -> Body:
+    return {"error_code": code, "mechanisms": []}
+
+
+API = Api(17, "sasl_handshake", 0, 1, cold(handle, failed), barrier=True)
+"""Nothing behind it begins before it has ended (`Session`)."""

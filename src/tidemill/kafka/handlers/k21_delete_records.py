@@ -1,0 +1,68 @@
+"""DeleteRecords (21), versions 0 to 2: the log starts at the offset named (−1: the high watermark).
+
+It is durable when it is answered. What a pipeline has not read yet stays, and so does a captured table's topic:
+POLICY_VIOLATION, and nothing is deleted of that partition. An offset beyond the end is OFFSET_OUT_OF_RANGE; one below
+the start changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+import structlog
+
+from tidemill.base.errors import TidemillError
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.request import Api, Request, cold, each, within
+from tidemill.kafka.schema.compiled import Body
+from tidemill.topics.front import StillRead
+
+log = structlog.get_logger()
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    places = [(topic["name"], asked) for topic in body["topics"] for asked in topic["partitions"]]
+    named = Counter((name, asked["partition_index"]) for name, asked in places)
+
+    async def answer(place: tuple[str, Body]) -> Body:
+        name, asked = place
+        if named[name, asked["partition_index"]] > 1:
+            return _answer(asked, errors.INVALID_REQUEST)
+        late = _answer(asked, errors.REQUEST_TIMED_OUT)
+        return await within(body["timeout"], _delete(context, name, asked), late=late)
+
+    answers = iter(await each(places, answer, context.pace))
+    return {
+        "topics": [{"name": t["name"], "partitions": [next(answers) for _ in t["partitions"]]} for t in body["topics"]]
+    }
+
+
+async def _delete(context: Context, name: str, asked: Body) -> Body:
+    index = asked["partition_index"]
+    row = context.cache.resolve(name, is_id=False)
+    if isinstance(row, int):
+        return _answer(asked, row)
+    if not 0 <= index < row.partitions:
+        return _answer(asked, context.cache.no_partition(row, index))
+    try:
+        return _answer(asked, 0, await context.topics.delete_records(row.topic_id, index, asked["offset"]))
+    except StillRead as error:
+        # The answer has no place for it.
+        log.warning("kafka.records_not_deleted", topic=name, partition=index, cause=str(error))
+        return _answer(asked, errors.POLICY_VIOLATION)
+    except TidemillError as error:
+        return _answer(asked, errors.code_of(error))
+
+
+def _answer(asked: Body, code: int, low_watermark: int = -1) -> Body:
+    return {"partition_index": asked["partition_index"], "error_code": code, "low_watermark": low_watermark}
+
+
+def failed(body: Body, code: int) -> Body:
+    answer = partial(_answer, code=code)
+    return {"topics": [{"name": t["name"], "partitions": [*map(answer, t["partitions"])]} for t in body["topics"]]}
+
+
+API = Api(21, "delete_records", 0, 2, cold(handle, failed), barrier=True)

@@ -1,0 +1,68 @@
+"""AddPartitionsToTxn (24), versions 0 to 3: partitions that a transaction is about to write to.
+
+All or none: where one is unknown, the others are OPERATION_NOT_ATTEMPTED. Versions 4 and 5 are for brokers among
+themselves, which have no use for them here: a partition's leader reads the transaction itself.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.handlers.k08_offset_commit import look_for
+from tidemill.kafka.handlers.transactional import coded, fenced, refusal
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+
+FIRST_WITH_FENCED: Final = 2
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    await look_for(context, body["v3_and_below_topics"], by_id=False)
+    transactional_id = body["v3_and_below_transactional_id"]
+    places: dict[str, tuple[int, ...]] = {}
+    codes: dict[tuple[str, int], int] = {}
+    for topic in body["v3_and_below_topics"]:
+        row = context.cache.resolve(topic["name"], is_id=False)
+        for partition in topic["partitions"]:
+            if context.pace.due:
+                await context.pace.rest()
+            if isinstance(row, int):
+                codes[topic["name"], partition] = row
+            elif row.kind == "capture":
+                codes[topic["name"], partition] = errors.TOPIC_AUTHORIZATION_FAILED
+            elif not 0 <= partition < row.partitions:
+                codes[topic["name"], partition] = errors.UNKNOWN_TOPIC_OR_PARTITION
+            else:
+                places[row.topic_id] = (*places.get(row.topic_id, ()), partition)
+    code = refusal(context, transactional_id)
+    if not code and codes:
+        code = errors.OPERATION_NOT_ATTEMPTED
+    elif not code:
+        identity = (body["v3_and_below_producer_id"], body["v3_and_below_producer_epoch"])
+        code = await coded(context.transactions.add(transactional_id, *identity, partitions=places))
+        code = fenced(code, known=request.version >= FIRST_WITH_FENCED)
+    return _answer(body, code, codes if code == errors.OPERATION_NOT_ATTEMPTED else {})
+
+
+def _answer(body: Body, code: int, codes: dict[tuple[str, int], int]) -> Body:
+    return {
+        "results_by_topic_v3_and_below": [
+            {
+                "name": topic["name"],
+                "results_by_partition": [
+                    {"partition_index": index, "partition_error_code": codes.get((topic["name"], index), code)}
+                    for index in topic["partitions"]
+                ],
+            }
+            for topic in body["v3_and_below_topics"]
+        ]
+    }
+
+
+def failed(body: Body, code: int) -> Body:
+    return _answer(body, code, {})
+
+
+API = Api(24, "add_partitions_to_txn", 0, 3, cold(handle, failed))

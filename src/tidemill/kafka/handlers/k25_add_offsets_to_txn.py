@@ -1,0 +1,28 @@
+"""AddOffsetsToTxn (25), versions 0 to 4: a group whose offsets a transaction is about to commit."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tidemill.kafka.context import Context
+from tidemill.kafka.handlers.transactional import coded, fenced, refusal
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+
+FIRST_WITH_FENCED: Final = 2
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    transactional_id = body["transactional_id"]
+    code = refusal(context, transactional_id)
+    if not code:
+        identity = (body["producer_id"], body["producer_epoch"])
+        code = await coded(context.transactions.add_group(transactional_id, *identity, body["group_id"]))
+    return {"error_code": fenced(code, known=request.version >= FIRST_WITH_FENCED)}
+
+
+def failed(body: Body, code: int) -> Body:
+    return {"error_code": code}
+
+
+API = Api(25, "add_offsets_to_txn", 0, 4, cold(handle, failed))

@@ -1,0 +1,45 @@
+"""EndTxn (26), versions 0 to 5: commit or abort, durable when it is answered, and nearly always complete.
+
+Version 5 is of transactions of version 2: it answers the epoch that the producer goes on with, and the producer id,
+which is another one where epochs are used up (KIP-890).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tidemill.base.errors import TidemillError
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.handlers.transactional import coded, fenced, refusal
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+
+FIRST_WITH_FENCED: Final = 2
+FIRST_THAT_BUMPS: Final = 5
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    transactional_id = body["transactional_id"]
+    code = refusal(context, transactional_id)
+    identity = (body["producer_id"], body["producer_epoch"])
+    if not code and request.version >= FIRST_THAT_BUMPS:
+        return await _bumping(context, transactional_id, identity, commit=body["committed"])
+    if not code:
+        code = await coded(context.transactions.end(transactional_id, *identity, commit=body["committed"]))
+    return failed(body, fenced(code, known=request.version >= FIRST_WITH_FENCED))
+
+
+async def _bumping(context: Context, transactional_id: str, identity: tuple[int, int], *, commit: bool) -> Body:
+    try:
+        ended = await context.transactions.end_bumping(transactional_id, *identity, commit=commit)
+    except TidemillError:
+        ended = (errors.COORDINATOR_NOT_AVAILABLE, -1, -1)
+    return dict(zip(("error_code", "producer_id", "producer_epoch"), ended, strict=True))
+
+
+def failed(body: Body, code: int) -> Body:
+    return {"error_code": code, "producer_id": -1, "producer_epoch": -1}
+
+
+API = Api(26, "end_txn", 0, 5, cold(handle, failed))

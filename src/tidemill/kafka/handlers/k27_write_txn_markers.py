@@ -1,0 +1,76 @@
+"""WriteTxnMarkers (27), versions 1 and 2: an operator ends a transaction in a partition that this node leads.
+
+Nodes do not ask each other by it: whoever leads a partition reads which transactions have ended. It is what
+`kafka-transactions.sh abort` and `Admin.abortTransaction` send for a transaction that hangs; here none should, so it is
+for the case that one does. A marker without an open transaction of its epoch, or an older one, writes nothing.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final
+
+from tidemill.base.errors import TidemillError
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.request import Api, Request, cold, each
+from tidemill.kafka.schema.compiled import Body
+from tidemill.topics.front import Marker
+
+FIRST_THAT_BUMPS: Final = 2
+"""Version of transactions, of which version 2 of this API tells."""
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    answers = []
+    for asked in body["markers"]:
+        marker = Marker(
+            asked["producer_id"],
+            asked["producer_epoch"],
+            asked["transaction_result"],
+            asked["coordinator_epoch"],
+            asked.get("transaction_version", 0) >= FIRST_THAT_BUMPS,
+        )
+        topics = []
+        for topic in asked["topics"]:
+            one = partial(_mark, context, topic["name"], marker)
+            partitions = await each(topic["partition_indexes"], one, context.pace)
+            topics.append({"name": topic["name"], "partitions": partitions})
+        answers.append({"producer_id": asked["producer_id"], "topics": topics})
+    return {"markers": answers}
+
+
+async def _mark(context: Context, name: str, marker: Marker, index: int) -> Body:
+    row = context.cache.resolve(name, is_id=False)
+    if isinstance(row, int) or not 0 <= index < row.partitions:
+        code = row if isinstance(row, int) else errors.UNKNOWN_TOPIC_OR_PARTITION
+    else:
+        try:
+            await context.topics.mark(row.topic_id, index, marker)
+            code = 0
+        except TidemillError as error:
+            code = errors.code_of(error)
+    return {"partition_index": index, "error_code": code}
+
+
+def failed(body: Body, code: int) -> Body:
+    return {
+        "markers": [
+            {
+                "producer_id": asked["producer_id"],
+                "topics": [
+                    {
+                        "name": topic["name"],
+                        "partitions": [
+                            {"partition_index": index, "error_code": code} for index in topic["partition_indexes"]
+                        ],
+                    }
+                    for topic in asked["topics"]
+                ],
+            }
+            for asked in body["markers"]
+        ]
+    }
+
+
+API = Api(27, "write_txn_markers", 1, 2, cold(handle, failed))

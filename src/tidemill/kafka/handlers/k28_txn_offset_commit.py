@@ -1,0 +1,77 @@
+"""TxnOffsetCommit (28), versions 0 to 5: offsets that become a group's when the transaction is committed.
+
+They are kept in the transaction itself, so that both are decided by one write. The transaction must be open and hold
+the group (AddOffsetsToTxn), or from version 5 on this opens and adds it (KIP-890); from version 3 on a member says of
+what generation it is (KIP-447).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.handlers.k08_offset_commit import METADATA_CHARS_MAX, look_for
+from tidemill.kafka.handlers.transactional import coded
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka.transactions.offsets import keep
+from tidemill.kafka.transactions.state import GroupOffset, Offsets
+
+FIRST_THAT_ADDS: Final = 5
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    await look_for(context, body["topics"], by_id=False)
+    offsets: Offsets = {}
+    answers: list[Body] = []
+    accepted: list[Body] = []
+    for topic in body["topics"]:
+        row = context.cache.resolve(topic["name"], is_id=False)
+        partitions: list[Body] = []
+        for asked in topic["partitions"]:
+            if context.pace.due:
+                await context.pace.rest()
+            index, metadata = asked["partition_index"], asked.get("committed_metadata") or ""
+            answer: Body = {"partition_index": index, "error_code": 0}
+            if isinstance(row, int) or not 0 <= index < row.partitions:
+                answer["error_code"] = row if isinstance(row, int) else errors.UNKNOWN_TOPIC_OR_PARTITION
+            elif len(metadata) > METADATA_CHARS_MAX:
+                answer["error_code"] = errors.OFFSET_METADATA_TOO_LARGE
+            else:
+                epoch = asked.get("committed_leader_epoch", -1)
+                offsets.setdefault(row.topic_id, {})[index] = GroupOffset(asked["committed_offset"], epoch, metadata)
+                accepted.append(answer)
+            partitions.append(answer)
+        answers.append({"name": topic["name"], "partitions": partitions})
+    if offsets:
+        code = await _keep(context, body, offsets, adds=request.version >= FIRST_THAT_ADDS)
+        for answer in accepted:
+            answer["error_code"] = code
+    return {"topics": answers}
+
+
+async def _keep(context: Context, body: Body, offsets: Offsets, *, adds: bool) -> int:
+    identity = (body["transactional_id"], body["producer_id"], body["producer_epoch"])
+    member = (body.get("member_id", ""), body.get("group_instance_id"), body.get("generation_id", -1))
+    keeping = keep(context.groups, context.transactions, identity, body["group_id"], member, offsets, adds=adds)
+    code = await coded(keeping, too_large=errors.OFFSET_METADATA_TOO_LARGE)
+    # What Kafka's group coordinators say of a fenced producer.
+    return errors.INVALID_PRODUCER_EPOCH if code == errors.PRODUCER_FENCED else code
+
+
+def failed(body: Body, code: int) -> Body:
+    return {
+        "topics": [
+            {
+                "name": topic["name"],
+                "partitions": [
+                    {"partition_index": p["partition_index"], "error_code": code} for p in topic["partitions"]
+                ],
+            }
+            for topic in body["topics"]
+        ]
+    }
+
+
+API = Api(28, "txn_offset_commit", 0, 5, cold(handle, failed))

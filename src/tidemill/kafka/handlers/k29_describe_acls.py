@@ -1,0 +1,74 @@
+"""DescribeAcls (29), versions 1 to 3: the rules that fit a filter, grouped by what they are about.
+
+Where nothing is authorized: SECURITY_DISABLED, as in Kafka. A filter that means nothing: INVALID_REQUEST.
+"""
+
+from __future__ import annotations
+
+from tidemill.access.rules import Filter, Operation, Pattern, Permission, Resource
+from tidemill.base.errors import Invalid, TidemillError
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+
+DISABLED = "No rules are kept: security.authorize is off."
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    rulebook = context.access.rulebook
+    if rulebook is None:
+        return _answer(errors.SECURITY_DISABLED, DISABLED)
+    try:
+        found = await rulebook.find(filter_of(body))
+    except Invalid as error:
+        return _answer(errors.INVALID_REQUEST, str(error))
+    except TidemillError as error:
+        return _answer(errors.REQUEST_TIMED_OUT, str(error))
+    resources: dict[tuple[int, str, int], Body] = {}
+    for rule in found:
+        about = {"resource_type": rule.resource, "resource_name": rule.name, "pattern_type": rule.pattern, "acls": []}
+        resources.setdefault((rule.resource, rule.name, rule.pattern), about)["acls"].append(
+            {
+                "principal": rule.principal,
+                "host": rule.host,
+                "operation": rule.operation,
+                "permission_type": rule.permission,
+            }
+        )
+    return {**_answer(0, None), "resources": list(resources.values())}
+
+
+def filter_of(body: Body) -> Filter:
+    """Raises Invalid for a kind, pattern, operation or permission that is none."""
+    found = Filter(
+        body["resource_type_filter"],
+        body.get("pattern_type_filter", Pattern.LITERAL),
+        body["resource_name_filter"],
+        body["principal_filter"],
+        body["host_filter"],
+        body["operation"],
+        body["permission_type"],
+    )
+    known = {
+        "resource": (Resource, 7),
+        "pattern": (Pattern, 4),
+        "operation": (Operation, 15),
+        "permission": (Permission, 3),
+    }
+    for field, (kind, last) in known.items():
+        value = getattr(found, field)
+        if not 1 <= value <= last:
+            raise Invalid(f"not a filter: {field}={value}.", fix=f"Known are {', '.join(each.name for each in kind)}.")
+    return found
+
+
+def _answer(code: int, message: str | None) -> Body:
+    return {"error_code": code, "error_message": message, "resources": []}
+
+
+def failed(body: Body, code: int) -> Body:
+    return _answer(code, None)
+
+
+API = Api(29, "describe_acls", 1, 3, cold(handle, failed))

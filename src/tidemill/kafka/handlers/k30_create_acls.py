@@ -1,0 +1,63 @@
+"""CreateAcls (30), versions 1 to 3: rules that allow or deny. One that is there already is success.
+
+Each is checked for itself: a rule that could never mean anything is INVALID_REQUEST, beside those that are written.
+"""
+
+from __future__ import annotations
+
+from tidemill.access.rules import Pattern, Rule, check_rule
+from tidemill.base.errors import Invalid, TidemillError
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.handlers.k29_describe_acls import DISABLED
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    rulebook = context.access.rulebook
+    if rulebook is None:
+        return {"results": [_result(errors.SECURITY_DISABLED, DISABLED) for _ in body["creations"]]}
+    rules = [_rule(each) for each in body["creations"]]
+    results = [_checked(rule) for rule in rules]
+    good = [rule for rule, result in zip(rules, results, strict=True) if not result["error_code"]]
+    try:
+        await rulebook.add(good)
+    except TidemillError as error:
+        code = errors.INVALID_REQUEST if isinstance(error, Invalid) else errors.REQUEST_TIMED_OUT
+        return {"results": [each if each["error_code"] else _result(code, str(error)) for each in results]}
+    for rule in good:
+        by, host = request.visitor.principal, request.visitor.host
+        context.audit.changed("kafka.rule_added", by=by, host=host, rule=repr(rule))
+    return {"results": results}
+
+
+def _rule(creation: Body) -> Rule:
+    return Rule(
+        creation["resource_type"],
+        creation.get("resource_pattern_type", Pattern.LITERAL),
+        creation["resource_name"],
+        creation["principal"],
+        creation["host"],
+        creation["operation"],
+        creation["permission_type"],
+    )
+
+
+def _checked(rule: Rule) -> Body:
+    try:
+        check_rule(rule)
+    except Invalid as error:
+        return _result(errors.INVALID_REQUEST, str(error))
+    return _result(0, None)
+
+
+def _result(code: int, message: str | None) -> Body:
+    return {"error_code": code, "error_message": message}
+
+
+def failed(body: Body, code: int) -> Body:
+    return {"results": [_result(code, None) for _ in body["creations"]]}
+
+
+API = Api(30, "create_acls", 1, 3, cold(handle, failed), barrier=True)

@@ -1,0 +1,58 @@
+"""DeleteAcls (31), versions 1 to 3: the rules that fit any of several filters, and which they were."""
+
+from __future__ import annotations
+
+from tidemill.access.rulebook import Rulebook
+from tidemill.access.rules import Rule
+from tidemill.base.errors import Invalid, TidemillError
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.handlers.k29_describe_acls import DISABLED, filter_of
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    rulebook = context.access.rulebook
+    if rulebook is None:
+        return {"filter_results": [_result(errors.SECURITY_DISABLED, DISABLED) for _ in body["filters"]]}
+    return {"filter_results": [await _delete(context, request, rulebook, each) for each in body["filters"]]}
+
+
+async def _delete(context: Context, request: Request, rulebook: Rulebook, asked: Body) -> Body:
+    try:
+        found = await rulebook.find(filter_of(asked))
+        await rulebook.delete(found)
+    except Invalid as error:
+        return _result(errors.INVALID_REQUEST, str(error))
+    except TidemillError as error:
+        return _result(errors.REQUEST_TIMED_OUT, str(error))
+    for rule in found:
+        by, host = request.visitor.principal, request.visitor.host
+        context.audit.changed("kafka.rule_deleted", by=by, host=host, rule=repr(rule))
+    return {**_result(0, None), "matching_acls": [_matching(rule) for rule in found]}
+
+
+def _matching(rule: Rule) -> Body:
+    return {
+        "error_code": 0,
+        "error_message": None,
+        "resource_type": rule.resource,
+        "resource_name": rule.name,
+        "pattern_type": rule.pattern,
+        "principal": rule.principal,
+        "host": rule.host,
+        "operation": rule.operation,
+        "permission_type": rule.permission,
+    }
+
+
+def _result(code: int, message: str | None) -> Body:
+    return {"error_code": code, "error_message": message, "matching_acls": []}
+
+
+def failed(body: Body, code: int) -> Body:
+    return {"filter_results": [_result(code, None) for _ in body["filters"]]}
+
+
+API = Api(31, "delete_acls", 1, 3, cold(handle, failed), barrier=True)

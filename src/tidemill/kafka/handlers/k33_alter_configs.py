@@ -1,0 +1,24 @@
+"""AlterConfigs (33), versions 0 to 2: those named are all that a topic or a group has then; the rest are defaults.
+
+Else as IncrementalAlterConfigs, which Kafka recommends: who alters by this one takes back what others have set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tidemill.kafka.context import Context
+from tidemill.kafka.handlers import k44_incremental_alter_configs as incremental
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+from tidemill.topics.altering import Kind, Op, altered
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    def change(_: Mapping[str, str], asked: Body, kind: Kind) -> dict[str, str]:
+        return altered({}, [(config["name"], Op.SET, config["value"]) for config in asked["configs"]], kind)
+
+    return {"responses": await incremental.alter_all(context, body, change)}
+
+
+API = Api(33, "alter_configs", 0, 2, cold(handle, incremental.failed), barrier=True)

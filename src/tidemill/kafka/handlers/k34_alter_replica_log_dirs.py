@@ -1,0 +1,43 @@
+"""AlterReplicaLogDirs (34), versions 1 and 2: refused by name. A broker has one directory, the bucket, where every
+partition is already: to move one there is done, and there is no other (LOG_DIR_NOT_FOUND).
+"""
+
+from __future__ import annotations
+
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.handlers.k35_describe_log_dirs import BUCKET
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    results = []
+    for directory in body["dirs"]:
+        known = directory["path"] == BUCKET
+        for topic in directory["topics"]:
+            codes = [(i, _code(context, topic["name"], i, known=known)) for i in topic["partitions"]]
+            results.append(_result(topic["name"], codes))
+    return {"results": results}
+
+
+def _code(context: Context, name: str, index: int, *, known: bool) -> int:
+    row = context.cache.resolve(name, is_id=False)
+    if isinstance(row, int):
+        return row
+    if not 0 <= index < row.partitions:
+        return context.cache.no_partition(row, index)
+    return errors.NONE if known else errors.LOG_DIR_NOT_FOUND
+
+
+def _result(name: str, codes: list[tuple[int, int]]) -> Body:
+    partitions = [{"partition_index": index, "error_code": code} for index, code in codes]
+    return {"topic_name": name, "partitions": partitions}
+
+
+def failed(body: Body, code: int) -> Body:
+    topics = [topic for directory in body["dirs"] for topic in directory["topics"]]
+    return {"results": [_result(topic["name"], [(index, code) for index in topic["partitions"]]) for topic in topics]}
+
+
+API = Api(34, "alter_replica_log_dirs", 1, 2, cold(handle, failed))

@@ -1,0 +1,46 @@
+"""SaslAuthenticate (36), versions 0 to 2: one message of the mechanism that SaslHandshake chose.
+
+A refusal is SASL_AUTHENTICATION_FAILED with one text for all reasons, after which the connection ends. From version 1
+the answer says how long the session lives (KIP-368): a client proves anew before, on the same connection. A fault of
+ours ends the connection without an answer, for clients take every code for a wrong password.
+"""
+
+from __future__ import annotations
+
+from tidemill.access.scram import Refused
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.proving import prove
+from tidemill.kafka.request import Api, Reply, Request, decoded, encoded
+from tidemill.kafka.schema.compiled import Body, decode_request
+
+
+async def begin(context: Context, request: Request) -> Reply:
+    body = await decoded(context.pace, request, _decode)
+    return await encoded(context.pace, request, await _handle(context, request, bytes(body["auth_bytes"])))
+
+
+def _decode(request: Request) -> Body:
+    return decode_request(request.key, request.version, request.view, request.position)
+
+
+async def _handle(context: Context, request: Request, message: bytes) -> Body:
+    visitor = request.visitor
+    if visitor.exchange is None:
+        visitor.rejected = "SaslAuthenticate before SaslHandshake"
+        return _refused(errors.ILLEGAL_SASL_STATE, "SaslAuthenticate comes after SaslHandshake.")
+    try:
+        step, lifetime_ms = await prove(context, visitor, message)
+    except Refused:
+        visitor.rejected = ""
+        text = f"Authentication failed: the credentials do not count. mechanism={visitor.mechanism}"
+        return _refused(errors.SASL_AUTHENTICATION_FAILED, text)
+    return {"error_code": 0, "error_message": None, "auth_bytes": step.reply, "session_lifetime": lifetime_ms}
+
+
+def _refused(code: int, message: str) -> Body:
+    return {"error_code": code, "error_message": message, "auth_bytes": b"", "session_lifetime": 0}
+
+
+API = Api(36, "sasl_authenticate", 0, 2, begin, barrier=True)
+"""Nothing behind it begins before it has ended (`Session`)."""

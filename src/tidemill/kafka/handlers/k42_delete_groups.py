@@ -1,0 +1,38 @@
+"""DeleteGroups (42), versions 0 to 2: groups in which nobody is, with their offsets, also those that a transaction has
+still to commit."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tidemill.base.errors import TidemillError
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.groups.coordinator import Refused
+from tidemill.kafka.request import Api, Request, cold, each
+from tidemill.kafka.schema.compiled import Body
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    async def one(group: str) -> Body:
+        return {"group_id": group, "error_code": await _delete(context, group)}
+
+    return {"results": await each(body["groups_names"], one, context.pace)}
+
+
+async def _delete(context: Context, group: str) -> int:
+    try:
+        if group and context.owners.is_own(group) and await context.groups.rows.head(group) is None:
+            return errors.GROUP_ID_NOT_FOUND
+        return await (await context.groups.get(group)).delete(partial(context.transactions.let_go, group))
+    except Refused as refused:
+        return refused.code
+    except TidemillError:
+        return errors.COORDINATOR_NOT_AVAILABLE
+
+
+def failed(body: Body, code: int) -> Body:
+    return {"results": [{"group_id": group, "error_code": code} for group in body["groups_names"]]}
+
+
+API = Api(42, "delete_groups", 0, 2, cold(handle, failed), barrier=True)

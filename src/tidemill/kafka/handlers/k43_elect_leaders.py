@@ -1,0 +1,46 @@
+"""ElectLeaders (43), versions 0 to 2: refused by name. Leaders follow the nodes that live, so what an election would
+bring is there already: ELECTION_NOT_NEEDED for each partition that exists, as where preferred replicas lead.
+"""
+
+from __future__ import annotations
+
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+
+MESSAGE = "Leaders follow the nodes that live; there is nothing to elect."
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    results = []
+    for topic in body["topic_partitions"] or ():
+        found = []
+        for index in topic["partitions"]:
+            row = context.cache.resolve(topic["topic"], is_id=False)
+            code = errors.ELECTION_NOT_NEEDED
+            if isinstance(row, int):
+                code = row
+            elif not 0 <= index < row.partitions:
+                code = context.cache.no_partition(row, index)
+            found.append(_result(index, code))
+        results.append({"topic": topic["topic"], "partition_result": found})
+    return {"error_code": 0, "replica_election_results": results}
+
+
+def _result(index: int, code: int) -> Body:
+    message = MESSAGE if code == errors.ELECTION_NOT_NEEDED else None
+    return {"partition_id": index, "error_code": code, "error_message": message}
+
+
+def failed(body: Body, code: int) -> Body:
+    return {
+        "error_code": code,
+        "replica_election_results": [
+            {"topic": topic["topic"], "partition_result": [_result(index, code) for index in topic["partitions"]]}
+            for topic in body["topic_partitions"] or ()
+        ],
+    }
+
+
+API = Api(43, "elect_leaders", 0, 2, cold(handle, failed))

@@ -1,0 +1,121 @@
+"""IncrementalAlterConfigs (44), versions 0 and 1: SET, DELETE, APPEND and SUBTRACT of configs of topics and groups.
+
+All changes of one topic or group are made together or not at all, in one write of its row. This node follows them
+before it answers, the others within two seconds. A broker's configs are those of its file: INVALID_REQUEST, with the
+key to set there. Of a captured table's topic none is changed (POLICY_VIOLATION): its writer relies on them. Other
+resources: INVALID_REQUEST.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import structlog
+from msgspec.structs import replace
+
+from tidemill.base.errors import Invalid, Missing, TidemillError
+from tidemill.kafka import errors
+from tidemill.kafka.broker_configs import BROKER, GROUP, TOPIC, refuse_change
+from tidemill.kafka.context import Context
+from tidemill.kafka.groups import configs
+from tidemill.kafka.groups.coordinator import is_name
+from tidemill.kafka.request import Api, Request, cold, each
+from tidemill.kafka.schema.compiled import Body
+from tidemill.metastore.catalogue import TopicRow
+from tidemill.topics import altering
+from tidemill.topics.altering import BadRequest, Kind, altered
+
+log = structlog.get_logger()
+
+Altered = Callable[[Mapping[str, str], Body, Kind], dict[str, str]]
+"""(config, the resource of the request, what has it) → its new config. Raises Invalid."""
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    def change(config: Mapping[str, str], asked: Body, kind: Kind) -> dict[str, str]:
+        return altered(config, [(c["name"], c["config_operation"], c["value"]) for c in asked["configs"]], kind)
+
+    return {"responses": await alter_all(context, body, change)}
+
+
+async def alter_all(context: Context, body: Body, change: Altered) -> list[Body]:
+    named = Counter((asked["resource_type"], asked["resource_name"]) for asked in body["resources"])
+    one = partial(_alter, context, named, change, validate_only=body["validate_only"])
+    answers = await each(body["resources"], one, context.pace)
+    if not body["validate_only"] and any(answer["error_code"] == errors.NONE for answer in answers):
+        try:
+            await context.topics.refresh()
+        except TidemillError as error:
+            log.warning("kafka.configs_followed_later", error=str(error))
+    return answers
+
+
+async def _alter(
+    context: Context, named: Counter[tuple[int, str]], change: Altered, asked: Body, *, validate_only: bool
+) -> Body:
+    kind, name = asked["resource_type"], asked["resource_name"]
+
+    def topic(config: Mapping[str, str]) -> dict[str, str]:
+        return change(config, asked, altering.TOPIC)
+
+    def group(config: Mapping[str, str]) -> dict[str, str]:
+        return change(config, asked, configs.GROUP)
+
+    try:
+        if named[kind, name] > 1:
+            raise BadRequest("the request names this resource twice.")
+        if kind == BROKER:
+            refuse_change(context, name, [config["name"] for config in asked["configs"]])
+        elif kind not in (TOPIC, GROUP) or not name:
+            raise BadRequest(
+                f"only configs of topics, groups and brokers are served: resource_type={kind} name={name!r}."
+            )
+        elif kind == GROUP:
+            if not is_name(name):
+                raise BadRequest(f"the group's name is too long: bytes={len(name.encode())}.")
+            await context.group_configs.change(name, group, validate_only=validate_only)
+        else:
+            code, message = await _topic(context, name, topic, validate_only=validate_only)
+            return answer(asked, code, message)
+    except BadRequest as error:
+        return answer(asked, errors.INVALID_REQUEST, str(error))
+    except Missing:
+        return answer(asked, errors.UNKNOWN_TOPIC_OR_PARTITION, "No such topic.")
+    except Invalid as error:
+        return answer(asked, errors.INVALID_CONFIG, str(error))
+    except TidemillError as error:
+        return answer(asked, errors.REQUEST_TIMED_OUT, str(error))
+    return answer(asked, errors.NONE, None)
+
+
+async def _topic(
+    context: Context, name: str, change: Callable[[Mapping[str, str]], dict[str, str]], *, validate_only: bool
+) -> tuple[int, str | None]:
+    row = await context.catalogue.get(TopicRow, name)
+    if row is None:
+        raise Missing(f"no such topic: topic={name}.")
+    new = change(row.config)
+    if row.kind == "capture" and new != row.config:
+        return errors.POLICY_VIOLATION, f"A captured table's topic keeps its configs: topic={name}."
+    if not validate_only:
+        changed = await context.catalogue.change_topic(name, lambda row: replace(row, config=change(row.config)))
+        context.cache.learn(changed)
+    return errors.NONE, None
+
+
+def answer(asked: Body, code: int, message: str | None) -> Body:
+    return {
+        "error_code": code,
+        "error_message": message,
+        "resource_type": asked["resource_type"],
+        "resource_name": asked["resource_name"],
+    }
+
+
+def failed(body: Body, code: int) -> Body:
+    return {"responses": [answer(asked, code, None) for asked in body["resources"]]}
+
+
+API = Api(44, "incremental_alter_configs", 0, 1, cold(handle, failed), barrier=True)

@@ -1,0 +1,56 @@
+"""AlterPartitionReassignments (45), version 0: refused by name. There are no replicas to move: others than the leader
+are INVALID_REPLICA_ASSIGNMENT, the leader alone is what is there already, and to cancel a reassignment (null) is
+NO_REASSIGNMENT_IN_PROGRESS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+
+Code = Callable[[str, Body], int]
+"""(topic, the partition asked for) → its code."""
+
+MESSAGE = "Records are in the bucket and leaders follow the nodes that live: there are no replicas to move."
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    node_ids = {broker.name: broker.node_id for broker in context.brokers()}
+
+    def code(name: str, partition: Body) -> int:
+        index, replicas = partition["partition_index"], partition["replicas"]
+        row = context.cache.resolve(name, is_id=False)
+        if isinstance(row, int):
+            return row
+        if not 0 <= index < row.partitions:
+            return context.cache.no_partition(row, index)
+        if replicas is None:
+            return errors.NO_REASSIGNMENT_IN_PROGRESS
+        there = [node_ids.get(context.topics.leader_of(row.topic_id, index))]
+        return errors.NONE if list(replicas) == there else errors.INVALID_REPLICA_ASSIGNMENT
+
+    return _answer(body, code)
+
+
+def _answer(body: Body, code: Code, error_code: int = 0) -> Body:
+    responses = []
+    for topic in body["topics"]:
+        partitions = []
+        for partition in topic["partitions"]:
+            found = code(topic["name"], partition)
+            message = MESSAGE if found == errors.INVALID_REPLICA_ASSIGNMENT else None
+            index = partition["partition_index"]
+            partitions.append({"partition_index": index, "error_code": found, "error_message": message})
+        responses.append({"name": topic["name"], "partitions": partitions})
+    return {"error_code": error_code, "error_message": None, "responses": responses}
+
+
+def failed(body: Body, code: int) -> Body:
+    return _answer(body, lambda *_: code, code)
+
+
+API = Api(45, "alter_partition_reassignments", 0, 0, cold(handle, failed))

@@ -1,0 +1,18 @@
+"""ListPartitionReassignments (46), version 0: there are none, ever (see AlterPartitionReassignments)."""
+
+from __future__ import annotations
+
+from tidemill.kafka.context import Context
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    return {"error_code": 0, "error_message": None, "topics": []}
+
+
+def failed(body: Body, code: int) -> Body:
+    return {"error_code": code, "error_message": None, "topics": []}
+
+
+API = Api(46, "list_partition_reassignments", 0, 0, cold(handle, failed))

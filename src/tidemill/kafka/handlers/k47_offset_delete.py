@@ -1,0 +1,74 @@
+"""OffsetDelete (47), version 0: offsets of topics that nobody in the group is subscribed to, also those that a
+transaction has still to commit."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tidemill.base.errors import TidemillError
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.groups.coordinator import Refused
+from tidemill.kafka.groups.led import LedGroup
+from tidemill.kafka.groups.subscriptions import CONSUMER, subscribed_to
+from tidemill.kafka.handlers.k08_offset_commit import find, look_for
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+from tidemill.metastore.rows import GROUP_OFFSETS
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    group = body["group_id"] or ""
+    await look_for(context, body["topics"], by_id=False)
+    try:
+        if group and context.owners.is_own(group) and await context.groups.rows.head(group) is None:
+            return _refused(errors.GROUP_ID_NOT_FOUND)
+        led = await context.groups.get(group)
+    except Refused as refused:
+        return _refused(refused.code)
+    except TidemillError:
+        return _refused(errors.COORDINATOR_NOT_AVAILABLE)
+    if led.group.members and led.group.protocol_type != CONSUMER:
+        return _refused(errors.NON_EMPTY_GROUP)
+    places: set[tuple[str, int]] = set()
+    deleted: list[Body] = []
+    topics: list[Body] = []
+    for topic in body["topics"]:
+        row = find(context, topic, by_id=False)
+        used = subscribed_to(led.group, topic["name"])
+        partitions: list[Body] = []
+        for asked in topic["partitions"]:
+            index = asked["partition_index"]
+            answer: Body = {"partition_index": index, "error_code": 0}
+            if isinstance(row, int) or not 0 <= index < row.partitions:
+                answer["error_code"] = errors.UNKNOWN_TOPIC_OR_PARTITION
+            elif used:
+                answer["error_code"] = errors.GROUP_SUBSCRIBED_TO_TOPIC
+            else:
+                places.add((row.topic_id, index))
+                deleted.append(answer)
+            partitions.append(answer)
+        topics.append({"name": topic["name"], "partitions": partitions})
+    code = await _delete(context, led, group, places) if places else 0
+    for answer in deleted:
+        answer["error_code"] = code
+    return {"error_code": 0, "topics": topics}
+
+
+async def _delete(context: Context, led: LedGroup, group: str, places: set[tuple[str, int]]) -> int:
+    rows = [(GROUP_OFFSETS.key(group, *place), b"") for place in sorted(places)]
+    try:
+        return await context.transactions.delete_offsets(group, places, partial(led.write, rows))
+    except TidemillError:
+        return errors.COORDINATOR_NOT_AVAILABLE
+
+
+def _refused(code: int) -> Body:
+    return {"error_code": code, "topics": []}
+
+
+def failed(body: Body, code: int) -> Body:
+    return _refused(code)
+
+
+API = Api(47, "offset_delete", 0, 0, cold(handle, failed), barrier=True)

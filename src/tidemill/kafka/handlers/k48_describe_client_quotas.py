@@ -1,0 +1,72 @@
+"""DescribeClientQuotas (48), versions 0 and 1: the quotas of entities that fit a filter (KIP-546).
+
+A component asks of an entity's user or client id for a name, the default, or any; `strict`: an entity that has
+components beyond does not fit. Kinds of entities that have no quotas here (ip): UNSUPPORTED_VERSION.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tidemill.access.quotas import DEFAULT, NOBODY, Quota, named
+from tidemill.base.errors import TidemillError
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+
+USER: Final = "user"
+CLIENT: Final = "client-id"
+EXACT: Final = 0
+OF_DEFAULT: Final = 1
+ANY: Final = 2
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    asked = {each["entity_type"]: each for each in body["components"]}
+    if len(asked) < len(body["components"]):
+        return failed(body, errors.INVALID_REQUEST, "A kind of entity is named twice.")
+    if not set(asked) <= {USER, CLIENT}:
+        return failed(body, errors.UNSUPPORTED_VERSION, f"Quotas are kept for {USER} and {CLIENT}.")
+    if any(each["match_type"] not in (EXACT, OF_DEFAULT, ANY) for each in asked.values()):
+        return failed(body, errors.INVALID_REQUEST, "A match is exact, default or any.")
+    try:
+        quotas = await context.quotas.list()
+    except TidemillError as error:
+        return failed(body, errors.REQUEST_TIMED_OUT, str(error))
+    entities: dict[tuple[str, str], list[Quota]] = {}
+    for quota in quotas:
+        if _fits(quota.user, asked.get(USER), body["strict"]) and _fits(
+            quota.client, asked.get(CLIENT), body["strict"]
+        ):
+            entities.setdefault((quota.user, quota.client), []).append(quota)
+    entries = [
+        {
+            "entity": entity(user, client),
+            "values": [{"key": quota.name, "value": quota.value} for quota in of_it],
+        }
+        for (user, client), of_it in entities.items()
+    ]
+    return {"error_code": 0, "error_message": None, "entries": entries}
+
+
+def _fits(part: str, asked: Body | None, strict: bool) -> bool:
+    if asked is None:
+        return not (strict and part)
+    if part == NOBODY:
+        return False
+    if asked["match_type"] == ANY:
+        return True
+    return part == (DEFAULT if asked["match_type"] == OF_DEFAULT else named(asked["match"] or ""))
+
+
+def entity(user: str, client: str) -> list[Body]:
+    parts = ((USER, user), (CLIENT, client))
+    return [{"entity_type": kind, "entity_name": None if part == DEFAULT else part[1:]} for kind, part in parts if part]
+
+
+def failed(body: Body, code: int, message: str | None = None) -> Body:
+    return {"error_code": code, "error_message": message, "entries": None}
+
+
+API = Api(48, "describe_client_quotas", 0, 1, cold(handle, failed))

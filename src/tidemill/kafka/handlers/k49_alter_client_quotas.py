@@ -1,0 +1,74 @@
+"""AlterClientQuotas (49), versions 0 and 1 (KIP-546): each entity's changes together or not at all.
+
+`producer_byte_rate`, `consumer_byte_rate` and `request_percentage` of users and client ids. Other quotas of Kafka's are
+INVALID_REQUEST, with those that are known; so is an entity that is named twice. To remove what is not there is success.
+"""
+
+from __future__ import annotations
+
+from tidemill.access.quotas import NOBODY, Quota, check_quota, named
+from tidemill.base.errors import Invalid, TidemillError
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.handlers.k48_describe_client_quotas import CLIENT, USER
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    seen: set[tuple[str, str]] = set()
+    entries = []
+    for entry in body["entries"]:
+        code, message = errors.NONE, None
+        try:
+            user, client = _entity(entry["entity"])
+            if (user, client) in seen:
+                raise Invalid("an entity is named twice.")
+            seen.add((user, client))
+            put, removed = _changes(user, client, entry["ops"])
+            if not body["validate_only"]:
+                await context.quotas.change(put, removed)
+                by, host = request.visitor.principal, request.visitor.host
+                context.audit.changed(
+                    "kafka.quotas_changed",
+                    by=by,
+                    host=host,
+                    put=[repr(q) for q in put],
+                    removed=[repr(q) for q in removed],
+                )
+        except Invalid as error:
+            code, message = errors.INVALID_REQUEST, str(error)
+        except TidemillError as error:
+            code, message = errors.REQUEST_TIMED_OUT, str(error)
+        entries.append({"error_code": code, "error_message": message, "entity": entry["entity"]})
+    return {"entries": entries}
+
+
+def _entity(parts: list[Body]) -> tuple[str, str]:
+    """Raises Invalid."""
+    found = {part["entity_type"]: named(part["entity_name"]) for part in parts}
+    if not found or len(found) < len(parts) or not set(found) <= {USER, CLIENT}:
+        raise Invalid(f"an entity is a {USER}, a {CLIENT}, or both.")
+    if "=" in found.values():
+        raise Invalid("a name is empty.", fix="Leave it out (null) for the default.")
+    return found.get(USER, NOBODY), found.get(CLIENT, NOBODY)
+
+
+def _changes(user: str, client: str, ops: list[Body]) -> tuple[list[Quota], list[Quota]]:
+    """Raises Invalid."""
+    if len({op["key"] for op in ops}) < len(ops):
+        raise Invalid("a quota is named twice.")
+    put = [Quota(user, client, op["key"], op["value"]) for op in ops if not op["remove"]]
+    removed = [Quota(user, client, op["key"], 1.0) for op in ops if op["remove"]]
+    for quota in (*put, *removed):
+        check_quota(quota)
+    return put, removed
+
+
+def failed(body: Body, code: int) -> Body:
+    return {
+        "entries": [{"error_code": code, "error_message": None, "entity": each["entity"]} for each in body["entries"]]
+    }
+
+
+API = Api(49, "alter_client_quotas", 0, 1, cold(handle, failed), barrier=True)

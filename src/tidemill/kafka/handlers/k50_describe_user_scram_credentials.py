@@ -1,0 +1,46 @@
+"""DescribeUserScramCredentials (50), version 0: mechanisms and iterations of users (KIP-554), never a key.
+
+Null or no users: all. A user without a credential: RESOURCE_NOT_FOUND; one named twice: DUPLICATE_RESOURCE.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tidemill.access.scram import Credential
+from tidemill.base.errors import TidemillError
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    try:
+        found: dict[str, list[Credential]] = {}
+        for credential in await context.users.list():
+            found.setdefault(credential.user, []).append(credential)
+    except TidemillError as error:
+        return {"error_code": errors.COORDINATOR_NOT_AVAILABLE, "error_message": str(error), "results": []}
+    named = Counter(user["name"] for user in body["users"] or ())
+    results = []
+    for name in named or found:
+        if named[name] > 1:
+            results.append(_result(name, errors.DUPLICATE_RESOURCE, "The request names this user twice."))
+        elif name not in found:
+            results.append(_result(name, errors.RESOURCE_NOT_FOUND, "No such user, or one without a credential."))
+        else:
+            infos = [{"mechanism": each.mechanism, "iterations": each.iterations} for each in found[name]]
+            results.append({**_result(name, 0, None), "credential_infos": infos})
+    return {"error_code": 0, "error_message": None, "results": results}
+
+
+def _result(name: str, code: int, message: str | None) -> Body:
+    return {"user": name, "error_code": code, "error_message": message, "credential_infos": []}
+
+
+def failed(body: Body, code: int) -> Body:
+    return {"error_code": code, "error_message": None, "results": []}
+
+
+API = Api(50, "describe_user_scram_credentials", 0, 0, cold(handle, failed))

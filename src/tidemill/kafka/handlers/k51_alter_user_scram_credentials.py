@@ -1,0 +1,84 @@
+"""AlterUserScramCredentials (51), version 0 (KIP-554): the client salts the password, none travels here.
+
+As in Kafka: a user that the request names twice for one mechanism is DUPLICATE_RESOURCE, a credential to be deleted
+that is not there RESOURCE_NOT_FOUND, too few or many iterations UNACCEPTABLE_CREDENTIAL, an unknown mechanism
+UNSUPPORTED_SASL_MECHANISM. One answer a user; a user with any fault changes in nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+from tidemill.access.scram import ITERATIONS_MAX, ITERATIONS_MIN, NAMES, SIZES, credential_of
+from tidemill.access.users import check_user
+from tidemill.base.errors import Invalid, TidemillError
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+
+SALT_BYTES_MAX: Final = 1_024
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    named = Counter((each["name"], each["mechanism"]) for each in (*body["deletions"], *body["upsertions"]))
+    results = []
+    for name in dict.fromkeys(name for name, _ in named):
+        deletions = [each for each in body["deletions"] if each["name"] == name]
+        upsertions = [each for each in body["upsertions"] if each["name"] == name]
+        twice = any(count > 1 for (user, _), count in named.items() if user == name)
+        refused = (errors.DUPLICATE_RESOURCE, "A credential is named twice.") if twice else None
+        refused = refused or next(filter(None, map(_refused, upsertions)), None)
+        try:
+            code, message = refused or await _change(context, request, name, deletions, upsertions)
+        except Invalid as error:
+            code, message = errors.UNACCEPTABLE_CREDENTIAL, str(error)
+        except TidemillError as error:
+            code, message = errors.REQUEST_TIMED_OUT, str(error)
+        results.append({"user": name, "error_code": code, "error_message": message})
+    return {"results": results}
+
+
+def _refused(upsertion: Body) -> tuple[int, str] | None:
+    mechanism, iterations = upsertion["mechanism"], upsertion["iterations"]
+    if mechanism not in NAMES:
+        return errors.UNSUPPORTED_SASL_MECHANISM, f"Known are {', '.join(NAMES.values())}."
+    if not ITERATIONS_MIN <= iterations <= ITERATIONS_MAX:
+        return errors.UNACCEPTABLE_CREDENTIAL, f"Use {ITERATIONS_MIN} to {ITERATIONS_MAX} iterations."
+    if len(upsertion["salted_password"]) != SIZES[mechanism] or not 0 < len(upsertion["salt"]) <= SALT_BYTES_MAX:
+        return errors.UNACCEPTABLE_CREDENTIAL, "The salt or the salted password has another size than it must have."
+    return None
+
+
+async def _change(
+    context: Context, request: Request, name: str, deletions: list[Body], upsertions: list[Body]
+) -> tuple[int, str | None]:
+    check_user(name)
+    for each in deletions:
+        if each["mechanism"] not in NAMES:
+            return errors.UNSUPPORTED_SASL_MECHANISM, f"Known are {', '.join(NAMES.values())}."
+        if await context.users.credential(name, each["mechanism"]) is None:
+            return errors.RESOURCE_NOT_FOUND, "There is no such credential."
+    for each in upsertions:
+        salted, salt = bytes(each["salted_password"]), bytes(each["salt"])
+        await context.users.put(credential_of(name, each["mechanism"], salted, salt, each["iterations"]))
+    if deletions:
+        await context.users.delete(name, [each["mechanism"] for each in deletions])
+    context.audit.changed(
+        "kafka.credentials_changed",
+        by=request.visitor.principal,
+        host=request.visitor.host,
+        user=name,
+        put=[NAMES[each["mechanism"]] for each in upsertions],
+        deleted=[NAMES[each["mechanism"]] for each in deletions],
+    )
+    return 0, None
+
+
+def failed(body: Body, code: int) -> Body:
+    names = dict.fromkeys(each["name"] for each in (*body["deletions"], *body["upsertions"]))
+    return {"results": [{"user": name, "error_code": code, "error_message": None} for name in names]}
+
+
+API = Api(51, "alter_user_scram_credentials", 0, 0, cold(handle, failed), barrier=True)

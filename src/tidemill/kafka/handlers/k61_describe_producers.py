@@ -1,0 +1,60 @@
+"""DescribeProducers (61), version 0: the producers that a partition remembers, and where their open transactions begin.
+
+The coordinator's epoch is always −1: a marker is whoever's that carries the transaction to its end.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tidemill.base.errors import TidemillError
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.request import Api, Request, cold, each
+from tidemill.kafka.schema.compiled import Body
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    topics = []
+    for topic in body["topics"]:
+        one = partial(_partition, context, topic["name"])
+        topics.append({"name": topic["name"], "partitions": await each(topic["partition_indexes"], one, context.pace)})
+    return {"topics": topics}
+
+
+def _answer(index: int, code: int, message: str | None = None) -> Body:
+    return {"partition_index": index, "error_code": code, "error_message": message, "active_producers": []}
+
+
+async def _partition(context: Context, name: str, index: int) -> Body:
+    row = context.cache.resolve(name, is_id=False)
+    if isinstance(row, int) or not 0 <= index < row.partitions:
+        return _answer(index, row if isinstance(row, int) else errors.UNKNOWN_TOPIC_OR_PARTITION)
+    try:
+        found = await context.topics.producers(row.topic_id, index)
+    except TidemillError as error:
+        return _answer(index, errors.code_of(error), str(error))
+    producers = [
+        {
+            "producer_id": each.producer_id,
+            "producer_epoch": each.epoch,
+            "last_sequence": each.last_sequence,
+            "last_timestamp": each.last_timestamp_ms,
+            "coordinator_epoch": -1,
+            "current_txn_start_offset": each.open_since,
+        }
+        for each in found
+    ]
+    return {**_answer(index, 0), "active_producers": producers}
+
+
+def failed(body: Body, code: int) -> Body:
+    return {
+        "topics": [
+            {"name": t["name"], "partitions": [_answer(index, code) for index in t["partition_indexes"]]}
+            for t in body["topics"]
+        ]
+    }
+
+
+API = Api(61, "describe_producers", 0, 0, cold(handle, failed))

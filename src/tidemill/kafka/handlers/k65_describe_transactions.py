@@ -1,0 +1,61 @@
+"""DescribeTransactions (65), version 0: transactional ids that this node coordinates."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tidemill.base.errors import TidemillError
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.handlers.transactional import refusal
+from tidemill.kafka.request import Api, Request, cold, each
+from tidemill.kafka.schema.compiled import Body
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    return {"transaction_states": await each(body["transactional_ids"], partial(_one, context), context.pace)}
+
+
+def _answer(transactional_id: str, code: int) -> Body:
+    return {
+        "error_code": code,
+        "transactional_id": transactional_id,
+        "transaction_state": "",
+        "transaction_timeout": 0,
+        "transaction_start_time": 0,
+        "producer_id": -1,
+        "producer_epoch": -1,
+        "topics": [],
+    }
+
+
+async def _one(context: Context, transactional_id: str) -> Body:
+    code = refusal(context, transactional_id)
+    if code:
+        return _answer(transactional_id, code)
+    try:
+        found = await context.transactions.read(transactional_id)
+    except TidemillError:
+        return _answer(transactional_id, errors.COORDINATOR_NOT_AVAILABLE)
+    if found is None:
+        return _answer(transactional_id, errors.TRANSACTIONAL_ID_NOT_FOUND)
+    return {
+        **_answer(transactional_id, 0),
+        "transaction_state": found.state.kafka_name,
+        "transaction_timeout": found.timeout_ms,
+        "transaction_start_time": found.started_ms,
+        "producer_id": found.producer_id,
+        "producer_epoch": found.epoch,
+        "topics": [
+            {"topic": row.name, "partitions": list(partitions)}
+            for topic_id, partitions in found.partitions.items()
+            if (row := context.cache.by_id(topic_id)) is not None
+        ],
+    }
+
+
+def failed(body: Body, code: int) -> Body:
+    return {"transaction_states": [_answer(each, code) for each in body["transactional_ids"]]}
+
+
+API = Api(65, "describe_transactions", 0, 0, cold(handle, failed))

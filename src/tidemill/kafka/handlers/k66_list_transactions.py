@@ -1,0 +1,54 @@
+"""ListTransactions (66), versions 0 to 2: what this node coordinates, also by a pattern of ids (KIP-1152)."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tidemill.base.errors import TidemillError
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.groups.patterns import match
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka.transactions.state import State
+
+_NAMES = {state.kafka_name for state in State}
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    states, ids = set(body["state_filters"]), set(body["producer_id_filters"])
+    duration_ms, pattern = body.get("duration_filter", -1), body.get("transactional_id_pattern")
+    try:
+        found = await context.transactions.all()
+    except TidemillError:
+        return failed(body, errors.COORDINATOR_NOT_AVAILABLE)
+    if pattern:
+        matches, error = await asyncio.to_thread(match, {pattern}, list(found))
+        if error is not None:
+            return failed(body, errors.INVALID_REGULAR_EXPRESSION)
+        found = {each: found[each] for each in sorted(matches[pattern])}
+    now_ms = context.clock.now_ms()
+    answers = []
+    for transactional_id, each in found.items():
+        if context.pace.due:
+            await context.pace.rest()
+        if (states and each.state.kafka_name not in states) or (ids and each.producer_id not in ids):
+            continue
+        if duration_ms >= 0 and not 0 <= each.started_ms < now_ms - duration_ms:
+            continue
+        if context.owners.coordinates(transactional_id):
+            answers.append(
+                {
+                    "transactional_id": transactional_id,
+                    "producer_id": each.producer_id,
+                    "transaction_state": each.state.kafka_name,
+                }
+            )
+    return {"error_code": 0, "unknown_state_filters": sorted(states - _NAMES), "transaction_states": answers}
+
+
+def failed(body: Body, code: int) -> Body:
+    return {"error_code": code, "unknown_state_filters": [], "transaction_states": []}
+
+
+API = Api(66, "list_transactions", 0, 2, cold(handle, failed))

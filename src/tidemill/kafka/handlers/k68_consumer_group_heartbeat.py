@@ -1,0 +1,129 @@
+"""ConsumerGroupHeartbeat (68), versions 0 and 1: joining, leaving and everything between (KIP-848).
+
+The answer comes once what it tells of is durable. Topics that somebody names and this node has not seen are looked for
+in the catalogue; a pattern stands for topics that the member may describe. Member ids of version 0 are given here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from tidemill.access.rules import Operation, Resource
+from tidemill.base.errors import Invalid, TidemillError
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.groups.assignors import Partitions
+from tidemill.kafka.groups.consumer_state import Beat, ConsumerGroup
+from tidemill.kafka.groups.coordinator import Refused
+from tidemill.kafka.groups.led import LedGroup
+from tidemill.kafka.groups.patterns import Sight
+from tidemill.kafka.groups.state import BeatAnswer, Group
+from tidemill.kafka.groups.subscriptions import assigned_topics
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+
+CLIENT_CHARS: Final = 255
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    ask = _ask(context, request, body)
+    try:
+        led = await context.groups.get(body["group_id"] or "", growing=ask.epoch == 0)
+        seen = await sight(context, request, led, _names(led.group, ask), ask.pattern)
+    except Refused as refused:
+        return failed(body, refused.code)
+    except Invalid as error:
+        return _body(BeatAnswer(errors.INVALID_REGULAR_EXPRESSION, str(error)))
+    except TidemillError:
+        return failed(body, errors.COORDINATOR_LOAD_IN_PROGRESS)
+    return _body(await led.beat(ask, seen), led.group.limits.consumer_heartbeat_ms)
+
+
+def _ask(context: Context, request: Request, body: Body) -> Beat:
+    topics, owned = body["subscribed_topic_names"], body["topic_partitions"]
+    pattern = body.get("subscribed_topic_regex")
+    member_id = body["member_id"] or ""
+    if request.version == 0:
+        # These members have no patterns: who joins says everything.
+        pattern = "" if topics is not None else None
+        member_id = member_id or (context.groups.new_id() if body["member_epoch"] == 0 else "")
+    return Beat(
+        member_id=member_id,
+        epoch=body["member_epoch"],
+        instance_id=body["instance_id"],
+        rack_id=body["rack_id"],
+        rebalance_ms=body["rebalance_timeout"],
+        topics=None if topics is None else frozenset(topics),
+        pattern=pattern,
+        assignor=body["server_assignor"],
+        owned=None if owned is None else _partitions(owned),
+        client_id=request.client_id[:CLIENT_CHARS],
+        client_host=f"/{request.visitor.host}",
+    )
+
+
+def _partitions(topics: list[Body]) -> Partitions:
+    found: dict[str, frozenset[int]] = {}
+    for topic in topics:
+        if topic["partitions"]:
+            found[topic["topic_id"]] = found.get(topic["topic_id"], frozenset()) | frozenset(topic["partitions"])
+    return found
+
+
+def _names(group: Group | ConsumerGroup, ask: Beat) -> frozenset[str]:
+    """Topics that must be known here: what a group is about to be upgraded with counts by its topics' ids."""
+    named = ask.topics or frozenset()
+    return named | assigned_topics(group) if ask.epoch == 0 and isinstance(group, Group) else named
+
+
+async def sight(
+    context: Context, request: Request, led: LedGroup, names: Iterable[str], pattern: str | None = None
+) -> Sight:
+    """The topics as this node sees them, looked at anew where it has not seen one of `names`. Raises what
+    `Subscribable.seen` raises."""
+
+    def patterns() -> set[str]:
+        others = led.group.patterns() if isinstance(led.group, ConsumerGroup) else set()
+        return others | ({pattern} if pattern else set())
+
+    def may(topic: str) -> bool:
+        return context.access.sees(request.visitor, Operation.DESCRIBE, Resource.TOPIC, topic)
+
+    cache = context.cache
+    group = led.group
+    # What another node made a moment ago; and a group that was taken over a moment ago may know more than this node.
+    is_new_here = isinstance(group, ConsumerGroup) and group.topics is None and bool(group.members)
+    if is_new_here or any(cache.find(name, is_id=False) is None for name in names):
+        await cache.refresh()
+    return await context.subscribable.seen(patterns, may)
+
+
+def _body(answer: BeatAnswer, heartbeat_ms: int = 0) -> Body:
+    assigned = answer.assignment
+    return {
+        "error_code": answer.error,
+        "error_message": answer.message or None,
+        "member_id": answer.member_id or None,
+        "member_epoch": answer.epoch,
+        "heartbeat_interval": 0 if answer.error else heartbeat_ms,
+        "assignment": None if assigned is None else {"topic_partitions": listed(assigned)},
+    }
+
+
+def listed(partitions: Partitions) -> list[Body]:
+    return [{"topic_id": topic_id, "partitions": sorted(numbers)} for topic_id, numbers in sorted(partitions.items())]
+
+
+def failed(body: Body, code: int) -> Body:
+    return {
+        "error_code": code,
+        "error_message": None,
+        "member_id": None,
+        "member_epoch": 0,
+        "heartbeat_interval": 0,
+        "assignment": None,
+    }
+
+
+API = Api(68, "consumer_group_heartbeat", 0, 1, cold(handle, failed), abandon=True)

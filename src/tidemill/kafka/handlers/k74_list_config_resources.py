@@ -1,0 +1,40 @@
+"""ListConfigResources (74), versions 0 and 1: what has configs, topics, brokers and groups (KIP-1142).
+
+Groups are those that have configs of their own. Version 0 asks for client metrics alone, of which there are none; so
+do all other types.
+"""
+
+from __future__ import annotations
+
+from tidemill.base.errors import TidemillError
+from tidemill.kafka import errors
+from tidemill.kafka.broker_configs import BROKER, GROUP, TOPIC
+from tidemill.kafka.context import Context
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    if request.version == 0:
+        return {"error_code": errors.NONE, "config_resources": []}
+    asked = body["resource_types"]
+    found: list[tuple[int, str]] = []
+    try:
+        if not asked or TOPIC in asked:
+            await context.cache.refresh()
+            found += sorted((TOPIC, row.name) for row in context.cache.rows())
+        if not asked or GROUP in asked:
+            found += [(GROUP, name) for name in await context.group_configs.names()]
+    except TidemillError as error:
+        return failed(body, errors.code_of(error))
+    if not asked or BROKER in asked:
+        found += [(BROKER, str(broker.node_id)) for broker in context.brokers()]
+    resources = [{"resource_type": kind, "resource_name": name} for kind, name in found]
+    return {"error_code": errors.NONE, "config_resources": resources}
+
+
+def failed(body: Body, code: int) -> Body:
+    return {"error_code": code, "config_resources": []}
+
+
+API = Api(74, "list_config_resources", 0, 1, cold(handle, failed))

@@ -1,0 +1,88 @@
+"""DescribeTopicPartitions (75), version 0: topics by name, a page of partitions at a time (KIP-966).
+
+A page has at most PARTITIONS_PER_PAGE partitions, over topics in the order of their names; `next_cursor` says where the
+next one begins. No topics named: all. Leader epoch, replicas as in Metadata; there are no eligible leader replicas.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from tidemill.base.errors import TidemillError
+from tidemill.kafka import errors
+from tidemill.kafka.context import Context
+from tidemill.kafka.request import Api, Request, cold
+from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka.schema.wire import ZERO_UUID
+from tidemill.metastore.catalogue import TopicRow
+
+PARTITIONS_PER_PAGE: Final = 2_000
+"""Kafka's default of max.request.partition.size.limit."""
+
+
+async def handle(context: Context, request: Request, body: Body) -> Body:
+    cursor: Any = body["cursor"]
+    begin, first = (cursor["topic_name"], cursor["partition_index"]) if cursor else ("", 0)
+    if first < 0:
+        return failed(body, errors.INVALID_REQUEST)
+    asked = sorted({topic["name"] for topic in body["topics"]})
+    try:
+        await context.cache.refresh()
+    except TidemillError:
+        return failed(body, errors.LEADER_NOT_AVAILABLE)
+    node_ids = {broker.name: broker.node_id for broker in context.brokers()}
+    left = min(max(body["response_partition_limit"], 1), PARTITIONS_PER_PAGE)
+    topics: list[Body] = []
+    for name in asked or sorted(row.name for row in context.cache.rows()):
+        if name < begin:
+            continue
+        row = context.cache.by_name(name)
+        if row is None:
+            if asked:
+                topics.append(_topic(name, ZERO_UUID, errors.UNKNOWN_TOPIC_OR_PARTITION))
+            continue
+        start = first if name == begin else 0
+        if not left:
+            return {"topics": topics, "next_cursor": {"topic_name": name, "partition_index": start}}
+        end = min(row.partitions, start + left)
+        left -= max(0, end - start)
+        found = [_partition(context, node_ids, row, index) for index in range(start, end)]
+        topics.append(_topic(row.name, row.topic_id, errors.NONE, found))
+        if end < row.partitions:
+            return {"topics": topics, "next_cursor": {"topic_name": name, "partition_index": end}}
+        if context.pace.due:
+            await context.pace.rest()
+    return {"topics": topics, "next_cursor": None}
+
+
+def _partition(context: Context, node_ids: dict[str, int], row: TopicRow, index: int) -> Body:
+    leader = node_ids.get(context.topics.leader_of(row.topic_id, index))
+    replicas = [] if leader is None else [leader]
+    return {
+        "error_code": errors.LEADER_NOT_AVAILABLE if leader is None else errors.NONE,
+        "partition_index": index,
+        "leader_id": -1 if leader is None else leader,
+        "replica_nodes": replicas,
+        "isr_nodes": replicas,
+        "eligible_leader_replicas": [],
+        "last_known_elr": [],
+        "offline_replicas": [],
+    }
+
+
+def _topic(name: str, topic_id: str, code: int, partitions: list[Body] | None = None) -> Body:
+    return {
+        "error_code": code,
+        "name": name,
+        "topic_id": topic_id,
+        "is_internal": False,
+        "partitions": partitions or [],
+        "topic_authorized_operations": -(2**31),
+    }
+
+
+def failed(body: Body, code: int) -> Body:
+    return {"topics": [_topic(topic["name"], ZERO_UUID, code) for topic in body["topics"]], "next_cursor": None}
+
+
+API = Api(75, "describe_topic_partitions", 0, 0, cold(handle, failed))

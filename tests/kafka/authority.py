@@ -1,0 +1,83 @@
+"""Certificates for tests: an authority, and what it signs."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from tidemill.access.principals import principal_rules
+from tidemill.access.tls import Certificates, TlsSettings
+from tidemill.kafka.gate import Gate
+
+DAY = datetime.timedelta(days=1)
+
+
+class Authority:
+    def __init__(self, directory: Path, name: str = "Test CA") -> None:
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        certificate = self._sign(
+            self._name, self._key.public_key(), 1, x509.BasicConstraints(ca=True, path_length=None)
+        )
+        self.certificate = directory / "ca.pem"
+        self.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+
+    def _sign(
+        self, name: x509.Name, key: ec.EllipticCurvePublicKey, days: int, *extensions: x509.ExtensionType
+    ) -> x509.Certificate:
+        now = datetime.datetime.now(datetime.UTC)
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(self._name)
+            .public_key(key)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - 10 * DAY)
+            .not_valid_after(now + days * DAY)
+        )
+        for extension in extensions:
+            builder = builder.add_extension(extension, critical=isinstance(extension, x509.BasicConstraints))
+        return builder.sign(self._key, hashes.SHA256())
+
+    def issue(self, label: str, subject: list[tuple[x509.ObjectIdentifier, str]], *, days: int = 1) -> tuple[str, str]:
+        """Paths of certificate and key, for 127.0.0.1 and localhost as well."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = x509.Name([x509.NameAttribute(kind, value) for kind, value in subject])
+        hosts = x509.SubjectAlternativeName(
+            [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        )
+        certificate = self._sign(name, key.public_key(), days, hosts)
+        paths = self._directory / f"{label}.pem", self._directory / f"{label}.key"
+        paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+        paths[1].write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
+        )
+        return str(paths[0]), str(paths[1])
+
+    def server(self, label: str = "server") -> tuple[str, str]:
+        return self.issue(label, [(NameOID.COMMON_NAME, "localhost")])
+
+    def client(self, name: str, *, days: int = 1) -> tuple[str, str]:
+        subject = [
+            (NameOID.COUNTRY_NAME, "DE"),
+            (NameOID.ORGANIZATION_NAME, "Harbour, Ltd"),
+            (NameOID.COMMON_NAME, name),
+        ]
+        return self.issue(name, subject, days=days)
+
+    def tls(self, client_auth: str = "none", min_version: str = "1.2") -> TlsSettings:
+        ca = str(self.certificate) if client_auth != "none" else ""
+        return TlsSettings(*self.server(), ca, client_auth, min_version)
+
+    def gate(self, client_auth: str = "none", *rules: str, min_version: str = "1.2") -> Gate:
+        return Gate(Certificates(self.tls(client_auth, min_version)), principal_rules(rules or ("DEFAULT",)))

@@ -1,0 +1,320 @@
+"""Rules at the endpoint: what each API asks for, what nobody learns, and the admin clients that write them."""
+
+from __future__ import annotations
+
+import struct
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import confluent_kafka as ck
+import pytest
+import structlog
+from confluent_kafka.admin import (
+    AclBinding,
+    AclBindingFilter,
+    AclOperation,
+    AclPermissionType,
+    AdminClient,
+    NewTopic,
+    ResourcePatternType,
+    ResourceType,
+)
+from harness import FakeBroker, RealBroker, eventually
+from kafka.errors import GroupAuthorizationFailedError
+from kio.index import load_request_schema
+from raw import RawClient, batch, encode, example, fetch_body, fields, nested, produce_body
+from test_kafka_handlers import code
+from test_kafka_sasl import PASSWORD, add, confluent, gate, plainly
+
+from kafka import KafkaConsumer, TopicPartition
+from tidemill.access.rules import CLUSTER_NAME, Operation, Pattern, Permission, Resource, Rule
+from tidemill.kafka import checks, errors
+from tidemill.kafka.handlers import APIS
+
+DENIALS = {29, 30, 31, 53}
+LISTS = {16, 66}
+"""Answered, with what may be seen alone."""
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[FakeBroker]:
+    broker = FakeBroker(gate=gate(), super_users=("User:root",))
+    for user in ("root", "alice"):
+        add(broker, user)
+    broker.create_topic("secret", 1)
+    yield broker
+    broker.close()
+
+
+def as_user(broker: FakeBroker, user: str) -> RawClient:
+    client = RawClient(broker.port)
+    name, message = b"PLAIN", plainly(user)
+    client.ask(17, 1, struct.pack(">h", len(name)) + name)
+    assert code(client.ask(36, 1, struct.pack(">i", len(message)) + message)) == 0
+    return client
+
+
+def allow(
+    broker: FakeBroker | RealBroker,
+    user: str,
+    operation: Operation,
+    resource: Resource,
+    name: str,
+    pattern: Pattern = Pattern.LITERAL,
+    permission: Permission = Permission.ALLOW,
+) -> Callable[[], None]:
+    assert broker.rulebook is not None
+    found = Rule(int(resource), int(pattern), name, f"User:{user}", "*", int(operation), int(permission))
+    broker.portal.call(broker.rulebook.add([found]))
+    return lambda: broker.portal.call(broker.rulebook.delete([found]))  # type: ignore[union-attr]
+
+
+def test_every_api_names_what_it_asks_for() -> None:
+    assert set(APIS) <= set(checks.CHECKS), "say in kafka/checks.py what the new API asks for"
+
+
+@pytest.mark.parametrize("key", sorted(APIS.keys() - {17, 18, 36, 60}))
+def test_f246_who_may_nothing_is_refused_by_every_api(shared: FakeBroker, key: int) -> None:
+    """In its newest and oldest version, of things that exist and of such that do not, in the same words."""
+    api = APIS[key]
+    exists = f"t{key}"
+    row = shared.create_topic(exists, 1)
+    for version in sorted({api.min_version, api.max_version}):
+        answers = []
+        for name, topic_id in ((exists, uuid.UUID(row.topic_id)), (f"n{key}", uuid.uuid4())):
+            with as_user(shared, "alice") as client:
+                answer = client.ask(key, version, example(key, version, name, topic_id))
+                assert "secret" not in str(answer), "whoever may see nothing is told of nothing that was not named"
+                assert "error_message=''" not in str(answer), "Java would say that instead of what the code means"
+                answers.append(code(answer))
+        if key in LISTS:
+            assert set(answers) == {0}
+        elif key in (0, 1) and version >= 13:
+            assert answers[0] == 29 and answers[1] in (errors.UNKNOWN_TOPIC_ID, errors.NOT_LEADER_OR_FOLLOWER)
+        elif key in (3, 20) and version >= {3: 10, 20: 6}[key]:
+            assert answers[0] in DENIALS
+        else:
+            assert answers[0] == answers[1] and answers[0] in DENIALS, answers
+
+
+@pytest.mark.parametrize("key", sorted(APIS.keys() - {17, 18, 36}))
+def test_a_super_user_is_refused_nothing(shared: FakeBroker, key: int) -> None:
+    version = APIS[key].max_version
+    row = shared.create_topic(f"s{key}", 1)
+    with as_user(shared, "root") as client:
+        client.ask(3, 1, b"\xff\xff\xff\xff")
+        assert code(client.ask(key, version, example(key, version, f"s{key}", uuid.UUID(row.topic_id)))) not in DENIALS
+
+
+def ask_metadata(client: RawClient, topics: list[str] | None, *, create: bool = False, version: int = 9) -> Any:
+    schema = load_request_schema(3, version)
+    asked = None if topics is None else tuple(fields(nested(schema, "topics"), name=name) for name in topics)
+    body = fields(
+        schema,
+        topics=asked,
+        allow_auto_topic_creation=create,
+        include_cluster_authorized_operations=True,
+        include_topic_authorized_operations=True,
+    )
+    return client.ask(3, version, encode(body))
+
+
+def test_metadata_hides_what_may_not_be_described(shared: FakeBroker) -> None:
+    shared.create_topic("seen-1", 1)
+    shared.create_topic("hidden-1", 1)
+    undo = allow(shared, "alice", Operation.READ, Resource.TOPIC, "seen", Pattern.PREFIXED)
+    with as_user(shared, "alice") as client:
+        everything = ask_metadata(client, None)
+        assert [topic.name for topic in everything.topics] == ["seen-1"]
+        named = {
+            t.name: int(t.error_code) for t in ask_metadata(client, ["seen-1", "hidden-1", "absent", "seen-2"]).topics
+        }
+        assert named == {"seen-1": 0, "seen-2": 3, "hidden-1": 29, "absent": 29}
+        operations = ask_metadata(client, ["seen-1"]).topics[0].topic_authorized_operations
+        assert operations == 1 << Operation.READ | 1 << Operation.DESCRIBE
+        assert everything.cluster_authorized_operations == 0
+        created = ask_metadata(client, ["seen-3"], create=True).topics[0]
+        assert int(created.error_code) == 29, "READ does not create"
+    undo()
+    with as_user(shared, "alice") as client:
+        assert ask_metadata(client, None).topics == ()
+
+
+def test_of_several_topics_those_that_are_allowed_are_worked_on(shared: FakeBroker) -> None:
+    shared.create_topic("mine", 1)
+    shared.create_topic("theirs", 1)
+    undo = [allow(shared, "alice", op, Resource.TOPIC, "mine") for op in (Operation.WRITE, Operation.READ)]
+    with as_user(shared, "alice") as client:
+        ask_metadata(client, ["mine"])
+        schema = load_request_schema(2, 1)
+        partition = fields(nested(nested(schema, "topics"), "partitions"), partition_index=0, timestamp=-1)
+        topics = tuple(
+            fields(nested(schema, "topics"), name=name, partitions=(partition,)) for name in ("theirs", "mine", "none")
+        )
+        answer = client.ask(2, 1, encode(fields(schema, replica_id=-1, topics=topics)))
+        found = {topic.name: int(topic.partitions[0].error_code) for topic in answer.topics}
+        assert found == {"mine": 0, "theirs": 29, "none": 29}
+        for name, expected in (("mine", 0), ("theirs", 29), ("none", 29)):
+            produced = client.ask(0, 8, produce_body(name, [(0, batch([b"v"]))]))
+            assert int(produced.responses[0].partition_responses[0].error_code) == expected
+            fetched = client.ask(1, 4, fetch_body(name, 0, 0, max_wait_ms=0))
+            assert code(fetched) == expected
+    for each in undo:
+        each()
+
+
+def test_a_denial_wins_over_what_is_allowed_and_both_are_told(shared: FakeBroker) -> None:
+    shared.create_topic("both", 1)
+    undo = [
+        allow(shared, "alice", Operation.ALL, Resource.TOPIC, "*"),
+        allow(shared, "alice", Operation.WRITE, Resource.TOPIC, "both", permission=Permission.DENY),
+    ]
+    with structlog.testing.capture_logs() as logs, as_user(shared, "alice") as client:
+        ask_metadata(client, ["both"])
+        produced = client.ask(0, 8, produce_body("both", [(0, batch([b"v"]))]))
+        assert int(produced.responses[0].partition_responses[0].error_code) == 29
+        fetched = client.ask(1, 4, fetch_body("both", 0, 0, max_wait_ms=0))
+        assert code(fetched) == 0
+    [line] = [line for line in logs if line["event"] == "kafka.operation_denied"]
+    assert (line["principal"], line["operation"], line["resource"], line["name"]) == (
+        "User:alice", "WRITE", "TOPIC", "both"
+    )  # fmt: skip
+    for each in undo:
+        each()
+
+
+def test_an_idempotent_producer_needs_a_topic_that_it_may_write(shared: FakeBroker) -> None:
+    body = encode(fields(load_request_schema(22, 1), transactional_id=None))
+    with as_user(shared, "alice") as client:
+        assert int(client.ask(22, 1, body).error_code) == errors.CLUSTER_AUTHORIZATION_FAILED
+        undo = allow(shared, "alice", Operation.WRITE, Resource.TOPIC, "anything")
+        assert int(client.ask(22, 1, body).error_code) == 0
+        undo()
+        undo = allow(shared, "alice", Operation.IDEMPOTENT_WRITE, Resource.CLUSTER, CLUSTER_NAME)
+        assert int(client.ask(22, 1, body).error_code) == 0
+        undo()
+
+
+def test_without_an_authorizer_rules_are_refused_as_disabled(fake_broker: FakeBroker) -> None:
+    with RawClient(fake_broker.port) as client:
+        for key in (29, 30, 31):
+            version = APIS[key].max_version
+            assert code(client.ask(key, version, example(key, version, "t", uuid.uuid4()))) == errors.SECURITY_DISABLED
+
+
+ANY = AclBindingFilter(
+    ResourceType.ANY, None, ResourcePatternType.ANY, None, None, AclOperation.ANY, AclPermissionType.ANY
+)
+
+
+def test_librdkafka_writes_describes_and_deletes_rules_and_lives_by_them() -> None:
+    broker = RealBroker(gate=gate(), super_users=("User:root",))
+    for user in ("root", "alice"):
+        add(broker, user)
+    root_config = {**confluent(broker, None, "SCRAM-SHA-256"), "sasl.username": "root"}
+    root = AdminClient(root_config)
+    root.create_topics([NewTopic("orders", 1, 1)])["orders"].result(20)
+
+    def binding(kind: Any, name: str, operation: Any) -> Any:
+        return AclBinding(
+            kind, name, ResourcePatternType.LITERAL, "User:alice", "*", operation, AclPermissionType.ALLOW
+        )
+
+    mine = [
+        binding(ResourceType.TOPIC, "orders", AclOperation.READ),
+        binding(ResourceType.TOPIC, "orders", AclOperation.WRITE),
+        binding(ResourceType.GROUP, "g", AclOperation.READ),
+    ]
+    config = confluent(broker, None, "SCRAM-SHA-512")
+    refused: list[Any] = []
+    before = ck.Producer({**config, "topic.metadata.refresh.interval.ms": 500})
+    before.produce("orders", b"v", on_delivery=lambda error, _: refused.append(error))
+    before.flush(20)
+    assert refused[0].code() == ck.KafkaError.TOPIC_AUTHORIZATION_FAILED
+    for future in root.create_acls(mine).values():
+        future.result(20)
+    assert set(root.describe_acls(ANY).result(20)) == set(mine)
+    client = ck.Producer({**config, "enable.idempotence": True})
+    client.produce("orders", b"v")
+    assert client.flush(20) == 0
+    reader = ck.Consumer({**config, "group.id": "g", "enable.auto.commit": False})
+    reader.assign([ck.TopicPartition("orders", 0, 0)])
+    assert eventually(lambda: reader.poll(0.5)).value() == b"v"
+    reader.commit(offsets=[ck.TopicPartition("orders", 0, 1)], asynchronous=False)
+    reader.close()
+    other = KafkaConsumer(
+        bootstrap_servers=broker.address,
+        group_id="other",
+        security_protocol="SASL_PLAINTEXT",
+        sasl_mechanism="PLAIN",
+        sasl_plain_username="alice",
+        sasl_plain_password=PASSWORD,
+    )
+    with pytest.raises(GroupAuthorizationFailedError):
+        other.committed(TopicPartition("orders", 0))
+    other.close()
+    alice = AdminClient(config)
+    with pytest.raises(ck.KafkaException) as cluster:
+        alice.create_acls(mine)[mine[0]].result(20)
+    assert cluster.value.args[0].code() == ck.KafkaError.CLUSTER_AUTHORIZATION_FAILED
+    deleted = root.delete_acls([ANY])[ANY].result(20)
+    assert set(deleted) == set(mine)
+    assert root.describe_acls(ANY).result(20) == []
+    broker.close()
+
+
+def test_rules_written_elsewhere_count_within_seconds_and_outlive_a_restart() -> None:
+    broker = RealBroker(gate=gate(), super_users=())
+    add(broker, "alice")
+    broker.create_topic("t", 1)
+    from tidemill.access.rulebook import Rulebook
+
+    other = Rulebook(broker.metastore, broker.clock)
+    broker.portal.call(other.add([Rule(2, 3, "t", "User:alice", "*", int(Operation.READ), 3)]))
+    config = confluent(broker, None, "PLAIN")
+    eventually(lambda: list(AdminClient(config).list_topics(timeout=30).topics) == ["t"])
+    broker.restart()
+    assert list(AdminClient(confluent(broker, None, "PLAIN")).list_topics(timeout=30).topics) == ["t"]
+    broker.close()
+
+
+def test_a_transactional_producer_needs_its_id_its_topics_and_its_groups() -> None:
+    broker = RealBroker(gate=gate(), super_users=())
+    try:
+        add(broker, "alice")
+        broker.create_topic("t", 1)
+        config = {**confluent(broker, None, "PLAIN"), "transactional.id": "tx-1", "log_level": 0}
+        with pytest.raises(ck.KafkaException) as refused:
+            ck.Producer(config).init_transactions(30)
+        assert refused.value.args[0].code() == ck.KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED
+        allow(broker, "alice", Operation.WRITE, Resource.TRANSACTIONAL_ID, "tx-", Pattern.PREFIXED)
+        allow(broker, "alice", Operation.DESCRIBE, Resource.TOPIC, "t")
+        allow(broker, "alice", Operation.DESCRIBE, Resource.GROUP, "g")
+        client = ck.Producer(config)
+        client.init_transactions(30)
+        group = ck.Consumer({**confluent(broker, None, "PLAIN"), "group.id": "g"}).consumer_group_metadata()
+        offsets = [ck.TopicPartition("t", 0, 3)]
+        errors_told: list[Any] = []
+
+        def attempt() -> int:
+            """The code of what it is refused with, or 0."""
+            client.begin_transaction()
+            try:
+                client.produce("t", b"v", partition=0, on_delivery=lambda error, _: errors_told.append(error))
+                client.flush(30)
+                client.send_offsets_to_transaction(offsets, group, 30)
+                client.commit_transaction(30)
+            except ck.KafkaException as error:
+                client.abort_transaction(30)
+                return int(error.args[0].code())
+            return 0
+
+        assert attempt() == ck.KafkaError.TOPIC_AUTHORIZATION_FAILED
+        allow(broker, "alice", Operation.WRITE, Resource.TOPIC, "t")
+        allow(broker, "alice", Operation.READ, Resource.TOPIC, "t")
+        assert attempt() == ck.KafkaError.GROUP_AUTHORIZATION_FAILED
+        allow(broker, "alice", Operation.READ, Resource.GROUP, "g")
+        assert attempt() == 0
+    finally:
+        broker.close()

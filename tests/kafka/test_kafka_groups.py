@@ -1,0 +1,239 @@
+"""Consumer groups with real clients in processes of their own: they join, leave, die, and what they read is whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import confluent_kafka as ck
+import msgspec
+import pytest
+from confluent_kafka import ConsumerGroupState
+from confluent_kafka.admin import AdminClient
+from harness import Cluster, RealBroker, eventually
+
+from tidemill.kafka import KafkaSettings
+
+PARTITIONS = 4
+SETTINGS = KafkaSettings(
+    group_initial_rebalance_delay_ms=0,
+    group_min_session_timeout_ms=1_000,
+    group_consumer_session_timeout_ms=2_000,
+    group_consumer_heartbeat_interval_ms=300,
+)
+CLIENTS = [
+    ("confluent", "eager"),
+    ("confluent", "cooperative"),
+    ("confluent", "consumer"),
+    ("kafka-python", "eager"),
+    ("kafka-python", "cooperative"),
+    ("aiokafka", "eager"),
+]
+PATIENT_MS = 60_000
+PATIENT = msgspec.structs.replace(SETTINGS, group_consumer_session_timeout_ms=PATIENT_MS)
+MEMBER = Path(__file__).parent / "group_member.py"
+
+
+class Member:
+    def __init__(
+        self, client: str, strategy: str, addresses: str, group: str, topic: str, instance: str = "", *,
+        patient: bool = False,
+    ) -> None:  # fmt: skip
+        """`patient`: nobody is to take it for dead in this test, however busy the machine is."""
+        words = [client, strategy, addresses, group, topic, *([instance] if instance else [])]
+        environment = {**os.environ, **({"SESSION_MS": str(PATIENT_MS)} if patient else {})}
+        self._process = subprocess.Popen(
+            [sys.executable, str(MEMBER), *words], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.assigned: list[int] = []
+        self.assignments = 0
+        self.got: list[tuple[int, int]] = []
+        self.unsure: list[tuple[int, int]] = []
+        self.topics: tuple[str, ...] = ()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            said: dict[str, Any] = json.loads(line)
+            if "assigned" in said:
+                self.assigned, self.assignments = said["assigned"], self.assignments + 1
+            elif "unsure" in said:
+                self.unsure.append(tuple(said["unsure"]))
+            else:
+                self.got.append(tuple(said["got"]))
+                self.topics = tuple(sorted({*self.topics, *([said["topic"]] if "topic" in said else [])}))
+
+    def leave(self) -> None:
+        self._process.terminate()
+        self._process.wait(30)
+        self.assigned = []
+
+    def kill(self) -> None:
+        os.kill(self._process.pid, signal.SIGKILL)
+        self._process.wait(30)
+        self.assigned = []
+
+    def end(self) -> None:
+        if self._process.poll() is None:
+            self.kill()
+
+
+def shared(*members: Member) -> bool:
+    """Each has some, and together they have each partition once."""
+    return all(m.assigned for m in members) and sorted(p for m in members for p in m.assigned) == list(
+        range(PARTITIONS)
+    )
+
+
+def produce(addresses: str, topic: str, first: int, count: int) -> None:
+    producer = ck.Producer({"bootstrap.servers": addresses, "linger.ms": 5})
+    for number in range(first, first + count):
+        producer.produce(topic, str(number).encode(), partition=number % PARTITIONS)
+    assert producer.flush(60) == 0
+
+
+@pytest.fixture
+def members() -> Iterator[list[Member]]:
+    made: list[Member] = []
+    yield made
+    for member in made:
+        member.end()
+
+
+@pytest.fixture
+def node() -> Iterator[RealBroker]:
+    broker = RealBroker(settings=SETTINGS)
+    yield broker
+    broker.close()
+
+
+@pytest.mark.parametrize(("client", "strategy"), CLIENTS)
+def test_f230_consumers_join_leave_and_die_and_every_record_is_read(
+    node: RealBroker, members: list[Member], client: str, strategy: str
+) -> None:
+    node.create_topic("t", PARTITIONS)
+
+    def join() -> Member:
+        member = Member(client, strategy, node.address, "g", "t")
+        members.append(member)
+        return member
+
+    def read(count: int) -> None:
+        everything = {(n % PARTITIONS, n // PARTITIONS) for n in range(count)}
+        eventually(lambda: {place for member in members for place in member.got} >= everything, 60)
+
+    first = join()
+    eventually(lambda: shared(first), 60)
+    produce(node.address, "t", 0, 80)
+    read(80)
+    second = join()
+    eventually(lambda: shared(first, second), 60)
+    produce(node.address, "t", 80, 80)
+    read(160)
+    third = join()
+    eventually(lambda: shared(first, second, third), 60)
+    first.leave()
+    eventually(lambda: shared(second, third), 60)
+    second.kill()
+    eventually(lambda: shared(third), 60)
+    produce(node.address, "t", 160, 80)
+    read(240)
+    # Offsets were committed before they were told: nothing told twice but what the killed one was about to tell.
+    places = [place for member in members for place in member.got]
+    assert len(places) == len(set(places))
+    third.leave()
+    admin = AdminClient({"bootstrap.servers": node.address})
+    empty = eventually(lambda: _state(admin, "g") is ConsumerGroupState.EMPTY or None)
+    assert empty
+    assert admin.delete_consumer_groups(["g"])["g"].result(30) is None
+    assert "g" not in {group.group_id for group in admin.list_consumer_groups().result(30).valid}
+
+
+def _state(admin: AdminClient, group: str) -> Any:
+    return admin.describe_consumer_groups([group])[group].result(30).state
+
+
+@pytest.mark.parametrize("strategy", ["cooperative", "consumer"])
+def test_a_coordinator_that_dies_costs_no_rebalance(members: list[Member], strategy: str) -> None:
+    cluster = Cluster("n1", "n2", settings=PATIENT)
+    try:
+        cluster.portal.call(cluster.nodes[0].catalogue.create_topic("t", PARTITIONS))
+        # A group that is coordinated by the first node.
+        group = next(
+            name
+            for name in map("g{}".format, range(100))
+            if cluster.nodes[0].server._groups._is_own(name)  # type: ignore[union-attr]
+        )
+        for _ in range(2):
+            members.append(Member("confluent", strategy, cluster.addresses, group, "t", patient=True))
+        eventually(lambda: shared(*members), 60)
+        produce(cluster.addresses, "t", 0, 40)
+        eventually(lambda: len({p for m in members for p in m.got}) == 40, 60)
+        before = [member.assignments for member in members]
+        cluster.stop(cluster.nodes[0])
+        produce(cluster.addresses, "t", 40, 40)
+        eventually(lambda: len({p for m in members for p in m.got}) == 80, 60)
+        assert [member.assignments for member in members] == before, "nobody was assigned anything anew"
+        assert len([p for m in members for p in m.got]) == 80, "offsets moved with the group"
+    finally:
+        cluster.close()
+
+
+@pytest.mark.parametrize("strategy", ["cooperative", "consumer"])
+def test_a_static_member_that_comes_back_in_time_causes_no_rebalance(members: list[Member], strategy: str) -> None:
+    node = RealBroker(settings=PATIENT)
+    try:
+        node.create_topic("t", PARTITIONS)
+        for instance in ("a", "b"):
+            members.append(Member("confluent", strategy, node.address, "g", "t", instance, patient=True))
+        eventually(lambda: shared(*members), 60)
+        held, assignments = members[0].assigned, members[1].assignments
+        if strategy == "consumer":
+            members[0].leave()  # it says that it will be back; without a word its instance is not free before its time
+        else:
+            members[0].kill()
+        members.append(Member("confluent", strategy, node.address, "g", "t", "a", patient=True))
+        eventually(lambda: members[2].assigned == held, 60)
+        assert members[1].assignments == assignments
+    finally:
+        node.close()
+
+
+def test_a_pattern_follows_the_topics_that_come_and_its_members_share_them(
+    node: RealBroker, members: list[Member]
+) -> None:
+    node.create_topic("t-1", PARTITIONS)
+    for _ in range(2):
+        members.append(Member("confluent", "consumer", node.address, "g", "^t-[0-9]$"))
+    eventually(lambda: shared(*members), 60)
+    node.create_topic("t-2", PARTITIONS)
+    node.create_topic("t-10", PARTITIONS)
+    for topic in ("t-1", "t-2", "t-10"):
+        produce(node.address, topic, 0, 40)
+    eventually(lambda: len([place for member in members for place in member.got]) == 80, 60)
+    assert {topic for member in members for topic in member.topics} == {"t-1", "t-2"}
+
+
+def test_groups_and_offsets_outlive_every_node(members: list[Member], tmp_path: Path) -> None:
+    broker = RealBroker(f"file://{tmp_path}/objects", f"sqlite://{tmp_path}/consensus.db", PATIENT)
+    try:
+        broker.create_topic("t", PARTITIONS)
+        member = Member("confluent", "eager", broker.address, "g", "t", patient=True)
+        members.append(member)
+        produce(broker.address, "t", 0, 40)
+        eventually(lambda: len(member.got) == 40, 60)
+        before = member.assignments
+        broker.restart()
+        produce(broker.address, "t", 40, 40)
+        eventually(lambda: len(member.got) == 80, 60)
+        assert member.assignments == before
+    finally:
+        broker.close()

@@ -1,0 +1,380 @@
+"""Groups between coordinators: what a replaced one still tries, what the next one finds, what is carried over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import Conflict, Invalid, Unavailable, Unknown
+from tidemill.base.marks import Tracker
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.kafka import errors
+from tidemill.kafka.groups import led as led_module
+from tidemill.kafka.groups.consumer_state import Beat, Topic
+from tidemill.kafka.groups.coordinator import Coordinator, Refused
+from tidemill.kafka.groups.led import LedGroup
+from tidemill.kafka.groups.registers import carry_over
+from tidemill.kafka.groups.state import GroupLimits, Join, Phase, Sync
+from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.open import metastore_on
+from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_OFFSETS, GROUPS
+from tidemill.metastore.rows.groups import GroupOffsetRow, GroupRow
+from tidemill.objects.memory import MemoryObjects
+
+LIMITS = GroupLimits(initial_delay_ms=0)
+
+
+class World:
+    """One metastore, and as many nodes that coordinate everything as a test wants."""
+
+    def __init__(self) -> None:
+        self.clock, self.rand = SystemClock(), Rand(7)
+        self.consensus = MemoryConsensus(self.clock)
+        self.metastore: Metastore = metastore_on(self.consensus, MemoryObjects(self.clock), self.clock, self.rand)
+        self.tracker = Tracker()
+        self.nodes: list[Coordinator] = []
+
+    def node(self, is_own: Callable[[str], bool] = lambda _: True, **limits: int) -> Coordinator:
+        limits = {"groups_max": 100, "groups_bytes_max": 1 << 20, **limits}
+        made = Coordinator(
+            self.metastore, is_own, self.clock, self.rand, node=f"n{len(self.nodes)}", limits=lambda _: LIMITS,
+            tracker=self.tracker, **limits,
+        )  # fmt: skip
+        self.nodes.append(made)
+        return made
+
+    async def offsets(self) -> list[int]:
+        return [row.offset for row in await self.metastore.rows(GROUP_OFFSETS, "g")]
+
+
+def run(body: Callable[[World], Awaitable[None]]) -> None:
+    async def main() -> None:
+        world = World()
+        try:
+            async with asyncio.timeout(60):
+                await body(world)
+        finally:
+            for node in world.nodes:
+                await node.aclose()
+            await world.metastore.aclose()
+
+    asyncio.run(main())
+
+
+def ask(member_id: str = "", new_id: str = "m1", **more: Any) -> Join:
+    values: dict[str, Any] = {
+        "instance_id": None,
+        "client_id": "c",
+        "client_host": "/h",
+        "session_ms": 10_000,
+        "rebalance_ms": 10_000,
+        "protocol_type": "consumer",
+        "protocols": (("range", b"meta"),),
+    }
+    return Join(member_id, new_id, **{**values, **more})
+
+
+async def stable(led: LedGroup, member_id: str = "", new_id: str = "m1") -> str:
+    """One member with an assignment."""
+    answer = await led.join(ask(member_id, new_id))
+    assert answer.error == 0
+    ask_sync = Sync(answer.member_id, None, answer.generation, assignments=((answer.member_id, b"all"),))
+    assert (await led.sync(ask_sync)).assignment == b"all"
+    return answer.member_id
+
+
+class OneTopic:
+    version = 1
+
+    def of(self, name: str) -> Topic | None:
+        return Topic("t", 2) if name == "t" else None
+
+    def matching(self, pattern: str) -> frozenset[str]:
+        return frozenset()
+
+
+def joins(member_id: str, **more: Any) -> Beat:
+    values: dict[str, Any] = {"rebalance_ms": 1_000, "topics": frozenset("t"), "owned": {}, **more}
+    return Beat(member_id, 0, **values)
+
+
+def committed(offset: int) -> list[tuple[bytes, bytes]]:
+    return [GROUP_OFFSETS.encode(GroupOffsetRow("g", "t", 0, offset))]
+
+
+async def nothing() -> None:
+    """No transaction holds offsets."""
+
+
+def test_the_next_coordinator_finds_the_generation_its_members_and_their_assignment() -> None:
+    async def body(world: World) -> None:
+        member = await stable(await world.node().get("g"))
+        found = await world.node().get("g")
+        assert (found.group.phase, found.group.generation, found.group.leader) == (Phase.STABLE, 1, member)
+        assert found.heartbeat(member, None, 1) == 0
+        assert (await found.sync(Sync(member, None, 1))).assignment == b"all"
+        head = await world.metastore.get(GROUPS, "g")
+        assert head is not None
+        assert (head.members, head.protocol, head.kind) == (1, "range", "classic")
+
+    run(body)
+
+
+def test_a_coordinator_that_was_replaced_writes_nothing_more() -> None:
+    async def body(world: World) -> None:
+        old = await world.node().get("g")
+        assert await old.write(committed(5)) == 0
+        new = await world.node().get("g")
+        assert await new.write(committed(7)) == 0
+        assert await old.write(committed(6)) == errors.NOT_COORDINATOR
+        assert old.is_over
+        assert await world.offsets() == [7]
+
+    run(body)
+
+
+def test_the_next_coordinator_finds_the_members_of_the_consumer_protocol_and_the_old_one_tells_nobody_anything() -> (
+    None
+):
+    async def body(world: World) -> None:
+        seen, old = OneTopic(), await world.node().get("g")
+        told = await old.beat(joins("m1"), seen)
+        assert (told.epoch, told.assignment) == (1, {"t": frozenset({0, 1})})
+        new = await world.node().get("g")
+        assert (await new.beat(Beat("m1", 1), seen)).assignment is None, "nothing is told anew"
+        assert new.group.phase is Phase.STABLE
+        assert new.commit_refusal("m1", None, 1) == 0
+        assert (await old.beat(joins("m2"), seen)).error == errors.NOT_COORDINATOR
+        assert old.is_over and (await old.beat(Beat("m1", 1), seen)).error == errors.NOT_COORDINATOR
+        assert [row.member_id for row in await world.metastore.rows(GROUP_MEMBERS, "g")] == ["m1"]
+        assert await new.delete(nothing) == errors.NON_EMPTY_GROUP
+        assert (await new.join(ask())).error == errors.REBALANCE_IN_PROGRESS, "who sees no topics"
+        assert (await new.join(ask(), seen)).error == errors.INCONSISTENT_GROUP_PROTOCOL, "who is no consumer"
+        assert (await new.beat(Beat("m1", -1), seen)).error == 0
+        member = await stable(new)
+        assert (await new.beat(joins("m1"), seen)).error == errors.GROUP_ID_NOT_FOUND
+        assert (await new.beat(Beat("m1", 1), seen)).error == errors.UNKNOWN_MEMBER_ID
+        head = await world.metastore.get(GROUPS, "g")
+        assert head is not None and (head.kind, head.generation) == ("classic", 3)
+        assert [row.member_id for row in await world.metastore.rows(GROUP_MEMBERS, "g")] == [member]
+
+    run(body)
+
+
+def test_f231_a_group_of_the_consumer_protocol_that_cannot_be_written_tells_what_is_durable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(led_module, "WRITE_BUDGET_S", 0.3)
+
+    async def body(world: World) -> None:
+        node, seen = world.node(), OneTopic()
+        led = await node.get("g")
+        await led.beat(joins("m1"), seen)
+        for fault in ("broken", "away", "refused"):
+            unsure = Unsure(world.metastore)
+            unsure.next = [fault] * 1_000
+            led = await node.get("g")
+            assert (await led.beat(joins("m2"), seen)).error in (
+                errors.COORDINATOR_NOT_AVAILABLE,
+                errors.INVALID_REQUEST,
+            )
+            world.metastore.commit = unsure._commit  # type: ignore[method-assign]
+            again = await node.get("g")
+            assert again is not led and list(again.group.members) == ["m1"]
+            assert (await again.beat(Beat("m1", 1), seen)).error == 0
+
+    run(body)
+
+
+def test_an_assignment_of_a_coordinator_that_was_replaced_reaches_nobody() -> None:
+    async def body(world: World) -> None:
+        old = await world.node().get("g")
+        answer = await old.join(ask())
+        new = await world.node().get("g")
+        assert await stable(new, new_id="m2") == "m2"
+        told = await old.sync(Sync(answer.member_id, None, answer.generation, assignments=(("m1", b"all"),)))
+        assert told.error == errors.NOT_COORDINATOR
+        assert [row.member_id for row in await world.metastore.rows(GROUP_MEMBERS, "g")] == ["m2"]
+
+    run(body)
+
+
+class Unsure:
+    """Commits whose answer is lost: they happen at once, later, or never."""
+
+    def __init__(self, metastore: Metastore) -> None:
+        self._commit = metastore.commit
+        self.late: list[Any] = []
+        self.next: list[str] = []
+        metastore.commit = self  # type: ignore[method-assign, assignment]
+
+    async def __call__(self, rows: Any, *, expects: Any) -> int:
+        how = self.next.pop(0) if self.next else ""
+        if not how:
+            return await self._commit(rows, expects=expects)
+        if how == "away":
+            raise Unavailable("it did not happen")
+        if how == "refused":
+            raise Invalid("it is too large")
+        if how == "broken":
+            raise MemoryError("nobody listed this")
+        if how == "done":
+            await self._commit(rows, expects=expects)
+        if how == "late":
+            self.late.append((rows, expects))
+        raise Unknown("it may have happened")
+
+    async def arrive(self) -> None:
+        for rows, expects in self.late:
+            with pytest.raises(Conflict):
+                await self._commit(rows, expects=expects)
+
+
+@pytest.mark.parametrize("how", ["done", "late", "never", "away"])
+@pytest.mark.parametrize("renewed", ["", "done", "late", "never"])
+def test_a_write_of_unknown_outcome_is_made_once_and_never_later(how: str, renewed: str) -> None:
+    async def body(world: World) -> None:
+        led = await world.node().get("g")
+        unsure = Unsure(world.metastore)
+        unsure.next = [how, *([renewed] if renewed and how != "away" else [])]
+        assert await led.write(committed(5)) == 0
+        assert await led.write(committed(7)) == 0
+        await unsure.arrive()
+        assert await world.offsets() == [7], "what was on its way came too late"
+        member = await stable(led)
+        unsure.next = [how]
+        await stable(led, member)
+        await unsure.arrive()
+        assert led.heartbeat(member, None, 2) == 0
+        assert await world.offsets() == [7]
+
+    run(body)
+
+
+def test_f231_a_group_that_cannot_be_written_ends_here_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(led_module, "WRITE_BUDGET_S", 0.3)
+
+    async def body(world: World) -> None:
+        node = world.node()
+        broken, other = await node.get("g"), await node.get("other")
+        member = await stable(broken)
+        waiting = asyncio.ensure_future(broken.join(ask(new_id="m9")))
+        await asyncio.sleep(0)
+        for fault in ("broken", "away"):
+            unsure = Unsure(world.metastore)
+            unsure.next = [fault] * 1_000
+            assert await (await node.get("g")).write(committed(5)) == errors.COORDINATOR_NOT_AVAILABLE
+            unsure.next = []
+            world.metastore.commit = unsure._commit  # type: ignore[method-assign]
+            assert "group:g" in {mark.name for mark in world.tracker.report("p", 0).marks}
+            assert (await waiting).error == errors.COORDINATOR_NOT_AVAILABLE
+            assert not other.is_over
+            again = await node.get("g")
+            assert again.heartbeat(member, None, 1) == 0, "what was durable goes on"
+
+    run(body)
+
+
+def test_a_group_moves_when_nodes_come_and_go_and_members_are_missed_without_being_asked() -> None:
+    async def body(world: World) -> None:
+        owns = {"a": True}
+        first = world.node(lambda _: owns["a"])
+        second = world.node(lambda _: not owns["a"])
+        led = await first.get("g")
+        await stable(led)
+        waiting = asyncio.ensure_future(led.join(ask(new_id="m2")))
+        await asyncio.sleep(0)
+        owns["a"] = False
+        first.reassigned()
+        assert (await waiting).error == errors.NOT_COORDINATOR
+        with pytest.raises(Refused) as refused:
+            await first.get("g")
+        assert refused.value.code == errors.NOT_COORDINATOR
+        second.reassigned()
+        while second.found("g") is None:
+            await asyncio.sleep(0.01)
+        found = second.found("g")
+        assert found is not None and found.group.phase is Phase.STABLE
+
+    run(body)
+
+
+def test_groups_that_hold_only_offsets_leave_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(led_module, "IDLE_S", 0.05)
+
+    async def body(world: World) -> None:
+        node = world.node()
+        assert await (await node.get("g")).write(committed(5)) == 0
+        while node.found("g") is not None:
+            await asyncio.sleep(0.01)
+        assert await (await node.get("g")).write(committed(6)) == 0
+        assert await world.offsets() == [6]
+
+    run(body)
+
+
+def test_f232_more_groups_or_bytes_than_the_node_holds_are_refused_and_those_there_go_on() -> None:
+    async def body(world: World) -> None:
+        node = world.node(groups_max=1, groups_bytes_max=10)
+        led = await node.get("g")
+        with pytest.raises(Refused) as refused:
+            await node.get("more")
+        assert refused.value.code == errors.COORDINATOR_NOT_AVAILABLE
+        answer = await led.join(ask(protocols=(("range", b"x" * 20),)))
+        with pytest.raises(Refused) as refused:
+            await node.get("g", growing=True)
+        assert refused.value.code == errors.GROUP_MAX_SIZE_REACHED
+        assert led.heartbeat(answer.member_id, None, 1) == 0
+        for name in ("", "x" * 600, "\x00" * 300):
+            with pytest.raises(Refused) as refused:
+                await node.get(name)
+            assert refused.value.code == errors.INVALID_GROUP_ID
+
+    run(body)
+
+
+def test_a_group_is_deleted_with_everything_and_begins_anew() -> None:
+    async def body(world: World) -> None:
+        node = world.node()
+        led = await node.get("g")
+        member = await stable(led)
+        assert await led.delete(nothing) == errors.NON_EMPTY_GROUP
+        assert led.leave([(member, None)]) == [0]
+        writes = [asyncio.ensure_future(led.write(committed(n))) for n in range(3)]
+        await asyncio.sleep(0)
+        assert await led.delete(nothing) == 0
+        assert {await write for write in writes} == {0}
+        assert await world.offsets() == []
+        assert await world.metastore.get(GROUPS, "g") is None
+        again = await node.get("g")
+        assert again is not led
+        assert (await again.join(ask())).generation == 1
+
+    run(body)
+
+
+def test_offsets_of_the_time_of_registers_are_carried_over_once() -> None:
+    async def body(world: World) -> None:
+        old = {"t": {0: [5, 3, "note"], 1: [6, -1, ""]}}
+        await world.consensus.cas("kafka/group/g/offsets", 0, msgspec.msgpack.encode(old), "n")
+        await world.consensus.cas("kafka/group/broken/offsets", 0, b"\xc1", "n")
+        # What a checkpoint had copied by then.
+        stale = [GroupOffsetRow("g", "t", 0, 4), GroupOffsetRow("g", "gone", 0, 4)]
+        await world.metastore.commit([GROUP_OFFSETS.encode(row) for row in stale])
+        assert await carry_over(world.consensus, world.metastore, 77) == 1
+        rows = await world.metastore.rows(GROUP_OFFSETS, "g")
+        assert rows == [GroupOffsetRow("g", "t", 0, 5, 3, "note", 77), GroupOffsetRow("g", "t", 1, 6, -1, "", 77)]
+        assert await world.metastore.get(GROUPS, "g") == GroupRow("g", since_ms=77)
+        assert [key for key, _ in await world.consensus.scan("kafka/group/")] == ["kafka/group/broken/offsets"]
+        assert await (await world.node().get("g")).write(committed(9)) == 0
+        # A start that was cut off before the register went.
+        await world.consensus.cas("kafka/group/g/offsets", 0, msgspec.msgpack.encode(old), "n")
+        await carry_over(world.consensus, world.metastore, 78)
+        assert (await world.offsets())[0] == 9
+
+    run(body)

@@ -1,0 +1,181 @@
+"""Rolling changes of a group's protocol (KIP-848) with real clients: every record is committed, and once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import confluent_kafka as ck
+import msgspec
+import pytest
+from confluent_kafka import ConsumerGroupState, ConsumerGroupType
+from confluent_kafka.admin import AdminClient, ConsumerGroupDescription
+from harness import Cluster, RealBroker, eventually
+from test_kafka_groups import CLIENTS, PARTITIONS, PATIENT, SETTINGS, Member, produce, shared
+from test_kafka_groups_killed import committed
+
+DEADLINE_S = 90
+AT_ONCE = 40
+
+
+class Group:
+    """Its members, and how much was produced for them."""
+
+    def __init__(self, addresses: str, *, patient: bool = False) -> None:
+        self._addresses = addresses
+        self._patient = patient
+        self._made: list[Member] = []
+        self.live: list[Member] = []
+        self._count = 0
+
+    def close(self) -> None:
+        for member in self._made:
+            member.end()
+
+    def join(self, client: str, strategy: str, instance: str = "") -> Member:
+        member = Member(client, strategy, self._addresses, "g", "t", instance, patient=self._patient)
+        self._made.append(member)
+        self.live.append(member)
+        return member
+
+    def leave(self, member: Member) -> None:
+        self.live.remove(member)
+        member.leave()
+
+    def produce(self) -> None:
+        produce(self._addresses, "t", self._count, AT_ONCE)
+        self._count += AT_ONCE
+
+    def rests(self, kind: ConsumerGroupType) -> None:
+        """Everybody has a part, everything is committed, and the group is what it should be."""
+        end = [self._count // PARTITIONS] * PARTITIONS
+        eventually(lambda: shared(*self.live), DEADLINE_S)
+        eventually(lambda: committed(self._addresses, "g", "t") == end, DEADLINE_S)
+        admin = AdminClient({"bootstrap.servers": self._addresses})
+
+        def stable() -> ConsumerGroupDescription | None:
+            found = admin.describe_consumer_groups(["g"])["g"].result(20)
+            return found if found.state is ConsumerGroupState.STABLE else None
+
+        found = eventually(stable, DEADLINE_S)
+        assert found is not None
+        assert found.type is kind and len(found.members) == len(self.live)
+
+    def told(self) -> list[tuple[int, int]]:
+        return [place for member in self._made for place in member.got]
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    broker = RealBroker(settings=SETTINGS)
+    broker.create_topic("t", PARTITIONS)
+    made = Group(broker.address)
+    yield made
+    made.close()
+    broker.close()
+
+
+@pytest.mark.parametrize(("client", "strategy"), [each for each in CLIENTS if each[1] != "consumer"])
+def test_a_rolling_upgrade_and_downgrade_commits_every_record_once(group: Group, client: str, strategy: str) -> None:
+    old = [group.join(client, strategy) for _ in range(2)]
+    group.produce()
+    group.rests(ConsumerGroupType.CLASSIC)
+    new = []
+    for member in old:
+        new.append(group.join("confluent", "consumer"))
+        group.produce()
+        group.rests(ConsumerGroupType.CONSUMER)
+        group.leave(member)
+        group.produce()
+        group.rests(ConsumerGroupType.CONSUMER)
+    for member, kind in zip(new, (ConsumerGroupType.CONSUMER, ConsumerGroupType.CLASSIC), strict=True):
+        group.join(client, strategy)
+        group.produce()
+        group.rests(ConsumerGroupType.CONSUMER)
+        group.leave(member)
+        group.produce()
+        group.rests(kind)
+    # A member tells of what it has committed; nobody reads that again.
+    assert len(group.told()) == len(set(group.told()))
+    if client == "confluent":
+        assert len(group.told()) == 9 * AT_ONCE
+
+
+def test_static_members_are_replaced_one_by_one_under_their_instance(group: Group) -> None:
+    instances = ("i0", "i1")
+    members_of = {each: group.join("confluent", "cooperative", each) for each in instances}
+    group.produce()
+    group.rests(ConsumerGroupType.CLASSIC)
+    for strategy, kinds in (
+        ("consumer", (ConsumerGroupType.CONSUMER, ConsumerGroupType.CONSUMER)),
+        ("cooperative", (ConsumerGroupType.CONSUMER, ConsumerGroupType.CLASSIC)),
+    ):
+        for instance, kind in zip(instances, kinds, strict=True):
+            group.leave(members_of[instance])
+            members_of[instance] = group.join("confluent", strategy, instance)
+            group.produce()
+            group.rests(kind)
+    assert len(group.told()) == len(set(group.told())) == 5 * AT_ONCE
+
+
+def test_members_that_die_leave_the_group_in_the_protocol_of_the_others(group: Group) -> None:
+    old = group.join("confluent", "eager")
+    new = group.join("confluent", "consumer")
+    group.produce()
+    group.rests(ConsumerGroupType.CONSUMER)
+    group.live.remove(new)
+    new.kill()
+    group.produce()
+    group.rests(ConsumerGroupType.CLASSIC)
+    new = group.join("confluent", "consumer")
+    group.produce()
+    group.rests(ConsumerGroupType.CONSUMER)
+    group.live.remove(old)
+    old.kill()
+    group.produce()
+    group.rests(ConsumerGroupType.CONSUMER)
+    assert len(group.told()) == len(set(group.told()))
+
+
+def test_a_coordinator_that_dies_leaves_members_of_both_protocols_as_they_are() -> None:
+    cluster = Cluster("n1", "n2", settings=PATIENT)
+    group = Group(cluster.addresses, patient=True)
+    try:
+        cluster.portal.call(cluster.nodes[0].catalogue.create_topic("t", PARTITIONS))
+        led_by = next(n for n in cluster.nodes if n.server._groups._is_own("g"))  # type: ignore[union-attr]
+        group.join("confluent", "cooperative")
+        group.produce()
+        group.rests(ConsumerGroupType.CLASSIC)
+        group.join("confluent", "consumer")
+        group.produce()
+        group.rests(ConsumerGroupType.CONSUMER)
+        before = [member.assignments for member in group.live]
+        cluster.stop(led_by)
+        group.produce()
+        group.rests(ConsumerGroupType.CONSUMER)
+        assert [member.assignments for member in group.live] == before, "nobody was assigned anything anew"
+        assert len(group.told()) == len(set(group.told()))
+    finally:
+        group.close()
+        cluster.close()
+
+
+def test_a_node_that_upgrades_nothing_says_so() -> None:
+    broker = RealBroker(settings=msgspec.structs.replace(SETTINGS, group_consumer_migration_policy="disabled"))
+    group = Group(broker.address)
+    try:
+        broker.create_topic("t", PARTITIONS)
+        group.join("confluent", "cooperative")
+        group.produce()
+        group.rests(ConsumerGroupType.CLASSIC)
+        refused = ck.Consumer(
+            {"bootstrap.servers": broker.address, "group.id": "g", "group.protocol": "consumer"}
+        )  # fmt: skip
+        refused.subscribe(["t"])
+        told = eventually(lambda: (m := refused.poll(0.2)) is not None and m.error(), DEADLINE_S)
+        assert told.code() == ck.KafkaError._FATAL and "The group id does not exist" in told.str()
+        refused.close()
+        group.produce()
+        group.rests(ConsumerGroupType.CLASSIC)
+    finally:
+        group.close()
+        broker.close()

@@ -1,0 +1,119 @@
+"""Listeners by name: a client is told of every node the address of the listener that it came by."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from confluent_kafka import Producer
+from harness import Cluster, FakeBroker, eventually
+from kio.index import load_request_schema
+from raw import RawClient, encode, nested
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.config import exposed, parse
+from tidemill.base.errors import Invalid
+from tidemill.kafka import KafkaServer
+from tidemill.kafka.listeners import Listener
+
+ALL_TOPICS = b"\xff\xff\xff\xff"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster("a", "b", listeners={"a": ("outside", "inside"), "b": ("outside",)})
+    yield cluster
+    cluster.close()
+
+
+def told(port: int) -> tuple[set[tuple[str, int]], list[int]]:
+    """(the brokers' addresses, leader of each partition) that Metadata names to who comes by this port."""
+    with RawClient(port) as client:
+        answer = client.ask(3, 5, ALL_TOPICS + b"\x00")
+        brokers = {(b.host, int(b.port)) for b in answer.brokers}
+        assert brokers == {(b.host, int(b.port)) for b in client.ask(60, 0, describe_cluster()).brokers}
+        return brokers, [int(p.leader_id) for t in answer.topics for p in t.partitions]
+
+
+def describe_cluster() -> bytes:
+    return encode(load_request_schema(60, 0)(include_cluster_authorized_operations=False))
+
+
+def test_every_client_is_told_the_addresses_of_its_own_listener(cluster: Cluster) -> None:
+    a, b = cluster.nodes
+    cluster.portal.call(a.catalogue.create_topic("t", 16))
+    eventually(lambda: len(told(b.port)[1]) == 16)
+    for node in (a, b):
+        assert told(node.port)[0] == {("127.0.0.1", a.port), ("127.0.0.1", b.port)}
+        brokers, leaders = told(node.ports["outside"])
+        assert brokers == {("localhost", a.ports["outside"]), ("localhost", b.ports["outside"])}
+        assert -1 not in leaders
+    inside, leaders = told(a.ports["inside"])
+    assert inside == {("localhost", a.ports["inside"])}
+    assert set(leaders) == {1, -1}, "what b leads cannot be reached by a listener that b has not"
+
+
+def test_a_client_that_came_by_a_listener_reaches_every_leader_by_it(cluster: Cluster) -> None:
+    a, _ = cluster.nodes
+    cluster.portal.call(a.catalogue.create_topic("out", 8))
+    producer = Producer({"bootstrap.servers": f"localhost:{a.ports['outside']}"})
+    failed: list[Any] = []
+    for partition in range(8):
+        producer.produce("out", b"v", partition=partition, on_delivery=lambda e, _: failed.append(e) if e else None)
+    assert producer.flush(60) == 0
+    assert failed == []
+
+
+def test_describe_configs_lists_the_listeners_as_kafka_writes_them(cluster: Cluster) -> None:
+    a = cluster.nodes[0]
+    schema = load_request_schema(32, 4)
+    resource = nested(schema, "resources")(resource_type=4, resource_name="1", configuration_keys=None)
+    with RawClient(a.ports["inside"]) as client:
+        body = encode(schema(resources=(resource,), include_synonyms=False, include_documentation=False))
+        found = {c.name: c.value for c in client.ask(32, 4, body).results[0].configs}
+    assert found["advertised.listeners"].split(",") == [
+        f"default://127.0.0.1:{a.port}",
+        f"outside://localhost:{a.ports['outside']}",
+        f"inside://localhost:{a.ports['inside']}",
+    ]
+    assert found["listener.security.protocol.map"] == "default:PLAINTEXT,outside:PLAINTEXT,inside:PLAINTEXT"
+
+
+def test_a_listener_that_cannot_be_bound_names_its_key_and_leaves_nothing_open(fake_broker: FakeBroker) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        server = KafkaServer(
+            topics=fake_broker.topics,
+            catalogue=fake_broker.catalogue,
+            consensus=fake_broker.consensus,
+            nodes=None,
+            clock=SystemClock(),
+            rand=Rand(),
+            name="n1",
+            listeners=[Listener("out", "127.0.0.1", taken.getsockname()[1], key="kafka.listeners.out.address")],
+        )
+        with pytest.raises(Invalid, match=r"kafka\.listeners\.out\.address"):
+            fake_broker.portal.call(server.start())
+        assert server.ports == {}
+
+
+def test_listeners_are_read_from_the_configuration_and_open_ones_are_told() -> None:
+    section = {
+        "advertised": "kafka.example.com:443",
+        "listeners": {"out": {"address": "0.0.0.0:9094", "advertised": "out.example.com:19094"}},
+    }
+    config = parse({"kafka": section}, origin="t.toml")
+    assert exposed(config) == ["kafka.listeners.out.address=0.0.0.0:9094"]
+    for wrong in (
+        {"listeners": {"default": {"address": "h:1"}}},
+        {"listeners": {"Out": {"address": "h:1"}}},
+        {"listeners": {"out": {}}},
+        {"listeners": {"out": {"address": "h"}}},
+        {"listeners": {"out": {"address": "h:1", "advertised": "0.0.0.0:1"}}},
+        {"advertised": "h:0"},
+        {"listeners": {"out": {"address": "h:1", "security": "tls"}}},
+        {"listeners": {"out": {"address": "h:1", "security": "ssl"}}},
+    ):
+        with pytest.raises(Invalid, match=r"kafka\.|security"):
+            parse({"kafka": wrong}, origin="t.toml")

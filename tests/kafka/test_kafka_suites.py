@@ -1,0 +1,39 @@
+"""The clients' own suites, unmodified, against a node: so many pass. docs/kafka.md says why others do not."""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from suites import SUITES, passed, told
+from suites_node import NotHere, Outcome
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["kafka-python", pytest.param("librdkafka", marks=pytest.mark.node)])
+def test_a_clients_own_suite_passes_but_for_what_is_written_down(name: str, tmp_path: Path) -> None:
+    suite = SUITES[name]
+    try:
+        found = suite.run(tmp_path, "")
+    except NotHere as error:
+        pytest.skip(f"{name}: {error}")
+    warnings.warn(told(name, found), stacklevel=1)
+    assert passed(found) >= suite.floor, told(name, found)
+
+
+def test_the_floors_are_those_of_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs/kafka.md").read_text()
+    for name, suite in SUITES.items():
+        assert re.search(rf"^\| {name}, .*\| {suite.floor} of \d+ \|$", text, re.M), name
+
+
+def test_what_a_suite_misses_is_told_by_name() -> None:
+    found = [Outcome("a", "passed"), Outcome("b", "failed", "no such thing"), Outcome("c", "skipped")]
+    assert told("some", found) == "failed  b  no such thing\nskipped c\nsome: 1 passed, 1 failed, 1 skipped"
+    assert passed(found) == 1

@@ -1,0 +1,69 @@
+"""Carrying a transaction to its end: what each node says of the partitions that others lead."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from structlog.testing import capture_logs
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import Unavailable
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.kafka.transactions.machine import Transactions
+from tidemill.kafka.transactions.state import Offsets
+from tidemill.topics.front import Here, Marker, NotLeader
+from tidemill.topics.producer_ids import ProducerIds
+
+
+class Led:
+    """Partition 0 is led here, 1 elsewhere; 2 is led here and fails once."""
+
+    def __init__(self) -> None:
+        self.marked: list[int] = []
+        self.told: set[str] = set()
+        self._fails = True
+
+    def leader_of(self, topic_id: str, partition: int) -> str:
+        return "other" if partition == 1 else "own"
+
+    async def open_here(self, topic_id: str, partition: int, producer_id: int) -> Here:
+        return (-1, None)
+
+    async def mark(self, topic_id: str, partition: int, marker: Marker, here: Here | None = None) -> None:
+        if partition == 1 and "other" not in self.told:
+            raise NotLeader("another node leads.", leader="other")
+        if partition == 2 and self._fails:
+            self._fails = False
+            raise Unavailable("the store is away.")
+        self.marked.append(partition)
+
+
+class NoGroups:
+    def owner_of(self, group: str) -> str:
+        return ""
+
+    async def commit(self, group: str, offsets: Offsets, wanted: Callable[[], Awaitable[bool]]) -> None:
+        raise AssertionError("no offsets were committed")
+
+
+def test_a_partition_led_elsewhere_is_its_leaders_to_mark_and_nothing_to_log() -> None:
+    async def body() -> None:
+        consensus, rand, topics = MemoryConsensus(SystemClock()), Rand(7), Led()
+        made: Any = topics
+        transactions = Transactions(
+            consensus, made, NoGroups(), ProducerIds(consensus, rand), SystemClock(), rand,
+            coordinates=lambda _: True, timeout_max_ms=60_000, expires_ms=1 << 40,
+        )  # fmt: skip
+        transactions.remind = lambda node, _: topics.told.add(node)
+        code, producer_id, epoch = await transactions.init("id", timeout_ms=60_000)
+        assert code == 0
+        assert await transactions.add("id", producer_id, epoch, partitions={"t": (0, 1, 2)}) == 0
+        assert await transactions.end("id", producer_id, epoch, commit=True) == 0
+        assert set(topics.marked) == {0, 1, 2}
+        await transactions.aclose()
+
+    with capture_logs() as logs:
+        asyncio.run(asyncio.wait_for(body(), 60))
+    assert [(line["event"], line["partition"]) for line in logs] == [("transaction.not_marked", 2)]
