@@ -149,7 +149,7 @@ def test_put_waits_while_the_queue_is_full_and_notices_do_not() -> None:
         assert not blocked.done()
         collector.flushed("c", at(1))
         task = asyncio.ensure_future(collector.run())
-        await asyncio.wait_for(blocked, 5)
+        await asyncio.wait_for(blocked, 40)
         await settle()
         assert len(sink.got) == 2
         task.cancel()

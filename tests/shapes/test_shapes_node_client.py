@@ -31,7 +31,7 @@ INSERT INTO account SELECT n, 'o' || n, n * 1000, n % 3 = 0, ARRAY['a', 'b ' || 
 class NodeClient:
     def __init__(self, url: str, params: dict[str, str], mode: str = "") -> None:
         if shutil.which("node") is None or not (CLIENTS / "node_modules/@electric-sql/client").is_dir():
-            pytest.skip("needs node and the packages of tests/clients: npm ci --prefix tests/clients")
+            pytest.skip("needs node and the packages of tests/clients: tests/clients/install")
         self._arguments = [str(CLIENTS / "follow_shape.mjs"), url, json.dumps(params), *([mode] if mode else [])]
         self.lines: list[dict[str, Any]] = []
         self._tasks = Tasks(print)

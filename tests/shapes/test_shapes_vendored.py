@@ -34,5 +34,5 @@ def test_the_lock_names_no_package_index() -> None:
 @pytest.mark.node
 def test_the_vendored_client_is_the_installed_one() -> None:
     if not INSTALLED.is_dir():
-        pytest.skip("the Node packages of tests/clients are not installed: npm ci --prefix tests/clients")
+        pytest.skip("the Node packages of tests/clients are not installed: tests/clients/install")
     assert (VENDOR / "electric-client.mjs").read_bytes() == (INSTALLED / "dist/index.browser.mjs").read_bytes()

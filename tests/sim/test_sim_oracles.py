@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from tidemill.consensus import staterecords
+from tidemill.consensus.api import LogRecord
 from tidemill.shards.codec import encode_command
 from tidemill.shards.commands import Append, Create
 from tidemill.shards.front import Batch, Column, ShardSchema
@@ -25,8 +27,11 @@ from tidemill.sim.oracles.shards import (
     check_stored,
     folded,
 )
-from tidemill.sim.oracles.topics import check_acknowledged, check_log, check_producer, check_stable
+from tidemill.sim.oracles.topics import Durable, check_acknowledged, check_log, check_producer, check_stable
+from tidemill.sim.oracles.transactions import Fate, Sent, check_order, check_transaction
 from tidemill.sim.world import Violated
+from tidemill.topics.partition.codec import encode_command as topic_command
+from tidemill.topics.partition.commands import PlaceBatches, Placeholder
 
 START = (0, b"")
 
@@ -110,6 +115,48 @@ def test_topic_oracles_fire() -> None:
         check_producer("p", [b"a"], [*log, (3, b"a")])
     with pytest.raises(Violated, match="last"):
         check_stable({(0, 3): b"x"}, {0: dict(log)})
+
+
+def test_what_is_told_before_it_is_durable_is_a_violation() -> None:
+    landed: list[LogRecord] = []
+    durable = Durable(lambda partition: landed if partition == 0 else ())
+    with pytest.raises(Violated, match="a batch is shown before it is durable: partition=0 end=1 durable=0"):
+        durable.vouch(0, 1, "a batch is shown")
+    for position in range(3):
+        placed = Placeholder(0, 100 * position, 100, 2 * position, 2, -1, -1, -1, 1)
+        landed.append(LogRecord(position, 1, "n", topic_command(PlaceBatches(1, (f"l0/{position}",), (placed,)))))
+        durable.vouch(0, 2 * position + 2, "a batch is shown")
+        with pytest.raises(Violated):
+            durable.vouch(0, 2 * position + 3, "a batch is shown")
+        durable.vouch(0, 1, "an older one is shown")
+    with pytest.raises(Violated):
+        durable.vouch(1, 1, "a batch of another partition is shown")
+
+
+def test_transaction_oracles_fire() -> None:
+    sent = Sent(3)
+    sent.records, sent.offset = {(0, b"p.3/0"), (1, b"p.3/1")}, 7
+    whole, kept = sorted(sent.records), {("p", 3): 7}
+    for fate, found, offsets, wrong in (
+        (Fate.COMMITTED, whole, kept, ""),
+        (Fate.MAYBE, whole, kept, ""),
+        (Fate.MAYBE, [], {}, ""),
+        (Fate.ABORTED, [], {}, ""),
+        (Fate.COMMITTED, [], {}, "is not shown"),
+        (Fate.MAYBE, whole[:1], kept, "a part of"),
+        (Fate.COMMITTED, [*whole, whole[0]], kept, "twice"),
+        (Fate.ABORTED, whole, kept, "an aborted transaction is shown"),
+        (Fate.UNASKED, whole, kept, "an aborted transaction is shown"),
+        (Fate.COMMITTED, whole, {}, "offsets and records part"),
+        (Fate.MAYBE, [], kept, "offsets and records part"),
+    ):
+        sent.fate = fate
+        with pytest.raises(Violated, match=wrong) if wrong else contextlib.nullcontext():
+            check_transaction(b"p.3/", sent, found, offsets)
+    check_order({(0, 0): b"p.0/0", (0, 1): b"q.0/0", (0, 2): b"p.2/4", (1, 0): b"p.1/3"})
+    for wrong_order in ({(0, 0): b"p.0/1", (0, 4): b"p.0/0"}, {(1, 0): b"p.0/1", (1, 1): b"q.0/1", (1, 2): b"p.1/1"}):
+        with pytest.raises(Violated, match="out of order"):
+            check_order(wrong_order)
 
 
 UPDATES = [("a", "1", 7, 1, 1), ("a", "1", 7, 3, -1), ("a", "2", 7, 3, 1), ("b", "9", None, 5, 1)]

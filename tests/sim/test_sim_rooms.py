@@ -21,7 +21,13 @@ CORPUS = {
     # 535, 666: a batch whose append landed unknown to its leader was served from the cache without its offset.
     # 312: a fetch that a deposed leader had planned met an object that retention had let go meanwhile.
     # 367: one that did not know yet that it was deposed called lost what its successor had let go.
-    "topics": (57, 188, 312, 367, 535, 666, 1677),
+    # 1179: one told a producer that its transaction was not open, which the marker that it did not know had ended.
+    # 31: one that had nothing to write never learned that it was deposed: its readers waited for what its successor had
+    # acknowledged. 119: so did one of two that had fenced in one term.
+    # 419: readers of what is committed were given a batch of an open transaction, within which the log had been cut.
+    # 66: the log of a deleted topic stayed for ever, for nothing of it was in the bucket any more.
+    # 123: the leader epochs of a deleted topic stayed for ever, for nothing else of it was there any more.
+    "topics": (31, 57, 66, 119, 123, 188, 312, 367, 419, 535, 666, 1179, 1677),
     # 17: two deletions of one topic both said that they had done it. 163: a deletion that landed said "missing".
     "catalogue": (17, 163, 409),
     # 238: an upsert under an older schema moved the upper past a record that changed the new column alone.
@@ -54,8 +60,9 @@ def test_clean_seeds_are_clean(room: str) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_planted_fault_is_found(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
-    # The rarest is in one world of thirty; the most of them are found in the first few.
-    assert main(["--fault", fault, "--seeds", "300", "--jobs", "1"]) == 1
+    # The rarest is in one world of forty, the most of them are found in the first few: by chance none is missed,
+    # whatever changes the order of things. What would be rarer is made frequent in the worlds of its fault.
+    assert main(["--fault", fault, "--seeds", "600", "--jobs", "1"]) == 1
     said = capsys.readouterr().out
     assert f"replay: python -m tidemill.sim --room {FAULTS[fault][0]} --seed " in said
     assert f"--fault {fault} --trace" in said

@@ -209,6 +209,38 @@ def test_requests_on_one_link_arrive_in_the_order_sent() -> None:
         assert outcome.ok, outcome.error
 
 
+def test_a_request_that_is_never_answered_is_found_though_its_client_hung_up() -> None:
+    async def build(actor: Actor[int]) -> int:
+        return 0
+
+    async def asked(world: World, work: Any) -> Actor[int]:
+        actor = Actor(world, "a", build)
+        await actor.start()
+        link = Link(actor)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await link.request(work)
+        link.close()
+        return actor
+
+    async def late(world: World) -> None:
+        await asked(world, lambda node: asyncio.sleep(30.0))
+        await world.answered()
+
+    async def never(world: World) -> None:
+        await asked(world, lambda node: world.loop.create_future())
+        await world.answered()
+
+    async def died(world: World) -> None:
+        (await asked(world, lambda node: world.loop.create_future())).crash()
+        await world.answered()
+
+    for seed in range(5):
+        assert World(seed, rates=CALM).run(late).ok
+        assert World(seed, rates=CALM).run(died).ok
+        assert "requests are not answered: {'a#1': 1}" in World(seed, rates=CALM).run(never).error
+
+
 def failing(error: BaseException) -> Outcome:
     async def scenario(world: World) -> None:
         raise error

@@ -23,12 +23,14 @@ def harbour(tmp_path: Path) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """One JVM for the whole test process. Nobody registers the data source: Spark finds it by itself."""
+    from connector import EXTRA
+
     from tidemill.spark.session import build_session
 
     scratch = tmp_path_factory.mktemp("spark")
     # Workers import this folder's helpers, and tidemill, by the same path.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    session = build_session("tests", "local[2]", scratch=scratch)
+    session = build_session("tests", "local[2]", scratch=scratch, extra=EXTRA)
     session.sparkContext.setLogLevel("ERROR")
     yield session
     session.stop()

@@ -89,8 +89,11 @@ def decode_binding(data: bytes, before: Binding | None = None) -> Binding:
     return reclock.carried(before, binding)
 
 
+LOG_PREFIX = "remap/"
+
+
 def log_name(name: str) -> str:
-    return f"remap/{name}"
+    return LOG_PREFIX + name
 
 
 class LogRemap:

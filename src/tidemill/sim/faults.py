@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tidemill.base.errors import Closed, TidemillError, Unavailable, Unknown
-from tidemill.consensus.api import Consensus, Lease, LogHead, LogSlice, Versioned
+from tidemill.consensus.api import Changes, Consensus, Lease, LogHead, LogSlice, Versioned
 from tidemill.objects.store import Buffer, ObjectMeta, ObjectStore
 
 T = TypeVar("T")
@@ -239,6 +239,9 @@ class FaultyConsensus:
 
     async def read(self, log: str, start: int, limit_records: int = 1000, limit_bytes: int = 4 << 20) -> LogSlice:
         return await self._call(f"read {log} {start}", lambda: self._inner.read(log, start, limit_records, limit_bytes))
+
+    async def changed(self, prefix: str, since: str = "") -> Changes:
+        return await self._call(f"changed {prefix} {since}", lambda: self._inner.changed(prefix, since))
 
     async def truncate(self, log: str, before: int) -> LogHead:
         return await self._call(f"truncate {log} {before}", lambda: self._inner.truncate(log, before), writes=True)

@@ -169,6 +169,15 @@ class World:
                 return
             await asyncio.sleep(every_s)
 
+    async def answered(self, within_s: float = 60.0) -> None:
+        """Liveness, in a healed world whose clients ask no more: every wait ends, also one that nobody waits for."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self.until(lambda: not any(actor.requests for actor in self.actors))
+        except TimeoutError as error:
+            open_requests = {str(actor.life): len(actor.requests) for actor in self.actors if actor.requests}
+            raise NotLive(f"after healing requests are not answered: {open_requests}; {self.waiting()}") from error
+
     def waiting(self) -> str:
         return self.loop.who_waits()
 
@@ -204,6 +213,8 @@ class Actor(Generic[Node]):
         self.life = Life(name, 0)
         self.life.alive = False
         self.links: list[Link[Node]] = []
+        self.requests: set[asyncio.Future[Any]] = set()
+        """What this life has not answered yet, whether or not its client still waits."""
         self._build = build
         self._node: Node | None = None
         self._building: asyncio.Future[Node] | None = None
@@ -273,6 +284,7 @@ class Actor(Generic[Node]):
         for link in self.links:
             link.broken()
         self.links.clear()
+        self.requests.clear()
 
     def enter(self, work: Callable[[Node], Awaitable[T]]) -> asyncio.Future[T]:
         """Run `work` as part of this life; the future fails with Down if it dies meanwhile."""
@@ -376,9 +388,11 @@ class Link(Generic[Node]):
             self._answer(future, None, error)
             return
         task = asyncio.ensure_future(answer, loop=loop)
+        self._actor.requests.add(task)
         task.add_done_callback(lambda done: self._ended(done, future))
 
     def _ended(self, done: asyncio.Future[Any], future: asyncio.Future[Any]) -> None:
+        self._actor.requests.discard(done)
         if done.cancelled():
             self._answer(future, None, Down(f"the actor cancelled the request: actor={self._actor.name}."))
         else:

@@ -58,6 +58,7 @@ class Stores:
     def __init__(
         self, urls: Urls, objects: ResilientObjects, consensus: Consensus, clock: Clock, rand: Rand, domains: int = 0
     ) -> None:
+        from tidemill.topics.l1.reading import l1_reader
         from tidemill.topics.reader import PartitionReaderImpl
 
         self.urls = urls
@@ -72,7 +73,9 @@ class Stores:
         self._threads = ThreadPoolExecutor(2, "shards")
         self.cpu: Cpu = pooled_cpu(self._threads)
         """For shards: encoding and merging must not keep marks and consensus waiting."""
-        self.topics: PartitionReader = PartitionReaderImpl(consensus, objects)
+        self.topics: PartitionReader = PartitionReaderImpl(
+            consensus, objects, l1_reader(self.metastore, objects, clock, rand)
+        )
 
     async def shard(self, name: str, schema: ShardSchema | None = None) -> LogShard:
         """A shard's handle; with `schema` it is created when absent, and evolved. Raises as `open_shard` does."""

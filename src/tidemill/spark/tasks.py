@@ -88,7 +88,8 @@ def decode_blocks(
     # equal results, however it was cut (U5).
     begins = {d.slice.begins_ms for d in descriptors if d.slice.begins_ms >= 0}
     if begins:
-        gone = tuple(Truncate(time_ms, p, BEFORE_ALL) for time_ms in begins for p in range(feed.partitions))
+        count = max(feed.partitions, *(d.slice.partition + 1 for d in descriptors))  # it may have grown since
+        gone = tuple(Truncate(time_ms, p, BEFORE_ALL) for time_ms in begins for p in range(count))
         yield Decoded(Commands(no_commands(feed.schema).rows, gone), no_dead_letters())
 
 

@@ -103,7 +103,7 @@ def compile_where(
 
 def _compile(text: str, params: Sequence[str], columns: Mapping[str, Type], schema: str, table: str) -> Where:
     import postgast
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from google.protobuf.message import DecodeError
 
     if len(text.encode()) > MAX_WHERE_BYTES:
         raise WhereError(f"where clause is too long: limit_bytes={MAX_WHERE_BYTES}.")

@@ -13,7 +13,25 @@ FAULTS: dict[str, tuple[str, str]] = {
     "seed000": ("topics", "a producer's place in line is reserved after the upload"),
     "first-region": ("topics", "the first partition in an object decides whether it is collected"),
     "undecided": ("topics", "an object that no log names yet is collected while its batches are on their way"),
+    "one-report": ("topics", "objects are collected though the log of one partition could not be read"),
+    "forget-before-add": ("topics", "logs forget what moves into L1 before its extents are there"),
+    "release-failed": ("topics", "a batch that failed lets its successors go on, as if it were in the log"),
+    "no-handover-gate": ("topics", "what a node refused before it led is forgotten when it comes to lead"),
+    "fence-before-redeem": ("topics", "a batch holds a place at the log while it waits for its turn"),
+    "first-data-base": ("topics", "an extent begins at its first record, not where the one before it ends"),
+    "clean-last": ("topics", "compaction takes the last batch too: who reads to the end never gets there"),
+    "aborted-supersedes": ("topics", "a record that was aborted supersedes an older one of its key"),
+    "untold-leader": ("topics", "a leader that was deposed learns of it when it writes, not before"),
+    "forgotten-log": ("topics", "the log of a deleted topic is never ended"),
+    "below-start": ("topics", "the first offset of a time is named below the log's start, which lies within its batch"),
+    "told-early": ("topics", "readers are shown a batch while its append is under way"),
     "unordered-connection": ("topics", "batches without producer id are placed as their uploads end"),
+    "marker-before-data": ("transactions", "a permit to begin a transaction outlives the transaction's marker"),
+    "untold-offsets": (
+        "transactions",
+        "a group's offsets count as written before they are: lost at a coordinator move",
+    ),
+    "checked-once": ("transactions", "offsets of a member are kept though the group went on without it meanwhile"),
     "blind-retry": ("consensus", "a client repeats an append whose answer was lost without looking it up"),
     "stranded-rows": ("shards", "a lagging writer appends rows whose times the shard has passed (seed 001)"),
     "choose-before-hold": ("shards", "a reader chooses its batches before its hold is there"),
@@ -34,12 +52,29 @@ FAULTS: dict[str, tuple[str, str]] = {
     "silent-reject": ("metastore", "a manifest that the log refused is reported as written"),
     "gc-newer-epoch": ("metastore", "collection deletes files of a newer epoch"),
     "no-keeper": ("calendar", "nobody takes away what is no longer needed"),
+    "unfenced-offset": ("groups", "offsets are written by whoever coordinated the group once: lost at a move"),
+    "early-assignment": ("groups", "members are told their assignment before it is durable"),
+    "empty-handed": ("groups", "a group goes over to the consumer protocol without what its members hold"),
+    "stale-commit": ("groups", "commits of the consumer protocol are taken whatever epoch they name"),
     "guessed-outcome": ("catalogue", "a row's write of unknown outcome is taken for one that did not happen"),
+    "guessed-change": ("registry", "a change of unknown outcome is taken for one that did not happen"),
+    "blind-head": ("registry", "a change is written whatever the registry's head is by then"),
     "stale-read": ("consensus", "a client answers some reads of a register from memory"),
 }
 """Planted faults: name → (room in which it must be found, what is wrong)."""
 
-ROOMS = ("consensus", "metastore", "catalogue", "topics", "shards", "capture", "calendar")
+ROOMS = (
+    "consensus",
+    "metastore",
+    "catalogue",
+    "registry",
+    "topics",
+    "groups",
+    "transactions",
+    "shards",
+    "capture",
+    "calendar",
+)
 
 
 def scenario(room: str, fault: str = "") -> Scenario:
@@ -59,10 +94,27 @@ def scenario(room: str, fault: str = "") -> Scenario:
             from tidemill.sim.scenarios import catalogue
 
             return lambda world: catalogue.run(world, fault)
+        case "registry":
+            from tidemill.sim.scenarios import registry
+
+            return lambda world: registry.run(world, fault)
         case "topics":
             from tidemill.sim.scenarios import topics
 
             return lambda world: topics.run(world, fault)
+        case "groups":
+            from tidemill.sim.scenarios import groups
+
+            return lambda world: groups.run(world, fault)
+        case "transactions":
+            from tidemill.sim.scenarios import exactly_once, transactions
+
+            # A third of the worlds: workers of a group, whose offsets are of their transactions.
+            def transact(world: World) -> Awaitable[None]:
+                joined = fault in exactly_once.FAULTS or (not fault and world.seed % 3 == 2)
+                return exactly_once.run(world, fault) if joined else transactions.run(world, fault)
+
+            return transact
         case "capture":
             from tidemill.sim.scenarios import capture, capture_topics
 

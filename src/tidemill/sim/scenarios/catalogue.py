@@ -10,44 +10,26 @@ Replay: python -m tidemill.sim --room catalogue --seed K --trace
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-from tidemill.base.errors import Closed, Conflict, Missing, Unavailable, Unknown
+from tidemill.base.clock import Rand
+from tidemill.base.errors import Conflict, Missing
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.open import open_metastore
 from tidemill.metastore.rows import TOPIC_IDS, TOPICS
-from tidemill.metastore.settings import DomainSettings
 from tidemill.sim.oracles.linearizable import Call, linearizable
-from tidemill.sim.world import Actor, Crew, Down, Violated, World
+from tidemill.sim.scenarios.callers import Guessing, drawn_settings, opening, recorded, soon, through_any, under_crashes
+from tidemill.sim.world import Actor, Violated, World
 
 NAMES = ("a", "b")
 PIPELINE = "p"
-LAST_TRIES = 8
 
 
 class Process(NamedTuple):
     metastore: Metastore
     catalogue: Catalogue
-
-
-class Guessing:
-    """The planted fault: a commit of unknown outcome is taken for one that did not happen."""
-
-    def __init__(self, metastore: Metastore) -> None:
-        self._metastore = metastore
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._metastore, name)
-
-    async def commit(self, rows: Sequence[tuple[bytes, bytes]], *, expects: Mapping[bytes, int]) -> int:
-        try:
-            return await self._metastore.commit(rows, expects=expects)
-        except Unknown as error:
-            raise Conflict("guessed.", current=dict(expects)) from error
 
 
 class Shared:
@@ -61,14 +43,7 @@ class Shared:
         self.calls: dict[str, list[Call]] = {name: [] for name in (*NAMES, PIPELINE)}
         self.numbers = 0
         self.moments = 0
-        self.settings = DomainSettings(
-            lease_ttl_ms=source.choice((300, 1_000)),
-            persist_interval_s=source.choice((0.5, 5.0)),
-            flush_timeout_s=5.0,
-            request_timeout_s=source.choice((1.0, 5.0)),
-            linger_s=0.5,
-            rollup_after_records=source.choice((4, 64)),
-        )
+        self.settings = drawn_settings(source)
 
     def token(self) -> str:
         self.numbers += 1
@@ -79,37 +54,18 @@ class Shared:
         return self.moments
 
     def build(self, lead: bool) -> Callable[[Actor[Process]], Awaitable[Process]]:
-        told = {name: getattr(self.settings, name) for name in self.settings.__struct_fields__} | {"lead": lead}
-
-        async def build(actor: Actor[Process]) -> Process:
-            rand = self.world.rand()
-            metastore = await open_metastore(
-                actor.consensus(), actor.objects(), actor.clock, rand, domains=self.domains,
-                settings=DomainSettings(**told), holder=f"{actor.name}/{actor.life.number}",
-            )  # fmt: skip
+        def process(metastore: Metastore, actor: Actor[Process], rand: Rand) -> Process:
             used: Any = Guessing(metastore) if self.fault == "guessed-outcome" else metastore
             return Process(metastore, Catalogue(used, actor.clock, rand))
 
-        return build
+        return opening(self.world, self.settings, lead=lead, domains=self.domains, process=process)
 
 
 async def run(world: World, fault: str = "") -> None:
     shared, source = Shared(world, fault), world.source
     actors = [Actor(world, f"node-{i}", shared.build(lead=True)) for i in range(source.randint(0, 2))]
     actors += [Actor(world, f"tool-{i}", shared.build(lead=False)) for i in range(source.randint(1, 2))]
-    for actor in actors:
-        await actor.start()
-    async with Crew() as crew:
-        working = [crew.spawn(client(shared, actors, f"client-{i}")) for i in range(source.randint(2, 4))]
-        for _ in range(source.choice((0, 1, 2, 4))):
-            await asyncio.sleep(source.uniform(0, 2.0))
-            victim = source.choice(actors)
-            if victim.up:
-                victim.crash()
-                await asyncio.sleep(source.choice((0.0, 0.3, 2.0)))
-                await victim.start()
-        await asyncio.wait(working, timeout=5.0)
-        await world.heal()
+    await under_crashes(world, actors, partial(client, shared, actors))
     await compare(shared, actors)
     for name, calls in shared.calls.items():
         if not linearizable(calls, "", model):
@@ -120,36 +76,17 @@ async def client(shared: Shared, actors: list[Actor[Process]], name: str) -> Non
     source = shared.world.source
     for _ in range(source.randint(3, 9)):
         act = source.choice((create, create, delete, delete, get, get, put, drop, read))
-        while True:
-            up = [actor for actor in actors if actor.up]
-            if up:
-                try:
-                    await act(shared, source.choice(up), name)
-                    break
-                except (Unavailable, Closed):
-                    pass  # it certainly did not happen, or only a read was lost (see `call`)
-            await asyncio.sleep(source.uniform(0, 0.3))
-        await asyncio.sleep(source.uniform(0, 0.3) if source.random() < 0.5 else 0)
+        await through_any(shared.world, actors, partial(act, shared, client_name=name))
 
 
 async def call(
     shared: Shared, actor: Actor[Process], name: str, entry: Call, work: Callable[[Catalogue], Awaitable[Any]]
 ) -> None:
-    """Enter the call into the history of `name`; drop it again when it certainly did not happen."""
-    entry.start = shared.moment()
-    shared.calls[name].append(entry)
-    shared.world.trace(f"{entry.client} {actor.life} asks {entry.operation} of {name}")
-    try:
-        result = await actor.enter(lambda process: work(process.catalogue))
-    except (Unavailable, Closed) as error:
-        shared.world.trace(f"{entry.client} did not: {type(error).__name__}")
-        shared.calls[name].remove(entry)
-        raise
-    except (Unknown, Down) as error:
-        shared.world.trace(f"{entry.client} does not know: {type(error).__name__}")
-        return
-    entry.end, entry.result, entry.known = shared.moment(), result, True
-    shared.world.trace(f"{entry.client} {actor.life} heard {result}")
+    """Enter the call into the history of `name`."""
+    calls, about = shared.calls[name], f" of {name}"
+    await recorded(
+        shared.world, calls, entry, actor, lambda process: work(process.catalogue), moment=shared.moment, about=about
+    )
 
 
 async def create(shared: Shared, actor: Actor[Process], client_name: str) -> None:
@@ -244,16 +181,6 @@ async def compare(shared: Shared, actors: list[Actor[Process]]) -> None:
     for name, calls in shared.calls.items():
         now = shared.moment()
         calls.append(Call("end", ("read",), now, shared.moment(), tokens.get(name, ""), True))
-
-
-async def soon(work: Callable[[], Awaitable[Any]]) -> Any:
-    """What was on its way before the healing may still hold the line for a while; not for ever."""
-    for _ in range(LAST_TRIES - 1):
-        try:
-            return await work()
-        except Unavailable:
-            await asyncio.sleep(0.5)
-    return await work()
 
 
 async def everything(process: Process) -> tuple[list[Any], list[Any], list[Any]]:

@@ -29,7 +29,7 @@ from tidemill.metastore.commands import PersistManifest
 from tidemill.metastore.domain import Domain
 from tidemill.metastore.lsm import gc as gc_module
 from tidemill.metastore.lsm.files import Files
-from tidemill.metastore.lsm.gc import Collector, Roots
+from tidemill.metastore.lsm.gc import FAULT_NEWER_EPOCH, Collector, Roots
 from tidemill.metastore.lsm.manifest import decode_manifest
 from tidemill.metastore.lsm.manifests import BucketManifests
 from tidemill.metastore.lsm.options import Options
@@ -64,7 +64,7 @@ class Shared:
         self.numbers = 0
         self.moments = 0
         self.refuses = world.source.choice((0, 0, 3, 5))
-        self.options = drawn_options(world)
+        self.options = drawn_options(world, fault)
 
     def value(self, size: int = 0) -> bytes:
         self.numbers += 1
@@ -83,7 +83,7 @@ class Shared:
         return apply(state, data, position, term, faults)
 
 
-def drawn_options(world: World) -> Options:
+def drawn_options(world: World, fault: str) -> Options:
     source = world.source
     return Options(
         write_buffer_bytes=source.choice((1_500, 4_000, 1 << 20)),
@@ -97,8 +97,8 @@ def drawn_options(world: World) -> Options:
         level_factor=2,
         levels=4,
         slice_rows=8,
-        gc_delay_ms=source.choice((0, 0, 400)),
-        manifests_kept=source.choice((1, 1, 3)),
+        gc_delay_ms=source.choice((0, 0, 0) if fault == FAULT_NEWER_EPOCH else (0, 0, 400)),
+        manifests_kept=source.choice((1, 1, 1) if fault == FAULT_NEWER_EPOCH else (1, 1, 3)),
     )
 
 
@@ -119,7 +119,7 @@ async def run(world: World, fault: str = "") -> None:
 def nodes(shared: Shared) -> list[Actor[Domain]]:
     world, source = shared.world, shared.world.source
     settings = DomainSettings(
-        lease_ttl_ms=source.choice((300, 1_000)),
+        lease_ttl_ms=source.choice((300, 300) if shared.fault == FAULT_NEWER_EPOCH else (300, 1_000)),
         persist_interval_s=source.choice((0.2, 1.0, 5.0)),
         flush_timeout_s=5.0,
         request_timeout_s=3.0,

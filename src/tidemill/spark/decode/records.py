@@ -18,8 +18,7 @@ from tidemill.spark.decode.letters import Letter
 from tidemill.spark.decode.slices import Slice
 from tidemill.topics.batch import Columns, decode_opened, open_batch, parse_header
 from tidemill.topics.batch.columns import no_columns
-from tidemill.topics.batch.decode import Opened
-from tidemill.topics.batch.header import CONTROL
+from tidemill.topics.batch.decode import Opened, has_records
 from tidemill.topics.batch.records import Headers
 from tidemill.topics.front import BatchRef
 
@@ -93,7 +92,7 @@ def _opened(
                 raise
             unread += _unread(piece, batch, *_range(batch, ref), error)
         else:
-            if not opened.header.attributes & CONTROL:
+            if has_records(opened.header, ref):
                 yield opened
 
 
