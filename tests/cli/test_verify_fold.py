@@ -35,7 +35,7 @@ class Topic:
     def ends(self) -> dict[str, tuple[int, ...]]:
         return {"tid": tuple(len(r) for r in self.records)}
 
-    async def high_watermark(self, topic_id: str, partition: int) -> int:
+    async def last_stable(self, topic_id: str, partition: int) -> int:
         return len(self.records[partition])
 
     async def plan(self, topic_id: str, partition: int, start: int, end: int) -> list[BatchRef]:

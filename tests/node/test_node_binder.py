@@ -22,6 +22,8 @@ from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.front import Binding
 from tidemill.shards.remap import LogRemap
 from tidemill.topics.batch import Record, encode_batch
+from tidemill.topics.batch.control import transactional
+from tidemill.topics.front import Marker, Within
 from tidemill.topics.leadership import Alone
 from tidemill.topics.log import LocalTopics
 from tidemill.topics.reader import PartitionReaderImpl
@@ -45,7 +47,7 @@ class Led:
     def watch(self, moved: Callable[[str, int], None], listed: Callable[[Mapping[str, TopicRow]], None]) -> None:
         self.moved, self.listed = moved, listed
 
-    def high_watermark(self, topic_id: str, partition: int) -> int | None:
+    def last_stable(self, topic_id: str, partition: int) -> int | None:
         return self.ends.get((topic_id, partition))
 
     def append(self, topic_id: str, partition: int, end: int) -> None:
@@ -61,7 +63,7 @@ class Elsewhere:
         self.reads: Counter[str] = Counter()
         self.broken: set[str] = set()
 
-    async def high_watermark(self, topic_id: str, partition: int) -> int:
+    async def last_stable(self, topic_id: str, partition: int) -> int:
         self.reads[topic_id] += 1
         if topic_id in self.broken:
             raise Corrupt("a record cannot be read.")
@@ -156,6 +158,27 @@ def test_what_a_dead_node_appended_is_bound_when_members_change() -> None:
         binder.look_at_all()
         await world.ends_at((0, 9))
         await binder.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_a_topic_that_grows_is_bound_to_its_last_partition_also_beside_a_node_that_does_not_know() -> None:
+    async def scenario() -> None:
+        world, one, two = World(), Led(), Led()
+        binders = [world.binder(one), world.binder(two)]
+        for binder, led in zip(binders, (one, two), strict=True):
+            binder.start()
+            led.listed(rows(TopicRow("a", "id", 2)))
+        one.append("id", 0, 3)
+        await world.ends_at((3, 0))
+        one.listed(rows(TopicRow("a", "id", 4)))
+        one.append("id", 3, 5)
+        await world.ends_at((3, 0, 0, 5))
+        two.append("id", 1, 7)  # its view is older
+        await world.ends_at((3, 7, 0, 5))
+        assert world.tracker.failure("binding:topic/a") is None
+        for binder in binders:
+            await binder.aclose()
 
     asyncio.run(scenario())
 
@@ -261,6 +284,56 @@ def test_thousands_of_idle_partitions_cost_nothing_and_one_that_moves_is_bound_a
         async with asyncio.timeout(DEADLINE_S):
             while (await (await remap("topic/t7")).latest()).offsets["id-7"] != (0, 0, 1, 0):  # type: ignore[union-attr]
                 await asyncio.sleep(0.01)
+        await binder.aclose()
+        await topics.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_no_time_covers_a_transaction_before_it_has_ended() -> None:
+    """By its leader's word, and by the log's where another process asks."""
+
+    async def scenario() -> None:
+        world = World()
+        consensus, objects = MemoryConsensus(world.clock, world.state), MemoryObjects(world.clock)
+        catalogue: Any = Rows([TopicRow("t", "id", 1)])
+        topics = LocalTopics(consensus, objects, catalogue, clock=world.clock, rand=Rand(), assignment=Alone())
+
+        async def confirm(*_: object) -> None: ...
+
+        async def remap(name: str) -> LogRemap:
+            return LogRemap(consensus, name, world.clock, Rand())
+
+        async def bound() -> tuple[int, ...]:
+            latest = await (await remap("topic/t")).latest()
+            return latest.offsets.get("id", ()) if latest is not None else ()
+
+        async def until_bound(end: int) -> None:
+            async with asyncio.timeout(DEADLINE_S):
+                while await bound() != (end,):
+                    await asyncio.sleep(0.01)
+
+        topics.coordinated_by(confirm)
+        binder = Binder(topics, lambda: PartitionReaderImpl(consensus, objects), remap, world.clock, world.tracker)
+        binder.start()
+        await topics.start()
+        batch = encode_batch([Record(None, b"v", (), 1000)])
+        await topics.produce_nowait("id", 0, batch)
+        await until_bound(1)
+        mine = transactional(encode_batch([Record(None, b"v")], producer_id=1, producer_epoch=0, base_sequence=0))
+        await topics.produce_nowait("id", 0, mine, within=Within("tx"))
+        await topics.produce_nowait("id", 0, batch)
+        binder.look_at_all()
+        other = Binder(Led(), lambda: PartitionReaderImpl(consensus, objects), remap, world.clock, world.tracker)
+        other.start()
+        other._listed({"id": TopicRow("t", "id", 1)})
+        await until(
+            lambda: all(b.task is None or b.task.done() for each in (binder, other) for b in each._bound.values())
+        )
+        assert await bound() == (1,)
+        await topics.mark("id", 0, Marker(1, 0, False))
+        await until_bound(4)
+        await other.aclose()
         await binder.aclose()
         await topics.aclose()
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
-from collections.abc import AsyncIterator, Coroutine
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -62,6 +64,27 @@ def test_port_zero_gives_a_free_port_that_answers_and_is_free_again_after_the_en
         await again.aclose()
 
     run(main())
+
+
+def test_at_its_end_no_thread_is_left_to_ask_for_connections() -> None:
+    """One that asks a socket which no longer listens spins for as long as the process lives."""
+
+    async def main() -> None:
+        for _ in range(3):
+            server = HttpServer(app(), on_failure=broke)
+            assert (await fetch(await server.start())).endswith(b"hello")
+            await server.aclose()
+
+    before = len(os.listdir("/proc/self/task"))
+    run(main())
+    eventually(lambda: len(os.listdir("/proc/self/task")) <= before)
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_taken_port_is_invalid_and_names_the_key() -> None:

@@ -34,18 +34,23 @@ def application(only_sql: bool = False) -> typer.Typer:
         app.callback()(lambda: None)  # else the one command would have no name
         return app
     from tidemill.cli import (
+        acl,
         capture,
         demo_command,
         dlq,
         doctor,
+        group,
         pipeline,
         restore,
+        schema,
         shape,
         shard,
         sql,
         status,
         topic,
+        txn,
         up,
+        user,
         verify_command,
         why,
     )
@@ -57,6 +62,11 @@ def application(only_sql: bool = False) -> typer.Typer:
     app.command("verify")(verify_command.verify)
     app.add_typer(capture.app, name="capture")
     app.add_typer(topic.app, name="topic")
+    app.add_typer(group.app, name="group")
+    app.add_typer(txn.app, name="txn")
+    app.add_typer(user.app, name="user")
+    app.add_typer(acl.app, name="acl")
+    app.add_typer(schema.app, name="schema")
     app.add_typer(pipeline.app, name="pipeline")
     app.add_typer(shape.app, name="shape")
     app.add_typer(shard.app, name="shard")

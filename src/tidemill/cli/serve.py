@@ -13,9 +13,15 @@ from tidemill.base.clock import MOVED
 from tidemill.base.config import Config
 from tidemill.base.errors import Invalid
 from tidemill.base.garbage import keep_pauses_short
+from tidemill.base.limits import MIB
 from tidemill.base.logs import configure_logs
+from tidemill.base.memory import keep_freed_memory
 from tidemill.console.app import console_routes
 from tidemill.node.assembly import Node
+
+KEPT_BYTES = 64 * MIB
+"""What was freed and stays with the process, at most: a node's largest buffers come and go with each request, and to
+touch their pages anew costs more than to fill them."""
 
 
 async def _serve(config: Config) -> None:
@@ -53,6 +59,7 @@ def _preload(config: Config) -> None:
 def main() -> int:
     configure_logs()
     descriptors.raise_limit()
+    keep_freed_memory(KEPT_BYTES)
     sys.meta_path.insert(0, WithoutPandas)
     config = Config.model_validate(json.loads(Path(sys.argv[1]).read_text()))
     _preload(config)

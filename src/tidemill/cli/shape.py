@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Annotated, Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import typer
 
 from tidemill.base.config import Config, load
 from tidemill.base.errors import Invalid, Missing, Unavailable
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
+
+TOKEN = "TIDEMILL_TOKEN"
+"""The environment variable with a bearer token for nodes that ask for one."""
 
 app = typer.Typer(help="List and fetch shapes.", no_args_is_help=True)
 
@@ -59,19 +63,25 @@ def get(
 def live_shapes(config: Config) -> list[dict[str, Any]]:
     """The shapes of the configured node; none while it is down, for they live in it, and none where it tells nobody."""
     try:
-        return list(json.loads(_ask(config.node.http, "/api/shapes", {})[1]))
+        return list(json.loads(_ask(config, "/api/shapes", {})[1]))
     except (Unavailable, Invalid):
         return []
 
 
 def _get(config: ConfigOption, path: str, parameters: dict[str, str]) -> tuple[Any, bytes]:
-    return _ask(load(config).node.http, path, parameters)
+    return _ask(load(config), path, parameters)
 
 
-def _ask(address: str, path: str, parameters: dict[str, str]) -> tuple[Any, bytes]:
-    url = f"http://{address}{path}" + (f"?{urlencode(parameters)}" if parameters else "")
+def _ask(config: Config, path: str, parameters: dict[str, str]) -> tuple[Any, bytes]:
+    address = config.node.http
+    url = f"http{'s' if config.http.tls else ''}://{address}{path}"
+    token = os.environ.get(TOKEN, "")
+    request = Request(
+        url + (f"?{urlencode(parameters)}" if parameters else ""),
+        headers={"authorization": f"Bearer {token}"} if token else {},
+    )
     try:
-        with urlopen(url, timeout=60) as answer:
+        with urlopen(request, timeout=60) as answer:
             return answer.headers, answer.read()
     except HTTPError as error:
         message = error.read().decode(errors="replace")

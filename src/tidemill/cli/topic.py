@@ -1,31 +1,99 @@
-"""`tidemill topic`: create, list, describe and delete topics."""
+"""`tidemill topic`: topics and their configs. Records go in and out by `topic_records`."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from msgspec.structs import replace
 
 from tidemill.base.errors import Invalid, Missing
 from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
-from tidemill.metastore.catalogue import TopicRow
+from tidemill.cli.topic_lost import lost
+from tidemill.cli.topic_records import consume, produce
+from tidemill.metastore.catalogue import TopicRow, grown
 
-app = typer.Typer(help="Create, list, describe and delete topics.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from tidemill.topics.altering import Change
+
+app = typer.Typer(help="Topics: their partitions, configs and records.", no_args_is_help=True)
+Set = Annotated[
+    list[str] | None, typer.Option("--set", help="A config, as Kafka names it: NAME=VALUE. May be repeated.")
+]
+Unset = Annotated[
+    list[str] | None, typer.Option("--unset", help="A config that goes back to its default. May be repeated.")
+]
 Really = Annotated[bool, typer.Option("--yes-really", help="Delete it though a capture or a pipeline uses it.")]
 Name = Annotated[str, typer.Argument(help="Topic name.")]
+
+app.command("produce")(produce)
+app.command("consume")(consume)
+app.command("lost")(lost)
 
 
 @app.command("create")
 def create(
     name: Name,
     partitions: Annotated[int, typer.Option(help="Number of partitions.")] = 4,
+    settings: Set = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Create a topic."""
+    from tidemill.topics.configs import topic_config
+
+    configs = dict(_setting(text) for text in settings or ())
+    topic_config(configs)
     with stores(config) as opened:
-        row = opened.portal.call(opened.catalogue.create_topic(name, partitions))
+        row = opened.portal.call(opened.catalogue.create_topic(name, partitions, config=configs))
         _print([_describe(opened, row)], as_json)
+
+
+@app.command("alter")
+def alter(
+    name: Name,
+    partitions: Annotated[int | None, typer.Option(help="More partitions; there is no way back.")] = None,
+    settings: Set = None,
+    unset: Unset = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say whether it may be, and what would be.")] = False,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Give a topic more partitions, or other configs: all of it, or nothing. Who serves it follows within a moment."""
+    from tidemill.topics.altering import altered
+
+    changes = changes_of(settings, unset)
+    if partitions is None and not changes:
+        raise Invalid("nothing to change.", fix="Give --partitions, --set or --unset.")
+
+    def changed(row: TopicRow) -> TopicRow:
+        if row.kind == "capture":
+            raise Invalid(f"a captured table's topic keeps its partitions and configs: topic={name}.")
+        row = replace(row, config=altered(row.config, changes))
+        return row if partitions is None else grown(row, partitions)
+
+    with stores(config) as opened:
+        if dry_run:
+            row = changed(_find(opened, name))
+        else:
+            _find(opened, name)
+            row = opened.portal.call(opened.catalogue.change_topic(name, changed))
+        _print([_describe(opened, row)], as_json)
+
+
+def changes_of(settings: list[str] | None, unset: list[str] | None) -> list[Change]:
+    """What --set and --unset ask for. Raises Invalid."""
+    from tidemill.topics.altering import Op
+
+    changes: list[Change] = [(key, Op.SET, value) for key, value in map(_setting, settings or ())]
+    return changes + [(key, Op.DELETE, None) for key in unset or ()]
+
+
+def _setting(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise Invalid(f"not a config: {text!r}.", fix="Write it as NAME=VALUE, e.g. --set retention.ms=86400000")
+    return key, value
 
 
 @app.command("list")
@@ -70,7 +138,7 @@ def _find(opened: Stores, name: str) -> TopicRow:
     return row
 
 
-def _describe(opened: Stores, row: TopicRow) -> dict[str, object]:
+def _describe(opened: Stores, row: TopicRow) -> dict[str, Any]:
     from tidemill.topics.reader import PartitionReaderImpl
 
     reader = PartitionReaderImpl(opened.consensus, opened.objects)
@@ -80,12 +148,13 @@ def _describe(opened: Stores, row: TopicRow) -> dict[str, object]:
         "topic_id": row.topic_id,
         "kind": row.kind,
         "partitions": row.partitions,
+        "configs": row.config,
         "high_watermarks": ends,
         "records": sum(ends),
     }
 
 
-def _print(rows: list[dict[str, object]], as_json: bool) -> None:
+def _print(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         print_json(rows)
         return
@@ -93,3 +162,5 @@ def _print(rows: list[dict[str, object]], as_json: bool) -> None:
         print(f"{row['topic']}  {row['kind']}  partitions={row['partitions']}  records={row['records']}")
         if len(rows) == 1:
             print(f"  id {row['topic_id']}  high watermarks {row['high_watermarks']}")
+            for key, value in sorted(row["configs"].items()):
+                print(f"  {key} = {value}")

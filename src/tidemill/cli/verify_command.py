@@ -18,6 +18,7 @@ def verify(
 ) -> None:
     """Compare tables with their sources: rows missing, extra, different, and a hash. Exit 1 when any differs."""
     from tidemill.cli.verify.tables import Verifier
+    from tidemill.topics.l1.reading import l1_reader
 
     with stores(config) as opened, _Bar() as bar:
         verifier = Verifier(
@@ -28,6 +29,7 @@ def verify(
             opened.clock,
             opened.rand,
             progress=bar.show,
+            l1=l1_reader(opened.metastore, opened.objects, opened.clock, opened.rand),
         )
         found = opened.portal.call(verifier.tables(tables or ()))
     if as_json:

@@ -25,9 +25,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tidemill.access.rulebook import Rulebook
+from tidemill.access.sasl import Authenticator
+from tidemill.access.users import Users
 from tidemill.base import descriptors
 from tidemill.base.clock import Clock, Rand, SystemClock
-from tidemill.base.config import CaptureSection, Config
+from tidemill.base.config import CaptureSection, Config, authorizes
 from tidemill.base.errors import Conflict, Invalid, Unavailable
 from tidemill.base.marks import Report, Tracker
 from tidemill.base.memory import Budget
@@ -40,7 +43,6 @@ from tidemill.consensus.board import Board
 from tidemill.consensus.leading import Body, lead
 from tidemill.consensus.open import open_consensus
 from tidemill.kafka.server import KafkaServer
-from tidemill.kafka.settings import KafkaSettings
 from tidemill.keeper.grounds import Grounds, Retention
 from tidemill.keeper.jobs import Jobs
 from tidemill.keeper.machine import Keeping, check_bucket
@@ -53,10 +55,22 @@ from tidemill.metastore.open import NODE, metastore_on
 from tidemill.node.assignment import CaptureFirst
 from tidemill.node.binder import Binder
 from tidemill.node.http import HttpServer
+from tidemill.node.http_access import Guard, Parties
 from tidemill.node.reporting import Reporting
-from tidemill.node.served import http_limits, shape_settings
+from tidemill.node.served import (
+    authenticator_of,
+    http_limits,
+    kafka_listeners,
+    kafka_settings,
+    registry_settings,
+    shape_settings,
+    tls_settings,
+    topic_settings,
+)
 from tidemill.node.shape_routing import ShapeRouting
 from tidemill.objects.open import open_objects
+from tidemill.registry.http import registry_routes
+from tidemill.registry.machine import Registry
 from tidemill.shapes.http import shape_routes
 from tidemill.shapes.service import ShapeService
 from tidemill.shards.cpu import pooled_cpu
@@ -74,6 +88,9 @@ MoreRoutes = Callable[[Reports, Callable[[], str], Clock], Sequence[BaseRoute]]
 """(reads all marks, why the node is not ready or "", clock) → routes to serve beside the shapes."""
 
 STARTING = "the node is starting."
+HTTP_CERTIFICATES = "http:certificates"
+LEAVE_S = 2.0
+"""At its end a node tells the others for so long that it leaves; then its lease has to run out."""
 START_BUDGET_MS = 60_000
 """Beside a starting JVM on two cores a node takes some seconds; one that hangs in its assembly is stuck."""
 
@@ -103,6 +120,8 @@ class Node:
         self._waiting = STARTING
         self._tasks = Tasks(self._task_failed)
         self._failed: asyncio.Future[None] | None = None
+        self._guard: Guard | None = None
+        self._membership: Membership | None = None
         self._process = f"node:{config.node.name}"
         self._instance = f"{config.node.name}/{os.getpid()}/{self._rand.nonce()[:8]}"
 
@@ -118,16 +137,39 @@ class Node:
         early = Starlette(routes=[*self._more_routes(self._reports, self.trouble, self._clock), *_not_yet()])
         door = Door(early)
         host, _, port = self._config.node.http.rpartition(":")
-        http = HttpServer(door, host, int(port), on_failure=self._task_failed, limits=http_limits(self._config.http))
+        section = self._config.http
+        if section.authenticate:
+            self._guard = Guard(door, self._clock, within_tls=section.tls)
+        http = HttpServer(
+            self._guard or door,
+            host,
+            int(port),
+            on_failure=self._task_failed,
+            limits=http_limits(section),
+            tls=tls_settings(self._config) if section.tls else None,
+        )
         async with AsyncExitStack() as stack:
             await http.start()
             stack.push_async_callback(http.aclose)
+            if section.tls:
+                heal = partial(self._marks.heal, HTTP_CERTIFICATES)
+                self._keep(HTTP_CERTIFICATES, partial(http.follow_certificates, heal))
             self._tasks.spawn(self._assemble(stack, door), name="assembly")
             try:
                 await self._until(stop)
             finally:
                 door.app = early
+                await self._leave()
                 await self._tasks.aclose()
+
+    async def _leave(self) -> None:
+        """First of all: while the rest of this node ends, its partitions are served by others already."""
+        if self._membership is not None:
+            try:
+                async with asyncio.timeout(LEAVE_S):
+                    await self._membership.leave()
+            except TimeoutError:
+                log.info("the others are not told that this node leaves: consensus does not answer")
 
     async def _reports(self) -> Sequence[Report]:
         if self._board is None:
@@ -193,22 +235,29 @@ class Node:
             merger=merger,
         )
         catalogue = Catalogue(metastore, clock, rand)
-        host, _, kafka_port = config.node.kafka.rpartition(":")
-        advertised = config.node.advertised_host or host
+        authenticator = authenticator_of(config, Users(metastore, clock), clock, rand)
+        listener, *more_listeners = kafka_listeners(config, authenticator)
         http_host, _, http_port = config.node.http.rpartition(":")
-        url = f"http://{config.node.advertised_host or http_host}:{http_port}"
-        info = NodeInfo(advertised, int(kafka_port), url)
+        scheme = "https" if config.http.tls else "http"
+        url = f"{scheme}://{config.node.advertised_host or http_host}:{http_port}"
+        told = {each.name: (each.advertised_host, each.advertised_port) for each in more_listeners}
+        info = NodeInfo(listener.advertised_host, listener.advertised_port, url, told)
         membership = Membership(consensus, config.node.name, info, clock, rand, tracker=self._marks)
         membership_of.append(membership)
+        self._membership = membership
         assignment = CaptureFirst(membership, consensus, catalogue, self._marks, clock)
         topics = LocalTopics(
-            consensus, objects, catalogue, clock=clock, rand=rand, assignment=assignment, tracker=self._marks
-        )
+            consensus, objects, catalogue, clock=clock, rand=rand, assignment=assignment,
+            settings=topic_settings(config.storage), tracker=self._marks, metastore=metastore,
+        )  # fmt: skip
+        reporting.facts["l1"] = topics.l1_facts
         topics.hold(PipelineHolds(consensus, catalogue, Persisted(metastore), clock, rand))
         shapes = ShapeService(clock, rand, self._marks, shape_settings(config.shapes))
         reporting.facts["shapes"] = shapes.facts
         self._budget.share("shapes", shapes.budget.limit_bytes, lambda: shapes.budget.used_bytes)
         self._budget.share("topics cache", topics.cached[1], lambda: topics.cached[0])
+        self._budget.share("topics read-ahead", topics.read_ahead[1], lambda: topics.read_ahead[0])
+        self._budget.share("topics partitions", 0, lambda: topics.partitions_bytes)
         self._budget.share("topics uploads", topics.staged[1], lambda: topics.staged[0])
         pool = ThreadPoolExecutor(1, thread_name_prefix="shape-shards")  # decodes and sums what shapes read of shards
         stack.callback(pool.shutdown, wait=False, cancel_futures=True)
@@ -217,7 +266,15 @@ class Node:
             return await open_shard(consensus, objects, clock, rand, name, cpu=pooled_cpu(pool))
 
         shapes.add_shards(shard)
-        app = Starlette(routes=[*shape_routes(shapes), *self._more_routes(self._reports, self.trouble, clock)])
+        routes = [*shape_routes(shapes), *self._more_routes(self._reports, self.trouble, clock)]
+        if config.registry.enabled:
+            reading = ThreadPoolExecutor(1, thread_name_prefix="registry")  # parses and compares schemas
+            stack.callback(reading.shutdown, wait=False, cancel_futures=True)
+            registry = Registry(metastore, clock, rand, pooled_cpu(reading), registry_settings(config.registry))
+            reporting.facts["registry"] = registry.facts
+            routes += registry_routes(registry)
+        app = Starlette(routes=routes)
+        rulebook = Rulebook(metastore, clock, config.security.super_users)
         kafka = KafkaServer(
             topics=topics,
             catalogue=catalogue,
@@ -227,10 +284,14 @@ class Node:
             rand=rand,
             name=config.node.name,
             node_id=0,
-            host=host,
-            port=int(kafka_port),
-            advertised_host=advertised,
-            settings=KafkaSettings(**config.kafka.model_dump()),
+            host=listener.host,
+            port=listener.port,
+            advertised_host=listener.advertised_host,
+            advertised_port=listener.advertised_port,
+            gate=listener.gate,
+            rulebook=rulebook if authorizes(config) else None,
+            listeners=more_listeners,
+            settings=kafka_settings(config),
             tracker=self._marks,
             memory=self._budget,
         )
@@ -270,15 +331,25 @@ class Node:
         await self._begin("the catalogue", lambda: catalogue.list(TopicRow))
         await self._begin("the configured topics", lambda: self._create_topics(catalogue))
         stack.push_async_callback(membership.aclose)
-        await self._begin("membership", membership.start)
+        await self._begin("membership", lambda: membership.start(join=False))
         stack.push_async_callback(assignment.aclose)
         await self._begin("the assignment", assignment.start)
         stack.push_async_callback(topics.aclose)
         await self._begin("the topics", topics.start)
         stack.push_async_callback(kafka.aclose)
-        await self._begin("Kafka", kafka.start)
+        await self._begin("Kafka", lambda: kafka.start(membership.node_id))
+        # Not before clients find it there: from now on partitions are this node's, and nobody else serves them.
+        await self._begin("joining the others", membership.join)
         stack.push_async_callback(shapes.aclose)
-        door.app = ShapeRouting(app, catalogue, consensus, self._instance, clock, config.shapes.allowed_origins)
+        door.app = routing = ShapeRouting(
+            app, catalogue, consensus, self._instance, clock, config.shapes.allowed_origins
+        )
+        if self._guard is not None:
+            await self._begin("the proofs of HTTP", partial(_know, authenticator, rulebook))
+            if not authorizes(config):
+                self._keep("http:rules", rulebook.run)
+            asked = config.security.authorize is not False
+            self._guard.parties = Parties(authenticator, rulebook if asked else None, routing.topics_of)
         binder.start()
         stack.push_async_callback(binder.aclose)
         for name, section in config.capture.items():
@@ -349,11 +420,13 @@ class Node:
                 await catalogue.create_topic(name, section.partitions, config=section.configs)
             except Conflict as conflict:
                 current = conflict.current
-                if isinstance(current, TopicRow) and current.partitions != section.partitions:
+                # One with more has grown since.
+                if isinstance(current, TopicRow) and current.partitions < section.partitions:
                     raise Invalid(
-                        f"topic exists with another count: topics.{name}.partitions={section.partitions}"
+                        f"topic exists with fewer partitions: topics.{name}.partitions={section.partitions}"
                         f" existing={current.partitions}.",
-                        fix=f"Set topics.{name}.partitions = {current.partitions}.",
+                        fix=f"Set topics.{name}.partitions = {current.partitions}, or let it grow:"
+                        f" tidemill topic alter {name} --partitions {section.partitions}",
                     ) from conflict
 
     async def _until(self, stop: asyncio.Event) -> None:
@@ -370,8 +443,14 @@ class Node:
             self._failed.set_exception(error)
 
 
+async def _know(authenticator: Authenticator, rulebook: Rulebook) -> None:
+    if authenticator.tokens is not None:
+        await authenticator.tokens.start()
+    await rulebook.refresh()
+
+
 def _not_yet() -> list[BaseRoute]:
     async def refuse(_: Request) -> Response:
         return JSONResponse({"message": STARTING}, 503, headers={"retry-after": "1", "cache-control": "no-store"})
 
-    return [Route("/{rest:path}", refuse, methods=["GET", "POST", "DELETE"])]
+    return [Route("/{rest:path}", refuse, methods=["GET", "POST", "PUT", "DELETE"])]

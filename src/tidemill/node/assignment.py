@@ -7,7 +7,7 @@ them. The rule only says who tries; the partition's fenced log says who succeeds
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -37,6 +37,9 @@ class CaptureFirst:
         self._catalogue = catalogue
         self._leaders: dict[str, str] = {}
         """topic id of a captured table → node that captures it, "" while none does"""
+        self._rows: Sequence[TopicRow] = ()
+        self._captured: dict[str, str] = {}
+        """Names of captured tables' topics → their ids."""
         self._callbacks: list[Callable[[], None]] = []
         self._tracker = tracker
         self._clock = clock
@@ -56,6 +59,9 @@ class CaptureFirst:
 
     def epoch(self) -> int:
         return self._membership.epoch()
+
+    def lapses(self) -> int:
+        return self._membership.lapses()
 
     def poke(self) -> None:
         self._wake.set()
@@ -85,7 +91,11 @@ class CaptureFirst:
     async def _look(self) -> None:
         leases = await self._consensus.leases(LEASE_PREFIX)
         holders = {lease.name.removeprefix(LEASE_PREFIX): lease.holder for lease in leases if lease.live}
-        topics = {row.name: row.topic_id for row in await self._catalogue.list(TopicRow) if row.kind == "capture"}
+        rows = await self._catalogue.list(TopicRow)
+        if rows is not self._rows:
+            self._rows = rows
+            self._captured = {row.name: row.topic_id for row in rows if row.kind == "capture"}
+        topics = self._captured
         leaders: dict[str, str] = {}
         for table in await self._catalogue.all_tables():
             if table.topic in topics:

@@ -1,4 +1,5 @@
-"""Gives stream topics their time: bindings of `topic/<name>` from the high watermarks of what this node leads.
+"""Gives stream topics their time: bindings of `topic/<name>` from the last stable offsets of what this node leads, so
+that no time covers a transaction before it has ended.
 
     an append of this node     its partition moved: one binding with it, at most every BUSY_S a topic
     a partition opened here    another node may have appended and died before it minted: likewise
@@ -34,7 +35,7 @@ class Led(Protocol):
 
     def watch(self, moved: Callable[[str, int], None], listed: Callable[[Mapping[str, TopicRow]], None]) -> None: ...
 
-    def high_watermark(self, topic_id: str, partition: int) -> int | None: ...
+    def last_stable(self, topic_id: str, partition: int) -> int | None: ...
 
 
 class _Bound:
@@ -94,7 +95,9 @@ class Binder:
                 gone.task.cancel()
             self._tracker.heal(gone.mark)
         for topic_id, row in rows.items():
-            if row.kind == "stream" and topic_id not in self._bound:
+            if topic_id in self._bound:
+                self._bound[topic_id].row = row  # it may have grown; nobody appends to a partition before it is listed
+            elif row.kind == "stream":
                 self._bound[topic_id] = _Bound(row)
                 self._wake(self._bound[topic_id])
 
@@ -134,7 +137,7 @@ class Binder:
         found = [0] * row.partitions
         elsewhere: list[int] = []
         for partition in range(row.partitions) if look else sorted(moved):
-            here = self._topics.high_watermark(row.topic_id, partition)
+            here = self._topics.last_stable(row.topic_id, partition)
             if here is None:
                 elsewhere.append(partition)
             else:
@@ -143,7 +146,7 @@ class Binder:
             async with self._looks:
                 reader = self._open_reader()  # for once: it keeps what it replays
                 for partition in elsewhere:
-                    found[partition] = await reader.high_watermark(row.topic_id, partition)
+                    found[partition] = await reader.last_stable(row.topic_id, partition)
         return tuple(found)
 
     def _ended(self, name: str, error: BaseException) -> None:

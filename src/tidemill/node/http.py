@@ -8,20 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
+from collections.abc import Callable, Mapping, Set
+from pathlib import Path
 from typing import Any
 
 import structlog
 
+from tidemill.access.tls import Certificates, TlsSettings
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.tasks import FailureHandler, Tasks, sentence
-from tidemill.node.http_crowds import CHECK_S, close_crowds
+from tidemill.node.http_crowds import CHECK_S, close_connections, close_crowds, connections
 from tidemill.node.http_limits import Bounded, HttpLimits
 
 _log = structlog.get_logger()
 
 BACKLOG = 1024
 START_TIMEOUT_S = 10.0
+RENEWED_S = 0.1
+"""A worker that cannot serve has ended by then."""
+RENEW_INTERVAL_S = 5.0
+FORMER_S = 60.0
+"""Connections that a worker has when its certificate is renewed may be used for so long."""
 STOP_TIMEOUT_S = 2.0
 """Requests under way may finish for this long; close what holds them (live shapes) before the server."""
 
@@ -37,7 +46,10 @@ class HttpServer:
         *,
         on_failure: FailureHandler,
         limits: HttpLimits | None = None,
+        tls: TlsSettings | None = None,
     ) -> None:
+        self._tls = tls
+        self._certificates = Certificates(tls) if tls is not None else None
         self._limits = limits or HttpLimits()
         self.bounded = Bounded(app, self._limits)
         self._host = host
@@ -46,11 +58,14 @@ class HttpServer:
         self._server: Any = None
         self._tasks = Tasks(on_failure)
         self._serving: asyncio.Task[Any] | None = None
+        self._renewed = False
+        self._former: set[int] = set()
+        """Connections of workers whose certificate was renewed, by their sockets' numbers."""
 
     @property
     def url(self) -> str:
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self.port}"
+        return f"http{'s' if self._tls else ''}://{host}:{self.port}"
 
     def _bind(self) -> socket.socket:
         """Raises Invalid when the address is not ours to take."""
@@ -74,6 +89,9 @@ class HttpServer:
         from granian.constants import HTTPModes, Interfaces
         from granian.http import HTTP1Settings
 
+        if self._certificates is not None:
+            self._certificates.load()  # which says what is wrong, in a sentence
+
         self._socket = self._bind()
         self.port = int(self._socket.getsockname()[1])
         logging.getLogger("_granian").setLevel(logging.ERROR)
@@ -92,11 +110,33 @@ class HttpServer:
                 max_buffer_size=self._limits.header_bytes,
             ),
             log_enabled=False,
+            **_ssl(self._tls),
         )
         self._serving = self._tasks.spawn(self._server.serve(), name="http")
         await self._answering()
         self._tasks.spawn(self._keep_crowds_away(), name="http-crowds")
         return self.port
+
+    async def follow_certificates(self, works: Callable[[], None]) -> None:
+        """For ever: connections that come after the files of TLS have changed get what is in them, those that are there
+        keep what they began with. Calls `works` while the files can be used; raises Invalid while they cannot, and the
+        former ones serve."""
+        assert self._certificates is not None
+        while True:
+            if await asyncio.to_thread(self._certificates.renew):
+                self._renewed = True  # also where this is cancelled meanwhile
+                await self._server.renew(_ssl(self._tls))
+                former = await asyncio.to_thread(connections, self.port)
+                self._former |= former
+                self._tasks.spawn(self._end_former(former), name="http-former")
+                _log.info("http.certificates_renewed")
+            works()
+            await asyncio.sleep(RENEW_INTERVAL_S)
+
+    async def _end_former(self, former: Set[int]) -> None:
+        await asyncio.sleep(FORMER_S)
+        await asyncio.to_thread(close_connections, self.port, former)
+        self._former -= former
 
     async def _keep_crowds_away(self) -> None:
         """Once a second, off the loop. What goes wrong there is told, and tried again."""
@@ -125,16 +165,27 @@ class HttpServer:
         """Stop listening and serving. Idempotent."""
         if self._server is not None:
             self._server.stop()
-            if self._socket is not None:
-                self._socket.detach()  # granian closes the descriptor it was given; closing it twice could hit another
-                self._socket = None
+            close_connections(self.port, self._former)
             if self._serving is not None:
                 await asyncio.wait({self._serving}, timeout=STOP_TIMEOUT_S)
             self._server = None
         await self._tasks.aclose()
         if self._socket is not None:
+            if self._renewed and (self._serving is None or self._serving.done()):
+                # Of renewed workers granian may keep the descriptors: what they name no longer listens. Not while a
+                # worker takes connections: it would ask for the next one without end, and never stop.
+                self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
             self._socket = None
+
+
+def _ssl(tls: TlsSettings | None) -> dict[str, Any]:
+    from granian.constants import SSLProtocols
+
+    if tls is None:
+        return {}
+    least = {"1.2": SSLProtocols.tls12, "1.3": SSLProtocols.tls13}[tls.min_version]
+    return {"ssl_cert": Path(tls.certificate), "ssl_key": Path(tls.key), "ssl_protocol_min": least}
 
 
 def _embedded_server(listening: socket.socket, **settings: Any) -> Any:
@@ -148,8 +199,32 @@ def _embedded_server(listening: socket.socket, **settings: Any) -> Any:
 
     class OnSocket(Server):  # type: ignore[misc]
         def _init_shared_socket(self) -> None:
-            self._ssp = None
-            self._shd = SocketHolder(listening.fileno(), False, BACKLOG)  # type: ignore[call-arg]
-            self._sfd = listening.fileno()
+            # Each worker closes the descriptor it was given when it ends.
+            self._ssp, self._sfd = None, os.dup(listening.fileno())
+            self._shd = SocketHolder(self._sfd, False, BACKLOG)  # type: ignore[call-arg]
+
+        async def renew(self, tls: Mapping[str, Any]) -> None:
+            """Another worker takes new connections; the former one ends with those that it has. Not granian's own
+            reload, which lets both take them for seconds, and ends the server over a connection that stays.
+
+            Raises Unavailable when none could be started: the former one goes on."""
+            self.build_ssl_context(tls["ssl_cert"], tls["ssl_key"], None, tls["ssl_protocol_min"], None, [], False)
+            self._init_shared_socket()
+            fresh = self._spawn_worker(0, self._spawn_asgi_worker, self.target)
+            fresh.interrupt_by_parent = True  # its end is not the server's before it serves
+            fresh.start()
+            try:
+                await asyncio.wait({fresh._task}, timeout=RENEWED_S)
+            finally:
+                # Also where this is cancelled: who stops the server stops the workers that it knows.
+                if fresh._task.done():
+                    os.close(self._sfd)
+                else:
+                    fresh.interrupt_by_parent = False
+                    (former,) = self.wrks
+                    self.wrks[:] = [fresh]
+                    former.terminate()
+            if fresh._task.done():
+                raise Unavailable(f"the HTTP server did not start anew: error={fresh._task.exception()!r}.")
 
     return OnSocket(**settings)

@@ -1,4 +1,4 @@
-"""Connections of one address beyond its share are closed, within CHECK_S.
+"""Connections of one address beyond its share are closed, within CHECK_S, and those that have had their time.
 
 The server accepts in native code and does not say who connects. So we look at what this process has open: a descriptor
 is duplicated first and judged by what the duplicate says of itself, so one that is closed and used anew meanwhile is
@@ -10,18 +10,34 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 OPEN = "/proc/self/fd"
 CHECK_S = 1.0
 
 
+def connections(port: int) -> set[int]:
+    """The connections to `port` of this process, by the numbers of their sockets. Linux; none elsewhere."""
+    found = set()
+    for _, connection in _connections(_open(), port):
+        with connection:
+            found.add(os.fstat(connection.fileno()).st_ino)
+    return found
+
+
+def close_connections(port: int, numbers: Set[int]) -> int:
+    """Shut down those of them that are still there; how many."""
+    closed = 0
+    for _, connection in _connections(_open() if numbers else [], port):
+        with connection:
+            if os.fstat(connection.fileno()).st_ino in numbers:
+                closed += _shut(connection)
+    return closed
+
+
 def close_crowds(port: int, limit: int) -> int:
     """Shut down connections to `port` of this process beyond `limit` of one address; how many. Linux; 0 elsewhere."""
-    try:
-        names = os.listdir(OPEN)
-    except FileNotFoundError:
-        return 0
+    names = _open()
     if len(names) <= limit:
         return 0
     counts: dict[str, int] = {}
@@ -32,6 +48,13 @@ def close_crowds(port: int, limit: int) -> int:
             if counts[address] > limit:
                 closed += _shut(connection)
     return closed
+
+
+def _open() -> list[str]:
+    try:
+        return os.listdir(OPEN)
+    except FileNotFoundError:
+        return []
 
 
 def _connections(names: list[str], port: int) -> Iterator[tuple[str, socket.socket]]:

@@ -3,11 +3,29 @@ must not load those rooms."""
 
 from __future__ import annotations
 
-from tidemill.base.config import HttpSection, ShapesSection
+from tidemill.access.principals import principal_rules
+from tidemill.access.sasl import Authenticator
+from tidemill.access.tls import Certificates, TlsSettings
+from tidemill.access.tokens import Tokens, TokenSettings
+from tidemill.access.users import Users
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.config import (
+    Config,
+    HttpSection,
+    RegistrySection,
+    ShapesSection,
+    StorageSection,
+    protocols,
+)
+from tidemill.kafka.gate import Gate
+from tidemill.kafka.listeners import DEFAULT, Listener
+from tidemill.kafka.settings import KafkaSettings
 from tidemill.node.http_limits import HttpLimits
+from tidemill.registry.settings import RegistrySettings
 from tidemill.shapes.log import LogLimits
 from tidemill.shapes.settings import CacheAges, ShapeSettings
 from tidemill.shapes.sink import BacklogLimits
+from tidemill.topics.settings import TopicSettings
 
 
 def http_limits(section: HttpSection) -> HttpLimits:
@@ -18,6 +36,63 @@ def http_limits(section: HttpSection) -> HttpLimits:
         header_timeout_s=section.header_timeout_s,
         header_bytes=section.header_kb << 10,
         body_bytes=section.body_kb << 10,
+    )
+
+
+def authenticator_of(config: Config, users: Users, clock: Clock, rand: Rand) -> Authenticator:
+    """Raises Invalid."""
+    oauth = config.security.oauth
+    given = oauth.jwks_file or oauth.jwks_url or oauth.secret
+    return Authenticator(users, rand, Tokens(TokenSettings(**oauth.model_dump()), clock) if given else None)
+
+
+def tls_settings(config: Config) -> TlsSettings:
+    tls = config.security.tls
+    return TlsSettings(tls.certificate, tls.key, tls.client_ca, tls.client_auth, tls.min_version)
+
+
+def kafka_settings(config: Config) -> KafkaSettings:
+    return KafkaSettings(**config.kafka.model_dump(exclude={"security", "advertised", "listeners"}))
+
+
+def kafka_listeners(config: Config, authenticator: Authenticator) -> list[Listener]:
+    """All of the node's, the one of node.kafka first; those of one protocol share a gate. Raises Invalid."""
+    gates = {protocol: kafka_gate(config, protocol, authenticator) for protocol in protocols(config)}
+    host, _, port = config.node.kafka.rpartition(":")
+    told_host, told_port = told_at(config.kafka.advertised, (config.node.advertised_host or host, int(port)))
+    found = [Listener(DEFAULT, host, int(port), told_host, told_port, gates[config.kafka.security])]
+    for name, section in config.kafka.listeners.items():
+        host, _, port = section.address.rpartition(":")
+        told_host, told_port = told_at(section.advertised, (config.node.advertised_host or host, int(port)))
+        gate = gates[section.security or config.kafka.security]
+        key = f"kafka.listeners.{name}.address"
+        found.append(Listener(name, host, int(port), told_host, told_port, gate, key))
+    return found
+
+
+def told_at(advertised: str, otherwise: tuple[str, int]) -> tuple[str, int]:
+    host, _, port = advertised.rpartition(":")
+    return (host, int(port)) if advertised else otherwise
+
+
+def kafka_gate(config: Config, protocol: str, authenticator: Authenticator) -> Gate:
+    """Raises Invalid for a rule for principals that cannot be read."""
+    tls, sasl = config.security.tls, config.security.sasl
+    return Gate(
+        Certificates(tls_settings(config)) if protocol.endswith("ssl") else None,
+        principal_rules(tls.principal_rules),
+        authenticator=authenticator,
+        mechanisms=sasl.mechanisms if protocol.startswith("sasl") else (),
+        session_lifetime_s=sasl.session_lifetime_s,
+    )
+
+
+def topic_settings(section: StorageSection) -> TopicSettings:
+    return TopicSettings(
+        reconcile=section.l1,
+        l1_object_bytes=section.l1_object_mb << 20,
+        reconcile_min_s=section.l1_min_s,
+        reconcile_max_s=max(section.l1_min_s, section.l1_max_s),
     )
 
 
@@ -38,4 +113,15 @@ def shape_settings(section: ShapesSection) -> ShapeSettings:
         limits=LogLimits(section.chunk_kb << 10, section.log_mb << 20, section.base_mb << 20),
         backlog=BacklogLimits(section.backlog_mb << 20, section.backlog_s),
         cache=CacheAges(section.cache_initial_s, section.cache_later_s, section.cache_live_s),
+    )
+
+
+def registry_settings(section: RegistrySection) -> RegistrySettings:
+    return RegistrySettings(
+        schema_bytes=section.schema_kb << 10,
+        subjects=section.subjects,
+        versions_per_subject=section.versions_per_subject,
+        versions=section.versions,
+        schemas=section.schemas,
+        waiting=section.waiting,
     )

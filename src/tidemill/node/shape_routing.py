@@ -17,11 +17,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Invalid, TidemillError
 from tidemill.base.limits import LOOPBACK_ORIGINS
-from tidemill.capture.naming import table_name
+from tidemill.capture.naming import table_name, topic_name
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.shapes.http.origins import Origins
-from tidemill.shapes.plan import split_table
+from tidemill.shapes.plan import shard_name, split_table
 
 CACHE_S = 1.0
 RETRY_AFTER_S = 1
@@ -92,6 +92,26 @@ class ShapeRouting:
         }
         owner = found.pop() if len(found) == 1 else ""
         return None if owner == "?" else owner
+
+    async def topics_of(self, table: str) -> list[str]:
+        """Topics whose records a shape of `table` shows, `shard.NAME` of a shard; the text of what is neither."""
+        shard = shard_name(table)
+        if shard is not None:
+            return [f"shard.{shard}"]
+        await self._look()
+        prefix, _, rest = table.partition(":")
+        named = prefix in {capture for capture, _ in self._owners}
+        try:
+            wanted = split_table(rest if named else table)
+        except Invalid:
+            return [table]
+        name = table_name(*wanted)
+        found = [
+            topic_name(capture, *wanted)
+            for capture, captured in sorted(self._owners)
+            if captured == name and (not named or capture == prefix)
+        ]
+        return found or [table]
 
     async def _look(self) -> None:
         """One look a second, whoever asks meanwhile; one that fails leaves what was known."""

@@ -23,6 +23,7 @@ from tidemill.shards.front import Shard
 from tidemill.shards.open import open_remap, open_shard
 from tidemill.spark.feeds import TopicFeed
 from tidemill.spark.pipeline import Pipeline, load_pipeline
+from tidemill.topics.l1.reading import L1Reader
 from tidemill.topics.reader import PartitionReaderImpl
 
 
@@ -48,6 +49,7 @@ class Verifier:
         clock: Clock,
         rand: Rand,
         progress: Progress,
+        l1: L1Reader | None = None,
     ) -> None:
         self._config = config
         self._consensus = consensus
@@ -56,6 +58,7 @@ class Verifier:
         self._rand = rand
         self._progress = progress
         self._catalogue = catalogue
+        self._l1 = l1
 
     async def tables(self, names: Iterable[str] = ()) -> list[Verified]:
         """Verify the named tables, all that pipelines keep when none is named. Raises Missing for an unknown one."""
@@ -128,7 +131,7 @@ class Verifier:
             raise Missing(f"nothing was bound for this topic yet: topic={topic}.", fix="Is a node up?")
         shard = await self._shard(name)
         feed = TopicFeed(row.name, row.topic_id, row.partitions, False, shard.schema)
-        fold = TopicFold(remap, PartitionReaderImpl(self._consensus, self._objects), feed, latest.time_ms)
+        fold = TopicFold(remap, PartitionReaderImpl(self._consensus, self._objects, self._l1), feed, latest.time_ms)
         return await verify_expected(shard, latest.time_ms, fold.rows, progress=self._progress)
 
     async def _derived(self, name: str, pipeline: Pipeline) -> Verified:

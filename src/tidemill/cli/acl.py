@@ -1,0 +1,148 @@
+"""`tidemill acl`: the rules that say who may do what. They are Kafka's ACLs, and the admin API writes the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tidemill.base.errors import Invalid, Missing, unknown_name
+from tidemill.cli.context import ConfigOption, JsonOption, print_json, stores
+
+if TYPE_CHECKING:
+    from tidemill.access.rules import Rule
+
+app = typer.Typer(help="Add, list and delete rules that say who may do what.", no_args_is_help=True)
+Principal = Annotated[str, typer.Argument(help="User:NAME, or User:* for everybody.")]
+Operations = Annotated[str, typer.Argument(help="read, write, create, … or all; several with commas.")]
+About = Annotated[str, typer.Argument(help="topic:NAME, group:NAME, transactional_id:NAME or cluster.")]
+Prefix = Annotated[bool, typer.Option("--prefix", help="NAME is how the names begin.")]
+Host = Annotated[str, typer.Option(help="An address, or * for every one.")]
+Deny = Annotated[bool, typer.Option("--deny", help="Deny, which wins over every rule that allows.")]
+
+
+@app.command("add")
+def add(
+    principal: Principal,
+    operations: Operations,
+    resource: About,
+    prefix: Prefix = False,
+    host: Host = "*",
+    deny: Deny = False,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Allow somebody something: `tidemill acl add User:alice read,describe topic:orders`."""
+    from tidemill.access.rulebook import Rulebook
+
+    rules = _rules(principal, operations, resource, prefix, host, deny)
+    with stores(config) as opened:
+        opened.portal.call(Rulebook(opened.metastore, opened.clock).add(rules))
+    _print(rules, as_json)
+
+
+@app.command("list")
+def list_rules(
+    principal: Annotated[str | None, typer.Option(help="Of this principal only.")] = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the rules."""
+    from tidemill.access.rulebook import Rulebook
+    from tidemill.access.rules import Filter
+
+    with stores(config) as opened:
+        found = opened.portal.call(Rulebook(opened.metastore, opened.clock).find(Filter(principal=principal)))
+    _print(found, as_json)
+
+
+@app.command("delete")
+def delete(
+    principal: Principal,
+    operations: Operations,
+    resource: About,
+    prefix: Prefix = False,
+    host: Host = "*",
+    deny: Deny = False,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete exactly the rules that `acl add` with the same words wrote."""
+    from tidemill.access.rulebook import Rulebook
+    from tidemill.access.rules import Filter
+
+    rules = _rules(principal, operations, resource, prefix, host, deny)
+    with stores(config) as opened:
+        rulebook = Rulebook(opened.metastore, opened.clock)
+        known = set(opened.portal.call(rulebook.find(Filter(principal=principal))))
+        missing = [rule for rule in rules if rule not in known]
+        if missing:
+            raise Missing(f"no such rule: {_sentence(missing[0])}.", fix="List them with: tidemill acl list")
+        opened.portal.call(rulebook.delete(rules))
+    _print(rules, as_json)
+
+
+def _rules(principal: str, operations: str, resource: str, prefix: bool, host: str, deny: bool) -> list[Rule]:
+    """Raises Invalid for a word that means nothing."""
+    from tidemill.access.rules import (
+        CLUSTER_NAME,
+        OPERATIONS,
+        Operation,
+        Pattern,
+        Permission,
+        Resource,
+        Rule,
+        check_rule,
+    )
+
+    kind, separator, name = resource.partition(":")
+    kinds = {each.name.lower(): each for each in OPERATIONS}
+    if kind not in kinds:
+        raise Invalid(f"no such kind of resource: resource={resource!r}.", fix=unknown_name(kind, kinds))
+    if kind == "cluster" and not separator:
+        name = CLUSTER_NAME
+    known = {each.name.lower(): each for each in (*OPERATIONS[Resource(kinds[kind])], Operation.ALL)}
+    rules = []
+    for word in operations.split(","):
+        if word.strip().lower() not in known:
+            raise Invalid(f"no such operation on a {kind}: operation={word!r}.", fix=unknown_name(word, known))
+        rule = Rule(
+            int(kinds[kind]),
+            int(Pattern.PREFIXED if prefix else Pattern.LITERAL),
+            name,
+            principal,
+            host,
+            int(known[word.strip().lower()]),
+            int(Permission.DENY if deny else Permission.ALLOW),
+        )
+        check_rule(rule)
+        rules.append(rule)
+    return rules
+
+
+def _row(rule: Rule) -> dict[str, str]:
+    from tidemill.access.rules import Operation, Pattern, Permission, Resource
+
+    return {
+        "principal": rule.principal,
+        "permission": Permission(rule.permission).name.lower(),
+        "operation": Operation(rule.operation).name.lower(),
+        "resource": Resource(rule.resource).name.lower(),
+        "name": rule.name,
+        "pattern": Pattern(rule.pattern).name.lower(),
+        "host": rule.host,
+    }
+
+
+def _sentence(rule: Rule) -> str:
+    row = _row(rule)
+    name = f"{row['resource']}:{row['name']}{' and what begins so' if row['pattern'] == 'prefixed' else ''}"
+    return f"{row['permission']} {row['principal']} {row['operation']} {name} from {row['host']}"
+
+
+def _print(rules: list[Rule], as_json: bool) -> None:
+    if as_json:
+        print_json([_row(rule) for rule in rules])
+        return
+    for rule in rules:
+        print(_sentence(rule))

@@ -1,0 +1,268 @@
+"""`tidemill group`: list, describe, alter, reset and delete consumer groups, from what is durable."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tidemill.base.errors import Invalid, Missing
+from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
+from tidemill.cli.topic import Set, Unset, changes_of
+
+if TYPE_CHECKING:
+    from tidemill.metastore.catalogue import TopicRow
+    from tidemill.metastore.rows.groups import GroupMemberRow, GroupOffsetRow, GroupRow
+
+app = typer.Typer(help="List, describe, alter, reset and delete consumer groups.", no_args_is_help=True)
+Name = Annotated[str, typer.Argument(help="Name of the group.")]
+Row = dict[str, object]
+
+
+@app.command("list")
+def list_groups(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """List the groups with their members and their lag."""
+    from tidemill.metastore.rows import GROUPS
+
+    with stores(config) as opened:
+        view = _View(opened)
+        found = [view.summary(head) for head in opened.portal.call(opened.metastore.rows(GROUPS))]
+    if as_json:
+        print_json(found)
+        return
+    for row in found:
+        print(f"{row['group']}  {row['kind']}  {row['state']}  members={row['members']}  lag={row['lag']}")
+
+
+@app.command("describe")
+def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Show one group: its members and, of each partition, the committed offset, the end, the lag and who has it."""
+    with stores(config) as opened:
+        found = _View(opened).describe(name)
+    if as_json:
+        print_json(found)
+        return
+    what = f"{found['protocol_type']} {found['protocol']}  generation={found['generation']}"
+    print(f"{name}  {found['kind']}  {found['state']}  {what}{_told(found['configs'])}")
+    for member in found["members"]:  # type: ignore[attr-defined]
+        static = f"  instance={member['instance_id']}" if member["instance_id"] else ""
+        epoch = f"  epoch={member['epoch']}" if "epoch" in member else ""
+        print(f"  member {member['member_id']}  {member['client_id']} {member['host']}{static}{epoch}")
+    for row in found["offsets"]:  # type: ignore[attr-defined]
+        who = f"  {row['member']}" if row["member"] else ""
+        print(f"  {row['topic']}/{row['partition']}  {row['offset']} of {row['end']}  lag={row['lag']}{who}")
+
+
+@app.command("alter")
+def alter(
+    name: Name,
+    settings: Set = None,
+    unset: Unset = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say whether it may be.")] = False,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Give a group configs of its own, also before anybody is in it. Who coordinates it follows within a moment."""
+    from tidemill.kafka.groups.configbook import GroupConfigs
+    from tidemill.kafka.groups.configs import GROUP
+    from tidemill.kafka.groups.coordinator import is_name
+    from tidemill.node.served import kafka_settings
+    from tidemill.topics.altering import altered
+
+    changes = changes_of(settings, unset)
+    if not changes:
+        raise Invalid("nothing to change.", fix="Give --set or --unset.")
+    if not is_name(name):
+        raise Invalid(f"bad group name: group={name!r}.")
+    with stores(config) as opened:
+        configs = GroupConfigs(opened.catalogue, kafka_settings(opened.config).group_limits)
+        change = configs.change(name, lambda own: altered(own, changes, GROUP), validate_only=dry_run)
+        found = {"group": name, "configs": opened.portal.call(change)}
+    if as_json:
+        print_json(found)
+    else:
+        print(f"{name}{_told(found['configs'])}")
+
+
+def _told(configs: object) -> str:
+    """Each with two spaces before it."""
+    assert isinstance(configs, dict)
+    return "".join(f"  {key}={value}" for key, value in configs.items())
+
+
+@app.command("reset")
+def reset(
+    name: Name,
+    to: Annotated[str, typer.Option(help="earliest, latest, or an offset.")] = "",
+    by: Annotated[int, typer.Option(help="Move by so many records, back where it is negative.")] = 0,
+    topic: Annotated[list[str] | None, typer.Option(help="NAME or NAME:PARTITION; several may be given.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be committed.")] = False,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Move what a group has committed. Nobody may be in it."""
+    from tidemill.kafka.groups.apart import Apart
+
+    if bool(to) == bool(by) or (to not in ("", "earliest", "latest") and not to.isdecimal()):
+        raise Invalid(f"where to is not said: to={to!r} by={by}.", fix="Use --to earliest, latest or N, or --by N.")
+    with stores(config) as opened:
+        moves = _View(opened).moves(name, to, by, topic or [])
+        if not dry_run:
+            apart = Apart(opened.metastore, opened.clock, opened.rand)
+            opened.portal.call(apart.reset(name, [row for _, _, row in moves]))
+    rows: list[Row] = [
+        {"topic": told, "partition": row.partition, "before": before, "offset": row.offset}
+        for told, before, row in moves
+    ]
+    if as_json:
+        print_json(rows)
+        return
+    for row in rows:
+        print(f"{row['topic']}/{row['partition']}  {row['before']} -> {row['offset']}")
+
+
+@app.command("delete")
+def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Delete a group with everything it has committed. Nobody may be in it."""
+    from tidemill.kafka.groups.apart import Apart
+    from tidemill.kafka.transactions.registers import let_go
+
+    with stores(config) as opened:
+        forget = partial(let_go, opened.consensus, opened.rand, name, None, opened.clock.now_ms())
+        opened.portal.call(Apart(opened.metastore, opened.clock, opened.rand).delete(name, forget))
+    if as_json:
+        print_json({"deleted": name})
+    else:
+        print(f"deleted {name}")
+
+
+def _member(member: GroupMemberRow) -> Row:
+    found: Row = {
+        "member_id": member.member_id,
+        "instance_id": member.instance_id,
+        "client_id": member.client_id,
+        "host": member.client_host,
+    }
+    consumer = member.consumer
+    if consumer is None:
+        return found
+    return {**found, "epoch": consumer.epoch, "topics": consumer.topics, "pattern": consumer.pattern or None}
+
+
+class _View:
+    """Groups beside the topics they read, as of about now."""
+
+    def __init__(self, opened: Stores) -> None:
+        from tidemill.metastore.catalogue import TopicRow
+        from tidemill.topics.reader import PartitionReaderImpl
+
+        self._opened = opened
+        self._call = opened.portal.call
+        self._topics: dict[str, TopicRow] = {row.topic_id: row for row in self._call(opened.catalogue.list(TopicRow))}
+        self._by_name = {row.name: row for row in self._topics.values()}
+        self._reader = PartitionReaderImpl(opened.consensus, opened.objects)
+
+    def summary(self, head: GroupRow) -> Row:
+        offsets = self._offsets(head.group)
+        return {
+            "group": head.group,
+            "kind": head.kind,
+            "state": "Stable" if head.members else "Empty",
+            "members": head.members,
+            "partitions": len(offsets),
+            "lag": sum(self._lag(row) for row in offsets),
+        }
+
+    def describe(self, name: str) -> Row:
+        from tidemill.kafka.groups.subscriptions import CONSUMER, assigned_in
+        from tidemill.metastore.rows import GROUP_MEMBERS, GROUPS
+
+        metastore = self._opened.metastore
+        head = self._call(metastore.get(GROUPS, name)) if name else None
+        if head is None:
+            raise Missing(f"no such group: group={name}.", fix="List them with: tidemill group list")
+        members = self._call(metastore.rows(GROUP_MEMBERS, name))
+        holders: dict[tuple[str, int], str] = {}
+        for member in members:
+            if member.consumer is not None:
+                held = [
+                    (self._topics[topic], ps) for topic, ps in member.consumer.held.items() if topic in self._topics
+                ]
+                holders |= {(topic.name, partition): member.member_id for topic, ps in held for partition in ps}
+            elif head.protocol_type == CONSUMER and member.assignment:
+                holders |= dict.fromkeys(assigned_in(member.assignment), member.member_id)
+        rows: list[Row] = []
+        for row in self._offsets(name):
+            topic = self._topics[row.topic_id].name
+            end = self._end(row.topic_id, row.partition)
+            rows.append(
+                {
+                    "topic": topic,
+                    "partition": row.partition,
+                    "offset": row.offset,
+                    "end": end,
+                    "lag": max(0, end - row.offset),
+                    "metadata": row.metadata,
+                    "committed_ms": row.commit_ms,
+                    "member": holders.get((topic, row.partition), ""),
+                }
+            )
+        return {
+            **self.summary(head),
+            "protocol_type": head.protocol_type,
+            "protocol": head.protocol,
+            "generation": head.generation,
+            "configs": self._call(self._configs(name)),
+            "members": [_member(m) for m in members],
+            "offsets": rows,
+        }
+
+    async def _configs(self, name: str) -> dict[str, str]:
+        rows = await self._opened.catalogue.group_configs()
+        return next((row.config for row in rows if row.group == name), {})
+
+    def moves(self, name: str, to: str, by: int, topics: list[str]) -> list[tuple[str, int | None, GroupOffsetRow]]:
+        """(topic, committed before, what is to be committed) of each partition that is meant."""
+        from tidemill.metastore.rows.groups import GroupOffsetRow
+
+        committed = {(row.topic_id, row.partition): row for row in self._offsets(name)}
+        places = [place for topic in topics for place in self._named(topic)] if topics else list(committed)
+        if not places:
+            raise Missing(f"the group has committed nothing: group={name}.", fix="Name topics with --topic.")
+        moves: list[tuple[str, int | None, GroupOffsetRow]] = []
+        for topic_id, partition in dict.fromkeys(places):
+            before = committed.get((topic_id, partition))
+            start = self._call(self._reader.log_start(topic_id, partition))
+            end = self._end(topic_id, partition)
+            if by:
+                wanted = (before.offset if before is not None else start) + by
+            else:
+                wanted = {"earliest": start, "latest": end}[to] if not to.isdecimal() else int(to)
+            offset = min(max(wanted, start), end)
+            row = GroupOffsetRow(name, topic_id, partition, offset, commit_ms=self._opened.clock.now_ms())
+            moves.append((self._topics[topic_id].name, before.offset if before is not None else None, row))
+        return moves
+
+    def _named(self, topic: str) -> list[tuple[str, int]]:
+        name, _, number = topic.partition(":")
+        row = self._by_name.get(name)
+        if row is None:
+            raise Missing(f"no such topic: topic={name}.", fix="List them with: tidemill topic list")
+        if not number:
+            return [(row.topic_id, partition) for partition in range(row.partitions)]
+        if not number.isdecimal() or int(number) >= row.partitions:
+            raise Invalid(f"no such partition: topic={topic} partitions={row.partitions}.", fix="Use NAME:PARTITION.")
+        return [(row.topic_id, int(number))]
+
+    def _offsets(self, group: str) -> list[GroupOffsetRow]:
+        from tidemill.metastore.rows import GROUP_OFFSETS
+
+        rows = self._call(self._opened.metastore.rows(GROUP_OFFSETS, group))
+        return [row for row in rows if row.topic_id in self._topics]
+
+    def _end(self, topic_id: str, partition: int) -> int:
+        return self._call(self._reader.high_watermark(topic_id, partition))
+
+    def _lag(self, row: GroupOffsetRow) -> int:
+        return max(0, self._end(row.topic_id, row.partition) - row.offset)

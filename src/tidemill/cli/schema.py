@@ -1,0 +1,169 @@
+"""`tidemill schema`: the schema registry, directly on the stores that the configuration names; no node need run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tidemill.base.errors import Invalid
+from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
+
+if TYPE_CHECKING:
+    from tidemill.metastore.rows.registry import Reference
+    from tidemill.registry.kinds import Given
+    from tidemill.registry.machine import Registry
+
+app = typer.Typer(help="List, show, register, delete and check schemas.", no_args_is_help=True)
+Subject = Annotated[str, typer.Argument(help="Subject; Kafka clients use TOPIC-value and TOPIC-key.")]
+File = Annotated[Path, typer.Argument(help="File with the schema.")]
+Kind = Annotated[str, typer.Option("--type", help="AVRO, JSON or PROTOBUF; else told by the file's name.")]
+References = Annotated[
+    list[str] | None, typer.Option("--reference", help="NAME=SUBJECT:VERSION that the schema refers to; repeatable.")
+]
+Normalize = Annotated[bool, typer.Option("--normalize", help="What means the same counts as the same.")]
+Version = Annotated[int | None, typer.Option("--version", help="Version; without it the latest.", min=1)]
+KINDS = {".avsc": "AVRO", ".json": "JSON", ".proto": "PROTOBUF"}
+
+
+@app.command("list")
+def list_schemas(
+    deleted: Annotated[bool, typer.Option("--deleted", help="Those too that were deleted, not permanently.")] = False,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the subjects with their versions."""
+    with stores(config) as opened:
+        registry = _registry(opened)
+        found: dict[str, dict[str, Any]] = {}
+        for row in opened.portal.call(registry.book.all_versions()):
+            if deleted or not row.deleted:
+                subject = found.setdefault(row.subject, {"subject": row.subject, "versions": [], "ids": []})
+                subject["versions"].append(row.version)
+                subject["ids"].append(row.id)
+        for name, subject in found.items():
+            subject["compatibility"] = opened.portal.call(registry.level(name))
+    if as_json:
+        print_json(list(found.values()))
+        return
+    for subject in found.values():
+        places = ", ".join(f"{v} (id {i})" for v, i in zip(subject["versions"], subject["ids"], strict=True))
+        print(f"{subject['subject']}  {subject['compatibility']}  versions {places}")
+
+
+@app.command("show")
+def show(subject: Subject, version: Version = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Show one version of a subject."""
+    from tidemill.registry.http.answers import version_body
+
+    with stores(config) as opened:
+        found = opened.portal.call(_registry(opened).find(subject, version, deleted=bool(version)))
+    body = version_body(found.version, found.schema, "")
+    if as_json:
+        print_json(body)
+    else:
+        print(f"{subject}  version {found.version.version}  id {found.version.id}  {found.schema.kind}")
+        print(body["schema"])
+
+
+@app.command("register")
+def register(
+    subject: Subject,
+    file: File,
+    kind: Kind = "",
+    reference: References = None,
+    normalize: Normalize = False,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Register a schema; one that the subject has already keeps its version."""
+    given = _given(file, kind, reference, normalize)
+    with stores(config) as opened:
+        found = opened.portal.call(_registry(opened).register(_named(subject), given))
+    if as_json:
+        print_json({"subject": subject, "version": found.version.version, "id": found.version.id})
+    else:
+        print(f"{subject}  version {found.version.version}  id {found.version.id}")
+
+
+@app.command("delete")
+def delete(
+    subject: Subject,
+    version: Version = None,
+    permanent: Annotated[bool, typer.Option("--permanent", help="For good; what is deleted already.")] = False,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete a subject, or one version of it: hidden first, for good with --permanent the second time."""
+    with stores(config) as opened:
+        numbers = opened.portal.call(_registry(opened).delete(subject, version, permanent=permanent))
+    if as_json:
+        print_json({"subject": subject, "deleted": numbers, "permanent": permanent})
+    else:
+        print(f"deleted {subject} versions {', '.join(map(str, numbers))}{' permanently' if permanent else ''}")
+
+
+@app.command("check")
+def check(
+    subject: Subject,
+    file: File,
+    kind: Kind = "",
+    reference: References = None,
+    normalize: Normalize = False,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say whether a schema could be registered: exit 0, or 1 with the reasons."""
+    given = _given(file, kind, reference, normalize)
+    with stores(config) as opened:
+        registry = _registry(opened)
+        found = opened.portal.call(registry.check(subject, given, None, all_versions=True))
+        level = opened.portal.call(registry.level(subject))
+    if as_json:
+        print_json({"subject": subject, "compatibility": level, "is_compatible": not found, "messages": found})
+    else:
+        print("\n".join(found) if found else f"compatible ({level})")
+    if found:
+        raise typer.Exit(1)
+
+
+def _registry(opened: Stores) -> Registry:
+    from tidemill.node.served import registry_settings
+    from tidemill.registry.machine import Registry
+    from tidemill.shards.cpu import inline_cpu
+
+    settings = registry_settings(opened.config.registry)
+    return Registry(opened.metastore, opened.clock, opened.rand, inline_cpu, settings)
+
+
+def _named(subject: str) -> str:
+    from tidemill.registry.http.asked import subject_of
+
+    return subject_of(subject)
+
+
+def _given(file: Path, kind: str, references: list[str] | None, normalize: bool) -> Given:
+    from tidemill.registry.kinds import Given
+
+    kind = kind.upper() or KINDS.get(file.suffix, "")
+    if not kind:
+        raise Invalid(f"the schema's type is not known: file={file}.", fix="Say it: --type AVRO, JSON or PROTOBUF")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise Invalid(
+            f"the schema cannot be read: file={file} reason={reason}.", fix="Name a readable file."
+        ) from error
+    return Given(kind, text, tuple(_reference(one) for one in references or ()), normalize)
+
+
+def _reference(text: str) -> Reference:
+    from tidemill.metastore.rows.registry import Reference
+
+    name, _, place = text.partition("=")
+    subject, _, version = place.rpartition(":")
+    if not name or not subject or not version.isascii() or not version.isdigit():
+        raise Invalid(f"not a reference: reference={text!r}.", fix="Write it as NAME=SUBJECT:VERSION")
+    return Reference(name, subject, int(version))

@@ -1,0 +1,227 @@
+"""The Kafka client of `tidemill topic`: what waits in memory is bounded, and Ctrl-C ends it in order."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import msgspec
+
+from tidemill.base.clock import SystemClock
+from tidemill.base.errors import Invalid, Missing, TidemillError, Unavailable
+from tidemill.base.limits import KAFKA_REQUEST_BYTES
+from tidemill.cli.topic_lines import Reading
+
+QUEUE_KB = 32 << 10
+"""What librdkafka holds of records that are on their way."""
+ASK_S = 15.0
+POLL_S = 0.2
+"""Ctrl-C is heard between polls."""
+FLUSH_S = 60.0
+INTERRUPTED = 130
+
+
+class Produced(msgspec.Struct):
+    """`failed`: why the first record that was not acknowledged was not."""
+
+    sent: int = 0
+    acknowledged: int = 0
+    failed: str = ""
+    interrupted: bool = False
+
+    def told(self, topic: str) -> str:
+        text = f"{self.acknowledged:,} of {self.sent:,} records acknowledged by {topic}"
+        return f"{text}; the first that was not: {self.failed}" if self.failed else text
+
+    @property
+    def exit_code(self) -> int:
+        if self.interrupted:
+            return INTERRUPTED
+        return 1 if self.acknowledged < self.sent or self.failed else 0
+
+
+def produce(settings: dict[str, Any], topic: str, partition: int, source: BinaryIO, lines: Reading) -> Produced:
+    """Every line of `source`, in order. Raises Invalid for a line that is no record: what was read before it is
+    acknowledged first; Missing, Unavailable."""
+    from confluent_kafka import KafkaException, Producer
+
+    limits = {"queue.buffering.max.kbytes": QUEUE_KB, "message.max.bytes": KAFKA_REQUEST_BYTES}
+    client = _made(Producer, {"enable.idempotence": True, "linger.ms": 20, **limits, **settings})
+    count = _partition_count(client, topic)
+    done = Produced()
+
+    def delivered(error: Any, _: Any) -> None:
+        if error is None:
+            done.acknowledged += 1
+        elif not done.failed:
+            done.failed = str(error)
+
+    refused: TidemillError | None = None
+    try:
+        while data := source.readline(KAFKA_REQUEST_BYTES + 2):
+            if len(data) > KAFKA_REQUEST_BYTES:
+                raise Invalid(f"a line is too long: bytes>{KAFKA_REQUEST_BYTES}.")
+            record = lines.read(data.removesuffix(b"\n"))
+            into = record.partition if record.partition >= 0 else partition
+            if into >= count:
+                raise Missing(f"no such partition: topic={topic} partition={into} partitions={count}.")
+            _send(client, topic, into, record, delivered)
+            done.sent += 1
+    except KeyboardInterrupt:
+        done.interrupted = True
+    except (TidemillError, KafkaException) as error:
+        refused = error if isinstance(error, TidemillError) else Unavailable(f"the client broke: cause={error}.")
+    _flush(client, done)
+    if refused is not None:
+        print(done.told(topic), file=sys.stderr)
+        raise refused
+    return done
+
+
+def _send(client: Any, topic: str, partition: int, record: Any, delivered: Callable[[Any, Any], None]) -> None:
+    more = {"timestamp": record.timestamp_ms} if record.timestamp_ms >= 0 else {}
+    more |= {"partition": partition} if partition >= 0 else {}
+    while True:
+        try:
+            client.produce(topic, record.value, record.key, headers=list(record.headers), on_delivery=delivered, **more)
+        except BufferError:
+            client.poll(POLL_S)  # as many wait as may: until some are acknowledged
+        else:
+            client.poll(0)
+            return
+
+
+def _flush(client: Any, done: Produced) -> None:
+    left = client.flush(FLUSH_S)
+    if left and not done.failed:
+        done.failed = f"{left} records are not acknowledged after {FLUSH_S:.0f} s"
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """As the command line says it; `end` "" = for ever; `count` 0 = all."""
+
+    begin: str
+    end: str
+    partitions: tuple[int, ...] = ()
+    count: int = 0
+
+
+def consume(settings: dict[str, Any], topic: str, asked: Asked, line: Callable[[Any], bytes], out: BinaryIO) -> int:
+    """Write the records asked for to `out`; the exit code. Raises Invalid, Missing, Unavailable."""
+    from confluent_kafka import Consumer
+
+    limits = {"queued.max.messages.kbytes": QUEUE_KB, "fetch.message.max.bytes": 4 << 20}
+    own = {"group.id": "tidemill-topic-consume", "enable.auto.commit": False, "enable.partition.eof": True}
+    client = _made(Consumer, {**own, **limits, **settings, "auto.offset.reset": "error"})
+    try:
+        _consume(client, topic, asked, line, out)
+        out.flush()
+    except KeyboardInterrupt:
+        out.flush()
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read has enough. The interpreter flushes once more at its end: into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    finally:
+        client.close()
+    return 0
+
+
+def _consume(client: Any, topic: str, asked: Asked, line: Callable[[Any], bytes], out: BinaryIO) -> None:
+    from confluent_kafka import TopicPartition
+
+    count = _partition_count(client, topic)
+    unknown = [each for each in asked.partitions if not 0 <= each < count]
+    if unknown:
+        raise Missing(f"no such partition: topic={topic} partition={unknown[0]} partitions={count}.")
+    spans = {each: _span(client, topic, each, asked) for each in asked.partitions or range(count)}
+    open_ends = {each: end for each, (begin, end) in spans.items() if end is None or begin < end}
+    client.assign([TopicPartition(topic, each, spans[each][0]) for each in open_ends])
+    left = asked.count or -1
+    idle = True
+    while open_ends and left:
+        message = client.poll(0.0 if not idle else POLL_S)
+        if message is None:
+            if not idle:
+                out.flush()
+            idle = True
+            continue
+        idle = False
+        place, end = message.partition(), open_ends.get(message.partition())
+        if message.error() is not None:
+            if not _ended(message):
+                raise Unavailable(f"reading failed: topic={topic} partition={place} cause={message.error()}.")
+            past = message.offset()
+        else:
+            past = message.offset() + 1
+            if place in open_ends and (end is None or past <= end):
+                out.write(line(message))
+                left -= 1
+        if place in open_ends and end is not None and past >= end:
+            del open_ends[place]
+            client.pause([TopicPartition(topic, place)])
+
+
+def _ended(message: Any) -> bool:
+    from confluent_kafka import KafkaError
+
+    return bool(message.error().code() == KafkaError._PARTITION_EOF)
+
+
+def _span(client: Any, topic: str, partition: int, asked: Asked) -> tuple[int, int | None]:
+    """Offsets [begin, end) of one partition; end None = for ever. Raises Invalid, Unavailable."""
+    from confluent_kafka import TopicPartition
+
+    place = TopicPartition(topic, partition)
+    low, high = _ask(lambda: client.get_watermark_offsets(place, timeout=ASK_S))
+
+    def at(text: str) -> int:
+        if text in ("start", "end"):
+            return int(low if text == "start" else high)
+        if text.startswith("@") and text[1:].isdecimal():
+            wanted = [TopicPartition(topic, partition, int(text[1:]))]
+            (found,) = _ask(lambda: client.offsets_for_times(wanted, timeout=ASK_S))
+            return int(found.offset if found.offset >= 0 else high)
+        if text.startswith("-") and text[1:].isdecimal():
+            return max(int(low), int(high) - int(text[1:]))
+        if text.isdecimal() and text.isascii():
+            return int(text)
+        raise Invalid(f"no place in a topic: {text!r}.", fix="Use start, end, an offset, -N or @MILLISECONDS.")
+
+    begin = at(asked.begin)
+    if not low <= begin <= high:
+        raise Invalid(
+            f"no such offset: topic={topic} partition={partition} offset={begin}.", fix=f"Use {low} to {high}."
+        )
+    return begin, at(asked.end) if asked.end else None
+
+
+def _made(kind: Any, settings: dict[str, Any]) -> Any:
+    from confluent_kafka import KafkaException
+
+    try:
+        return kind({**settings, "log_level": 2})
+    except KafkaException as error:
+        raise Invalid(f"a property of the client is wrong: cause={error}.", fix="Correct --client.") from error
+
+
+def _partition_count(client: Any, topic: str) -> int:
+    found = _ask(lambda: client.list_topics(topic, timeout=ASK_S)).topics[topic]
+    if found.error is not None:
+        raise Missing(f"no such topic: topic={topic} cause={found.error}.", fix="Create it: tidemill topic create")
+    return len(found.partitions)
+
+
+def _ask(call: Callable[[], Any]) -> Any:
+    from confluent_kafka import KafkaException
+
+    began_s = SystemClock().monotonic_s()
+    try:
+        return call()
+    except KafkaException as error:
+        waited_s = SystemClock().monotonic_s() - began_s
+        raise Unavailable(
+            f"no node answers: cause={error.args[0]} waited_s={waited_s:.0f}.", fix="Is one up? See --bootstrap."
+        ) from error

@@ -1,0 +1,140 @@
+"""Records as lines and lines as records. Pure.
+
+text    [headers TAB] [key TAB] value        bytes as they are
+JSON    {"topic", "partition", "offset", "timestamp", "key", "value", "headers": [[name, value], …]}
+        bytes are a string where they are UTF-8, else {"base64": "…"}; what is not there is null
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+import orjson
+
+from tidemill.base.errors import Invalid
+
+Header = tuple[str, bytes | None]
+
+
+class LineRecord(msgspec.Struct, frozen=True):
+    """partition −1: by key; timestamp_ms −1: now."""
+
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[Header, ...] = ()
+    partition: int = -1
+    timestamp_ms: int = -1
+
+
+class Reading(Protocol):
+    def read(self, line: bytes) -> LineRecord:
+        """Of a line without its end. Raises Invalid."""
+        ...
+
+
+class Lines:
+    def __init__(self, separator: str, headers: Sequence[tuple[str, str]], *, tombstones: bool) -> None:
+        self._separator = separator.encode()
+        self._headers = tuple((name, value.encode()) for name, value in headers)
+        self._tombstones = tombstones
+
+    def read(self, line: bytes) -> LineRecord:
+        key: bytes | None = None
+        value: bytes | None = line
+        if self._separator:
+            key, found, value = line.partition(self._separator)
+            if not found:
+                raise Invalid(
+                    f"a line without a key: line={line[:80]!r}.",
+                    fix=f"Write the key and {self._separator.decode()!r} before the value.",
+                )
+        if self._tombstones and not value:
+            value = None
+        return LineRecord(key, value, self._headers)
+
+
+class JsonLines:
+    """Topic and offset of a line are passed over: a copy gets offsets of its own."""
+
+    def __init__(self, headers: Sequence[tuple[str, str]] = ()) -> None:
+        self._headers = tuple((name, value.encode()) for name, value in headers)
+
+    def read(self, line: bytes) -> LineRecord:
+        try:
+            found: Any = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise Invalid(f"a line is no JSON: line={line[:80]!r} cause={error}.") from error
+        if not isinstance(found, dict) or not isinstance(found.get("headers", []), list):
+            raise Invalid(f"a line is no record: line={line[:80]!r}.", fix='Write {"key": …, "value": …}.')
+        pairs = found.get("headers") or []
+        if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
+            raise Invalid(f"headers are no pairs: line={line[:80]!r}.", fix='Write [["name", "value"], …].')
+        headers = tuple((name, _bytes(value, line)) for name, value in pairs)
+        return LineRecord(
+            _bytes(found.get("key"), line),
+            _bytes(found.get("value"), line),
+            headers + self._headers,
+            _number(found, "partition", line),
+            _number(found, "timestamp", line),
+        )
+
+
+def _bytes(value: Any, line: bytes) -> bytes | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, dict) and set(value) == {"base64"} and isinstance(value["base64"], str):
+        try:
+            return base64.b64decode(value["base64"], validate=True)
+        except binascii.Error as error:
+            raise Invalid(f"no base64: line={line[:80]!r} cause={error}.") from error
+    raise Invalid(f"neither text nor base64: line={line[:80]!r}.", fix='Write a string, {"base64": "…"} or null.')
+
+
+def _number(found: dict[str, Any], name: str, line: bytes) -> int:
+    value = found.get(name, -1)
+    if value is None:
+        return -1
+    if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value < 2**63:
+        raise Invalid(f"no number: name={name} line={line[:80]!r}.")
+    return value
+
+
+def as_line(message: Any, *, keys: bool, headers: bool) -> bytes:
+    """`message`: a confluent_kafka.Message."""
+    parts = []
+    if headers:
+        found = [f"{name}=".encode() + (value or b"") for name, value in message.headers() or ()]
+        parts.append(b",".join(found))
+    if keys:
+        parts.append(message.key() or b"")
+    parts.append(message.value() or b"")
+    return b"\t".join(parts) + b"\n"
+
+
+def as_json_line(message: Any) -> bytes:
+    kind, timestamp_ms = message.timestamp()
+    found = {
+        "topic": message.topic(),
+        "partition": message.partition(),
+        "offset": message.offset(),
+        "timestamp": timestamp_ms if kind else None,
+        "key": _json(message.key()),
+        "value": _json(message.value()),
+        "headers": [[name, _json(value)] for name, value in message.headers() or ()],
+    }
+    return orjson.dumps(found) + b"\n"
+
+
+def _json(data: bytes | None) -> Any:
+    if data is None:
+        return None
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(data).decode()}

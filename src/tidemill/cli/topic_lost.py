@@ -1,0 +1,79 @@
+"""`tidemill topic lost`: objects of the bucket that hold records of a topic and are gone, and how to live without."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tidemill.base.errors import Invalid, Missing
+from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
+
+if TYPE_CHECKING:
+    from tidemill.topics.l0.lost import LostRange
+    from tidemill.topics.partition.state import PartitionState
+
+LetGo = Annotated[
+    list[str] | None, typer.Option("--let-go", help="An object that will not come back. May be repeated; or all.")
+]
+
+
+def lost(
+    name: Annotated[str, typer.Argument(help="Topic name.")],
+    let_go: LetGo = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Objects that hold fresh records of a topic and are gone from the bucket. Readers wait for them, and what comes
+    behind does not move into L1. An object that is let go counts as empty, for every topic that has records in it:
+    their offsets are a gap, as compaction leaves them. There is no way back."""
+    with stores(config) as opened:
+        found = _found(opened, name)
+        if let_go:
+            _let_go(opened, found, let_go)
+            found = _found(opened, name)
+    rows = [
+        {
+            "topic": name, "partition": each.partition, "object": each.object_key, "offset": each.start,
+            "end": each.end, "batches": each.batches, "let_go": each.let_go,
+        }
+        for each in found
+    ]  # fmt: skip
+    if as_json:
+        print_json(rows)
+        return
+    for row in rows:
+        state = "let go" if row["let_go"] else "lost"
+        print(f"{name}/{row['partition']}  {row['offset']}..{row['end']}  {state}  {row['object']}")
+    if not rows:
+        print(f"nothing of {name} is lost")
+
+
+def _found(opened: Stores, name: str) -> list[LostRange]:
+    from tidemill.metastore.catalogue import TopicRow
+    from tidemill.topics.l0.lost import lost_ranges
+    from tidemill.topics.partition.replay import catch_up, partition_log
+    from tidemill.topics.partition.state import PartitionState
+
+    async def states(row: TopicRow) -> list[tuple[int, PartitionState]]:
+        logs = [partition_log(row.topic_id, partition) for partition in range(row.partitions)]
+        return [
+            (index, (await catch_up(opened.consensus, opened.objects, log, PartitionState()))[0])
+            for index, log in enumerate(logs)
+        ]
+
+    row = opened.portal.call(opened.catalogue.get(TopicRow, name))
+    if row is None:
+        raise Missing(f"no such topic: topic={name}.", fix="List them with: tidemill topic list")
+    return opened.portal.call(lost_ranges(opened.objects, opened.portal.call(states(row))))
+
+
+def _let_go(opened: Stores, found: list[LostRange], keys: list[str]) -> None:
+    from tidemill.topics.l0.lost import let_go
+
+    lost = {each.object_key for each in found if not each.let_go}
+    strange = sorted(set(keys) - lost - {"all"} - {each.object_key for each in found})
+    if strange:
+        raise Invalid(f"it is not lost: object={strange[0]}.", fix="Name one that is listed, or all.")
+    for key in sorted(lost if "all" in keys else lost & set(keys)):
+        opened.portal.call(let_go(opened.objects, key))

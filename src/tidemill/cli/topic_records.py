@@ -1,0 +1,104 @@
+"""`tidemill topic produce` and `topic consume`: records between a topic and the terminal, by librdkafka."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tidemill.base.config import Config, load
+from tidemill.base.errors import Invalid
+from tidemill.cli.context import ConfigOption
+
+Topic = Annotated[str, typer.Argument(help="Topic name.")]
+Bootstrap = Annotated[
+    str, typer.Option("--bootstrap", "-b", help="host:port of a node; default: that of the configuration.")
+]
+Client = Annotated[
+    list[str] | None,
+    typer.Option("--client", "-X", help="A property of librdkafka, NAME=VALUE (security, …). May be repeated."),
+]
+Partition = Annotated[list[int] | None, typer.Option("--partition", "-p", help="Only this one. May be repeated.")]
+
+
+def produce(
+    name: Topic,
+    file: Annotated[Path | None, typer.Argument(help="One record a line; default: standard input.")] = None,
+    key_separator: Annotated[str, typer.Option("--key", "-K", help="What stands between key and value.")] = "",
+    header: Annotated[list[str] | None, typer.Option("--header", "-H", help="NAME=VALUE, for every record.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Each line is an object, as `topic consume --json` writes them.")
+    ] = False,
+    tombstones: Annotated[bool, typer.Option("--tombstones", help="An empty value is no value (null).")] = False,
+    partition: Annotated[int, typer.Option("--partition", "-p", help="Into this one; default: by key.")] = -1,
+    bootstrap: Bootstrap = "",
+    client: Client = None,
+    config: ConfigOption = None,
+) -> None:
+    """Write lines to a topic, a record each. Exit 0 only when every one of them is acknowledged."""
+    from tidemill.cli import topic_client
+    from tidemill.cli.topic_lines import JsonLines, Lines
+
+    settings = _client_settings(bootstrap, client, config)
+    headers = [_pair(text, "header") for text in header or ()]
+    lines = JsonLines(headers) if as_json else Lines(key_separator, headers, tombstones=tombstones)
+    if file is None:
+        done = topic_client.produce(settings, name, partition, sys.stdin.buffer, lines)
+    else:
+        if not file.is_file():
+            raise Invalid(f"no such file: path={file}.", fix="Name a file of lines, or leave it out.")
+        with file.open("rb") as source:
+            done = topic_client.produce(settings, name, partition, source, lines)
+    print(done.told(name), file=sys.stderr)
+    raise typer.Exit(done.exit_code)
+
+
+def consume(
+    name: Topic,
+    begin: Annotated[
+        str, typer.Option("--from", help="start, end, an offset, -N (the last N), or @MS (a time).")
+    ] = "start",
+    end: Annotated[str, typer.Option("--to", help="end (as it is now), an offset, or @MS; see --follow.")] = "end",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on for ever, until Ctrl-C.")] = False,
+    count: Annotated[int, typer.Option("--count", "-c", min=0, help="At most so many records; 0 = all.")] = 0,
+    partition: Partition = None,
+    keys: Annotated[bool, typer.Option("--keys", "-k", help="The key and a tab before each value.")] = False,
+    headers: Annotated[bool, typer.Option("--headers", help="The headers and a tab before that.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Each record as an object on a line.")] = False,
+    uncommitted: Annotated[bool, typer.Option("--uncommitted", help="Also what transactions may abort.")] = False,
+    bootstrap: Bootstrap = "",
+    client: Client = None,
+    config: ConfigOption = None,
+) -> None:
+    """Print records of a topic, a line each. Nothing is committed: it reads without a group."""
+    from tidemill.cli import topic_client
+    from tidemill.cli.topic_lines import as_json_line, as_line
+
+    settings = _client_settings(bootstrap, client, config)
+    settings["isolation.level"] = "read_uncommitted" if uncommitted else "read_committed"
+    asked = topic_client.Asked(begin, "" if follow else end, tuple(partition or ()), count)
+
+    def line(message: Any) -> bytes:
+        return as_json_line(message) if as_json else as_line(message, keys=keys, headers=headers)
+
+    raise typer.Exit(topic_client.consume(settings, name, asked, line, sys.stdout.buffer))
+
+
+def _client_settings(bootstrap: str, client: list[str] | None, path: Path | None) -> dict[str, Any]:
+    given = dict(_pair(text, "client") for text in client or ())
+    return {"bootstrap.servers": bootstrap or address(load(path)), "client.id": "tidemill", **given}
+
+
+def address(config: Config) -> str:
+    """Where clients find the node of this configuration."""
+    host, _, port = config.node.kafka.rpartition(":")
+    return config.kafka.advertised or f"{config.node.advertised_host or host}:{port}"
+
+
+def _pair(text: str, what: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise Invalid(f"not a {what}: {text!r}.", fix="Write it as NAME=VALUE.")
+    return key, value

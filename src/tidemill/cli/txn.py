@@ -1,0 +1,74 @@
+"""`tidemill txn`: the transactions of Kafka producers; an open one may be aborted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tidemill.cli.context import ConfigOption, JsonOption, consensus_only, print_json
+
+if TYPE_CHECKING:
+    from tidemill.kafka.transactions.state import Transaction
+
+app = typer.Typer(help="List the transactions of Kafka producers, or abort one.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_transactions(
+    only_open: Annotated[bool, typer.Option("--open", help="Only those that are open or being ended.")] = False,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List transactional ids: what each one's transaction is at, since when it is open, and what it holds."""
+    from tidemill.kafka.transactions.registers import all_of
+
+    with consensus_only(config) as opened:
+        found = opened.portal.call(all_of(opened.consensus))
+        now_ms = opened.clock.now_ms()
+    shown = [(each, *found[each][1:]) for each in sorted(found) if found[each][1].started_ms >= 0 or not only_open]
+    if as_json:
+        print_json([_described(transactional_id, each, now_ms) for transactional_id, each in shown])
+        return
+    for transactional_id, each in shown:
+        age_s = f"{max(0, now_ms - each.started_ms) / 1000:.1f}" if each.started_ms >= 0 else "-"
+        print(
+            f"{transactional_id}  {each.state.kafka_name}  producer={each.producer_id}/{each.epoch}  open_s={age_s}"
+            f"  timeout_s={each.timeout_ms / 1000:.0f}  partitions={sum(map(len, each.partitions.values()))}"
+            f"  groups={','.join(sorted(each.offsets)) or '-'}"
+        )
+
+
+def _described(transactional_id: str, each: Transaction, now_ms: int) -> dict[str, object]:
+    return {
+        "transactional_id": transactional_id,
+        "state": each.state.kafka_name,
+        "producer_id": each.producer_id,
+        "epoch": each.epoch,
+        "open_ms": now_ms - each.started_ms if each.started_ms >= 0 else None,
+        "timeout_ms": each.timeout_ms,
+        "partitions": {topic_id: list(partitions) for topic_id, partitions in each.partitions.items()},
+        "groups": sorted(each.offsets),
+    }
+
+
+@app.command("abort")
+def abort(
+    transactional_id: Annotated[str, typer.Argument(help="Transactional id, as `txn list` shows it.")],
+    wait_s: Annotated[float, typer.Option(help="Wait at most so long for its end.", min=0)] = 10.0,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Abort an open transaction; its producer is fenced. Decided at once, and ended by the nodes that run."""
+    from tidemill.kafka.transactions.operate import abort as abort_transaction
+
+    with consensus_only(config) as opened:
+        aborting = abort_transaction(opened.consensus, opened.clock, opened.rand, transactional_id, wait_s=wait_s)
+        after = opened.portal.call(aborting)
+    ended = not after.state.prepared
+    if as_json:
+        print_json({"transactional_id": transactional_id, "state": after.state.kafka_name, "ended": ended})
+    elif ended:
+        print(f"aborted {transactional_id}")
+    else:
+        print(f"{transactional_id} is aborted; its end waits for the nodes that lead its partitions")

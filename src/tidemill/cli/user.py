@@ -1,0 +1,92 @@
+"""`tidemill user`: who may come in by PLAIN or SCRAM. A password comes from a terminal or a pipe, never from argv."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from tidemill.base.errors import Invalid, Missing
+from tidemill.cli.context import ConfigOption, JsonOption, print_json, stores
+
+app = typer.Typer(help="Add, list and delete users of the Kafka endpoint.", no_args_is_help=True)
+Name = Annotated[str, typer.Argument(help="User name; as a principal it is User:NAME.")]
+Iterations = Annotated[int, typer.Option(help="Iterations of the hash.")]
+DEFAULT_ITERATIONS = 4_096
+LINE_CHARS_MAX = 1_025
+
+
+@app.command("add")
+def add(
+    name: Name, iterations: Iterations = DEFAULT_ITERATIONS, config: ConfigOption = None, as_json: JsonOption = False
+) -> None:
+    """Add a user, or give one another password: asked for on a terminal, else the first line of stdin."""
+    from tidemill.access.scram import NAMES, SALT_BYTES, made_of
+    from tidemill.access.users import Users, check_iterations, check_user
+
+    check_user(name)
+    check_iterations(iterations)
+    password = _password(name)
+    with stores(config) as opened:
+        users = Users(opened.metastore, opened.clock)
+        for mechanism in NAMES:
+            salt = bytes.fromhex(opened.rand.nonce() + opened.rand.nonce())[:SALT_BYTES]
+            opened.portal.call(users.put(made_of(name, mechanism, password, salt, iterations)))
+    mechanisms = list(NAMES.values())
+    if as_json:
+        print_json({"user": name, "mechanisms": mechanisms, "iterations": iterations})
+    else:
+        print(f"added {name}  {', '.join(mechanisms)}")
+
+
+@app.command("list")
+def list_users(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """List the users and the mechanisms that each has a credential for."""
+    from tidemill.access.scram import NAMES, Credential
+    from tidemill.access.users import Users
+
+    found: dict[str, list[Credential]] = {}
+    with stores(config) as opened:
+        for credential in opened.portal.call(Users(opened.metastore, opened.clock).list()):
+            found.setdefault(credential.user, []).append(credential)
+    rows = [
+        {"user": name, "mechanisms": {NAMES[each.mechanism]: each.iterations for each in credentials}}
+        for name, credentials in found.items()
+    ]
+    if as_json:
+        print_json(rows)
+    else:
+        for row in rows:
+            print(f"{row['user']}  {', '.join(row['mechanisms'])}")
+
+
+@app.command("delete")
+def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Delete a user. Connections that are open stay until their session ends."""
+    from tidemill.access.scram import NAMES
+    from tidemill.access.users import Users
+
+    with stores(config) as opened:
+        users = Users(opened.metastore, opened.clock)
+        have = [each.mechanism for each in opened.portal.call(users.list()) if each.user == name]
+        if not have:
+            raise Missing(f"no such user: user={name}.", fix="List them with: tidemill user list")
+        opened.portal.call(users.delete(name, list(NAMES)))
+    if as_json:
+        print_json({"deleted": name})
+    else:
+        print(f"deleted {name}")
+
+
+def _password(name: str) -> str:
+    """Raises Invalid for none, or one that is too long."""
+    if sys.stdin.isatty():
+        password = str(typer.prompt(f"Password of {name}", hide_input=True, confirmation_prompt=True))
+    else:
+        password = sys.stdin.readline(LINE_CHARS_MAX + 1).rstrip("\r\n")
+    if not 0 < len(password) < LINE_CHARS_MAX:
+        raise Invalid(
+            "no password, or one that is too long.", fix=f"Type it, or pipe a line of 1 to {LINE_CHARS_MAX - 1}."
+        )
+    return password

@@ -1,0 +1,40 @@
+"""`tidemill acl`: rules written, listed and deleted, and words that mean nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+
+def acl(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tidemill", "acl", *arguments]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=60)
+
+
+def test_rules_are_added_listed_and_deleted(tmp_path: Path) -> None:
+    assert acl(tmp_path, "add", "User:alice", "read,WRITE", "topic:orders:eu").returncode == 0
+    assert acl(tmp_path, "add", "User:*", "describe", "cluster", "--deny", "--host", "1.1.1.1").returncode == 0
+    assert acl(tmp_path, "add", "User:alice", "all", "group:g-", "--prefix").returncode == 0
+    assert acl(tmp_path, "add", "User:alice", "read", "topic:orders:eu").returncode == 0, "again changes nothing"
+    listed = json.loads(acl(tmp_path, "list", "--json").stdout.splitlines()[-1])
+    words = {(r["principal"], r["permission"], r["operation"], r["resource"], r["name"], r["pattern"]) for r in listed}
+    assert words == {
+        ("User:alice", "allow", "read", "topic", "orders:eu", "literal"),
+        ("User:alice", "allow", "write", "topic", "orders:eu", "literal"),
+        ("User:*", "deny", "describe", "cluster", "kafka-cluster", "literal"),
+        ("User:alice", "allow", "all", "group", "g-", "prefixed"),
+    }
+    for bad in (
+        ("add", "alice", "read", "topic:a"),
+        ("add", "User:alice", "reed", "topic:a"),
+        ("add", "User:alice", "read", "topics:a"),
+        ("add", "User:alice", "read", "topic:"),
+        ("add", "User:alice", "read", "cluster"),
+        ("delete", "User:alice", "alter", "topic:orders:eu"),
+    ):
+        refused = acl(tmp_path, *bad)
+        assert refused.returncode == 2 and "Traceback" not in refused.stderr, (bad, refused.stderr)
+    assert acl(tmp_path, "delete", "User:alice", "read,write", "topic:orders:eu").returncode == 0
+    assert len(json.loads(acl(tmp_path, "list", "--principal", "User:alice", "--json").stdout.splitlines()[-1])) == 1

@@ -1,0 +1,72 @@
+"""`tidemill topic lost` on a cluster with nothing running."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tidemill.base.errors import Invalid, Missing, TidemillError
+from tidemill.cli.context import Stores, stores
+from tidemill.cli.main import app
+from tidemill.topics.batch import Record, encode_batch
+from tidemill.topics.leadership import Alone
+from tidemill.topics.log import LocalTopics
+
+
+def command(config: Path, *arguments: str) -> str:
+    """What it printed. Raises what it refused with."""
+    done = CliRunner().invoke(app, ["topic", *arguments, "--config", str(config)])
+    if isinstance(done.exception, TidemillError):
+        raise done.exception
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done.stdout
+
+
+def listed(config: Path, *arguments: str) -> Any:
+    return json.loads(command(config, "lost", "odd.name", *arguments, "--json").splitlines()[-1])
+
+
+def produced(opened: Stores, count: int) -> None:
+    async def produce() -> None:
+        row = await opened.catalogue.create_topic("odd.name", 2)
+        topics = LocalTopics(
+            opened.consensus, opened.objects, opened.catalogue,
+            clock=opened.clock, rand=opened.rand, assignment=Alone("n", 0),
+        )  # fmt: skip
+        for number in range(count):
+            data = bytearray(encode_batch([Record(None, b"%d" % number), Record(None, b"b")]))
+            await asyncio.wait_for(topics.produce_nowait(row.topic_id, 1, data), 60)
+        await topics.aclose()
+
+    opened.portal.call(produce())
+
+
+def test_lost_objects_are_listed_and_let_go_by_name(tmp_path: Path) -> None:
+    config = tmp_path / "tidemill.toml"
+    config.write_text(f'[node]\ndata = "{tmp_path}/data"\n')
+    (tmp_path / "data").mkdir()
+    with stores(config) as opened:
+        produced(opened, 3)
+    assert listed(config) == [] and "nothing" in command(config, "lost", "odd.name")
+    files = sorted(path for path in (tmp_path / "data" / "objects" / "l0").rglob("*") if path.is_file())
+    assert len(files) == 3
+    for path in files[:2]:
+        path.unlink()
+    first, second = listed(config)
+    assert (first["partition"], first["offset"], first["end"], first["batches"], first["let_go"]) == (1, 0, 2, 1, False)
+    assert f"l0/{files[1].parent.name}/{files[1].name}" == second["object"]
+    there = f"l0/{files[2].parent.name}/{files[2].name}"
+    for wrong in (there, "l0/nothing", "", "../x"):
+        with pytest.raises(Invalid):
+            command(config, "lost", "odd.name", "--let-go", second["object"], "--let-go", wrong)
+    assert [row["let_go"] for row in listed(config)] == [False, False], "all of it or nothing"
+    assert [row["let_go"] for row in listed(config, "--let-go", second["object"])] == [False, True]
+    assert [row["let_go"] for row in listed(config, "--let-go", "all")] == [True, True]
+    assert [row["let_go"] for row in listed(config, "--let-go", first["object"])] == [True, True], "again"
+    with pytest.raises(Missing):
+        command(config, "lost", "no.such")

@@ -1,0 +1,74 @@
+"""`tidemill txn` on a cluster with nothing running."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tidemill.base.errors import Conflict, Missing, TidemillError
+from tidemill.cli.context import consensus_only
+from tidemill.cli.main import app
+from tidemill.kafka.transactions.decide import Decision
+from tidemill.kafka.transactions.registers import change, read
+from tidemill.kafka.transactions.state import GroupOffset, State, Transaction
+
+
+class Cluster:
+    def __init__(self, directory: Path) -> None:
+        self.config = directory / "tidemill.toml"
+        self.config.write_text(f'[node]\ndata = "{directory}/data"\n')
+        (directory / "data").mkdir()
+
+    def command(self, *arguments: str) -> str:
+        """What it printed. Raises what it refused with."""
+        done = CliRunner().invoke(app, ["txn", *arguments, "--config", str(self.config)])
+        if isinstance(done.exception, TidemillError):
+            raise done.exception
+        assert done.exit_code == 0, (done.output, done.exception)
+        return done.stdout
+
+    def json(self, *arguments: str) -> Any:
+        return json.loads(self.command(*arguments, "--json").splitlines()[-1])
+
+    def store(self, transactional_id: str, state: Transaction) -> None:
+        with consensus_only(self.config) as opened:
+            changing = change(opened.consensus, opened.rand, transactional_id, lambda _: Decision(0, state))
+            opened.portal.call(changing)
+
+    def stored(self, transactional_id: str) -> Transaction | None:
+        with consensus_only(self.config) as opened:
+            return opened.portal.call(read(opened.consensus, transactional_id))
+
+
+def test_transactions_are_listed_and_an_open_one_is_aborted_once(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    assert (cluster.command("list"), cluster.json("list")) == ("", [])
+    offsets = {"g": {"t": {0: GroupOffset(5)}}}
+    cluster.store("odd id/ü", Transaction(7, 3, State.ONGOING, 60_000, {"t": (0, 2)}, offsets, started_ms=1))
+    cluster.store("idle", Transaction(8, 0, State.COMPLETE_COMMIT, 60_000))
+    (row,) = cluster.json("list", "--open")
+    assert (row["transactional_id"], row["state"], row["epoch"]) == ("odd id/ü", "Ongoing", 3)
+    assert (row["partitions"], row["groups"]) == ({"t": [0, 2]}, ["g"])
+    assert [each["transactional_id"] for each in cluster.json("list")] == ["idle", "odd id/ü"]
+    assert "partitions=2" in cluster.command("list") and "groups=g" in cluster.command("list")
+
+    told = cluster.json("abort", "odd id/ü", "--wait-s", "0")
+    assert told == {"transactional_id": "odd id/ü", "state": "PrepareAbort", "ended": False}
+    after = cluster.stored("odd id/ü")
+    assert after is not None and (after.state, after.epoch, after.offsets) == (State.PREPARE_ABORT, 4, {})
+    assert "waits for the nodes" in cluster.command("abort", "odd id/ü", "--wait-s", "0")  # the same again
+    assert cluster.stored("odd id/ü") == after
+
+
+def test_what_is_not_open_is_not_aborted(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    with pytest.raises(Missing):
+        cluster.command("abort", "nobody")
+    for state in (State.EMPTY, State.PREPARE_COMMIT, State.COMPLETE_COMMIT, State.COMPLETE_ABORT):
+        cluster.store("id", Transaction(7, 3, state, 60_000))
+        with pytest.raises(Conflict):
+            cluster.command("abort", "id")

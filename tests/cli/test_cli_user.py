@@ -1,0 +1,47 @@
+"""`tidemill user`: passwords from stdin, users that a node knows at once, and bad input that changes nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tidemill.access.scram import SCRAM_SHA_256, SCRAM_SHA_512, is_password
+from tidemill.access.users import Users
+from tidemill.cli.context import stores
+
+
+def user(directory: Path, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tidemill", "user", *arguments]
+    return subprocess.run(command, cwd=directory, input=stdin, capture_output=True, text=True, timeout=60)
+
+
+def test_a_user_is_added_listed_changed_and_deleted(tmp_path: Path) -> None:
+    added = user(tmp_path, "add", "alice", "--json", stdin="first\n")
+    assert added.returncode == 0, added.stderr
+    assert json.loads(added.stdout.splitlines()[-1])["mechanisms"] == ["SCRAM-SHA-256", "SCRAM-SHA-512"]
+    assert user(tmp_path, "add", "alice", "--iterations", "8192", stdin="second: ünd = mehr").returncode == 0
+    with stores(_configuration(tmp_path)) as opened:
+        users = Users(opened.metastore, opened.clock)
+        for mechanism in (SCRAM_SHA_256, SCRAM_SHA_512):
+            found = opened.portal.call(users.credential("alice", mechanism))
+            assert found is not None and is_password(found, "second: ünd = mehr") and found.iterations == 8192
+    listed = json.loads(user(tmp_path, "list", "--json").stdout.splitlines()[-1])
+    assert listed == [{"user": "alice", "mechanisms": {"SCRAM-SHA-256": 8192, "SCRAM-SHA-512": 8192}}]
+    for refused in (
+        user(tmp_path, "add", "bob", stdin=""),
+        user(tmp_path, "add", "bob", stdin="x" * 5_000),
+        user(tmp_path, "add", "b\tob", stdin="x\n"),
+        user(tmp_path, "add", "bob", "--iterations", "1", stdin="x\n"),
+        user(tmp_path, "delete", "bob"),
+    ):
+        assert refused.returncode == 2 and "Traceback" not in refused.stderr, refused.stderr
+    assert user(tmp_path, "delete", "alice").returncode == 0
+    assert json.loads(user(tmp_path, "list", "--json").stdout.splitlines()[-1]) == []
+
+
+def _configuration(directory: Path) -> Path:
+    path = directory / "tidemill.toml"
+    path.write_text(f'[node]\ndata = "{directory}/.tidemill"\n')
+    return path

@@ -1,0 +1,43 @@
+"""A node as it is served, whose keeper and retention look all the time: what takes it minutes takes seconds here.
+
+usage: quick_node.py CONFIG.json
+"""
+
+from __future__ import annotations
+
+import sys
+
+from msgspec.structs import replace
+
+from tidemill.base.config import StorageSection
+from tidemill.cli import serve
+from tidemill.keeper import upkeep
+from tidemill.keeper.topic_objects import TopicObjects
+from tidemill.node import assembly
+from tidemill.topics.settings import TopicSettings
+
+EVERY_S = 0.3
+
+
+def quick(section: StorageSection) -> TopicSettings:
+    return replace(
+        SERVED(section), settle_after_s=0.5, retention_check_s=EVERY_S, catalogue_poll_s=EVERY_S, cache_bytes=0
+    )
+
+
+SERVED = assembly.topic_settings
+JOBS = ("TOPIC_OBJECTS", "TOPIC_L1", "TOPIC_L1_LEVELS", "TOPIC_COMPACTION")
+
+
+def main() -> int:
+    assembly.topic_settings = quick
+    for job in JOBS:
+        setattr(upkeep, f"{job}_EVERY_S", EVERY_S)
+    kept = TopicObjects.__init__.__kwdefaults__
+    assert kept is not None
+    kept["quiet_s"] = 1.0
+    return serve.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

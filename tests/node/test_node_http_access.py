@@ -1,0 +1,289 @@
+"""HTTP knows who asks: bearer tokens and passwords, the rules of the Kafka endpoint, and TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import ssl
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Coroutine
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+import pytest
+from joserfc import jwt
+from joserfc.jwk import OctKey
+from starlette.types import Message, Scope
+
+from tidemill.access.rulebook import Rulebook
+from tidemill.access.rules import CLUSTER_NAME, Authorizer, Operation, Resource, Rule
+from tidemill.access.sasl import Authenticator
+from tidemill.access.scram import NAMES, made_of
+from tidemill.access.tokens import Tokens, TokenSettings
+from tidemill.access.users import Users
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import Unavailable
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.metastore.open import metastore_on
+from tidemill.node.http import HttpServer
+from tidemill.node.http_access import Guard, Need, Parties, needs
+from tidemill.objects.memory import MemoryObjects
+
+sys.path.append(str(Path(__file__).parents[1] / "kafka"))
+from authority import Authority
+
+SECRET = "a secret of thirty-two bytes or more"
+OP, R = Operation, Resource
+CLUSTER = Need(OP.DESCRIBE, R.CLUSTER, CLUSTER_NAME)
+
+
+def bearer(user: str, lives_s: float = 600.0) -> str:
+    claims = {"sub": user, "exp": int(time.time() + lives_s)}
+    return f"Bearer {jwt.encode({'alg': 'HS256'}, claims, OctKey.import_key(SECRET))}"
+
+
+def basic(user: str, password: str) -> str:
+    return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+
+
+async def app(scope: Scope, receive: Any, send: Any) -> None:
+    headers = [(b"cache-control", b"public, max-age=5, s-maxage=60"), (b"content-type", b"text/plain")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": b"here"})
+
+
+def scope_of(path: str, *, method: str = "GET", query: str = "", host: str = "9.9.9.9", **headers: str) -> Scope:
+    return {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        "client": (host, 1),
+    }
+
+
+async def ask(guard: Guard, scope: Scope) -> tuple[int, dict[bytes, bytes]]:
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        return {"type": "http.request"}
+
+    await guard(scope, receive, send)
+    return sent[0]["status"], dict(sent[0]["headers"])
+
+
+async def topics_of(table: str) -> list[str]:
+    return [f"shop.{table}"]
+
+
+def world(scenario: Callable[[Guard, Users, Rulebook], Coroutine[Any, Any, None]], *, within_tls: bool = True) -> None:
+    async def run() -> None:
+        clock, rand = SystemClock(), Rand()
+        consensus = MemoryConsensus(clock)
+        metastore = metastore_on(consensus, MemoryObjects(clock), clock, rand)
+        users, rulebook = Users(metastore, clock), Rulebook(metastore, clock, ["User:root"])
+        for mechanism in NAMES:
+            await users.put(made_of("alice", mechanism, "pässword", b"salt" * 6))
+        guard = Guard(app, clock, within_tls=within_tls)
+        guard.parties = Parties(
+            Authenticator(users, rand, Tokens(TokenSettings(secret=SECRET), clock)), rulebook, topics_of
+        )
+        try:
+            async with asyncio.timeout(60):
+                await scenario(guard, users, rulebook)
+        finally:
+            await metastore.aclose()
+            await consensus.aclose()
+
+    asyncio.run(run())
+
+
+def test_who_proves_nothing_sees_only_whether_the_node_lives() -> None:
+    async def scenario(guard: Guard, users: Users, rulebook: Rulebook) -> None:
+        for path in ("/healthz", "/readyz", "/v1/health"):
+            assert (await ask(guard, scope_of(path)))[0] == 200
+        assert (await ask(guard, scope_of("/v1/shape", method="OPTIONS")))[0] == 200
+        for path in ("/", "/metrics", "/healthz/", "//healthz", "/api/status", "/v1/shape", "/subjects", "/nothing"):
+            status, headers = await ask(guard, scope_of(path))
+            assert status == 401 and headers[b"www-authenticate"].startswith(b"Bearer")
+
+    world(scenario)
+
+
+def test_f248_what_proves_nothing_is_turned_away() -> None:
+    async def scenario(guard: Guard, users: Users, rulebook: Rulebook) -> None:
+        for proof in (
+            "Bearer a.b.c",
+            bearer("alice", -600),
+            basic("alice", "wrong"),
+            basic("nobody", "pässword"),
+            "Basic !!!",
+            "Basic " + base64.b64encode(b"no colon").decode(),
+            "Digest x",
+            "Bearer",
+            "x" * 30_000,
+        ):
+            guard._failures._counts.clear()
+            assert (await ask(guard, scope_of("/metrics", authorization=proof)))[0] == 401, proof
+        twice = scope_of("/metrics", authorization=bearer("root"))
+        twice["headers"] *= 2
+        assert (await ask(guard, twice))[0] == 401
+
+    world(scenario)
+
+
+def test_a_principal_may_what_the_rules_of_kafka_allow() -> None:
+    async def scenario(guard: Guard, users: Users, rulebook: Rulebook) -> None:
+        rule = Rule(int(R.TOPIC), 3, "shop.public.orders", "User:alice", "*", int(OP.READ), 3)
+        await rulebook.add([rule])
+        for proof in (bearer("alice"), basic("alice", "pässword")):
+            one = {"query": "table=public.orders", "authorization": proof}
+            assert (await ask(guard, scope_of("/v1/shape", **one)))[0] == 200
+            for query in ("table=public.users", "table=public.orders&table=public.users", "", "table="):
+                assert (await ask(guard, scope_of("/v1/shape", query=query, authorization=proof)))[0] == 403
+            assert (await ask(guard, scope_of("/v1/shape", method="DELETE", **one)))[0] == 403
+            assert (await ask(guard, scope_of("/metrics", authorization=proof)))[0] == 403
+        assert (await ask(guard, scope_of("/metrics", authorization=bearer("root"))))[0] == 200
+        await rulebook.delete([rule])
+        assert (await ask(guard, scope_of("/v1/shape", **one)))[0] == 403, "also who was known a moment ago"
+
+    world(scenario)
+
+
+def test_a_password_outside_of_tls_counts_only_from_this_machine() -> None:
+    async def scenario(guard: Guard, users: Users, rulebook: Rulebook) -> None:
+        await rulebook.add([Rule(int(R.CLUSTER), 3, CLUSTER_NAME, "User:alice", "*", int(OP.DESCRIBE), 3)])
+        proof = basic("alice", "pässword")
+        assert (await ask(guard, scope_of("/metrics", authorization=proof)))[0] == 401
+        assert (await ask(guard, scope_of("/metrics", authorization=proof, host="127.0.0.1")))[0] == 200
+        assert (await ask(guard, scope_of("/metrics", authorization=bearer("alice"))))[0] == 200
+
+    world(scenario, within_tls=False)
+
+
+def test_a_proof_from_this_machine_does_not_serve_another() -> None:
+    """What counted from the loopback is known for a while, and not for who sends the same from elsewhere."""
+
+    async def scenario(guard: Guard, users: Users, rulebook: Rulebook) -> None:
+        proof = basic("alice", "pässword")
+        assert (await ask(guard, scope_of("/metrics", authorization=proof, host="127.0.0.1")))[0] == 403
+        assert (await ask(guard, scope_of("/metrics", authorization=proof)))[0] == 401
+
+    world(scenario, within_tls=False)
+
+
+def test_answers_are_kept_by_no_cache_that_serves_others() -> None:
+    async def scenario(guard: Guard, users: Users, rulebook: Rulebook) -> None:
+        _, headers = await ask(guard, scope_of("/metrics", authorization=bearer("root")))
+        assert headers[b"cache-control"] == b"private, max-age=5" and headers[b"vary"] == b"authorization"
+        _, headers = await ask(guard, scope_of("/healthz"))
+        assert headers[b"cache-control"] == b"public, max-age=5, s-maxage=60"
+
+    world(scenario)
+
+
+def test_before_the_node_can_tell_and_while_it_cannot_everything_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(guard: Guard, users: Users, rulebook: Rulebook) -> None:
+        parties, guard.parties = guard.parties, None
+        assert (await ask(guard, scope_of("/metrics", authorization=bearer("root"))))[0] == 503
+        assert (await ask(guard, scope_of("/readyz")))[0] == 200
+        guard.parties = parties
+
+        async def away(*_: Any) -> None:
+            raise Unavailable("the metastore is away.")
+
+        monkeypatch.setattr(users, "credential", away)
+        assert (await ask(guard, scope_of("/metrics", authorization=basic("alice", "pässword"))))[0] == 503
+
+    world(scenario)
+
+
+def test_what_is_known_of_proofs_is_bounded() -> None:
+    async def scenario(guard: Guard, users: Users, rulebook: Rulebook) -> None:
+        assert guard.parties is not None
+        guard.parties = guard.parties._replace(rulebook=None)
+        for i in range(1_100):
+            assert (await ask(guard, scope_of("/metrics", authorization=bearer(f"u{i}"))))[0] == 200
+        assert len(guard._known) <= 1_000
+
+    world(scenario)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "wanted"),
+    [
+        ("GET", "/metrics", CLUSTER),
+        ("HEAD", "/", CLUSTER),
+        ("POST", "/metrics", Need(OP.ALTER, R.CLUSTER, CLUSTER_NAME)),
+        ("POST", "/v1/shape", Need(OP.ALTER, R.CLUSTER, CLUSTER_NAME)),
+        ("GET", "/subjects", CLUSTER),
+        ("GET", "/schemas", CLUSTER),
+        ("GET", "/schemas/ids/7", None),
+        ("GET", "/schemas/ids/7/subjects", CLUSTER),
+        ("POST", "/subjects/orders-value/versions", Need(OP.WRITE, R.TOPIC, "orders")),
+        ("POST", "/subjects/orders-value", Need(OP.DESCRIBE, R.TOPIC, "orders")),
+        ("GET", "/subjects/orders-key/versions/latest", Need(OP.DESCRIBE, R.TOPIC, "orders")),
+        ("DELETE", "/subjects/orders-key/versions/1", Need(OP.DELETE, R.TOPIC, "orders")),
+        ("DELETE", "/subjects/a%2Fversions", Need(OP.DELETE, R.TOPIC, "a/versions")),
+        ("POST", "/compatibility/subjects/plain/versions/1", Need(OP.DESCRIBE, R.TOPIC, "plain")),
+        ("GET", "/config", Need(OP.DESCRIBE_CONFIGS, R.CLUSTER, CLUSTER_NAME)),
+        ("PUT", "/config", Need(OP.ALTER_CONFIGS, R.CLUSTER, CLUSTER_NAME)),
+        ("PUT", "/mode/orders-value", Need(OP.ALTER_CONFIGS, R.TOPIC, "orders")),
+        ("PUT", "/subjects/orders-value", Need(OP.ALTER, R.TOPIC, "orders")),
+        ("POST", "/subjects", Need(OP.ALTER, R.CLUSTER, CLUSTER_NAME)),
+        ("DELETE", "/subjects", Need(OP.ALTER, R.CLUSTER, CLUSTER_NAME)),
+    ],
+)
+def test_what_a_path_needs(method: str, path: str, wanted: Need | None) -> None:
+    assert needs(method, path, path.encode(), []) == ([] if wanted is None else [wanted])
+
+
+def test_no_method_or_path_needs_what_nobody_can_be_given() -> None:
+    """A need is an operation that rules know, or nothing but a schema by its id would be open."""
+    from tidemill.access.rules import OPERATIONS
+
+    for method in ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "TRACE"):
+        for path in (
+            "/",
+            "/v1/shape",
+            "/subjects",
+            "/subjects/a",
+            "/subjects/a/versions",
+            "/schemas",
+            "/config/a",
+            "/contexts",
+            "/mode",
+        ):
+            found = needs(method, path, path.encode(), [])
+            assert found and all(need.operation in OPERATIONS[need.resource] for need in found), (method, path)
+    assert not Authorizer().allows("User:x", "h", OP.DESCRIBE, R.CLUSTER, CLUSTER_NAME)
+
+
+def test_http_within_tls(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ca")
+
+    async def scenario() -> None:
+        server = HttpServer(app, on_failure=lambda *_: None, tls=authority.tls())
+        await server.start()
+        context = ssl.create_default_context(cafile=authority.certificate)
+
+        def get(url: str, **more: Any) -> int:
+            with urllib.request.urlopen(url, timeout=20, **more) as answer:
+                return int(answer.status)
+
+        try:
+            assert await asyncio.to_thread(get, server.url, context=context) == 200
+            with pytest.raises((OSError, HTTPException)):
+                await asyncio.to_thread(get, server.url.replace("https", "http"))
+        finally:
+            await server.aclose()
+
+    asyncio.run(scenario())

@@ -1,0 +1,209 @@
+"""The certificate of HTTP is renewed in a server that goes on: who comes gets the new one, who is there goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import ssl
+import sys
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tidemill.base.errors import Invalid
+from tidemill.node import http as http_module
+from tidemill.node.http import HttpServer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kafka"))
+from authority import Authority
+
+
+class World:
+    def __init__(self, directory: Path) -> None:
+        self.authority = Authority(directory / "ca")
+        self.go_on = asyncio.Event()
+        routes = [Route("/", self._hello), Route("/slow", self._slow)]
+        self.server = HttpServer(Starlette(routes=routes), on_failure=_broke, tls=self.authority.tls())
+        self.context = ssl.create_default_context(cafile=self.authority.certificate)
+        self.told: list[BaseException] = []
+        self.works = 0
+
+    async def _hello(self, request: Request) -> Response:
+        return PlainTextResponse("hello")
+
+    async def _slow(self, request: Request) -> Response:
+        async def parts() -> AsyncIterator[bytes]:
+            yield b"first"
+            await self.go_on.wait()
+            yield b"last"
+
+        return StreamingResponse(parts())
+
+    async def follow(self) -> None:
+        """As a unit that is kept."""
+
+        def works() -> None:
+            self.works += 1
+
+        while True:
+            try:
+                await self.server.follow_certificates(works)
+            except Invalid as error:
+                self.told.append(error)
+                await asyncio.sleep(0.02)
+
+    async def serial(self) -> int:
+        """Of the certificate that a new connection is shown; one that is made while a worker ends may be reset."""
+        while True:
+            with contextlib.suppress(ConnectionError):
+                _, writer = await asyncio.open_connection("127.0.0.1", self.server.port, ssl=self.context)
+                shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+                writer.close()
+                return x509.load_der_x509_certificate(shown).serial_number
+
+    async def settled(self) -> None:
+        """Return when new connections are shown what the file names. A former worker may take one more, so late as its
+        thread gets a core to see that it shall end."""
+        file = self.authority.certificate.parent / "server.pem"
+        named = x509.load_pem_x509_certificate(file.read_bytes()).serial_number
+        async with asyncio.timeout(40):
+            alike = 0
+            while alike < 10:
+                alike = alike + 1 if await self.serial() == named else 0
+
+    def replace(self) -> None:
+        self.authority.server("next")
+        folder = self.authority.certificate.parent
+        for name in ("key", "pem"):
+            os.replace(folder / f"next.{name}", folder / f"server.{name}")
+
+    async def renewed(self) -> None:
+        self.replace()
+        await self.settled()
+
+
+def _broke(name: str, error: BaseException) -> None:
+    raise AssertionError(name) from error
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(90):
+            await main
+
+    asyncio.run(bounded())
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_module, "RENEW_INTERVAL_S", 0.05)
+
+
+def test_f249_new_connections_get_the_new_certificate_and_old_ones_go_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        world = World(tmp_path)
+        await world.server.start()
+        following = asyncio.ensure_future(world.follow())
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", world.server.port, ssl=world.context)
+            writer.write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b"first" in await reader.readuntil(b"first")
+            for _ in range(2):
+                await world.renewed()
+            world.go_on.set()
+            assert b"last" in await reader.readuntil(b"last"), "a request under way ends as it began"
+            writer.close()
+            key = world.authority.certificate.parent / "server.key"
+            good, works = key.read_bytes(), world.works
+            world.told.clear()  # of a key that was there before its certificate
+            key.write_text("nothing")
+            async with asyncio.timeout(40):
+                while not world.told:
+                    await asyncio.sleep(0.02)
+            await world.settled()  # the former one serves
+            key.write_bytes(good)
+            async with asyncio.timeout(40):
+                while world.works <= works + 1:
+                    await asyncio.sleep(0.02)
+            await world.settled()
+        finally:
+            following.cancel()
+            await world.server.aclose()
+        with pytest.raises(OSError):
+            await asyncio.open_connection("127.0.0.1", world.server.port, ssl=world.context)
+
+    run(scenario())
+
+
+def test_a_connection_that_never_ends_holds_no_renewal_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_module, "FORMER_S", 0.3)
+
+    async def scenario() -> None:
+        world = World(tmp_path)
+        await world.server.start()
+        following = asyncio.ensure_future(world.follow())
+        try:
+            for _ in range(3):
+                reader, writer = await asyncio.open_connection("127.0.0.1", world.server.port, ssl=world.context)
+                writer.write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+                await reader.readuntil(b"first")
+                await world.renewed()
+                async with asyncio.timeout(40):
+                    with contextlib.suppress(OSError):
+                        await reader.read()  # until it is ended
+                writer.close()
+            async with asyncio.timeout(40):
+                while listening(world.server.port) > 2:  # ours, and the worker's
+                    await asyncio.sleep(0.02)
+            assert not world.told
+        finally:
+            world.go_on.set()
+            following.cancel()
+            await world.server.aclose()
+
+    run(scenario())
+
+
+def test_a_renewal_that_is_cut_off_leaves_no_worker_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that ends while it waits to see whether the next worker serves."""
+    monkeypatch.setattr(http_module, "RENEWED_S", 600.0)
+
+    async def scenario() -> None:
+        world = World(tmp_path)
+        await world.server.start()
+        inner, workers = world.server._server, list[Any]()
+        spawn = inner._spawn_worker
+        inner._spawn_worker = lambda *what: workers.append(spawn(*what)) or workers[-1]
+        following = asyncio.ensure_future(world.follow())
+        world.replace()
+        async with asyncio.timeout(40):
+            while not workers:
+                await asyncio.sleep(0.001)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await world.server.aclose()
+        async with asyncio.timeout(40):
+            while not all(worker._task.done() for worker in workers):
+                await asyncio.sleep(0.01)
+        with pytest.raises(OSError):
+            await asyncio.open_connection("127.0.0.1", world.server.port, ssl=world.context)
+
+    run(scenario())
+
+
+def listening(port: int) -> int:
+    """How many descriptors of this process listen on `port`."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
+            count += bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and found.getsockname()[1] == port)
+    return count

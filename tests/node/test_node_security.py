@@ -1,0 +1,161 @@
+"""One node from its configuration, with every door locked: TLS, SASL, rules, HTTP with proofs."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import ssl
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+import confluent_kafka as ck
+import pytest
+from confluent_kafka.admin import AdminClient
+
+from tidemill.access.rulebook import Rulebook
+from tidemill.access.rules import CLUSTER_NAME, Operation, Resource, Rule
+from tidemill.access.scram import NAMES, made_of
+from tidemill.access.users import Users
+from tidemill.base.config import Config, authorizes, exposed, parse
+from tidemill.base.errors import Invalid
+from tidemill.cli.context import stores
+from tidemill.cli.demo.ports import free_address
+from tidemill.console.app import console_routes
+from tidemill.node.assembly import Node
+
+sys.path.append(str(Path(__file__).parents[1] / "kafka"))
+from authority import Authority
+
+PASSWORD = "a password"
+
+
+def configuration(tmp_path: Path, authority: Authority) -> Path:
+    certificate, key = authority.server()
+    path = tmp_path / "tidemill.toml"
+    path.write_text(f"""
+[node]
+data = "{tmp_path}/data"
+http = "{free_address()}"
+kafka = "{free_address()}"
+[kafka]
+security = "sasl_ssl"
+[security]
+super_users = ["User:root"]
+[security.tls]
+certificate = "{Path(certificate).relative_to(tmp_path)}"
+key = "{Path(key).relative_to(tmp_path)}"
+[http]
+authenticate = true
+tls = true
+[topics.orders]
+partitions = 1
+""")
+    return path
+
+
+def users_and_rules(path: Path) -> None:
+    """As the command line writes them, before any node runs."""
+    with stores(path) as opened:
+        users, rulebook = Users(opened.metastore, opened.clock), Rulebook(opened.metastore, opened.clock)
+        for user in ("root", "alice"):
+            for mechanism in NAMES:
+                opened.portal.call(users.put(made_of(user, mechanism, PASSWORD, b"salt" * 6)))
+        rule = Rule(int(Resource.CLUSTER), 3, CLUSTER_NAME, "User:alice", "*", int(Operation.DESCRIBE), 3)
+        opened.portal.call(rulebook.add([rule]))
+
+
+def test_a_node_with_every_door_locked_lets_in_whom_its_rules_allow(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ca")
+    path = configuration(tmp_path, authority)
+    users_and_rules(path)
+    from tidemill.base.config import load
+
+    config = load(path)
+    assert authorizes(config) and not exposed(config)
+    context = ssl.create_default_context(cafile=authority.certificate)
+
+    def get(path: str, user: str = "") -> int:
+        headers = {"authorization": "Basic " + base64.b64encode(f"{user}:{PASSWORD}".encode()).decode()} if user else {}
+        request = urllib.request.Request(f"https://{config.node.http}{path}", headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=20, context=context) as answer:
+                return int(answer.status)
+        except HTTPError as refused:
+            return refused.code
+
+    def kafka(user: str) -> AdminClient:
+        return AdminClient(
+            {
+                "bootstrap.servers": config.node.kafka,
+                "security.protocol": "sasl_ssl",
+                "sasl.mechanism": "SCRAM-SHA-256",
+                "sasl.username": user,
+                "sasl.password": PASSWORD,
+                "ssl.ca.location": str(authority.certificate),
+            }
+        )
+
+    def client_side() -> None:
+        assert get("/api/status") == 401 and get("/healthz") == 200
+        assert get("/api/status", "alice") == 200
+        assert get("/v1/shape?table=public.orders&offset=-1", "alice") == 403
+        assert get("/subjects/orders-value/versions", "alice") == 403
+        assert get("/subjects", "alice") == 200
+        assert list(kafka("root").list_topics(timeout=30).topics) == ["orders"]
+        assert list(kafka("alice").list_topics(timeout=30).topics) == []
+        with pytest.raises(ck.KafkaException):
+            AdminClient({"bootstrap.servers": config.node.kafka, "socket.timeout.ms": 2000}).list_topics(timeout=3)
+
+    async def scenario() -> None:
+        node, stop = Node(config, console_routes), asyncio.Event()
+        running = asyncio.ensure_future(node.run(stop))
+        async with asyncio.timeout(90):
+            while node.trouble():
+                assert not running.done(), running.exception()
+                await asyncio.sleep(0.05)
+            try:
+                await asyncio.to_thread(client_side)
+            finally:
+                stop.set()
+                await running
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"kafka": {"security": "ssl"}}, "security.tls.certificate"),
+        ({"http": {"tls": True}}, "http.tls"),
+        ({"kafka": {"security": "tls"}}, "kafka.security"),
+        (
+            {"kafka": {"security": "sasl_plaintext"}, "security": {"sasl": {"mechanisms": ["OAUTHBEARER"]}}},
+            "OAUTHBEARER",
+        ),
+        ({"security": {"sasl": {"mechanisms": ["GSSAPI"]}}}, "mechanisms"),
+        ({"security": {"sasl": {"mechanisms": []}}}, "mechanisms"),
+        ({"security": {"super_users": ["root"]}}, "User:NAME"),
+        ({"security": {"oauth": {"secret": "x", "jwks_file": "y"}}}, "more than one place"),
+        ({"security": {"tls": {"client_auth": "maybe"}}}, "client_auth"),
+    ],
+)
+def test_what_does_not_fit_together_is_named(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(Invalid, match=named):
+        parse(values, origin="tidemill.toml")
+
+
+def test_rules_are_asked_once_clients_prove_who_they_are() -> None:
+    tls = {"certificate": "a.pem", "key": "a.key", "client_ca": "ca.pem"}
+
+    def config(**values: Any) -> Config:
+        return parse(values, origin="tidemill.toml")
+
+    assert not authorizes(config())
+    assert authorizes(config(kafka={"security": "sasl_plaintext"}))
+    assert not authorizes(config(kafka={"security": "ssl"}, security={"tls": tls}))
+    assert authorizes(config(kafka={"security": "ssl"}, security={"tls": {**tls, "client_auth": "required"}}))
+    assert authorizes(config(security={"authorize": True}))
+    assert not authorizes(config(kafka={"security": "sasl_plaintext"}, security={"authorize": False}))
