@@ -1,10 +1,12 @@
-"""Load and checks that `produce.py` and `consume.py` share."""
+"""Load and checks that `produce.py`, `consume.py` and `steady.py` share."""
 
 from __future__ import annotations
 
 import os
 import platform
+import statistics
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import confluent_kafka as ck
@@ -12,23 +14,20 @@ import msgspec
 
 PARTITIONS = 4
 GB = 1e9
+MB = 1e6
 MOCK_BYTES_PER_PARTITION = 5 << 20
 """librdkafka's mock keeps at most this much of a partition."""
 
+READ_S = 300.0
 
-class Rate(msgspec.Struct):
-    """One measured run. cpu_s_per_gb is the broker process's; latencies are of acknowledgements."""
 
-    name: str
-    records: int
-    seconds: float
+class Round(msgspec.Struct):
+    """One broker's part of one round. CPU is that of all of the broker's processes."""
+
     mb_per_s: float
     records_per_s: float
     cpu_s_per_gb: float
-    peak_mb: float
     verified: int = 0
-    p50_ms: float = 0.0
-    p99_ms: float = 0.0
 
 
 def machine() -> str:
@@ -52,26 +51,44 @@ def producer(address: str, batch_bytes: int, linger_ms: float = 20) -> ck.Produc
     )
 
 
-def send(client: ck.Producer, topic: str, first: int, count: int, record_bytes: int) -> float:
-    """Produce records `first` … `first + count − 1`, each starting with its number; seconds until all are acked."""
-    padding = bytes(range(256)) * (record_bytes // 256 + 1)
-    padding = padding[: record_bytes - 8]
+def value_of(record_bytes: int) -> bytes:
+    """What follows the eight bytes of a record's number."""
+    return (bytes(range(256)) * (record_bytes // 256 + 1))[: record_bytes - 8]
+
+
+def send(
+    client: ck.Producer, topics: Sequence[str], count: int, record_bytes: int, begun: Callable[[], None] | None = None
+) -> float:
+    """Produce records 0 … count − 1 over `topics` and their partitions in turn, each with its number in front; seconds
+    until all are acknowledged. The first one of each partition goes ahead, so that topics are there, leaders known and
+    the producer's id given before the time begins; `begun` is called then."""
+    padding = value_of(record_bytes)
+    places = [(topic, partition) for topic in topics for partition in range(PARTITIONS)]
+    ahead = min(len(places), count)
+    for number, (topic, partition) in enumerate(places[:ahead]):
+        client.produce(topic, number.to_bytes(8, "big") + padding, partition=partition)
+    _flushed(client)
+    if begun is not None:
+        begun()
     began = time.perf_counter()
-    for number in range(first, first + count):
+    for number in range(ahead, count):
         value = number.to_bytes(8, "big") + padding
+        topic, partition = places[number % len(places)]
         while True:
             try:
-                client.produce(topic, value, partition=number % PARTITIONS)
+                client.produce(topic, value, partition=partition)
                 break
             except BufferError:
                 client.poll(0.01)
         if not number & 1023:
             client.poll(0)
-    left = client.flush(120)
-    seconds = time.perf_counter() - began
-    if left:
+    _flushed(client)
+    return time.perf_counter() - began
+
+
+def _flushed(client: ck.Producer) -> None:
+    if left := client.flush(300):
         raise RuntimeError(f"not acknowledged: records={left}")
-    return seconds
 
 
 def consumer(address: str) -> ck.Consumer:
@@ -87,41 +104,52 @@ def consumer(address: str) -> ck.Consumer:
     )
 
 
-def ends(client: ck.Consumer, topic: str) -> dict[int, tuple[int, int]]:
-    return {p: client.get_watermark_offsets(ck.TopicPartition(topic, p), timeout=20) for p in range(PARTITIONS)}
-
-
-def read(client: ck.Consumer, topic: str, passes: int = 1) -> tuple[int, int, float, dict[int, list[Any]]]:
-    """Read the topic from its start `passes` times: (records, bytes, seconds, the first pass's messages)."""
-    spans = ends(client, topic)
-    wanted = sum(high - low for low, high in spans.values())
-    records = total = 0
-    first: dict[int, list[Any]] = {p: [] for p in range(PARTITIONS)}
-    began = time.perf_counter()
-    for turn in range(passes):
-        client.assign([ck.TopicPartition(topic, p, low) for p, (low, _) in spans.items()])
-        seen = 0
-        deadline = time.perf_counter() + 60
-        while seen < wanted and time.perf_counter() < deadline:
+def read(address: str, topics: Sequence[str]) -> tuple[float, list[list[Any]]]:
+    """Read all that the topics hold, from their starts, in one pass: seconds and the messages as they came. The time
+    begins with the assignment, when the partitions' ends are known."""
+    client = consumer(address)
+    try:
+        places = [ck.TopicPartition(topic, partition) for topic in topics for partition in range(PARTITIONS)]
+        wanted = 0
+        for place in places:
+            low, high = client.get_watermark_offsets(place, timeout=20)
+            place.offset, wanted = low, wanted + high - low
+        chunks: list[list[Any]] = []
+        began = time.perf_counter()
+        client.assign(places)
+        while wanted > 0 and time.perf_counter() < began + READ_S:
             messages = client.consume(10_000, 0.5)
-            seen += len(messages)
-            for message in messages:
-                total += len(message)
-                if turn == 0:
-                    first[message.partition()].append(message)
-        records += seen
-    return records, total, time.perf_counter() - began, first
+            wanted -= len(messages)
+            chunks.append(messages)
+        return time.perf_counter() - began, chunks
+    finally:
+        client.close()
 
 
-def verify(messages: dict[int, list[Any]], count: int, record_bytes: int) -> int:
-    """Every record once, in order, whole: the number verified, or RuntimeError."""
-    for partition, found in messages.items():
-        numbers = [int.from_bytes(m.value()[:8], "big") for m in found]
-        if numbers != list(range(partition, count, PARTITIONS)):
-            raise RuntimeError(f"records differ: partition={partition} found={len(numbers)}")
-        if any(len(m) != record_bytes for m in found):
-            raise RuntimeError(f"a record changed its size: partition={partition}")
-    return sum(map(len, messages.values()))
+def verify(chunks: list[list[Any]], topics: Sequence[str], count: int, record_bytes: int, *, tail: bool = False) -> int:
+    """Every record once, in order, whole: the number verified, or RuntimeError. `tail`: of a broker that forgets, the
+    last ones of each partition."""
+    padding = value_of(record_bytes)
+    places = {place: first for first, place in enumerate((t, p) for t in topics for p in range(PARTITIONS))}
+    following: dict[tuple[str, int], int] = {} if tail else {place: first for place, first in places.items()}
+    verified = 0
+    for messages in chunks:
+        for message in messages:
+            place = (message.topic(), message.partition())
+            value = message.value()
+            number = int.from_bytes(value[:8], "big")
+            if number != following.setdefault(place, number) or value[8:] != padding:
+                raise RuntimeError(f"a record differs: place={place} found={number} expected={following[place]}")
+            following[place] = number + len(places)
+        verified += len(messages)
+    wrong = [
+        place
+        for place, first in places.items()
+        if first < count and not count <= following.get(place, -1) < count + len(places)
+    ]
+    if wrong:
+        raise RuntimeError(f"records are missing, or too many: places={wrong} verified={verified} of={count}")
+    return verified
 
 
 def ack_latencies_ms(address: str, topic: str, seconds: float, per_second: int, record_bytes: int) -> list[float]:
@@ -153,11 +181,41 @@ def percentile(ordered: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
 
 
-def show(rates: list[Rate]) -> None:
-    titles = f"{'MB/s':>8}{'records/s':>12}{'CPU-s/GB':>10}{'peak MB':>9}{'p50 ms':>8}{'p99 ms':>8}{'verified':>10}"
-    print(f"{'broker':<22}{titles}")
-    for r in rates:
-        print(
-            f"{r.name:<22}{r.mb_per_s:>8.0f}{r.records_per_s:>12,.0f}{r.cpu_s_per_gb:>10.2f}{r.peak_mb:>9.0f}"
-            f"{r.p50_ms:>8.2f}{r.p99_ms:>8.2f}{r.verified:>10,}"
+def shown(values: list[float]) -> str:
+    """Median, least and most."""
+    return f"{statistics.median(values):.3g} ({min(values):.3g}–{max(values):.3g})"
+
+
+TITLES = ("broker", "MB/s", "to the limit", "k records/s", "CPU-s/GB", "verified")
+
+
+def table(rounds: dict[str, list[Round]], limit: str) -> list[list[str]]:
+    """A row a broker: medians (least–most); the ratio to the limit is taken within each round."""
+    rows = []
+    for name, found in rounds.items():
+        ratios = [
+            own.mb_per_s / its.mb_per_s for own, its in zip(found, rounds[limit], strict=True)
+        ] if limit in rounds else []  # fmt: skip
+        rows.append(
+            [
+                name,
+                shown([one.mb_per_s for one in found]),
+                shown(ratios) if ratios else "–",
+                shown([one.records_per_s / 1000 for one in found]),
+                shown([one.cpu_s_per_gb for one in found]),
+                f"{sum(one.verified for one in found):,}",
+            ]
         )
+    return rows
+
+
+def show(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    print("| " + " | ".join(titles) + " |")
+    print("|" + "---|" * len(titles))
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+
+
+def sizes(text: str) -> list[int]:
+    """`100,1024` or `64k,1000000`."""
+    return [int(float(word[:-1]) * 1024) if word.endswith("k") else int(word) for word in text.split(",") if word]

@@ -13,7 +13,9 @@ NAMES = (
     "metastore",
     "metastore_commits",
     "produce",
+    "produce_stages",
     "consume",
+    "group_commits",
     "decode",
     "commit_to_client",
     "commit_to_shard",
@@ -22,6 +24,8 @@ NAMES = (
     "upsert_peers",
     "catch_up",
     "idle",
+    "partitions",
+    "extents",
     "capture",
     "shapes",
     "positions",
@@ -33,7 +37,7 @@ NAMES = (
     "derived",
     "tpch",
 )
-LANES = ("hostile", "instances", "fuzz", "calendar", "steady")
+LANES = ("chaos", "hostile", "suites", "instances", "leaving", "fuzz", "calendar", "steady", "unfinished")
 """Long ones that look for faults or for growth, not for speed: only by name."""
 
 FILES = {"calendar": "month"}

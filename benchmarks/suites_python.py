@@ -1,0 +1,84 @@
+"""kafka-python's integration tests, from its source distribution: the release that requirements.lock names, checked by
+the hash there. Its tests of TLS and SASL start a Kafka of their own and are none of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from suites_node import AS_KAFKA, NotHere, Outcome, node
+
+ROOT: Final = Path(__file__).parents[1]
+OWN_BROKER: Final = ("test_sasl_integration.py", "test_ssl_integration.py")
+TEST_TIMEOUT_S: Final = 60
+SERVICE: Final = """
+class ExternalService:
+    def __init__(self, host, port): ...
+    def open(self): ...
+    def stop(self): ...
+
+class SpawnedService: ...
+"""
+"""A broker that runs already."""
+
+
+def kafka_python(scratch: Path, only: str = "") -> list[Outcome]:
+    """Every test once, those that failed once more alone. `only` as pytest's -k."""
+    root = _fetched(scratch)
+    with node(scratch / "node") as address:
+        environment = {**os.environ, "KAFKA_VERSION": AS_KAFKA, "KAFKA_URI": f"kafka://{address}", "PYTHONPATH": "."}
+        environment["KAFKA_ROOT"] = str(root)
+        found = _pytest(root, environment, ["-k", only] if only else [])
+        again = [test for test, outcome in found.items() if outcome.verdict == "failed"]
+        if again:
+            found |= _pytest(root, environment, again)
+    return list(found.values())
+
+
+def _fetched(scratch: Path) -> Path:
+    lock = (ROOT / "requirements.lock").read_text()
+    pinned = re.search(r"^kafka-python==[^\n]*\\\n(?: +--hash=[^\n]*\n)+", lock, re.M)
+    assert pinned is not None, "kafka-python is not in requirements.lock"
+    (scratch / "kafka-python.txt").write_text(pinned[0])
+    fetch = ["download", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-binary", ":all:"]
+    fetch += ["--require-hashes", "-r", "kafka-python.txt"]
+    done = subprocess.run([sys.executable, "-m", "pip", *fetch], cwd=scratch, capture_output=True, text=True)
+    if done.returncode:
+        raise NotHere(f"kafka-python's source distribution was not to be had: {done.stderr[-500:]}")
+    with tarfile.open(next(scratch.glob("kafka_python-*.tar.gz"))) as archive:
+        archive.extractall(scratch, filter="data")
+        root = scratch / archive.getnames()[0].split("/")[0]
+    # Two files that the distribution leaves out, of its `test*.py` not: without the one Python's own package `test` is
+    # found, the other starts brokers.
+    (root / "test/__init__.py").touch()
+    (root / "test/service.py").write_text(SERVICE)
+    return root
+
+
+def _pytest(root: Path, environment: dict[str, str], chosen: Sequence[str]) -> dict[str, Outcome]:
+    """`chosen`: options, or ids of tests to run alone."""
+    report = root / "report.xml"
+    ids = [each for each in chosen if "::" in each]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    command += [f"--timeout={TEST_TIMEOUT_S}", "--timeout-method=signal", *(f"--ignore-glob=*{n}" for n in OWN_BROKER)]
+    command += ids or ["test/integration", *chosen]
+    with (root / "pytest.log").open("ab") as log:
+        subprocess.run(command, cwd=root, env=environment, stdout=log, stderr=log)
+    found = {}
+    for case in ET.parse(report).getroot().iter("testcase"):
+        test = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name', '')}"
+        found[test] = Outcome(test, "passed")
+        for kind, verdict in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
+            told = case.find(kind)
+            if told is not None:
+                found[test] = Outcome(test, verdict, (told.get("message") or "").partition("\n")[0][:160])
+                break
+    return found
