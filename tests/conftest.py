@@ -10,10 +10,15 @@ from typing import Any
 import psycopg
 import pytest
 import structlog
+from hypothesis import HealthCheck, settings
 
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 _numbers = itertools.count(1)
+
+# How long an example takes is the machine's affair: the first one also loads what it uses.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +60,7 @@ def postgres_dsn(new_database: Callable[[], str]) -> str:
     return new_database()
 
 
-REAL_CLIENT_MARKERS = ("node", "browser", "kcat", "spark", "postgres")
+REAL_CLIENT_MARKERS = ("node", "java", "go", "browser", "kcat", "spark", "postgres")
 
 
 @pytest.hookimpl(hookwrapper=True)
