@@ -258,15 +258,17 @@ def test_an_extent_that_is_added_while_the_start_moves_is_not_left_behind() -> N
     async def scenario() -> None:
         async with opened() as rows:
             await added(rows, add_of("o", (0, 9, 5)))
-            real = rows._oldest
+            real = rows.some_extents
 
-            async def oldest(topic_id: str, partition: int) -> list[L1ExtentRow]:
-                rows._oldest = real  # type: ignore[method-assign]
-                found = await real(topic_id, partition)
+            async def oldest(
+                topic_id: str, partition: int, offset: int, count: int, *, fresh: bool = True
+            ) -> list[L1ExtentRow]:
+                rows.some_extents = real  # type: ignore[method-assign]
+                found = await real(topic_id, partition, offset, count, fresh=fresh)
                 await added(rows, add_of("p", (10, 14, 5)))
                 return found
 
-            rows._oldest = oldest  # type: ignore[method-assign]
+            rows.some_extents = oldest  # type: ignore[method-assign]
             await rows.set_start("t", 0, 20)
             assert [extent async for extent in rows.extents("t", 0)] == []
             row = await rows.partition("t", 0)

@@ -129,6 +129,14 @@ class Metastore:
         self._kept[first] = stamp, found
         return found
 
+    async def stamp(self, key: bytes, *, fresh: bool = True) -> object:
+        """While it is equal to an earlier one, no row of this key's family and domain was written since: what was read
+        after that one is what a read of now would find. A new one may also mean nothing."""
+        opened = await self._open()
+        index = domain_of(key, len(opened.domains))
+        await self._sync(opened, [index], fresh)
+        return await _read(opened.domains[index].stamp(key[:1]))
+
     async def prefix(self, prefix: bytes, *, reverse: bool = False, fresh: bool = True) -> AsyncIterator[Chunk]:
         """Live rows of all domains whose key begins with `prefix`, in key order; one domain's are of one moment."""
         opened = await self._open()

@@ -23,6 +23,7 @@ from tidemill.topics.fetch import choose
 from tidemill.topics.front import BatchRef
 from tidemill.topics.l1.ahead import ReadAhead
 from tidemill.topics.l1.format import Region, RegionIndex, decode_index
+from tidemill.topics.l1.recent import RecentExtents
 from tidemill.topics.l1.store import L1Rows
 
 INDEX_CACHE_BYTES = 16 * MIB
@@ -43,6 +44,7 @@ class L1Reader:
         """`ahead`: hears what is planned, so that who goes on finds it read."""
         self.rows = rows
         self.ahead = ahead
+        self._recent = RecentExtents(rows)
         self._objects = objects
         self._cache_bytes = cache_bytes
         self._indexes: OrderedDict[tuple[str, int], RegionIndex] = OrderedDict()
@@ -51,14 +53,20 @@ class L1Reader:
     async def warm(self, places: Sequence[tuple[str, int, int]]) -> None:
         """Read side by side the indexes that plans from these offsets, (topic id, partition, offset), begin with. What
         fails is told by the plan."""
-        if len(places) > 1:
-            await asyncio.gather(*(self._warm(*place) for place in places))
+        cold = [place for place in places if not self._is_warm(*place)]
+        if len(cold) > 1:
+            await asyncio.gather(*(self._warm(*place) for place in cold))
+
+    def _is_warm(self, topic_id: str, partition: int, offset: int) -> bool:
+        """As far as is known: if the rows have changed since, the plan reads them and the index."""
+        extent = self._recent.known(topic_id, partition, offset)
+        return extent is not None and (extent.object_id, extent.index_byte) in self._indexes
 
     async def _warm(self, topic_id: str, partition: int, offset: int) -> None:
         with contextlib.suppress(TidemillError):
-            async for extent in self.rows.extents(topic_id, partition, offset, fresh=False):
+            extent = await self._recent.at(topic_id, partition, offset, fresh=False)
+            if extent is not None:
                 await self.index(extent)
-                break
 
     async def plan(
         self,
@@ -96,21 +104,22 @@ class L1Reader:
     ) -> list[BatchRef]:
         found: list[BatchRef] = []
         at = start
-        async for extent in self.rows.extents(topic_id, partition, start, fresh=fresh):
-            if at >= end or extent.base_offset > at:
+        while at < end:
+            extent = await self._recent.at(topic_id, partition, at, fresh=fresh)
+            if extent is None or extent.base_offset > at:
                 break
-            at = extent.last_offset + 1
+            begin, at, fresh = at, extent.last_offset + 1, False
             index = await self.index(extent)
-            first, last = index.find(start), int(np.searchsorted(index.bases, end, side="left"))
+            first, last = index.find(begin), int(np.searchsorted(index.bases, end, side="left"))
             sizes = index.sizes[first:last].tolist()
             one = at_least_one and not found
             count, size = choose(sizes, 0, max_bytes, max_count, at_least_one=one)
             found += [index.ref(i, extent.object_key, extent.first_byte) for i in range(first, first + count)]
             max_bytes, max_count = max_bytes - size, max_count - count
             if self.ahead is not None and count:
-                begin = found[-count].first_byte
+                first_byte = found[-count].first_byte
                 limit = extent.first_byte + extent.size_bytes
-                self.ahead.expect(extent.object_key, begin, begin + size, limit)
+                self.ahead.expect(extent.object_key, first_byte, first_byte + size, limit)
             if count < len(sizes):
                 return found
         if at < end:

@@ -91,6 +91,21 @@ class L1Rows:
                 return
         raise Unavailable(f"the extents of a partition keep changing: partition={topic_id}/{partition}.", fix="Retry.")
 
+    async def some_extents(
+        self, topic_id: str, partition: int, offset: int, count: int, *, fresh: bool = True
+    ) -> list[L1ExtentRow]:
+        """The first `count` of `extents`."""
+        found: list[L1ExtentRow] = []
+        async for extent in self.extents(topic_id, partition, offset, fresh=fresh):
+            found.append(extent)
+            if len(found) == count:
+                break
+        return found
+
+    async def extents_stamp(self, topic_id: str, partition: int, *, fresh: bool = True) -> object:
+        """Equal to an earlier one: no extent of the partition came, went or was replaced since."""
+        return await self._metastore.stamp(L1_EXTENTS.prefix(topic_id, partition), fresh=fresh)
+
     async def extent_for_time(self, topic_id: str, partition: int, timestamp_ms: int) -> L1ExtentRow | None:
         """The first one with a record at or after `timestamp_ms`. By bisection over `highest_timestamp_ms`, which may
         count extents that are gone: then the ones that follow are looked through."""
@@ -231,7 +246,7 @@ class L1Rows:
             if row is None:
                 return
             # After their row, so that expecting it vouches for them.
-            oldest = await self._oldest(topic_id, partition)
+            oldest = await self.some_extents(topic_id, partition, 0, TRIMMED_AT_ONCE)
             names = sorted({extent.object_id for extent in oldest if extent.last_offset < start})
             charged, of_objects = await self._held(topic_id, [], names)
             expects |= of_objects
@@ -254,14 +269,6 @@ class L1Rows:
         """In place of the row that was read at `seqno`. Raises Conflict when another has taken its place, Unavailable,
         Unknown."""
         await self._metastore.commit([L1_CLEANED.encode(row)], expects={L1_CLEANED.key_of(row): seqno})
-
-    async def _oldest(self, topic_id: str, partition: int) -> list[L1ExtentRow]:
-        found: list[L1ExtentRow] = []
-        async for extent in self.extents(topic_id, partition):
-            found.append(extent)
-            if len(found) >= TRIMMED_AT_ONCE:
-                break
-        return found
 
     async def _held(
         self, topic_id: str, partitions: Sequence[int], objects: Sequence[str]

@@ -1,0 +1,80 @@
+"""Extents that were looked up before: no scan for what is known, and never another answer than the rows give."""
+
+from __future__ import annotations
+
+from test_topics_l1_store import Faulty, add_of, added, opened
+from topics_world import run
+
+from tidemill.metastore.rows.l1 import L1ExtentRow
+from tidemill.topics.l1.recent import AT_ONCE, RecentExtents
+
+
+class Counted:
+    """How often the rows were scanned."""
+
+    def __init__(self, rows: Faulty) -> None:
+        self.scans = 0
+        real = rows.some_extents
+
+        async def some(
+            topic_id: str, partition: int, offset: int, count: int, *, fresh: bool = True
+        ) -> list[L1ExtentRow]:
+            self.scans += 1
+            return await real(topic_id, partition, offset, count, fresh=fresh)
+
+        rows.some_extents = some  # type: ignore[method-assign]
+
+
+async def base_at(recent: RecentExtents, offset: int, partition: int = 0) -> int | None:
+    found = await recent.at("t", partition, offset, fresh=False)
+    return found.base_offset if found is not None else None
+
+
+def test_who_reads_on_scans_once_for_several_extents() -> None:
+    async def scenario() -> None:
+        async with opened() as rows:
+            spans = [(10 * n, 10 * n + 9, 5) for n in range(AT_ONCE + 2)]
+            await added(rows, add_of("o", *spans))
+            counted, recent = Counted(rows), RecentExtents(rows)
+            for offset in range(10 * AT_ONCE):
+                assert await base_at(recent, offset) == offset // 10 * 10
+            assert counted.scans == 1
+            assert await base_at(recent, 10 * AT_ONCE) == 10 * AT_ONCE
+            assert counted.scans == 2
+            # Before what is known another one may lie.
+            assert await base_at(recent, 0) == 0
+            assert counted.scans == 3
+
+    run(scenario())
+
+
+def test_what_comes_and_what_goes_is_seen_at_once() -> None:
+    async def scenario() -> None:
+        async with opened() as rows:
+            recent = RecentExtents(rows)
+            assert await base_at(recent, 0) is None
+            await added(rows, add_of("o", (0, 9, 5)))
+            assert await base_at(recent, 3) == 0
+            assert await base_at(recent, 10) is None
+            await added(rows, add_of("p", (10, 14, 5)))
+            assert await base_at(recent, 10) == 10
+            await rows.set_start("t", 0, 10)
+            assert await base_at(recent, 3) == 10
+
+    run(scenario())
+
+
+def test_what_is_kept_stays_within_its_limit() -> None:
+    async def scenario() -> None:
+        async with opened() as rows:
+            for partition in range(3):
+                await added(rows, add_of(f"o{partition}", (0, 9, 5), (10, 19, 5), partition=partition))
+            recent = RecentExtents(rows, extents_max=4)
+            for partition in range(3):
+                assert await base_at(recent, 0, partition) == 0
+            assert [recent.known("t", partition, 0) is not None for partition in range(3)] == [False, True, True]
+            assert await base_at(recent, 0, 1) == 0
+            assert await base_at(recent, 0, 0) == 0
+            assert [recent.known("t", partition, 0) is not None for partition in range(3)] == [True, False, True]
+
+    run(scenario())
