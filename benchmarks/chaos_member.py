@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from chaos_load import REQUEST_S
+from chaos_thread import end_with_parent
 
 SESSION_MS = 6_000
 HEARTBEAT_MS = 500
@@ -245,6 +246,7 @@ def with_aiokafka(assignor: str, addresses: str, group: str, topics: list[str]) 
 CLIENTS = {"confluent": with_confluent, "kafka-python": with_kafka_python, "aiokafka": with_aiokafka}
 
 if __name__ == "__main__":
+    end_with_parent()
     signal.signal(signal.SIGTERM, lambda *_: setattr(Leave, "asked", True))
     client, assignor, addresses, group, topics = sys.argv[1:]
     CLIENTS[client](assignor, addresses, group, topics.split(","))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from chaos_thread import end_with_parent
 from tidemill.cli.demo.ports import free_port
 
 BUCKET = "chaos"
@@ -127,4 +128,5 @@ def serve(port: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     serve(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,7 +1,13 @@
-"""What every client of the chaos lane is: a thread that is started, asked to stop, and waited for until a moment."""
+"""What every client of the chaos lane is: a thread that is started, asked to stop, and waited for until a moment.
+
+And how a process of the lane ends with who started it.
+"""
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import threading
 import time
 from collections.abc import Iterable
@@ -55,3 +61,14 @@ def end_all(workers: Iterable[Worker], limit_s: float) -> None:
     until_s = time.monotonic() + limit_s
     for worker in ending:
         worker.join(until_s)
+
+
+def end_with_parent() -> None:
+    """From now on this process ends when the one that started it has, however that ended."""
+    parent = os.pidfd_open(os.getppid())
+
+    def follow() -> None:
+        select.select([parent], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=follow, name="parent", daemon=True).start()
