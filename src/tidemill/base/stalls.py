@@ -33,6 +33,8 @@ class LoopWatch:
         self._window_started_s = clock.monotonic_s()
 
     async def run(self) -> None:
+        _LONGEST.set_function(lambda: self.recent_s)
+        _DEAREST.set_function(lambda: self._longest_cpu_s)
         while True:
             before_s, cpu_s = self._clock.monotonic_s(), thread_cpu_s()
             await asyncio.sleep(TICK_S)
@@ -47,8 +49,6 @@ class LoopWatch:
         self._window_s = max(self._window_s, late_s)
         self._longest_s = max(self._longest_s, late_s)
         self._longest_cpu_s = max(self._longest_cpu_s, min(late_s, cpu_s))
-        _LONGEST.set(self.recent_s)
-        _DEAREST.set(self._longest_cpu_s)
 
     @property
     def recent_s(self) -> float:
