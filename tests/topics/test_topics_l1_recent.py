@@ -48,6 +48,20 @@ def test_who_reads_on_scans_once_for_several_extents() -> None:
     run(scenario())
 
 
+def test_a_thousand_small_extents_take_a_few_looks() -> None:
+    async def scenario() -> None:
+        async with opened() as rows:
+            spans = [(n, n, 5) for n in range(1_000)]
+            await added(rows, add_of("o", *spans))
+            counted, recent = Counted(rows), RecentExtents(rows)
+            for offset in range(1_000):
+                found = await recent.at("t", 0, offset, fresh=False, passed=offset)
+                assert found is not None and found.base_offset == offset
+            assert counted.scans <= 8
+
+    run(scenario())
+
+
 def test_what_comes_and_what_goes_is_seen_at_once() -> None:
     async def scenario() -> None:
         async with opened() as rows:

@@ -103,12 +103,12 @@ class L1Reader:
         fresh: bool,
     ) -> list[BatchRef]:
         found: list[BatchRef] = []
-        at = start
+        at, passed = start, 0
         while at < end:
-            extent = await self._recent.at(topic_id, partition, at, fresh=fresh)
+            extent = await self._recent.at(topic_id, partition, at, fresh=fresh, passed=passed)
             if extent is None or extent.base_offset > at:
                 break
-            begin, at, fresh = at, extent.last_offset + 1, False
+            begin, at, fresh, passed = at, extent.last_offset + 1, False, passed + 1
             index = await self.index(extent)
             first, last = index.find(begin), int(np.searchsorted(index.bases, end, side="left"))
             sizes = index.sizes[first:last].tolist()

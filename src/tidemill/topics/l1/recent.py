@@ -14,7 +14,9 @@ from tidemill.metastore.rows.l1 import L1ExtentRow
 from tidemill.topics.l1.store import L1Rows
 
 AT_ONCE = 8
-"""Extents that one look brings: who reads large ones needs the next one much later, if at all."""
+"""Extents that one look brings at least: who reads large ones needs the next one much later, if at all."""
+
+AT_MOST = 1_024
 
 EXTENTS_MAX = 8_192
 
@@ -49,8 +51,14 @@ class RecentExtents:
         run = self._runs.get((topic_id, partition))
         return run.at(offset) if run is not None else None
 
-    async def at(self, topic_id: str, partition: int, offset: int, *, fresh: bool) -> L1ExtentRow | None:
-        """The extent that holds `offset`, or the first one after it. Raises Unavailable."""
+    async def at(
+        self, topic_id: str, partition: int, offset: int, *, fresh: bool, passed: int = 0
+    ) -> L1ExtentRow | None:
+        """The extent that holds `offset`, or the first one after it. Raises Unavailable.
+
+        `passed`: so many did the caller go through already; as many more are read at once, so that thousands of small
+        ones take a few looks.
+        """
         # Before the rows: what is written while they are read has a stamp of its own.
         stamp = await self._rows.extents_stamp(topic_id, partition, fresh=fresh)
         run = self._runs.get((topic_id, partition))
@@ -58,7 +66,8 @@ class RecentExtents:
             known = run.at(offset)
             if known is not None:
                 return known
-        found = await self._rows.some_extents(topic_id, partition, offset, AT_ONCE, fresh=False)
+        count = min(max(AT_ONCE, passed), AT_MOST)
+        found = await self._rows.some_extents(topic_id, partition, offset, count, fresh=False)
         self._keep((topic_id, partition), _Run(stamp, found))
         return found[0] if found else None
 
