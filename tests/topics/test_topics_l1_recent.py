@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from test_topics_l1_store import Faulty, add_of, added, opened
 from topics_world import run
 
 from tidemill.metastore.rows.l1 import L1ExtentRow
+from tidemill.objects.memory import MemoryObjects
+from tidemill.topics.l1.format import RegionIndex, decode_index, encode_index
+from tidemill.topics.l1.reading import L1Reader, region_of
 from tidemill.topics.l1.recent import AT_ONCE, RecentExtents
 
 
@@ -90,5 +94,33 @@ def test_what_is_kept_stays_within_its_limit() -> None:
             assert await base_at(recent, 0, 1) == 0
             assert await base_at(recent, 0, 0) == 0
             assert [recent.known("t", partition, 0) is not None for partition in range(3)] == [True, False, True]
+
+    run(scenario())
+
+
+def extent_of(name: str, base: int, last: int) -> L1ExtentRow:
+    """A batch of 5 bytes for each offset."""
+    count = last - base + 1
+    return L1ExtentRow("t", 0, base, last, 0, 0, name, 0, 5 * count, count, 5 * count, 10)
+
+
+def test_an_extent_that_takes_the_place_of_two_within_a_plan_gives_no_batch_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        async with opened() as rows:
+            reader = L1Reader(rows, MemoryObjects(rows._clock))
+
+            async def at(_: str, partition: int, offset: int, *, fresh: bool, passed: int = 0) -> L1ExtentRow:
+                return extent_of("two", 0, 19) if passed else extent_of("one", 0, 9)
+
+            async def index(extent: L1ExtentRow) -> RegionIndex:
+                batches = [(n, n + 1, 5, 0) for n in range(extent.base_offset, extent.last_offset + 1)]
+                return decode_index(encode_index(batches), region_of(extent))
+
+            monkeypatch.setattr(reader._recent, "at", at)
+            monkeypatch.setattr(reader, "index", index)
+            found = await reader.plan("t", 0, 3, 20)
+            assert [ref.base_offset for ref in found] == list(range(3, 20))
 
     run(scenario())
