@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -22,10 +23,18 @@ TIMEOUT_S = 60
 
 
 def tidemill(*arguments: str, cwd: Path, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tidemill", *arguments]
-    return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT_S, env={**os.environ, **(environ or {})}
-    )
+    command = [sys.executable, "-X", "faulthandler", "-m", "tidemill", *arguments]
+    with subprocess.Popen(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **(environ or {})}
+    ) as process:
+        try:
+            out, errors = process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # says where each of its threads is
+            out, errors = process.communicate()
+            logs = "".join(f"{log}:\n{log.read_text()}" for log in cwd.rglob("*.log"))
+            raise AssertionError(f"it does not end:\n{out}\n{errors}\n{logs}") from None
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)
 
 
 def refused(done: subprocess.CompletedProcess[str], *named: str) -> str:

@@ -3,7 +3,6 @@ asks (`why`, `/readyz`, `/api/status`)."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -18,9 +17,9 @@ from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
 from tidemill.cli.demo.ports import free_address
+from tidemill.node.supervise import launched
 
 DEADLINE_S = 120.0
-PR_SET_PDEATHSIG = 1
 
 
 class Cluster:
@@ -43,8 +42,9 @@ class Cluster:
     def up(self) -> None:
         log = (self.directory / "up.log").open("ab")
         command = [sys.executable, "-m", "tidemill", "up", "--config", str(self.config)]
+        # A test run that is killed leaves no cluster behind.
         self._process = subprocess.Popen(
-            command, stdout=log, stderr=log, env=self.environ, start_new_session=True, preexec_fn=_end_with_parent
+            launched(command), stdout=log, stderr=log, env=self.environ, start_new_session=True
         )
 
     @property
@@ -155,8 +155,3 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         return
-
-
-def _end_with_parent() -> None:
-    """A test run that is killed leaves no cluster behind."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -164,7 +164,8 @@ def with_kafka_python(addresses: str, group: str, source: str, target: str, name
             say(failed=repr(error))
         finally:
             signal.alarm(0)
-            producer.close(timeout=1)
+            with contextlib.suppress(KafkaError):  # what it could not send in this second
+                producer.close(timeout=1)
     consumer.close()
 
 

@@ -9,11 +9,11 @@ PARKED_PAUSE_S. Only a node that refuses its configuration before it ever ran en
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -24,8 +24,8 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import Invalid
 from tidemill.base.marks import Tracker
 from tidemill.base.tasks import Tasks, sentence
+from tidemill.node import launch
 
-PR_SET_PDEATHSIG = 1
 BACKOFF_S = (0.1, 0.5, 1.0, 2.0, 5.0)
 STABLE_AFTER_S = 20.0
 STOP_TIMEOUT_S = 20.0
@@ -159,12 +159,11 @@ class Child:
         with self.log_path.open("ab") as output:
             self._log_from = self.log_path.stat().st_size
             self._process = await asyncio.create_subprocess_exec(
-                *self.spec.command,
+                *launched(self.spec.command),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env={**os.environ, **self.spec.environ},
-                preexec_fn=_die_with_parent,
                 start_new_session=True,  # Ctrl-C reaches the parent alone, which stops children in order
             )
         try:
@@ -233,8 +232,9 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"  # a real-time one
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def launched(command: Sequence[str]) -> list[str]:
+    """`command`, which ends (SIGTERM) when this process has, however that ended."""
+    return [sys.executable, "-IS", launch.__file__, str(os.getpid()), *command]
 
 
 class Supervisor:
