@@ -21,6 +21,9 @@ EVERY_S = 0.1
 EACH = 3
 """Records for a partition every EVERY_S."""
 REQUEST_S = 3.0
+ALONE_S = 0.5
+"""REQUEST_S of librdkafka without an id. With one request in flight, all that it has waits for the one that a frozen node
+has got, sent once more just before the lease runs out: that is its own share of a stall."""
 DELIVERY_S = 120.0
 WAITING = 150
 """Unacknowledged records of kafka-python without an id, beyond which it is given no more, as an application's buffer is
@@ -65,7 +68,8 @@ class Confluent(Sender):
 
     def _run(self) -> None:
         config = {**confluent_config(self.addresses), "linger.ms": 5}
-        config |= {"enable.idempotence": True} if self.once else {"acks": "all", "max.in.flight": 1}
+        alone = {"acks": "all", "max.in.flight": 1, "socket.timeout.ms": int(ALONE_S * 1000)}
+        config |= {"enable.idempotence": True} if self.once else alone
         producer = ck.Producer(config)
         due_s = time.monotonic()
         while not self._stop.is_set():

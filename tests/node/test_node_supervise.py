@@ -16,7 +16,7 @@ from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Invalid
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.marks import Report, State, derive, derive_all
-from tidemill.node.supervise import ChildSpec, Supervisor
+from tidemill.node.supervise import ChildSpec, Supervisor, launched
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
 DEADLINE_S = 60.0
@@ -244,6 +244,29 @@ asyncio.run(main())
         os.kill(parent.pid, signal.SIGKILL)
         parent.wait(DEADLINE_S)
     asyncio.run(until(lambda: not alive(pid)))
+
+
+def test_a_child_whose_parent_is_gone_before_it_begins_does_not_begin(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    command = launched(["touch", str(begun)])
+    assert subprocess.run(command, timeout=DEADLINE_S, check=False).returncode == 0
+    assert begun.exists()
+    begun.unlink()
+    command[command.index(str(os.getpid()))] = str(os.getppid())
+    assert subprocess.run(command, timeout=DEADLINE_S, check=False).returncode == 0
+    assert not begun.exists()
+
+
+def test_a_command_that_cannot_be_run_is_named(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        said: list[str] = []
+        supervisor = Supervisor(tmp_path, SystemClock(), print, said.append)
+        supervisor.add(ChildSpec("absent", [str(tmp_path / "absent")]))
+        await until(lambda: said)
+        assert said == [f"absent: {tmp_path / 'absent'} cannot be run: No such file or directory."]
+        await supervisor.stop()
+
+    asyncio.run(scenario())
 
 
 def test_an_unwritable_data_directory_is_refused_by_name(tmp_path: Path) -> None:
