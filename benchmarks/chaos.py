@@ -10,8 +10,8 @@ middle of a store's; then all partitions must acknowledge again before the next.
 librdkafka and kafka-python read all there is, and both must have read the same.
 
 Holds when: no acknowledged record is lost, or lies at another offset than was said; none of an idempotent producer is
-there twice; the order of every producer is kept (not judged of librdkafka's without an id: it counts requests in flight
-by connection, so that while one is out to the old leader it sends what comes after to the new one); committed
+there twice; the order of every producer is kept (not judged of librdkafka's without an id, which sends what failed again
+behind what came after it, however few it may have in flight); committed
 transactions are there whole and once, aborted ones not at all, for the reader that followed as for the one that comes
 last; the copy equals its source; no group is told an offset below one whose commit was acknowledged, and each was
 handed every record; leadership ends spread over all nodes; no producer gave anything up; the longest pause between two

@@ -21,9 +21,6 @@ EVERY_S = 0.1
 EACH = 3
 """Records for a partition every EVERY_S."""
 REQUEST_S = 3.0
-ALONE_S = 0.5
-"""REQUEST_S of librdkafka without an id. With one request in flight, all that it has waits for the one that a frozen node
-has got, sent once more just before the lease runs out: that is its own share of a stall."""
 DELIVERY_S = 120.0
 WAITING = 150
 """Unacknowledged records of kafka-python without an id, beyond which it is given no more, as an application's buffer is
@@ -63,13 +60,14 @@ class Sender(Worker):
 class Confluent(Sender):
     gives_up = True
     ordered_without_id = False
-    """It counts requests in flight by connection, not by partition (its issue 1969): when the leader moves while one is
-    out, what was queued behind it goes to the new leader first."""
+    """With `max.in.flight=1` neither: it counts requests in flight by connection, not by partition (its issue 1969), and
+    when the leader moves while one is out, what was queued behind it goes to the new leader first. So it has many, and
+    stands for who waits for nobody: in the topic without ids the other two have one request out, or wait for a frozen
+    node for as long as it is frozen."""
 
     def _run(self) -> None:
         config = {**confluent_config(self.addresses), "linger.ms": 5}
-        alone = {"acks": "all", "max.in.flight": 1, "socket.timeout.ms": int(ALONE_S * 1000)}
-        config |= {"enable.idempotence": True} if self.once else alone
+        config |= {"enable.idempotence": True} if self.once else {"acks": "all"}
         producer = ck.Producer(config)
         due_s = time.monotonic()
         while not self._stop.is_set():

@@ -23,14 +23,17 @@ TIMEOUT_S = 60
 
 
 def tidemill(*arguments: str, cwd: Path, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-X", "faulthandler", "-m", "tidemill", *arguments]
+    command = [sys.executable, "-m", "tidemill", *arguments]
+    environ = {**os.environ, "PYTHONFAULTHANDLER": "1", **(environ or {})}
     with subprocess.Popen(
-        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **(environ or {})}
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
     ) as process:
         try:
             out, errors = process.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGABRT)  # says where each of its threads is
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            for pid in [*map(int, children), process.pid]:
+                os.kill(pid, signal.SIGABRT)  # it says where each of its threads is
             out, errors = process.communicate()
             logs = "".join(f"{log}:\n{log.read_text()}" for log in cwd.rglob("*.log"))
             raise AssertionError(f"it does not end:\n{out}\n{errors}\n{logs}") from None
