@@ -10,13 +10,12 @@ middle of a store's; then all partitions must acknowledge again before the next.
 librdkafka and kafka-python read all there is, and both must have read the same.
 
 Holds when: no acknowledged record is lost, or lies at another offset than was said; none of an idempotent producer is
-there twice; the order of every producer is kept (not judged of librdkafka's without an id, which sends what failed again
-behind what came after it, however few it may have in flight); committed
-transactions are there whole and once, aborted ones not at all, for the reader that followed as for the one that comes
-last; the copy equals its source; no group is told an offset below one whose commit was acknowledged, and each was
-handed every record; leadership ends spread over all nodes; no producer gave anything up; the longest pause between two
-acknowledgements in one partition, less the time in which consensus could not answer anybody, is at most the lease and
-STALL_OVER_LEASE_S.
+there twice; the order of every producer is kept (not judged of librdkafka's without an id, which sends what failed
+again behind what came after it, however few it may have in flight); committed transactions are there whole and once,
+aborted ones not at all, for the reader that followed as for the one that comes last; the copy equals its source; no
+group is told an offset below one whose commit was acknowledged, and each was handed every record; leadership ends
+spread over all nodes; no producer gave anything up; the longest pause between two acknowledgements in one partition,
+less the time in which consensus could not answer anybody, is at most the lease and STALL_OVER_LEASE_S.
 That last figure is judged of anybody's acknowledgements, and of librdkafka's idempotent producer alone: the other
 libraries wait for a silent node longer than the lease, whoever leads by then, and who has one request in flight waits
 for its time limit before it sends the next.

@@ -60,7 +60,7 @@ class Sender(Worker):
 class Confluent(Sender):
     gives_up = True
     ordered_without_id = False
-    """With `max.in.flight=1` neither: it counts requests in flight by connection, not by partition (its issue 1969); when
+    """With `max.in.flight=1` neither: it counts requests in flight by connection, not by partition (issue 1969). When
     the leader moves while one is out, what was queued behind it goes to the new leader first. So it has many, and is
     who waits for nobody: in the topic without ids the other two have one request out, or wait for a frozen node for as
     long as it is frozen."""
