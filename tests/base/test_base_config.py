@@ -37,6 +37,10 @@ def write(tmp_path: Path, text: str) -> Path:
         ("[metastore]\npersist_interval_s = 0\n", "metastore.persist_interval_s"),
         ("[capture.shop]\ntables = ['public.*']\n", "capture.shop.dsn"),
         ("[capture.Shop-1]\ndsn = 'x'\n", "Shop-1"),
+        (
+            "[registry]\nenabled = false\n[capture.shop]\ndsn = 'x'\nenvelope = 'debezium-avro'\n",
+            "capture.shop.envelope=debezium-avro",
+        ),
         ("[node\n", "not TOML"),
         ("[pipeline.p]\nfile = 'f'\n[pipeline.p.spark]\ndriver_memory = 'much'\n", "pipeline.p.spark.driver_memory"),
         ("[pipeline.p]\nfile = 'f'\n[pipeline.p.spark]\ndriver_memory = '256m'\n", "pipeline.p.spark.driver_memory"),

@@ -455,3 +455,30 @@ def test_a_partition_whose_object_is_gone_is_told_and_keeps_no_other_waiting() -
         assert [row[0] for row in await world.read(partition=1)] == [2, 3]
 
     run(body)
+
+
+def test_t8_a_truncate_of_a_captured_table_takes_what_was_before_it_and_goes_as_a_tombstone_does() -> None:
+    async def truncate(world: World) -> None:
+        record = Record(None, None, (("tm.op", b"truncate"),), timestamp_ms=1_000)
+        result = await world.topics.produce_nowait(world.topic.topic_id, 0, bytearray(encode_batch([record])))
+        world.sent.append((result.base_offset, None, None))
+
+    async def body(world: World) -> None:
+        world.topic = await world.catalogue.create_topic("shop.t", 2, kind="capture", config=world.config)
+        await world.send(("a", "1"), ("b", "1"))
+        await world.move()
+        await world.compact()
+        await truncate(world)
+        await world.send(("c", "1"), ("a", "2"))
+        await world.move()
+        await world.send(("last", "x"))
+        await world.move()
+        await world.compact()
+        assert await world.read() == [(2, None, None), (3, b"c", b"1"), (4, b"a", b"2"), (5, b"last", b"x")]
+        config = world.config | {"delete.retention.ms": "0"}
+        await world.catalogue.change_topic("shop.t", lambda row: msgspec.structs.replace(row, config=config))
+        await world.compact()
+        assert await world.read() == [(3, b"c", b"1"), (4, b"a", b"2"), (5, b"last", b"x")]
+        assert await world.problems() == []
+
+    run(body)

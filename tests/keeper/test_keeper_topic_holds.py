@@ -8,7 +8,7 @@ from keeper_world import World, run
 
 from tidemill.keeper.persisted import Persisted
 from tidemill.keeper.topic_holds import PipelineHolds
-from tidemill.metastore.catalogue import PipelineRow, TopicRow
+from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow, TopicRow
 from tidemill.shards.front import Binding
 from tidemill.shards.open import open_remap
 
@@ -21,6 +21,9 @@ class Pipelines:
 
     async def list(self, kind: type) -> list[PipelineRow]:
         return list(self.rows)
+
+    async def all_tables(self) -> list[CaptureTableRow]:
+        return [CaptureTableRow("shop", "public.t", "shop.public.t"), CaptureTableRow("shop", "public.u", "other")]
 
 
 def holds(world: World, *rows: PipelineRow) -> PipelineHolds:
@@ -65,5 +68,32 @@ def test_a_topic_that_no_pipeline_reads_is_held_by_nobody() -> None:
     async def scenario() -> None:
         world = World()
         assert await holds(world, PipelineRow("p", {"t": "topic:else"}))(TOPIC) == {}
+
+    run(scenario())
+
+
+def test_t8_a_captured_tables_topic_is_held_by_its_captures_oldest_binding_and_by_the_pipelines_behind_it() -> None:
+    """A pipeline that is yet to come begins with that binding, and finds what the tables were at every time since."""
+
+    async def scenario() -> None:
+        world = World()
+        topic = TopicRow("shop.public.t", "id-1", 2, "capture")
+        hold = holds(world, PipelineRow("p", {"other": "capture:shop:public.u"}))
+        assert await hold(topic) is None  # nothing is bound
+        remap = await open_remap(world.consensus(), world.clock, world.rand, "capture/shop")
+        await remap.mint(Binding(100, {"id-1": (4,)}, lsn=1))
+        await remap.mint(Binding(200, {"id-1": (9, 9)}, lsn=2))
+        assert await hold(topic) == {0: 4, 1: 0}
+        for n in range(100):
+            await remap.mint(Binding(300 + n, {"id-1": (10 + n, 20)}, lsn=3 + n))
+        assert await remap.forget(390) and await remap.oldest_ms() == 362
+        assert await hold(topic) == {0: 72, 1: 20}
+        slow = await world.open("slow")
+        behind = holds(world, PipelineRow("q", {"slow": "capture:shop:public.t"}))
+        assert await behind(topic) is None  # it has read nothing
+        world.rows.versions |= {"slow": (slow.shard_id, 1)}
+        await slow.compare_and_append(slow.state.upper, 366, [], "")
+        assert await behind(topic) == {0: 72, 1: 20}
+        assert await hold(TopicRow("gone", "id-2", 1, "capture")) is None
 
     run(scenario())

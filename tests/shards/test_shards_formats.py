@@ -49,7 +49,7 @@ def test_a_rollup_of_format_1_opens_and_is_written_as_format_2() -> None:
     assert (state.garbage, state.swept_ms, state.dropped, state.batches[0].summed_to) == ((), 0, False, -1)
     assert decode_state(encode_state(state)) == state
     with pytest.raises(Corrupt, match="unknown rollup format"):
-        decode_state(encode([4, *old[1:]]))
+        decode_state(encode([5, *old[1:]]))
 
 
 UNCHANGED = {

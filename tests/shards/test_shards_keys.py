@@ -39,6 +39,7 @@ def hashes(schema: ShardSchema, *keys: tuple[Any, ...]) -> list[int]:
         ("float64", float("nan")),
         ("date", date(2026, 1, 1)),
         ("timestamp", datetime(2026, 1, 1, tzinfo=UTC)),
+        ("timestamp_ntz", datetime(2026, 1, 1)),
         ("decimal(10,2)", Decimal("1.50")),
         ("int64", None),
     ],

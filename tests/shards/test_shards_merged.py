@@ -32,9 +32,10 @@ VALUES: dict[str, list[Any]] = {
     "binary": [b"", b"\x00", b"\x00\xff", None],
     "date": [0, 1, None],
     "timestamp": [0, 1, None],
+    "timestamp_ntz": [0, 1, None],
     "decimal(38,10)": [Decimal("0"), Decimal("-1234567890.0123456789"), None],
 }
-KEY_TYPES = ["int64", "string", "float64", "timestamp"]
+KEY_TYPES = ["int64", "string", "float64", "timestamp", "timestamp_ntz"]
 VALUES["int64"] = [0, 1, -(2**63), None]
 
 
@@ -43,7 +44,7 @@ def table_of(schema: ShardSchema, rows: list[tuple[Any, ...]]) -> pa.Table:
     fields = update_schema(schema)
     columns = [pa.array([row[at] for row in rows], pa.int64()) for at in (-2, -1)]
     listed = [[row[at] for row in rows] for at in range(len(schema.columns))]
-    whole = {"date": pa.int32(), "timestamp": pa.int64()}
+    whole = {"date": pa.int32(), "timestamp": pa.int64(), "timestamp_ntz": pa.int64()}
     front = [
         pa.array(values, whole.get(c.type, arrow_type(c.type))).cast(arrow_type(c.type))
         for c, values in zip(schema.columns, listed, strict=True)

@@ -75,6 +75,23 @@ def test_who_comes_and_who_leaves_is_heard_of_without_a_poll() -> None:
     run(scenario())
 
 
+def test_others_see_which_captures_a_node_offers_with_the_next_renewal_and_it_keeps_its_lease() -> None:
+    async def scenario() -> None:
+        world = World()
+        a, b = await member(world, "a", ttl_ms=300), await member(world, "b")
+        (before,) = (lease for lease in await world.consensus.leases("node/") if lease.name == "node/a")
+        for offered in (("x", "y"), ("y",), ()):
+            a.offer(offered)
+            await eventually(lambda offered=offered: b.members()[0].captures == offered)
+        (after,) = (lease for lease in await world.consensus.leases("node/") if lease.name == "node/a")
+        assert (after.holder, after.term) == (before.holder, before.term)
+        assert a.superseded is None and [each.name for each in b.members()] == ["a", "b"]
+        await a.aclose()
+        await b.aclose()
+
+    run(scenario())
+
+
 def test_of_many_that_come_at_once_each_is_seen_by_all() -> None:
     async def scenario() -> None:
         world = World()

@@ -13,19 +13,15 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
+from tidemill.base.avroforms import AVRO
 from tidemill.base.errors import Invalid, nearest
-from tidemill.base.limits import LOOPBACK_ORIGINS
+from tidemill.base.section import NAME, NOT_A_NAME, Section
+from tidemill.base.shape_sections import ShapeSection, ShapesSection, SigningSection
 
 DEFAULT_FILE = "tidemill.toml"
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
-_NAME = re.compile(r"^[a-z][a-z0-9_]{0,40}$")
-_NOT_A_NAME = "name {!r}: use a-z, 0-9 and _, starting with a letter, at most 41 characters"
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def _host_and_port(value: str) -> str:
@@ -105,39 +101,6 @@ class HttpSection(Section):
     body_kb: int = Field(1_024, ge=1, le=1_048_576)
 
 
-class ShapesSection(Section):
-    """See `shapes.settings.ShapeSettings`; `node.served` makes one of it."""
-
-    secret: str = ""
-    allowed_origins: list[str] = list(LOOPBACK_ORIGINS)
-    allow_delete: bool = False
-    max_shapes: int = Field(1_000, ge=1, le=1_000_000)
-    memory_mb: int = Field(512, ge=1)
-    base_mb: int = Field(256, ge=1)
-    log_mb: int = Field(64, ge=1)
-    chunk_kb: int = Field(10_240, ge=1, le=102_400)
-    idle_s: float = Field(300.0, ge=1.0)
-    backlog_mb: int = Field(64, ge=1)
-    backlog_s: float = Field(10.0, ge=0.5)
-    loop_share: float = Field(0.5, ge=0.05, le=0.95)
-    max_initial: int = Field(300, ge=1)
-    max_existing: int = Field(10_000, ge=1)
-    long_poll_s: float = Field(20.0, ge=1.0, le=600.0)
-    sse_s: float = Field(60.0, ge=2.0, le=3600.0)
-    load_timeout_s: float = Field(45.0, ge=1.0, le=600.0)
-    cache_initial_s: int = Field(3_600, ge=0)
-    cache_later_s: int = Field(60, ge=0)
-    cache_live_s: int = Field(5, ge=0)
-
-    @field_validator("allowed_origins")
-    @classmethod
-    def _origins(cls, value: list[str]) -> list[str]:
-        for origin in value:
-            if origin != "*" and not re.fullmatch(r"https?://[^/*\s]+(:\*)?", origin):
-                raise ValueError(f"{origin!r}: write http(s)://host[:port], http(s)://host:* or *")
-        return value
-
-
 KafkaSecurity = Literal["plaintext", "ssl", "sasl_plaintext", "sasl_ssl"]
 Mechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"]
 
@@ -176,6 +139,7 @@ class SecuritySection(Section):
     tls: TlsSection = TlsSection()
     sasl: SaslSection = SaslSection()
     oauth: OauthSection = OauthSection()
+    signing: SigningSection = SigningSection()
 
     @field_validator("super_users")
     @classmethod
@@ -249,8 +213,8 @@ class KafkaSection(Section):
     @classmethod
     def _named(cls, value: dict[str, Any]) -> dict[str, Any]:
         for name in value:
-            if not _NAME.match(name) or name == "default":
-                raise ValueError(f"{_NOT_A_NAME.format(name)}; default is the listener of node.kafka")
+            if not NAME.match(name) or name == "default":
+                raise ValueError(f"{NOT_A_NAME.format(name)}; default is the listener of node.kafka")
         return value
 
 
@@ -270,6 +234,16 @@ class CaptureSection(Section):
     dsn: str
     tables: list[str] = ["public.*"]
     binding_interval_ms: int = Field(50, ge=1, le=60_000)
+    identity: Literal["full", "as-is"] = "full"
+    manual: bool = False
+    failover: bool = False
+    copy_again: bool = True
+    copy_again_pause_s: float = Field(300.0, ge=1)
+    copy_again_max_mb: int = Field(10_240, ge=0)
+    copy_connections: int = Field(1, ge=1, le=16)
+    copy_rows_per_s: int = Field(0, ge=0)
+    envelope: Literal["row", "debezium", "debezium-avro"] = "row"
+    cleanup: Literal["delete", "compact"] = "delete"
 
 
 class TopicSection(Section):
@@ -328,8 +302,8 @@ class PipelineSection(Section):
     @field_validator("driver")
     @classmethod
     def _driver(cls, value: str) -> str:
-        if value and not _NAME.match(value):
-            raise ValueError(_NOT_A_NAME.format(value))
+        if value and not NAME.match(value):
+            raise ValueError(NOT_A_NAME.format(value))
         return value
 
 
@@ -354,13 +328,14 @@ class Config(Section):
     capture: dict[str, CaptureSection] = {}
     topics: dict[str, TopicSection] = {}
     pipeline: dict[str, PipelineSection] = {}
+    shape: dict[str, ShapeSection] = {}
 
-    @field_validator("capture", "pipeline")
+    @field_validator("capture", "pipeline", "shape")
     @classmethod
     def _names(cls, value: dict[str, Any]) -> dict[str, Any]:
         for name in value:
-            if not _NAME.match(name):
-                raise ValueError(_NOT_A_NAME.format(name))
+            if not NAME.match(name):
+                raise ValueError(NOT_A_NAME.format(name))
         return value
 
     @property
@@ -434,6 +409,7 @@ def parse(values: Mapping[str, Any], *, origin: str) -> Config:
     }
     config = config.model_copy(update={"pipeline": pipelines, "security": _placed(config.security, base)})
     _secure(config, origin)
+    _registered(config, origin)
     for driver, names in drivers(config).items():
         _agree(config, driver, names, origin)
     return config
@@ -478,6 +454,22 @@ def _secure(config: Config, origin: str) -> None:
             f"OAUTHBEARER without keys in {origin}: security.sasl.mechanisms.",
             fix="Set security.oauth.jwks_file, security.oauth.jwks_url or security.oauth.secret.",
         )
+    for name, shape in config.shape.items():
+        if shape.claims and not config.http.authenticate:
+            raise Invalid(
+                f"a shape is bound to claims, and nobody is asked for any in {origin}: shape.{name}.params.",
+                fix="Set http.authenticate = true.",
+            )
+
+
+def _registered(config: Config, origin: str) -> None:
+    """Raises Invalid where a capture's topics would have schemas that nobody keeps."""
+    for name, section in config.capture.items():
+        if section.envelope == AVRO and not config.registry.enabled:
+            raise Invalid(
+                f"the registry that keeps the schemas of Avro is off in {origin}: capture.{name}.envelope={AVRO}.",
+                fix='Set registry.enabled = true, or envelope = "debezium".',
+            )
 
 
 def authorizes(config: Config) -> bool:

@@ -64,7 +64,7 @@ _DATE = re.compile(r"([0-9]{4,7})-([0-9]{1,2})-([0-9]{1,2})( BC)?\Z", re.IGNOREC
 _TIME = re.compile(r"([0-9]{1,2}):([0-9]{1,2})(?::([0-9]{1,2})(\.[0-9]*)?)?\Z")
 _MOMENT = re.compile(
     r"([0-9]{4,7}-[0-9]{1,2}-[0-9]{1,2})(?:[ T]([0-9]{1,2}:[0-9]{1,2}(?::[0-9]{1,2}(?:\.[0-9]*)?)?))?"
-    r" ?(?:Z|UTC|([+-])([0-9]{1,2})(?::?([0-9]{2}))?(?::?([0-9]{2}))?)?( BC)?\Z",
+    r" ?(Z|UTC|([+-])([0-9]{1,2})(?::?([0-9]{2}))?(?::?([0-9]{2}))?)?( BC)?\Z",
     re.IGNORECASE,
 )
 _UUID = re.compile(r"(\{)?((?:[0-9a-f]{4}-?){7}[0-9a-f]{4})(?(1)\})\Z")
@@ -238,6 +238,12 @@ def read_timestamptz(text: str) -> int | float:
     return _read_moment(text, "timestamptz")
 
 
+def names_zone(text: str) -> bool:
+    """Is it a timestamp with a zone in its text?"""
+    found = _MOMENT.match(text.strip(BLANKS))
+    return found is not None and found[3] is not None
+
+
 def _read_moment(text: str, name: str) -> int | float:
     word = text.strip(BLANKS)
     infinite = _INFINITE.get(word.lower())
@@ -246,7 +252,7 @@ def _read_moment(text: str, name: str) -> int | float:
     found = _MOMENT.match(word)
     if not found:
         raise _syntax(name, text)
-    day, time, sign, hours, minutes, seconds, bc = found.groups()
+    day, time, _, sign, hours, minutes, seconds, bc = found.groups()
     year, month, of_month = day.split("-")
     micros = _days(text, int(year), int(month), int(of_month), bc is not None) * DAY_US
     micros += read_time(time) if time else 0

@@ -61,8 +61,13 @@ class Bounds(msgspec.Struct, frozen=True):
 class CompactionPass:
     """`step` until it returns False."""
 
-    def __init__(self, grounds: Grounds, reader: L1Reader, bounds: Bounds, *, room: int, target_bytes: int) -> None:
-        """`room`: keys of the map; `target_bytes`: of an object, which is held while it is made."""
+    def __init__(
+        self, grounds: Grounds, reader: L1Reader, bounds: Bounds, *, room: int, target_bytes: int,
+        captured: bool = False,
+    ) -> None:  # fmt: skip
+        """`room`: keys of the map; `target_bytes`: of an object, which is held while it is made; `captured`: the topic
+        is a captured table's (clean.Pass)."""
+        self._captured = captured
         self._g = grounds
         self._reader = reader
         self._rows = reader.rows
@@ -112,7 +117,7 @@ class CompactionPass:
             while done < allowed and not self._keys.full:
                 some = refs[done : _slice_end(refs, done, allowed)]
                 data = memoryview(await self._reader.data(extent, _span(extent, some)))
-                await self._g.cpu(partial(_take_keys, some, data, self._hash, self._keys))
+                await self._g.cpu(partial(_take_keys, some, data, self._hash, self._keys, self._captured))
                 budget.spend(len(data))
                 done += len(some)
             if done == len(refs):
@@ -175,7 +180,7 @@ class CompactionPass:
         index, data = await self._reader.index(extent), await self._reader.data(extent)
         entries = self._bounds.cleaned.tombstones
         counted_from = entries[-1][0] if entries else 0
-        rules = Pass(self._keys, self._hash, self._clean_to, self._bounds.delete_below, counted_from)
+        rules = Pass(self._keys, self._hash, self._clean_to, self._bounds.delete_below, counted_from, self._captured)
         return await self._g.cpu(partial(_clean, extent, index, memoryview(data), self._bounds.aborted, rules))
 
     async def _replaced(self, build: ObjectBuilder, epoch: int) -> bool:
@@ -235,10 +240,10 @@ def _span(extent: L1ExtentRow, refs: Sequence[BatchRef]) -> tuple[int, int]:
     return refs[0].first_byte - extent.first_byte, last.first_byte + last.size_bytes - extent.first_byte
 
 
-def _take_keys(refs: Sequence[BatchRef], data: memoryview, key_hash: KeyHash, keys: KeyMap) -> None:
+def _take_keys(refs: Sequence[BatchRef], data: memoryview, key_hash: KeyHash, keys: KeyMap, captured: bool) -> None:
     begin = refs[0].first_byte
     views = [data[ref.first_byte - begin : ref.first_byte - begin + ref.size_bytes] for ref in refs]
-    take_keys(list(zip(refs, views, strict=True)), key_hash, keys)
+    take_keys(list(zip(refs, views, strict=True)), key_hash, keys, captured=captured)
 
 
 def _clean(extent: L1ExtentRow, index: RegionIndex, data: memoryview, aborted: AbortedIndex, rules: Pass) -> Cleaned:

@@ -22,9 +22,7 @@ from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import PIPELINES
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.commands import Create, Drop
-from tidemill.shards.handle import LogShard
-from tidemill.shards.machine import open_machine
-from tidemill.shards.open import registered, unregister
+from tidemill.shards.open import drop_created, registered
 
 
 class Dropped(msgspec.Struct, frozen=True):
@@ -69,12 +67,5 @@ async def drop_shard(
     created = found[0]
     if not isinstance(created, Create) or shard_id not in ("", created.shard_id):
         raise Missing(f"the shard was dropped before: shard={name} id={shard_id}.")
-    shard = LogShard(await open_machine(consensus, rand, created), objects, clock, rand)
-    try:
-        held = shard.state
-        await shard.drop()
-        await unregister(consensus, rand, name, created.shard_id)
-        await shard.rollup()
-    finally:
-        await shard.aclose()
+    held = await drop_created(consensus, objects, clock, rand, created)
     return Dropped(name, created.shard_id, held.rows, held.size_bytes, await users_of(metastore, name))

@@ -233,11 +233,17 @@ class Restorer:
 
         for row in found:
             kept = {t: s for t, s in row.snapshots.items() if whole(row.topics.get(t, ""), s)}
-            marked: CaptureRow = msgspec.structs.replace(row, snapshots=kept, snapshot_done=False, restored=True)
+            marked: CaptureRow = msgspec.structs.replace(
+                row, snapshots=kept, snapshot_done=False, restored=True, taps=()
+            )
             await self._commit(domains, before, *CAPTURES.encode(marked))
         for table in await rows.rows(CAPTURE_TABLES):
+            short = table
             if table.snapshot is not None and not whole(table.topic, table.snapshot):
                 short = msgspec.structs.replace(table, snapshot=None)
+            if table.copy is not None:  # what it says of the topic may be more than what came back
+                short = msgspec.structs.replace(short, copy=None)
+            if short is not table:
                 await self._commit(domains, before, *CAPTURE_TABLES.encode(short))
         return len(found)
 

@@ -154,7 +154,10 @@ class TopicCompaction:
                 self._looked[place] = row, config, now_ms + AGAIN_MS
                 continue
             self._after = place
-            return CompactionPass(self._g, self._reader, bounds, room=self._room, target_bytes=self._target_bytes)
+            return CompactionPass(
+                self._g, self._reader, bounds, room=self._room, target_bytes=self._target_bytes,
+                captured=topic.kind == "capture",
+            )  # fmt: skip
         for error in self._failing.values():
             raise error
         return None

@@ -3,6 +3,9 @@
 A table's upper says up to which time it is: the lesser of what it has and what a restore from the newest manifest
 would bring back, for that table reads on from there. The bindings of the topic say up to which offsets that time
 reaches. A pipeline whose table does not exist yet holds everything. So does one that stands: its mark says why.
+
+A captured table's topic is not taken from, but it may be compacted: not beyond what the oldest binding of its capture
+covers. A pipeline that is yet to come begins with that one, and finds the tables as they were at every time from there.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.consensus.api import Consensus
 from tidemill.keeper.persisted import Persisted
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
+from tidemill.metastore.rows.pipelines import source_of
 from tidemill.shards.commands import Create
+from tidemill.shards.front import Binding
 from tidemill.shards.machine import shard_replica
 from tidemill.shards.open import open_remap, registered
 
@@ -32,14 +37,23 @@ class PipelineHolds:
 
     async def __call__(self, topic: TopicRow) -> Mapping[int, int] | None:
         """Raises Unavailable, Corrupt."""
+        fed_by = await self._source(topic) if topic.kind == "capture" else f"topic:{topic.name}"
+        if not fed_by:
+            return None
         tables = {
             shard
             for pipeline in await self._catalogue.list(PipelineRow)
             for shard, source in pipeline.tables.items()
-            if source == f"topic:{topic.name}"
+            if source == fed_by
         }
         held: dict[int, int] = {}
-        remap = await open_remap(self._consensus, self._clock, self._rand, f"topic/{topic.name}")
+        remap = await open_remap(self._consensus, self._clock, self._rand, source_of(fed_by))
+        if topic.kind == "capture":
+            oldest_ms = await remap.oldest_ms()
+            first = await remap.at(oldest_ms) if oldest_ms is not None else None
+            if first is None:
+                return None
+            held = _offsets(first, topic)
         for shard in sorted(tables):
             found = await registered(self._consensus, shard)
             if found is None or not isinstance(found[0], Create):
@@ -50,8 +64,18 @@ class PipelineHolds:
             binding = await remap.at(upper - 1) if upper > 0 else None
             if binding is None:
                 return None
-            offsets = binding.offsets.get(topic.topic_id, ())
-            for partition in range(topic.partitions):
-                offset = offsets[partition] if partition < len(offsets) else 0
+            for partition, offset in _offsets(binding, topic).items():
                 held[partition] = min(held.get(partition, offset), offset)
         return held
+
+    async def _source(self, topic: TopicRow) -> str:
+        """What feeds a pipeline from a captured table's topic; "" where no table has it any more."""
+        for row in await self._catalogue.all_tables():
+            if row.topic == topic.name:
+                return f"capture:{row.capture}:{row.table}"
+        return ""
+
+
+def _offsets(binding: Binding, topic: TopicRow) -> dict[int, int]:
+    offsets = binding.offsets.get(topic.topic_id, ())
+    return {p: offsets[p] if p < len(offsets) else 0 for p in range(topic.partitions)}

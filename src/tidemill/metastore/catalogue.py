@@ -33,7 +33,16 @@ from tidemill.metastore.rows import (
     TOPIC_IDS,
     TOPICS,
 )
-from tidemill.metastore.rows.captures import CapturedColumn, CaptureRow, CaptureTableRow, TableSnapshot, of_old
+from tidemill.metastore.rows.captures import (
+    Accepted,
+    CapturedColumn,
+    CaptureRow,
+    CaptureTableRow,
+    FormerType,
+    TableCopy,
+    TableSnapshot,
+    of_old,
+)
 from tidemill.metastore.rows.family import Family
 from tidemill.metastore.rows.group_configs import GroupConfigRow
 from tidemill.metastore.rows.names import NameRow
@@ -106,6 +115,20 @@ class Catalogue:
             return [(key, value), *_by_id(family, key, found, row)] if found != value else ()
 
         await self._write(family, row.name, replaced)
+
+    async def change_capture(self, name: str, change: Callable[[CaptureRow | None], CaptureRow]) -> CaptureRow:
+        """Write what `change` makes of the capture's row, None where there is none; returns what is there now.
+
+        `change` is called again where another writer was faster. Raises what it raises, and Unknown.
+        """
+        attempts: dict[str, CaptureRow] = {}
+
+        def changed(found: bytes, attempt: str) -> Change:
+            old: CaptureRow | None = CAPTURES.decode(CAPTURES.key(name), found) if found else None
+            row = attempts[attempt] = change(old)
+            return [CAPTURES.encode(row)] if row != old else ()
+
+        return attempts[await self._write(CAPTURES, name, changed)]
 
     async def tables(self, capture: str, *, fresh: bool = True) -> Sequence[CaptureTableRow]:
         """The tables of a capture, by name; those that an older version kept in the capture's row included."""
@@ -304,11 +327,14 @@ def _by_id(family: Family[Any], key: bytes, found: bytes, row: Any) -> Change:
 
 __all__ = [
     "PARTITIONS_MAX",
+    "Accepted",
     "CaptureRow",
     "CaptureTableRow",
     "CapturedColumn",
     "Catalogue",
+    "FormerType",
     "PipelineRow",
+    "TableCopy",
     "TableSnapshot",
     "TopicRow",
     "check_topic_name",

@@ -272,9 +272,11 @@ def _evolve(state: ShardState, command: Evolve) -> ShardState | Rejected:
     if schema == state.schema:
         return Rejected(Reason.COMMITTED)
     old = {column.name: column for column in state.schema.columns}
-    added = tuple(c.name for c in schema.columns if c.name not in old)
-    widened = tuple((c.name, old[c.name].type) for c in schema.columns if c.name in old and c != old[c.name])
-    version = SchemaVersion(schema.version, state.upper, command.at_ms, added, widened)
+    kept = [(old[c.name], c) for c in schema.columns if c.name in old]
+    added = tuple(c.name for c in schema.columns if c.name not in old or (old[c.name].retired and not c.retired))
+    widened = tuple((was.name, was.type) for was, c in kept if c.type != was.type)
+    retired = tuple(c.name for was, c in kept if c.retired and not was.retired)
+    version = SchemaVersion(schema.version, state.upper, command.at_ms, added, widened, retired)
     return replace(state, schema=schema, versions=(*state.versions, version)[-VERSIONS_KEPT:])
 
 

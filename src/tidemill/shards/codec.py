@@ -12,20 +12,22 @@
       9 collected   [9, version]
      10 sweep       [10, before_ms]
      11 evolve      [11, [column…], [column…], at_ms]               columns to add, columns to widen
+     12 evolve      [12, [column…], [column…], [name…], at_ms]      and columns to retire
     schema   = [[[name, type]…], [key…], buckets]                   version 1; later versions:
                [[column…], [key…], buckets, version]
-    column   = [name, type, default, version]                       default nil = null
+    column   = [name, type, default, version, retired]              default nil = null, retired absent = 0
     batch    = [lower, upper, writer, token, [part…], summed_to, schema_version]
                                                                     summed_to absent = -1, schema_version absent = 1
     part     = [rows, size_bytes, bucket, object_key, inline, min_hash, max_hash]
     rollup   = [2, name, shard_id, schema, since, upper, closed, version,
                 [[reader, since, expires_ms, epoch, version]…], [[writer, token, lower, upper]…], [batch…],
                 [[version, at_ms, size_bytes, [object_key…]]…], swept_ms, dropped,
-                [[version, upper, at_ms, [added…], [[widened, type]…]]…]]
+                [[version, upper, at_ms, [added…], [[widened, type]…], [retired…]]…]]
 
 The leading number of a rollup is its format: a reader that meets a newer one stops (Corrupt). Format 1 lacks a hold's
 version and everything after the batches; it is still read. A shard whose schema never changed is written as before
-there were versions, in format 2, which lacks the last field; any other in format 3.
+there were versions, in format 2, which lacks the last field; one that lost no column in format 3, which lacks what is
+retired; any other in format 4.
 Integers are non-negative; min_hash and max_hash are full unsigned 64 bits.
 """
 
@@ -55,7 +57,8 @@ from tidemill.shards.evolution import Changes
 from tidemill.shards.front import Batch, Column, Part, ShardSchema
 from tidemill.shards.state import Garbage, Hold, SchemaVersion, ShardState, WriterToken, batch_sums
 
-ROLLUP_FORMAT = 3
+ROLLUP_FORMAT = 4
+GROWN_FORMAT = 3
 UNCHANGED_FORMAT = 2
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -84,6 +87,9 @@ def encode_command(command: Command) -> bytes:
             out = [9, version]
         case Sweep(before_ms):
             out = [10, before_ms]
+        case Evolve(changes, at_ms) if changes.retire:
+            add, widen = ([_column_out(c) for c in columns] for columns in (changes.add, changes.widen))
+            out = [12, add, widen, list(changes.retire), at_ms]
         case Evolve(changes, at_ms):
             out = [11, [_column_out(c) for c in changes.add], [_column_out(c) for c in changes.widen], at_ms]
         case _:
@@ -117,7 +123,9 @@ def decode_command(data: bytes) -> Command:
             case [10, before_ms, *_]:
                 return Sweep(before_ms)
             case [11, add, widen, at_ms, *_]:
-                return Evolve(Changes(tuple(Column(*c[:4]) for c in add), tuple(Column(*c[:4]) for c in widen)), at_ms)
+                return Evolve(Changes(_columns_in(add), _columns_in(widen)), at_ms)
+            case [12, add, widen, retire, at_ms, *_]:
+                return Evolve(Changes(_columns_in(add), _columns_in(widen), tuple(retire)), at_ms)
             case [tag, *_]:
                 raise Corrupt(f"unknown shard command: tag={tag!r}.", fix="Upgrade tidemill.")
     except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:
@@ -128,8 +136,9 @@ def decode_command(data: bytes) -> Command:
 def encode_state(state: ShardState) -> bytes:
     """A rollup: everything a reader needs instead of the records before it."""
     changed = state.schema.version > 1
+    lost = any(c.retired for c in state.schema.columns) or any(v.retired for v in state.versions)
     out = [
-        ROLLUP_FORMAT if changed else UNCHANGED_FORMAT,
+        ROLLUP_FORMAT if lost else GROWN_FORMAT if changed else UNCHANGED_FORMAT,
         state.name,
         state.shard_id,
         _schema_out(state.schema),
@@ -145,7 +154,7 @@ def encode_state(state: ShardState) -> bytes:
         state.dropped,
     ]
     if changed:
-        out.append([[v.version, v.upper, v.at_ms, list(v.added), [list(w) for w in v.widened]] for v in state.versions])
+        out.append([_version_out(v, lost) for v in state.versions])
     return _encode(out)
 
 
@@ -153,7 +162,7 @@ def decode_state(data: bytes) -> ShardState:
     """Raises Corrupt when the bytes are no rollup of this format."""
     try:
         fields = _decode(data)
-        if fields[0] not in (1, UNCHANGED_FORMAT, ROLLUP_FORMAT):
+        if fields[0] not in (1, UNCHANGED_FORMAT, GROWN_FORMAT, ROLLUP_FORMAT):
             raise Corrupt(
                 f"unknown rollup format: format={fields[0]!r}.", fix="Upgrade tidemill: a newer one wrote it."
             )
@@ -180,7 +189,8 @@ def decode_state(data: bytes) -> ShardState:
             swept_ms=swept_ms,
             dropped=dropped,
             versions=tuple(
-                SchemaVersion(v[0], v[1], v[2], tuple(v[3]), tuple((w[0], w[1]) for w in v[4])) for v in versions
+                SchemaVersion(v[0], v[1], v[2], tuple(v[3]), tuple((w[0], w[1]) for w in v[4]), _names_in(v))
+                for v in versions
             ),
         )
     except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:
@@ -207,12 +217,26 @@ def _schema_out(schema: ShardSchema) -> list[Any]:
 
 
 def _schema_in(fields: list[Any]) -> ShardSchema:
-    columns = tuple(Column(*c[:4]) for c in fields[0])
+    columns = _columns_in(fields[0])
     return ShardSchema(columns, tuple(fields[1]), fields[2], fields[3] if len(fields) > 3 else 1)
 
 
 def _column_out(column: Column) -> list[Any]:
-    return [column.name, column.type, column.default, column.version]
+    out = [column.name, column.type, column.default, column.version]
+    return [*out, column.retired] if column.retired else out
+
+
+def _columns_in(fields: list[Any]) -> tuple[Column, ...]:
+    return tuple(Column(*c[:5]) for c in fields)
+
+
+def _names_in(version: list[Any]) -> tuple[str, ...]:
+    return tuple(version[5]) if len(version) > 5 else ()
+
+
+def _version_out(v: SchemaVersion, lost: bool) -> list[Any]:
+    out = [v.version, v.upper, v.at_ms, list(v.added), [list(w) for w in v.widened]]
+    return [*out, list(v.retired)] if lost else out
 
 
 def _batch_out(batch: Batch) -> list[Any]:

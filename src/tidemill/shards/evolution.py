@@ -2,16 +2,19 @@
 
     add     a column: rows that were written before hold its default (a constant, or null)
     widen   int16 → int32 → int64 · float32 → float64 · decimal(p,s) → decimal(q,s), q > p
-    else    refused: a rename, a drop, a narrower or another type, another key
+    retire  a column that the source has no more: it stays, rows that are written from then on hold null in it.
+            One that the source has again, with null in what it had lacked, is added back
+    else    refused: a rename, a narrower or another type, another key
 
 E1  A row reads the same under every later version, but for columns that it then has as well: every value is exact.
 E2  Equal rows stay equal and have one hash, so what is written under a new version cancels what an old one wrote.
-E3  Changes made twice, or by several at once, end in one schema.
+E3  Changes made twice, or by several at once, end in one schema; a column is retired or not as the last of them asked.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Any
 
@@ -32,17 +35,19 @@ CAN = "A shard takes new columns and wider types only."
 
 
 class Changes(msgspec.Struct, frozen=True):
-    """Columns to add, and columns with the wider type they shall have."""
+    """Columns to add, columns with the wider type they shall have, and names of those that the source has no more."""
 
     add: tuple[Column, ...] = ()
     widen: tuple[Column, ...] = ()
+    retire: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.add or self.widen)
+        return bool(self.add or self.widen or self.retire)
 
     def __str__(self) -> str:
         said = [f"+{c.name} {c.type}" + ("" if c.default is None else f" default {c.default}") for c in self.add]
-        return ", ".join(said + [f"{c.name}→{c.type}" for c in self.widen])
+        said += [f"{c.name}→{c.type}" for c in self.widen]
+        return ", ".join(said + [f"{name} is null from then on" for name in self.retire])
 
 
 def widens(old: str, new: str) -> bool:
@@ -53,19 +58,23 @@ def widens(old: str, new: str) -> bool:
     return pa.types.is_decimal(before) and pa.types.is_decimal(after) and _widens(before, after)
 
 
-def changes_to(have: ShardSchema, want: ShardSchema) -> Changes:
+def changes_to(have: ShardSchema, want: ShardSchema, may_retire: Collection[str] = ()) -> Changes:
     """What makes `have` hold every column of `want`, whose order does not count. Raises Invalid with the difference.
 
-    A default counts where the column is new: afterwards it says nothing any more.
+    A default counts where the column is new: afterwards it says nothing any more. `may_retire`: what somebody has
+    accepted that `want` lacks.
     """
     types = {c.name: c.type for c in have.columns}
-    add = tuple(c for c in want.columns if c.name not in types)
+    retired, wanted = {c.name for c in have.columns if c.retired}, {c.name for c in want.columns}
+    add = tuple(c for c in want.columns if c.name not in types or c.name in retired)
     other = [c for c in want.columns if types.get(c.name, c.type) != c.type]
-    gone = types.keys() - {c.name for c in want.columns}
+    gone = tuple(name for name in types if name not in wanted and name not in retired)
     same = have.key == want.key and have.buckets == want.buckets
-    if gone or not same or any(not widens(types[c.name], c.type) for c in other):
+    if not {*gone} <= {*may_retire} or not same or any(not widens(types[c.name], c.type) for c in other):
         raise Invalid(f"a shard's schema cannot become this one: difference=[{difference(have, want)}].", fix=CAN)
-    return Changes(add, tuple(other))
+    changes = Changes(add, tuple(c for c in other if c.name not in retired), gone)
+    evolved(have, changes)  # a column that is added back may have another default than null
+    return changes
 
 
 def evolved(schema: ShardSchema, changes: Changes) -> ShardSchema:
@@ -75,7 +84,14 @@ def evolved(schema: ShardSchema, changes: Changes) -> ShardSchema:
         check_name(asked.name)
         column = Column(asked.name, canonical_type(asked.type), canonical_default(asked), schema.version + 1)
         found = columns.setdefault(column.name, column)
-        if found is not column:
+        if found.retired:
+            if column.default is not None:
+                raise Invalid(
+                    f"rows hold null in a column that was gone: column={column.name} default={column.default!r}.",
+                    fix="Give the column another name.",
+                )
+            columns[column.name] = replace(_at_least(found, column.type), retired=0)
+        elif found is not column:
             if found.default != column.default:
                 raise Invalid(
                     f"the column exists with another default: column={column.name} default={found.default!r}"
@@ -87,6 +103,11 @@ def evolved(schema: ShardSchema, changes: Changes) -> ShardSchema:
         if asked.name not in columns:
             raise Invalid(f"no such column to widen: column={asked.name}.", fix="Add it instead.")
         columns[asked.name] = _at_least(columns[asked.name], canonical_type(asked.type))
+    for name in changes.retire:
+        if name not in columns or name in schema.key or not schema.key:
+            raise Invalid(f"no column that may be left out: column={name} key={','.join(schema.key)}.", fix=CAN)
+        if not columns[name].retired:
+            columns[name] = replace(columns[name], retired=schema.version + 1)
     now = tuple(columns.values())
     return schema if now == schema.columns else replace(schema, columns=now, version=schema.version + 1)
 

@@ -32,16 +32,19 @@ class Evolved(Fenced):
 
 
 class Column(msgspec.Struct, frozen=True):
-    """`type`: bool int16 int32 int64 float32 float64 string binary date timestamp(us, UTC) decimal(p,s) json.
+    """`type`: bool int16 int32 int64 float32 float64 string binary date timestamp(us, UTC) timestamp_ntz decimal(p,s)
+    json.
 
     `default`: what rows hold that were written before the column was added, in PostgreSQL's text form; None = null.
-    `version`: the version of the schema that brought the column.
+    `version`: the version of the schema that brought the column. `retired`: the one from which on its source has no
+    such column, and rows that are written hold null in it; 0 = it has.
     """
 
     name: str
     type: str
     default: str | None = None
     version: int = 1
+    retired: int = 0
 
 
 class ShardSchema(msgspec.Struct, frozen=True):
@@ -111,13 +114,15 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class Shard(Protocol):
-    """A handle of one process. `name` is the shard's name; frontiers are plain ms here, wrapped at the room's edge.
+    """A handle of one process. `name` is the shard's name, `shard_id` this life of it, which no other shard ever has;
+    frontiers are plain ms here, wrapped at the room's edge.
 
     `schema` is the newest as of when the handle was opened, and stays: rows are given and taken under it. What was
     written before reads under it; what was written under a newer one raises Evolved, and so does an append after one.
     """
 
     name: str
+    shard_id: str
     schema: ShardSchema
 
     async def frontiers(self, *, fresh: bool = True) -> tuple[int, int]:

@@ -134,6 +134,22 @@ async def unregister(consensus: Consensus, rand: Rand, name: str, shard_id: str)
             await consensus.cas(PREFIX + name, found[1].seq, encode_command(Drop(shard_id)), rand.nonce())
 
 
+async def drop_created(
+    consensus: Consensus, objects: ObjectStore, clock: Clock, rand: Rand, created: Create
+) -> ShardState:
+    """Drop the shard that `created` made; its state before. One that is dropped already is freed of its name, whatever
+    cut that off; of another shard under the name nothing changes. Raises Unavailable, Unknown: call it again."""
+    shard = LogShard(await open_machine(consensus, rand, created), objects, clock, rand)
+    try:
+        held = shard.state
+        await shard.drop()
+        await unregister(consensus, rand, created.name, created.shard_id)
+        await shard.rollup()
+    finally:
+        await shard.aclose()
+    return held
+
+
 async def open_remap(consensus: Consensus, clock: Clock, rand: Rand, name: str) -> LogRemap:
     """The bindings of one source (`capture/<name>`, `topic/<name>`). An unwritten one is simply empty."""
     if not name or name.startswith("/") or name.endswith("/"):

@@ -4,7 +4,7 @@
     boolean                      bool                     bytea               binary ('hex' output)
     real, double precision       float32, float64         date                date
     numeric(p,s), 0 ≤ s ≤ p ≤ 38 decimal(p,s)             json, jsonb         json (text, as PostgreSQL prints it)
-    timestamp with time zone     timestamp                timestamp           timestamp: its digits read as UTC
+    timestamp with time zone     timestamp                timestamp           timestamp_ntz; see `as_held`
     everything else              string, PostgreSQL's text as it is (uuid, inet, interval, time, money,
                                  enums, arrays, ranges, unconstrained numeric, …)
 
@@ -18,17 +18,18 @@ has no decimal: Invalid.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from msgspec.structs import replace
 
 from tidemill.base.errors import Invalid
-from tidemill.base.pgtext import read_bytea, read_date, read_timestamptz
-from tidemill.shards.front import Column
-from tidemill.shards.schema import arrow_type, canonical_type
+from tidemill.base.pgtext import names_zone, read_bytea, read_date, read_timestamp, read_timestamptz
+from tidemill.shards.front import Column, ShardSchema
+from tidemill.shards.schema import TIMESTAMPS, arrow_type, canonical_type
 
 _PLAIN = {
     "smallint": "int16",
@@ -44,7 +45,7 @@ _PLAIN = {
     "jsonb": "json",
 }
 _NUMERIC = re.compile(r"numeric\((\d+),(-?\d+)\)")
-_TIMESTAMP = re.compile(r"timestamp(?:\(\d\))?(?: with(?:out)? time zone)?")
+_TIMESTAMP = re.compile(r"timestamp(?:\(\d\))?( with time zone| without time zone)?")
 
 TIMESTAMP_INFINITY = 2**63 - 1
 DATE_INFINITY = 2**31 - 1
@@ -62,14 +63,24 @@ def column_for(name: str, type_name: str) -> Column:
     """The shard column of a PostgreSQL column; `type_name` is format_type's text, e.g. `numeric(12,2)`."""
     if type_name in _PLAIN:
         return Column(name, _PLAIN[type_name])
-    if _TIMESTAMP.fullmatch(type_name):
-        return Column(name, "timestamp")
+    found = _TIMESTAMP.fullmatch(type_name)
+    if found:
+        return Column(name, "timestamp" if found[1] == " with time zone" else "timestamp_ntz")
     found = _NUMERIC.fullmatch(type_name)
     if found:
         precision, scale = int(found[1]), int(found[2])
         if 1 <= precision <= 38 and 0 <= scale <= precision:
             return Column(name, f"decimal({precision},{scale})")
     return Column(name, "string")
+
+
+def as_held(columns: Iterable[Column], have: ShardSchema) -> tuple[Column, ...]:
+    """Columns of a captured table as a shard that is there holds them. One that was made before shards had
+    `timestamp_ntz` has `timestamp` in its place, its digits read as UTC, and keeps it (RFC 0007)."""
+    instants = {c.name for c in have.columns if c.type == "timestamp"}
+    return tuple(
+        replace(c, type="timestamp") if c.type == "timestamp_ntz" and c.name in instants else c for c in columns
+    )
 
 
 def parse_column(values: Sequence[str | None], column: Column) -> pa.Array:
@@ -99,7 +110,7 @@ def cast_text(text: pa.Array, kind: str) -> pa.Array:
         if pc.any(pc.invert(pc.or_(true, false))).as_py():
             raise pa.ArrowInvalid("not a boolean")
         return true
-    if kind == "timestamp":
+    if kind == "timestamp":  # a `timestamp_ntz` is one cast, which refuses a zone
         # With a zone on every value Arrow applies it; without any, the digits are taken as UTC.
         try:
             return text.cast(target)
@@ -137,8 +148,9 @@ def _bytea(text: pa.Array) -> pa.Array:
 
 def _slowly(values: Sequence[str | None], column: Column, kind: str, target: pa.DataType) -> pa.Array:
     """Value by value: names the bad one, and reads what only PostgreSQL writes (infinity, BC, year 10000)."""
-    if kind == "timestamp":
-        numbers = [None if v is None else _each(_timestamp_us, v, column) for v in values]
+    if kind in TIMESTAMPS:
+        read = _timestamp_us if kind == "timestamp" else _clock_us
+        numbers = [None if v is None else _each(read, v, column) for v in values]
         return pa.array(numbers, pa.int64()).view(target)
     if kind == "date":
         numbers = [None if v is None else _each(_date_days, v, column) for v in values]
@@ -175,3 +187,10 @@ def _date_days(text: str) -> int:
 
 def _timestamp_us(text: str) -> int:
     return _number(read_timestamptz(text), TIMESTAMP_INFINITY)
+
+
+def _clock_us(text: str) -> int:
+    """PostgreSQL ignores a zone in such a text; here nothing of a value is left out."""
+    if names_zone(text):
+        raise ValueError("it has a zone")
+    return _number(read_timestamp(text), TIMESTAMP_INFINITY)

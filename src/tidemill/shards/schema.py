@@ -9,6 +9,7 @@
     binary           binary
     date             date32
     timestamp        timestamp(us, UTC)        the spelling `timestamp(us, UTC)` is accepted too
+    timestamp_ntz    timestamp(us)             what a clock on the wall shows, in no zone (RFC 0007)
     decimal(p,s)     decimal128(p, s)          1 ≤ p ≤ 38, 0 ≤ s ≤ p
 
 Stored order: columns, `_time` int64 (ms), `_diff` int64, `_hash` uint64. All columns are nullable on
@@ -37,10 +38,12 @@ _PLAIN: dict[str, pa.DataType] = {
     "binary": pa.binary(),
     "date": pa.date32(),
     "timestamp": pa.timestamp("us", tz="UTC"),
+    "timestamp_ntz": pa.timestamp("us"),
 }
+TIMESTAMPS = frozenset({"timestamp", "timestamp_ntz"})
 _DECIMAL = re.compile(r"decimal\(\s*(\d+)\s*,\s*(\d+)\s*\)")
 _TIMESTAMP = re.compile(r"timestamp\(\s*us\s*,\s*utc\s*\)", re.IGNORECASE)
-_RESERVED = frozenset({TIME, DIFF, HASH, "_order", "_partition", "_live"})
+_RESERVED = frozenset({TIME, DIFF, HASH, "_order", "_partition", "_live", "_tm.unchanged", "_tm.key"})
 """What parts hold beside the columns, and what commands and streams of a table's records do."""
 _BUCKETS_MAX = 4096
 
@@ -105,10 +108,11 @@ def difference(have: ShardSchema, want: ShardSchema) -> str:
     out = []
     old = {c.name: c.type for c in have.columns}
     new = {c.name: c.type for c in want.columns}
-    out += [f"-{name} {kind}" for name, kind in old.items() if name not in new]
+    retired = {c.name for c in have.columns if c.retired}
+    out += [f"-{name} {kind}" for name, kind in old.items() if name not in new and name not in retired]
     out += [f"+{name} {kind}" for name, kind in new.items() if name not in old]
     out += [f"{n} {old[n]}→{new[n]}" for n in old if n in new and old[n] != new[n]]
-    if not out and list(old) != list(new):
+    if not out and [n for n in old if n in new or n not in retired] != list(new):
         out.append("column order")
     if have.key != want.key:
         out.append(f"key ({','.join(have.key)})→({','.join(want.key)})")
@@ -146,7 +150,8 @@ def hash_columns(schema: ShardSchema) -> tuple[str, ...]:
 def conform(rows: pa.Table, target: pa.Schema) -> pa.Table:
     """`rows` with exactly the columns, order and types of `target`. Raises Invalid naming the column.
 
-    Casts are safe ones only (int32 → int64 yes, a value that does not fit: Invalid).
+    Casts are safe ones only (int32 → int64 yes, a value that does not fit: Invalid); a timestamp with a zone and one
+    without are not each other's, though Arrow would cast them.
     """
     columns = []
     for field in target:
@@ -156,6 +161,8 @@ def conform(rows: pa.Table, target: pa.Schema) -> pa.Table:
         column = rows.column(index)
         if not column.type.equals(field.type):
             try:
+                if pa.types.is_timestamp(field.type) and bool(field.type.tz) != bool(getattr(column.type, "tz", "")):
+                    raise pa.ArrowInvalid("only one of the two has a zone")
                 column = column.cast(field.type)
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
                 raise Invalid(

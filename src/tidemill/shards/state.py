@@ -58,13 +58,15 @@ VERSIONS_KEPT = 32
 
 
 class SchemaVersion(msgspec.Struct, frozen=True):
-    """The schema became `version` at `at_ms`, when upper was `upper`. `widened`: columns with the types they had."""
+    """The schema became `version` at `at_ms`, when upper was `upper`. `widened`: columns with the types they had.
+    `retired`: columns that the source has no more; one that it has again is among the `added`."""
 
     version: int
     upper: int
     at_ms: int
     added: tuple[str, ...] = ()
     widened: tuple[tuple[str, str], ...] = ()
+    retired: tuple[str, ...] = ()
 
 
 class WriterToken(msgspec.Struct, frozen=True):

@@ -34,7 +34,8 @@ class TopicConfig(msgspec.Struct, frozen=True):
     """What is honoured, typed. retention_ms, retention_bytes: −1 keeps everything; bytes are of one partition, as in
     Kafka. append_time: records get the time at which they are stored. ahead_max_ms: how far beyond now a record's own
     time may lie. codec: by what batches are compressed; AS_SENT leaves it to producers. cleanup: what is done with the
-    past; the four after it say when it is compacted (`keeper`)."""
+    past; the four after it say when it is compacted (`keeper`). captured, which is no config: it is a captured
+    table's topic, in which a record without a key empties its partition."""
 
     max_message_bytes: int = KAFKA_REQUEST_BYTES
     retention_ms: int = -1
@@ -47,6 +48,12 @@ class TopicConfig(msgspec.Struct, frozen=True):
     compaction_lag_ms: int = 0
     compaction_lag_max_ms: int = _LONG
     dirty_ratio: float = 0.5
+    captured: bool = False
+
+    @property
+    def asks_keys(self) -> bool:
+        """Of every record."""
+        return self.compacts and not self.captured
 
     @property
     def compacts(self) -> bool:

@@ -49,12 +49,14 @@ client to reach it."""
 
 
 class NodeInfo(msgspec.Struct, frozen=True):
-    """Where a node is reached. `listeners`: the Kafka addresses beside (host, kafka_port), by name."""
+    """Where a node is reached, and the captures that it may run. `listeners`: the Kafka addresses beside
+    (host, kafka_port), by name."""
 
     host: str = ""
     kafka_port: int = 0
     http_url: str = ""
     listeners: dict[str, tuple[str, int]] = {}
+    captures: tuple[str, ...] = ()
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -66,6 +68,7 @@ class Member(msgspec.Struct, frozen=True):
     http_url: str
     node_id: int
     listeners: dict[str, tuple[str, int]] = {}
+    captures: tuple[str, ...] = ()
 
 
 class Assignment(Protocol):
@@ -189,6 +192,11 @@ class Membership:
     def _unit_broke(self, mark: str, error: BaseException) -> None:
         self._tracker.fail(mark, sentence(error), now_ms=self._clock.now_ms(), parked=True)
 
+    def offer(self, captures: tuple[str, ...]) -> None:
+        """The captures that this node may run are others than before; with the next renewal of its lease, within a
+        third of its time, the others see it."""
+        self._info = msgspec.structs.replace(self._info, captures=captures)
+
     async def leave(self) -> None:
         """Give the lease up, so that others take over now rather than after its time to live. From here on this node
         leads nothing, and tells clients who does."""
@@ -305,12 +313,13 @@ class Membership:
                 await asyncio.sleep(EAGER_POLL_GAP_S)
 
     async def _keep_lease(self) -> None:
-        name, info = LEASE_PREFIX + self.node, msgspec.msgpack.encode(self._info)
+        name = LEASE_PREFIX + self.node
         while not self._left:
             await asyncio.sleep(self._ttl_ms / 3000 * self._rand.uniform(0.8, 1.0))
             if self._left:
                 return
             asked_s = self._clock.monotonic_s()
+            info = msgspec.msgpack.encode(self._info)
             try:
                 self._lease = await self._consensus.acquire(name, self._holder, self._ttl_ms, info)
                 self._answered()
@@ -380,8 +389,11 @@ class Membership:
         for name, info in live.items():
             node = msgspec.msgpack.decode(info, type=NodeInfo)
             members.append(
-                Member(name, node.host, node.kafka_port, node.http_url, self._ids.get(name, 0), node.listeners)
-            )
+                Member(
+                    name, node.host, node.kafka_port, node.http_url, self._ids.get(name, 0), node.listeners,
+                    node.captures,
+                )
+            )  # fmt: skip
         self._set_members(tuple(sorted(members, key=lambda member: (member.node_id, member.name))))
 
     def _set_members(self, members: tuple[Member, ...]) -> None:

@@ -21,7 +21,6 @@ from tidemill.metastore.metastore import Metastore
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.topics.batch.header import parse_header
 from tidemill.topics.checking import THREADS, Checker
-from tidemill.topics.configs import stored_config
 from tidemill.topics.deposed import Heads
 from tidemill.topics.fetch import read_batches
 from tidemill.topics.following import LocalFollowing, Serving
@@ -53,7 +52,7 @@ from tidemill.topics.partition.holes import Holes
 from tidemill.topics.partition.machine import LedPartition, Surroundings, no_coordinator
 from tidemill.topics.partition.outcomes import producer_status
 from tidemill.topics.partition.pending import fail_future
-from tidemill.topics.retention import Holds, Retainer, is_compacted
+from tidemill.topics.retention import Holds, Retainer, config_of, is_compacted
 from tidemill.topics.serve import Led, told_of
 from tidemill.topics.settings import TopicSettings
 from tidemill.topics.supervision import PartitionKey, Supervision
@@ -397,7 +396,7 @@ class LocalTopics:
         """Open partitions follow their topic's config."""
         for topic_id, row in self._topics.items():
             if topic_id in before and row.config != before[topic_id].config:
-                config = stored_config(row.config)
+                config = config_of(row)
                 for partition in range(row.partitions):
                     if (led := self._led.get((topic_id, partition))) is not None:
                         led.config = config
@@ -479,7 +478,7 @@ class LocalTopics:
         if not self._exists(led):
             led.close(Missing(f"no such partition: topic_id={led.topic_id} partition={led.partition}."))
         elif led.closed_error is None:
-            led.config = stored_config(self._topics[led.topic_id].config)
+            led.config = config_of(self._topics[led.topic_id])
             async with self._openings:
                 # It may have moved while it waited for its turn: whoever leads it by now is not to be fenced.
                 if led.closed_error is None:

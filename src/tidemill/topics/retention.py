@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import structlog
+from msgspec.structs import replace
 
 from tidemill.base.clock import Clock
 from tidemill.base.tasks import is_fault, sentence
@@ -69,8 +70,13 @@ def has_retention(row: TopicRow) -> TopicConfig | None:
 
 
 def is_compacted(row: TopicRow) -> bool:
-    """By key. A captured table's topic never is: a later pipeline begins with all of it."""
-    return row.kind == "stream" and "cleanup.policy" in row.config and stored_config(row.config).compacts
+    """By key."""
+    return "cleanup.policy" in row.config and stored_config(row.config).compacts
+
+
+def config_of(row: TopicRow) -> TopicConfig:
+    """What whoever serves the topic keeps to."""
+    return replace(stored_config(row.config), captured=row.kind == "capture")
 
 
 class Retainer:

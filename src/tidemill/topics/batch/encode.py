@@ -29,12 +29,14 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-_SMALL = [_varint(value) for value in range(16_384)]
-_NULL = _varint(-1)
+TABLE_SIZE = 16_384
+_SMALL = [_varint(value) for value in range(TABLE_SIZE)]
+NULL = _varint(-1)
 
 
-def _signed(value: int) -> bytes:
-    return _SMALL[value] if 0 <= value < 16_384 else _varint(value)
+def signed(value: int) -> bytes:
+    """A zig-zag varint."""
+    return _SMALL[value] if 0 <= value < TABLE_SIZE else _varint(value)
 
 
 def encode_batch(
@@ -54,28 +56,44 @@ def encode_batch(
         raise Invalid("a record batch needs at least one record.")
     codec = codec_number(compression)
     first_ms = records[0].timestamp_ms if base_timestamp is None else base_timestamp
-    max_ms = first_ms
+    max_ms = max(first_ms, max(record.timestamp_ms for record in records))
+    payload = compress(codec, encode_records(records, 0, first_ms))
+    fields = (codec, len(records) - 1, first_ms, max_ms, producer_id, producer_epoch, base_sequence, len(records))
+    return bytes(_framed(payload, base_offset, leader_epoch, fields))
+
+
+def encode_records(records: Sequence[Record], first: int, first_ms: int) -> bytes:
+    """Records with the offset deltas `first`, `first` + 1, … of a batch whose first timestamp is `first_ms`."""
     parts: list[bytes] = []
-    for delta, record in enumerate(records):
-        timestamp_ms = record.timestamp_ms
-        if timestamp_ms > max_ms:
-            max_ms = timestamp_ms
+    for delta, record in enumerate(records, first):
         key, value, headers = record.key, record.value, record.headers
-        body = [b"\x00", _signed(timestamp_ms - first_ms), _signed(delta)]
-        body += (_NULL,) if key is None else (_signed(len(key)), key)
-        body += (_NULL,) if value is None else (_signed(len(value)), value)
-        body.append(_signed(len(headers)))
+        body = [b"\x00", signed(record.timestamp_ms - first_ms), signed(delta)]
+        body += (NULL,) if key is None else (signed(len(key)), key)
+        body += (NULL,) if value is None else (signed(len(value)), value)
+        body.append(signed(len(headers)))
         for name, content in headers:
             encoded = name.encode()
-            body += (_signed(len(encoded)), encoded)
-            body += (_NULL,) if content is None else (_signed(len(content)), content)
+            body += (signed(len(encoded)), encoded)
+            body += (NULL,) if content is None else (signed(len(content)), content)
         joined = b"".join(body)
-        parts.append(_signed(len(joined)))
+        parts.append(signed(len(joined)))
         parts.append(joined)
-    payload = compress(codec, b"".join(parts))
-    count = len(records)
-    fields = (codec, count - 1, first_ms, max_ms, producer_id, producer_epoch, base_sequence, count)
-    return bytes(_framed(payload, base_offset, leader_epoch, fields))
+    return b"".join(parts)
+
+
+def frame_records(
+    payload: Buffer,
+    count: int,
+    first_ms: int,
+    max_ms: int,
+    *,
+    producer_id: int,
+    producer_epoch: int,
+    base_sequence: int,
+) -> bytes:
+    """One uncompressed batch of `count` records that are encoded already, as `encode_batch` would make it."""
+    fields = (0, count - 1, first_ms, max_ms, producer_id, producer_epoch, base_sequence, count)
+    return bytes(_framed(payload, 0, -1, fields))
 
 
 def recompressed(header: BatchHeader, records: Buffer, codec: int) -> bytearray:
@@ -88,7 +106,7 @@ def recompressed(header: BatchHeader, records: Buffer, codec: int) -> bytearray:
     return _framed(compress(codec, bytes(records)), h.base_offset, h.leader_epoch, fields)
 
 
-def _framed(payload: bytes, base_offset: int, leader_epoch: int, fields: tuple[int, ...]) -> bytearray:
+def _framed(payload: Buffer, base_offset: int, leader_epoch: int, fields: tuple[int, ...]) -> bytearray:
     """A header before `payload`; `fields`: those after the checksum."""
     batch = bytearray(HEADER_BYTES)
     batch += payload

@@ -1,7 +1,8 @@
 """One stretch of batches, cleaned: which records stay, and the batches that hold them. Pure, by columns.
 
 CL1  A record goes when a newer one of its key is in the map, when it has no key, or when it is a tombstone below
-     `tombstones_below`. From `end` on nothing is touched.
+     `tombstones_below`. From `end` on nothing is touched. In a captured table's topic a record without a key is the
+     tombstone of every key before it: what is older goes, and it goes as a tombstone does.
 CL2  A batch keeps its first and last offset, its producer, epoch and sequence, and its codec; its records keep their
      bytes. One without records any more goes whole: what is known of producers is in the partition's state.
 CL3  A batch of an aborted transaction has no records for anybody, and goes; so does the marker of a commit, which
@@ -28,16 +29,19 @@ from tidemill.topics.compaction.hashes import KeyHash
 from tidemill.topics.compaction.keymap import KeyMap
 from tidemill.topics.front import BadBatch, BatchRef
 
+Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
 
 class Pass(msgspec.Struct, frozen=True):
     """What is known of a partition's keys below `end`, and which tombstones may go: those below `tombstones_below`.
-    `tombstones_from`: those that stay are counted from there on."""
+    `tombstones_from`: those that stay are counted from there on. `captured`: the topic is a captured table's."""
 
     keys: KeyMap
     key_hash: KeyHash
     end: int
     tombstones_below: int
     tombstones_from: int
+    captured: bool = False
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -47,6 +51,10 @@ class Batch(msgspec.Struct, frozen=True):
     base_offset: int
     next_offset: int
     max_timestamp_ms: int
+
+
+PLAIN_HEADERS, UNCHANGED_HEADER = 3, "tm.unchanged"
+"""Of a captured table's records (capture/topic_writer.py)."""
 
 
 class Cleaned(msgspec.Struct, frozen=True):
@@ -59,15 +67,26 @@ Stored = tuple[BatchRef, Buffer]
 """Where a batch lies, with the producers whose batch here is an aborted one, and its bytes."""
 
 
-def take_keys(batches: Sequence[Stored], key_hash: KeyHash, keys: KeyMap) -> None:
-    """Into the map, from batches in order: what has records for anybody, and a key."""
+def take_keys(batches: Sequence[Stored], key_hash: KeyHash, keys: KeyMap, *, captured: bool = False) -> None:
+    """Into the map, from batches in order: what has records for anybody, and a key. `captured`: see Pass."""
     for group in _groups(_opened(ref, data) for ref, data in batches):
         readable = [each for each in group if isinstance(each, Opened)]
         for _, columns, _ in _scanned(readable):
             if columns is None:
                 continue
-            some = columns.take(np.flatnonzero(columns.key_bytes >= 0))
+            keyed = columns.key_bytes >= 0
+            some = columns.take(np.flatnonzero(keyed & ~_leaving(columns) if captured else keyed))
             keys.add(key_hash.of(some.body, some.key_at, some.key_bytes), some.offsets)
+            if captured and not keyed.all():
+                keys.emptied_at = int(columns.offsets[columns.key_bytes < 0][-1])
+
+
+def _leaving(columns: Columns) -> Mask:
+    """Records that leave columns out, which a reader has from the record before of their key: they supersede none."""
+    out = np.zeros(len(columns), np.bool_)
+    for at in np.flatnonzero(columns.header_counts > PLAIN_HEADERS).tolist():
+        out[at] = any(name == UNCHANGED_HEADER for name, _ in columns.headers_of(at))
+    return out
 
 
 def clean(batches: Sequence[Stored], rules: Pass) -> Cleaned:
@@ -86,8 +105,7 @@ def clean(batches: Sequence[Stored], rules: Pass) -> Cleaned:
                 stays += [_as_it_is(each) for each in opened]
                 continue
             keep = _kept(columns, rules)
-            deletes = (columns.value_bytes < 0) & (columns.offsets >= rules.tombstones_from)
-            tombstones += int((keep & deletes).sum())
+            tombstones += int((keep & _deletes(columns, rules) & (columns.offsets >= rules.tombstones_from)).sum())
             changed = changed or not keep.all()
             stays += _rewritten(opened, columns, begins, keep)
     stays.sort(key=lambda batch: batch.base_offset)
@@ -98,10 +116,17 @@ def clean(batches: Sequence[Stored], rules: Pass) -> Cleaned:
     return Cleaned(stays, tombstones, changed)
 
 
-def _kept(columns: Columns, rules: Pass) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _kept(columns: Columns, rules: Pass) -> Mask:
     hashes = rules.key_hash.of(columns.body, columns.key_at, columns.key_bytes)
-    keep = (columns.key_bytes >= 0) & ~rules.keys.superseded(hashes, columns.offsets)
-    return keep & ~((columns.value_bytes < 0) & (columns.offsets < rules.tombstones_below))
+    keyed = columns.key_bytes >= 0
+    keep = (keyed & ~rules.keys.superseded(hashes, columns.offsets)) | (~keyed & rules.captured)
+    keep &= columns.offsets >= rules.keys.emptied_at
+    return keep & ~(_deletes(columns, rules) & (columns.offsets < rules.tombstones_below))
+
+
+def _deletes(columns: Columns, rules: Pass) -> Mask:
+    """Which records are tombstones."""
+    return (columns.value_bytes < 0) | ((columns.key_bytes < 0) & rules.captured)
 
 
 def _opened(ref: BatchRef, data: Buffer) -> Opened | Batch | None:
@@ -150,9 +175,7 @@ def _scanned(group: list[Opened]) -> Iterator[tuple[list[Opened], Columns | None
             yield some, None, np.zeros(0, np.int64)
 
 
-def _rewritten(
-    opened: Sequence[Opened], columns: Columns, begins: Int64s, keep: np.ndarray[tuple[int], np.dtype[np.bool_]]
-) -> Iterator[Batch]:
+def _rewritten(opened: Sequence[Opened], columns: Columns, begins: Int64s, keep: Mask) -> Iterator[Batch]:
     first = 0
     for each in opened:
         end = first + each.header.record_count

@@ -1,4 +1,5 @@
-"""Hash of a key → offset of its newest record, of a stretch of a partition: what one pass of compaction knows.
+"""Hash of a key → offset of its newest record, of a stretch of a partition: what one pass of compaction knows. Of a
+captured table's also where it was emptied last.
 
 KM1  It holds as many keys as it was given room for, 24 bytes each, and those of one batch more: a pass of a partition
      with more keys ends where the map is full, and the next one goes on there.
@@ -24,6 +25,8 @@ class KeyMap:
         """Keys that agree in the first half of their hash: nearly always one."""
         self._pending: list[tuple[Hashes, Int64s]] = []
         self._pending_count = 0
+        self.emptied_at = -1
+        """Nothing before this offset counts any more, of whatever key."""
 
     def __len__(self) -> int:
         self._settle()

@@ -220,7 +220,7 @@ class LedPartition:
         return future
 
     def _check(self, pending: Pending, sender: Hashable) -> None:
-        pending.keyed, codec = self.config.compacts, self.config.codec
+        pending.keyed, codec = self.config.asks_keys, self.config.codec
         try:
             self._around.checker.check(
                 pending.header, pending.buffer, sender, lambda outcome: self._batch_checked(pending, outcome),

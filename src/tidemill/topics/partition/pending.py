@@ -121,7 +121,7 @@ class Pending:
     def suits(self, config: TopicConfig) -> bool:
         """Was it checked for, and is it as, what the topic asks of its records? A marker always is."""
         return self.kind > TRANSACTIONAL or (
-            (self.keyed or not config.compacts) and config.codec in (AS_SENT, self.header.codec)
+            (self.keyed or not config.asks_keys) and config.codec in (AS_SENT, self.header.codec)
         )
 
     def stamp(self, append_time_ms: int) -> None:

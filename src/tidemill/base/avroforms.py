@@ -1,0 +1,67 @@
+"""Values of change events in Avro: which kind of binary value a column has, and what stands before each. Pure.
+
+    record   0x00 │ schema id, uint32 │ body      the wire format of registries: key and value each have their schema
+    kind     body of a value
+    varint   zig-zag varint: int and long alike, so that one which was widened reads as it did
+    float    4 bytes IEEE 754, little end first                  double   8 bytes
+    boolean  1 byte
+    string   its size as a varint, UTF-8
+
+Forms are those of the JSON (pgforms); what JSON has no number for, a float has as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from tidemill.base.pgforms import NUMBERS, form_of
+
+AVRO = "debezium-avro"
+"""The envelope's name."""
+MAGIC = 0
+PREFIX_BYTES = 5
+NULL, THERE = b"\x00", b"\x02"
+"""Branches of the union of null and a type."""
+
+Kind = Literal["varint", "float", "double", "boolean", "string"]
+Layout = tuple[tuple[str, Kind, bool], ...]
+"""The fields of a row in order: column, kind, whether it may be null."""
+
+_FLOAT4 = 700
+
+
+class Described(Protocol):
+    """A column, as the stream or the catalogue has it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def type_oid(self) -> int: ...
+    @property
+    def type_mod(self) -> int: ...
+    @property
+    def key_index(self) -> int: ...
+
+
+def prefix(schema_id: int) -> bytes:
+    return bytes([MAGIC]) + schema_id.to_bytes(4, "big")
+
+
+def kind_of(type_oid: int, type_mod: int) -> Kind:
+    form = form_of(type_oid, type_mod)
+    if form == "number" or form in NUMBERS:
+        return "varint"
+    if form == "float":
+        return "float" if type_oid == _FLOAT4 else "double"
+    return "boolean" if form == "bool" else "string"
+
+
+def layout_of(columns: Sequence[Described]) -> Layout:
+    """Of the rows within events: what belongs to the key is never null."""
+    return tuple((c.name, kind_of(c.type_oid, c.type_mod), c.key_index < 0) for c in columns)
+
+
+def key_of(columns: Sequence[Described]) -> Layout:
+    """Of keys, in the order of the primary key."""
+    return layout_of(sorted((c for c in columns if c.key_index >= 0), key=lambda c: c.key_index))

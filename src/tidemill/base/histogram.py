@@ -1,0 +1,129 @@
+"""How long things take, as histograms: of fixed size whatever is counted, and added up over processes.
+
+    bucket 0: below 1 ms · bucket n: [2^((n−1)/4), 2^(n/4)) ms · the last one takes all that is longer (37 hours)
+
+N1  A quantile is the upper end of its bucket, at most a fifth above what it is; never more than the longest seen.
+N2  `Stages` shows the last WINDOW_MS to twice that, as long as something comes; then it stands still and costs nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from math import log2
+
+PER_OCTAVE = 4
+BUCKETS = 27 * PER_OCTAVE + 1
+WINDOW_MS = 300_000
+
+STAGES = ("received", "durable", "bound", "planned", "decoded", "written", "appended")
+"""On the way from a commit to a shard. The first three are the capture's, the others a pipeline's."""
+
+SINCE_BOUND = "appended since bound"
+"""A pipeline's own share: counted from the binding, the others from the commit."""
+
+Plain = dict[str, object]
+
+
+class Histogram:
+    """Of durations in ms. Not for several threads."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * BUCKETS
+        self.most_ms = 0
+
+    @property
+    def count(self) -> int:
+        return sum(self._counts)
+
+    def add(self, duration_ms: int) -> None:
+        """Below 0 (clocks that differ) counts as 0."""
+        self._counts[_bucket(duration_ms)] += 1
+        self.most_ms = max(self.most_ms, duration_ms)
+
+    def merge(self, other: Histogram) -> None:
+        self._counts = [mine + theirs for mine, theirs in zip(self._counts, other._counts, strict=True)]
+        self.most_ms = max(self.most_ms, other.most_ms)
+
+    def quantile(self, fraction: float) -> int | None:
+        """In ms, nearest rank (N1); None of nothing."""
+        rank = int(fraction * (self.count - 1))
+        for bucket, count in enumerate(self._counts):
+            if rank < count:
+                return min(self.most_ms, _upper_ms(bucket))
+            rank -= count
+        return None
+
+    def summary(self) -> dict[str, int | None]:
+        """{"count", "p50", "p95", "p99", "max"}, ms; None of nothing."""
+        count = self.count
+        found: dict[str, int | None] = {"count": count}
+        for name, fraction in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99)):
+            found[name] = self.quantile(fraction)
+        return found | {"max": self.most_ms if count else None}
+
+    def plain(self) -> Plain:
+        """As reports carry it: {"max": ms, "counts": [[bucket, count], …]}."""
+        return {"max": self.most_ms, "counts": [[n, count] for n, count in enumerate(self._counts) if count]}
+
+    @classmethod
+    def of(cls, plain: object) -> Histogram:
+        """Of what another process said, of whatever version: what cannot be read counts as nothing."""
+        made = cls()
+        match plain:
+            case {"max": int(most), "counts": [*pairs]}:
+                made.most_ms = most
+                for pair in pairs:
+                    match pair:
+                        case [int(bucket), int(count)] if 0 <= bucket < BUCKETS and count > 0:
+                            made._counts[bucket] += count
+        return made
+
+
+def _bucket(duration_ms: int) -> int:
+    return 0 if duration_ms < 1 else min(BUCKETS - 1, 1 + int(PER_OCTAVE * log2(duration_ms)))
+
+
+def _upper_ms(bucket: int) -> int:
+    return int(2 ** (bucket / PER_OCTAVE))
+
+
+class Stages:
+    """Of one source: a histogram for each stage. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now: dict[str, Histogram] = {}
+        self._before: dict[str, Histogram] = {}
+        self._began_ms: int | None = None
+
+    def add(self, stage: str, since_ms: Iterable[int], now_ms: int) -> None:
+        """What began at each of `since_ms` (wall clock; 0 = not known) has come to `stage` now."""
+        with self._lock:
+            began_ms = self._began_ms
+            if began_ms is None or not 0 <= now_ms - began_ms < WINDOW_MS:
+                self._before, self._now, self._began_ms = self._now, {}, now_ms
+            histogram = self._now.get(stage)
+            for at_ms in since_ms:
+                if at_ms:
+                    if histogram is None:
+                        histogram = self._now[stage] = Histogram()
+                    histogram.add(now_ms - at_ms)
+
+    def histograms(self) -> dict[str, Histogram]:
+        with self._lock:
+            return merged((self._before, self._now))
+
+    def summary(self, stage: str) -> dict[str, int | None]:
+        return self.histograms().get(stage, Histogram()).summary()
+
+    def plain(self) -> dict[str, Plain]:
+        return {stage: histogram.plain() for stage, histogram in self.histograms().items()}
+
+
+def merged(several: Iterable[Mapping[str, Histogram]]) -> dict[str, Histogram]:
+    found: dict[str, Histogram] = {}
+    for each in several:
+        for stage, histogram in each.items():
+            found.setdefault(stage, Histogram()).merge(histogram)
+    return found

@@ -1,0 +1,139 @@
+"""Sections of the configuration about shapes: what they cost, which ones the server defines, who signs URLs of them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from tidemill.base.limits import LOOPBACK_ORIGINS
+from tidemill.base.section import NAME, NOT_A_NAME, Section
+
+KEY_BYTES_MIN = 32
+
+
+class ShapesSection(Section):
+    """See `shapes.settings.ShapeSettings`; `node.served` makes one of it."""
+
+    secret: str = ""
+    allowed_origins: list[str] = list(LOOPBACK_ORIGINS)
+    allow_delete: bool = False
+    max_shapes: int = Field(1_000, ge=1, le=1_000_000)
+    memory_mb: int = Field(512, ge=1)
+    disk_mb: int = Field(4_096, ge=0)
+    base_mb: int = Field(256, ge=1)
+    log_mb: int = Field(64, ge=1)
+    chunk_kb: int = Field(10_240, ge=1, le=102_400)
+    idle_s: float = Field(300.0, ge=1.0)
+    backlog_mb: int = Field(64, ge=1)
+    backlog_s: float = Field(10.0, ge=0.5)
+    loop_share: float = Field(0.5, ge=0.05, le=0.95)
+    max_initial: int = Field(300, ge=1)
+    max_existing: int = Field(10_000, ge=1)
+    subset_mb: int = Field(16, ge=1)
+    long_poll_s: float = Field(20.0, ge=1.0, le=600.0)
+    sse_s: float = Field(60.0, ge=2.0, le=3600.0)
+    load_timeout_s: float = Field(45.0, ge=1.0, le=600.0)
+    cache_initial_s: int = Field(3_600, ge=0)
+    cache_later_s: int = Field(60, ge=0)
+    cache_live_s: int = Field(5, ge=0)
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _origins(cls, value: list[str]) -> list[str]:
+        for origin in value:
+            if origin != "*" and not re.fullmatch(r"https?://[^/*\s]+(:\*)?", origin):
+                raise ValueError(f"{origin!r}: write http(s)://host[:port], http(s)://host:* or *")
+        return value
+
+
+class BoundParam(Section):
+    """A value that is no constant: of the token's `claim`, or the client's own `params[client]`."""
+
+    claim: str = ""
+    client: int = Field(0, ge=0, le=1_000)
+
+
+class ShapeSection(Section):
+    """One shape that the server defines; see `shapes.named.NamedShape`, which `node.served` makes of it."""
+
+    table: str = Field(min_length=1)
+    where: str = ""
+    params: list[str | BoundParam] = []
+    columns: list[str] = []
+    replica: Literal["default", "full"] = "default"
+    narrow: bool = False
+
+    @property
+    def claims(self) -> list[str]:
+        """Names of the claims that its clause is bound to."""
+        return [param.claim for param in self.params if isinstance(param, BoundParam) and param.claim]
+
+    @field_validator("params", mode="before")
+    @classmethod
+    def _values(cls, value: Any) -> Any:
+        return [_param(each) for each in value] if isinstance(value, list) else value
+
+    @field_validator("params")
+    @classmethod
+    def _numbered(cls, value: list[str | BoundParam]) -> list[str | BoundParam]:
+        numbers = {each.client for each in value if isinstance(each, BoundParam) and each.client}
+        if numbers != set(range(1, len(numbers) + 1)):
+            raise ValueError("what clients send is numbered from 1 without gaps: { client = 1 }, { client = 2 }")
+        return value
+
+    @field_validator("columns")
+    @classmethod
+    def _columns(cls, value: list[str]) -> list[str]:
+        if not all(value):
+            raise ValueError("a column without a name")
+        return value
+
+    @field_validator("narrow")
+    @classmethod
+    def _one_numbering(cls, value: bool, info: ValidationInfo) -> bool:
+        params = info.data.get("params", [])
+        if value and any(isinstance(each, BoundParam) and each.client for each in params):
+            raise ValueError("with narrow, params are those of the client's own clause: leave { client = … } out")
+        return value
+
+
+def _param(value: Any) -> Any:
+    """As text, or what it is bound to."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return str(value)
+    bound = isinstance(value, dict) and len(value) == 1 and (value.get("claim") or value.get("client"))
+    if not isinstance(value, str) and not bound:
+        raise ValueError('write a value, { claim = "NAME" } of the token, or { client = 1 } for what the client sends')
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError("a value holds a zero byte, which no text of PostgreSQL can")
+    return value
+
+
+class SigningSection(Section):
+    """Keys of signed URLs, by their ids; see `shapes.signing.Signing`, which `node.served` makes of it."""
+
+    keys: dict[str, str] = {}
+    use: str = ""
+    max_s: int = Field(7 * 86_400, ge=1, le=366 * 86_400)
+    leeway_s: int = Field(30, ge=0, le=3_600)
+
+    @field_validator("keys")
+    @classmethod
+    def _long(cls, value: dict[str, str]) -> dict[str, str]:
+        for name, key in value.items():
+            if not NAME.match(name):
+                raise ValueError(NOT_A_NAME.format(name))
+            if len(key.encode()) < KEY_BYTES_MIN:
+                raise ValueError(f"the key {name} is too short: use {KEY_BYTES_MIN} bytes at least")
+        return value
+
+    @field_validator("use")
+    @classmethod
+    def _known(cls, value: str, info: ValidationInfo) -> str:
+        if value and value not in info.data.get("keys", {}):
+            raise ValueError(f"{value!r} is none of security.signing.keys")
+        return value

@@ -1,0 +1,287 @@
+"""Topics of captured tables as Kafka clients see them: Debezium's envelope, and what compaction leaves of a table."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import confluent_kafka as ck
+import psycopg
+import pytest
+from harness import RealBroker, eventually
+from msgspec.structs import replace
+
+import kafka
+from tidemill import __version__
+from tidemill.base.marks import Tracker
+from tidemill.capture.config import CaptureConfig
+from tidemill.capture.machine import Capture
+from tidemill.keeper.grounds import Grounds, Retention
+from tidemill.keeper.jobs import Budget
+from tidemill.keeper.persisted import Persisted
+from tidemill.keeper.topic_compaction import TopicCompaction
+from tidemill.keeper.topic_holds import PipelineHolds
+from tidemill.metastore.catalogue import TopicRow
+from tidemill.shards.remap import LogRemap
+from tidemill.topics.checkpoint import PartitionsStage
+from tidemill.topics.l1.reconciler import Reconciler
+from tidemill.topics.l1.store import L1Rows
+
+pytestmark = pytest.mark.postgres
+
+TOPIC = "shop.public.items"
+TABLE = "CREATE TABLE items (id int PRIMARY KEY, name text, price numeric(8,2), day date, at timestamp, z timestamptz)"
+
+
+@pytest.fixture
+def broker() -> Iterator[RealBroker]:
+    broker = RealBroker()
+    yield broker
+    broker.close()
+
+
+class Captured:
+    """A capture of one database on a broker's topics."""
+
+    schemas: Any = None
+
+    def __init__(self, broker: RealBroker, dsn: str, **config: Any) -> None:
+        self.broker, self.call = broker, broker.portal.call
+        self.sql = psycopg.connect(dsn, autocommit=True)
+        self.config = CaptureConfig("shop", dsn, binding_interval_ms=1, **config)
+        self.capture: Capture | None = None
+
+    @property
+    def remap(self) -> LogRemap:
+        return LogRemap(self.broker.consensus, self.config.remap, self.broker.clock, self.broker.rand)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        async def start() -> asyncio.Task[None]:
+            b = self.broker
+            self.capture = Capture(
+                self.config, topics=b.topics, catalogue=b.catalogue, remap=self.remap, clock=b.clock, rand=b.rand,
+                tracker=Tracker(), schemas=self.schemas,
+            )  # fmt: skip
+            return asyncio.create_task(self.capture.run())
+
+        async def stop(task: asyncio.Task[None]) -> None:
+            assert self.capture is not None
+            await self.capture.aclose()
+            await asyncio.gather(task, return_exceptions=True)
+
+        task = self.call(start())
+        try:
+            eventually(lambda: self.capture is not None and self.capture.streaming)
+            yield
+        finally:
+            self.call(stop(task))
+
+    def caught_up(self) -> None:
+        """Everything committed so far is bound."""
+        tag, latest = self.broker.rand.nonce(), self.call(self.remap.latest())
+        since_ms = latest.time_ms if latest is not None else 0
+        self.sql.execute("SELECT pg_logical_emit_message(true, 'tidemill', %s)", [tag])
+        eventually(lambda: any(b.tag == tag for b in self.call(self.remap.after(since_ms))))
+
+    def table(self) -> dict[int, Any]:
+        return {row[0]: row for row in self.sql.execute("SELECT id, name, price::text FROM items")}
+
+    def drop_slot(self) -> None:
+        drop = (
+            "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database = current_database()"
+        )
+        eventually(lambda: self.sql.execute(f"{drop} AND active_pid IS NULL") and not self._slots())
+        self.sql.close()
+
+    def _slots(self) -> int:
+        found = self.sql.execute("SELECT count(*) FROM pg_replication_slots WHERE database = current_database()")
+        return int((found.fetchone() or (0,))[0])
+
+
+@pytest.fixture
+def database(broker: RealBroker, postgres_dsn: str) -> Iterator[Captured]:
+    made: list[Captured] = []
+
+    def capture(**config: Any) -> Captured:
+        made.append(Captured(broker, postgres_dsn, **config))
+        return made[0]
+
+    yield capture  # type: ignore[misc]
+    for each in made:
+        each.drop_slot()
+
+
+def by_confluent(broker: RealBroker, *, group: bool = False) -> list[Any]:
+    """Every record of the topic, from its beginning; as a member of a new group."""
+    client = ck.Consumer({"bootstrap.servers": broker.address, "group.id": broker.rand.nonce(),
+                          "auto.offset.reset": "earliest", "enable.partition.eof": True})  # fmt: skip
+    if group:
+        client.subscribe([TOPIC])
+    else:
+        client.assign([ck.TopicPartition(TOPIC, 0, ck.OFFSET_BEGINNING)])
+    found: list[Any] = []
+    try:
+        while True:
+            message = client.poll(30)
+            assert message is not None, "no record within 30 s"
+            if message.error() is None:
+                found.append(message)
+            elif message.error().code() == ck.KafkaError._PARTITION_EOF:
+                return found
+            else:
+                raise ck.KafkaException(message.error())
+    finally:
+        client.close()
+
+
+def by_kafka_python(broker: RealBroker) -> list[Any]:
+    client = kafka.KafkaConsumer(bootstrap_servers=broker.address, group_id=broker.rand.nonce())
+    partition = kafka.TopicPartition(TOPIC, 0)
+    client.assign([partition])
+    client.seek_to_beginning(partition)
+    found: list[Any] = []
+    try:
+        end = client.end_offsets([partition])[partition]
+
+        def read() -> bool:
+            found.extend(record for records in client.poll(1000).values() for record in records)
+            return bool(client.position(partition) >= end)
+
+        eventually(read)
+        return found
+    finally:
+        client.close()
+
+
+def test_records_are_what_debezium_writes_and_a_restart_goes_on_behind_them(broker: RealBroker, database: Any) -> None:
+    shop: Captured = database(envelope="debezium")
+    shop.sql.execute(TABLE)
+    shop.sql.execute("INSERT INTO items VALUES (1, 'ä', 1.50, '2026-11-23', '2026-11-23 10:00:00.25', NULL)")
+    with shop.running():
+        shop.sql.execute("INSERT INTO items VALUES (2, NULL, NULL, NULL, NULL, '2026-11-23 10:00:00+02')")
+        shop.caught_up()
+    with shop.running():
+        shop.sql.execute("UPDATE items SET price = 2 WHERE id = 2")
+        shop.sql.execute("UPDATE items SET id = 3 WHERE id = 2")
+        shop.sql.execute("DELETE FROM items WHERE id = 1")
+        shop.sql.execute("TRUNCATE items")
+        shop.caught_up()
+    messages = by_confluent(broker, group=True)
+    events = [json.loads(m.value()) if m.value() is not None else None for m in messages]
+    keys = [json.loads(m.key()) if m.key() is not None else None for m in messages]
+    ops = [
+        (event["op"] if event else None, key["id"] if key else None) for event, key in zip(events, keys, strict=True)
+    ]
+    assert ops == [("r", 1), ("c", 2), ("u", 2), ("d", 2), (None, 2), ("c", 3), ("d", 1), (None, 1), ("t", None)]
+    first = {"id": 1, "name": "ä", "price": "1.50", "day": 20780, "at": 1795428000250000, "z": None}
+    second = {"id": 2, "name": None, "price": None, "day": None, "at": None, "z": "2026-11-23T08:00:00Z"}
+    dearer = second | {"price": "2.00"}
+    rows = [(event["before"], event["after"]) for event in events if event]
+    moved = dearer | {"id": 3}
+    assert rows == [
+        (None, first), (None, second), (second, dearer), (dearer, None), (None, moved), (first, None), (None, None),
+    ]  # fmt: skip
+    assert [list(event) for event in events if event] == [
+        ["before", "after", "source", "transaction", "op", "ts_ms"]
+    ] * 7
+    for event, message in zip(events, messages, strict=True):
+        if event is None:
+            continue
+        source, at_ms = event["source"], message.timestamp()[1]
+        place = json.loads(source.pop("sequence"))
+        copied = event["op"] == "r"
+        assert place[0] == str(source["lsn"]) and len(place) == 2
+        assert (source.pop("txId") is None) == copied and source.pop("lsn") > 0
+        assert source == {
+            "version": __version__, "connector": "postgresql", "name": "shop", "ts_ms": at_ms,
+            "snapshot": "true" if copied else "false", "db": shop.config.dsn.rpartition("/")[2].partition("?")[0],
+            "ts_us": at_ms * 1000, "ts_ns": at_ms * 1_000_000, "schema": "public", "table": "items", "xmin": None,
+        }  # fmt: skip
+        assert (event["transaction"], event["ts_ms"]) == (None, at_ms)
+    moves = [dict(messages[n].headers()) for n in (3, 4, 5)]
+    assert [(m.get("__debezium.newkey"), m.get("__debezium.oldkey")) for m in moves] == [
+        (b'{"id":3}', None), (None, None), (None, b'{"id":2}'),
+    ]  # fmt: skip
+    assert [(r.key, r.value) for r in by_kafka_python(broker)] == [(m.key(), m.value()) for m in messages]
+
+
+@pytest.mark.parametrize("envelope", ["row", "debezium"])
+def test_t8_a_new_consumer_of_a_compacted_topic_ends_with_exactly_the_table(
+    broker: RealBroker, database: Any, envelope: str
+) -> None:
+    shop: Captured = database(envelope=envelope, cleanup="compact")
+    shop.sql.execute(TABLE)
+    shop.sql.execute("INSERT INTO items SELECT n, 'x', 1 FROM generate_series(1, 50) n")
+    with shop.running():
+        shop.sql.execute("UPDATE items SET name = 'y'")
+        shop.sql.execute("TRUNCATE items")
+        shop.sql.execute("INSERT INTO items SELECT n, 'x', 1 FROM generate_series(40, 90) n")
+        for n in range(40):
+            shop.sql.execute("UPDATE items SET price = %s, name = 'z' WHERE id > 60", [n])
+        shop.sql.execute("DELETE FROM items WHERE id % 3 = 0")
+        shop.sql.execute("UPDATE items SET id = id + 1000 WHERE id % 7 = 0")
+        shop.caught_up()
+        shop.sql.execute("UPDATE items SET name = 'last' WHERE id = 88")  # the last batch is not compacted
+        shop.caught_up()
+        for n in range(150):  # each is a binding
+            shop.sql.execute(f"SELECT pg_logical_emit_message(true, 'tidemill', 'n{n}')")
+        shop.caught_up()
+        before = len(by_confluent(broker))
+        compact(broker)
+        assert len(by_confluent(broker)) == before, "a pipeline may still begin with the first binding"
+        latest = shop.call(shop.remap.latest())
+        assert latest is not None and shop.call(shop.remap.forget(latest.time_ms))
+        compact(broker)
+        shop.sql.execute("UPDATE items SET name = 'w' WHERE id = 89")
+        shop.caught_up()
+    found = by_kafka_python(broker)
+    assert len(found) < before / 5
+    assert any(record.key is None for record in found), "the truncate stays as long as tombstones do"
+    rows: dict[bytes, Any] = {}
+    for record in found:
+        value = json.loads(record.value) if record.value is not None else None
+        row = value["after"] if value is not None and envelope == "debezium" else value
+        if record.key is None:
+            rows.clear()
+        elif row is None:
+            rows.pop(record.key, None)
+        else:
+            rows[record.key] = row
+    assert {row["id"]: (row["id"], row["name"], row["price"]) for row in rows.values()} == shop.table()
+    with shop.running():  # the tail is found where compaction has been
+        shop.sql.execute("INSERT INTO items VALUES (5000)")
+        shop.caught_up()
+    assert json.loads(by_confluent(broker)[-1].key()) == {"id": 5000}
+
+
+def compact(broker: RealBroker) -> None:
+    """As the keeper does, whatever is dirty."""
+
+    async def run() -> None:
+        topic = await broker.catalogue.get(TopicRow, TOPIC)
+        assert topic is not None and topic.config["cleanup.policy"] == "compact"
+        topics, metastore, clock, rand = broker.topics, broker.metastore, broker.clock, broker.rand
+        rows = L1Rows(metastore, clock, rand)
+        reconciler = Reconciler(
+            rows, broker.objects, topics._cache, topics._shared, clock, rand, topics._settings, topics._led
+        )
+        stage = PartitionsStage(broker.consensus, broker.objects, metastore)
+        await stage.load()
+        for unit in (await stage.gather()).values():
+            for group in unit:
+                await metastore.commit(group)
+        assert (await reconciler.round(topic.topic_id, range(topic.partitions))).failed is None
+        await topics._commits.drain(30)
+        grounds = Grounds(broker.consensus, broker.objects, metastore, clock, rand, Retention(collect_after_s=0))
+        holds = PipelineHolds(broker.consensus, broker.catalogue, Persisted(metastore), clock, rand)
+        job = TopicCompaction(grounds, holds)
+        eager = {"min.cleanable.dirty.ratio": "0"}
+        await broker.catalogue.change_topic(TOPIC, lambda row: replace(row, config=row.config | eager))
+        while await job.run(Budget(clock, 1)):
+            pass
+
+    broker.portal.call(run())
