@@ -94,12 +94,15 @@ class World:
     def config(self, **settings: Any) -> CaptureConfig:
         settings.setdefault("binding_interval_ms", 10)
         settings.setdefault("idle_binding_ms", 100)
+        settings.setdefault("copy_again", False)  # a table that parks stays parked, for most to look at
         return CaptureConfig(name=self.name, dsn=self.dsn, **settings)
 
     def remap(self) -> LogRemap:
         return LogRemap(self.consensus, f"capture/{self.name}", self.clock, self.rand)
 
-    def new_capture(self, *, topics: Any = None, sinks: Sequence[Sink] = (), **settings: Any) -> Capture:
+    def new_capture(
+        self, *, topics: Any = None, sinks: Sequence[Sink] = (), schemas: Any = None, **settings: Any
+    ) -> Capture:
         return Capture(
             self.config(**settings),
             topics=topics or self.topics,
@@ -109,6 +112,7 @@ class World:
             rand=self.rand,
             tracker=self.tracker,
             sinks=sinks,
+            schemas=schemas,
         )
 
     @asynccontextmanager
@@ -249,14 +253,22 @@ def header(record: Record, name: str) -> str:
 
 def fold(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
+    gone: dict[str, dict[str, Any]] = {}
     for record in records:
         if record.key is None:
             assert header(record, "tm.op") == "truncate"
             rows.clear()
         elif record.value is None:
-            rows.pop(record.key.decode(), None)
+            if (key := record.key.decode()) in rows:
+                gone[key] = rows.pop(key)
         else:
-            rows[record.key.decode()] = json.loads(record.value)
+            key, value = record.key.decode(), json.loads(record.value)
+            headers = dict(record.headers)
+            for column in json.loads(headers.get("tm.unchanged") or b"[]"):
+                assert column not in value
+                was = (headers.get("tm.was") or b"").decode()
+                value[column] = gone[was][column] if was else rows[key][column]
+            rows[key] = value
     return rows
 
 

@@ -12,7 +12,7 @@ from capture_world import World, until
 
 from tidemill.base.errors import Invalid, Missing, Unavailable
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.setup import check_database
+from tidemill.capture.rights import check_database
 from tidemill.capture.wire.errors import SlotLost
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.metastore.catalogue import CaptureRow, TopicRow
@@ -170,7 +170,9 @@ def test_wal_level_and_slots(replica_level_server: EmbeddedPostgres) -> None:
     assert "ALTER SYSTEM SET wal_level = 'logical'" in error.value.fix
 
 
-def test_an_invalidated_slot_is_an_error(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_rc9_an_invalidated_slot_is_an_error_and_its_way_out_copies_all_anew(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     """The server throws WAL away that the slot still needs (max_slot_wal_keep_size)."""
     data_dir: Path = tmp_path_factory.mktemp("small") / "data"
     settings = {
@@ -193,8 +195,15 @@ def test_an_invalidated_slot_is_an_error(tmp_path_factory: pytest.TempPathFactor
             return found == [("lost",)]
 
         await until(lost, "the slot is invalidated")
-        with pytest.raises(SlotLost, match="invalidated"):
+        with pytest.raises(SlotLost, match="invalidated") as caught:
             await asyncio.wait_for(world.new_capture().session(), 20)
+        drop = f'DROP PUBLICATION "tidemill_{world.name}"'
+        assert drop in caught.value.fix and "Raise max_slot_wal_keep_size" in caught.value.fix
+        assert "reason=wal_removed" in str(caught.value)
+        await world.sql("INSERT INTO a VALUES (1, 'missed')", drop)
+        async with world.capture():
+            await world.caught_up()
+            assert await world.folded("a") == {'{"id":1}': {"id": 1, "v": "missed"}}
 
     with EmbeddedPostgres(data_dir, settings=settings) as server:
         with psycopg.connect(server.dsn, autocommit=True) as connection:

@@ -17,8 +17,8 @@ from tidemill.base.errors import Corrupt, Missing
 from tidemill.capture.bindings import MERGE_ABOVE, Binder
 from tidemill.capture.boundaries import Boundary, in_snapshot, merged
 from tidemill.capture.changes import Column, Relation
+from tidemill.capture.copied import parse_copy_row
 from tidemill.capture.lane import SEQUENCE_MODULUS, Lane, Round
-from tidemill.capture.snapshot import parse_copy_row
 from tidemill.capture.tables import TableInfo, resolve
 from tidemill.capture.values import RowEncoder
 from tidemill.capture.wire.connection import literal

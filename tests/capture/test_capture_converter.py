@@ -10,8 +10,10 @@ import pytest
 from fragments import OTHER, T, at
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.frontier import ChangePosition
 from tidemill.capture.changes import Fragment, Marker
 from tidemill.capture.converter import (
     MARKER_BYTES,
@@ -21,6 +23,7 @@ from tidemill.capture.converter import (
     key_changed,
     merge_relation,
 )
+from tidemill.capture.tuples import change_of
 from tidemill.capture.wire.pgoutput import (
     UNCHANGED,
     Begin,
@@ -276,3 +279,12 @@ def test_a_relation_is_parked_from_its_lsn_on_and_told_there() -> None:
     (after,) = run(c, Begin(200, 1000, 8), insert(2), Commit(200, 240, 1000))
     assert [change.op for change in before.changes] == ["insert"]
     assert [change.op for change in after.changes] == ["truncate"]
+
+
+def test_an_old_row_with_null_where_a_value_did_not_change_is_not_whole() -> None:
+    """Of a partition that lacks FULL under a root that has it: such a value is never NULL."""
+    update = Update(1, "O", ["1", None], ["2", UNCHANGED])
+    with pytest.raises(Invalid, match="REPLICA IDENTITY FULL"):
+        change_of(T, ("id", "v"), update, ChangePosition(1, 0))
+    found = change_of(replace(T, old_rows="key"), ("id", "v"), update, ChangePosition(1, 0))
+    assert (found.new, found.unchanged) == ({"id": "2"}, ("v",))

@@ -53,7 +53,7 @@ async def confirmed_reaches(world: World, lsn: int) -> None:
     await until(reached, f"confirmed reaches {lsn}")
 
 
-def test_an_unflushed_sink_holds_the_slot_and_is_named_and_its_flush_frees_it(postgres_dsn: str) -> None:
+def test_slc7_an_unflushed_sink_holds_the_slot_and_is_named_and_its_flush_frees_it(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
         sink = HoldingSink("shape:wedged")
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")

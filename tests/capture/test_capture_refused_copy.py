@@ -88,8 +88,8 @@ def test_a_table_left_out_of_a_copy_says_so_while_its_neighbours_are_copied(
 
 async def parked_table(world: World) -> None:
     """`t`, whose changes are not carried any more, and which is not published."""
-    await world.sql("ALTER TABLE t ADD x int")
-    await world.parked("t", "column 'x' integer is new")
+    await world.sql("ALTER TABLE t ADD x float DEFAULT random()")
+    await world.parked("t", "column 'x' double precision is new")
 
     async def unpublished() -> bool:
         return not await world.select("SELECT FROM pg_publication_rel WHERE prrelid = 't'::regclass")
@@ -115,7 +115,12 @@ def test_f409_a_parked_table_whose_copy_is_locked_names_the_holder_and_not_the_o
                 await until(named, "its holder is named")
                 table = told(world, capture, mark)
                 assert table is not None and table.state is State.STUCK
-                for words in ("column 'x' integer is new", "application='nightly'", "UPDATE t SET v", "End that"):
+                for words in (
+                    "column 'x' double precision is new",
+                    "application='nightly'",
+                    "UPDATE t SET v",
+                    "End that",
+                ):
                     assert words in table.mark.reason
                 assert "capture recopy" not in table.mark.reason, "it was run"
                 await good_flows(world)
@@ -138,8 +143,8 @@ def test_f413_a_copy_that_is_asked_for_and_fails_is_told_whatever_the_row_says(
             await good_flows(world)
             mark = capture.config.table_mark("public.t")
             if parked:
-                await world.sql("ALTER TABLE t ADD x int")
-                await world.parked("t", "column 'x' integer is new")
+                await world.sql("ALTER TABLE t ADD x float DEFAULT random()")
+                await world.parked("t", "column 'x' double precision is new")
 
             async def publish(*_: Any, **__: Any) -> Any:
                 raise Unavailable("too many connections.")
@@ -215,8 +220,8 @@ def test_a_parked_table_is_not_unpublished_once_its_copy_began(
             assert row is not None and capture._session is not None and capture._session.joining is not None
             real, joins, taken_out = joining.published_tables, capture._session.joining, []
 
-            async def published_tables(*args: Any) -> Any:
-                published = await real(*args)
+            async def published_tables(*args: Any, **more: Any) -> Any:
+                published = await real(*args, **more)
                 capture._desk.copying = {"public.t": row.oid}
                 return {**(published or {}), row.oid: "ONLY public.t"}
 

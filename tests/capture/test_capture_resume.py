@@ -10,6 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 from capture_world import World, positions, until
+from test_capture_bounds import Gate
 
 from tidemill.base.errors import Unavailable, Unknown
 from tidemill.metastore.catalogue import TopicRow
@@ -183,7 +184,7 @@ def test_restart_without_news_writes_nothing_again(postgres_dsn: str) -> None:
     in_world(postgres_dsn, scenario)
 
 
-def test_records_that_landed_unconfirmed_are_not_written_twice(postgres_dsn: str) -> None:
+def test_c11_records_that_landed_unconfirmed_are_not_written_twice(postgres_dsn: str) -> None:
     """The remap is down: records are durable, nothing is bound, nothing may be confirmed. The next session counts."""
 
     async def scenario(world: World) -> None:
@@ -228,17 +229,18 @@ def test_records_that_landed_unconfirmed_are_not_written_twice(postgres_dsn: str
     in_world(postgres_dsn, scenario)
 
 
-def test_a_snapshot_that_was_cut_off_starts_over_on_new_topics(postgres_dsn: str) -> None:
+def test_st10_a_snapshot_that_was_cut_off_starts_over_on_new_topics(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
         await world.sql(*TABLES, "INSERT INTO a SELECT g, g FROM generate_series(1, 30000) g")
-        capture = world.new_capture()
+        gate = Gate(world.topics)
+        gate.closed = True  # what is copied does not become durable, so the copy does not end
+        capture = world.new_capture(topics=gate)
         task = asyncio.ensure_future(capture.run())
         await until(lambda: int(capture.facts().get("snapshot_rows", 0)) > 0, "rows are copied")  # type: ignore[call-overload]
         await capture.aclose()
         await asyncio.gather(task, return_exceptions=True)
         row = await world.row()
-        if row.snapshot_done:
-            pytest.skip("the snapshot was faster than the test")
+        assert not row.snapshot_done
         assert await world.remap().latest() is None
         old = await world.topic_id("a")
         async with world.capture():
@@ -358,7 +360,7 @@ def test_a_lost_server_connection_ends_the_session_and_the_next_one_goes_on(post
     in_world(postgres_dsn, scenario)
 
 
-def test_two_captures_of_one_name_take_turns(postgres_dsn: str) -> None:
+def test_rc10_two_captures_of_one_name_take_turns(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
         await world.sql(*TABLES)
         async with world.capture() as first:

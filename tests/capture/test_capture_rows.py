@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import psycopg
 import pytest
 from capture_world import World, until
 from msgspec.structs import replace
 from test_capture_tables import GOOD, good_flows, in_world, plain, stuck
 
 from tidemill.base.limits import METASTORE_VALUE_BYTES
-from tidemill.cli.demo import postgres
-from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.metastore.catalogue import CaptureRow, PipelineRow, TopicRow
 from tidemill.metastore.rows import CAPTURE_TABLES, CAPTURES
 
@@ -56,6 +50,54 @@ def test_f419_a_dropped_table_ends_at_its_drop_and_leaves_nothing_once_no_pipeli
     in_world(postgres_dsn, scenario)
 
 
+def test_a_table_that_is_dropped_while_it_is_parked_says_so_and_not_how_to_mend_it(postgres_dsn: str) -> None:
+    """`capture accept` would answer that it is gone. Found by the oracle's worlds, seeds 23 and 28."""
+
+    async def scenario(world: World) -> None:
+        await world.sql(*GOOD, "CREATE TABLE kept (id int PRIMARY KEY, v int, w int)")
+        await world.catalogue.put(PipelineRow("p", {"kept": f"capture:{world.name}:public.kept"}))
+        async with world.capture(table_poll_s=0.1):
+            await world.flowing("kept")
+            await world.sql("ALTER TABLE kept DROP COLUMN w")
+            before = await world.parked("kept", "is gone")
+            await world.sql("DROP TABLE kept")
+            row = await world.parked("kept", "gone from the source")
+            assert (row.state, row.parked_lsn, row.again_ms) == ("dropped", before.parked_lsn, 0)
+            assert "accept" not in row.fix and "shard ends here" in stuck(world, "kept")
+            await world.sql("CREATE TABLE kept (id int PRIMARY KEY, v int)", "INSERT INTO kept VALUES (2, 2)")
+            await world.flowing("kept")
+            assert await world.folded("kept") == await plain(world, "kept")
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_column_that_no_row_has_yet_is_in_what_followers_see_of_the_table(postgres_dsn: str) -> None:
+    """No row of the stream tells it: shapes over the table would show it without the column for as long as that."""
+
+    async def scenario(world: World) -> None:
+        await world.sql(*GOOD, "CREATE TABLE grown (id int PRIMARY KEY, v int)", "INSERT INTO grown VALUES (1, 1)")
+        async with world.capture(table_poll_s=0.1) as capture:
+            await world.flowing("grown")
+            await world.sql("ALTER TABLE grown ADD COLUMN w int DEFAULT 7")
+
+            async def seen() -> bool:
+                relation = capture.relation("public", "grown")
+                return relation is not None and [c.name for c in relation.columns] == ["id", "v", "w"]
+
+            await until(seen, "the relation has the column")
+            relation = capture.relation("public", "grown")
+            assert relation is not None
+            assert (relation.version, relation.key_columns[0].name) == (
+                (await world.tables())["public.grown"].version,
+                "id",
+            )
+            await world.sql("INSERT INTO grown VALUES (2, 2, 2)")
+            await world.caught_up()
+            assert (await world.folded("grown"))['{"id":2}'] == {"id": 2, "v": 2, "w": 2}
+
+    in_world(postgres_dsn, scenario)
+
+
 def test_f420_no_row_grows_with_the_number_of_tables_and_wide_ones_fit(postgres_dsn: str) -> None:
     """As many tables at once as over time; and PostgreSQL's widest table, with its longest names."""
 
@@ -79,10 +121,12 @@ def test_f420_no_row_grows_with_the_number_of_tables_and_wide_ones_fit(postgres_
                 await world.sql(*[f"CREATE TABLE {name} (id int PRIMARY KEY, v int)" for name in names])
                 await world.flowing(*names, timeout_s=60)
                 await world.sql(*[f"DROP TABLE {name}" for name in names])
-            for n in range(20):
-                await forgotten(world, f"n2_{n}")
             await good_flows(world)
-            assert set(await world.tables()) == {"public.good", "public.wide"}
+
+            async def the_rest_is_forgotten() -> bool:
+                return set(await world.tables()) == {"public.good", "public.wide"}
+
+            await until(the_rest_is_forgotten, "nothing is left of tables that are gone", 60)
             assert {t.name for t in await world.catalogue.list(TopicRow)} == {
                 f"{world.name}.public.good", f"{world.name}.public.wide",
             }  # fmt: skip
@@ -117,7 +161,7 @@ def test_f421_a_row_of_an_older_version_is_split_by_table_and_goes_on(postgres_d
             assert await world.topic_id("good") == good
             assert (await world.row()).topics == {}
             assert {name: t.state for name, t in (await world.tables()).items()} == dict.fromkeys(tables, "captured")
-            await world.sql("ALTER TABLE b ADD x int", "INSERT INTO b VALUES (1, 1, 1)")
+            await world.sql("ALTER TABLE b RENAME v TO x", "INSERT INTO b VALUES (1, 1)")
             await world.parked("b", "'x'")
 
     in_world(postgres_dsn, scenario)
@@ -166,45 +210,3 @@ def test_f423_a_table_whose_rows_a_role_may_not_all_see_is_refused_not_copied_in
             await world.sql(f"DROP OWNED BY {role}", f"DROP ROLE {role}")
 
     in_world(postgres_dsn, scenario)
-
-
-DEBIAN_15 = Path("/usr/lib/postgresql/15/bin")
-
-
-@pytest.fixture(scope="module")
-def postgres_15(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The DSN of a database of a PostgreSQL 15, where the machine has one."""
-    if not (DEBIAN_15 / "postgres").exists():
-        pytest.skip("this machine has no PostgreSQL 15")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(postgres, "find_binaries", lambda: DEBIAN_15)
-        data_dir = tmp_path_factory.mktemp("fifteen") / "data"
-        with EmbeddedPostgres(data_dir, settings={"fsync": "off", "shared_buffers": "16MB"}) as server:
-            with psycopg.connect(server.dsn, autocommit=True) as connection:
-                connection.execute("CREATE DATABASE fifteen")
-            yield server.dsn_for("fifteen")
-
-
-def test_f424_on_postgres_15_generated_columns_are_not_carried_and_nothing_fails(postgres_15: str) -> None:
-    async def scenario(world: World) -> None:
-        await world.sql(
-            *GOOD,
-            "CREATE TABLE stored (id int PRIMARY KEY, v int, d int GENERATED ALWAYS AS (v * 2) STORED)",
-            "INSERT INTO stored VALUES (1, 1)",
-        )
-        async with world.capture(table_poll_s=0.1):
-            await world.sql(
-                "UPDATE stored SET v = 5", "INSERT INTO stored VALUES (2, 2)", "DELETE FROM stored WHERE id = 1"
-            )
-            await good_flows(world)
-            assert await world.folded("stored") == {'{"id":2}': {"id": 2, "v": 2}}
-            await world.sql("ALTER TABLE good ADD x int", "INSERT INTO good VALUES (50, 50, 50)")
-            await world.parked("good", "'x'")
-            await world.sql("ALTER TABLE stored REPLICA IDENTITY NOTHING")
-
-            async def full() -> bool:
-                return await world.select("SELECT relreplident FROM pg_class WHERE relname = 'stored'") == [("f",)]
-
-            await until(full, "the identity is whole again", 4.0)
-
-    in_world(postgres_15, scenario)

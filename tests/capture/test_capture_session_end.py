@@ -9,6 +9,7 @@ import pytest
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Unavailable
+from tidemill.base.histogram import Stages
 from tidemill.base.tasks import Tasks
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.session import Session
@@ -30,7 +31,7 @@ class EndsSlowly(Session):
         super().__init__(
             CaptureConfig("shop", "postgresql://nowhere/x"), topics=nothing, catalogue=nothing, remap=nothing,
             taps=Taps(SystemClock()), clock=SystemClock(), rand=Rand(1), on_phase=lambda reason, held_by: None,
-            desk=nothing,
+            desk=nothing, stages=Stages(),
         )  # fmt: skip
         self.stream, self.control = Closable(), Closable()
         self.ending = asyncio.Event()

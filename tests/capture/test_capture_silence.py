@@ -61,6 +61,24 @@ def test_a_wall_clock_that_jumps_makes_no_question_old() -> None:
     assert answers.overdue() is None
 
 
+def test_a_question_that_is_given_up_stays_open_for_its_age_to_go_on() -> None:
+    """The marks are written between its end and its session's: what was told of it must not heal there."""
+    clock = ManualClock()
+    answers = Answers(clock)
+
+    def asked(what: str, ends: Unavailable) -> None:
+        with answers.expected(what):
+            clock.advance(10_000)
+            raise ends
+
+    with pytest.raises(Unavailable, match="does not answer"):
+        asked("a question", watch.no_answer("server", "a question", 10))
+    assert answers.overdue() == ("a question", clock.now_ms() - 10_000)
+    with pytest.raises(Unavailable, match="too many"):
+        asked("another", Unavailable("too many clients."))
+    assert answers.overdue() == ("a question", clock.now_ms() - 20_000)
+
+
 def test_a_stream_is_not_given_up_where_walsenders_have_no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a walsender says nothing at all while it skips a large transaction: it would be given up for ever."""
     monkeypatch.setattr(watch, "ASK_AFTER_S", 0.01)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 import pytest
 from fragments import change, fragment
@@ -12,7 +12,7 @@ from tidemill.base.clock import ManualClock
 from tidemill.capture.changes import Fragment
 from tidemill.capture.collector import Collector
 from tidemill.capture.sinks import FlushNotices
-from tidemill.capture.taps import Tap, Taps
+from tidemill.capture.taps import Stream, Tap, Taps
 from tidemill.capture.wire.status import Status
 
 
@@ -21,21 +21,36 @@ class NobodyListed(BaseException):
 
 
 class SeeingTap:
+    name = ""
+    consumer = "tap"
+
     def __init__(self, error: BaseException | None = None, ending: BaseException | None = None) -> None:
         self.got: list[Fragment] = []
         self.reasons: list[str] = []
         self.error = error
         self.ending = ending
 
-    def take(self, fragment: Fragment) -> None:
+    def claim(self, last: Collection[str]) -> None: ...
+
+    def begin(self, stream: Stream, confirmed_lsn: int) -> None: ...
+
+    def take(self, fragment: Fragment) -> Collection[str]:
         if self.error is not None:
             raise self.error
         self.got.append(fragment)
+        return ()
+
+    def lost(self, oid: int, reason: str) -> None:
+        self.reasons.append(f"{oid}: {reason}")
+        if self.ending is not None:
+            raise self.ending
 
     def ended(self, reason: str) -> None:
         self.reasons.append(reason)
         if self.ending is not None:
             raise self.ending
+
+    def carried(self, oids: Collection[int]) -> None: ...
 
 
 class GatedSink:
@@ -170,3 +185,41 @@ def test_a_tap_that_removes_another_keeps_it_from_the_fragment_at_hand() -> None
     taps.add(victim)
     taps.take(fragment(5, change(5)))
     assert victim.got == []
+
+
+def test_a_tap_that_raises_when_it_is_told_what_is_carried_on_ends_alone() -> None:
+    taps = Taps(ManualClock())
+    told: list[Collection[int]] = []
+    bad, good = SeeingTap(), SeeingTap()
+    bad.carried = lambda _: 1 // 0  # type: ignore[method-assign,assignment,return-value]
+    good.carried = told.append  # type: ignore[method-assign,assignment]
+    taps.add(bad)
+    taps.add(good)
+    taps.take(fragment(5, change(5)))
+    taps.carried({1, 2})
+    assert told == [{1, 2}]
+    assert good.reasons == [] and "ZeroDivisionError" in bad.reasons[0]
+
+
+def test_a_tap_is_told_of_a_relation_that_is_carried_no_more_and_lives_on() -> None:
+    seen, joining = SeeingTap(), SeeingTap()
+    taps = Taps(ManualClock())
+    taps.add(seen)
+    taps.take(fragment(1, change(1)))
+    taps.add(joining)
+    taps.lose(7, "parked")
+    assert seen.reasons == joining.reasons == ["7: parked"]
+    taps.take(fragment(2, change(2), commits=False))
+    taps.take(fragment(2, change(2, 2), begins=False))
+    assert [len(tap.got) for tap in (seen, joining)] == [3, 2]
+
+
+def test_a_tap_that_cannot_take_a_loss_ends_and_no_other_notices() -> None:
+    broken, seen = SeeingTap(ending=NobodyListed("no")), SeeingTap()
+    taps = Taps(ManualClock())
+    taps.add(broken)
+    taps.add(seen)
+    taps.take(fragment(1, change(1)))
+    taps.lose(7, "parked")
+    taps.take(fragment(2, change(2)))
+    assert [len(tap.got) for tap in (broken, seen)] == [1, 2]

@@ -8,6 +8,8 @@ Does not own how a shape stores its log, nor what a pipeline makes of the record
     X1  whatever a tap raises ends that tap alone                                          taps
     P2  within a transaction ordinals grow; a key change takes two                         converter
     P3  a fragment never shares its last position with its successor                       converter
+    V1  what is not plainly a whole row goes to the per-row functions                      walk, burst, tuples
+    R1  by columns or one by one, records have the same bytes                              encoded, ranges, values
     L1  the n-th record capture decides to write has offset n, and sequence n: it lands once   lane
     B1  a binding describes exactly one commit boundary; confirmed ≤ bound ≤ durable       bindings, topic_writer
 """

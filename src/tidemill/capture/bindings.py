@@ -7,8 +7,8 @@
     none        nothing moved                                    -
 
 B1  Offsets and LSN of a binding describe one commit boundary: every transaction at or below `lsn` is in, none after.
-B2  No binding is minted below `gate` (the LSN of the newest table snapshot): only from there on do all tables show
-    one state of the database. Tags met before are carried by the first binding at or above it.
+B2  No binding is minted below `gate` (from where on the newest table snapshot is exact): only from there on do all
+    tables show one state of the database. Tags met before are carried by the first binding at or above it.
 B3  After a binding is stored, and not before, its last commit is reported flushed (topic_writer W2). A marker is
     therefore minted even if the process dies right after its commit was written.
 
@@ -20,15 +20,33 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tidemill.base.clock import Clock
 from tidemill.base.frontier import ChangePosition
+from tidemill.base.histogram import Stages
 from tidemill.capture.boundaries import Boundary, merged
+from tidemill.metastore.catalogue import TableSnapshot
 from tidemill.shards.front import Binding, Remap
 from tidemill.shards.minting import Minter
 
 MERGE_ABOVE = 256
+
+
+def where_to_start(
+    snapshots: Mapping[str, TableSnapshot], latest: Binding | None
+) -> tuple[dict[str, list[int]], int, int | None]:
+    """What `Binder.start_at` is told, of tables by topic id: next offsets, gate and late LSN. Pure."""
+    starts: dict[str, list[int]] = {}
+    late: list[int] = []
+    for topic_id, snapshot in snapshots.items():
+        bound = latest.offsets.get(topic_id) if latest is not None else None
+        if bound is None:
+            # A commit that begins right where the WAL ended is in the stream, not in the copy.
+            late.append(snapshot.lsn - 1)
+        starts[topic_id] = list(bound if bound is not None else snapshot.offsets)
+    gate = max((snapshot.exact_lsn for snapshot in snapshots.values()), default=0)
+    return starts, gate, min(late, default=None)
 
 
 class Binder:
@@ -42,7 +60,12 @@ class Binder:
         *,
         interval_ms: int = 50,
         idle_ms: int = 5_000,
+        stages: Stages | None = None,
     ) -> None:
+        self._clock = clock
+        self._stages = stages or Stages()
+        self._timed_ms = 0
+        """Commit time that the newest binding has brought."""
         self._minter = Minter(remap, clock, interval_ms=interval_ms)
         self._on_bound = on_bound
         self._idle_ms = idle_ms
@@ -64,7 +87,7 @@ class Binder:
         latest = await self._minter.open()
         if latest is not None:
             self._lsn = latest.lsn
-            self._source_time_ms = latest.source_time_ms
+            self._source_time_ms = self._timed_ms = latest.source_time_ms
         return latest
 
     def start_at(self, offsets: dict[str, list[int]], gate: int, late_lsn: int | None = None) -> None:
@@ -81,6 +104,9 @@ class Binder:
 
     def durable(self, boundaries: Sequence[Boundary]) -> None:
         """Plain call, in commit order. While minting is slow, boundaries without tags are merged, to bound memory."""
+        newest = next((boundary for boundary in reversed(boundaries) if boundary.commit), None)
+        if newest is not None:
+            self._stages.add("durable", [newest.commit_time_ms], self._clock.now_ms())
         for boundary in boundaries:
             if len(self._ready) >= MERGE_ABOVE and not self._ready[-1].tags:
                 self._ready[-1] = merged(self._ready[-1], boundary)
@@ -107,7 +133,10 @@ class Binder:
             async with asyncio.timeout(self._minter.due_in_s(self._idle_ms)):
                 await self._wake.wait()
         except TimeoutError:
-            await self._mint("")
+            # The first one at or above the gate, as well as any: it carries the tags from below (B2).
+            tags, self._early_tags = self._early_tags or [""], []
+            for tag in tags:
+                await self._mint(tag)
 
     def _moved(self) -> bool:
         if not self._offsets or self._lsn < self.gate:
@@ -180,4 +209,8 @@ class Binder:
 
     async def _mint(self, tag: str) -> None:
         """Store one binding for the boundary at hand."""
-        await self._minter.mint(Binding(0, self._snapshot(), self._lsn, self._source_time_ms, tag))
+        time_ms = self._source_time_ms
+        await self._minter.mint(Binding(0, self._snapshot(), self._lsn, time_ms, tag))
+        if time_ms > self._timed_ms:
+            self._timed_ms = time_ms
+            self._stages.add("bound", [time_ms], self._clock.now_ms())

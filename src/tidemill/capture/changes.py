@@ -8,6 +8,7 @@ P3  A fragment never shares its last position with its successor: the newest cha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -18,7 +19,19 @@ from tidemill.capture.naming import table_name
 NEVER = 1 << 64
 """Above every LSN."""
 
+ORDINAL_STEP = 2
+"""Between two changes of a transaction (P2)."""
+
 Op = Literal["insert", "update", "delete", "truncate"]
+
+OldRows = Literal["whole", "key", "lacking"]
+"""What the stream says of the row before an UPDATE or DELETE of a relation, hence what is demanded of it.
+
+whole     every column: REPLICA IDENTITY FULL is demanded, and a row that lacks its old one is an error
+key       the primary key at least (FULL, DEFAULT, an index with all its columns); an UPDATE that keeps it may say
+          nothing
+lacking   not even that: no UPDATE and no DELETE can be read
+"""
 
 
 class Column(msgspec.Struct, frozen=True):
@@ -38,6 +51,9 @@ class Relation(msgspec.Struct, frozen=True):
     schema: str
     table: str
     columns: tuple[Column, ...]
+    version: int = 1
+    """Of its description (CaptureTableRow): what its records were written under."""
+    old_rows: OldRows = "whole"
 
     @property
     def name(self) -> str:
@@ -49,15 +65,21 @@ class Relation(msgspec.Struct, frozen=True):
 
 
 Row = dict[str, str | None]
-"""Column name → PostgreSQL's text output, or None for NULL. Unchanged TOAST is already filled in."""
+"""Column name → PostgreSQL's text output, or None for NULL. A column that is absent has no value in the stream."""
 
 
 class Change(msgspec.Struct, frozen=True):
+    """`old` has every column, or those of the primary key alone; an update that keeps its key may have none.
+
+    `unchanged`: columns that `new` lacks. They hold what they held before, which is TOASTed and which nobody said.
+    """
+
     relation: Relation
     op: Op
     position: ChangePosition
     new: Row | None = None
     old: Row | None = None
+    unchanged: tuple[str, ...] = ()
 
 
 class Marker(msgspec.Struct, frozen=True):
@@ -77,7 +99,8 @@ class Fragment(msgspec.Struct, frozen=True):
     commit_time_ms: int
     begins: bool
     commits: bool
-    changes: tuple[Change, ...]
+    changes: Sequence[Change]
+    """A tuple, or `segment.Changes`, whose changes are decoded for those who look at them."""
     last: ChangePosition
     markers: tuple[Marker, ...] = ()
     size_bytes: int = 0

@@ -7,13 +7,14 @@ The ordering axiom. A sink's notice is a message in the same queue, never an inl
 commit is being handled is handled after that commit was registered with the tracker. So no notice can be too
 early to be known, and none is forgotten (seed 002).
 
-    K1  A consumer is registered for a commit only if the transaction was delivered to its sink.
+    K1  A consumer is registered for a commit only if the transaction was delivered to its sink, or its tap owes it.
     K2  Keepalives take their place behind the fragments that were read before them: one that overtook an
         undelivered commit would confirm it.
     K3  A fragment at or below the last processed position is a replay: dropped, but its commit is still
         acknowledged. One that straddles it is an error: the stream was cut differently than before.
     K4  Taps come before sinks: what they are handed never waits for room in a sink, and whatever they raise is theirs
         alone (taps.py, X1).
+    K5  A fragment that begins nothing belongs to the transaction that is open: any other is an error.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tidemill.base.frontier import BEFORE_ALL, ChangePosition, Lsn
 from tidemill.base.tasks import sentence
 from tidemill.capture.changes import Fragment
 from tidemill.capture.flush_tracker import FlushTracker
+from tidemill.capture.segment import first_position
 from tidemill.capture.sinks import Sink
 from tidemill.capture.taps import Taps
 from tidemill.capture.wire.status import Keepalive, Status
@@ -78,11 +80,15 @@ class Collector:
         self._queued_fragments = 0
         self._queue_changes = queue_changes
         self._last_processed = BEFORE_ALL
+        self._open_lsn = 0
+        """Commit LSN of the transaction of which more is to come, or 0."""
         self._touched: set[str] = set()
         self.taken_changes = 0
         """Handed to every sink, in this session."""
         self.last_commit_lsn = 0
         self.last_commit_time_ms = 0
+        self.received_time_ms = 0
+        """Of the last commit that was put; whoever looks sets it back."""
 
     # from the stream ------------------------------------------------------------------------------
     async def put(self, fragment: Fragment) -> None:
@@ -92,6 +98,8 @@ class Collector:
             await self._room.wait()
         self._queued_changes += 1 + len(fragment.changes)
         self._queued_fragments += 1
+        if fragment.commits:
+            self.received_time_ms = fragment.commit_time_ms
         self._put(fragment)
 
     def keepalive(self, keepalive: Keepalive, *, inside_txn: bool) -> None:
@@ -135,14 +143,20 @@ class Collector:
             if fragment.commits:
                 self._register(fragment, ())
             return
-        if fragment.changes and fragment.changes[0].position <= self._last_processed:
+        first = first_position(fragment.changes)
+        if first is not None and first <= self._last_processed:
             raise Corrupt(
-                f"a fragment straddles what was processed: first={fragment.changes[0].position} last={fragment.last}"
+                f"a fragment straddles what was processed: first={first} last={fragment.last}"
                 f" processed={self._last_processed}."
             )
         if fragment.begins:
             self._touched = set()
-        self._taps.take(fragment)
+        elif fragment.commit_lsn != self._open_lsn:
+            raise Corrupt(
+                f"a fragment of no open transaction: xid={fragment.xid} last={fragment.last} open={self._open_lsn}."
+            )
+        self._open_lsn = 0 if fragment.commits else fragment.commit_lsn
+        self._touched |= self._taps.take(fragment)
         for sink in self._sinks:
             self._touched.update(await self._deliver(sink, fragment))
         self._last_processed = fragment.last

@@ -11,7 +11,8 @@ A fragment is handed on when `max_changes` (or `max_bytes`) are buffered, always
 so the fragment that commits has a last position of its own, and a transaction whose size is a multiple of
 the limit does not lose its commit to the recognition of replays (electric #3726).
 
-The cut depends on the stream alone, so a replay from the same start yields the same fragments.
+The cut depends on the stream alone, so a replay from the same start yields the same fragments: whether its changes
+were fed one by one or as ranges of rows (`feed_rows`), and however they were received.
 
 A parked relation's changes are left out from its LSN on, and keep their ordinals: those behind them have the same
 positions whether it was parked then or in an earlier life. The first transaction from there on ends with a
@@ -20,16 +21,17 @@ truncate of the relation, for those who follow it outside the topics: what they 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
-from typing import cast
 
 import msgspec
 
 from tidemill.base.errors import Corrupt, Invalid
 from tidemill.base.frontier import ChangePosition
-from tidemill.capture.changes import Change, Column, Fragment, Marker, Op, Relation, Row
+from tidemill.capture.changes import ORDINAL_STEP, Change, Column, Fragment, Marker, Relation
+from tidemill.capture.segment import Changes, Part, Rows, Segment
+from tidemill.capture.tuples import change_of
 from tidemill.capture.wire.pgoutput import (
-    UNCHANGED,
     Begin,
     Commit,
     Delete,
@@ -39,7 +41,6 @@ from tidemill.capture.wire.pgoutput import (
     Origin,
     RelationMessage,
     Truncate,
-    Tuple,
     TypeMessage,
     Update,
 )
@@ -47,7 +48,6 @@ from tidemill.capture.wire.pgoutput import (
 MARKER_PREFIX = "tidemill"
 FRAGMENT_CHANGES = 500
 FRAGMENT_BYTES = 1 << 20
-ORDINAL_STEP = 2
 MARKERS_PER_TXN = 64
 MARKER_BYTES = 256
 """Of the markers of one transaction; each becomes a binding in consensus. More, and longer ones, are left out and
@@ -70,19 +70,25 @@ class Converter:
         *,
         max_changes: int = FRAGMENT_CHANGES,
         max_bytes: int = FRAGMENT_BYTES,
+        hold_back: bool = True,
     ) -> None:
+        """`hold_back=False` plants electric #3726 (the newest change is not held back), for tests that must find it."""
         if max_changes < 2:
             raise Invalid(f"a fragment holds at least two changes: max_changes={max_changes}.")
+        self.changes = 0
+        """Of `relations` and of what is parked, ever."""
         self.relations: dict[int, Relation] = {}
         self._names: dict[int, tuple[str, ...]] = {}
         for relation in (relations or {}).values():
             self.learn(relation)
         self._max_changes = max_changes
         self._max_bytes = max_bytes
+        self._hold_back = hold_back
         self._begin: Begin | None = None
         self._last_commit_lsn = 0
         self._emitted = False
-        self._buffer: list[Change] = []
+        self._buffer: list[Part] = []
+        self._count = 0
         self._buffer_bytes = 0
         self._newest_bytes = 0
         self._ordinal = 0
@@ -117,6 +123,7 @@ class Converter:
             self._ordinal += ORDINAL_STEP
 
     def learn(self, relation: Relation) -> None:
+        self.changes += 1
         self.relations[relation.oid] = relation
         self._names[relation.oid] = tuple(column.name for column in relation.columns)
 
@@ -124,7 +131,12 @@ class Converter:
         """Leave the relation's changes out from the first transaction with a commit LSN of at least `lsn`."""
         if oid not in self._parked and oid in self.relations:
             self._announce.append(self.relations[oid])
+        self.changes += 1
         self._parked[oid] = min(lsn, self._parked.get(oid, lsn))
+
+    def parks(self, oid: int) -> bool:
+        """Some of what is to come of the relation is left out."""
+        return oid in self._parked
 
     def _passes_over(self, oid: int) -> bool:
         begin = self._begin
@@ -136,30 +148,16 @@ class Converter:
     def feed(self, message: Message, size_bytes: int = 0) -> Fragment | RelationSeen | None:
         """Take one message, return what it completes.
 
-        Raises Corrupt when the stream breaks its own grammar, Invalid when an old row is missing that only
-        REPLICA IDENTITY FULL provides.
+        Raises Corrupt when the stream breaks its own grammar, Invalid when less of an old row is there than the
+        relation's `old_rows` demands.
         """
         match message:
-            case Insert():
+            case Insert() | Update() | Delete():
                 if self._parked and self._passes_over(message.oid):
                     return None
                 relation, names = self._relation(message.oid)
-                change = self._change(relation, "insert", new=_row(names, relation, message.new, None))
-            case Update():
-                if self._parked and self._passes_over(message.oid):
-                    return None
-                relation, names = self._relation(message.oid)
-                old = _row(names, relation, message.old, None) if message.old_kind == "O" and message.old else None
-                if old is None:
-                    raise _no_old_row(relation, "UPDATE")
-                change = self._change(relation, "update", new=_row(names, relation, message.new, old), old=old)
-            case Delete():
-                if self._parked and self._passes_over(message.oid):
-                    return None
-                relation, names = self._relation(message.oid)
-                if message.old_kind != "O":
-                    raise _no_old_row(relation, "DELETE")
-                change = self._change(relation, "delete", old=_row(names, relation, message.old, None))
+                self._push(change_of(relation, names, message, self._next(relation)), size_bytes)
+                return self._overflow()
             case Begin():
                 if self._begin is not None:
                     raise Corrupt(f"Begin inside a transaction: open_xid={self._begin.xid} xid={message.xid}.")
@@ -181,8 +179,30 @@ class Converter:
                 return None
             case TypeMessage() | Origin():
                 return None
-        self._push(change, size_bytes)
-        return self._overflow()
+
+    def carries(self, oid: int) -> bool:
+        """Its rows may be fed as ranges: it is not parked, whatever the LSN, and they can be read."""
+        return oid not in self._parked and self.relations[oid].old_rows != "lacking"
+
+    def takes(self, segment: Segment) -> bool:
+        """`feed_rows` may be called for it now; else its messages are fed one by one."""
+        return self._begin is not None and (not self._parked or self._parked.keys().isdisjoint(segment.oids))
+
+    def feed_rows(self, segment: Segment, start: int, end: int) -> tuple[Fragment | None, int]:
+        """Take changes at the places [start, end) until they complete a fragment; returns it, and the place up to which
+        they are taken. The same as feeding their messages one by one."""
+        assert self._begin is not None
+        sums = segment.sums
+        fits = bisect_right(sums, self._max_bytes - self._buffer_bytes + sums[start], start + 1, end + 1) - start
+        count = min(max(min(self._max_changes + 1 - self._count, fits), 2 - self._count), end - start)
+        stop = start + count
+        rows = Rows(segment, start, stop, self._begin.final_lsn, self._ordinal - ORDINAL_STEP * start)
+        self._ordinal += ORDINAL_STEP * count
+        self._buffer.append(rows)
+        self._count += count
+        self._buffer_bytes += sums[stop] - sums[start]
+        self._newest_bytes = sums[stop] - sums[stop - 1]
+        return self._overflow(), stop
 
     def _mark(self, content: bytes) -> None:
         if len(content) > MARKER_BYTES or len(self._markers) >= MARKERS_PER_TXN:
@@ -194,7 +214,7 @@ class Converter:
         for oid in message.oids:
             if self._parked and self._passes_over(oid):
                 continue
-            self._push(self._change(self._relation(oid)[0], "truncate"), 0)
+            self._push(self._truncated(self._relation(oid)[0]), 0)
         return self._overflow()
 
     def _commit(self, message: Commit) -> Fragment:
@@ -203,55 +223,64 @@ class Converter:
             raise Corrupt(f"Commit without its Begin: commit_lsn={message.commit_lsn}.")
         for relation in [r for r in self._announce if self._parked[r.oid] <= begin.final_lsn]:
             # At or above where it is parked, so the topic writer leaves it out.
-            self._push(self._change(relation, "truncate"), 0)
+            self._push(self._truncated(relation), 0)
             self._announce.remove(relation)
-        last = self._buffer[-1].position if self._buffer else ChangePosition(begin.final_lsn, 0)
+        last = _last(self._buffer[-1]) if self._buffer else ChangePosition(begin.final_lsn, 0)
         fragment = Fragment(
             xid=begin.xid,
             commit_lsn=begin.final_lsn,
             commit_time_ms=message.commit_time_ms,
             begins=not self._emitted,
             commits=True,
-            changes=tuple(self._buffer),
+            changes=_changes(self._buffer),
             last=last,
             markers=tuple(self._markers),
             size_bytes=self._buffer_bytes,
         )
         self._begin, self._last_commit_lsn = None, begin.final_lsn
-        self._buffer, self._buffer_bytes, self._markers = [], 0, []
+        self._buffer, self._count, self._buffer_bytes, self._markers = [], 0, 0, []
         return fragment
 
     def _overflow(self) -> Fragment | None:
         """Hand on all but the newest change when the buffer is full."""
-        if len(self._buffer) < 2 or (len(self._buffer) <= self._max_changes and self._buffer_bytes <= self._max_bytes):
+        if self._count < 2 or (self._count <= self._max_changes and self._buffer_bytes <= self._max_bytes):
             return None
         assert self._begin is not None
-        newest = self._buffer.pop()
-        self._buffer_bytes -= self._newest_bytes
-        changes = tuple(self._buffer)
+        kept: list[Part] = []
+        if self._hold_back:
+            newest = self._buffer.pop()
+            if isinstance(newest, Rows) and len(newest) > 1:
+                before, newest = newest.cut(newest.end - 1)
+                self._buffer.append(before)
+            kept = [newest]
+            self._buffer_bytes -= self._newest_bytes
         fragment = Fragment(
             xid=self._begin.xid,
             commit_lsn=self._begin.final_lsn,
             commit_time_ms=self._begin.commit_time_ms,
             begins=not self._emitted,
             commits=False,
-            changes=changes,
-            last=changes[-1].position,
+            changes=_changes(self._buffer),
+            last=_last(self._buffer[-1]),
             size_bytes=self._buffer_bytes,
         )
         self._emitted = True
-        self._buffer, self._buffer_bytes = [newest], self._newest_bytes
+        self._buffer, self._count, self._buffer_bytes = kept, len(kept), self._newest_bytes if kept else 0
         return fragment
 
-    def _change(self, relation: Relation, op: Op, *, new: Row | None = None, old: Row | None = None) -> Change:
+    def _next(self, relation: Relation) -> ChangePosition:
+        """The position of the next change."""
         if self._begin is None:
-            raise Corrupt(f"change outside a transaction: relation={relation.name} op={op}.")
-        change = Change(relation, op, ChangePosition(self._begin.final_lsn, self._ordinal), new, old)
-        self._ordinal += ORDINAL_STEP
-        return change
+            raise Corrupt(f"change outside a transaction: relation={relation.name}.")
+        return ChangePosition(self._begin.final_lsn, self._ordinal)
+
+    def _truncated(self, relation: Relation) -> Change:
+        return Change(relation, "truncate", self._next(relation))
 
     def _push(self, change: Change, size_bytes: int) -> None:
+        self._ordinal += ORDINAL_STEP
         self._buffer.append(change)
+        self._count += 1
         self._buffer_bytes += size_bytes
         self._newest_bytes = size_bytes
 
@@ -294,6 +323,13 @@ def merge_relation(message: RelationMessage, known: Relation | None) -> Relation
     return Relation(message.oid, message.schema, message.table, tuple(columns))
 
 
+def says_key(message: RelationMessage, relation: Relation) -> bool:
+    """Whether the identity that the stream describes has every column of the primary key of `relation`, by name: then
+    each DELETE says whose row it takes, and each UPDATE of another key whose it was."""
+    flagged = {column.name for column in message.columns if column.identity}
+    return message.identity == "f" or flagged >= {column.name for column in relation.key_columns}
+
+
 def _same_shape(known: Relation | None, message: RelationMessage) -> bool:
     if known is None or (known.schema, known.table) != (message.schema, message.table):
         return False
@@ -301,20 +337,10 @@ def _same_shape(known: Relation | None, message: RelationMessage) -> bool:
     return ours == [(c.name, c.type_oid, c.type_mod) for c in message.columns]
 
 
-def _row(names: tuple[str, ...], relation: Relation, values: Tuple | None, old: Row | None) -> Row:
-    """Name the values; an unchanged TOASTed value is taken from the old row."""
-    if values is None or len(values) != len(names):
-        found = -1 if values is None else len(values)
-        raise Corrupt(f"tuple does not fit: relation={relation.name} columns={len(names)} values={found}.")
-    if UNCHANGED in values:
-        if old is None:
-            raise _no_old_row(relation, "unchanged TOASTed value")
-        values = [old[name] if value is UNCHANGED else value for name, value in zip(names, values, strict=True)]
-    return cast(Row, dict(zip(names, values, strict=True)))
+def _changes(parts: list[Part]) -> Changes | tuple[Change, ...]:
+    changes = tuple(part for part in parts if isinstance(part, Change))
+    return changes if len(changes) == len(parts) else Changes(parts)
 
 
-def _no_old_row(relation: Relation, what: str) -> Invalid:
-    return Invalid(
-        f"the stream lacks an old row: relation={relation.name} at={what}.",
-        fix=f"Run ALTER TABLE {relation.name} REPLICA IDENTITY FULL, then start this capture over.",
-    )
+def _last(part: Part) -> ChangePosition:
+    return part.position(part.end - 1) if isinstance(part, Rows) else part.position

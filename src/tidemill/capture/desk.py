@@ -11,22 +11,25 @@ D4  A change that may not have been written ends the session (`Unrecorded`): the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 
 import structlog
 from msgspec.structs import replace
 
+from tidemill.base.avroforms import AVRO, Described
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Unavailable, Unknown
 from tidemill.base.frontier import Lsn
 from tidemill.base.marks import Tracker
 from tidemill.capture.boundaries import in_snapshot
-from tidemill.capture.changes import NEVER, Relation
+from tidemill.capture.changes import NEVER
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.difference import against_catalogue, against_stream
-from tidemill.capture.snapshot import SnapshotProgress
-from tidemill.capture.tables import Refusal
-from tidemill.capture.wire.pgoutput import RelationMessage
+from tidemill.capture.evolution import Step
+from tidemill.capture.progress import SnapshotProgress
+from tidemill.capture.publication import Identities
+from tidemill.capture.registering import NoSchemas, Schemas, registered
+from tidemill.capture.tables import Refusal, TableInfo
 from tidemill.metastore.catalogue import CaptureTableRow, Catalogue
 
 log = structlog.get_logger()
@@ -37,6 +40,22 @@ REASON_CHARS = 600
 
 def recopy(table: str) -> str:
     return f"Run tidemill capture recopy '{table}': changes from here on are not carried, so it is copied again."
+
+
+def accept(table: str) -> str:
+    return (
+        f"Run tidemill capture accept '{table}': it shows what becomes of its shards, and copies it again once you"
+        f" agree. tidemill capture recopy '{table}' copies it, and changes no shard that would lose something."
+    )
+
+
+def by_itself(again_ms: int, waits: bool) -> str:
+    at = f" from {datetime.fromtimestamp(again_ms / 1000, UTC):%Y-%m-%d %H:%M:%S} UTC on" if waits else ""
+    return f"It is copied again by itself{at}, beside the stream of the others."
+
+
+FRUITLESS_TRIES = 10
+"""Of a copy that was cut off: without one more chunk in so many, WAL is kept for it no longer."""
 
 
 class Unrecorded(Unknown):
@@ -53,7 +72,9 @@ class Desk:
         clock: Clock,
         tracker: Tracker,
         on_park: Callable[[int, int], None] = lambda *_: None,
+        schemas: Schemas | None = None,
     ) -> None:
+        self._schemas = schemas or NoSchemas()
         self._config = config
         self._catalogue = catalogue
         self._clock = clock
@@ -61,19 +82,28 @@ class Desk:
         self._on_park = on_park
         self._changing = asyncio.Lock()
         self.rows: dict[str, CaptureTableRow] = {}
+        self.changes = 0
+        """Of `rows`, ever."""
         self.copying: dict[str, int] = {}
         """Tables that are copied beside the stream just now, and their oids. One that is refused is none of them: what
         is told of it is not how the others move."""
         self._told: set[str] = set()
         self._refusals: dict[str, Refusal] = {}
         """What the last try to take a table in ended with, until it is past that."""
+        self._fruitless: dict[str, tuple[str, int, int]] = {}
+        """Of a copy that was cut off: its topic, the chunks that were done then, and how often it was since."""
 
     def connect(self, on_park: Callable[[int, int], None]) -> None:
         self._on_park = on_park
 
+    @property
+    def now_ms(self) -> int:
+        return self._clock.now_ms()
+
     def know(self, rows: dict[str, CaptureTableRow]) -> None:
         """The rows as they are now; marks follow."""
         self.rows = dict(rows)
+        self.changes += 1
         for name in [*self._told]:
             if name not in rows or rows[name].flows:
                 self._heal(name)
@@ -90,9 +120,9 @@ class Desk:
         row = self.by_oid(oid, lsn)
         return None if row is None or in_snapshot(xid, lsn, row.snapshot) else row
 
-    def serves(self, oid: int) -> bool:
-        """Whether followers of this relation may be told that it is captured."""
-        return any(row.oid == oid and row.state == "captured" for row in self.rows.values())
+    def served(self) -> set[int]:
+        """Oids of the relations whose followers may be told that they are captured."""
+        return {row.oid for row in self.rows.values() if row.state == "captured"}
 
     def held_by(self, name: str) -> str:
         """Who kept the table out when it was to be taken in last, "" = nobody."""
@@ -100,29 +130,51 @@ class Desk:
         return why.held_by if why is not None else ""
 
     # changing -------------------------------------------------------------------------------------
-    async def park(self, name: str, lsn: int, reason: str, fix: str = "", *, state: str = "parked") -> None:
-        """Carry no transaction of the table at or above `lsn` (D1). Raises Unrecorded."""
+    async def park(
+        self, name: str, lsn: int, reason: str, fix: str = "", *, state: str = "parked", again: bool = False
+    ) -> None:
+        """Carry no transaction of the table at or above `lsn` (D1). `again`: a copy makes it good (again.py). Raises
+        Unrecorded."""
         row = self.rows.get(name)
         if row is None or (row.parked_lsn and row.parked_lsn <= lsn):
             return
         reason = f"{reason[:REASON_CHARS].rstrip('.')}: table={name} parked_at={Lsn(lsn)}."
         self._on_park(row.oid, lsn)
+        now_ms, pause_ms = self._clock.now_ms(), int(self._config.copy_again_pause_s * 1000)
 
         def parked(found: CaptureTableRow | None) -> CaptureTableRow | None:
             if found is None or (found.parked_lsn and found.parked_lsn <= lsn) or found.generation != row.generation:
                 return found
-            since_ms = found.since_ms if found.state == state and found.since_ms else self._clock.now_ms()
+            since_ms = found.since_ms if found.state == state and found.since_ms else now_ms
+            # At most one pause from now: the clock may have gone wrong when it was begun last.
+            from_ms = now_ms + max(0, min(pause_ms, found.again_last_ms + pause_ms - now_ms))
+            again_ms = from_ms if again and self._config.copy_again else 0
+            said = by_itself(again_ms, again_ms > now_ms) if again_ms else fix or recopy(name)
             return replace(
-                found, state=state, reason=reason, fix=fix or recopy(name), parked_lsn=lsn, since_ms=since_ms
+                found, state=state, reason=reason, fix=said, parked_lsn=lsn, since_ms=since_ms, again_ms=again_ms
             )
 
         log.error("a table is parked", capture=self._config.name, table=name, reason=reason)
         self._refusals.pop(name, None)
         await self.change(name, parked)
 
-    async def refuse(self, name: str, why: Refusal, oid: int = 0) -> None:
+    async def gone(self, name: str, reason: str, fix: str) -> None:
+        """A parked table is not there any more: its shard ends where it was parked, and what was to heal it cannot."""
+
+        def ended(found: CaptureTableRow | None) -> CaptureTableRow | None:
+            if found is None or found.state != "parked":
+                return found
+            said = f"{reason}: table={name} parked_at={Lsn(found.parked_lsn)}."
+            return replace(found, state="dropped", reason=said, fix=fix, since_ms=self._clock.now_ms(), again_ms=0)
+
+        await self.change(name, ended)
+
+    async def refuse(self, name: str, why: Refusal, oid: int = 0, *, going_on: bool = False) -> None:
         """Say why a table is not captured. One that flows or is parked keeps its row; where it was to be copied again,
-        its mark says why it was not."""
+        its mark says why it was not. `going_on`: for no fault of its own, so a copy that came part of the way is gone
+        on with, if it does not stand (FRUITLESS_TRIES)."""
+        known = self.rows.get(name)
+        going_on = going_on and known is not None and self._comes_further(known)
 
         def refused(found: CaptureTableRow | None) -> CaptureTableRow | None:
             if found is None:
@@ -131,19 +183,89 @@ class Desk:
                 return found
             since_ms = found.since_ms if found.state == why.state and found.since_ms else self._clock.now_ms()
             return replace(
-                found, state=why.state, reason=why.reason[:REASON_CHARS], fix=why.fix, since_ms=since_ms, oid=oid
-            )
+                found, state=why.state, reason=why.reason[:REASON_CHARS], fix=why.fix, since_ms=since_ms, oid=oid,
+                copy=found.copy if going_on else None,
+            )  # fmt: skip
 
         tried = self.copying.pop(name, None) is not None
-        known = self.rows.get(name)
         kept = known is not None and (known.snapshot is not None or known.parked_lsn)
         if tried or not kept:
             self._refusals[name] = why
         told = (known.state, known.reason, known.fix) if known is not None else None
-        if not kept and told != (why.state, why.reason[:REASON_CHARS], why.fix):
+        given_up = known is not None and known.copy is not None and not going_on
+        if not kept and (given_up or told != (why.state, why.reason[:REASON_CHARS], why.fix)):
             await self.change(name, refused)
         elif tried and known is not None:
             self._tell(known)
+
+    def _comes_further(self, row: CaptureTableRow) -> bool:
+        """A try to go on with its copy ended: whether there is to be another one."""
+        if row.copy is None:
+            return False
+        topic_id, done, tries = self._fruitless.get(row.table, ("", 0, 0))
+        tries = tries + 1 if (topic_id, done) == (row.copy.topic_id, row.copy.done) else 1
+        self._fruitless[row.table] = (row.copy.topic_id, row.copy.done, tries)
+        return tries < FRUITLESS_TRIES
+
+    async def note(self, name: str, identities: Identities) -> None:
+        """What a table and its partitions had before they are given REPLICA IDENTITY FULL (publication.py, P5)."""
+
+        def noted(found: CaptureTableRow | None) -> CaptureTableRow:
+            found = found or CaptureTableRow(self._config.name, name)
+            return replace(found, identities={**found.identities, **identities})
+
+        known = self.rows.get(name)
+        if known is None or noted(known) != known:
+            await self.change(name, noted)
+
+    async def identified(self, table: TableInfo) -> None:
+        """What the database says of a table's REPLICA IDENTITY now, for whoever lists the tables."""
+
+        def known(found: CaptureTableRow | None) -> CaptureTableRow | None:
+            if found is None or found.oid != table.oid:
+                return found
+            return replace(found, identity=table.identity)
+
+        row = self.rows.get(table.name)
+        if row is not None and row.oid == table.oid and row.identity != table.identity:
+            await self.change(table.name, known)
+
+    async def hand_over(self, row: CaptureTableRow) -> bool:
+        """What was noted of a table under an earlier name goes to the row of its present one; False = it has none."""
+        others = [r for r in self.rows.values() if r.oid == row.oid and r.table != row.table]
+        heir = next(iter(others), None) if row.oid else None  # 0: it has not been taken in yet
+        if heir is not None and row.identities:
+            await self.note(heir.table, row.identities)
+        return heir is not None
+
+    async def evolve(self, name: str, step: Step, lsn: int) -> int:
+        """From the transaction that commits at `lsn` on the table has the description that `step` ends in; its version.
+        Before the first record under it is written this is in the catalogue. Raises Unrecorded; Invalid where its
+        schema is refused, and nothing has changed then."""
+        row = self.rows[name]
+        try:
+            ids = await self.registered(row.envelope, row.topic, step.columns)
+        except (Unavailable, Unknown) as error:
+            raise Unrecorded(f"a schema may not be registered: topic={row.topic} cause={error.message!r}.") from error
+
+        def evolved(found: CaptureTableRow | None) -> CaptureTableRow | None:
+            if found is None or found.columns != step.of or found.generation != row.generation:
+                return found
+            return replace(
+                found, columns=step.columns, evolved=(*found.evolved, lsn), attributes=step.attributes,
+                storage=step.storage, schemas=(*found.schemas, *ids),
+            )  # fmt: skip
+
+        log.info("a table's description grows", capture=self._config.name, table=name, by=str(step), at=str(Lsn(lsn)))
+        now = await self.change(name, evolved)
+        if now is None or now.columns != step.columns:
+            raise Unrecorded(f"somebody else changes what is known of a table: table={name}.")
+        return now.version
+
+    async def registered(self, envelope: str, topic: str, columns: Sequence[Described]) -> tuple[tuple[int, int], ...]:
+        """The ids of the schemas that records of these columns have, none where they have none. Raises Invalid where
+        one is refused, Unavailable or Unknown where the registry does not answer: asked again it gives the same."""
+        return (await registered(self._schemas, topic, columns),) if envelope == AVRO else ()
 
     async def change(
         self, name: str, change: Callable[[CaptureTableRow | None], CaptureTableRow | None]
@@ -155,6 +277,7 @@ class Desk:
             except (Unavailable, Unknown) as error:
                 what = f"a table's state may not be written: table={name} cause={error.message!r}."
                 raise Unrecorded(what) from error
+        self.changes += 1
         old = self.rows.get(name)
         if row is None:
             self.rows.pop(name, None)
@@ -167,30 +290,14 @@ class Desk:
             self._tell(row)
         return row
 
-    # looking --------------------------------------------------------------------------------------
-    def differs_in_stream(
-        self, message: RelationMessage, now: Relation | None, xid: int, lsn: int
-    ) -> tuple[str, str] | None:
-        """(table, difference) where the stream goes on with what cannot be carried; None = nothing to say.
+    @property
+    def cut_off(self) -> dict[str, int]:
+        """Tables that wait for their copy to be gone on with, and how many chunks are done: WAL is kept for them."""
+        return {row.table: row.copy.done for row in self.rows.values() if row.copy is not None}
 
-        `xid`, `lsn`: of the transaction at hand. The catalogue is ahead of the stream: of it only the key is asked,
-        which no message tells.
-        """
-        row = self.followed(message.oid, xid, lsn)
-        if row is None:
-            return None
-        said = []
-        name = Relation(message.oid, message.schema, message.table, ()).name
-        if name != row.table:
-            said.append(f"the table is now named {name}")
-        columns = against_stream(row.columns, message, now)
-        if columns:
-            said.append(columns)
-        elif now is not None and now.columns:
-            key = against_catalogue(row.columns, now)
-            if "primary key" in key:
-                said.append(key)
-        return (row.table, "its description changed: " + "; ".join(said)) if said else None
+    async def give_up(self, name: str) -> None:
+        """A copy that was cut off is not gone on with. Raises Unrecorded."""
+        await self.change(name, lambda found: replace(found, copy=None) if found is not None else None)
 
     # marks ----------------------------------------------------------------------------------------
     def tell_copy(self, progress: SnapshotProgress) -> None:
@@ -226,13 +333,16 @@ class Desk:
         self._tracker.set(mark, row.parked_lsn, row.parked_lsn + 1, now_ms=row.since_ms, unit="lsn",
             upstream=f"{self._config.mark}/topics")  # fmt: skip
         if failure is None or failure.error != text:
-            self._tracker.fail(mark, text, now_ms=row.since_ms or self._clock.now_ms(), parked=not row.flows,
+            # What goes on by itself is nobody's to mend, unless it takes too long.
+            parked = not row.flows and not row.again_ms
+            self._tracker.fail(mark, text, now_ms=row.since_ms or self._clock.now_ms(), parked=parked,
                 held_by=why.held_by if why is not None else "")  # fmt: skip
         self._told.add(row.table)
 
     def _heal(self, name: str) -> None:
         mark = self._config.table_mark(name)
         self._refusals.pop(name, None)
+        self._fruitless.pop(name, None)
         self._tracker.heal(mark)
         self._tracker.remove(mark)
         self._told.discard(name)

@@ -4,8 +4,7 @@
     stream      a Relation message: what the next rows have (names and types only)
     catalogue   as PostgreSQL describes it now: type names and key, too; it may be ahead of the stream
 
-No difference is carried yet. A column that the other side lacks, another type and another key would each be a NULL, a
-lost value or merged rows in the shard.
+What of it is carried, and what parks the table, is decided in evolution.py.
 """
 
 from __future__ import annotations

@@ -5,21 +5,35 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable
 
-from tidemill.base.errors import Conflict, Invalid, TidemillError
+from msgspec.structs import replace
+
+from tidemill.base.errors import Conflict, Invalid, TidemillError, Unavailable, Unknown
+from tidemill.capture.attributes import Attributes
 from tidemill.capture.changes import Column, Relation
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.desk import Desk
+from tidemill.capture.events import Source
 from tidemill.capture.naming import split_name
 from tidemill.capture.publication import Blocked
 from tidemill.capture.tables import Choice, Refusal, TableInfo
+from tidemill.capture.topic_writer import CapturedTable
+from tidemill.capture.wire.errors import may_pass
 from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow, Catalogue, TopicRow
 
 PRODUCER_ID_BASE = 1 << 62
 """Producer ids of captures: far above those handed to Kafka producers, one per capture name, for ever."""
 
 
+MOST_EPOCHS = (1 << 15) - 1
+
+
 def producer_id(config: CaptureConfig) -> int:
     return PRODUCER_ID_BASE | zlib.crc32(config.name.encode())
+
+
+def copy_producer_id(config: CaptureConfig) -> int:
+    """Another one: the stream's sequences are offsets, those of a copy begin anew with each epoch (lane.py, L3)."""
+    return producer_id(config) | 1 << 32
 
 
 async def without_taken(config: CaptureConfig, catalogue: Catalogue, choice: Choice) -> Choice:
@@ -47,14 +61,30 @@ async def start_table(
     config: CaptureConfig, catalogue: Catalogue, desk: Desk, table: TableInfo, relation: Relation
 ) -> TopicRow | None:
     """Its row without a snapshot, and a new topic (a new id: nothing of an earlier attempt is in it). None when it is
-    refused, which `desk` tells."""
+    refused, which `desk` tells: also where the registry does not answer, for nothing of it was written then. Raises
+    Unrecorded, and what the catalogue raises."""
+
+    earlier, now_ms = desk.rows.get(table.name), desk.now_ms
+    if earlier is not None and earlier.oid != table.oid:
+        await desk.hand_over(earlier)
+    columns = columns_of(relation)
+    try:
+        # Before anything of an earlier copy is gone.
+        topic_name = (earlier.topic if earlier is not None else "") or config.topic_of(table.schema, table.table)
+        schemas = await desk.registered(config.envelope, topic_name, columns)
+    except (Invalid, Unavailable, Unknown) as error:
+        await desk.refuse(table.name, refusal_of(error), table.oid)
+        return None
 
     def started(found: CaptureTableRow | None) -> CaptureTableRow:
         found = found or CaptureTableRow(config.name, table.name)
         return CaptureTableRow(
             config.name, table.name, found.topic or config.topic_of(table.schema, table.table),
             generation=found.generation + (found.columns != () or found.snapshot is not None), oid=table.oid,
-            columns=columns_of(relation),
+            columns=columns, identities=found.identities, envelope=config.envelope, schemas=schemas,
+            accepted=found.accepted if found.recopy or found.again_ms or found.snapshot is None else (),
+            again_last_ms=now_ms if found.again_ms and not found.recopy else found.again_last_ms,
+            identity="FULL" if config.whole else table.identity,
         )  # fmt: skip
 
     try:
@@ -66,18 +96,63 @@ async def start_table(
             return None
         if topic is not None:
             await catalogue.delete(TopicRow, row.topic)
-        return await catalogue.create_topic(row.topic, config.partitions, kind="capture")
+        return await catalogue.create_topic(row.topic, config.partitions, kind="capture", config=config.topic_configs)
     except (Invalid, Conflict) as error:
         await desk.refuse(table.name, refusal_of(error), table.oid)
         return None
 
 
-def columns_of(relation: Relation) -> tuple[CapturedColumn, ...]:
-    return tuple(CapturedColumn(c.name, c.type_name, c.key_index, c.type_oid, c.type_mod) for c in relation.columns)
+def says_whole_rows(config: CaptureConfig, table: TableInfo) -> bool:
+    """Whether every UPDATE in the stream says all of its row."""
+    return config.whole or table.identity == "FULL"
+
+
+async def go_on_with(
+    config: CaptureConfig, catalogue: Catalogue, desk: Desk, table: TableInfo, relation: Relation
+) -> TopicRow | None:
+    """The topic of a copy that was cut off, whose row has the epoch of a session that goes on with it (lane.py, L3).
+    None = it begins anew. Raises Unrecorded."""
+    row = desk.rows.get(table.name)
+    if row is None or row.copy is None or row.oid != table.oid or row.recopy or row.envelope != config.envelope:
+        return None
+    if not says_whole_rows(config, table) or columns_of(relation) != row.columns or row.copy.epoch >= MOST_EPOCHS:
+        return None
+    topic = await catalogue.get(TopicRow, row.topic)
+    if topic is None or topic.topic_id != row.copy.topic_id:
+        return None
+    held, taken = row.copy, replace(row.copy, epoch=row.copy.epoch + 1)
+
+    def gone_on(found: CaptureTableRow | None) -> CaptureTableRow | None:
+        if found is None or found.copy != held or found.recopy:
+            return found
+        return replace(found, state="captured", reason="", fix="", since_ms=0, copy=taken)
+
+    now = await desk.change(table.name, gone_on)
+    return await kept_so(config, catalogue, topic) if now is not None and now.copy == taken else None
+
+
+def source_of(config: CaptureConfig, row: CaptureTableRow, database: str) -> Source | None:
+    """What the table's events say of where they come from; None where its records are rows."""
+    return Source(config.name, database, row.schemas) if row.envelope != "row" else None
+
+
+async def kept_so(config: CaptureConfig, catalogue: Catalogue, topic: TopicRow) -> TopicRow:
+    """The topic of a table that goes on, with the configs that are wanted now."""
+    if topic.config == config.topic_configs:
+        return topic
+    return await catalogue.change_topic(topic.name, lambda row: replace(row, config=config.topic_configs))
+
+
+def columns_of(relation: Relation, found: Attributes | None = None) -> tuple[CapturedColumn, ...]:
+    numbers = {c.name: c.attnum for c in found.columns} if found is not None else {}
+    return tuple(
+        CapturedColumn(c.name, c.type_name, c.key_index, c.type_oid, c.type_mod, numbers.get(c.name, 0))
+        for c in relation.columns
+    )
 
 
 def as_described(table: CaptureTableRow, now: Relation | None) -> Relation:
-    """The relation as of the table's snapshot; what an older version did not store comes from the catalogue."""
+    """The relation as of its newest version; what an older version did not store comes from the catalogue."""
     schema, name = split_name(table.table)
     known = {c.name: c for c in now.columns} if now is not None else {}
     columns = []
@@ -85,11 +160,11 @@ def as_described(table: CaptureTableRow, now: Relation | None) -> Relation:
         other = known.get(c.name)
         oid, mod = (c.type_oid, c.type_mod) if c.type_oid or other is None else (other.type_oid, other.type_mod)
         columns.append(Column(c.name, oid, mod, c.type_name, c.key_index, other.not_null if other else False))
-    return Relation(table.oid, schema, name, tuple(columns))
+    return Relation(table.oid, schema, name, tuple(columns), table.version)
 
 
 def refusal_of(error: TidemillError) -> Refusal:
-    fix = error.fix or "Mend it; it is tried again by itself."
+    fix = error.fix or f"{'It' if may_pass(error) else 'Mend it; it'} is tried again by itself."
     return Refusal("refused", error.message, fix, error.held_by if isinstance(error, Blocked) else "")
 
 
@@ -111,3 +186,9 @@ async def delete_topic(catalogue: Catalogue, name: str) -> None:
     found = await catalogue.get(TopicRow, name) if name else None
     if found is not None and found.kind == "capture":
         await catalogue.delete(TopicRow, name)
+
+
+def copy_target(config: CaptureConfig, row: CaptureTableRow, topic: TopicRow, source: Source | None) -> CapturedTable:
+    """A table's topic, for its copy."""
+    epoch = row.copy.epoch if row.copy is not None else 0
+    return CapturedTable(row.table, topic, copy_producer_id(config), oid=row.oid, source=source, epoch=epoch)

@@ -3,6 +3,7 @@
     lock        another session holds this capture's advisory lock
     slot        another walsender streams from the slot
     table       others hold a lock on a table that a statement of ours could not have in the time allowed
+    pinning     the oldest transaction that is not over: decoding would begin again with it, so its WAL is kept
     walsender   it computes or reads, and looks at its input only now and then
     blockers    sessions whose locks or open transactions a statement of ours waits for (pg_blocking_pids)
 
@@ -48,8 +49,8 @@ class Holder(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """For `held_by` of a mark."""
-        return f"postgres-pid:{self.pid}"
+        """For `held_by` of a mark. A prepared transaction has no session."""
+        return f"postgres-pid:{self.pid}" if self.pid else "postgres-prepared"
 
     def __str__(self) -> str:
         query = f" query={self.query!r}" if self.query else ""
@@ -109,13 +110,41 @@ async def table_holder(wire: Wire, oid: int) -> Holder | None:
     return next(iter(await sessions(wire, [int(pid or 0) for (pid,) in rows])), None)
 
 
+async def writers(wire: Wire, oid: int) -> frozenset[str]:
+    """The transactions that hold a lock under which rows of a table, or of a partition of it, are written."""
+    rows = await wire.query(
+        "SELECT DISTINCT virtualtransaction FROM pg_locks WHERE granted AND locktype = 'relation'"
+        " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+        " AND mode IN ('RowExclusiveLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')"
+        f" AND relation IN (SELECT {oid} UNION SELECT relid FROM pg_partition_tree({oid}))"
+    )
+    return frozenset(found or "" for (found,) in rows)
+
+
+async def pinning(wire: Wire) -> Holder | None:
+    """Whose transaction, open or prepared, is the oldest that may be decoded yet: WAL since it began is kept."""
+    rows = await wire.query(
+        "SELECT pid FROM pg_stat_activity WHERE backend_xid IS NOT NULL AND datname = current_database()"
+        " ORDER BY age(backend_xid) DESC LIMIT 1"
+    )
+    prepared = await wire.query(
+        "SELECT transaction, gid, extract(epoch FROM clock_timestamp() - prepared)::int, owner FROM pg_prepared_xacts"
+        " WHERE database = current_database() ORDER BY age(transaction) DESC LIMIT 1"
+    )
+    found = next(iter(await sessions(wire, [int(pid or 0) for (pid,) in rows])), None)
+    if prepared and (found is None or int(prepared[0][2] or 0) > found.age_s):
+        xid, gid, age_s, owner = prepared[0]
+        return Holder(0, owner or "", "", "prepared transaction", int(age_s or 0), f"xid={xid} gid={gid}")
+    return found
+
+
 async def blockers(wire: Wire, capture: str) -> list[Holder]:
-    """Whom the sessions of this capture wait for, whichever of them it is: by their application names (Wire.connect).
+    """Whom the sessions of this capture wait for, whichever of them it is: by their application names (connection.py).
     Asked on a session of its own, for those that wait do not answer."""
     rows = await wire.query(
         "SELECT DISTINCT unnest(pg_blocking_pids(pid)) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
         " AND datname = current_database() AND starts_with(application_name, 'tidemill ')"
-        f" AND strpos(application_name, {literal(f' {capture} ')}) > 0"
+        f" AND split_part(application_name, ' ', 3) = {literal(capture)}"
     )
     # A prepared transaction has no session: it blocks as pid 0.
     pids = [int(found or 0) for (found,) in rows]

@@ -1,18 +1,23 @@
 """Tables beside the stream: what changed in the database is noticed, and what is fresh is taken in, while all else
 flows.
 
-    every table_poll_s    the catalogue is compared with what is captured
-    every HAZARD_POLL_S   published tables whose statements would fail, or lack old rows, are mended or taken out
+    every table_poll_s    the catalogue is compared with what is captured; sooner when somebody asks for a table that
+                          is not (`seeks`), or finds one to be another (`look`)
+    every HAZARD_POLL_S   published tables whose statements would fail, or lack old rows, are mended or taken out; by a
+                          capture that is manual they are parked, and told
 
     new, made anew, asked for again (recopy), refused before    →  published  →  topic anew  →  copied  →  in the stream
     gone, not wanted any more     →  `dropped` at the WAL's end; topic and row go once no pipeline reads it
-    its description differs       →  parked at the WAL's end, if the stream did not come to a row before
+    its description differs       →  what is carried: in force at the WAL's end, else parked there, if the stream did
+                                     not come to a row before (describing.py)
+    parked for what a copy heals  →  copied again by itself (again.py)
 
 J1  While a table is copied, nothing is confirmed to PostgreSQL beyond where the copy began: what the stream tells of
     it meanwhile is told again by the next session, which begins when the copy is done. The other tables know their
-    part of that by their bindings.
+    part of that by their bindings. That holds from the start of a session that finds a copy cut off.
 J2  A copy that fails is told under its table, and tried again after a pause that doubles; one that a lock kept out,
-    as soon as who was named for it holds the table no more.
+    as soon as who was named for it holds the table no more. It is gone on with where it was cut off for no fault of
+    the table's, until it has not come further in so many tries (Desk); else it begins anew, and WAL is let go.
 J3  A table is parked at the WAL end as of after its difference was seen, and from before that is asked for until the
     park is durable the stream's reader takes nothing more: no transaction at or above it is bound or confirmed by a
     session whose successor would not know of the park. Rows that came under the new description before were found by
@@ -22,7 +27,8 @@ J3  A table is parked at the WAL end as of after its difference was seen, and fr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
+from contextlib import suppress
 
 import structlog
 from msgspec.structs import replace
@@ -31,16 +37,30 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, Conflict, Fenced, Invalid, Missing, TidemillError, Unavailable, Unknown
 from tidemill.base.frontier import Lsn
 from tidemill.base.tasks import Restarts, is_fault, sentence
+from tidemill.capture.again import Again, heals
+from tidemill.capture.attributes import attributes_of
+from tidemill.capture.changes import Relation
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.copying import take_snapshot
-from tidemill.capture.desk import Desk, Unrecorded
+from tidemill.capture.describing import Coming
+from tidemill.capture.desk import Desk, Unrecorded, accept, recopy
 from tidemill.capture.difference import against_catalogue
-from tidemill.capture.entry import delete_topic, gone, producer_id, refusal_of, start_table, without_taken
+from tidemill.capture.entry import (
+    copy_target,
+    delete_topic,
+    go_on_with,
+    gone,
+    refusal_of,
+    source_of,
+    start_table,
+    without_taken,
+)
 from tidemill.capture.holders import table_holder
-from tidemill.capture.publication import LOCK_ATTEMPTS, publish, published_tables, unpublish
-from tidemill.capture.snapshot import SnapshotProgress
+from tidemill.capture.progress import SnapshotProgress
+from tidemill.capture.publication import LOCK_ATTEMPTS, give_back, not_full, publish, published_tables, unpublish
 from tidemill.capture.tables import (
     Choice,
+    Hazard,
     Refusal,
     TableInfo,
     came_with_rows,
@@ -50,17 +70,23 @@ from tidemill.capture.tables import (
     list_tables,
     resolve,
 )
-from tidemill.capture.topic_writer import CapturedTable, TopicWriter
+from tidemill.capture.topic_writer import CapturedTable
 from tidemill.capture.watch import Control
-from tidemill.capture.wire.connection import Wire
-from tidemill.capture.wire.errors import SqlError
-from tidemill.metastore.catalogue import Catalogue, PipelineRow
+from tidemill.capture.wire.connection import Wire, identifier
+from tidemill.capture.wire.errors import SqlError, may_pass
+from tidemill.metastore.catalogue import CaptureTableRow, Catalogue, PipelineRow
 from tidemill.topics.front import TopicLog
 
 log = structlog.get_logger()
 
 HAZARD_POLL_S = 1.0
 LONGEST_PAUSE_S = 300.0
+LOOK_S = 0.3
+"""Between two looks that somebody's asking brought about …"""
+
+LOOK_SHARE = 10
+"""… or so many times as long as such a look takes: whoever asks for tables that are not there keeps the database busy
+for a tenth of the time at most."""
 
 
 class Joined(Unavailable):
@@ -70,7 +96,7 @@ class Joined(Unavailable):
 class Joining:
     """`hold(True)`: from now on confirm nothing beyond what is confirmed; False: go on. `flushed()`: every
     transaction at or below it is bound. `retire(oid)`: nothing is written for this relation any more, nor under way.
-    `parking`: while it is taken, the stream's reader stands."""
+    `parking`: while it is taken, the stream's reader stands. `learn`: as of Coming."""
 
     def __init__(
         self,
@@ -86,6 +112,7 @@ class Joining:
         flushed: Callable[[], int],
         retire: Callable[[int], Awaitable[None]],
         parking: asyncio.Lock,
+        learn: Callable[[Relation], None],
     ) -> None:
         self._config = config
         self._control = control
@@ -99,18 +126,36 @@ class Joining:
         self._retire = retire
         self._parking = parking
         self._digests: dict[int, str] = {}
+        self._no_identity: dict[int, str] = {}
+        """What kept a table from its whole identity the last time: it is tried again each second, and told once."""
+        self._coming = Coming(desk, control, flushed, parking, learn)
+        self._again = Again(config, control, desk, clock)
         self._pauses: dict[str, tuple[Restarts, float]] = {}
         self._wake = asyncio.Event()
+        self._sought = asyncio.Event()
+        self._next_look: asyncio.Future[frozenset[str] | None] | None = asyncio.get_running_loop().create_future()
+        """Of a look of `take_in` that has not begun yet; None: it is over."""
         self.progress = SnapshotProgress(clock)
 
     @property
     def copying(self) -> tuple[str, ...]:
-        """Tables that are taken in just now: the confirmation is held for them."""
-        return tuple(self._desk.copying)
+        """Tables that are taken in just now, or cut off in that: the confirmation is held for them."""
+        return tuple(self._desk.copying) or tuple(self._desk.cut_off)
 
     def look(self) -> None:
-        """Somebody asks for a table that is not known: look now."""
+        """Somebody found a captured table to be another one, or gone: look now."""
         self._wake.set()
+        self._sought.set()
+
+    async def seeks(self, name: str) -> bool | None:
+        """Whether this table is taken in, now or as soon as it can be, as of a look that begins from here on: one for
+        all who ask meanwhile. None: this session is over."""
+        look = self._next_look
+        if look is None:
+            return None
+        self._sought.set()
+        coming = await asyncio.shield(look)
+        return None if coming is None else name in coming
 
     def mark(self) -> None:
         """Tell what is copied, and how far it is."""
@@ -120,8 +165,10 @@ class Joining:
     async def watch(self) -> None:
         """For ever. Raises what breaks the control connection or the catalogue."""
         while True:
+            began_s = self._clock.monotonic_s()
             await self._compare()
-            next_s = self._clock.monotonic_s() + self._config.table_poll_s
+            pause_s = self._config.table_poll_s
+            next_s = self._clock.monotonic_s() + (min(pause_s, HAZARD_POLL_S) if self._coming.waits else pause_s)
             while not self._wake.is_set() and (left_s := next_s - self._clock.monotonic_s()) > 0:
                 await self._mend()
                 try:
@@ -129,16 +176,36 @@ class Joining:
                         await self._wake.wait()
                 except TimeoutError:
                     pass
+            await asyncio.sleep(max(0.0, min(pause_s, LOOK_S) - (self._clock.monotonic_s() - began_s)))
             self._wake.clear()
 
     async def take_in(self) -> None:
         """Until something was taken in: then it raises Joined."""
-        while True:
-            found = await self._control.ask(list_tables)
-            pending = await self._pending(found)
-            if pending and await self._copied_all(pending):
-                raise Joined(f"tables were taken in: capture={self._config.name}.")
-            await asyncio.sleep(self._config.table_poll_s)
+        pause_s = self._config.table_poll_s
+        try:
+            while True:
+                began_s = self._clock.monotonic_s()
+                asked, self._next_look = self._next_look, asyncio.get_running_loop().create_future()
+                self._sought.clear()
+                try:
+                    coming, pending = await self._pending(await self._control.ask(list_tables))
+                except BaseException:
+                    _tell(asked, None)
+                    raise
+                _tell(asked, coming)
+                took_s = self._clock.monotonic_s() - began_s
+                if pending and await self._copied_all(pending):
+                    raise Joined(f"tables were taken in: capture={self._config.name}.")
+                if not self._desk.cut_off:
+                    self._hold(False)
+                least_s = min(pause_s, max(LOOK_S, LOOK_SHARE * took_s))
+                await asyncio.sleep(least_s)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s - least_s):
+                        await self._sought.wait()
+        finally:
+            asked, self._next_look = self._next_look, None
+            _tell(asked, None)
 
     # what changed ---------------------------------------------------------------------------------
     async def _compare(self) -> None:
@@ -155,14 +222,33 @@ class Joining:
                     await self._park(row.table, *gone(row, found), state="dropped")
             elif table.oid == row.oid and self._digests.get(row.oid) != table.digest:
                 await self._look_closely(row.table, table)
-        published = await self._control.ask(lambda wire: published_tables(wire, self._config.publication)) or {}
+        for row in [row for row in self._desk.rows.values() if row.state == "parked"]:
+            if row.table not in wanted and row.table not in choice.refused:
+                await self._desk.gone(row.table, *gone(row, found))
+        published = await self._published() or {}
         for row in [row for row in self._desk.rows.values() if row.flows]:
             if row.table in wanted and row.oid == wanted[row.table].oid and row.oid not in published:
                 # Changes are missing from here on; the next session sees it, too, and has it copied again.
                 raise Unavailable(f"a captured table was unpublished: table={row.table}.")
         for name, why in choice.refused.items():
             await self._desk.refuse(name, why)
+        for info in found:
+            await self._desk.identified(info)
         await self._prune(wanted, choice.refused, found)
+        self._forget_gone(found)
+
+    def _forget_gone(self, found: list[TableInfo]) -> None:
+        """Nothing that this session remembers of a table outlives it."""
+        oids, names = {table.oid for table in found}, {table.name for table in found}
+        for known in (self._digests, self._no_identity):
+            for oid in known.keys() - oids:
+                del known[oid]
+        for name in self._pauses.keys() - names:
+            del self._pauses[name]
+
+    async def _published(self) -> dict[int, str] | None:
+        config = self._config
+        return await self._control.ask(lambda wire: published_tables(wire, config.publication, manual=config.manual))
 
     async def _choice(self, found: list[TableInfo]) -> Choice:
         try:
@@ -180,10 +266,12 @@ class Joining:
         row = self._desk.rows[name]
         if now is None or not row.flows:
             return
-        difference = against_catalogue(row.columns, now)
-        if difference:
-            await self._park(name, f"its description changed: {difference}")
-        elif table.kind != "p" or await self._same_partitions(name, table):
+        why = await self._coming.look(name, against_catalogue(row.columns, now))
+        if why:
+            self._coming.forget(name)
+            found = (await self._control.ask(lambda wire: attributes_of(wire, [table.oid]))).get(table.oid)
+            await self._park(name, f"its description changed: {why}", accept(name), again=heals(row, found))
+        elif why is not None and (table.kind != "p" or await self._same_partitions(name, table)):
             self._digests[table.oid] = table.digest
 
     async def _same_partitions(self, name: str, table: TableInfo) -> bool:
@@ -204,17 +292,17 @@ class Joining:
                 said = f"a partition was attached with rows in it, of which the stream says nothing: partition={full}"
                 break
         if said:
-            await self._park(name, said)
+            await self._park(name, said, again=True)
             return False
         if known != now:
-            await self._desk.change(name, lambda found: replace(found, partitions=now) if found is not None else None)
+            await self._desk.change(name, lambda found: _divided(found, now) if found is not None else None)
         return True
 
-    async def _park(self, name: str, reason: str, fix: str = "", *, state: str = "parked") -> None:
+    async def _park(self, name: str, reason: str, fix: str = "", *, state: str = "parked", again: bool = False) -> None:
         """J3."""
         async with self._parking:
             found = await self._control.ask(lambda wire: wire.value("SELECT pg_current_wal_insert_lsn()"))
-            await self._desk.park(name, Lsn.parse(found or "0/0").value, reason, fix, state=state)
+            await self._desk.park(name, Lsn.parse(found or "0/0").value, reason, fix, state=state, again=again)
 
     async def _prune(self, wanted: dict[str, TableInfo], refused: dict[str, Refusal], found: list[TableInfo]) -> None:
         """Rows and topics of tables that are gone go when no pipeline reads them; so do reasons nobody asks for."""
@@ -234,25 +322,86 @@ class Joining:
         for row in old:
             if f"capture:{self._config.name}:{row.table}" in read or row.parked_lsn - 1 > self._flushed():
                 continue
+            if row.identities and not self._config.manual and not await self._given_back(row, wanted):
+                continue
             await delete_topic(self._catalogue, row.topic)
             await self._desk.change(row.table, lambda _: None)
             log.info("a table that is gone is forgotten", capture=self._config.name, table=row.table)
 
+    async def _given_back(self, row: CaptureTableRow, wanted: dict[str, TableInfo]) -> bool:
+        """A table that the capture leaves has the identity again that it came with; False = not yet. While it is
+        published it must have a whole one (publication.py, P1), and one that is taken in under another name keeps what
+        it is given for that."""
+        if await self._desk.hand_over(row):
+            return True
+        if any(table.oid == row.oid for table in wanted.values()):
+            return False
+        published = await self._published() or {}
+        if row.oid in published:
+            return False
+        for oid, (relation, before) in row.identities.items():
+            try:
+                await self._control.ask(lambda wire, oid=oid, b=before: give_back(wire, oid, b, attempts=1))  # type: ignore[misc]
+            except (SqlError, Invalid) as error:
+                log.warning("an identity is not given back yet", relation=relation, cause=str(error))
+                return False
+        return True
+
     # statements of the application ----------------------------------------------------------------
     async def _mend(self) -> None:
         """No statement of the application fails because a table is published, and no row comes without its old one."""
-        for hazard in await self._control.ask(lambda wire: hazards(wire, self._config.publication)):
+        config = self._config
+        for hazard in await self._control.ask(lambda wire: hazards(wire, config.publication, config.whole)):
             row = self._desk.by_oid(hazard.oid)
-            if row is not None and not hazard.virtual:
-                mended = await self._control.ask(lambda wire, table=hazard.table: _full(wire, self._config, table))  # type: ignore[misc]
+            if config.manual:
+                await self._tell_hazard(hazard, row)
+                continue
+            if row is not None and not hazard.virtual and config.whole:
+                # Noted before the connection is asked to alter it: what consensus takes is no silence of PostgreSQL's.
+                earlier = await self._control.ask(lambda wire, oid=hazard.oid: not_full(wire, oid))  # type: ignore[misc]
+                await self._desk.note(row.table, earlier)
+                mended = await self._control.ask(lambda wire, table=hazard.table: self._full(wire, table))  # type: ignore[misc]
                 if mended or not hazard.breaks:
                     continue
             if hazard.virtual or hazard.breaks:
                 await self._control.ask(lambda wire, name=hazard.name: unpublish(wire, self._config, name))  # type: ignore[misc]
-            if row is not None:
+            if row is not None and not (hazard.virtual or hazard.breaks):
+                await self._park(row.table, "its replica identity does not say its primary key", _mend_by(hazard))
+            elif row is not None:
                 what = "a virtual generated column" if hazard.virtual else "its replica identity, which was taken away,"
-                await self._park(row.table, f"{what} would make its UPDATE and DELETE fail")
-        await self._unpublish_parked()
+                lacks = hazard.breaks and not hazard.virtual and not config.whole
+                await self._park(
+                    row.table, f"{what} would make its UPDATE and DELETE fail", _mend_by(hazard) if lacks else "",
+                    again=not hazard.virtual and not lacks,
+                )  # fmt: skip
+        if not config.manual:
+            await self._unpublish_parked()
+
+    async def _tell_hazard(self, hazard: Hazard, row: CaptureTableRow | None) -> None:
+        """Of a capture that alters nothing. A table whose old rows are to be whole flows until the stream comes to one
+        that is not."""
+        if row is None or not (hazard.virtual or hazard.breaks or hazard.lacking):
+            return
+        what = "a virtual generated column" if hazard.virtual else "its replica identity"
+        if hazard.virtual or hazard.breaks:
+            drop = f"ALTER PUBLICATION {identifier(self._config.publication)} DROP TABLE {hazard.name}"
+            await self._park(
+                row.table, f"{what} makes its UPDATE and DELETE fail while it is published",
+                f"Run {drop}; {recopy(row.table)}",
+            )  # fmt: skip
+        else:
+            await self._park(row.table, f"{what} does not say its primary key", _mend_by(hazard))
+
+    async def _full(self, wire: Wire, table: TableInfo) -> bool:
+        """Give a published table, and its partitions, a whole identity again; False while others hold its lock."""
+        done = await publish(wire, self._config, [table], {table.oid: ""}, attempts=1, note=self._desk.note)
+        for error in done.failed.values():
+            if self._no_identity.get(table.oid) != str(error):
+                log.warning("a captured table has no whole identity yet", table=table.name, cause=str(error))
+            self._no_identity[table.oid] = str(error)
+        if not done.failed:
+            self._no_identity.pop(table.oid, None)
+        return not done.failed
 
     async def _unpublish_parked(self) -> None:
         """The stream carries nothing of them, so nothing need be decoded, or stand in the application's way.
@@ -262,7 +411,7 @@ class Joining:
 
         def parked() -> set[int]:
             rows = self._desk.rows.values()
-            kept = {row.oid for row in rows if row.recopy or row.state == "captured"}
+            kept = {row.oid for row in rows if row.recopy or row.again_ms or row.state == "captured"}
             return {row.oid for row in rows if row.parked_lsn} - kept - {*self._desk.copying.values()}
 
         async def take_out(wire: Wire, oid: int, name: str) -> None:
@@ -271,26 +420,33 @@ class Joining:
 
         if not parked():
             return
-        published = await self._control.ask(lambda wire: published_tables(wire, self._config.publication)) or {}
+        published = await self._published() or {}
         for oid in parked() & published.keys():
             await self._control.ask(lambda wire, oid=oid: take_out(wire, oid, published[oid]))  # type: ignore[misc]
 
     # taking in ------------------------------------------------------------------------------------
-    async def _pending(self, found: list[TableInfo]) -> list[TableInfo]:
+    async def _pending(self, found: list[TableInfo]) -> tuple[frozenset[str], list[TableInfo]]:
+        """Names of the tables that are to be taken in, and those of them that can be now."""
         asked = {t.table for t in await self._catalogue.tables(self._config.name, fresh=False) if t.recopy}
+        asked |= await self._again.due()
         choice = await self._choice(found)
+        for name in self._desk.cut_off.keys() - {table.name for table in choice.tables}:
+            await self._desk.give_up(name)
         rows = self._desk.rows
-        pending = []
+        coming, pending = set[str](), []
         for table in choice.tables:
             row = rows.get(table.name)
             fresh = row is None or row.snapshot is None or row.state == "dropped" or table.name in asked
             anew = row is not None and row.oid != table.oid and bool(row.oid)
-            if (fresh or anew) and await self._due(table):
-                pending.append(table)
+            if fresh or anew:
+                coming.add(table.name)
+                if await self._due(table):
+                    pending.append(table)
         # A renamed table comes after what its old name still has in the stream: both go by one oid.
         flushed = self._flushed()
         busy = {(r.oid, r.table) for r in rows.values() if r.flows or r.parked_lsn - 1 > flushed}
-        return [t for t in pending if not any(oid == t.oid and name != t.name for oid, name in busy)]
+        free = [t for t in pending if not any(oid == t.oid and name != t.name for oid, name in busy)]
+        return frozenset(coming), free
 
     async def _due(self, table: TableInfo) -> bool:
         """J2."""
@@ -318,30 +474,27 @@ class Joining:
             log.warning("tables were not taken in", capture=self._config.name, cause=sentence(error))
             why = Refusal("refused", f"the table is not copied yet: {sentence(error)}", "It is tried again by itself.")
             for name, oid in [*self._desk.copying.items()]:
-                await self._desk.refuse(name, why, oid)
+                await self._desk.refuse(name, why, oid, going_on=may_pass(error))
         finally:
             self._desk.copied()
         self._wait_after({table.name for table in pending} - set(done))
-        if not done:
-            self._hold(False)
         return bool(done)
 
     async def _copy(self, pending: list[TableInfo]) -> list[str]:
         """The tables that are complete. The caller holds the confirmation."""
         log.info("tables are taken in", capture=self._config.name, tables=[t.name for t in pending])
-        wire = await Wire.connect(self._config.dsn, purpose=f"join {self._config.name}")
+        wire = await Wire.connect(self._config.dsn, purpose="join", capture=self._config.name)
         try:
             # Not on the connection of the copy: see _unpublish_parked.
-            published = await self._control.ask(lambda wire: published_tables(wire, self._config.publication))
+            published = await self._published()
             if published is None:
-                raise Unavailable("the publication is gone.")
-            result = await publish(wire, self._config, pending, published, attempts=LOCK_ATTEMPTS)
-            relations = await describe(wire, [table.oid for table in pending])
+                raise Missing("the publication is gone.")
+            # One that was unpublished since is not gone on with: the stream lacks changes of it.
+            cut_off = {table.oid for table in pending if table.name in self._desk.cut_off} & published.keys()
+            left = await self._publish(wire, pending, published, settle=published.keys() - cut_off)
+            relations = await describe(wire, [table.oid for table in left])
             taken, captured = [], {}
-            for table in pending:
-                if table.name in result.failed:
-                    await self._desk.refuse(table.name, refusal_of(result.failed[table.name]), table.oid)
-                    continue
+            for table in left:
                 if table.oid not in relations:  # dropped meanwhile: what its old copy has flows on, up to there
                     continue
                 row = self._desk.rows.get(table.name)
@@ -350,29 +503,47 @@ class Joining:
                     await self._park(table.name, "it is copied again")
                 if row is not None and row.oid:
                     await self._retire(row.oid)
-                topic = await start_table(self._config, self._catalogue, self._desk, table, relations[table.oid])
+                place = (self._config, self._catalogue, self._desk, table, relations[table.oid])
+                topic = None
+                if table.oid in cut_off:
+                    topic = await go_on_with(*place)
+                    if topic is None:  # it begins anew, so it is settled after all
+                        await self._desk.give_up(table.name)
+                        if not await self._publish(wire, [table], published, settle=published):
+                            continue
+                topic = topic or await start_table(*place)
                 if topic is not None:
                     taken.append(table)
-                    captured[table.name] = CapturedTable(table.name, topic, producer_id(self._config), oid=table.oid)
+                    row = self._desk.rows[table.name]
+                    source = source_of(self._config, row, wire.database)
+                    captured[table.name] = copy_target(self._config, row, topic, source)
             return await self._copied(taken, captured) if taken else []
         finally:
             await wire.aclose()
 
-    async def _copied(self, tables: list[TableInfo], captured: dict[str, CapturedTable]) -> list[str]:
-        writer = TopicWriter(
-            f"{self._config.mark}/copy", captured.values(), self._topics, self._rand, lambda boundaries: None
+    async def _publish(
+        self, wire: Wire, tables: list[TableInfo], published: dict[int, str], *, settle: Container[int]
+    ) -> list[TableInfo]:
+        """Those that are published now; the others are refused."""
+        done = await publish(
+            wire, self._config, tables, published, attempts=LOCK_ATTEMPTS, note=self._desk.note, settle=settle
         )
+        for table in [table for table in tables if table.name in done.failed]:
+            error = done.failed[table.name]
+            await self._desk.refuse(table.name, refusal_of(error), table.oid, going_on=may_pass(error))
+        return [table for table in tables if table.name not in done.failed]
+
+    async def _copied(self, tables: list[TableInfo], captured: dict[str, CapturedTable]) -> list[str]:
         try:
-            await writer.open({}, 0)
-            return await take_snapshot(self._config, tables, captured, writer, self._desk, self.progress, self._clock)
+            return await take_snapshot(
+                self._config, tables, captured, self._topics, self._desk, self.progress, self._clock, self._rand
+            )
         except (Unavailable, Unknown, Closed, Conflict, Fenced):
             raise
         except TidemillError as error:
             for table in tables:
                 await self._desk.refuse(table.name, refusal_of(error), table.oid)
             return []
-        finally:
-            await writer.aclose()
 
     def _wait_after(self, failed: set[str]) -> None:
         """J2."""
@@ -381,13 +552,20 @@ class Joining:
             self._pauses[name] = (restarts, self._clock.monotonic_s() + restarts.pause_s(0.0))
 
 
+def _tell(asked: asyncio.Future[frozenset[str] | None] | None, coming: frozenset[str] | None) -> None:
+    if asked is not None and not asked.done():
+        asked.set_result(coming)
+
+
 async def _resolved(wire: Wire, config: CaptureConfig, found: list[TableInfo]) -> Choice:
-    return resolve(config.tables, found, wire.server_version)
+    return resolve(config.tables, found, wire.server_version, whole=config.whole)
 
 
-async def _full(wire: Wire, config: CaptureConfig, table: TableInfo) -> bool:
-    """Give a published table, and its partitions, a whole identity again; False while others hold its lock."""
-    done = await publish(wire, config, [table], {table.oid: ""}, attempts=1)
-    for error in done.failed.values():
-        log.warning("a captured table has no whole identity yet", table=table.name, cause=str(error))
-    return not done.failed
+def _mend_by(hazard: Hazard) -> str:
+    return f"Run {hazard.lacking}; {recopy(hazard.table.name)}"
+
+
+def _divided(row: CaptureTableRow, partitions: tuple[int, ...]) -> CaptureTableRow:
+    """With these partitions; of those that are gone nothing is kept."""
+    kept = {oid: noted for oid, noted in row.identities.items() if oid == row.oid or oid in partitions}
+    return replace(row, partitions=partitions, identities=kept)

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed
+from tidemill.base.errors import Closed, Unavailable
 from tidemill.base.frontier import Lsn
+from tidemill.base.histogram import Stages
 from tidemill.base.marks import Tracker
 from tidemill.base.tasks import Tasks, keep
 from tidemill.capture.changes import Relation
@@ -22,25 +23,29 @@ from tidemill.capture.collector import Collector
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.desk import Desk
 from tidemill.capture.joining import Joined
+from tidemill.capture.naming import table_name
+from tidemill.capture.registering import Schemas
 from tidemill.capture.session import Session
-from tidemill.capture.setup import check_server
 from tidemill.capture.sinks import Sink
-from tidemill.capture.tables import list_tables, resolve
 from tidemill.capture.taps import Tap, Taps
-from tidemill.capture.wire.connection import Wire, server, where
+from tidemill.capture.wire.connection import server, where
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.shards.front import Remap
 from tidemill.topics.front import TopicLog
 
 MARK_INTERVAL_S = 0.25
 STALL_GRACE_MS = 60_000
+SOUGHT_POLL_S = 0.05
+PATIENT_S = 20.0
+"""A session that has lasted so long, and is owed no answer, waits for somebody in a database that this node reaches."""
 
 
 log = structlog.get_logger()
 
 
 class Capture:
-    """One captured database. `add_tap` works before and during `run`; `sinks`: besides the topic writer.
+    """One captured database. `add_tap` works before and during `run`; `sinks`: besides the topic writer; `schemas`:
+    where those of Avro records are registered.
 
     Marks: `capture:<name>` (position: confirmed LSN, 0 before any; target: the server's WAL end, unit lsn) and
     `capture:<name>/topics` (position: LSN of the newest binding, target: newest commit received).
@@ -57,6 +62,7 @@ class Capture:
         rand: Rand,
         tracker: Tracker | None = None,
         sinks: Sequence[Sink] = (),
+        schemas: Schemas | None = None,
     ) -> None:
         self.config = config
         self._topics = topics
@@ -67,9 +73,12 @@ class Capture:
         self._tracker = tracker or Tracker()
         self._taps = Taps(clock)
         self._sinks = tuple(sinks)
-        self._desk = Desk(config, catalogue, clock, self._tracker)
+        self._desk = Desk(config, catalogue, clock, self._tracker, schemas=schemas)
+        self.stages = Stages()
+        """How long commits take to be received, durable and bound."""
         self._session: Session | None = None
-        self._relations: list[Relation] = []
+        self._began_s = clock.monotonic_s()
+        self._relations: tuple[Relation, ...] = ()
         self._phase = ("starting", "")
         self._running: asyncio.Task[object] | None = None
         self._closed = False
@@ -80,18 +89,51 @@ class Capture:
     def dsn(self) -> str:
         return self.config.dsn
 
-    def relations(self) -> list[Relation]:
-        """The captured tables as the stream describes them now; empty until the first session is set up."""
-        if self._session is not None and self._session.relations:
+    def relations(self) -> tuple[Relation, ...]:
+        """The captured tables as the stream describes them now; empty until the first session is set up. The same tuple
+        until that changes."""
+        if self._session is not None and self._session.described:
             self._relations = self._session.relations
-        return list(self._relations)
+        return self._relations
 
     def relation(self, schema: str, table: str) -> Relation | None:
         return next((r for r in self.relations() if (r.schema, r.table) == (schema, table)), None)
 
+    def look(self) -> None:
+        """Somebody found a captured table to be another one, or gone: look now, not only at the next poll."""
+        if self._session is not None and self._session.joining is not None:
+            self._session.joining.look()
+
+    async def sought(self, schema: str, table: str, timeout_s: float) -> bool:
+        """Somebody asks for a table that is not among `relations()`: True once it is. False: there is none, or it is
+        not to be captured, or cannot be. Raises Unavailable when neither is known in time: it is copied, or held."""
+        name = table_name(schema, table)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.relation(schema, table) is None:
+                    joining = self._session.joining if self._session is not None else None
+                    if joining is not None and await joining.seeks(name) is False:
+                        return self.relation(schema, table) is not None
+                    await asyncio.sleep(SOUGHT_POLL_S)
+        except TimeoutError as error:
+            raise Unavailable(f"the table is being taken in: capture={self.config.name} table={name}.") from error
+        return True
+
     @property
     def streaming(self) -> bool:
         return self._session is not None and self._session.streaming
+
+    def health(self) -> str | None:
+        """None while it streams or copies; else what its sessions fail with, or "" where nothing is known to fail: it
+        begins, or waits for somebody."""
+        session, failure = self._session, self._tracker.failure(self.config.mark)
+        if session is not None and session.running:
+            copy = session.progress
+            if session.streaming or (copy.rows and not copy.done):
+                return None
+            if session.answers.overdue() is None and self._clock.monotonic_s() - self._began_s >= PATIENT_S:
+                return ""
+        return failure.error if failure is not None else ""
 
     def add_tap(self, tap: Tap) -> None:
         """It receives every transaction that begins from now on (and replays after each restart)."""
@@ -102,13 +144,17 @@ class Capture:
         session = self._session
         if session is None:
             return {"phase": self._phase[0]}
+        copy = session.copy
         facts: dict[str, object] = {
             "phase": self._phase[0] or "streaming",
             "generation": session.generation,
-            "snapshot_rows": session.progress.rows,
-            "snapshot_rows_expected": session.progress.expected,
-            "snapshot_rows_per_s": round(session.progress.rows_per_s, 1),
-            "snapshot_table": session.progress.table,
+            "snapshot_rows": copy.rows,
+            "snapshot_rows_expected": copy.expected,
+            "snapshot_rows_per_s": round(copy.rows_per_s, 1),
+            "snapshot_left_s": copy.left_s,
+            "snapshot_chunks": copy.chunks,
+            "snapshot_chunks_done": copy.chunks_done,
+            "snapshot_table": copy.table,
             "snapshot_done": session.streaming or session.progress.done,
             **self._taps.facts(),
         }
@@ -117,6 +163,10 @@ class Capture:
                 "slot_retained_bytes": session.slot.retained_bytes,
                 "slot_headroom_bytes": session.slot.headroom_bytes,
                 "slot_wal_status": session.slot.wal_status,
+                "slot_grows_bytes_per_s": round(session.retained.grows_bytes_per_s),
+                "slot_full_in_s": session.retained.full_in_s,
+                "slot_pinned_bytes": session.slot.pinned_bytes,
+                "slot_pinned_by": str(session.pinned_by or ""),
             }
         if session.collector is not None:
             status = session.collector.status
@@ -131,15 +181,6 @@ class Capture:
                 **(session.writer.facts() if session.writer is not None else {}),
             }
         return facts
-
-    async def check(self) -> None:
-        """Connect and check settings, rights and tables, changing nothing. Raises Invalid, Missing or Unavailable."""
-        wire = await Wire.connect(self.config.dsn, purpose=f"check {self.config.name}")
-        try:
-            await check_server(wire, self.config)
-            resolve(self.config.tables, await list_tables(wire), wire.server_version)
-        finally:
-            await wire.aclose()
 
     # running --------------------------------------------------------------------------------------
     async def run(self) -> None:
@@ -175,6 +216,7 @@ class Capture:
                 log.info("the session begins anew", capture=self.config.name, cause=joined.message)
 
     async def _one_session(self) -> None:
+        self._began_s = self._clock.monotonic_s()
         self._session = Session(
             self.config,
             topics=self._topics,
@@ -186,6 +228,7 @@ class Capture:
             rand=self._rand,
             on_phase=self._set_phase,
             desk=self._desk,
+            stages=self.stages,
         )
         try:
             await self._session.run()

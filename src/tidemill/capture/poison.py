@@ -8,19 +8,25 @@ from tidemill.base.frontier import ChangePosition, Lsn
 from tidemill.base.tasks import sentence
 from tidemill.capture.changes import Fragment
 from tidemill.capture.converter import Converter, RelationSeen
+from tidemill.capture.tuples import NoOldRow
 from tidemill.capture.wire.pgoutput import decode, kind_of, oid_of
 from tidemill.capture.wire.stream import MESSAGE_BYTES, Framed
 
 
 class Poisoned(Corrupt):
     """`table`: the one table that the message is about, "" when it is about none or several (a begin, a truncate of
-    two tables, a kind nobody knows), and its `oid`. `position`: the place of its change, None outside a transaction."""
+    two tables, a kind nobody knows), and its `oid`. `position`: the place of its change, None outside a transaction.
+    `no_old_row`: it lacks one, which a copy of the table makes good."""
 
-    def __init__(self, message: str, *, table: str, oid: int, position: ChangePosition | None, fix: str = "") -> None:
+    def __init__(
+        self, message: str, *, table: str, oid: int, position: ChangePosition | None, fix: str = "",
+        no_old_row: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(message, fix=fix)
         self.table = table
         self.oid = oid
         self.position = position
+        self.no_old_row = no_old_row
 
 
 def take(item: Framed, converter: Converter) -> Fragment | RelationSeen | None:
@@ -46,5 +52,6 @@ def poison(item: Framed, converter: Converter, error: Exception) -> Poisoned:
         table=table,
         oid=oid or 0,
         position=position,
+        no_old_row=isinstance(error, NoOldRow),
         fix=getattr(error, "fix", "") or "Leave the table out of the capture, or start the capture over.",
     )

@@ -8,7 +8,8 @@ Every step is idempotent, and a table's row is written before what it no longer 
     row without a snapshot  →  its topic deleted and created anew  →  copied  →  row with its snapshot
 
 so a process that dies anywhere in between starts that table over cleanly (generation + 1), and no binding was
-minted for its new topic.
+minted for its new topic. Where chunks of the copy were recorded (copying.py), the next session goes on with it, beside
+the stream.
 
 A table whose snapshot is older than what the slot was confirmed to, and that no binding knows, starts over: changes
 between the two are in no topic. A row that a restore wrote is compared with the slot in the same way: what the old
@@ -25,13 +26,26 @@ from msgspec.structs import replace
 
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.frontier import Lsn
+from tidemill.capture.again import heals
+from tidemill.capture.attributes import attributes_of
 from tidemill.capture.changes import NEVER, Relation
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.desk import Desk
+from tidemill.capture.desk import Desk, accept
 from tidemill.capture.difference import against_catalogue
-from tidemill.capture.entry import as_described, gone, producer_id, refusal_of, start_table, without_taken
-from tidemill.capture.publication import create_publication, publish, published_tables
-from tidemill.capture.setup import ServerFacts, SlotState, check_slot, create_slot, slot_state
+from tidemill.capture.entry import (
+    as_described,
+    gone,
+    kept_so,
+    producer_id,
+    refusal_of,
+    source_of,
+    start_table,
+    without_taken,
+)
+from tidemill.capture.evolution import next_version, targets_of
+from tidemill.capture.own_row import OwnRow
+from tidemill.capture.publication import create_publication, not_published, publish, published_tables
+from tidemill.capture.setup import ServerFacts, SlotState, check_slot, create_slot, slot_state, start_over
 from tidemill.capture.tables import Choice, Refusal, TableInfo, describe, list_tables, resolve
 from tidemill.capture.topic_writer import CapturedTable
 from tidemill.capture.wire.connection import Wire, identifier
@@ -53,7 +67,6 @@ class Prepared(msgspec.Struct, frozen=True):
     """`captured`: tables that the stream carries, at least up to where they are parked. `fresh`: of these, the ones
     to be copied before it begins. `tables`: what the database says of all that were chosen."""
 
-    row: CaptureRow
     slot: SlotState
     tables: tuple[TableInfo, ...]
     captured: tuple[CapturedTable, ...]
@@ -62,14 +75,20 @@ class Prepared(msgspec.Struct, frozen=True):
 
 
 async def prepare(
-    wire: Wire, config: CaptureConfig, facts: ServerFacts, catalogue: Catalogue, latest: Binding | None, desk: Desk
+    wire: Wire,
+    config: CaptureConfig,
+    facts: ServerFacts,
+    catalogue: Catalogue,
+    own: OwnRow,
+    latest: Binding | None,
+    desk: Desk,
 ) -> Prepared:
-    """The caller holds the capture's lock. `latest`: the newest binding.
+    """`wire` has the capture's lock. `own`: the capture's row, which is claimed here. `latest`: the newest binding.
 
     Raises Invalid (nothing can be captured, rights), SlotLost, SqlError, Unavailable. What is wrong with one table is
     that table's, and told by `desk`.
     """
-    row = await catalogue.get(CaptureRow, config.name)
+    row = await own.read()
     if row is not None and row.system_id != facts.system_id:
         raise Invalid(
             f"this capture belongs to another database cluster: capture={config.name}"
@@ -78,24 +97,25 @@ async def prepare(
         )
     found = await list_tables(wire)
     try:
-        choice = resolve(config.tables, found, facts.version)
+        choice = resolve(config.tables, found, facts.version, whole=config.whole)
     except Invalid:
         # With a slot there is WAL to let go of, and tables may come again.
         if row is None:
             raise
         choice = Choice((), {})
-    row = await _split(catalogue, row)
+    if row is not None:  # `wire` answered since it was read (own_row.py, N2)
+        row = await own.claim()
+    row = await _split(catalogue, own)
     rows = {table.table: table for table in await catalogue.tables(config.name)}
-    published = await published_tables(wire, config.publication)
+    published = await published_tables(wire, config.publication, manual=config.manual)
     rows = await _still_good(wire, config, catalogue, row, rows, choice, published, latest)
     if row is not None and row.restored:
-        row = replace(row, restored=False)
-        await catalogue.put(row)
+        row = await own.change(lambda found: replace(found, restored=False))
     desk.know(rows)
-    if any(table.snapshot is not None for table in rows.values()):
+    if any(table.snapshot is not None or table.copy is not None for table in rows.values()):
         assert row is not None
-        return await _go_on(wire, config, catalogue, desk, row, choice, found)
-    return await _begin(wire, config, facts, catalogue, desk, row, choice, published)
+        return await _go_on(wire, config, catalogue, desk, own, choice, found)
+    return await _begin(wire, config, facts, catalogue, desk, own, choice, published)
 
 
 async def begin_anew(wire: Wire, config: CaptureConfig, rows: Iterable[CaptureTableRow]) -> None:
@@ -103,11 +123,13 @@ async def begin_anew(wire: Wire, config: CaptureConfig, rows: Iterable[CaptureTa
     is: the publication is dropped, so that the next session makes both anew and copies again. Later it is the
     operator's to decide: a table that was copied just now beside the stream is younger than what is confirmed.
 
-    Raises Unavailable when all begins anew."""
+    Raises Unavailable when all begins anew, Invalid where it is the operator's to drop it (manual)."""
     slot = await slot_state(wire, config.slot)
     copied = [row.snapshot.lsn for row in rows if row.snapshot is not None]
     if slot is not None and copied and slot.confirmed_lsn > min(copied):
         return
+    if config.manual:
+        raise Invalid(f"PostgreSQL cannot decode the replication slot: slot={config.slot}.", fix=start_over(config))
     log.warning("the slot cannot be decoded, all tables start over", capture=config.name)
     await wire.query(f"DROP PUBLICATION IF EXISTS {identifier(config.publication)}")
     raise Unavailable(
@@ -122,26 +144,34 @@ async def _begin(
     facts: ServerFacts,
     catalogue: Catalogue,
     desk: Desk,
-    row: CaptureRow | None,
+    own: OwnRow,
     choice: Choice,
     published: dict[int, str] | None,
 ) -> Prepared:
     """Nothing is there yet: publish, make the slot, and let everything be copied before the stream begins."""
+    row = own.row
     choice = await without_taken(config, catalogue, choice)
     if row is None and not choice.tables:
         _refuse_all(choice.refused.values())
+    if published is None and config.manual:
+        raise not_published(config.publication, facts.version)
     if published is None:
         await create_publication(wire, config.publication)
-    done = await publish(wire, config, choice.tables, published or {}, attempts=1)
+    done = await publish(
+        wire, config, choice.tables, published or {}, attempts=1, note=desk.note, settle=published or {}
+    )
     refused = {n: e for n, e in done.failed.items() if isinstance(e, Invalid)}
     if row is None and choice.tables and len(refused) == len(choice.tables):
-        # Nothing half-made is left behind by a refusal.
-        await wire.query(f"DROP PUBLICATION {identifier(config.publication)}")
+        if not config.manual:
+            # Nothing half-made is left behind by a refusal.
+            await wire.query(f"DROP PUBLICATION {identifier(config.publication)}")
         raise next(iter(refused.values()))
     slot = await create_slot(wire, config)
     # The slot has waited for the transactions that were open: what they held may be free by now.
     waiting = [t for t in choice.tables if isinstance(done.failed.get(t.name), Unavailable)]
-    again = await publish(wire, config, waiting, published or {}, attempts=FIRST_ATTEMPTS)
+    again = await publish(
+        wire, config, waiting, published or {}, attempts=FIRST_ATTEMPTS, note=desk.note, settle=published or {}
+    )
     failed = {**refused, **again.failed}
     relations = await describe(wire, [table.oid for table in choice.tables])
     taken = []
@@ -153,15 +183,20 @@ async def _begin(
     for name, why in choice.refused.items():
         await desk.refuse(name, why)
     generation = row.generation + 1 if row is not None else 1
-    row = CaptureRow(config.name, facts.system_id, config.slot, config.publication, generation, not taken)
-    await catalogue.put(row)
+    # One that was dropped since is the maker's of the next one; "given" is never forgotten while it stands.
+    given = config.manual or (row is not None and row.given_publication and published is not None)
+    begun = CaptureRow(
+        config.name, facts.system_id, config.slot, config.publication, generation, not taken, given_publication=given
+    )
+    await own.begin(begun)
     captured = []
     for table in taken:
         topic = await start_table(config, catalogue, desk, table, relations[table.oid])
         if topic is not None:
-            captured.append(CapturedTable(table.name, topic, producer_id(config), oid=table.oid))
+            source = source_of(config, desk.rows[table.name], wire.database)
+            captured.append(CapturedTable(table.name, topic, producer_id(config), oid=table.oid, source=source))
     fresh = tuple(table.name for table in captured)
-    return Prepared(row, slot, choice.tables, tuple(captured), fresh, relations)
+    return Prepared(slot, choice.tables, tuple(captured), fresh, relations)
 
 
 async def _go_on(
@@ -169,18 +204,18 @@ async def _go_on(
     config: CaptureConfig,
     catalogue: Catalogue,
     desk: Desk,
-    row: CaptureRow,
+    own: OwnRow,
     choice: Choice,
     found: list[TableInfo],
 ) -> Prepared:
     """Some tables are there: stream these. The others are taken in beside it."""
     slot = check_slot(config, await slot_state(wire, config.slot))
-    if not row.snapshot_done:
-        row = replace(row, snapshot_done=True)
-        await catalogue.put(row)
+    if not own.now.snapshot_done:
+        await own.change(lambda found: replace(found, snapshot_done=True))
     wanted = {table.name: table for table in choice.tables}
     wal_end = Lsn.parse(await wire.value("SELECT pg_current_wal_insert_lsn()") or "0/0").value
     now = await describe(wire, [t.oid for t in found if t.name in desk.rows])
+    attributes = await attributes_of(wire, [t.oid for t in found if t.name in desk.rows])
     for table in [t for t in desk.rows.values() if t.flows]:
         if table.table not in wanted:
             why = choice.refused.get(table.table)
@@ -190,8 +225,13 @@ async def _go_on(
                 await desk.park(table.table, wal_end, *gone(table, found), state="dropped")
         elif table.columns and table.oid in now:
             difference = against_catalogue(table.columns, now[table.oid])
-            if difference:
-                await desk.park(table.table, wal_end, f"its description changed: {difference}")
+            found_as = attributes.get(table.oid)
+            step = next_version(table, targets_of(found_as), found_as) if difference and found_as is not None else ""
+            if difference and isinstance(step, str):  # else the stream comes to it, or the watcher (describing.py)
+                said = f"{difference}; {step}" if step else difference
+                again = heals(table, found_as)
+                described = f"its description changed: {said}"
+                await desk.park(table.table, wal_end, described, accept(table.table), again=again)
     for name, why in choice.refused.items():
         await desk.refuse(name, why)
     captured, relations = [], {}
@@ -203,13 +243,17 @@ async def _go_on(
         if topic is None:
             await desk.park(table.table, slot.confirmed_lsn, f"its topic is gone: topic={table.topic}")
             continue
+        topic = await kept_so(config, catalogue, topic)
+        if table.envelope != config.envelope:
+            log.info("a table keeps its envelope until it is copied again", table=table.table, has=table.envelope)
         item = CapturedTable(
-            table.table, topic, producer_id(config), oid=table.oid, parked_lsn=table.parked_lsn or NEVER
-        )
+            table.table, topic, producer_id(config), oid=table.oid, parked_lsn=table.parked_lsn or NEVER,
+            source=source_of(config, table, wire.database),
+        )  # fmt: skip
         item.snapshot = table.snapshot
         captured.append(item)
         relations[table.oid] = as_described(table, now.get(table.oid))
-    return Prepared(row, slot, choice.tables, tuple(captured), (), relations)
+    return Prepared(slot, choice.tables, tuple(captured), (), relations)
 
 
 async def _still_good(
@@ -248,11 +292,17 @@ async def _still_good(
             other = name in oids and oids[name] != oid
             missed = unbound and slot is not None and slot.confirmed_lsn > table.snapshot.lsn
             start_over = unpublished or other or missed
-        wanted = replace(table, oid=oid)
+        # A copy that was cut off is gone on with where the slot still has all since it began (Joining).
+        going_on = (
+            table.copy is not None and not start_over and table.snapshot is None and slot is not None
+            and slot.wal_status != "lost" and 0 < slot.confirmed_lsn <= table.copy.lsn
+            and published is not None and oid in published and oids.get(name) == oid
+        )  # fmt: skip
+        wanted = replace(table, oid=oid, copy=table.copy if going_on else None)
         if start_over:
             wanted = replace(
-                wanted, snapshot=None, state="captured", reason="", fix="", parked_lsn=0, recopy=False,
-                oid=oids.get(name, oid),
+                wanted, snapshot=None, state="captured", reason="", fix="", parked_lsn=0, recopy=False, again_ms=0,
+                accepted=(), oid=oids.get(name, oid),
             )  # fmt: skip
         if wanted != table:
             await catalogue.change_table(config.name, name, lambda _, wanted=wanted: wanted)  # type: ignore[misc]
@@ -260,15 +310,14 @@ async def _still_good(
     return kept
 
 
-async def _split(catalogue: Catalogue, row: CaptureRow | None) -> CaptureRow | None:
+async def _split(catalogue: Catalogue, own: OwnRow) -> CaptureRow | None:
     """Give each table of an older version's row a row of its own, then empty its maps."""
+    row = own.row
     if row is None or not row.topics:
         return row
     for table in await catalogue.tables(row.name):
         await catalogue.change_table(row.name, table.table, lambda found, table=table: found or table)  # type: ignore[misc]
-    row = replace(row, topics={}, snapshots={}, columns={})
-    await catalogue.put(row)
-    return row
+    return await own.change(lambda found: replace(found, topics={}, snapshots={}, columns={}))
 
 
 def _refuse_all(refused: Iterable[Refusal]) -> None:

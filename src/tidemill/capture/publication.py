@@ -1,28 +1,39 @@
 """The publication of a capture, and the one way in which a table gets into it.
 
 P1  A table is published and given REPLICA IDENTITY FULL in one transaction: published without an identity, its
-    UPDATEs and DELETEs would fail. On PostgreSQL 18 stored generated columns are published from the start, and
-    a table with virtual ones is never given here (tables.refusal): both would make them fail, too.
+    UPDATEs and DELETEs would fail. Where identities are taken as they are (capture.NAME.identity) none is altered, and
+    a table is published with one that says its key: looked at under the lock, which keeps it so. On PostgreSQL 18
+    stored generated columns are published from the start, and a table with virtual ones is never given here
+    (tables.refusal): both would make UPDATEs and DELETEs fail, too.
 P2  LOCK … IN SHARE MODE comes first and waits out writers that began before the table was published: rows of
     theirs would be in neither snapshot nor stream (electric #4773). A fixed order, and ADD before ALTER, keep two
     configurators from deadlock.
+    Of a table that is published already they are waited out, too, when it is copied (`settle`), without a lock, which a
+    role that may only read cannot take: an administrator may have published it just now; and where it is copied again,
+    a commit that was decoded and confirmed may not be visible yet, and be in neither the copy nor the replayed stream.
+    A copy that is gone on with was settled when it began, and nothing is confirmed since then (joining.py, J1): whoever
+    writes by now comes in the stream.
 P3  Whoever waits for a lock makes every later writer wait behind it. So each wait is short and far from the next:
     writers are delayed for at most LOCK_TIMEOUT_MS in LOCK_PAUSE_S, 5 % of the time.
 P4  One table's failure is that table's: it is told, and the others go on.
+P5  What identity a table had is written down before it is altered, so that `capture drop` can give it back whatever
+    dies in between. Only FULL is ever taken back: another one has been set by somebody else since.
+P6  A capture that is manual alters nothing: what P1 would do to a table is what that table is refused with.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
+from functools import partial
 
 import msgspec
 import structlog
 
-from tidemill.base.errors import Invalid, TidemillError, Unavailable
+from tidemill.base.errors import Invalid, TidemillError, Unavailable, Unknown
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.holders import Holder, table_holder
-from tidemill.capture.tables import GENERATED_PUBLISHED, TableInfo
+from tidemill.capture.holders import Holder, table_holder, writers
+from tidemill.capture.tables import GENERATED_PUBLISHED, STATEMENTS, TableInfo, keyless
 from tidemill.capture.wire.connection import Wire, identifier, literal, qualified
 from tidemill.capture.wire.errors import SqlError
 
@@ -32,6 +43,9 @@ LOCK_TIMEOUT_MS = 50
 LOCK_PAUSE_S = 1.0
 LOCK_ATTEMPTS = 5
 """For the lock of one table while tables are copied; then that table is refused, and tried again later."""
+SETTLE_LOOK_S = 0.1
+SETTLE_LOOKS = 4
+"""For who writes to a published table, in each of the attempts."""
 LOCKED = ("55P03", "40P01")
 """lock_not_available, deadlock_detected"""
 
@@ -47,6 +61,19 @@ class Blocked(Unavailable):
         self.held_by = holder.name if holder is not None else ""
 
 
+class Unprepared(Invalid):
+    """What a table is captured for is missing, and the capture is not to see to it (P6), or cannot know better."""
+
+    def __init__(self, table: TableInfo, statements: Sequence[str]) -> None:
+        some = statements[:STATEMENTS]
+        rest = f" and {len(statements) - len(some)} more, see `tidemill doctor`" if len(some) < len(statements) else ""
+        super().__init__(
+            f"the table is not prepared for its capture, which does not do that itself: table={table.name}"
+            f" statements={len(statements)}.",
+            fix=f"Run {'; '.join(some)};{rest}",
+        )
+
+
 class Published(msgspec.Struct, frozen=True):
     """`newly`: oids that were not published before; `failed`: by name, what one table's statements ended with."""
 
@@ -54,10 +81,11 @@ class Published(msgspec.Struct, frozen=True):
     failed: dict[str, TidemillError]
 
 
-async def published_tables(wire: Wire, publication: str) -> dict[int, str] | None:
+async def published_tables(wire: Wire, publication: str, *, manual: bool = False) -> dict[int, str] | None:
     """oid → how SQL names it, of what the publication holds; None when there is no such publication.
 
-    Raises Invalid when it is one that cannot serve (not all operations, or not through the partition root).
+    Raises Invalid when it is one that cannot serve (not all operations, or not through the partition root; `manual`:
+    without generated columns, which else are seen to).
     """
     generated = "pubgencols = 's'" if wire.server_version >= GENERATED_PUBLISHED else "true"
     rows = await wire.query(
@@ -73,7 +101,13 @@ async def published_tables(wire: Wire, publication: str) -> dict[int, str] | Non
         )
     if rows[0][3] != "t":
         # Made by an older version, or before the server was upgraded.
-        await wire.query(f"ALTER PUBLICATION {identifier(publication)} SET (publish_generated_columns = stored)")
+        statement = with_generated(publication)
+        if manual:
+            raise Invalid(
+                f"the publication lacks generated columns, and its capture is manual: publication={publication}.",
+                fix=f"Run {statement};",
+            )
+        await wire.query(statement)
     tables = await wire.query(
         "SELECT c.oid, n.nspname, c.relname, c.relkind"
         " FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid"
@@ -86,41 +120,74 @@ async def published_tables(wire: Wire, publication: str) -> dict[int, str] | Non
     }
 
 
+def not_published(publication: str, version: int) -> Invalid:
+    """There is no publication, and the capture is to make none (P6)."""
+    return Invalid(
+        f"there is no publication, and its capture is manual: publication={publication}.",
+        fix=f"Run {creation(publication, version)}; and then what `tidemill doctor` prints.",
+    )
+
+
 async def create_publication(wire: Wire, publication: str) -> None:
     """Of no table yet. Raises Invalid without the right to."""
-    options = "publish = 'insert, update, delete, truncate', publish_via_partition_root = true"
-    if wire.server_version >= GENERATED_PUBLISHED:
-        options += ", publish_generated_columns = stored"
+    statement = creation(publication, wire.server_version)
     try:
-        await wire.query(f"CREATE PUBLICATION {identifier(publication)} WITH ({options})")
+        await wire.query(statement)
     except Invalid as error:
         raise Invalid(
             f"the publication cannot be created: publication={publication} error={error.message}",
-            fix="Grant the role CREATE on the database (and ownership of the captured tables).",
+            fix="Grant the role CREATE on the database and let it own the captured tables, or have an administrator run"
+            f" what `tidemill doctor` prints, first of all: {statement}.",
         ) from error
 
 
+Identities = dict[int, tuple[str, str]]
+"""oid → (how SQL names it, its identity as SQL writes it)"""
+Note = Callable[[str, Identities], Awaitable[None]]
+"""note(table, the identities of it and its partitions): kept durably (P5). May raise Unknown."""
+
+
 async def publish(
-    wire: Wire, config: CaptureConfig, tables: Sequence[TableInfo], published: dict[int, str], *, attempts: int
+    wire: Wire,
+    config: CaptureConfig,
+    tables: Sequence[TableInfo],
+    published: dict[int, str],
+    *,
+    attempts: int,
+    note: Note,
+    settle: Container[int] = (),
 ) -> Published:
-    """Publish each table that is not, with a whole identity (P1 to P4). Raises only when the connection breaks."""
+    """Publish each table that is not, with a whole identity (P1 to P5). `settle`: oids of those that are about to be
+    copied though they are published already. Raises only when the connection breaks, and what `note`
+    raises."""
     newly: set[int] = set()
     failed: dict[str, TidemillError] = {}
     for table in tables:
         try:
-            await _publish_table(wire, config, table, table.oid in published, attempts)
+            locked = await _publish_table(wire, config, table, table.oid in published, attempts, note)
+            if not locked and table.oid in settle:
+                await _settle(wire, table, attempts)
         except Unavailable as error:
             if not isinstance(error, SqlError | Blocked):
                 raise
             failed[table.name] = error
+        except Unknown:
+            raise  # what is written down of it is not known: nothing about PostgreSQL
         except TidemillError as error:
-            failed[table.name] = Invalid(
-                f"the table cannot be published: table={table.name} error={error.message}",
-                fix=f'Let the role own {table.name}, or exclude it with "!{table.name}".',
-            )
+            failed[table.name] = error if isinstance(error, Unprepared) else _refused(config, table, error)
         else:
             newly |= {table.oid} - published.keys()
     return Published(frozenset(newly), failed)
+
+
+def _refused(config: CaptureConfig, table: TableInfo, error: TidemillError) -> Invalid:
+    statements = [add_table(config.publication, table)]
+    if config.whole:
+        statements.append(whole_identity(qualified(table.schema, table.table)))
+    return Invalid(
+        f"the table cannot be published: table={table.name} error={error.message}",
+        fix=f"Let the role own {table.name}, or have an administrator run: {'; '.join(statements)}.",
+    )
 
 
 async def unpublish(wire: Wire, config: CaptureConfig, name: str) -> bool:
@@ -137,43 +204,129 @@ async def unpublish(wire: Wire, config: CaptureConfig, name: str) -> bool:
     return True
 
 
-async def _publish_table(wire: Wire, config: CaptureConfig, table: TableInfo, published: bool, attempts: int) -> None:
-    # Without ONLY the tables that inherit from this one would be published too: without an identity (P1).
-    name = ("" if table.kind == "p" else "ONLY ") + qualified(table.schema, table.table)
+async def _publish_table(
+    wire: Wire, config: CaptureConfig, table: TableInfo, published: bool, attempts: int, note: Note
+) -> bool:
+    """True when its lock was had, False when there was nothing to do. Raises Unprepared."""
+    name = _target(table)
     for attempt in range(1, attempts + 1):
-        alter = [f"ALTER TABLE {part} REPLICA IDENTITY FULL" for part in await _not_full(wire, table.oid)]
-        add = [] if published else [f"ALTER PUBLICATION {identifier(config.publication)} ADD TABLE {name}"]
+        earlier = await not_full(wire, table.oid) if config.whole else {}
+        alter = [whole_identity(name) for name, _ in earlier.values()]
+        add = [] if published else [add_table(config.publication, table)]
+        if config.manual and (add or alter):
+            raise Unprepared(table, [*add, *alter])
         if not add and not alter:
-            return
+            return False
+        if earlier:
+            await note(table.name, earlier)
+        sound = None if config.whole else partial(_check_identity, wire, table)
         try:
-            await _once(wire, [f"LOCK TABLE {name} IN SHARE MODE", *add, *alter])
-            return
+            await _once(wire, [f"LOCK TABLE {name} IN SHARE MODE", *add, *alter], sound)
+            return True
         except SqlError as error:
             if error.sqlstate not in LOCKED:
                 raise
             if attempt == attempts:
                 raise Blocked(table, await table_holder(wire, table.oid)) from error
             await asyncio.sleep(LOCK_PAUSE_S)
+    return False
 
 
-async def _not_full(wire: Wire, oid: int) -> list[str]:
+async def _check_identity(wire: Wire, table: TableInfo) -> None:
+    """Under the table's lock. Raises Unprepared when an UPDATE or DELETE of it would not say whose row it was."""
+    missing = (await keyless(wire, [table.oid])).values()
+    if missing:
+        raise Unprepared(table, [statement for each in missing for statement in each])
+
+
+def _target(table: TableInfo) -> str:
+    """Without ONLY the tables that inherit from this one would be published too: without an identity (P1)."""
+    return ("" if table.kind == "p" else "ONLY ") + qualified(table.schema, table.table)
+
+
+def add_table(publication: str, table: TableInfo) -> str:
+    return f"ALTER PUBLICATION {identifier(publication)} ADD TABLE {_target(table)}"
+
+
+def whole_identity(relation: str) -> str:
+    return f"ALTER TABLE {relation} REPLICA IDENTITY FULL"
+
+
+def with_generated(publication: str) -> str:
+    return f"ALTER PUBLICATION {identifier(publication)} SET (publish_generated_columns = stored)"
+
+
+def creation(publication: str, version: int) -> str:
+    """The statement that makes the publication, of no table yet."""
+    options = "publish = 'insert, update, delete, truncate', publish_via_partition_root = true"
+    if version >= GENERATED_PUBLISHED:
+        options += ", publish_generated_columns = stored"
+    return f"CREATE PUBLICATION {identifier(publication)} WITH ({options})"
+
+
+async def _settle(wire: Wire, table: TableInfo, attempts: int) -> None:
+    """Until nobody who wrote to the table when this began still does (P2). Raises Blocked, sooner than a lock is given
+    up: nobody waits behind this, and it is tried again as soon as who is named for it is gone (joining.py, J2)."""
+    behind = await writers(wire, table.oid)
+    for _ in range(attempts * SETTLE_LOOKS):
+        if not behind:
+            return
+        await asyncio.sleep(SETTLE_LOOK_S)
+        behind &= await writers(wire, table.oid)
+    if behind:
+        raise Blocked(table, await table_holder(wire, table.oid))
+
+
+async def not_full(wire: Wire, oid: int) -> Identities:
     """The table and its partitions that do not log whole old rows (WAL carries the identity of the partition)."""
     rows = await wire.query(
         f"WITH RECURSIVE tree(oid) AS (SELECT {oid}::oid UNION ALL"
         " SELECT i.inhrelid FROM pg_inherits i JOIN pg_class p ON p.oid = i.inhparent AND p.relkind = 'p'"
         " JOIN tree t ON i.inhparent = t.oid)"
-        " SELECT n.nspname, c.relname FROM tree JOIN pg_class c USING (oid) JOIN pg_namespace n"
-        " ON n.oid = c.relnamespace WHERE c.relreplident <> 'f' ORDER BY 1, 2"
+        " SELECT c.oid, n.nspname, c.relname, CASE c.relreplident WHEN 'n' THEN 'NOTHING' WHEN 'i' THEN (SELECT"
+        " 'USING INDEX ' || quote_ident(i.relname) FROM pg_index x JOIN pg_class i ON i.oid = x.indexrelid"
+        " WHERE x.indrelid = c.oid AND x.indisreplident) END"
+        " FROM tree JOIN pg_class c USING (oid) JOIN pg_namespace n"
+        " ON n.oid = c.relnamespace WHERE c.relreplident <> 'f' ORDER BY 2, 3"
     )
-    return [qualified(schema or "", name or "") for schema, name in rows]
+    # An index that is gone leaves the table with what NOTHING says; DEFAULT is the one that works.
+    return {
+        int(found or 0): (qualified(schema or "", name or ""), before or "DEFAULT")
+        for found, schema, name, before in rows
+    }
 
 
-async def _once(wire: Wire, statements: Sequence[str]) -> None:
-    """One transaction whose every lock is waited for at most LOCK_TIMEOUT_MS (P3)."""
+async def give_back(wire: Wire, oid: int, before: str, *, attempts: int) -> str:
+    """Set the identity that a table or partition had (P5): how SQL names it now, or "" when there is nothing to give
+    back: it is gone, or somebody set another one. Raises SqlError when its lock cannot be had, or PostgreSQL refuses
+    the identity."""
+    for attempt in range(1, attempts + 1):
+        rows = await wire.query(
+            "SELECT n.nspname, c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
+            f" WHERE c.oid = {oid} AND c.relreplident = 'f'"
+        )
+        if not rows:
+            return ""
+        name = qualified(rows[0][0] or "", rows[0][1] or "")
+        try:
+            await _once(wire, [f"ALTER TABLE {name} REPLICA IDENTITY {before}"])
+            return name
+        except SqlError as error:
+            if error.sqlstate not in LOCKED or attempt == attempts:
+                raise
+            await asyncio.sleep(LOCK_PAUSE_S)
+    return ""
+
+
+async def _once(wire: Wire, statements: Sequence[str], sound: Callable[[], Awaitable[None]] | None = None) -> None:
+    """One transaction whose every lock is waited for at most LOCK_TIMEOUT_MS (P3). `sound` raises where, after the
+    first statement, the others are not to be run."""
     await wire.query("BEGIN")
     try:
         await wire.query(f"SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}")
-        for statement in statements:
+        for number, statement in enumerate(statements):
+            if number == 1 and sound is not None:
+                await sound()
             await wire.query(statement)
         await wire.query("COMMIT")
     except TidemillError:

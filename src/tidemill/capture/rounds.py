@@ -18,8 +18,9 @@ import structlog
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Closed, Corrupt, TidemillError, Unavailable, Unknown
 from tidemill.base.frontier import ChangePosition
-from tidemill.base.tasks import Tasks
+from tidemill.base.tasks import Tasks, sentence
 from tidemill.capture.lane import Lane, LaneBatch, Round
+from tidemill.capture.ranges import RowRange
 from tidemill.topics.batch import Record
 from tidemill.topics.front import OutOfOrderSequence, ProduceResult, TopicLog
 
@@ -32,6 +33,8 @@ BACKLOG_BYTES = 16 << 20
 ROUND_BYTES = 2 << 20
 RECORD_MEMORY_BYTES = 600
 """What a waiting record takes beside its key and value: objects, headers, its transaction's boundary."""
+ROW_MEMORY_BYTES = 250
+"""… and what a row of a range takes: places, kinds and sizes of values, the message it came from."""
 REPAIR_PAUSE_S = 0.05
 REPAIR_PAUSE_MAX_S = 2.0
 
@@ -41,8 +44,15 @@ _RETRIABLE = (Unavailable, Unknown, OutOfOrderSequence)
 class Rounds:
     """`on_durable(position)`: every record added up to this position is in the log. Called in order."""
 
-    def __init__(self, topics: TopicLog, rand: Rand, on_durable: Callable[[ChangePosition], None]) -> None:
+    def __init__(
+        self,
+        topics: TopicLog,
+        rand: Rand,
+        on_durable: Callable[[ChangePosition], None],
+        backlog_bytes: int = BACKLOG_BYTES,
+    ) -> None:
         self._topics = topics
+        self._backlog_bytes = backlog_bytes
         self._rand = rand
         self._on_durable = on_durable
         self._under_way: deque[Round] = deque()
@@ -63,17 +73,30 @@ class Rounds:
         self._open_bytes += lane.add(record) + RECORD_MEMORY_BYTES
         self._dirty[lane] = None
 
+    def add_rows(self, lane: Lane, rows: RowRange) -> None:
+        """Queue rows whose offsets `lane.take_rows` has just given."""
+        self._open_bytes += lane.add_rows(rows) + ROW_MEMORY_BYTES * len(rows)
+        self._dirty[lane] = None
+
     def kick(self, position: ChangePosition | None = None) -> None:
-        """Everything up to `position` has been added; send it at the end of this turn of the loop, if there is room."""
-        if position is not None:
-            self._position = max(self._position, position)
+        """Everything up to `position` has been added; send it at the end of this turn of the loop, if there is room.
+
+        Who added it may have waited in between, and rounds have left with it that did not know how far they go: they
+        are told, or, where they are durable already, who waits for the position is.
+        """
+        if position is not None and position > self._position:
+            self._position = position
+            if not self._dirty and self._under_way:
+                self._under_way[-1].position = position
+            elif not self._dirty:
+                self._on_durable(position)
         if not self._scheduled and self._dirty:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._send_round)
 
     def facts(self) -> dict[str, object]:
         """What waits to become durable, and the bound."""
-        return {"backlog_bytes": self._open_bytes + self._flight_bytes, "backlog_bytes_limit": BACKLOG_BYTES}
+        return {"backlog_bytes": self._open_bytes + self._flight_bytes, "backlog_bytes_limit": self._backlog_bytes}
 
     def check(self) -> None:
         """Raises what made sending fail."""
@@ -83,7 +106,8 @@ class Rounds:
     # waiting --------------------------------------------------------------------------------------
     async def room(self) -> None:
         """Until the backlog is small enough to take more."""
-        while self._open_bytes > ROUND_BYTES and self._open_bytes + self._flight_bytes > BACKLOG_BYTES:
+        most_open = min(ROUND_BYTES, self._backlog_bytes // 2)
+        while self._open_bytes > most_open and self._open_bytes + self._flight_bytes > self._backlog_bytes:
             await self._change()
 
     async def drained(self) -> None:
@@ -109,7 +133,12 @@ class Rounds:
         round_ = Round(self._position)
         self._under_way.append(round_)
         dirty, self._dirty, self._open_bytes = self._dirty, {}, 0
-        batches = [(lane, batch) for lane in dirty for batch in lane.close_batches(round_)]
+        try:
+            batches = [(lane, batch) for lane in dirty for batch in lane.close_batches(round_)]
+        except Exception as error:
+            # Its records have offsets, and are in no batch: nothing behind them may be told durable.
+            self._fail(Unavailable(f"records cannot be encoded: {sentence(error)}."))
+            return
         for lane, batch in batches:
             self._flight_bytes += len(batch.data)
             if not lane.repairing:

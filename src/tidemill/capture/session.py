@@ -14,25 +14,31 @@ import structlog
 from msgspec.structs import replace
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import TidemillError
+from tidemill.base.errors import TidemillError, Unavailable
 from tidemill.base.frontier import ChangePosition
+from tidemill.base.histogram import Stages
 from tidemill.base.pace import Pace
 from tidemill.base.tasks import Tasks, sentence
-from tidemill.capture.bindings import Binder
+from tidemill.capture.bindings import Binder, where_to_start
+from tidemill.capture.burst import Run, steps
 from tidemill.capture.changes import NEVER, Relation
 from tidemill.capture.collector import Collector
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.converter import Converter, RelationSeen, merge_relation
+from tidemill.capture.converter import Converter, RelationSeen
 from tidemill.capture.copying import take_snapshot
+from tidemill.capture.descriptions import Descriptions
 from tidemill.capture.desk import Desk, recopy
-from tidemill.capture.holders import Holder, busy_walsender, lock_holder, slot_holder
+from tidemill.capture.entry import copy_target
+from tidemill.capture.holders import Holder, busy_walsender, slot_holder
 from tidemill.capture.joining import Joining
+from tidemill.capture.locking import own_session, take_lock
+from tidemill.capture.own_row import OwnRow
 from tidemill.capture.poison import Poisoned, take
 from tidemill.capture.prepare import Prepared, begin_anew, prepare
-from tidemill.capture.setup import ADVISORY_CLASS, ServerFacts, SlotState, check_server, lock_key, try_lock
+from tidemill.capture.progress import SnapshotProgress
+from tidemill.capture.retained import Retained
+from tidemill.capture.setup import ServerFacts, SlotState, check_server
 from tidemill.capture.sinks import Sink
-from tidemill.capture.snapshot import SnapshotProgress
-from tidemill.capture.tables import describe_after
 from tidemill.capture.taps import Taps
 from tidemill.capture.topic_writer import CapturedTable, TopicWriter
 from tidemill.capture.watch import (
@@ -44,7 +50,7 @@ from tidemill.capture.watch import (
     watch_set_up,
     watch_slot,
 )
-from tidemill.capture.wire.connection import Wire, server, where
+from tidemill.capture.wire.connection import BURST_BYTES, Wire, server, where
 from tidemill.capture.wire.errors import SqlError, Undecodable
 from tidemill.capture.wire.status import Keepalive, Status, keepalive_interval_s
 from tidemill.capture.wire.stream import Framed, ReplicationStream
@@ -54,11 +60,13 @@ from tidemill.topics.front import TopicLog
 
 log = structlog.get_logger()
 
-LOCK_POLL_S = 0.5
 SLOT_BUSY_POLL_S = 0.2
 SLOT_BUSY_ATTEMPTS = 400
 """A walsender whose client died holds the slot until wal_sender_timeout (60 s by default) has passed."""
 STATUS_MIN_INTERVAL_S = 0.02
+DENSE_FRAMES = 24
+"""So many at hand at once are a flow: what follows is gathered for GATHER_S, and encoded by columns."""
+GATHER_S = 0.004
 SETTLE_S = 1.0
 """For one last binding while consensus answers; without it nobody waits."""
 _OBJECT_IN_USE = "55006"
@@ -68,7 +76,8 @@ SETTING_UP = "setting up publication, slot and topics"
 
 class Session:
     """`taps` outlive it; `sinks`: besides the topic writer. `on_phase(reason, held_by)`: what the session waits for.
-    `desk`: the tables, and which of them are parked; it outlives the session, too."""
+    `desk`: the tables, and which of them are parked; it outlives the session, too, as `stages` do: when commits were
+    received, durable and bound, once for a burst, a round and a binding."""
 
     def __init__(
         self,
@@ -83,8 +92,10 @@ class Session:
         rand: Rand,
         on_phase: Callable[[str, str], None],
         desk: Desk,
+        stages: Stages,
     ) -> None:
         self._config = config
+        self._stages = stages
         self._topics = topics
         self._catalogue = catalogue
         self._remap = remap
@@ -103,29 +114,56 @@ class Session:
         self._status_due = asyncio.Event()
         self._ask_keepalive = False
         self._parking = asyncio.Lock()
+        self._descriptions = Descriptions(config, desk, self._converter, self._parking)
         self.answers = Answers(clock)
         self.collector: Collector | None = None
         self.writer: TopicWriter | None = None
         self.binder: Binder | None = None
         self.progress = SnapshotProgress(clock)
         self.slot: SlotState | None = None
+        self.retained = Retained()
+        self.pinned_by: Holder | None = None
+        """Whose transaction keeps WAL that is confirmed, while that is much."""
+        self._carried: tuple[Relation, ...] = ()
+        self._carried_at = (-1, -1)
         self._seen_lsn = -1
         self._blocked_s = float("-inf")
         self._doing = ""
         self._watching: asyncio.Task[None] | None = None
         self.generation = 0
+        self._own = OwnRow(catalogue, config.name)
         self.seen_at_work = 0
         """How often a walsender was silent because it worked: progress, for the capture's mark."""
         self.streaming = False
         self.running = False
 
     @property
-    def relations(self) -> list[Relation]:
-        return [relation for relation in self._converter.relations.values() if self.desk.serves(relation.oid)]
+    def described(self) -> bool:
+        """It is known what this session carries, be it nothing."""
+        return bool(self._converter.relations)
+
+    @property
+    def relations(self) -> tuple[Relation, ...]:
+        """What this session carries to its end. A table that is copied again is carried by the next one. The same
+        tuple for as long as it is so: every request for a shape looks at it."""
+        converter, changes = self._converter, (self._converter.changes, self.desk.changes)
+        if changes != self._carried_at:
+            served = self.desk.served()
+            self._carried_at = changes
+            self._carried = tuple(
+                r for r in converter.relations.values() if r.oid in served and not converter.parks(r.oid)
+            )
+        return self._carried
 
     @property
     def markers_left_out(self) -> int:
         return self._converter.markers_left_out
+
+    @property
+    def copy(self) -> SnapshotProgress:
+        """Of the copy that is under way, or was the last one: the first one, or one beside the stream."""
+        beside = self.joining is not None and (self.joining.copying or self.joining.progress.table)
+        return self.joining.progress if self.joining is not None and beside else self.progress
 
     @property
     def topic_consumer(self) -> str:
@@ -203,22 +241,30 @@ class Session:
         wire = await self._connect("capture")
         self._control = Control(wire, self.answers)
         facts = await self._control.ask(lambda wire: check_server(wire, config))
-        while not await self._control.ask(lambda wire: try_lock(wire, config)):
-            holder = await self._control.ask(lambda wire: lock_holder(wire, ADVISORY_CLASS, lock_key(config)))
-            self._wait_for("another session captures under this name", holder)
-            await asyncio.sleep(LOCK_POLL_S)
+        await take_lock(
+            self._control, config, self._catalogue, self._clock,
+            lambda holder: self._wait_for("another session captures under this name", holder),
+        )  # fmt: skip
+        self._own.session = await self._control.ask(own_session)
         self._step(SETTING_UP)
         latest = await self._remap.latest()
         blocked = watch_set_up(lambda: self._connect("watch"), self.answers, config.name, self._blocked)
         self._watching = tasks.spawn(blocked, name="capture set-up watch")
-        prepared = await prepare(wire, config, facts, self._catalogue, latest, self.desk)
+        prepared = await prepare(wire, config, facts, self._catalogue, self._own, latest, self.desk)
         self.slot = prepared.slot
-        self.generation = prepared.row.generation
+        self.generation = self._own.now.generation
+        # No await from here until the relations are learned: who begins to follow one now follows this session's.
+        self._taps.claim(self._own.now.taps)
+        self._taps.carried({table.oid for table in prepared.captured if table.name not in prepared.fresh})
         for relation in prepared.relations.values():
-            self._converter.learn(relation)
+            self._converter.learn(
+                relation if self._descriptions.whole(relation.oid) else replace(relation, old_rows="key")
+            )
         for table in prepared.captured:
             if table.parked_lsn < NEVER:
                 self._converter.park(table.oid, table.parked_lsn)
+        # Before anything is confirmed that others who were named there have not seen (taps.py, X6).
+        await self.name_taps()
         return prepared, facts
 
     async def _open_writer(self, prepared: Prepared) -> None:
@@ -230,39 +276,34 @@ class Session:
             self._on_bound,
             interval_ms=config.binding_interval_ms,
             idle_ms=config.idle_binding_ms,
+            stages=self._stages,
         )
         latest = await binder.open()
+        if prepared.fresh:
+            await self._copy(prepared)
+        copied = [table for table in prepared.captured if table.snapshot is not None]
         writer = self.writer = TopicWriter(
-            self.topic_consumer, prepared.captured, self._topics, self._rand, binder.durable, self._row_failed
+            self.topic_consumer, copied, self._topics, self._rand, binder.durable, self._row_failed
         )
         await writer.open(latest.offsets if latest else {}, latest.lsn if latest else 0)
-        if prepared.fresh:
-            await self._copy(prepared, writer)
-        copied = [table for table in prepared.captured if table.snapshot is not None]
-        starts: dict[str, list[int]] = {}
-        late: list[int] = []
-        gate = 0
-        for table in copied:
-            assert table.snapshot is not None
-            bound = latest.offsets.get(table.topic.topic_id) if latest else None
-            if bound is None:
-                late.append(table.snapshot.lsn)
-            gate = max(gate, table.snapshot.lsn)
-            starts[table.topic.topic_id] = list(bound if bound is not None else table.snapshot.offsets)
-        binder.start_at(starts, gate, min(late, default=None))
+        snapshots = {table.topic.topic_id: table.snapshot for table in copied if table.snapshot is not None}
+        binder.start_at(*where_to_start(snapshots, latest))
 
-    async def _copy(self, prepared: Prepared, writer: TopicWriter) -> None:
+    async def _copy(self, prepared: Prepared) -> None:
         """The first snapshot: nothing streams before it is done. A table that fails is left out of the stream."""
         config = self._config
         self._step(f"copying {len(prepared.fresh)} tables")
         log.info("snapshot begins", capture=config.name, tables=list(prepared.fresh))
-        captured = {table.name: table for table in prepared.captured}
+        fresh = [table for table in prepared.captured if table.name in prepared.fresh]
         tables = [table for table in prepared.tables if table.name in prepared.fresh]
-        done = await take_snapshot(config, tables, captured, writer, self.desk, self.progress, self._clock)
-        for name in prepared.fresh:
-            if name not in done:
-                await writer.retire(captured[name].oid)
-        await self._catalogue.put(replace(prepared.row, snapshot_done=True))
+        rows = self.desk.rows
+        targets = {table.name: copy_target(config, rows[table.name], table.topic, table.source) for table in fresh}
+        done = await take_snapshot(
+            config, tables, targets, self._topics, self.desk, self.progress, self._clock, self._rand
+        )
+        for table in fresh:
+            table.snapshot = self.desk.rows[table.name].snapshot if table.name in done else None
+        await self._own.change(lambda found: replace(found, snapshot_done=True))
 
     async def _start_stream(self, prepared: Prepared, facts: ServerFacts, tasks: Tasks) -> None:
         config = self._config
@@ -274,6 +315,7 @@ class Session:
         stream = self._stream = ReplicationStream(wire)
         await self._start_when_free(stream)
         status = Status(prepared.slot.confirmed_lsn - 1)
+        status.hold = status.flushed if self.desk.cut_off else None  # joining.py, J1
         collector = self.collector = Collector(
             [self.writer, *self._sinks],
             status,
@@ -284,6 +326,7 @@ class Session:
             queue_changes=config.queue_changes,
         )
         interval_s = keepalive_interval_s(facts.wal_sender_timeout_ms)
+        self._taps.begin(self, prepared.slot.confirmed_lsn - 1)
         self.streaming = True
         self._on_phase("", "")
         log.info("capture streams", capture=config.name, confirmed=prepared.slot.confirmed_lsn)
@@ -303,7 +346,7 @@ class Session:
         joining = self.joining = Joining(
             config, self._control, self.desk, topics=self._topics, catalogue=self._catalogue, clock=self._clock,
             rand=self._rand, hold=self._hold, flushed=lambda: status.flushed, retire=self.writer.retire,
-            parking=self._parking,
+            parking=self._parking, learn=self._descriptions.grown,
         )  # fmt: skip
         tasks.spawn(joining.watch(), name="capture tables")
         tasks.spawn(joining.take_in(), name="capture joining")
@@ -328,39 +371,75 @@ class Session:
     async def _read(self, stream: ReplicationStream, collector: Collector, watch: StreamWatch) -> None:
         """Not reading while the collector is full is the back-pressure; statuses have a task of their own."""
         converter = self._converter
+        dense = False
         while True:
+            if dense:
+                # The server sends row by row: who reads at once encodes row by row.
+                await asyncio.sleep(GATHER_S)
             watch.waiting()
-            items = await stream.receive()
+            frames = await stream.receive()
             watch.heard()
-            for item in items:
-                if self._pace.due:
-                    await self._pace.rest()  # one receive may bring thousands
-                if self._parking.locked():  # nothing beyond a park is handed on before it is durable (joining.py, J3)
-                    async with self._parking:
-                        pass
-                if isinstance(item, Keepalive):
-                    collector.keepalive(item, inside_txn=converter.inside_txn)
-                    continue
-                try:
-                    out = take(item, converter)
-                except Poisoned as poisoned:
-                    await self._set_aside(item, poisoned)
-                    continue
-                if out is None:
-                    continue
-                if isinstance(out, RelationSeen):
-                    await self._learn(out)
-                    continue
-                await collector.put(out)
+            dense = len(frames) >= DENSE_FRAMES and sum(map(len, frames)) < BURST_BYTES
+            for step in steps(frames, converter):
+                if isinstance(step, Run):
+                    await self._read_rows(step, collector)
+                else:
+                    await self._read_one(step, collector)
+            if collector.received_time_ms:
+                self._stages.add("received", [collector.received_time_ms], self._clock.now_ms())
+                collector.received_time_ms = 0
+
+    async def _read_rows(self, run: Run, collector: Collector) -> None:
+        """Changes of rows that were found whole; a table among them may be parked between two fragments."""
+        at = run.start
+        while at < run.end:
+            await self._may_go_on()
+            if not self._converter.takes(run.segment):
+                await self._read_one(run.framed(at), collector)
+                at += 1
+                continue
+            fragment, at = self._converter.feed_rows(run.segment, at, run.end)
+            if fragment is not None:
+                await collector.put(fragment)
+
+    async def _read_one(self, item: Framed | Keepalive, collector: Collector) -> None:
+        await self._may_go_on()
+        if isinstance(item, Keepalive):
+            collector.keepalive(item, inside_txn=self._converter.inside_txn)
+            return
+        try:
+            out = take(item, self._converter)
+        except Poisoned as poisoned:
+            await self._set_aside(item, poisoned)
+            return
+        if isinstance(out, RelationSeen):
+            assert self._control is not None
+            schemas = await self._descriptions.learn(out, self._control)
+            if self.writer is not None:
+                self.writer.described(out.message.oid, schemas)
+        elif out is not None:
+            await collector.put(out)
+
+    async def _may_go_on(self) -> None:
+        if self._pace.due:
+            await self._pace.rest()  # one receive may bring thousands
+        if self._parking.locked():  # nothing beyond a park is handed on before it is durable (joining.py, J3)
+            async with self._parking:
+                pass
 
     async def _set_aside(self, item: Framed, poisoned: Poisoned) -> None:
-        """Where it is about one table, that table is parked before its transaction; else the session ends with it."""
-        if not poisoned.table or poisoned.position is None or poisoned.table not in self.desk.rows:
+        """Where it is about one table, that table is parked before its transaction, or it is nobody's (a table that
+        somebody else published); else the session ends with it."""
+        if not poisoned.table or poisoned.position is None:
             raise poisoned
         lsn = poisoned.position.commit_lsn
         row = self.desk.followed(poisoned.oid, self._converter.xid, lsn)
         if row is not None:
-            await self.desk.park(row.table, lsn, poisoned.message, self._way_out(poisoned, row.table))
+            way_out = self._way_out(poisoned, row.table)
+            await self.desk.park(row.table, lsn, poisoned.message, way_out, again=poisoned.no_old_row)
+        else:
+            # No topic wants it, or has it already; whoever follows the stream alone lacks it.
+            self._taps.lose(poisoned.oid, poisoned.message)
         self._converter.pass_over(item.payload)
 
     @staticmethod
@@ -376,51 +455,53 @@ class Session:
     def _carry_no_more(self, oid: int, lsn: int) -> None:
         """The desk parks a table: nothing that comes, nor what is under way, is carried at or above `lsn`."""
         self._converter.park(oid, lsn)
+        self._taps.lose(oid, "its table is not carried any more")
         if self.writer is not None:
             self.writer.park(oid, lsn)
 
     def _hold(self, on: bool) -> None:
         if self.collector is not None:
             status = self.collector.status
-            status.hold = status.flushed if on else None
+            if not on:
+                status.hold = None
+            elif status.hold is None:
+                status.hold = status.flushed
 
-    async def _learn(self, seen: RelationSeen) -> None:
-        """The stream describes a table, at its first change and after every DDL on it. Where the next rows are not what
-        the table's shard was made of, it is parked before this transaction; a NULL in their place would be a lie.
-
-        Columns come from the stream, the rest from the catalogue.
-        """
-        assert self._control is not None
-        message = seen.message
-        xid = self._converter.xid
-        now = await self._control.ask(lambda wire: describe_after(wire, xid, message.oid))
-        lsn = self._converter.commit_lsn
-        difference = self.desk.differs_in_stream(message, now, xid, lsn)
-        if difference is not None:
-            await self.desk.park(difference[0], lsn, difference[1])
-        if seen.changed:
-            known = now or self._converter.relations.get(message.oid)
-            self._converter.learn(merge_relation(message, known))
-            log.info("table described anew", capture=self._config.name, table=f"{message.schema}.{message.table}")
-
-    def _saw_slot(self, state: SlotState) -> None:
+    def _saw_slot(self, state: SlotState, pinned_by: Holder | None) -> None:
         self.slot = state
+        self.retained.saw(self._clock.monotonic_s(), state.retained_bytes, state.headroom_bytes)
+        self.copy.saw_wal(state.retained_bytes, state.headroom_bytes)
+        if pinned_by is not None and (self.pinned_by is None or self.pinned_by.name != pinned_by.name):
+            log.warning("a transaction that is open keeps WAL", bytes=state.pinned_bytes, held_by=str(pinned_by))
+        self.pinned_by = pinned_by
 
     def _on_bound(self, position: ChangePosition) -> None:
-        if self.collector is not None:
-            self.collector.flushed(self.topic_consumer, position)
+        self.flushed(self.topic_consumer, position)
+
+    # Stream, for taps -----------------------------------------------------------------------------
+    def flushed(self, consumer: str, position: ChangePosition) -> None:
+        if self.collector is not None and self.running:
+            self.collector.flushed(consumer, position)
+
+    async def name_taps(self) -> None:
+        """Raises what the catalogue raises, and Unavailable when the session is over, or the row is another's."""
+        if not self.running or self._own.row is None:
+            raise Unavailable("the session is over.")
+        # Those of the moment in which it is written: an attempt that is made again brings no older ones back.
+        await self._own.change(lambda found: replace(found, taps=self._taps.names))
 
     def _idle(self) -> bool:
-        """Streaming, and nothing came since the slot was last looked at."""
+        """Streaming, nothing is copied, and nothing came since the slot was last looked at."""
         seen = self.collector.last_commit_lsn if self.collector is not None else 0
         before, self._seen_lsn = self._seen_lsn, seen
-        return self.streaming and seen == before
+        copying = self.joining is not None and self.joining.copying
+        return self.streaming and not copying and seen == before
 
     # what is waited for ---------------------------------------------------------------------------
     async def _connect(self, purpose: str, *, replication: bool = False) -> Wire:
-        purpose = f"{purpose} {self._config.name}"
-        with self.answers.expected(f"a connection ({purpose})"):
-            return await Wire.connect(self._config.dsn, replication=replication, purpose=purpose)
+        name = self._config.name
+        with self.answers.expected(f"a connection ({purpose} {name})"):
+            return await Wire.connect(self._config.dsn, replication=replication, purpose=purpose, capture=name)
 
     def _wait_for(self, reason: str, holder: Holder | None) -> None:
         self._on_phase(f"{reason}: {holder}" if holder is not None else reason, holder.name if holder else self._server)

@@ -10,7 +10,6 @@ Order, and the race each step prevents:
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 
 import msgspec
 import structlog
@@ -18,13 +17,21 @@ import structlog
 from tidemill.base.errors import Invalid
 from tidemill.base.frontier import Lsn
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.tables import list_tables, resolve
 from tidemill.capture.wire.connection import Wire, identifier, literal
 from tidemill.capture.wire.errors import LockHeld, SlotLost
 
 log = structlog.get_logger()
 
 OLDEST_VERSION = 140_000
+FAILOVER_VERSION = 170_000
+INVALIDATION_VERSION = 170_000
+_CURES = {
+    "idle_timeout": "Raise idle_replication_slot_timeout.",
+    "wal_level_insufficient": "Set wal_level = logical.",
+    "rows_removed": "Set hot_standby_feedback = on at the standby.",
+}
+"""By PostgreSQL's reason for invalidating a slot; another one is that of max_slot_wal_keep_size.
+https://www.postgresql.org/docs/current/view-pg-replication-slots.html"""
 SLOT_ATTEMPTS = 5
 """Afterwards the slot is taken as it is: most transactions are decoded well, and else all starts over (prepare.py)."""
 ADVISORY_CLASS = 0x7469_6465  # "tide"
@@ -45,6 +52,10 @@ class SlotState(msgspec.Struct, frozen=True):
     retained_bytes: int
     headroom_bytes: int | None
     wal_end: int
+    pinned_bytes: int = 0
+    """Of what it keeps: WAL that is confirmed, kept for a transaction that is open yet"""
+    invalidated: str = ""
+    """Why it was, as PostgreSQL 17 and newer say"""
 
 
 async def check_server(wire: Wire, config: CaptureConfig) -> ServerFacts:
@@ -83,20 +94,12 @@ async def check_server(wire: Wire, config: CaptureConfig) -> ServerFacts:
             f"the role may not replicate: role={user}.", fix=f"Run ALTER ROLE {identifier(user or '')} REPLICATION."
         )
     system_id = await wire.value("SELECT system_identifier FROM pg_control_system()")
+    if config.failover and wire.server_version < FAILOVER_VERSION:
+        raise Invalid(
+            f"this PostgreSQL has no failover slots: version={wire.server_version // 10_000}.",
+            fix=f"Take capture.{config.name}.failover out of tidemill.toml, or use PostgreSQL 17 or newer.",
+        )
     return ServerFacts(wire.server_version, system_id or "", int(sender_timeout or 0))
-
-
-async def check_database(dsn: str, tables: Sequence[str] = ("public.*",)) -> str:
-    """One line for `tidemill doctor` that says the database can be captured. Raises Invalid or Unavailable."""
-    config = CaptureConfig(name="doctor", dsn=dsn, tables=tuple(tables))
-    wire = await Wire.connect(dsn, purpose="doctor")
-    try:
-        facts = await check_server(wire, config)
-        choice = resolve(config.tables, await list_tables(wire), wire.server_version)
-    finally:
-        await wire.aclose()
-    left = f", not captured: {', '.join(sorted(choice.refused))}" if choice.refused else ""
-    return f"PostgreSQL {facts.version // 10_000}.{facts.version % 10_000}, {len(choice.tables)} tables{left}"
 
 
 def lock_key(config: CaptureConfig) -> int:
@@ -112,12 +115,14 @@ async def slot_state(wire: Wire, slot: str) -> SlotState | None:
     """None when there is no such slot."""
     rows = await wire.query(
         "SELECT confirmed_flush_lsn, active_pid, wal_status, pg_current_wal_lsn() - restart_lsn, safe_wal_size,"
-        f" pg_current_wal_flush_lsn() FROM pg_replication_slots WHERE slot_name = {literal(slot)}"
+        " pg_current_wal_flush_lsn(), confirmed_flush_lsn - restart_lsn,"
+        f" {'invalidation_reason' if wire.server_version >= INVALIDATION_VERSION else 'NULL'}"
+        f" FROM pg_replication_slots WHERE slot_name = {literal(slot)}"
         " AND database = current_database() AND plugin = 'pgoutput'"
     )
     if not rows:
         return None
-    confirmed, pid, wal_status, retained, headroom, wal_end = rows[0]
+    confirmed, pid, wal_status, retained, headroom, wal_end, pinned, invalidated = rows[0]
     return SlotState(
         Lsn.parse(confirmed).value if confirmed else 0,
         int(pid) if pid else None,
@@ -125,6 +130,8 @@ async def slot_state(wire: Wire, slot: str) -> SlotState | None:
         int(retained or 0),
         int(headroom) if headroom else None,
         Lsn.parse(wal_end or "0/0").value,
+        int(pinned or 0),
+        invalidated or "",
     )
 
 
@@ -141,9 +148,11 @@ def check_slot(config: CaptureConfig, state: SlotState | None) -> SlotState:
             fix=f"Changes since are not in the stream. {start_over(config)}",
         )
     if state.wal_status == "lost" or not state.confirmed_lsn:
+        why = f" reason={state.invalidated}" if state.invalidated else ""
+        cure = _CURES.get(state.invalidated, "Raise max_slot_wal_keep_size.")
         raise SlotLost(
-            f"PostgreSQL invalidated the replication slot: slot={config.slot} wal_status={state.wal_status}.",
-            fix=f"Raise max_slot_wal_keep_size. {start_over(config)}",
+            f"PostgreSQL invalidated the replication slot: slot={config.slot} wal_status={state.wal_status}{why}.",
+            fix=f"{cure} {start_over(config)}",
         )
     return state
 
@@ -170,9 +179,10 @@ async def create_slot(wire: Wire, config: CaptureConfig) -> SlotState:
         raise LockHeld(f"the replication slot is in use: slot={config.slot} pid={left.active_pid}.")
     if left is not None:
         await wire.query(f"SELECT pg_drop_replication_slot({literal(config.slot)})")
+    failover = ", failover => true" if config.failover else ""
     for attempt in range(1, SLOT_ATTEMPTS + 1):
         began = await wire.value("SELECT pg_snapshot_xmax(pg_current_snapshot())")
-        await wire.query(f"SELECT pg_create_logical_replication_slot({literal(config.slot)}, 'pgoutput')")
+        await wire.query(f"SELECT pg_create_logical_replication_slot({literal(config.slot)}, 'pgoutput'{failover})")
         changed = await _changed_since(wire, began or "")
         if not changed:
             break

@@ -1,5 +1,7 @@
 """The initial snapshot: every row of the captured tables as of one moment, stitched to the stream by xids.
 
+Several connections may read it at once, each in a transaction of its own that sees the same (pg_export_snapshot).
+
 Order: the slot exists already; tables are locked against DDL (ACCESS SHARE; each wait is short and far from the next,
 and holds no other table's lock meanwhile: publication.py, P3); then the REPEATABLE READ
 transaction takes its snapshot, whose pg_current_snapshot() and WAL insert position are recorded; then each
@@ -12,58 +14,21 @@ after its creation. Those in both are skipped from the stream (boundaries.in_sna
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
-from tidemill.base.clock import Clock
-from tidemill.base.errors import Invalid, Missing, TidemillError
+from tidemill.base.errors import Missing, TidemillError
 from tidemill.base.frontier import Lsn
-from tidemill.capture.changes import Relation, Row
+from tidemill.capture.attributes import Attributes, attributes_of
+from tidemill.capture.changes import Relation
 from tidemill.capture.holders import table_holder
+from tidemill.capture.progress import SnapshotProgress
 from tidemill.capture.publication import LOCK_ATTEMPTS, LOCK_PAUSE_S, LOCK_TIMEOUT_MS, LOCKED, Blocked
+from tidemill.capture.setup import since
 from tidemill.capture.tables import TableInfo, describe, list_partitions
 from tidemill.capture.visibility import PgSnapshot
-from tidemill.capture.wire.connection import Wire, identifier, qualified
-from tidemill.capture.wire.errors import SqlError
-
-
-class SnapshotProgress:
-    """Rows copied so far, rows expected (the planner's estimate), rows per second since the start.
-
-    `held_by`: whom the copy waits for just now, should it stand; `blocked`: the session whose lock is in its way."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._started_s = clock.monotonic_s()
-        self._ended_s: float | None = None
-        self.rows = 0
-        self.estimate = 0
-        self.table = ""
-        self.held_by = ""
-        self.blocked = ""
-        self.done = False
-
-    def finish(self) -> None:
-        self.done = True
-        self._ended_s = self._clock.monotonic_s()
-
-    @property
-    def sentence(self) -> str:
-        if self.blocked:
-            return f"the copy waits for another session: {self.blocked}"
-        if not self.table:
-            return "waits to be copied"
-        return f"copying {self.table}: {self.rows} of about {self.expected} rows, {self.rows_per_s:.0f} rows/s"
-
-    @property
-    def rows_per_s(self) -> float:
-        end_s = self._ended_s if self._ended_s is not None else self._clock.monotonic_s()
-        return self.rows / max(end_s - self._started_s, 1e-3)
-
-    @property
-    def expected(self) -> int:
-        return self.rows if self.done else max(self.rows, self.estimate)
+from tidemill.capture.wire.connection import BURST_BYTES, Wire, identifier, literal, qualified
+from tidemill.capture.wire.errors import SqlError, may_pass
 
 
 class Snapshot:
@@ -78,6 +43,7 @@ class Snapshot:
         self._progress = progress
         self.tables = list(tables)
         self.relations: dict[int, Relation] = {}
+        self.attributes: dict[int, Attributes] = {}
         self.partitions: dict[int, tuple[int, ...]] = {}
 
     async def begin(self) -> dict[str, TidemillError]:
@@ -101,10 +67,13 @@ class Snapshot:
         self._progress.held_by = self._progress.blocked = ""
         rows = await self._wire.query("SELECT pg_current_snapshot()::text, pg_current_wal_insert_lsn()::text")
         self.relations = await describe(self._wire, [table.oid for table in self.tables])
+        self.attributes = await attributes_of(self._wire, [table.oid for table in self.tables])
         for table in self.tables:
             if table.kind == "p":
                 self.partitions[table.oid] = await list_partitions(self._wire, table.oid)
-            if table.name not in failed and table.oid not in self.relations:
+            # One that was renamed since has left its name, and the lock, to another.
+            relation = self.relations.get(table.oid)
+            if table.name not in failed and (relation is None or relation.name != table.name):
                 failed[table.name] = Missing(f"the table is gone: table={table.name}.")
         self.tables = [table for table in self.tables if table.name not in failed]
         self.seen, self.lsn = PgSnapshot.parse(rows[0][0] or ""), Lsn.parse(rows[0][1] or "").value
@@ -121,13 +90,15 @@ class Snapshot:
             await self._wire.query("SAVEPOINT one_table")
             try:
                 await self._wire.query(f"LOCK TABLE {_scope(table)} IN ACCESS SHARE MODE")
-            except SqlError as error:
-                if error.sqlstate not in LOCKED:
+            except TidemillError as error:
+                if isinstance(error, SqlError) and error.sqlstate in LOCKED:
+                    return table
+                if may_pass(error):
                     raise
-                return table
-            except Invalid as error:
                 failed[table.name] = error
                 await self._wire.query("ROLLBACK TO one_table")
+            # No snapshot is exported from within a subtransaction.
+            await self._wire.query("RELEASE one_table")
         await self._wire.query("SET LOCAL lock_timeout = 0")
         return None
 
@@ -138,24 +109,52 @@ class Snapshot:
         )
         return int(total or 0)
 
-    async def rows(self, table: TableInfo) -> AsyncIterator[list[Row]]:
-        """In bursts. Raises what a row that cannot be read raises, once the copy is read to its end: the connection
-        goes on with the next table."""
-        relation = self.relations[table.oid]
-        names = [column.name for column in relation.columns]
-        columns = ", ".join(identifier(name) for name in names)
-        failure: Exception | None = None
-        async for burst in self._wire.copy_out(f"COPY (SELECT {columns} FROM {_scope(table)}) TO STDOUT"):
-            if failure is not None:
-                continue
-            try:
-                rows = [dict(zip(names, parse_copy_row(line), strict=True)) for line in burst]
-            except Exception as error:
-                failure = error
-                continue
-            yield rows
-        if failure is not None:
-            raise failure
+    async def blocks(self, table: TableInfo) -> tuple[int, int]:
+        """How many a table has with its partitions, and how many the longest of these has."""
+        rows = await self._wire.query(
+            f"WITH RECURSIVE tree(oid) AS (SELECT {table.oid}::oid UNION ALL SELECT i.inhrelid FROM tree t"
+            " JOIN pg_class p ON p.oid = t.oid AND p.relkind = 'p' JOIN pg_inherits i ON i.inhparent = t.oid),"
+            " part(blocks) AS (SELECT pg_relation_size(oid) / current_setting('block_size')::bigint FROM tree)"
+            " SELECT coalesce(sum(blocks), 0)::bigint, coalesce(max(blocks), 0) FROM part"
+        )
+        return int(rows[0][0] or 0), int(rows[0][1] or 0)
+
+    async def divided_since(self, table: TableInfo, xid: int) -> bool:
+        """Whether a partition was attached by a transaction that is not older than `xid`: be it one that was detached
+        before, its rows changed in between, of which the stream says nothing."""
+        if table.kind != "p":
+            return False
+        found = await self._wire.value(
+            f"SELECT EXISTS (SELECT FROM pg_inherits WHERE {since('xmin', str(xid))} AND"
+            f" inhrelid IN (SELECT relid FROM pg_partition_tree({table.oid})))"
+        )
+        return found == "t"
+
+    async def export(self) -> str:
+        """A name for `join`, good until `end`."""
+        return await self._wire.value("SELECT pg_export_snapshot()") or ""
+
+    async def join(self, wire: Wire, exported: str) -> None:
+        """Let another connection read what this one does."""
+        await wire.query("SET row_security = off")
+        await wire.query("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        await wire.query(f"SET TRANSACTION SNAPSHOT {literal(exported)}")
+
+    async def rows(self, wire: Wire, table: TableInfo, condition: str = "") -> AsyncIterator[list[bytes]]:
+        """Lines of COPY's text format, some hundred kilobytes at a time, of the rows that meet a condition. The caller
+        reads them to the end: only then does the connection take the next question."""
+        columns = ", ".join(identifier(column.name) for column in self.relations[table.oid].columns)
+        where = f" WHERE {condition}" if condition else ""
+        lines: list[bytes] = []
+        size = 0
+        async for burst in wire.copy_out(f"COPY (SELECT {columns} FROM {_scope(table)}{where}) TO STDOUT"):
+            lines += burst
+            size += sum(map(len, burst))
+            if size >= BURST_BYTES:
+                yield lines
+                lines, size = [], 0
+        if lines:
+            yield lines
 
     async def end(self) -> None:
         await self._wire.query("COMMIT")
@@ -163,20 +162,3 @@ class Snapshot:
 
 def _scope(table: TableInfo) -> str:
     return ("" if table.kind == "p" else "ONLY ") + qualified(table.schema, table.table)
-
-
-_ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
-_ESCAPED = re.compile(r"\\(.)", re.DOTALL)
-
-
-def parse_copy_row(line: bytes) -> list[str | None]:
-    """One row of COPY's text format: tabs between values, \\N for NULL, backslash escapes."""
-    text = line.decode().removesuffix("\n")
-    values: list[str | None] = [*text.split("\t")]
-    if "\\" not in text:
-        return values
-    return [None if value == "\\N" else _unescape(value) for value in text.split("\t")]
-
-
-def _unescape(value: str) -> str:
-    return _ESCAPED.sub(lambda m: _ESCAPES.get(m.group(1), m.group(1)), value) if "\\" in value else value

@@ -1,7 +1,8 @@
 """What the database's catalogue says about tables: which exist, which can be captured, their columns, keys and types.
 
     refused    named, and cannot be captured as it is: no primary key; unlogged or foreign; on PostgreSQL 18 with a
-               virtual generated column, since REPLICA IDENTITY FULL would make all its UPDATEs and DELETEs fail
+               virtual generated column, since REPLICA IDENTITY FULL would make all its UPDATEs and DELETEs fail; where
+               identities are taken as they are, with one that does not say the primary key of an old row
     left       the same kinds where only a pattern meets them: nobody asked for this very table
 
 Nothing is altered before this is known. Stored generated columns are carried from PostgreSQL 18 on
@@ -29,8 +30,40 @@ VISIBLE_POLL_S = 0.01
 LOOK_TIMEOUT_MS = 100
 """For the lock that a look into a new partition takes."""
 
-_TABLES = """
-SELECT c.oid, n.nspname, c.relname, c.relkind, c.relpersistence, c.relreplident,
+_LACKS_KEY = """
+CASE m.relreplident
+  WHEN 'f' THEN false
+  WHEN 'd' THEN NOT EXISTS (SELECT FROM pg_index i WHERE i.indrelid = m.oid AND i.indisprimary AND i.indimmediate
+                               AND i.indnkeyatts = i.indnatts)
+  WHEN 'i' THEN NOT EXISTS (SELECT FROM pg_index i JOIN pg_index p ON p.indrelid = i.indrelid AND p.indisprimary
+                             WHERE i.indrelid = m.oid AND i.indisreplident AND i.indisvalid
+                               AND p.indkey::int2[] <@ (i.indkey::int2[])[0:i.indnkeyatts - 1])
+  ELSE true END
+"""
+"""Whether the WAL of relation m does not say whose row an UPDATE or DELETE of it was: with NOTHING; with DEFAULT where
+the primary key may be deferred, which then is no identity, or includes columns that are none of it; with an index that
+lacks a column of the key (an UPDATE of that column alone would say nothing of the key before)."""
+
+_IDENTITY = """
+CASE m.relreplident WHEN 'f' THEN 'FULL' WHEN 'd' THEN 'DEFAULT' WHEN 'i' THEN coalesce((
+    SELECT 'USING INDEX ' || quote_ident(x.relname) FROM pg_index i JOIN pg_class x ON x.oid = i.indexrelid
+     WHERE i.indrelid = m.oid AND i.indisreplident), 'NOTHING') ELSE 'NOTHING' END
+"""
+"""The identity of relation m as SQL writes it; an index that is gone leaves the table with what NOTHING says."""
+
+_GIVES_KEY = """
+format('ALTER TABLE %I.%I REPLICA IDENTITY %s', (SELECT nspname FROM pg_namespace WHERE oid = m.relnamespace),
+       m.relname,
+       CASE WHEN EXISTS (SELECT FROM pg_index i WHERE i.indrelid = m.oid AND i.indisprimary AND i.indimmediate
+                            AND i.indnkeyatts = i.indnatts) THEN 'DEFAULT' ELSE 'FULL' END)
+"""
+STATEMENTS = 5
+"""So many of one table are told at once."""
+_LACKING = f"coalesce(array_to_string((array_agg({_GIVES_KEY}) FILTER (WHERE {_LACKS_KEY}))[1:{STATEMENTS}], '; '), '')"
+"""Of a group of relations m."""
+
+_TABLES = f"""
+SELECT c.oid, n.nspname, c.relname, c.relkind, c.relpersistence, w.identity,
        EXISTS (SELECT FROM pg_index i WHERE i.indrelid = c.oid AND i.indisprimary),
        coalesce((SELECT string_agg(DISTINCT a.attgenerated::text, '') FROM pg_attribute a
                   WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped), ''),
@@ -39,15 +72,23 @@ SELECT c.oid, n.nspname, c.relname, c.relkind, c.relpersistence, c.relreplident,
                 SELECT i.inhrelid FROM pg_inherits i JOIN tree t ON i.inhparent = t.oid)
            SELECT min(k.relname::text) FROM tree JOIN pg_class k USING (oid)
             WHERE k.relkind = 'f' OR k.relpersistence <> 'p'), '') ELSE '' END,
-       (SELECT md5(string_agg(concat_ws(' ', a.attname, a.atttypid, a.atttypmod, a.attgenerated), E'\\t'
+       (SELECT md5(string_agg(concat_ws(' ', a.attname, a.attnum, a.atttypid, a.atttypmod, a.attgenerated), E'\\t'
                                   ORDER BY a.attnum))
           FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped)
        || coalesce((SELECT i.indkey::text FROM pg_index i WHERE i.indrelid = c.oid AND i.indisprimary), '')
+       || concat_ws(' ', '', c.relnatts, c.relfilenode)
        || CASE WHEN c.relkind = 'p' THEN coalesce((
            WITH RECURSIVE tree(oid) AS (SELECT i.inhrelid FROM pg_inherits i WHERE i.inhparent = c.oid UNION ALL
                 SELECT i.inhrelid FROM pg_inherits i JOIN tree t ON i.inhparent = t.oid)
-           SELECT md5(string_agg(oid::text, ' ' ORDER BY oid)) FROM tree), '') ELSE '' END
+           SELECT md5(string_agg(concat_ws(' ', oid, k.relfilenode), ' ' ORDER BY oid))
+             FROM tree JOIN pg_class k USING (oid)), '') ELSE '' END,
+       w.lacking
   FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+ CROSS JOIN LATERAL (
+     WITH RECURSIVE tree(oid) AS (SELECT c.oid UNION ALL SELECT i.inhrelid FROM tree t
+          JOIN pg_class p ON p.oid = t.oid AND p.relkind = 'p' JOIN pg_inherits i ON i.inhparent = t.oid)
+     SELECT string_agg(DISTINCT {_IDENTITY}, ', ') AS identity, {_LACKING} AS lacking
+       FROM tree JOIN pg_class m USING (oid)) w
  WHERE c.relkind IN ('r', 'p', 'f') AND NOT c.relispartition AND c.relpersistence <> 't'
    AND n.nspname NOT IN ('pg_catalog', 'information_schema', 'tidemill') AND n.nspname !~ '^pg_(toast|temp)'
  ORDER BY n.nspname, c.relname
@@ -62,15 +103,23 @@ WITH RECURSIVE tree(root, oid) AS (
 SELECT c.oid, n.nspname, c.relname, c.relkind, bool_or(f.virtual), bool_or(m.relkind <> 'p' AND (
            m.relreplident = 'n'
            OR m.relreplident = 'd' AND NOT EXISTS (
-               SELECT FROM pg_index i WHERE i.indrelid = m.oid AND i.indisprimary)
+               SELECT FROM pg_index i WHERE i.indrelid = m.oid AND i.indisprimary AND i.indimmediate)
            OR m.relreplident = 'i' AND NOT EXISTS (
-               SELECT FROM pg_index i WHERE i.indrelid = m.oid AND i.indisreplident AND i.indisvalid)))
+               SELECT FROM pg_index i WHERE i.indrelid = m.oid AND i.indisreplident AND i.indisvalid))),
+       {lacking}
   FROM tree JOIN pg_class m ON m.oid = tree.oid JOIN pg_class c ON c.oid = tree.root
   JOIN pg_namespace n ON n.oid = c.relnamespace
  CROSS JOIN LATERAL (SELECT EXISTS (SELECT FROM pg_attribute a WHERE a.attrelid = m.oid AND a.attgenerated = 'v'
                                        AND NOT a.attisdropped) AS virtual) f
- WHERE m.relreplident <> 'f' OR f.virtual
+ WHERE {wanting} OR f.virtual
  GROUP BY c.oid, n.nspname, c.relname, c.relkind
+"""
+
+_KEYLESS = f"""
+WITH RECURSIVE tree(root, oid) AS (SELECT o, o FROM unnest(ARRAY[{{oids}}]::oid[]) o
+    UNION ALL SELECT t.root, i.inhrelid FROM tree t JOIN pg_class p ON p.oid = t.oid AND p.relkind = 'p'
+      JOIN pg_inherits i ON i.inhparent = t.oid)
+SELECT t.root, {_GIVES_KEY} FROM tree t JOIN pg_class m USING (oid) WHERE {_LACKS_KEY} ORDER BY t.root, 2
 """
 
 _COLUMNS = """
@@ -86,11 +135,13 @@ SELECT c.oid, n.nspname, c.relname, a.attname, a.atttypid, a.atttypmod,
 
 
 class TableInfo(msgspec.Struct, frozen=True):
-    """`kind`: r table, p partitioned, f foreign. `identity`: d default, n nothing, f full, i index.
+    """`kind`: r table, p partitioned, f foreign.
 
+    identity        its REPLICA IDENTITY as SQL writes it; of it and its partitions, where they are of several kinds
+    lacking         the statements that give it and its partitions an identity that says the primary key, "" = it is so
     generated       kinds of its generated columns: s stored, v virtual
     odd_partition   a partition that has no WAL, "" = none
-    digest          of its columns, key and partitions: another one means to look closely
+    digest          of its columns, key, partitions and the files of its rows: another one means to look closely
     """
 
     oid: int
@@ -103,6 +154,7 @@ class TableInfo(msgspec.Struct, frozen=True):
     generated: str = ""
     odd_partition: str = ""
     digest: str = ""
+    lacking: str = ""
 
     @property
     def name(self) -> str:
@@ -120,13 +172,15 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class Hazard(msgspec.Struct, frozen=True):
-    """A published table with a part whose changes lack old rows, or whose statements fail because it is published."""
+    """A published table with a part whose changes lack old rows, or whose statements fail because it is published.
+    `lacking`: as in TableInfo."""
 
     table: TableInfo
     name: str
     """as ALTER PUBLICATION wants it"""
     virtual: bool
     breaks: bool
+    lacking: str
 
     @property
     def oid(self) -> int:
@@ -147,27 +201,43 @@ async def list_tables(wire: Wire) -> list[TableInfo]:
     return [
         TableInfo(
             int(r[0] or 0), r[1] or "", r[2] or "", r[3] or "", r[4] or "", r[5] or "", r[6] == "t", r[7] or "",
-            r[8] or "", r[9] or "",
+            r[8] or "", r[9] or "", r[10] or "",
         )
         for r in rows
     ]  # fmt: skip
 
 
-async def hazards(wire: Wire, publication: str) -> list[Hazard]:
-    rows = await wire.query(_HAZARDS.format(publication=literal(publication)))
+async def hazards(wire: Wire, publication: str, whole: bool) -> list[Hazard]:
+    """`whole`: FULL is demanded; else an identity that says the key will do."""
+    wanting = "m.relreplident <> 'f'" if whole else _LACKS_KEY
+    rows = await wire.query(_HAZARDS.format(publication=literal(publication), lacking=_LACKING, wanting=wanting))
     return [
         Hazard(
             TableInfo(int(oid or 0), schema or "", table or "", kind or "", "p", "", True),
             ("" if kind == "p" else "ONLY ") + qualified(schema or "", table or ""),
             virtual == "t",
             breaks == "t",
+            lacking or "",
         )
-        for oid, schema, table, kind, virtual, breaks in rows
+        for oid, schema, table, kind, virtual, breaks, lacking in rows
     ]
 
 
-def resolve(patterns: Sequence[str], tables: Sequence[TableInfo], version: int) -> Choice:
-    """The tables that the patterns name. Raises Missing when none of them names a table at all."""
+async def keyless(wire: Wire, oids: Sequence[int]) -> dict[int, list[str]]:
+    """By table: the statements that give it and its partitions an identity that says the primary key. A table that
+    needs none is absent."""
+    if not oids:
+        return {}
+    rows = await wire.query(_KEYLESS.format(oids=", ".join(str(int(oid)) for oid in oids)))
+    found: dict[int, list[str]] = {}
+    for root, statement in rows:
+        found.setdefault(int(root or 0), []).append(statement or "")
+    return found
+
+
+def resolve(patterns: Sequence[str], tables: Sequence[TableInfo], version: int, *, whole: bool = True) -> Choice:
+    """The tables that the patterns name. `whole`: each is given REPLICA IDENTITY FULL, else it is captured with the
+    one that it has. Raises Missing when the patterns name no table at all."""
     chosen: dict[str, TableInfo] = {}
     refused: dict[str, Refusal] = {}
     excluded = [p[1:] for p in patterns if p.startswith("!")]
@@ -181,7 +251,7 @@ def resolve(patterns: Sequence[str], tables: Sequence[TableInfo], version: int) 
         for table in hits:
             if any(_matches(table, e) for e in excluded):
                 continue
-            why = refusal(table, version, named=bool(exact))
+            why = refusal(table, version, named=bool(exact), whole=whole)
             if why is None:
                 chosen[table.name] = table
             elif refused.get(table.name, why).state != "refused" or table.name not in refused:
@@ -194,7 +264,7 @@ def resolve(patterns: Sequence[str], tables: Sequence[TableInfo], version: int) 
     return Choice(tuple(chosen[name] for name in sorted(chosen)), refused)
 
 
-def refusal(table: TableInfo, version: int, *, named: bool = True) -> Refusal | None:
+def refusal(table: TableInfo, version: int, *, named: bool = True, whole: bool = True) -> Refusal | None:
     """Why a table cannot be captured as it is, None = it can. Pure, and asked before anything is altered."""
     other_kind = "refused" if named else "left"
     if table.kind == "f":
@@ -225,6 +295,13 @@ def refusal(table: TableInfo, version: int, *, named: bool = True) -> Refusal | 
             f" fail: table={table.name}.",
             f'Make the column STORED, or exclude the table with "!{table.name}".',
         )
+    if not whole and table.lacking:
+        return Refusal(
+            "refused",
+            "its replica identity does not say the primary key of a row that is changed or deleted:"
+            f" table={table.name} identity={table.identity!r}.",
+            f"Run {table.lacking};",
+        )
     return None
 
 
@@ -234,6 +311,16 @@ async def list_partitions(wire: Wire, oid: int) -> tuple[int, ...]:
         f"WITH RECURSIVE tree(oid) AS (SELECT {oid}::oid UNION ALL SELECT i.inhrelid FROM tree t"
         " JOIN pg_class p ON p.oid = t.oid AND p.relkind = 'p' JOIN pg_inherits i ON i.inhparent = t.oid)"
         f" SELECT oid FROM tree WHERE oid <> {oid} ORDER BY oid"
+    )
+    return tuple(int(found or 0) for (found,) in rows)
+
+
+async def list_ancestors(wire: Wire, oid: int) -> tuple[int, ...]:
+    """The partitioned tables that this is a partition of, at all levels; none where it is none, or gone."""
+    rows = await wire.query(
+        f"WITH RECURSIVE up(oid) AS (SELECT inhparent FROM pg_inherits WHERE inhrelid = {oid} UNION"
+        " SELECT i.inhparent FROM up u JOIN pg_inherits i ON i.inhrelid = u.oid)"
+        " SELECT oid FROM up JOIN pg_class c USING (oid) WHERE c.relkind = 'p'"
     )
     return tuple(int(found or 0) for (found,) in rows)
 

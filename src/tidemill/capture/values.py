@@ -1,4 +1,4 @@
-"""Rows as JSON bytes for topics: numbers, booleans and null as such, everything else in PostgreSQL's text form.
+"""Rows as JSON bytes for topics. In topics of rows: numbers, booleans and null as such, all else in PostgreSQL's text.
 
     smallint integer bigint          JSON number, the digits of PostgreSQL's text
     real, double precision           JSON number; NaN and ±Infinity have none and travel as strings
@@ -6,64 +6,62 @@
     anything else                    JSON string (numeric, temporal, text, uuid, json, arrays, domains …)
     NULL                             null
 
+In topics of change events every type has the form that `base/pgforms` says. In a key −0 of a float is 0, for PostgreSQL
+has one key for both: its records stay in one partition, in their order.
+
 One encoder per relation: names are escaped once, and a row costs one join.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from json.encoder import encode_basestring
+from collections.abc import Callable, Collection, Sequence
 
+from tidemill.base.pgforms import escape, form_of, written
 from tidemill.capture.changes import Column, Relation, Row
 
-_escape: Callable[[str], str] = encode_basestring
-
-BOOL, INT8, INT2, INT4, FLOAT4, FLOAT8 = 16, 20, 21, 23, 700, 701
-_NOT_JSON_NUMBERS = frozenset({"NaN", "Infinity", "-Infinity"})
-
-
-def _integer(text: str) -> str:
-    return text
+Form = Callable[[Column], str]
+_AS_SUCH = {16: "bool", 20: "number", 21: "number", 23: "number", 700: "float", 701: "float"}
+MINUS_ZERO = "-0"
 
 
-def _float(text: str) -> str:
-    return f'"{text}"' if text in _NOT_JSON_NUMBERS else text
+def row_form(column: Column) -> str:
+    return _AS_SUCH.get(column.type_oid, "text")
 
 
-def _boolean(text: str) -> str:
-    return "true" if text[0] == "t" else "false"
+def event_form(column: Column) -> str:
+    return form_of(column.type_oid, column.type_mod)
 
 
-_ENCODERS: dict[int, Callable[[str], str]] = {
-    INT2: _integer,
-    INT4: _integer,
-    INT8: _integer,
-    FLOAT4: _float,
-    FLOAT8: _float,
-    BOOL: _boolean,
-}
+def _key_float(text: str) -> str:
+    return "0" if text == MINUS_ZERO else written("float")(text)
 
 
 class RowEncoder:
-    """`key(row)` = object of the key columns in key order; `value(row)` = object of all columns in table order."""
+    """`key(row)` = object of the key columns in key order; `value(row)` = object of the columns in table order."""
 
-    def __init__(self, relation: Relation) -> None:
+    def __init__(self, relation: Relation, form: Form = row_form) -> None:
         self.relation = relation
-        self._value = _plan(relation.columns)
-        self._key = _plan(relation.key_columns)
+        self._value = _plan(relation.columns, form)
+        self._key = _plan(relation.key_columns, form, of_key=True)
 
     def key(self, row: Row) -> bytes:
         return _encode(self._key, row)
 
-    def value(self, row: Row) -> bytes:
-        return _encode(self._value, row)
+    def value(self, row: Row, without: Collection[str] = ()) -> bytes:
+        """`without`: columns that have no value (Change.unchanged)."""
+        plan = [each for each in self._value if each[0] not in without] if without else self._value
+        return _encode(plan, row)
 
 
 _Plan = list[tuple[str, str, Callable[[str], str]]]
 
 
-def _plan(columns: Sequence[Column]) -> _Plan:
-    return [(c.name, f"{_escape(c.name)}:", _ENCODERS.get(c.type_oid, _escape)) for c in columns]
+def _plan(columns: Sequence[Column], form: Form, *, of_key: bool = False) -> _Plan:
+    def encode(column: Column) -> Callable[[str], str]:
+        found = form(column)
+        return _key_float if of_key and found == "float" else written(found)
+
+    return [(c.name, f"{escape(c.name)}:", encode(c)) for c in columns]
 
 
 def _encode(plan: _Plan, row: Row) -> bytes:

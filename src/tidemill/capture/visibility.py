@@ -48,5 +48,8 @@ class PgSnapshot(msgspec.Struct, frozen=True):
         except ValueError as error:
             raise Invalid(f"not a snapshot: snapshot={text!r}.") from error
 
+    def __str__(self) -> str:
+        return f"{self.xmin}:{self.xmax}:{','.join(map(str, sorted(self.in_progress)))}"
+
     def sees(self, xid: int) -> bool:
         return sees(xid, self.xmin, self.xmax, self.in_progress)

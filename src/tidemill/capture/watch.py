@@ -24,7 +24,8 @@ import structlog
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Unavailable
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.holders import Holder, blockers
+from tidemill.capture.holders import Holder, blockers, pinning
+from tidemill.capture.retained import PIN_BYTES
 from tidemill.capture.setup import SlotState, check_slot, heartbeat, slot_state
 from tidemill.capture.wire.connection import Wire
 
@@ -51,6 +52,10 @@ BLOCKER_REMEMBERED_S = 3.0
 T = TypeVar("T")
 
 
+class NoAnswer(Unavailable):
+    """A question was given up, and its session with it."""
+
+
 class Answers:
     """What PostgreSQL was asked and has not answered, each with the time of the question (Q1)."""
 
@@ -60,11 +65,17 @@ class Answers:
 
     @contextmanager
     def expected(self, what: str) -> Iterator[None]:
+        """One that is given up stays open until its session is over, else what was told of it would heal in the moment
+        between the two, and its age begin anew."""
         self._open[what] = self._clock.monotonic_s()
         try:
             yield
-        finally:
+        except NoAnswer:
+            raise
+        except BaseException:
             self._open.pop(what, None)
+            raise
+        self._open.pop(what, None)
 
     def note(self, what: str, asked: bool) -> None:
         """`what` is open from the first `asked` until it is not."""
@@ -109,8 +120,8 @@ async def answered(wire: Wire, answers: Answers, what: str, question: Callable[[
             raise no_answer(wire.target, what, ANSWER_DEADLINE_S) from error
 
 
-def no_answer(target: str, what: str, waited_s: float) -> Unavailable:
-    return Unavailable(
+def no_answer(target: str, what: str, waited_s: float) -> NoAnswer:
+    return NoAnswer(
         f"PostgreSQL does not answer: {target} waits_for={what!r} waited_s={waited_s:.0f}.",
         fix="See whether the server is stopped or overloaded, or the network swallows packets.",
     )
@@ -150,12 +161,16 @@ async def keep_beating(control: Control, config: CaptureConfig, last_commit_lsn:
 
 
 async def watch_slot(
-    control: Control, config: CaptureConfig, on_state: Callable[[SlotState], None], idle: Callable[[], bool]
+    control: Control,
+    config: CaptureConfig,
+    on_state: Callable[[SlotState, Holder | None], None],
+    idle: Callable[[], bool],
 ) -> None:
-    """The server's side of the story: retained WAL, WAL end. Raises SlotLost as soon as it is."""
+    """The server's side of the story: retained WAL and who pins it, WAL end. Raises SlotLost as soon as it is."""
     while True:
-        state = await control.ask(lambda wire: slot_state(wire, config.slot))
-        on_state(check_slot(config, state))
+        state = check_slot(config, await control.ask(lambda wire: slot_state(wire, config.slot)))
+        pinned = state.pinned_bytes > PIN_BYTES
+        on_state(state, await control.ask(pinning) if pinned else None)
         await asyncio.sleep(SLOT_POLL_IDLE_S if idle() else SLOT_POLL_S)
 
 

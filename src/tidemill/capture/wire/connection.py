@@ -9,6 +9,7 @@ One task uses a `Wire` at a time, with one exception: while one task receives th
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import socket
 from collections.abc import AsyncIterator, Mapping
@@ -51,7 +52,7 @@ TCP: Mapping[str, int] = {
 }
 """libpq's settings where the DSN has none of its own: a peer that is gone without a word ends a connection within 15 s.
 One whose kernel still answers is found by watch.py."""
-_BURST_BYTES = 256 << 10
+BURST_BYTES = 256 << 10
 _APPLICATION_NAME_BYTES = 63
 
 SqlRow = tuple[str | None, ...]
@@ -100,9 +101,14 @@ def _parts(dsn: str) -> dict[str, Any]:
         ) from error
 
 
-def _application_name(purpose: str) -> str:
-    """Says to whoever looks at pg_stat_activity which process this is."""
-    return f"tidemill {purpose} {socket.gethostname()}/{os.getpid()}"[:_APPLICATION_NAME_BYTES]
+def application_name(purpose: str, capture: str = "") -> str:
+    """Says to whoever looks at pg_stat_activity which process this is: `tidemill PROCESS [CAPTURE] PURPOSE HOST/PID`,
+    cut where PostgreSQL would. The second word, eight hex digits of HOST/PID, and the name of a capture are always
+    whole: sessions are found by them."""
+    process = f"{socket.gethostname()}/{os.getpid()}"
+    token = hashlib.blake2b(process.encode(), digest_size=4).hexdigest()
+    words = ("tidemill", token, capture, purpose, process)
+    return " ".join(filter(None, words))[:_APPLICATION_NAME_BYTES]
 
 
 class Wire:
@@ -112,10 +118,12 @@ class Wire:
         self._target = target
         self._pgconn.nonblocking = 1
         self._copy_ended = False
+        self._broke: Exception | None = None
 
     @classmethod
-    async def connect(cls, dsn: str, *, replication: bool = False, purpose: str = "capture") -> Self:
-        """Connect and set DISPLAY_SETTINGS. Raises Invalid (DSN, credentials, database) or Unavailable."""
+    async def connect(cls, dsn: str, *, replication: bool = False, purpose: str, capture: str = "") -> Self:
+        """Connect and set DISPLAY_SETTINGS. `purpose` and the name of the capture that it is for, if any, are told to
+        PostgreSQL. Raises Invalid (DSN, credentials, database) or Unavailable."""
         import psycopg
 
         target, given = where(dsn), _parts(dsn)
@@ -124,7 +132,7 @@ class Wire:
             extra["replication"] = "database"
         try:
             connection = await psycopg.AsyncConnection.connect(
-                dsn, autocommit=True, application_name=_application_name(purpose), **extra
+                dsn, autocommit=True, application_name=application_name(purpose, capture), **extra
             )
         except psycopg.Error as error:
             raise connect_error(str(error), target) from error
@@ -146,6 +154,11 @@ class Wire:
     @property
     def backend_pid(self) -> int:
         return self._pgconn.backend_pid
+
+    @property
+    def database(self) -> str:
+        """Its name, whether or not the DSN says it."""
+        return self._pgconn.db.decode()
 
     @property
     def server_version(self) -> int:
@@ -256,11 +269,13 @@ class Wire:
         if self._copy_ended:
             self._copy_ended = False
             return []
+        if self._broke is not None:
+            raise self._broke
         burst: list[bytes] = []
-        size = 0
+        size = seen = 0
         get = self._pgconn.get_copy_data
         try:
-            while size < _BURST_BYTES:
+            while size < BURST_BYTES:
                 count, data = get(1)
                 if count > 0:
                     burst.append(bytes(data))
@@ -268,13 +283,20 @@ class Wire:
                 elif count < 0:
                     self._copy_ended = bool(burst)
                     break
+                elif size > seen:
+                    # libpq takes some kilobytes at a time; what else is there is taken as well, without waiting.
+                    seen = size
+                    self._pgconn.consume_input()
                 elif burst:
                     break
                 else:
                     await self._ready()
                     self._pgconn.consume_input()
         except psycopg.Error as error:
-            raise self._broken(error) from error
+            if not burst:
+                raise self._broken(error) from error
+            # What came before the connection broke is whole; the next call says the error.
+            self._broke = self._broken(error)
         return burst
 
     async def _drain(self) -> Exception | None:

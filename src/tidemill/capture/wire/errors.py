@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidemill.base.errors import Invalid, Missing, TidemillError, Unavailable
+from tidemill.base.errors import Closed, Invalid, Missing, TidemillError, Unavailable, Unknown
 
 _CONNECT_FIXES: tuple[tuple[str, str], ...] = (
     ("password authentication failed", "Correct the user or password in the DSN."),
@@ -25,6 +25,7 @@ _TRANSIENT_CONNECT = (
     "shutting down",
     "recovery mode",
     "too many clients",
+    "too many connections for",
     "remaining connection slots",
     "server closed the connection",
     "No such file or directory",
@@ -47,11 +48,26 @@ class LockHeld(Unavailable):
 
 
 class SqlError(Unavailable):
-    """A statement failed for a reason that may pass (conflict, shutdown, timeout). `sqlstate` as PostgreSQL gave it."""
+    """A statement failed, and changed nothing: mostly for a reason that passes (`may_pass`). `sqlstate` as PostgreSQL
+    gave it."""
 
     def __init__(self, message: str, *, sqlstate: str = "", fix: str = "") -> None:
         super().__init__(message, fix=fix)
         self.sqlstate = sqlstate
+
+
+_PASSING = ("", "08", "25", "40", "53", "55", "57", "72")
+"""Classes of SQLSTATE: connection, transaction state, rollback, resources, object not ready, intervention, an old
+snapshot."""
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether the same may succeed later though nothing is mended: it is no fault of what was asked for. Of a statement
+    PostgreSQL's class tells: damaged data (XX001), a value beyond its limits (54000, XX000), or what a function raised
+    (P0001) are met again at every try."""
+    if isinstance(error, SqlError):
+        return error.sqlstate[:2] in _PASSING
+    return isinstance(error, (Unavailable, Unknown, Closed))
 
 
 def connect_error(text: str, where: str) -> TidemillError:

@@ -27,6 +27,17 @@ class Framed(msgspec.Struct, frozen=True):
         return len(self.payload) + self.left_out
 
 
+def framed(frame: bytes) -> Framed | Keepalive:
+    """Raises Corrupt for what is no frame of a stream."""
+    kind = frame[:1]
+    if kind == b"w" and len(frame) >= PAYLOAD_START:
+        left_out = len(frame) - PAYLOAD_START - HEAD_BYTES if len(frame) > MESSAGE_BYTES else 0
+        return Framed(wal_start(frame), frame[PAYLOAD_START : len(frame) - left_out], left_out)
+    if kind == b"k":
+        return decode_keepalive(frame)
+    raise Corrupt(f"unknown frame in the replication stream: kind={kind!r} size={len(frame)}.")
+
+
 class ReplicationStream:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -39,19 +50,9 @@ class ReplicationStream:
             f"(proto_version '1', publication_names {names}, messages 'true')"
         )
 
-    async def receive(self) -> list[Framed | Keepalive]:
-        """Everything at hand, in order, at least one item. Raises Corrupt for what is no frame of a stream."""
-        items: list[Framed | Keepalive] = []
-        for frame in await self._wire.receive():
-            kind = frame[:1]
-            if kind == b"w" and len(frame) >= PAYLOAD_START:
-                left_out = len(frame) - PAYLOAD_START - HEAD_BYTES if len(frame) > MESSAGE_BYTES else 0
-                items.append(Framed(wal_start(frame), frame[PAYLOAD_START : len(frame) - left_out], left_out))
-            elif kind == b"k":
-                items.append(decode_keepalive(frame))
-            else:
-                raise Corrupt(f"unknown frame in the replication stream: kind={kind!r} size={len(frame)}.")
-        return items
+    async def receive(self) -> list[bytes]:
+        """Every frame at hand, in order, at least one; `framed` reads one."""
+        return await self._wire.receive()
 
     async def send_status(self, update: bytes) -> None:
         await self._wire.send(update)

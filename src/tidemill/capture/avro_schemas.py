@@ -1,0 +1,156 @@
+"""The Avro schemas of a table's change events, as Debezium's PostgreSQL connector and Avro's converter name things.
+
+    subject          TOPIC-key                     TOPIC-value
+    record           TOPIC.Key                     TOPIC.Envelope, with TOPIC.Value as the type of `before` and `after`
+    fields           the primary key's columns     before, after, source, transaction, op, ts_ms
+
+K1  A key's schema is one for as long as its topic has records: its id is in the key's bytes, hence in which partition
+    a key lies and what compaction takes for one key.
+K2  Every column but those of the key may be null, whatever its NOT NULL says: that comes and goes without a
+    description of the table in the stream.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from tidemill.base.avroforms import Described, Kind, kind_of
+from tidemill.base.pgforms import form_of
+
+CONNECTOR = "io.debezium.connector.postgresql"
+SNAPSHOTS = "true,first,first_in_data_collection,last_in_data_collection,last,false,incremental"
+
+_SMALLINT = 21
+_WIDE_FORMS = frozenset({"millis", "micros", "clock_micros"})
+_WIDE_OIDS = frozenset({20, 26})
+_MEANT = {
+    "days": "io.debezium.time.Date",
+    "millis": "io.debezium.time.Timestamp",
+    "micros": "io.debezium.time.MicroTimestamp",
+    "clock_millis": "io.debezium.time.Time",
+    "clock_micros": "io.debezium.time.MicroTime",
+    "zoned": "io.debezium.time.ZonedTimestamp",
+}
+_MEANT_OIDS = {
+    114: "io.debezium.data.Json",
+    3802: "io.debezium.data.Json",
+    142: "io.debezium.data.Xml",
+    2950: "io.debezium.data.Uuid",
+}
+_UNFIT = re.compile(r"[^A-Za-z0-9_]")
+
+
+def subjects_of(topic: str) -> tuple[str, str]:
+    return f"{topic}-key", f"{topic}-value"
+
+
+def schemas_of(topic: str, columns: Sequence[Described]) -> tuple[str, str]:
+    """The texts of the key's and the value's schema."""
+    space = ".".join(_fit(part) for part in topic.split("."))
+    names = field_names([c.name for c in columns])
+    fields = [_field(c, name) for c, name in zip(columns, names, strict=True)]
+    key = [field for _, field in sorted((c.key_index, n) for n, c in enumerate(columns) if c.key_index >= 0)]
+    of_key = _record("Key", space, [fields[n] for n in key])
+    row = _record("Value", space, fields)
+    del row["namespace"]  # that of the envelope
+    envelope = _record(
+        "Envelope", space,
+        [
+            {"name": "before", "type": ["null", row], "default": None},
+            {"name": "after", "type": ["null", "Value"], "default": None},
+            {"name": "source", "type": _source()},
+            {"name": "transaction", "type": ["null", _transaction()], "default": None},
+            {"name": "op", "type": "string"},
+            _maybe("ts_ms", "long"),
+        ],
+    )  # fmt: skip
+    return orjson.dumps(of_key).decode(), orjson.dumps(envelope).decode()
+
+
+def key_kinds(columns: Sequence[Described]) -> list[tuple[str, Kind, Any]]:
+    """What the key's schema is made of (K1)."""
+    key = sorted((c for c in columns if c.key_index >= 0), key=lambda c: c.key_index)
+    return [(c.name, kind_of(c.type_oid, c.type_mod), _type(c)) for c in key]
+
+
+def field_names(columns: Sequence[str]) -> list[str]:
+    """A name that Avro takes for each; one that another column has already gets a number."""
+    out: list[str] = []
+    taken: set[str] = set()
+    for column in columns:
+        name = fit = _fit(column)
+        number = 2
+        while name in taken:
+            name, number = f"{fit}_{number}", number + 1
+        taken.add(name)
+        out.append(name)
+    return out
+
+
+def _fit(name: str) -> str:
+    fit = _UNFIT.sub("_", name)
+    return fit if fit and not fit[0].isdigit() else f"_{fit}"
+
+
+def _field(column: Described, name: str) -> dict[str, Any]:
+    kind = _type(column)
+    field: dict[str, Any] = {"name": name, "type": kind}
+    if column.key_index < 0:
+        field |= {"type": ["null", kind], "default": None}
+    if name != column.name:
+        field["doc"] = column.name
+    return field
+
+
+def _type(column: Described) -> Any:
+    form, kind = form_of(column.type_oid, column.type_mod), kind_of(column.type_oid, column.type_mod)
+    plain: str = kind
+    if kind == "varint":
+        plain = "long" if form in _WIDE_FORMS or column.type_oid in _WIDE_OIDS else "int"
+    meant = _MEANT.get(form) or _MEANT_OIDS.get(column.type_oid)
+    if meant is not None:
+        return {"type": plain, "connect.version": 1, "connect.name": meant}
+    return {"type": plain, "connect.type": "int16"} if column.type_oid == _SMALLINT else plain
+
+
+def _record(name: str, space: str, fields: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "record", "name": name, "namespace": space, "fields": fields, "connect.name": f"{space}.{name}"}
+
+
+def _maybe(name: str, kind: str) -> dict[str, Any]:
+    return {"name": name, "type": ["null", kind], "default": None}
+
+
+def _source() -> dict[str, Any]:
+    snapshot = {
+        "type": "string", "connect.version": 1, "connect.parameters": {"allowed": SNAPSHOTS},
+        "connect.default": "false", "connect.name": "io.debezium.data.Enum",
+    }  # fmt: skip
+    return _record(
+        "Source", CONNECTOR,
+        [
+            {"name": "version", "type": "string"},
+            {"name": "connector", "type": "string"},
+            {"name": "name", "type": "string"},
+            {"name": "ts_ms", "type": "long"},
+            {"name": "snapshot", "type": [snapshot, "null"], "default": "false"},
+            {"name": "db", "type": "string"},
+            _maybe("sequence", "string"),
+            _maybe("ts_us", "long"),
+            _maybe("ts_ns", "long"),
+            {"name": "schema", "type": "string"},
+            {"name": "table", "type": "string"},
+            _maybe("txId", "long"),
+            _maybe("lsn", "long"),
+            _maybe("xmin", "long"),
+        ],
+    )  # fmt: skip
+
+
+def _transaction() -> dict[str, Any]:
+    numbers = [{"name": name, "type": "long"} for name in ("total_order", "data_collection_order")]
+    return _record("block", "event", [{"name": "id", "type": "string"}, *numbers])

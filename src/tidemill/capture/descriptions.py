@@ -1,0 +1,100 @@
+"""What a session's stream says of its tables: columns, version, and how much of a row before it tells."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import structlog
+from msgspec.structs import replace
+
+from tidemill.capture.changes import Relation
+from tidemill.capture.config import CaptureConfig
+from tidemill.capture.converter import Converter, RelationSeen, merge_relation, says_key
+from tidemill.capture.describing import follow
+from tidemill.capture.desk import Desk, recopy
+from tidemill.capture.tables import describe_after, list_ancestors
+from tidemill.capture.watch import Control
+from tidemill.capture.wire.pgoutput import RelationMessage
+
+log = structlog.get_logger()
+
+
+class Descriptions:
+    """`parking`: while it is taken, nobody else changes what is carried of a table."""
+
+    def __init__(self, config: CaptureConfig, desk: Desk, converter: Converter, parking: asyncio.Lock) -> None:
+        self._config = config
+        self._desk = desk
+        self._converter = converter
+        self._parking = parking
+        self._keyless: dict[int, tuple[int, ...]] = {}
+        """Relations whose identity in the stream lacks the key, and those that they are partitions of."""
+
+    async def learn(self, seen: RelationSeen, control: Control) -> tuple[tuple[int, int], ...]:
+        """The stream describes a table, at its first change and after every DDL on it. Where the table's shard cannot
+        take the next rows it is parked before this transaction; a NULL in their place would be a lie.
+
+        Columns come from the stream, the rest from the catalogue. What it gives are the schemas of the table's records
+        (CaptureTableRow), () = none.
+        """
+        message = seen.message
+        xid = self._converter.xid
+        now = await control.ask(lambda wire: describe_after(wire, xid, message.oid))
+        lsn = self._converter.commit_lsn
+        async with self._parking:
+            version = await follow(self._desk, control, message, now, xid, lsn)
+        known = self._converter.relations.get(message.oid)
+        described = replace(merge_relation(message, now or known), version=version)
+        if not self.whole(message.oid):
+            described = await self._as_is(message, described, control)
+        was = (known.version, known.old_rows) if known is not None else None
+        if seen.changed or was != (version, described.old_rows):
+            self._converter.learn(described)
+            log.info("table described anew", capture=self._config.name, table=f"{message.schema}.{message.table}")
+        row = self._desk.by_oid(message.oid, lsn)
+        return row.schemas if row is not None else ()
+
+    def grown(self, relation: Relation) -> None:
+        """What the watcher found, and no row of the stream came under yet."""
+        known = self._converter.relations.get(relation.oid)
+        if known is not None:
+            self._converter.learn(replace(relation, old_rows=known.old_rows))
+
+    def whole(self, oid: int) -> bool:
+        """Events tell the row before, whatever is asked of other tables, for as long as the table's topic has them."""
+        rows = self._desk.rows.values()
+        return self._config.whole or any(row.oid == oid and row.envelope != "row" for row in rows)
+
+    async def _as_is(self, message: RelationMessage, relation: Relation, control: Control) -> Relation:
+        """The relation with what the identity that it has from this transaction on says of old rows. Where that is not
+        even the key, its table is parked before it: an UPDATE of the key would look like one that keeps it.
+
+        Besides the root of a partitioned table the stream describes each partition, whose identity is what counts: as
+        long as one lacks the key nothing of the root is read, be it that this transaction is in the root's copy.
+        """
+        if says_key(message, relation):
+            self._keep_root(self._keyless.pop(message.oid, ()))
+            keyless = any(message.oid in roots for roots in self._keyless.values())
+            return replace(relation, old_rows="lacking" if keyless else "key")
+        oids = await control.ask(lambda wire: list_ancestors(wire, message.oid))
+        self._keyless[message.oid] = oids
+        self._keep_root(oids)
+        lsn = self._converter.commit_lsn
+        for oid in (message.oid, *oids):
+            row = self._desk.followed(oid, self._converter.xid, lsn)
+            if row is not None:
+                async with self._parking:
+                    await self._desk.park(
+                        row.table, lsn, f"the replica identity of {relation.name} does not say its primary key",
+                        f"Give it one that does (DEFAULT, FULL). {recopy(row.table)}",
+                    )  # fmt: skip
+        return replace(relation, old_rows="lacking")
+
+    def _keep_root(self, oids: Sequence[int]) -> None:
+        """Read of these partitioned tables what all their partitions say."""
+        for oid in oids:
+            root = self._converter.relations.get(oid)
+            if root is not None and not self.whole(oid):
+                keyless = any(oid in roots for roots in self._keyless.values())
+                self._converter.learn(replace(root, old_rows="lacking" if keyless else "key"))

@@ -1,0 +1,137 @@
+"""`capture drop`: everything that a capture made or changed, in PostgreSQL and here, is taken back.
+
+    publication      dropped first: without it no statement of the application needs an identity (publication.py, P1).
+                     One that was there when the capture began, as a manual one, is left
+    slot             dropped: PostgreSQL keeps no WAL for it any more
+    identities       each table and partition has the one that was written down before it was given FULL (P5)
+    topics, rows     deleted, the capture's own row last: what dies in between is done again by the next `drop`
+
+Refused, and nothing changed: while a session captures (its advisory lock is held), and while a pipeline reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from tidemill.base.errors import Conflict, Invalid, Missing, TidemillError
+from tidemill.capture.config import CaptureConfig
+from tidemill.capture.entry import delete_topic
+from tidemill.capture.holders import lock_holder
+from tidemill.capture.publication import LOCK_ATTEMPTS, give_back
+from tidemill.capture.setup import ADVISORY_CLASS, lock_key, slot_state, try_lock
+from tidemill.capture.wire.connection import Wire, identifier, literal
+from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, PipelineRow
+
+
+class TakenBack(msgspec.Struct):
+    """`publication_left`: it is not the capture's. `identities`: relation → what it has again. `left`: statement → why
+    it could not be carried out; while there is one, the capture's rows stay, and `drop` may be asked again."""
+
+    publication: bool = False
+    publication_left: bool = False
+    slot: bool = False
+    identities: dict[str, str] = {}
+    topics: list[str] = []
+    left: dict[str, str] = {}
+
+
+async def readers(catalogue: Catalogue, capture: str) -> list[str]:
+    """The pipelines that read tables of the capture, by name."""
+    source = f"capture:{capture}:"
+    rows = await catalogue.list(PipelineRow)
+    return sorted(row.name for row in rows if any(each.startswith(source) for each in row.tables.values()))
+
+
+async def take_back(config: CaptureConfig, catalogue: Catalogue, *, really: bool = False) -> TakenBack:
+    """See above. `really`: though pipelines read it, or its cluster is gone and this is another one.
+
+    Raises Missing for a capture that never was, Conflict while it runs, Invalid while it is read or at another cluster,
+    Unavailable.
+    """
+    tables = await catalogue.tables(config.name)
+    row = await catalogue.get(CaptureRow, config.name)
+    if not tables and row is None:
+        raise Missing(f"no such capture: capture={config.name}.", fix="See tidemill capture list.")
+    read_by = await readers(catalogue, config.name)
+    if read_by and not really:
+        raise Invalid(
+            f"the capture is in use: capture={config.name} by={','.join(read_by)}.",
+            fix="End those pipelines first; their shards keep what they have. To drop it all the same: --yes-really",
+        )
+    wire = await Wire.connect(config.dsn, purpose="drop", capture=config.name)
+    try:
+        if not await try_lock(wire, config):
+            holder = await lock_holder(wire, ADVISORY_CLASS, lock_key(config))
+            raise Conflict(
+                f"the capture runs: capture={config.name} {holder or 'pid=gone'}.",
+                fix=f"Take [capture.{config.name}] out of tidemill.toml and start its node again, then drop it.",
+            )
+        await _check_cluster(wire, config, row, really)
+        done = TakenBack()
+        await _from_postgres(wire, config, tables, done, given=row is not None and row.given_publication)
+        if not done.left:
+            # With the lock: a session that waits for it would make anew what is deleted here by its name.
+            await _from_here(catalogue, config, tables, done)
+    finally:
+        await wire.aclose()
+    return done
+
+
+async def _check_cluster(wire: Wire, config: CaptureConfig, row: CaptureRow | None, really: bool) -> None:
+    found = await wire.value("SELECT system_identifier FROM pg_control_system()")
+    if row is not None and row.system_id != found and not really:
+        raise Invalid(
+            f"this is not the cluster that was captured: capture={config.name} recorded={row.system_id} found={found}.",
+            fix="Give the DSN of the one that was, whose slot keeps WAL; where it is gone for good: --yes-really",
+        )
+
+
+async def _from_postgres(
+    wire: Wire, config: CaptureConfig, tables: Sequence[CaptureTableRow], done: TakenBack, *, given: bool
+) -> None:
+    found = await wire.value(f"SELECT count(*) FROM pg_publication WHERE pubname = {literal(config.publication)}")
+    stays = done.publication_left = found == "1" and given
+    if found == "1" and not given:
+        statement = f"DROP PUBLICATION {identifier(config.publication)}"
+        done.publication = await _try(wire, statement, done)
+        if not done.publication:
+            return
+    if await slot_state(wire, config.slot) is not None:
+        done.slot = await _try(wire, f"SELECT pg_drop_replication_slot({literal(config.slot)})", done)
+    for table in tables:
+        for oid, (relation, before) in table.identities.items():
+            if stays and before == "NOTHING":
+                # Published without an identity, its UPDATEs and DELETEs would fail.
+                first = f"DROP PUBLICATION {identifier(config.publication)}"
+                done.left[f"{first}; ALTER TABLE {relation} REPLICA IDENTITY {before}"] = "the publication is not ours"
+                continue
+            try:
+                name = await give_back(wire, oid, before, attempts=LOCK_ATTEMPTS)
+            except TidemillError as error:
+                done.left[f"ALTER TABLE {relation} REPLICA IDENTITY {before}"] = error.message
+                continue
+            if name:
+                done.identities[name] = before
+
+
+async def _try(wire: Wire, statement: str, done: TakenBack) -> bool:
+    try:
+        await wire.query(statement)
+    except TidemillError as error:
+        done.left[statement] = error.message
+        return False
+    return True
+
+
+async def _from_here(
+    catalogue: Catalogue, config: CaptureConfig, tables: Sequence[CaptureTableRow], done: TakenBack
+) -> None:
+    for table in tables:
+        if table.topic:
+            await delete_topic(catalogue, table.topic)
+            done.topics.append(table.topic)
+        await catalogue.change_table(config.name, table.table, lambda _: None)
+    if await catalogue.get(CaptureRow, config.name) is not None:
+        await catalogue.delete(CaptureRow, config.name)

@@ -1,0 +1,208 @@
+"""A table that parks for what a copy makes good is copied again by itself, within bounds, and is exact after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from capture_world import World, until
+from evolving import equal
+from msgspec.structs import replace
+from test_capture_tables import GOOD, PARTITIONED, in_world, stuck
+
+from tidemill.base.marks import derive
+from tidemill.capture.again import heals
+from tidemill.capture.attributes import Attribute, Attributes
+from tidemill.capture.recopy import ask
+from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow
+
+pytestmark = pytest.mark.postgres
+
+COLUMNS = "id int PRIMARY KEY, v int, w varchar(4), n numeric(6,2)"
+ROWS = "(1, 1, 'a', 1.5), (2, 2, 'b', 2.5), (3, 3, 'c', NULL)"
+CHANGES = {
+    "volatile": "ALTER TABLE t ADD x float DEFAULT random()",
+    "identity": "ALTER TABLE t ADD x int GENERATED ALWAYS AS IDENTITY",
+    "stored": "ALTER TABLE t ADD x int GENERATED ALWAYS AS (v * 2) STORED",
+    "together": "ALTER TABLE t ADD x int, ALTER v TYPE bigint",
+    "by_expression": "ALTER TABLE t ALTER w TYPE varchar(9) USING upper(w)",
+    "came_and_went": "ALTER TABLE t ADD x int DEFAULT 1; INSERT INTO t (id, x) VALUES (9, 5); ALTER TABLE t DROP x;"
+                     " ALTER TABLE t ADD x int DEFAULT 2",
+}  # fmt: skip
+AGAIN: dict[str, Any] = {"copy_again": True, "copy_again_pause_s": 0.1}
+
+
+async def generation(world: World, name: str) -> int:
+    row = await world.table(f"public.{name}")
+    return row.generation if row is not None and row.flows else -1
+
+
+@pytest.mark.parametrize("with_rows", [True, False])
+def test_f466_what_a_copy_makes_good_is_copied_by_itself_and_is_what_select_says(
+    postgres_dsn: str, with_rows: bool
+) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*GOOD)
+        for name in CHANGES:
+            await world.sql(f"CREATE TABLE {name} ({COLUMNS})", f"INSERT INTO {name} VALUES {ROWS}")
+        async with world.capture(table_poll_s=0.1, **AGAIN):
+            await world.caught_up()
+            for name, statements in CHANGES.items():
+                await world.sql(*statements.replace(" t ", f" {name} ").split("; "))
+                if with_rows:
+                    await world.sql(f"UPDATE {name} SET v = 9 WHERE id = 1", f"INSERT INTO {name} (id) VALUES (8)")
+            again = {*CHANGES} if with_rows else {*CHANGES} - {"came_and_went"}
+
+            async def copied() -> bool:
+                return all([await generation(world, name) > 0 for name in again])
+
+            await until(copied, "they are copied")
+            await world.sql(*[f"UPDATE {name} SET v = 7 WHERE id = 2" for name in CHANGES])
+            await world.flowing(*CHANGES)
+            await equal(world, *CHANGES, "good")
+            assert await generation(world, "good") == 0
+
+    in_world(postgres_dsn, scenario)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("CREATE TABLE p2 AS SELECT 101 id, 1 v", "ALTER TABLE p2 ALTER id SET NOT NULL, ADD PRIMARY KEY (id)",
+         "ALTER TABLE p ATTACH PARTITION p2 FOR VALUES FROM (100) TO (200)", "INSERT INTO p VALUES (102, 2)"),
+        ("ALTER TABLE p DETACH PARTITION p1",),
+        ("DROP TABLE p1", "CREATE TABLE p1 PARTITION OF p FOR VALUES FROM (0) TO (50)", "INSERT INTO p VALUES (2, 2)"),
+        # Updated before anybody could give it its whole identity.
+        ("BEGIN", "CREATE TABLE p2 PARTITION OF p FOR VALUES FROM (100) TO (200)", "INSERT INTO p VALUES (101, 1)",
+         "UPDATE p SET v = 2 WHERE id = 101", "COMMIT", "DELETE FROM p WHERE id = 1"),
+    ],
+)  # fmt: skip
+def test_f466_rows_that_come_and_go_with_a_partition_are_copied_by_themselves(
+    postgres_dsn: str, changes: tuple[str, ...]
+) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*PARTITIONED)
+        async with world.capture(table_poll_s=0.1, **AGAIN):
+            await world.caught_up()
+            await world.sql(*changes)
+
+            async def copied() -> bool:
+                return await generation(world, "p") > 0
+
+            await until(copied, "it is copied")
+            await world.flowing("p")
+            await equal(world, "p", "good")
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f467_it_is_copied_once_a_pause_and_says_from_when_on(postgres_dsn: str) -> None:
+    """The first time at once. A table that waits is nobody's to mend, and may be asked for before."""
+
+    async def scenario(world: World) -> None:
+        await world.sql(*GOOD, f"CREATE TABLE t ({COLUMNS})", f"INSERT INTO t VALUES {ROWS}")
+        async with world.capture(table_poll_s=0.1, copy_again=True, copy_again_pause_s=3600):
+            await world.caught_up()
+            await world.sql("ALTER TABLE t ADD x float DEFAULT random()")
+
+            async def copied(times: int) -> bool:
+                return await generation(world, "t") == times
+
+            await until(lambda: copied(1), "the first time it is copied at once")
+            await world.flowing("t")
+            await world.sql("ALTER TABLE t ADD y float DEFAULT random()")
+            row = await world.parked("t", "'y'")
+            now_ms = world.clock.now_ms()
+            assert now_ms + 3_000_000 < row.again_ms <= now_ms + 3_600_000
+            assert "copied again by itself from" in row.fix
+            name = f"table:{world.name}/public.t"
+            (mark,) = [m for m in world.tracker.report("p", now_ms).marks if m.name == name]
+            assert not mark.parked and "copied again by itself from" in mark.reason
+            assert derive(mark, "p", now_ms, now_ms).mark.held_by != "operator"
+        async with world.capture(table_poll_s=0.1, copy_again=True, copy_again_pause_s=3600):
+            row = await world.parked("t", "'y'")
+            assert row.again_ms and await generation(world, "t") == -1
+            await ask(world.catalogue, world.name, "public.t")
+            await until(lambda: copied(2), "it is copied when somebody asks")
+            await world.flowing("t")
+            await equal(world, "t", "good")
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f467_one_that_is_too_large_or_has_changed_otherwise_since_waits_for_somebody(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*GOOD, *[f"CREATE TABLE {t} ({COLUMNS})" for t in ("large", "other", "off")])
+        await world.sql(*[f"INSERT INTO {t} VALUES {ROWS}" for t in ("large", "other", "off")])
+        volatile = "ALTER TABLE {} ADD x float DEFAULT random()"
+        async with world.capture(table_poll_s=0.1, copy_again=True, copy_again_max_mb=0):
+            await world.caught_up()
+            await world.sql(volatile.format("large"))
+
+            async def told() -> bool:
+                row = await world.table("public.large")
+                return row is not None and "larger than is copied unasked" in row.fix
+
+            await until(told, "it is told")
+            assert "tidemill capture recopy" in stuck(world, "large")
+        later = 1 << 50  # the clock was wrong
+        async with world.capture(table_poll_s=0.1, copy_again=True, copy_again_pause_s=3600):
+            for name in ("other", "off"):
+                await world.catalogue.change_table(world.name, f"public.{name}", lambda row: _begun(row, later))
+            await world.sql(volatile.format("off"), volatile.format("other"))
+            row = await world.parked("off")
+            assert row.again_ms <= world.clock.now_ms() + 3_600_000
+            await world.parked("other")
+            await world.sql("ALTER TABLE other DROP w")
+        await world.catalogue.change_table(world.name, "public.other", lambda row: _due(row))
+        async with world.capture(table_poll_s=0.1, copy_again=True):
+
+            async def changed() -> bool:
+                row = await world.table("public.other")
+                return row is not None and "changed once more" in row.fix
+
+            await until(changed, "a column is not lost to a copy that nobody asked for")
+            assert "changed once more" in stuck(world, "other")
+        async with world.capture(table_poll_s=0.1):
+            await until(lambda: said(world, "off", "copy_again is off"), "it says that it is off")
+
+    in_world(postgres_dsn, scenario)
+
+
+async def said(world: World, name: str, words: str) -> bool:
+    row = await world.table(f"public.{name}")
+    return row is not None and words in row.fix
+
+
+def _begun(row: CaptureTableRow | None, at_ms: int) -> CaptureTableRow:
+    assert row is not None
+    return replace(row, again_last_ms=at_ms)
+
+
+def _due(row: CaptureTableRow | None) -> CaptureTableRow:
+    assert row is not None and row.again_ms
+    return replace(row, again_ms=1)
+
+
+INT, BIGINT, TEXT = (23, -1, "integer"), (20, -1, "bigint"), (25, -1, "text")
+
+
+@pytest.mark.parametrize(
+    ("now", "whole"),
+    [
+        ([("id", 1, INT, 0), ("v", 2, INT, -1)], True),
+        ([("id", 1, BIGINT, 0), ("v", 2, BIGINT, -1), ("x", 3, TEXT, -1)], True),
+        ([("id", 1, INT, 0)], False),
+        ([("id", 1, INT, 0), ("u", 2, INT, -1)], False),
+        ([("id", 1, INT, 0), ("v", 3, INT, -1)], False),
+        ([("id", 1, INT, 0), ("v", 2, TEXT, -1)], False),
+        ([("id", 1, INT, 0), ("v", 2, INT, 1)], False),
+        ([("id", 1, INT, 0), ("v", 2, INT, -1), ("_time", 3, INT, -1)], False),
+    ],
+)
+def test_a_copy_nobody_asked_for_takes_no_column_away_from_a_reader(now: list[Any], whole: bool) -> None:
+    columns = (CapturedColumn("id", "integer", 0, 23, -1, 1), CapturedColumn("v", "integer", -1, 23, -1, 2))
+    row = CaptureTableRow("c", "public.t", columns=columns)
+    found = Attributes(tuple(Attribute(n, number, *kind, key) for n, number, kind, key in now), 3, 0, "s")
+    assert heals(row, found) is whole
+    assert not heals(row, None)

@@ -1,0 +1,288 @@
+"""The property of seed 002 on the real collector: consumers come and go at any moment, flush when they like, notices
+and keepalives wait in its queue, and the process dies and begins again at the position that the server was told.
+
+A consumer that goes says, in the order of the collector's queue, that it holds all it was sent: within a transaction
+that it has a part of, only once that commits (sinks.Sink: whoever is returned will send `flushed` for it).
+Oracle: what the consumers' storages really hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import pytest
+from fragments import at, fragment, relation
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from tidemill.base.clock import SystemClock
+from tidemill.base.frontier import ChangePosition
+from tidemill.capture.changes import Change, Fragment
+from tidemill.capture.collector import Collector
+from tidemill.capture.consumer import FragmentConsumer
+from tidemill.capture.flush_tracker import FlushTracker
+from tidemill.capture.sinks import FlushNotices
+from tidemill.capture.wire.status import Keepalive, Status
+
+T = TypeVar("T")
+TABLES = 3
+
+
+def at_once(work: Coroutine[Any, Any, T]) -> T:
+    """Run what never waits for anything."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
+    raise AssertionError("it waits")
+
+
+class Consumer:
+    """In memory, in front of `durable`, which survives the process."""
+
+    def __init__(self, durable: list[ChangePosition], since: int, *, defer: bool) -> None:
+        self.logic = FragmentConsumer(defer=defer)
+        self.durable = durable
+        self.buffered: list[ChangePosition] = []
+        self.since = since
+        """It is sent what begins from here on."""
+        self.sent = at(-1)
+
+
+class Sink:
+    """All consumers of one process. `inline`: a notice is told to the tracker at once, past the queue."""
+
+    def __init__(self, *, defer: bool = True, silent: bool = False) -> None:
+        self.consumers: dict[str, Consumer] = {}
+        self.defer = defer
+        self.silent = silent
+        self._part: set[str] = set()
+        self._left: dict[str, ChangePosition] = {}
+        """Gone, with a part of the transaction that is open."""
+
+    def remove(self, name: str, notices: FlushNotices) -> None:
+        consumer = self.consumers.pop(name)
+        if self.silent:
+            return
+        if name in self._part:
+            self._left[name] = consumer.sent
+        elif consumer.sent > at(-1):
+            notices.flushed(name, consumer.sent)
+
+    async def deliver(self, fragment: Fragment, notices: FlushNotices) -> list[str]:
+        if fragment.begins:
+            self._part = set()
+        touched = []
+        for name, consumer in self.consumers.items():
+            if fragment.commit_lsn < consumer.since:
+                continue
+            own = [c.position for c in fragment.changes if c.relation.table == f"t{int(name[1:]) % TABLES}"]
+            if own:
+                self._part.add(name)
+                touched.append(name)
+            held = [*consumer.durable, *consumer.buffered]
+            consumer.buffered += [position for position in own if not held or position > held[-1]]
+            if name not in self._part:
+                continue
+            if fragment.commits:
+                consumer.sent = fragment.last
+            notice = consumer.logic.fragment(own[-1] if own else None, fragment.last, commits=fragment.commits)
+            if notice is not None:
+                notices.flushed(name, notice)
+            if own and not consumer.buffered:  # a replay of what is durable
+                self.report(name, consumer.durable[-1], notices)
+        if fragment.commits:
+            left, self._left = self._left, {}
+            for name in left:
+                notices.flushed(name, fragment.last)
+            self._part = set()
+        return touched
+
+    def report(self, name: str, position: ChangePosition, notices: FlushNotices) -> None:
+        notice = self.consumers[name].logic.flushed(position)
+        if notice is not None:
+            notices.flushed(name, notice)
+
+    async def aclose(self) -> None:
+        return None
+
+
+class Capture(RuleBasedStateMachine):
+    faults: dict[str, bool] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = [relation(f"t{number}", number + 1) for number in range(TABLES)]
+        self.log: list[list[Fragment]] = []
+        """Committed transactions, in fragments."""
+        self.open: list[Fragment] = []
+        self.lsn = self.ordinal = 0
+        self.disks: dict[str, list[ChangePosition]] = {"c0": [], "c1": []}
+        self.since = {"c0": 0, "c1": 0}
+        self.names = 2
+        self.confirmed = 0
+        self.start()
+
+    def start(self) -> None:
+        """A process begins at what the server was told, and is told again what comes after."""
+        self.sink = Sink(defer=self.faults.get("defer", True), silent=self.faults.get("silent", False))
+        for name, disk in self.disks.items():
+            self.sink.consumers[name] = Consumer(disk, self.since[name], defer=self.sink.defer)
+        self.status = Status(self.confirmed, recompute_at_commit=self.faults.get("recompute", True))
+        self.collector = Collector(
+            [self.sink],
+            self.status,
+            SystemClock(),
+            tracker=FlushTracker(exact_completion=self.faults.get("exact", False)),
+        )
+        for fragments in self.log:
+            if fragments[0].commit_lsn > self.confirmed:
+                self.put(*fragments)
+        self.put(*self.open)
+
+    def put(self, *fragments: Fragment) -> None:
+        for each in fragments:
+            at_once(self.collector.put(each))
+
+    # what may happen ------------------------------------------------------------------------------
+    @rule(changes=st.lists(st.integers(0, TABLES - 1), min_size=1, max_size=4), commits=st.booleans())
+    def write(self, changes: list[int], commits: bool) -> None:
+        if not self.open:
+            self.lsn, self.ordinal = self.lsn + 2, 0
+        made = []
+        for table in changes:
+            row = {"id": str(self.ordinal), "v": "x"}
+            made.append(Change(self.tables[table], "insert", at(self.lsn, self.ordinal), row))
+            self.ordinal += 2
+        each = fragment(self.lsn, *made, begins=not self.open, commits=commits)
+        self.open.append(each)
+        self.put(each)
+        if commits:
+            self.log.append(self.open)
+            self.open = []
+
+    @rule()
+    def handle_all(self) -> None:
+        while self.collector._queue:
+            self.handle()
+
+    @rule()
+    def handle(self) -> None:
+        if self.collector._queue:
+            at_once(self.collector._handle(self.collector._queue.popleft()))
+
+    @rule(which=st.integers(0, 10), part=st.integers(1, 5), further=st.booleans())
+    def flush(self, which: int, part: int, further: bool) -> None:
+        """A storage makes some of what it has durable. With nothing behind, it may report a little further."""
+        waiting = sorted(name for name, consumer in self.sink.consumers.items() if consumer.buffered)
+        if not waiting:
+            return
+        name = waiting[which % len(waiting)]
+        consumer = self.sink.consumers[name]
+        consumer.durable += consumer.buffered[:part]
+        del consumer.buffered[:part]
+        reported = consumer.durable[-1]
+        if further and not consumer.buffered and name not in self.sink._part:
+            reported = at(reported.commit_lsn, reported.ordinal + 1)
+        self.sink.report(name, reported, self.collector)
+
+    @rule(inside=st.booleans())
+    def keepalive(self, inside: bool) -> None:
+        wal_end = self.lsn + 1 if not self.open else self.lsn
+        self.collector.keepalive(Keepalive(wal_end, False), inside_txn=bool(self.open))
+
+    @rule()
+    def add(self) -> None:
+        """It sees what begins from now on, also after a crash."""
+        name = f"c{self.names}"
+        self.names += 1
+        self.disks[name], self.since[name] = [], self.lsn + 1
+        self.sink.consumers[name] = Consumer(self.disks[name], self.lsn + 1, defer=self.sink.defer)
+
+    @precondition(lambda self: len(self.disks) > 1)
+    @rule(which=st.integers(0, 10))
+    def remove(self, which: int) -> None:
+        name = sorted(self.disks)[which % len(self.disks)]
+        del self.disks[name]
+        self.sink.remove(name, self.collector)
+
+    @rule()
+    def tell(self) -> None:
+        self.confirmed = max(self.confirmed, self.status.told)
+
+    @rule()
+    def crash(self) -> None:
+        self.start()
+
+    # what must hold -------------------------------------------------------------------------------
+    def due(self, name: str, up_to: int) -> list[ChangePosition]:
+        table = f"t{int(name[1:]) % TABLES}"
+        return [
+            change.position
+            for fragments in self.log
+            if self.since[name] <= fragments[0].commit_lsn <= up_to
+            for each in fragments
+            for change in each.changes
+            if change.relation.table == table
+        ]
+
+    @invariant()
+    def nothing_is_confirmed_early(self) -> None:
+        self.collector.tracker.check()
+        for name, disk in self.disks.items():
+            due = self.due(name, self.status.told)
+            assert disk[: len(due)] == due, f"confirmed {self.status.told} while {name} holds {disk} of {due}"
+        assert not self.open or self.status.told < self.lsn, "confirmed inside a transaction"
+
+    def teardown(self) -> None:
+        """Everything commits, everything is flushed, every notice handled: then nothing is pending."""
+        if self.open:
+            self.write([0], True)
+        for _ in range(3):
+            while self.collector._queue:
+                self.handle()
+            while any(consumer.buffered for consumer in self.sink.consumers.values()):
+                self.flush(0, 5, True)
+        while self.collector._queue:
+            self.handle()
+        self.nothing_is_confirmed_early()
+        assert not self.collector.tracker.pending, f"pending for ever: {self.collector.tracker.pending}"
+        assert self.status.told >= self.lsn, f"confirmed {self.status.told} of {self.lsn}"
+        for name, disk in self.disks.items():
+            assert disk == self.due(name, self.lsn), f"{name} misses or repeats changes"
+
+
+def play(faults: dict[str, bool], examples: int) -> None:
+    async def main() -> None:  # the collector's events belong to a loop
+        kind = type("Planted", (Capture,), {"faults": faults})
+        run_state_machine_as_test(
+            kind,
+            settings=settings(
+                max_examples=examples,
+                stateful_step_count=40,
+                deadline=None,
+                database=None,
+                phases=(Phase.generate,),
+                suppress_health_check=list(HealthCheck),
+                print_blob=False,
+            ),
+        )
+
+    asyncio.run(main())
+
+
+def test_over_all_interleavings_nothing_is_confirmed_early_and_nothing_stays_pending() -> None:
+    play({}, 150)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [{"defer": False}, {"exact": True}, {"recompute": False}, {"silent": True}],
+    ids=["raw-notice", "equality", "no-recompute", "goes-without-a-word"],
+)
+def test_the_property_finds_planted_faults(fault: dict[str, bool]) -> None:
+    with pytest.raises((AssertionError, BaseExceptionGroup)):
+        play(fault, 1000)

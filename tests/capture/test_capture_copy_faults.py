@@ -1,0 +1,262 @@
+"""A copy that fails: what is one table's is that table's, and what is nobody's fault costs nothing that was copied."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import psycopg
+import pytest
+from capture_world import World, until
+from msgspec.structs import replace
+from test_capture_chunks import SMALL, as_folded, copy_of, stores
+from test_capture_tables import GOOD, good_flows, in_world, plain
+
+from tidemill.base.errors import Conflict, Corrupt, Fenced, TidemillError, Unavailable
+from tidemill.capture import copying, desk, joining, snapshot
+from tidemill.capture.copying import Copy
+from tidemill.capture.desk import Desk
+from tidemill.capture.tables import Refusal
+from tidemill.capture.topic_writer import CapturedTable, TopicWriter
+from tidemill.capture.watch import NoAnswer
+from tidemill.capture.wire.connection import Wire
+from tidemill.capture.wire.errors import connect_error, may_pass, statement_error
+from tidemill.metastore.catalogue import CaptureTableRow, TableCopy
+
+BAD = (
+    "CREATE TYPE span AS RANGE (subtype = int)",
+    "CREATE TABLE bad (id int PRIMARY KEY, v span)",
+    "INSERT INTO bad SELECT g, span(g, g + 1) FROM generate_series(1, 100) g",
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        *[(statement_error(state, "no", "COPY t"), True) for state in ("53200", "57014", "57P01", "40001", "55P03")],
+        *[(statement_error(state, "no", "COPY t"), False) for state in ("XX000", "XX001", "54000", "P0001", "58030")],
+        (statement_error("22P03", "no", "COPY t"), False),
+        (Unavailable("no."), True),
+        (Fenced("no."), False),
+        (Corrupt("no."), False),
+        (ValueError("no"), False),
+        (connect_error('FATAL: too many connections for role "bob"', "x"), True),
+        (connect_error("FATAL: sorry, too many clients already", "x"), True),
+        (connect_error('FATAL: role "bob" does not exist', "x"), False),
+    ],
+)
+def test_what_may_pass_is_told_from_what_is_met_again(error: Exception, passes: bool) -> None:
+    assert may_pass(error) is passes
+
+
+@pytest.mark.postgres
+def test_f478_a_row_that_postgresql_cannot_read_keeps_its_table_out_alone_until_it_is_mended(postgres_dsn: str) -> None:
+    """What its type is made of is gone from the catalogue: XX000 as soon as a value is to be printed."""
+
+    async def scenario(world: World) -> None:
+        await world.sql(
+            *GOOD, *BAD,
+            "CREATE TABLE kept AS SELECT * FROM pg_range WHERE rngtypid = 'span'::regtype",
+            "DELETE FROM pg_range WHERE rngtypid = 'span'::regtype",
+        )  # fmt: skip
+        async with world.capture(table_poll_s=0.1, tables=("good", "bad", "late")):
+            row = await world.parked("bad", "sqlstate=XX000")
+            assert row.state == "refused" and "cannot be copied" in row.reason and "by itself" in row.fix
+            await good_flows(world)
+            await world.sql("CREATE TABLE late (id int PRIMARY KEY, v int)", "INSERT INTO late VALUES (1, 1)")
+            await world.flowing("late")
+            await good_flows(world)
+            assert await world.folded("late") == await plain(world, "late")
+            await world.sql("INSERT INTO pg_range SELECT * FROM kept")
+            await world.flowing("bad")
+        assert len(await world.folded("bad")) == 100
+
+    in_world(postgres_dsn, scenario)
+
+
+# what a copy that was cut off keeps ----------------------------------------------------------------
+async def cut_off(world: World, **settings: Any) -> str:
+    """A copy of `a` is cut off after some chunks; its topic's id."""
+    await world.sql(
+        "CREATE TABLE a (id int PRIMARY KEY, v int, w text)",
+        "INSERT INTO a SELECT g, g, repeat('w', 100) FROM generate_series(1, 3000) g",
+    )
+    async with world.capture(wait=False, copy_rows_per_s=2000, **{**SMALL, **settings}):
+
+        async def told() -> bool:
+            return await copy_of(world) is not None
+
+        await until(told, "chunks are told to be done", 40)
+    return await world.topic_id("a")
+
+
+@pytest.mark.postgres
+def test_f479_a_cut_off_copy_is_gone_on_with_though_others_write_lock_and_take_all_connections(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "RECORD_S", 0.05)
+    monkeypatch.setattr(snapshot, "LOCK_PAUSE_S", 0.1)
+    publish, connect = joining.publish, Copy._connect
+    tries = 0
+    having: set[Copy] = set()
+
+    async def publish_later(*args: Any, **settings: Any) -> Any:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise NoAnswer("PostgreSQL does not answer.")
+        return await publish(*args, **settings)
+
+    async def connect_once(self: Copy, opened: Any) -> Wire:
+        if self in having:
+            raise connect_error("FATAL: sorry, too many clients already", "server=x")
+        having.add(self)
+        return await connect(self, opened)
+
+    async def scenario(world: World) -> None:
+        topic = await cut_off(world)
+        before = await copy_of(world)
+        assert before is not None
+        monkeypatch.setattr(joining, "publish", publish_later)
+        monkeypatch.setattr(Copy, "_connect", connect_once)
+        async with await psycopg.AsyncConnection.connect(world.dsn) as other:
+            await other.execute("UPDATE a SET v = -v WHERE id % 100 = 1")
+            await other.execute("SAVEPOINT it")
+            await other.execute("LOCK TABLE a IN ACCESS EXCLUSIVE MODE")
+            async with world.capture(wait=False, copy_connections=3, **SMALL):
+                row = await world.parked("a", "the table is locked by others")
+                assert row.state == "refused" and row.copy is not None and row.copy.done == before.done
+                await other.execute("ROLLBACK TO it")
+
+                async def copied() -> bool:
+                    row = await world.table("public.a")
+                    return row is not None and row.flows
+
+                await until(copied, "the copy is done while a writer's transaction is open")
+                await other.commit()
+                await world.caught_up()
+        row = await world.table("public.a")
+        assert row is not None and row.snapshot is not None and row.snapshot.settled_lsn > row.snapshot.lsn
+        assert tries > 2 and having and await world.topic_id("a") == topic
+        assert await world.folded("a") == await as_folded(world)
+
+    in_world(postgres_dsn, scenario)
+
+
+@pytest.mark.postgres
+def test_a_cut_off_copy_of_a_table_that_was_unpublished_since_begins_anew(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What changes meanwhile is in no stream."""
+    monkeypatch.setattr(copying, "RECORD_S", 0.05)
+    tries = 0
+
+    async def scenario(world: World) -> None:
+        topic = await cut_off(world)
+        real = joining.Joining._published
+
+        async def published_late(self: joining.Joining) -> Any:
+            nonlocal tries
+            if self._desk.copying and not tries:
+                tries += 1
+                await world.sql(
+                    f"ALTER PUBLICATION tidemill_{world.name} DROP TABLE a", "UPDATE a SET v = 7 WHERE id < 10"
+                )
+            return await real(self)
+
+        monkeypatch.setattr(joining.Joining, "_published", published_late)
+        async with world.capture(wait=False, **SMALL):
+            await world.flowing("a")
+            await world.caught_up()
+        assert await world.topic_id("a") != topic
+        assert await world.folded("a") == await as_folded(world)
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_copy_that_is_cut_off_again_and_again_without_one_more_chunk_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(desk, "FRUITLESS_TRIES", 3)
+
+    async def scenario() -> None:
+        async with stores() as world:
+            told = Desk(world.config(), world.catalogue, world.clock, world.tracker)
+
+            async def tried(done: int, topic_id: str = "t") -> bool:
+                copy = TableCopy(1, 1, (), 1, 0, topic_id, 4, 9, done, 10 * done, "", 3)
+                await told.change("public.a", lambda _: CaptureTableRow(world.name, "public.a", copy=copy))
+                await told.refuse("public.a", Refusal("refused", "no.", "Wait."), 1, going_on=True)
+                return told.rows["public.a"].copy is not None
+
+            assert [await tried(done) for done in (1, 1, 2, 2, 3, 3, 3)] == [True] * 6 + [False]
+            assert await tried(3, "another topic's"), "a copy that is begun anew has all its tries"
+            await told.refuse("public.a", Refusal("refused", "its own fault.", "Mend it."), 1)
+            assert told.rows["public.a"].copy is None
+
+    asyncio.run(scenario())
+
+
+# one table's alone ---------------------------------------------------------------------------------
+@pytest.mark.postgres
+def test_f480_a_copy_that_left_its_topic_empty_is_not_told_and_takes_no_other_with_it(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first chunks of `b` have no row any more. One that was told all the same begins anew, alone."""
+    monkeypatch.setattr(copying, "RECORD_S", 0.05)
+    settings: dict[str, Any] = {**SMALL, "tables": ("a", "b")}
+    settle, write_rows = copying._Table.settle, TopicWriter.write_rows
+    settled = 0
+
+    def counted(self: Any) -> None:
+        nonlocal settled
+        settle(self)
+        settled += self.info.name == "public.b" and self.durable.done > 0
+
+    async def never_of_b(self: TopicWriter, target: CapturedTable, *args: Any) -> None:
+        if target.name == "public.b":
+            await asyncio.Event().wait()
+        await write_rows(self, target, *args)
+
+    async def scenario(world: World) -> None:
+        await world.sql(
+            *[f"CREATE TABLE {t} (id int PRIMARY KEY, v int, w text) WITH (autovacuum_enabled = off)" for t in "ab"],
+            *[f"INSERT INTO {t} SELECT g, g, repeat('w', 100) FROM generate_series(1, 3000) g" for t in "ab"],
+            "DELETE FROM b WHERE id <= 2900",
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(copying._Table, "settle", counted)
+            patch.setattr(TopicWriter, "write_rows", never_of_b)
+            async with world.capture(wait=False, copy_rows_per_s=4000, **settings):
+                await until(lambda: settled > 3, "chunks of b are done, again and again", 40)
+                a, b = await world.table("public.a"), await world.table("public.b")
+        assert b is not None and b.copy is None, "nobody could go on with it"
+        assert a is not None and a.copy is not None
+        topics = [await world.topic_id(t) for t in "ab"]
+        told = replace(b, copy=replace(a.copy, topic_id=topics[1], done=1, rows=0))
+        await world.catalogue.change_table(world.name, "public.b", lambda _: told)
+        async with world.capture(wait=False, **settings):
+            await world.flowing("a", "b")
+        assert await world.topic_id("a") == topics[0] and await world.topic_id("b") != topics[1]
+        assert (len(await world.folded("a")), len(await world.folded("b"))) == (3000, 100)
+
+    in_world(postgres_dsn, scenario)
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("kind", [Fenced, Conflict])
+def test_a_copy_that_has_lost_its_topics_to_another_session_ends_and_blames_no_table(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, kind: type[TidemillError]
+) -> None:
+    async def write_rows(self: TopicWriter, *_: Any) -> None:
+        raise kind("a newer epoch exists.")
+
+    async def scenario(world: World) -> None:
+        await world.sql(*GOOD)
+        monkeypatch.setattr(TopicWriter, "write_rows", write_rows)
+        with pytest.raises(kind):
+            await asyncio.wait_for(world.new_capture().session(), 20)
+        row = await world.table("public.good")
+        assert row is not None and row.state == "captured" and not row.reason
+
+    in_world(postgres_dsn, scenario)

@@ -1,0 +1,219 @@
+"""`capture drop`: what a capture changed in the database is as it was, whatever it found there."""
+
+from __future__ import annotations
+
+import psycopg
+import pytest
+from capture_world import World, until
+from msgspec.structs import replace
+from test_capture_tables import in_world
+
+from tidemill.base.errors import Conflict, Invalid, Missing, Unknown
+from tidemill.capture.publication import Identities, create_publication, publish
+from tidemill.capture.tables import list_tables
+from tidemill.capture.taking_back import take_back
+from tidemill.capture.wire.connection import Wire
+from tidemill.metastore.catalogue import CaptureRow, PipelineRow, TopicRow
+
+pytestmark = pytest.mark.postgres
+
+TABLES = (
+    "CREATE TABLE plain (id int PRIMARY KEY, v text)",
+    "CREATE TABLE quiet (id int PRIMARY KEY, v text)",
+    "ALTER TABLE quiet REPLICA IDENTITY NOTHING",
+    'CREATE TABLE "By index" (id int PRIMARY KEY, code text NOT NULL)',
+    'CREATE UNIQUE INDEX "the code" ON "By index" (code)',
+    'ALTER TABLE "By index" REPLICA IDENTITY USING INDEX "the code"',
+    "CREATE TABLE whole (id int PRIMARY KEY, v text)",
+    "ALTER TABLE whole REPLICA IDENTITY FULL",
+    "CREATE TABLE split (id int PRIMARY KEY, v text) PARTITION BY RANGE (id)",
+    "CREATE TABLE split_low PARTITION OF split FOR VALUES FROM (0) TO (100)",
+)
+IDENTITIES = {"plain": "d", "quiet": "n", "By index": "i", "whole": "f", "split": "d", "split_low": "d"}
+
+
+async def identities(world: World) -> dict[str, str]:
+    rows = await world.select(
+        "SELECT relname, relreplident FROM pg_class"
+        " WHERE relkind IN ('r', 'p') AND relnamespace = 'public'::regnamespace"
+    )
+    return {name: found.decode() if isinstance(found, bytes) else found for name, found in rows}
+
+
+async def left_in_database(world: World) -> list[tuple[object, ...]]:
+    return await world.select(
+        f"SELECT pubname::text FROM pg_publication UNION ALL SELECT slot_name::text FROM pg_replication_slots"
+        f" WHERE slot_name = 'tidemill_{world.name}'"
+    )
+
+
+def test_all_that_a_capture_changed_is_as_it_was(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*TABLES)
+        before = await identities(world)
+        assert before == IDENTITIES
+        async with world.capture():
+            assert set((await identities(world)).values()) == {"f"}
+            # A partition that comes later is given one, too, and gives it back.
+            await world.sql("CREATE TABLE split_high PARTITION OF split FOR VALUES FROM (100) TO (200)")
+
+            async def whole() -> bool:
+                return (await identities(world))["split_high"] == "f"
+
+            await until(whole, "the new partition has a whole identity")
+            with pytest.raises(Conflict, match="runs"):
+                await take_back(world.config(), world.catalogue)
+        noted = {row.table: len(row.identities) for row in await world.catalogue.tables(world.name)}
+        assert noted == {
+            "public.plain": 1,
+            "public.quiet": 1,
+            "public.By index": 1,
+            "public.whole": 0,
+            "public.split": 3,
+        }
+        done = await take_back(world.config(), world.catalogue)
+        assert not done.left and done.publication and done.slot and len(done.topics) == 5
+        assert await identities(world) == {**before, "split_high": "d"}
+        assert await left_in_database(world) == []
+        assert await world.catalogue.tables(world.name) == []
+        assert await world.catalogue.get(CaptureRow, world.name) is None
+        assert await world.catalogue.list(TopicRow) == []
+        await world.sql("UPDATE quiet SET v = 'x'", "DELETE FROM split")
+        with pytest.raises(Missing):
+            await take_back(world.config(), world.catalogue)
+        # Begun anew under its name it captures as at first.
+        await world.sql("INSERT INTO plain VALUES (1, 'a')")
+        async with world.capture():
+            assert (await identities(world))["plain"] == "f"
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_an_identity_that_somebody_set_meanwhile_is_left(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*TABLES[:1])
+        async with world.capture():
+            pass
+        await world.sql("ALTER TABLE plain REPLICA IDENTITY NOTHING")
+        done = await take_back(world.config(), world.catalogue)
+        assert done.identities == {} and await identities(world) == {"plain": "n"}
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_what_a_lock_keeps_is_named_and_done_by_the_next_try(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*TABLES[:1])
+        async with world.capture():
+            pass
+        async with await psycopg.AsyncConnection.connect(world.dsn) as other:
+            await other.execute("LOCK TABLE plain IN ACCESS SHARE MODE")
+            done = await take_back(world.config(), world.catalogue)
+            assert list(done.left) == ['ALTER TABLE "public"."plain" REPLICA IDENTITY DEFAULT']
+            assert await world.catalogue.tables(world.name) != []
+            await other.rollback()
+        done = await take_back(world.config(), world.catalogue)
+        assert not done.left and await identities(world) == {"plain": "d"}
+        assert await world.catalogue.tables(world.name) == []
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_capture_that_a_pipeline_reads_is_dropped_only_when_told_twice(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*TABLES[:1])
+        async with world.capture():
+            pass
+        await world.catalogue.put(PipelineRow("p", {"plain": f"capture:{world.name}:public.plain"}))
+        with pytest.raises(Invalid, match="in use"):
+            await take_back(world.config(), world.catalogue)
+        assert await identities(world) == {"plain": "f"}
+        assert not (await take_back(world.config(), world.catalogue, really=True)).left
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_table_that_leaves_the_capture_gets_its_identity_back(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*TABLES[:3])
+        async with world.capture():
+            pass
+        async with world.capture(tables=("public.*", "!quiet"), table_poll_s=0.2):
+
+            async def given_back() -> bool:
+                return await identities(world) == {"plain": "f", "quiet": "n"}
+
+            await until(given_back, "the table that was left out is as it was")
+            await world.sql("INSERT INTO quiet VALUES (1, 'a')", "UPDATE quiet SET v = 'b'")
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_renamed_table_gets_its_identity_back_under_its_new_name(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*TABLES[:1])
+        async with world.capture(table_poll_s=0.2):
+            await world.sql("ALTER TABLE plain RENAME TO fancy")
+            await world.flowing("fancy")
+
+            async def forgotten() -> bool:
+                return list(await world.tables()) == ["public.fancy"]
+
+            await until(forgotten, "the old name is forgotten, though its table is captured under the new one")
+        done = await take_back(world.config(), world.catalogue)
+        assert done.identities == {'"public"."fancy"': "DEFAULT"} and await identities(world) == {"fancy": "d"}
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_table_made_anew_under_its_name_keeps_the_identity_that_somebody_gave_it(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*TABLES[1:3])
+        async with world.capture(table_poll_s=0.2):
+            await world.transaction("DROP TABLE quiet", TABLES[1], "ALTER TABLE quiet REPLICA IDENTITY FULL")
+            await world.sql("INSERT INTO quiet VALUES (1, 'anew')")
+
+            async def anew() -> bool:
+                topic = await world.catalogue.get(TopicRow, f"{world.name}.public.quiet")
+                return topic is not None and '{"id":1}' in await world.folded("quiet")
+
+            await until(anew, "it is copied anew")
+        assert (await take_back(world.config(), world.catalogue)).identities == {}
+        assert await identities(world) == {"quiet": "f"}
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_another_cluster_than_the_captured_one_is_left_alone(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*TABLES[:1])
+        async with world.capture():
+            pass
+        await world.catalogue.put(replace(await world.row(), system_id="another"))
+        with pytest.raises(Invalid, match="not the cluster"):
+            await take_back(world.config(), world.catalogue)
+        assert await identities(world) == {"plain": "f"} and await world.tables() != {}
+        await world.catalogue.put(replace(await world.row(), system_id="another"))
+        assert (await take_back(world.config(), world.catalogue, really=True)).slot
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_note_whose_outcome_is_not_known_is_no_refusal_of_the_table(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*TABLES[:1])
+        wire = await Wire.connect(world.dsn, purpose="test")
+
+        async def note(table: str, found: Identities) -> None:
+            raise Unknown("nobody knows.")
+
+        try:
+            config = world.config()
+            await create_publication(wire, config.publication)
+            with pytest.raises(Unknown):
+                await publish(wire, config, await list_tables(wire), {}, attempts=1, note=note)
+        finally:
+            await wire.aclose()
+        assert await identities(world) == {"plain": "d"}
+
+    in_world(postgres_dsn, scenario)

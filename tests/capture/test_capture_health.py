@@ -1,0 +1,50 @@
+"""Whether a capture works where it runs: what decides whether its node keeps it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import psycopg
+import pytest
+from capture_world import World, until
+
+from tidemill.capture import machine
+from tidemill.capture.setup import ADVISORY_CLASS, lock_key
+
+pytestmark = pytest.mark.postgres
+
+
+def test_one_that_streams_works_one_without_its_database_fails_and_one_that_waits_does_neither(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
+        away = world.config()
+        world.dsn, dsn = "postgresql://postgres@127.0.0.1:1/postgres", world.dsn
+        async with world.capture(wait=False) as capture:
+            assert capture.health() == "", "it begins"
+            await until(lambda: bool(capture.health()), "its sessions fail")
+            assert "127.0.0.1:1" in (capture.health() or "")
+        world.dsn = dsn
+        async with world.capture() as capture:
+            assert capture.health() is None
+        other = await psycopg.AsyncConnection.connect(dsn, autocommit=True)
+        await other.execute(f"SELECT pg_advisory_lock({ADVISORY_CLASS}, {lock_key(away)})")
+        async with world.capture(wait=False) as waits:
+            world.tracker.fail(waits.config.mark, "a session before it failed", now_ms=world.clock.now_ms())
+            await until(lambda: "another session" in str(waits.facts()["phase"]), "it waits for the lock")
+            assert waits.health() == "a session before it failed"
+            monkeypatch.setattr(machine, "PATIENT_S", 0.0)
+
+            def lets_be() -> bool:
+                return waits.health() == ""
+
+            await until(lets_be, "the database answers it: somebody else is in its way")
+            await other.close()
+            await until(lambda: waits.health() is None, "it streams")
+
+    async def run() -> None:
+        async with World(postgres_dsn) as world:
+            await scenario(world)
+
+    asyncio.run(run())

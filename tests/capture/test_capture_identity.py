@@ -1,0 +1,247 @@
+"""Captures that take REPLICA IDENTITY as they find it, and such as alter nothing at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from capture_world import World, header, until
+from msgspec.structs import replace
+from test_capture_tables import in_world
+
+from tidemill.base.errors import Invalid
+from tidemill.capture.rights import check_capture
+from tidemill.capture.taking_back import take_back
+from tidemill.topics.batch import Record
+
+pytestmark = pytest.mark.postgres
+
+AS_IS: dict[str, Any] = {"identity": "as-is", "table_poll_s": 0.1}
+WIDE = (
+    "CREATE TABLE wide (id int PRIMARY KEY, v int, body text, note text)",
+    "ALTER TABLE wide ALTER body SET STORAGE EXTERNAL, ALTER note SET STORAGE EXTERNAL",
+    "INSERT INTO wide SELECT g, g, repeat('b' || g, 2000), repeat('n' || g, 2000) FROM generate_series(1, 20) g",
+)
+
+
+def unchanged(record: Record) -> list[str]:
+    return json.loads(dict(record.headers).get("tm.unchanged") or b"[]")
+
+
+async def identity(world: World, table: str) -> str:
+    ((found,),) = await world.select(f"SELECT relreplident::text FROM pg_class WHERE oid = '{table}'::regclass")
+    return str(found)
+
+
+async def exact(world: World, table: str) -> None:
+    """The topic, read as its record format says, is what SELECT says."""
+    await world.caught_up()
+    rows = await world.select(f"SELECT row_to_json(t)::text FROM {table} t")
+    wanted = {row["id"]: row for row in (json.loads(text) for (text,) in rows)}
+    assert {row["id"]: row for row in (await world.folded(table)).values()} == wanted
+
+
+def test_an_unchanged_toasted_value_is_named_and_left_out_and_each_identity_is_right_when_it_is_switched(
+    postgres_dsn: str,
+) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*WIDE)
+        async with world.capture(**AS_IS):
+            assert await identity(world, "wide") == "d"
+            row = await world.table("public.wide")
+            assert row is not None and row.identity == "DEFAULT" and not row.identities
+            start = len(await world.records("wide"))
+            await world.sql(
+                "UPDATE wide SET v = 100 WHERE id = 1",
+                "UPDATE wide SET note = NULL WHERE id = 1",
+                "UPDATE wide SET id = 1000 WHERE id = 2",
+                "DELETE FROM wide WHERE id = 3",
+                "INSERT INTO wide VALUES (21, 1, repeat('x', 5000), 'short')",
+            )
+            await exact(world, "wide")
+            records = (await world.records("wide"))[start:]
+            assert [header(r, "tm.op") for r in records] == ["update", "update", "delete", "update", "delete", "insert"]
+            assert [unchanged(r) for r in records] == [["body", "note"], ["body"], [], ["body", "note"], [], []]
+            assert json.loads(records[1].value or b"") == {"id": 1, "v": 100, "note": None}
+            assert header(records[3], "tm.was") == '{"id":2}'
+            # By hand, within one transaction even: FULL, and back.
+            await world.transaction(
+                "UPDATE wide SET v = 5 WHERE id = 5",
+                "ALTER TABLE wide REPLICA IDENTITY FULL",
+                "UPDATE wide SET v = 6 WHERE id = 6",
+                "UPDATE wide SET id = 1007 WHERE id = 7",
+                "ALTER TABLE wide REPLICA IDENTITY DEFAULT",
+                "UPDATE wide SET v = 8 WHERE id = 8",
+            )
+            await exact(world, "wide")
+            switched = [unchanged(r) for r in (await world.records("wide"))[start + 6 :]]
+            assert switched == [["body", "note"], [], [], [], ["body", "note"]]
+            await world.sql("ALTER TABLE wide REPLICA IDENTITY FULL")
+
+            async def told() -> bool:
+                found = await world.table("public.wide")
+                return found is not None and found.identity == "FULL"
+
+            await until(told, "the list shows the identity in use")
+        done = await take_back(world.config(), world.catalogue)
+        assert done.publication and done.slot and done.identities == {}
+        assert await identity(world, "wide") == "f", "what was not taken is not given back"
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_an_index_serves_where_it_has_the_whole_key_and_a_toasted_key_is_said(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(
+            "CREATE TABLE t (id text PRIMARY KEY, tenant int NOT NULL, body text)",
+            "ALTER TABLE t ALTER id SET STORAGE EXTERNAL, ALTER body SET STORAGE EXTERNAL",
+            "CREATE UNIQUE INDEX t_by_tenant ON t (tenant, id)",
+            "ALTER TABLE t REPLICA IDENTITY USING INDEX t_by_tenant",
+            "INSERT INTO t SELECT g::text || repeat('k', 2200), g, repeat('b' || g, 3000) FROM generate_series(1, 5) g",
+        )
+        async with world.capture(**AS_IS):
+            row = await world.table("public.t")
+            assert row is not None and row.identity == "USING INDEX t_by_tenant"
+            await world.sql(
+                "UPDATE t SET tenant = 100 WHERE tenant = 1",  # the key stays, the index's column does not
+                "UPDATE t SET id = 'short' WHERE tenant = 2",
+                "UPDATE t SET tenant = tenant WHERE tenant = 3",
+                "DELETE FROM t WHERE tenant = 4",
+            )
+            await exact(world, "t")
+            assert [unchanged(r) for r in (await world.records("t"))[5:]] == [["body"], [], ["body"], ["body"], []]
+
+    in_world(postgres_dsn, scenario)
+
+
+REFUSED = {
+    "nothing": ("CREATE TABLE {} (id int PRIMARY KEY, v int)", "ALTER TABLE {} REPLICA IDENTITY NOTHING"),
+    "by_code": (
+        "CREATE TABLE {} (id int PRIMARY KEY, code int NOT NULL UNIQUE)",
+        "ALTER TABLE {} REPLICA IDENTITY USING INDEX by_code_code_key",
+    ),
+    "deferred": ("CREATE TABLE {} (id int PRIMARY KEY DEFERRABLE, v int)",),
+    "includes": ("CREATE TABLE {} (id int, v int, PRIMARY KEY (id) INCLUDE (v))",),
+}
+
+
+def test_f471_an_identity_that_does_not_say_the_key_is_refused_with_the_statement_that_does(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE fine (id int PRIMARY KEY, v int)")
+        for name, statements in REFUSED.items():
+            await world.sql(*[statement.format(name) for statement in statements])
+        async with world.capture(**AS_IS):
+            for name in REFUSED:
+                row = await world.parked(name, "does not say the primary key")
+                assert row.state == "refused"
+                # Nothing that the application does fails meanwhile, and nothing was altered.
+                await world.sql(f"INSERT INTO {name} VALUES (1, 1)", f"UPDATE {name} SET id = 2", f"DELETE FROM {name}")
+                await world.sql(row.fix.removeprefix("Run "))
+            await world.flowing("fine", *REFUSED)
+            for name in REFUSED:
+                await world.sql(f"INSERT INTO {name} VALUES (1, 1)", f"UPDATE {name} SET id = 2")
+                await exact(world, name)
+
+    in_world(postgres_dsn, scenario)
+
+
+@pytest.mark.parametrize("identity", ["NOTHING", "USING INDEX t_code_key"])
+def test_f471_a_captured_table_that_gets_such_an_identity_is_parked_before_its_first_row(
+    postgres_dsn: str, identity: str
+) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE t (id int PRIMARY KEY, code int NOT NULL UNIQUE)", "INSERT INTO t VALUES (1, 1)")
+        async with world.capture(**AS_IS):
+            await world.sql("UPDATE t SET id = 2", f"ALTER TABLE t REPLICA IDENTITY {identity}")
+            if identity != "NOTHING":
+                await world.sql(
+                    "UPDATE t SET id = 3"
+                )  # says nothing of the key before: no tombstone of 2 may be missing
+            row = await world.parked("t", "primary key" if identity != "NOTHING" else "")
+            assert set(await world.folded("t")) == {'{"id":2}'}
+
+            async def unharmed() -> bool:
+                return not await world.select("SELECT FROM pg_publication_tables WHERE tablename = 't'")
+
+            await until(unharmed, "it is not published any more")
+            await world.sql("UPDATE t SET id = 4", "ALTER TABLE t REPLICA IDENTITY DEFAULT")
+            await world.catalogue.change_table(world.name, row.table, asked)
+            await world.flowing("t")
+            await world.sql("UPDATE t SET id = 5")
+            await exact(world, "t")
+
+    in_world(postgres_dsn, scenario)
+
+
+def asked(row: Any) -> Any:
+    return replace(row, recopy=True)
+
+
+def test_the_identity_of_a_partition_is_what_counts(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(
+            "CREATE TABLE t (id int PRIMARY KEY, v int, body text) PARTITION BY RANGE (id)",
+            "ALTER TABLE t ALTER body SET STORAGE EXTERNAL",
+            "CREATE TABLE low PARTITION OF t FOR VALUES FROM (0) TO (100)",
+            "CREATE TABLE high PARTITION OF t FOR VALUES FROM (100) TO (1000)",
+            "ALTER TABLE t REPLICA IDENTITY FULL",
+            "INSERT INTO t SELECT g, g, repeat('b' || g, 2000) FROM generate_series(1, 200) g",
+            "CREATE UNIQUE INDEX high_v ON high (v)",
+        )
+        async with world.capture(**AS_IS):
+            # Named after the root's identity, filled after the partition's: an old row that only looks whole.
+            await world.sql(
+                "UPDATE t SET id = 0 WHERE id = 1", "UPDATE t SET v = 0 WHERE id = 2", "DELETE FROM t WHERE id = 3"
+            )
+            await exact(world, "t")
+            assert [unchanged(r) for r in (await world.records("t"))[200:]] == [[], ["body"], ["body"], []]
+            await world.sql(
+                "ALTER TABLE high ALTER v SET NOT NULL",
+                "ALTER TABLE high REPLICA IDENTITY USING INDEX high_v",
+                "UPDATE t SET id = 900 WHERE id = 150",
+            )
+            await world.parked("t", "the replica identity of public.high")
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f472_a_manual_capture_alters_nothing_and_says_what_is_missing_until_it_is_there(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*WIDE, "CREATE TABLE later (id int PRIMARY KEY, v int)")
+        manual: dict[str, Any] = {"manual": True, "table_poll_s": 0.1}
+        with pytest.raises(Invalid, match="is not to do") as told:
+            await check_capture(world.config(**manual))
+        statements = told.value.fix.removeprefix("Have an administrator run: ").rstrip(";").split("; ")
+        capture = world.new_capture(**manual)
+        running = asyncio.ensure_future(capture.run())
+        try:
+
+            async def parked() -> bool:
+                failure = world.tracker.failure(capture.config.mark)
+                return failure is not None and "CREATE PUBLICATION" in failure.error
+
+            await until(parked, "it says that there is no publication")
+        finally:
+            await capture.aclose()
+            await asyncio.gather(running, return_exceptions=True)
+        assert await identity(world, "wide") == "d" and not await world.select("SELECT FROM pg_publication")
+        await world.sql(*[s for s in statements if "later" not in s])
+        async with world.capture(**manual):
+            row = await world.parked("later", "not prepared")
+            assert row.state == "refused" and [s for s in statements if "later" in s] == row.fix[4:-1].split("; ")
+            await world.sql(*row.fix[4:-1].split("; "))
+            await world.flowing("wide", "later")
+            await world.sql("UPDATE wide SET v = 5 WHERE id = 5", "INSERT INTO later VALUES (1, 1)")
+            await exact(world, "wide")
+            await exact(world, "later")
+            # Taken away: told, and left as it is.
+            await world.sql("ALTER TABLE later REPLICA IDENTITY NOTHING")
+            row = await world.parked("later", "makes its UPDATE and DELETE fail")
+            assert "DROP TABLE ONLY" in row.fix and await identity(world, "later") == "n"
+        done = await take_back(world.config(), world.catalogue)
+        assert done.publication_left and done.slot and done.identities == {} and not done.left
+        assert await identity(world, "wide") == "f" and len(await world.select("SELECT FROM pg_publication")) == 1
+
+    in_world(postgres_dsn, scenario)

@@ -1,0 +1,118 @@
+"""The capture's row belongs to the session that claimed it last: what an earlier one still writes changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from capture_world import World, until
+from msgspec.structs import replace
+
+from tidemill.base.clock import ManualClock, Rand, SystemClock
+from tidemill.base.errors import Unavailable
+from tidemill.capture.own_row import OwnRow
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.metastore.catalogue import CaptureRow, Catalogue
+from tidemill.metastore.open import metastore_on
+from tidemill.objects.memory import MemoryObjects
+
+ROW = CaptureRow("shop", "7", "slot", "publication", 1, True, taps=("file of the first",))
+
+
+def with_catalogue(body: Callable[[Catalogue], Awaitable[None]]) -> None:
+    async def main() -> None:
+        clock, rand = SystemClock(), Rand(1)
+        metastore = metastore_on(MemoryConsensus(ManualClock()), MemoryObjects(clock), clock, rand)
+        await body(Catalogue(metastore, clock, rand))
+        await metastore.aclose()
+
+    asyncio.run(main())
+
+
+def named(*taps: str) -> Callable[[CaptureRow], CaptureRow]:
+    return lambda found: replace(found, taps=taps)
+
+
+async def taken_over(catalogue: Catalogue) -> None:
+    """By a session of another process, which names who follows there."""
+    heir = OwnRow(catalogue, "shop")
+    await heir.read()
+    await heir.claim()
+    await heir.change(named("file of the heir"))
+
+
+def test_a_session_that_was_frozen_before_it_named_its_taps_does_not_replace_the_names_of_its_successor() -> None:
+    async def body(catalogue: Catalogue) -> None:
+        await catalogue.put(ROW)
+        frozen = OwnRow(catalogue, "shop")
+        await frozen.read()
+        await frozen.claim()
+        await taken_over(catalogue)
+        with pytest.raises(Unavailable, match="another session has taken this capture over"):
+            await frozen.change(named("file of the frozen"))
+        with pytest.raises(Unavailable):
+            await frozen.begin(ROW)
+        row = await catalogue.get(CaptureRow, "shop")
+        assert row is not None and row.taps == ("file of the heir",)
+
+    with_catalogue(body)
+
+
+def test_a_session_that_was_frozen_between_its_look_and_its_claim_has_lost() -> None:
+    async def body(catalogue: Catalogue) -> None:
+        await catalogue.put(ROW)
+        frozen = OwnRow(catalogue, "shop")
+        await frozen.read()
+        await taken_over(catalogue)
+        with pytest.raises(Unavailable):
+            await frozen.claim()
+        row = await frozen.read()
+        assert row is not None and row.taps == ("file of the heir",)
+        assert (await frozen.claim()).epoch == row.epoch + 1, "who looks again claims it from then on"
+
+    with_catalogue(body)
+
+
+def test_of_two_first_sessions_one_begins_and_a_dropped_capture_is_not_brought_back() -> None:
+    async def body(catalogue: Catalogue) -> None:
+        first, second = OwnRow(catalogue, "shop"), OwnRow(catalogue, "shop")
+        assert await first.read() is None and await second.read() is None
+        await first.begin(ROW)
+        with pytest.raises(Unavailable):
+            await second.begin(replace(ROW, generation=9))
+        assert (await first.change(named("a"))).generation == 1
+        await catalogue.delete(CaptureRow, "shop")
+        with pytest.raises(Unavailable):
+            await first.change(named("b"))
+        assert await catalogue.get(CaptureRow, "shop") is None
+
+    with_catalogue(body)
+
+
+@pytest.mark.postgres
+def test_a_session_whose_row_was_claimed_names_nobody_and_the_next_one_claims_it_back(postgres_dsn: str) -> None:
+    async def run() -> None:
+        async with World(postgres_dsn) as world:
+            await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
+            async with world.capture() as capture:
+                session = capture._session
+                assert session is not None
+                before = await world.row()
+                await session.name_taps()
+                heir = OwnRow(world.catalogue, world.name)
+                await heir.read()
+                await heir.claim()
+                await heir.change(named("file of the heir"))
+                with pytest.raises(Unavailable, match="another session"):
+                    await session.name_taps()
+                assert (await world.row()).taps == ("file of the heir",)
+                await world.sql(
+                    "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots"
+                    f" WHERE slot_name = 'tidemill_{world.name}'"
+                )
+                await until(lambda: capture._session is not session and capture.streaming, "the next session streams")
+                row = await world.row()
+                assert row.taps == () and row.epoch == before.epoch + 2
+
+    asyncio.run(run())

@@ -1,0 +1,63 @@
+"""A row that cannot be written, in the middle of a fragment: what was written before it is heard of all the same."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from fragments import OTHER, T, at, change, fragment
+
+from tidemill.base.clock import Rand
+from tidemill.base.frontier import ChangePosition
+from tidemill.capture.boundaries import Boundary
+from tidemill.capture.changes import Change
+from tidemill.capture.topic_writer import ROW_BYTES, CapturedTable, TopicWriter
+from tidemill.metastore.catalogue import TopicRow
+from tidemill.topics.front import ProduceResult
+
+
+class AtOnce:
+    """A topic room in which everything is durable in the next turn of the loop."""
+
+    def __init__(self) -> None:
+        self.ends: dict[str, int] = {}
+
+    def produce_nowait(self, topic_id: str, partition: int, data: bytearray, **_: Any) -> asyncio.Future[ProduceResult]:
+        future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
+        base = self.ends.get(topic_id, 0)
+        self.ends[topic_id] = base + 1
+        future.set_result(ProduceResult(base, -1, 0))
+        return future
+
+
+class Notices:
+    def flushed(self, consumer: str, position: ChangePosition) -> None:
+        raise AssertionError("the binder tells")
+
+
+def test_what_was_written_before_a_row_that_parks_its_table_becomes_a_boundary() -> None:
+    async def main() -> None:
+        done: list[Boundary] = []
+        tables = [CapturedTable(r.name, TopicRow(r.table, r.table, 1), 1 << 62, oid=r.oid) for r in (T, OTHER)]
+
+        async def parks(table: CapturedTable, lsn: int, error: BaseException) -> None:
+            await asyncio.sleep(0.05)  # made durable; what was sent meanwhile lands
+            writer.park(table.oid, lsn)
+
+        def durable(boundaries: Sequence[Boundary]) -> None:
+            done.extend(boundaries)
+
+        topics: Any = AtOnce()
+        writer = TopicWriter("topics", tables, topics, Rand(1), durable, parks)
+        for table in tables:
+            table.lanes[0].start_at(0, 0, None)
+        # Something is on its way already, so that a round is sent in the middle of what follows.
+        await writer.deliver(fragment(1, change(1)), Notices())
+        wide = Change(OTHER, "insert", at(2, 2), {"id": "1", "v": "x" * (ROW_BYTES + 1)})
+        await writer.deliver(fragment(2, change(2), wide), Notices())
+        await asyncio.sleep(0.05)
+        assert [boundary.lsn for boundary in done] == [1, 2]
+        await writer.aclose()
+
+    asyncio.run(main())

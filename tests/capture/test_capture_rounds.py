@@ -1,0 +1,112 @@
+"""Rounds: how far they are told to go, and what makes them end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tidemill.base.clock import Rand
+from tidemill.base.errors import Unavailable
+from tidemill.base.frontier import ChangePosition
+from tidemill.capture.lane import Lane
+from tidemill.capture.rounds import Rounds
+from tidemill.topics.batch import Record
+from tidemill.topics.front import ProduceResult
+
+RECORD = Record(b"k", b"v", (), 0)
+
+
+class Topics:
+    """Takes batches; `answer` ends what was taken."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[int, asyncio.Future[ProduceResult]]] = []
+
+    def produce_nowait(self, topic_id: str, partition: int, batch: bytearray) -> asyncio.Future[ProduceResult]:
+        future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
+        self.taken.append((len(self.taken), future))
+        return future
+
+    def answer(self) -> None:
+        for offset, future in self.taken:
+            if not future.done():
+                future.set_result(ProduceResult(offset, offset, 0))
+
+
+def at(ordinal: int) -> ChangePosition:
+    return ChangePosition(10, ordinal)
+
+
+def in_loop(scenario: Any) -> None:
+    async def run() -> None:
+        durable: list[ChangePosition] = []
+        topics: Any = Topics()
+        rounds = Rounds(topics, Rand(), durable.append)
+        try:
+            await scenario(rounds, topics, durable)
+        finally:
+            await rounds.aclose()
+
+    asyncio.run(run())
+
+
+async def turn() -> None:
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+def lane() -> Lane:
+    made = Lane("t", "id", 0, 1)
+    made.start_at(0, 0, None)
+    return made
+
+
+def test_a_round_that_left_before_its_position_was_known_is_told_of_it() -> None:
+    """Seed 002's class: who adds waits in between (a table is being parked), and a round leaves meanwhile."""
+
+    async def scenario(rounds: Rounds, topics: Topics, durable: list[ChangePosition]) -> None:
+        one = lane()
+        one.take(at(0))
+        rounds.add(one, RECORD)
+        rounds.kick()  # somebody else's turn
+        await turn()
+        assert len(topics.taken) == 1
+        rounds.kick(at(0))
+        topics.answer()
+        await turn()
+        assert durable == [at(0)]
+
+    in_loop(scenario)
+
+
+def test_what_is_durable_already_when_its_position_is_told_is_reported_at_once() -> None:
+    async def scenario(rounds: Rounds, topics: Topics, durable: list[ChangePosition]) -> None:
+        one = lane()
+        one.take(at(0))
+        rounds.add(one, RECORD)
+        rounds.kick()
+        await turn()
+        topics.answer()
+        await turn()
+        assert at(0) not in durable
+        rounds.kick(at(0))
+        assert durable[-1] == at(0)
+
+    in_loop(scenario)
+
+
+def test_a_round_that_cannot_be_encoded_ends_the_writer() -> None:
+    async def scenario(rounds: Rounds, topics: Topics, durable: list[ChangePosition]) -> None:
+        one = lane()
+        one.take(at(0))
+        one.close_batches = lambda _: 1 // 0  # type: ignore[method-assign,assignment,return-value]
+        rounds.add(one, RECORD)
+        rounds.kick(at(0))
+        with pytest.raises(Unavailable, match="cannot be encoded"):
+            async with asyncio.timeout(5):
+                await rounds.failed()
+        assert durable == []
+
+    in_loop(scenario)

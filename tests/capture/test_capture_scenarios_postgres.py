@@ -1,0 +1,200 @@
+"""Rows of docs/capture-scenarios.md that are about PostgreSQL: what a session that ended in the middle leaves to the
+next one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from capture_world import World, positions, until
+
+from tidemill.base.errors import Unavailable
+from tidemill.capture import tables
+from tidemill.capture.changes import Fragment
+from tidemill.capture.desk import Desk
+from tidemill.capture.sinks import FlushNotices
+from tidemill.metastore.catalogue import PipelineRow
+
+pytestmark = pytest.mark.postgres
+
+TABLE = "CREATE TABLE a (id int PRIMARY KEY, v int)"
+
+
+def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with World(dsn) as world:
+            await scenario(world)
+
+    asyncio.run(run())
+
+
+class DyingSink:
+    """Never flushes by itself; dies, once `ripe`, while it is handed a fragment that begins with this row."""
+
+    def __init__(self, ripe: Callable[[], Awaitable[None]] | None = None) -> None:
+        self.got: list[Fragment] = []
+        self.dies_at = ""
+        self.ripe = ripe
+        self.died = 0
+        self.notices: FlushNotices | None = None
+
+    async def deliver(self, fragment: Fragment, notices: FlushNotices) -> list[str]:
+        if self.dies_at and rows([fragment])[:1] == [self.dies_at]:
+            self.dies_at = ""
+            if self.ripe is not None:
+                await self.ripe()
+            self.died += 1
+            raise RuntimeError("the sink died")
+        self.notices = notices
+        self.got.append(fragment)
+        return ["dying"] if fragment.changes else []
+
+    def flush(self) -> None:
+        assert self.notices is not None
+        self.notices.flushed("dying", max(f.last for f in self.got))
+
+    async def aclose(self) -> None: ...
+
+
+def rows(fragments: list[Fragment]) -> list[str]:
+    return [change.new["id"] or "" for f in fragments for change in f.changes if change.new is not None]
+
+
+def test_slc6_a_sink_that_dies_with_work_pending_ends_the_session_and_the_next_one_hands_it_out_again(
+    postgres_dsn: str,
+) -> None:
+    """Nobody pins the slot from beyond: the entry goes with the session, the transaction does not."""
+
+    async def scenario(world: World) -> None:
+        sink = DyingSink()
+        await world.sql(TABLE)
+        async with world.capture(sinks=[sink]) as capture:
+            await world.sql("INSERT INTO a VALUES (1, 1)")
+            await world.caught_up()
+            assert capture.facts()["pending"] != {} and rows(sink.got) == ["1"]
+            commit = next(f for f in sink.got if f.changes).commit_lsn
+            sink.got, sink.dies_at = [], "2"
+            await world.sql("INSERT INTO a VALUES (2, 2), (3, 3)")
+            await until(lambda: rows(sink.got) == ["1", "2", "3"], "all of it is handed out again")
+            assert sink.died == 1
+            await world.caught_up()
+            assert await world.confirmed() <= commit
+            sink.flush()
+
+            async def confirmed() -> bool:
+                return await world.confirmed() > commit
+
+            await until(confirmed, "the slot moves on")
+        assert len(await world.records("a")) == 3
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_slc10_a_table_that_cannot_be_looked_up_just_now_ends_the_session_and_nothing_is_confirmed(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    describe, refused = tables.describe, 0
+
+    async def failing(*args: Any) -> Any:
+        nonlocal refused
+        if refused < 2:
+            refused += 1
+            raise Unavailable("the catalogue does not answer.")
+        return await describe(*args)
+
+    async def scenario(world: World) -> None:
+        await world.sql(TABLE)
+        async with world.capture():
+            await world.caught_up()
+            monkeypatch.setattr(tables, "describe", failing)
+            confirmed = await world.confirmed()
+            await world.sql("INSERT INTO a VALUES (1, 1)")
+            commit = await world.wal_end()
+
+            async def failed() -> bool:
+                told = await world.confirmed()
+                assert refused == 2 or told < commit, (confirmed, told, commit)
+                return refused == 2
+
+            await until(failed, "two sessions ended with it")
+            await world.caught_up()
+            assert await world.folded("a") == {'{"id":1}': {"id": 1, "v": 1}}
+            assert len(await world.records("a")) == 1
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_slc11_rows_of_a_table_that_is_dropped_before_they_are_read_keep_their_key(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(TABLE, "CREATE TABLE b (id int PRIMARY KEY)")
+        await world.catalogue.put(PipelineRow("p", {"a": f"capture:{world.name}:public.a"}))  # else its topic goes
+        async with world.capture():
+            await world.caught_up()
+        await world.sql("INSERT INTO a VALUES (1, 1)", "INSERT INTO a VALUES (2, 2)", "DELETE FROM a WHERE id = 1")
+        await world.sql("DROP TABLE a", "INSERT INTO b VALUES (7)")
+        async with world.capture():
+            row = await world.parked("a", "gone from the source")
+            assert row.state == "dropped"
+            await world.caught_up()
+            assert await world.folded("a") == {'{"id":2}': {"id": 2, "v": 2}}
+            assert len(await world.records("b")) == 1
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_slc13_a_description_whose_consequence_was_not_stored_is_seen_again_by_the_next_session(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first session dies between seeing it and parking the table; nothing of that transaction is written before."""
+    change, died = Desk.change, 0
+
+    async def dying(self: Desk, name: str, *args: Any) -> Any:
+        nonlocal died
+        if not died:
+            died += 1
+            raise Unavailable("cut off here.")
+        return await change(self, name, *args)
+
+    async def scenario(world: World) -> None:
+        await world.sql(TABLE, "CREATE TABLE b (id int PRIMARY KEY)", "INSERT INTO a VALUES (1, 1)")
+        async with world.capture(table_poll_s=60):
+            await world.caught_up()
+            monkeypatch.setattr(Desk, "change", dying)
+            await world.sql("ALTER TABLE a DROP CONSTRAINT a_pkey")
+            await world.transaction("INSERT INTO a VALUES (1, 2)", "INSERT INTO b VALUES (7)")
+            row = await world.parked("a")
+            assert died == 1 and row.parked_lsn
+            await world.caught_up()
+            assert await world.folded("a") == {'{"id":1}': {"id": 1, "v": 1}}
+            assert len(await world.records("b")) == 1
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_st3_half_a_transaction_that_a_dead_session_wrote_is_not_bound_and_not_written_again(
+    postgres_dsn: str,
+) -> None:
+    """Nothing is trimmed from a topic: readers go by bindings, and the replay counts what is there."""
+
+    async def scenario(world: World) -> None:
+        async def half() -> bool:
+            return len(await world.records("a")) == 30
+
+        sink = DyingSink(lambda: until(half, "three fragments are in the topic"))
+        await world.sql(TABLE)
+        async with world.capture(sinks=[sink], fragment_changes=10):
+            await world.caught_up()
+            sink.dies_at = "21"
+            await world.sql("INSERT INTO a SELECT g, g FROM generate_series(1, 57) g")
+            await until(lambda: sink.died == 1, "the session dies before the commit is handed on")
+            await world.caught_up()
+            records = await world.records("a")
+            assert len(records) == len(set(positions(records))) == 57
+            topic = await world.topic_id("a")
+            offsets = {b.offsets[topic][0] for b in await world.remap().after(0)}
+            assert offsets == {0, 57}, "no binding shows a part of it"
+            sink.flush()
+
+    in_world(postgres_dsn, scenario)

@@ -1,0 +1,107 @@
+"""Every PostgreSQL that capture serves besides the newest, on which all other tests run: tests from other files again,
+on servers of 14 to 17 as their registry carries them (`tests/clients/install`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from capture_world import World, until
+from test_capture_drop import test_all_that_a_capture_changed_is_as_it_was as test_drop
+from test_capture_identity import (
+    test_an_unchanged_toasted_value_is_named_and_left_out_and_each_identity_is_right_when_it_is_switched as test_as_is,
+)
+from test_capture_resume import (
+    test_captures_cut_off_at_random_moments_resume_exactly_once as test_resume,
+)
+from test_capture_resume import (
+    test_h14_a_transaction_open_across_the_set_up_is_not_lost as test_open_writer,
+)
+from test_capture_rights import test_what_doctor_prints_is_all_that_an_administrator_has_to_run as test_rights
+from test_capture_stream import (
+    test_a_key_change_is_a_tombstone_then_an_upsert_at_the_next_ordinal as test_key_change,
+)
+from test_capture_stream import (
+    test_a_large_transaction_of_several_tables_is_one_boundary as test_large_transaction,
+)
+from test_capture_stream import test_an_unchanged_toasted_value_is_filled_in_from_the_old_row as test_toast
+from test_capture_stream import test_partitions_of_a_table_are_captured_as_their_root as test_partitions
+from test_capture_stream import (
+    test_truncate_is_one_record_without_key_and_empties_the_table as test_truncate,
+)
+from test_capture_tables import (
+    GOOD,
+    good_flows,
+    in_world,
+)
+from test_capture_tables import (
+    test_f402_tables_that_cannot_be_captured_are_told_and_stop_nothing_now_or_later as test_refused,
+)
+from test_capture_tables import test_f406_a_table_whose_identity_is_taken_away_gets_it_back as test_identity
+
+from tidemill.base.errors import Invalid
+from tidemill.capture.rights import check_capture
+from tidemill.cli.demo.postgres import EmbeddedPostgres
+
+pytestmark = pytest.mark.postgres
+
+INSTALLED = Path(__file__).parents[1] / "clients" / "node_modules"
+SETTINGS = {"fsync": "off", "shared_buffers": "16MB"}
+
+__all__ = [
+    "test_as_is", "test_drop", "test_identity", "test_key_change", "test_large_transaction", "test_open_writer",
+    "test_partitions", "test_refused", "test_resume", "test_rights", "test_toast", "test_truncate",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["14", "15", "16", "17"])
+def postgres_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EmbeddedPostgres]:
+    """Instead of the newest: what `new_database` and `postgres_dsn` make databases on."""
+    binaries = INSTALLED / f"postgres-{request.param}" / "native" / "bin"
+    if not (binaries / "postgres").exists():
+        pytest.skip(f"PostgreSQL {request.param} is not here: tests/clients/install")
+    data_dir = tmp_path_factory.mktemp(f"postgres{request.param}") / "data"
+    with EmbeddedPostgres(data_dir, settings=SETTINGS, binaries=binaries) as server:
+        yield server
+
+
+def test_a_failover_slot_is_refused_before_17(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE t (id int PRIMARY KEY)")
+        (version,) = (await world.select("SHOW server_version_num"))[0]
+        config = world.config(failover=True)
+        if int(version) >= 170_000:
+            await check_capture(config)
+        else:
+            with pytest.raises(Invalid, match="no failover slots"):
+                await check_capture(config)
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f424_generated_columns_are_not_carried_and_nothing_fails(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(
+            *GOOD,
+            "CREATE TABLE stored (id int PRIMARY KEY, v int, d int GENERATED ALWAYS AS (v * 2) STORED)",
+            "INSERT INTO stored VALUES (1, 1)",
+        )
+        async with world.capture(table_poll_s=0.1):
+            await world.sql(
+                "UPDATE stored SET v = 5", "INSERT INTO stored VALUES (2, 2)", "DELETE FROM stored WHERE id = 1"
+            )
+            await good_flows(world)
+            assert await world.folded("stored") == {'{"id":2}': {"id": 2, "v": 2}}
+            await world.sql("ALTER TABLE good RENAME v TO x", "INSERT INTO good VALUES (50, 50)")
+            await world.parked("good", "'x'")
+            await world.sql("ALTER TABLE stored REPLICA IDENTITY NOTHING")
+
+            async def full() -> bool:
+                return await world.select("SELECT relreplident FROM pg_class WHERE relname = 'stored'") == [("f",)]
+
+            await until(full, "the identity is whole again", 4.0)
+
+    in_world(postgres_dsn, scenario)

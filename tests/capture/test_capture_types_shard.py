@@ -1,0 +1,247 @@
+"""What a shard makes of a captured row of every type, and of a value that its column cannot hold: through the decoder,
+the upsert, a part and a snapshot. PostgreSQL's own text and arithmetic are the measure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from capture_world import World
+from test_capture_types import columns, filled, in_world, quoted, selected
+
+from tidemill.shapes.shard_text import text_columns
+from tidemill.shards.front import TIME, Column, ShardSchema
+from tidemill.shards.handle import LogShard
+from tidemill.shards.open import open_shard
+from tidemill.shards.schema import TIMESTAMPS
+from tidemill.spark.decode.captured import Captured, CapturedDecoder
+from tidemill.spark.decode.records import Records
+from tidemill.spark.feeds import captured_schema
+from tidemill.spark.upsert.commands import Commands
+from tidemill.spark.upsert.mirror import Mirror
+from tidemill.spark.upsert.resolve import resolve
+from tidemill.topics.batch import Record
+from tidemill.topics.batch.columns import of_fields
+
+pytestmark = pytest.mark.postgres
+
+INFINITE = {"timestamp": 2**63 - 1, "timestamp_ntz": 2**63 - 1, "date": 2**31 - 1}
+
+
+async def schema_of(world: World, table: str) -> ShardSchema:
+    found = await world.table(f"public.{table}")
+    assert found is not None
+    return captured_schema(found)
+
+
+async def decoded(
+    world: World, table: str, records: list[Record], schema: ShardSchema | None = None
+) -> tuple[tuple[Column, ...], Captured]:
+    schema = schema or await schema_of(world, table)
+    fields = of_fields([r.key for r in records], [r.value for r in records])
+    times = np.full(len(records), 1000, dtype=np.int64)
+    return schema.columns, CapturedDecoder(schema, f"public.{table}").decode(Records("topic", 0, times, fields))
+
+
+class Stored:
+    """A shard of its own, and what a pipeline's steps do to it."""
+
+    def __init__(self, shard: LogShard) -> None:
+        self.shard = shard
+        self._mirror = Mirror(shard.schema)
+
+    @classmethod
+    async def of(cls, world: World, name: str, schema: ShardSchema) -> Stored:
+        return cls(await open_shard(world.consensus, world.objects, world.clock, world.rand, name, schema))
+
+    async def step(self, commands: Commands) -> pa.Table:
+        """The updates that the commands, all of time 1000, come to; they are appended at the next time."""
+        lower = self._mirror.upper
+        rows = commands.rows.set_column(
+            commands.rows.schema.get_field_index(TIME), TIME, pa.array([lower] * len(commands), pa.int64())
+        )
+        found = resolve(self.shard.schema, Commands(rows), self._mirror, lower, lower + 1)
+        parts = (await self.shard.write_part(found.updates),) if found.updates.num_rows else ()
+        await self.shard.compare_and_append(lower, lower + 1, parts, f"step-{lower}")
+        self._mirror.advance(found.changes, lower, lower + 1)
+        return found.updates
+
+    async def contents(self) -> pa.Table:
+        return await self.shard.snapshot(self._mirror.upper - 1)
+
+
+def expression(column: Column) -> str:
+    """SQL for the number that a shard keeps of a time; else the value itself."""
+    name = quoted(column.name)
+    if column.type in TIMESTAMPS:
+        number = f"(extract(epoch FROM {name}) * 1000000)::bigint"
+    elif column.type == "date":
+        number = f"({name} - DATE '1970-01-01')"
+    else:
+        return name
+    return f"CASE WHEN isfinite({name}) THEN {number}::text ELSE {name}::text END"
+
+
+def expected(text: str | None, column: Column) -> Any:
+    if text is None:
+        return None
+    if column.type in INFINITE:
+        return {"infinity": INFINITE[column.type], "-infinity": -INFINITE[column.type]}.get(text) or int(text)
+    if column.type.startswith("int"):
+        return int(text)
+    if column.type == "float32":
+        return float(np.float32(text))
+    if column.type == "float64":
+        return float(text)
+    if column.type.startswith("decimal"):
+        return Decimal(text)
+    if column.type == "binary":
+        return bytes.fromhex(text.removeprefix("\\x"))
+    return text == "t" if column.type == "bool" else text
+
+
+def kept(array: pa.ChunkedArray, column: Column) -> list[Any]:
+    if column.type in TIMESTAMPS:
+        array = array.cast(pa.int64())
+    elif column.type == "date":
+        array = array.cast(pa.int32())
+    found: list[Any] = array.to_pylist()
+    return found
+
+
+def same(left: Any, right: Any) -> bool:
+    """NaN is itself, and 0.0 is not -0.0."""
+    if isinstance(left, float) and isinstance(right, float) and math.isnan(left):
+        return math.isnan(right)
+    if isinstance(left, float) and isinstance(right, float) and math.copysign(1, left) != math.copysign(1, right):
+        return False
+    return type(left) is type(right) and bool(left == right)
+
+
+def check_columns(rows: pa.Table, schema: Sequence[Column], wanted: dict[str | None, list[str | None]]) -> None:
+    """`wanted`: what SELECT says of each row, by the id's text."""
+    ids = [str(i) for i in rows.column("id").to_pylist()]
+    for n, column in enumerate(schema):
+        for i, value in zip(ids, kept(rows.column(column.name), column), strict=True):
+            assert same(value, expected(wanted[i][n], column)), (column, i, value, wanted[i][n])
+
+
+def test_every_type_is_in_the_shard_what_postgres_says_it_is(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        count = await filled(world)
+        async with world.capture():
+            names = ", ".join(quoted(name) for name, _, _ in columns())
+            await world.sql(f"INSERT INTO kinds (id, {names}) SELECT id + 100, {names} FROM kinds")
+            await world.caught_up()
+            records = await world.records("kinds")
+        for times in (1, 20):  # record by record, and by blocks
+            schema, captured = await decoded(world, "kinds", records * times)
+            assert captured.dead.num_rows == 0 and captured.stop is None
+            rows = captured.commands.rows
+            assert rows.num_rows == 2 * count * times
+            wanted = await selected(world, f"SELECT {', '.join(map(expression, schema))} FROM kinds ORDER BY id")
+            at = {row[0]: row for row in wanted}
+            check_columns(rows, schema, at)
+        types = {column.type for column in schema}
+        assert types >= {"timestamp", "date", "binary", "bool", "json", "decimal(12,2)", "float32", "int16", "string"}
+        assert "timestamp_ntz" in types
+        # What the shard gives back, from its part; and as a shape over it prints it.
+        stored = await Stored.of(world, "kinds", await schema_of(world, "kinds"))
+        await stored.step(captured.commands)
+        contents = await stored.contents()
+        assert contents.num_rows == 2 * count
+        check_columns(contents, schema, at)
+        texts = {row[0]: row for row in await selected(world, "SELECT * FROM kinds")}
+        told = zip(*text_columns(contents, [column.name for column in schema]), strict=True)
+        for row in told:
+            for column, value, text in zip(schema, row, texts[row[0]], strict=True):
+                if column.type == "bool":
+                    text = {"t": "true", "f": "false"}.get(text or "")
+                assert value == text, (column, row[0])
+        # The same again changes nothing: every value is equal to itself.
+        assert (await stored.step(captured.commands)).num_rows == 0
+
+    in_world(postgres_dsn, scenario)
+
+
+BAD = {
+    "price": ("numeric(6,2)", "NaN"),
+    "at": ("timestamp without time zone", "294276-12-31 23:59:59.999999"),
+    "zoned": ("timestamp with time zone", "294276-12-31 23:59:59.999999+00"),
+    "third": ("timestamp(3) without time zone", "294247-01-10 04:00:54.776"),
+}
+"""The last one is the first millisecond beyond 2⁶³ µs."""
+
+
+def test_a_value_that_its_column_cannot_hold_is_a_dead_letter_and_a_good_one_heals_its_row(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(f"CREATE TABLE t (id int PRIMARY KEY, {', '.join(f'{n} {k}' for n, (k, _) in BAD.items())})")
+        async with world.capture():
+            await world.sql("INSERT INTO t VALUES (0)")
+            for at, (name, (_, value)) in enumerate(BAD.items(), 1):
+                await world.sql(f"INSERT INTO t (id, {name}) VALUES ({at}, '{value}')")
+            await world.caught_up()
+            bad = await world.records("t")
+            for at, name in enumerate(BAD, 1):
+                await world.sql(f"UPDATE t SET {name} = NULL WHERE id = {at}")
+            await world.caught_up()
+            healed = (await world.records("t"))[len(bad) :]
+        _, first = await decoded(world, "t", bad)
+        letters = first.dead.to_pylist()
+        assert [(x["offset"], x["table"], x["key"]) for x in letters] == [
+            (at, "public.t", f'{{"id":{at}}}') for at in range(1, len(BAD) + 1)
+        ]
+        for letter, name in zip(letters, BAD, strict=True):
+            assert f"table=public.t column={name}:" in letter["reason"]
+        live = {r["id"]: r["_live"] for r in first.commands.rows.to_pylist()}
+        assert live == {0: True} | dict.fromkeys(range(1, len(BAD) + 1), False), "no old value stays as if current"
+        _, second = await decoded(world, "t", healed)
+        assert second.dead.num_rows == 0
+        assert {r["id"]: r["_live"] for r in second.commands.rows.to_pylist()} == dict.fromkeys(
+            range(1, len(BAD) + 1), True
+        )
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_minus_zero_is_a_value_of_its_own_and_in_a_key_the_same_as_zero(postgres_dsn: str) -> None:
+    """An update from 0 to -0 is one. As a key PostgreSQL has one of the two, whatever it is printed as: its records are
+    in one partition, in their order, and its row is one."""
+
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE z (id float8 PRIMARY KEY, f float8, r real)")
+        async with world.capture(partitions=8):
+            await world.sql("INSERT INTO z SELECT n * 0.5, 0, 0 FROM generate_series(-4, 4) n")
+            await world.caught_up()
+            first = await world.records("z")
+            await world.sql("UPDATE z SET f = '-0', r = '-0' WHERE id = 0")
+            await world.sql("UPDATE z SET id = '-0' WHERE id = 0", "UPDATE z SET id = 0 WHERE id = 0")
+            await world.sql("UPDATE z SET id = '-0' WHERE id = 0", "DELETE FROM z WHERE id = 2")
+            await world.caught_up()
+            known = {record.headers for record in first}
+            later = [record for record in await world.records("z") if record.headers not in known]
+        assert len(later) == 5, "an update from one zero to the other is one record: no key goes"
+        assert {r.key for r in later} == {b'{"id":0}', b'{"id":2}'}
+        assert b'{"id":-0,"f":-0,"r":-0}' in {r.value for r in later}
+        stored = await Stored.of(world, "z", await schema_of(world, "z"))
+        for records in (first, later):
+            _, captured = await decoded(world, "z", records)
+            updates = await stored.step(captured.commands)
+        changed = updates.filter(pc.equal(updates.column("id"), 0.0)).to_pylist()
+        assert [(str(row["f"]), str(row["r"]), row["_diff"]) for row in changed] == [
+            ("0.0", "0.0", -1),
+            ("-0.0", "-0.0", 1),
+        ]
+        contents = (await stored.contents()).sort_by("id")
+        found = list(zip(*text_columns(contents, ["id", "f", "r"]), strict=True))
+        wanted = [tuple(row) for row in await selected(world, "SELECT id + 0, f, r FROM z ORDER BY id")]
+        assert found == wanted and ("0", "-0", "-0") in found
+        assert await selected(world, "SELECT id FROM z WHERE id = 0") == [["-0"]], "which the shard has as 0"
+
+    in_world(postgres_dsn, scenario)
