@@ -23,6 +23,7 @@ ARROW = {
     "binary": pa.binary(),
     "date": pa.date32(),
     "timestamp": pa.timestamp("us", "UTC"),
+    "timestamp_ntz": pa.timestamp("us"),
 }
 
 
@@ -40,6 +41,7 @@ Update = tuple[int, int, dict[str, Any]]
 class FakeShard:
     def __init__(self, name: str, schema: ShardSchema) -> None:
         self.name = name
+        self.shard_id = f"{name}-1"
         self.schema = schema
         self.since = 0
         self.upper = 0

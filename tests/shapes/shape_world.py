@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar
 
 import psycopg
 from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.marks import Tracker
@@ -26,6 +27,7 @@ from tidemill.capture.converter import Converter, RelationSeen
 from tidemill.capture.wire.pgoutput import decode
 from tidemill.node.http import HttpServer
 from tidemill.shapes import ShapeService, ShapeSettings, shape_routes
+from tidemill.shapes.http.grants import Grants
 from tidemill.shapes.postgres_source import SESSION_SETTINGS
 
 T = TypeVar("T")
@@ -106,12 +108,22 @@ class ShapeWorld:
     """`async with ShapeWorld(dsn, ddl) as world`: tables made, published, streamed, served."""
 
     def __init__(
-        self, dsn: str, ddl: str, settings: ShapeSettings | None = None, fragment_changes: int = 500, shards: Any = None
+        self,
+        dsn: str,
+        ddl: str,
+        settings: ShapeSettings | None = None,
+        fragment_changes: int = 500,
+        shards: Any = None,
+        grants: Grants | None = None,
+        front: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     ) -> None:
+        """`front`: what stands before the routes."""
         self.dsn = dsn
         self.slot = "shapes_" + dsn.rpartition("/")[2].partition("?")[0].replace("-", "_").replace("=", "_")[-30:]
         self._ddl = ddl
         self._shards = shards
+        self._grants = grants
+        self._front = front
         self.settings = settings or ShapeSettings(long_poll_s=2.0)
         self.relations: dict[int, Relation] = {}
         self._fragment_changes = fragment_changes
@@ -123,7 +135,7 @@ class ShapeWorld:
     async def __aenter__(self) -> Self:
         self.db = await psycopg.AsyncConnection.connect(self.dsn, autocommit=True)
         await self.db.execute(self._ddl)
-        self._learn()
+        self.learn()
         for relation in self.relations.values():
             await self.db.execute(f'ALTER TABLE "{relation.schema}"."{relation.table}" REPLICA IDENTITY FULL')
         await self.db.execute(f"CREATE PUBLICATION {self.slot} FOR ALL TABLES")
@@ -132,7 +144,8 @@ class ShapeWorld:
         self.sink = self.service.add_database("main", self.dsn, lambda: self.relations.values())
         if self._shards is not None:
             self.service.add_shards(self._shards)
-        self.server = HttpServer(Starlette(routes=list(shape_routes(self.service))), on_failure=lambda *_: None)
+        app = Starlette(routes=list(shape_routes(self.service, self._grants)))
+        self.server = HttpServer(self._front(app), on_failure=lambda *_: None)
         await self.server.start()
         self._flowing.set()
         self._pump = self._tasks.spawn(self._run_pump(), name="pump")
@@ -145,7 +158,7 @@ class ShapeWorld:
         await self.db.execute("SELECT pg_drop_replication_slot(%s)", (self.slot,))
         await self.db.close()
 
-    def _learn(self) -> None:
+    def learn(self) -> None:
         self.relations = describe_relations(self.dsn)
 
     def hold(self) -> None:
@@ -169,7 +182,7 @@ class ShapeWorld:
                 for (data,) in await cursor.fetchall():
                     out = converter.feed(decode(bytes(data)), len(data))
                     if isinstance(out, RelationSeen) and out.changed:
-                        self._learn()
+                        self.learn()
                         converter.learn(self.relations[out.message.oid])
                     elif isinstance(out, Fragment):
                         await self._flowing.wait()
@@ -180,13 +193,27 @@ class ShapeWorld:
             await connection.close()
 
     async def request(
-        self, path: str, params: dict[str, str], headers: dict[str, str] | None = None, method: str = "GET"
+        self,
+        path: str,
+        params: dict[str, str],
+        headers: dict[str, str] | None = None,
+        method: str = "GET",
+        body: bytes | None = None,
     ) -> Answer:
         url = f"{self.server.url}{path}?{urllib.parse.urlencode(params)}"
-        return await asyncio.to_thread(_fetch, url, headers or {}, method)
+        return await asyncio.to_thread(_fetch, url, headers or {}, method, body)
+
+    async def ask(self, target: str, method: str = "GET", body: bytes | None = None, **headers: str) -> Answer:
+        """`target`: path and query, as they go over the wire, or a whole URL."""
+        url = target if "://" in target else f"{self.server.url}{target}"
+        return await asyncio.to_thread(_fetch, url, headers, method, body)
 
     async def get(self, **params: str) -> Answer:
         return await self.request("/v1/shape", params)
+
+    async def post(self, body: Any, **params: str) -> Answer:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self.request("/v1/shape", params, {"content-type": "application/json"}, "POST", data)
 
     async def sync(self, **params: str) -> Client:
         client = Client(self, params)
@@ -198,8 +225,8 @@ class ShapeWorld:
         return {tuple(None if v is None else str(v) for v in row) for row in await cursor.fetchall()}
 
 
-def _fetch(url: str, headers: dict[str, str], method: str) -> Answer:
-    request = urllib.request.Request(url, headers=headers, method=method)
+def _fetch(url: str, headers: dict[str, str], method: str, body: bytes | None) -> Answer:
+    request = urllib.request.Request(url, body, headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=30) as answer:
             return Answer(answer.status, answer.headers, answer.read())

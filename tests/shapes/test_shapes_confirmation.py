@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 
 import psycopg
 import pytest
@@ -76,12 +77,13 @@ def test_f425_shapes_start_over_when_their_tap_breaks_and_capture_does_not_notic
             client = await world.sync(table="stock", where="w = 1")
             session, real, breaks = world.capture._session, ShapeSink.take, 3
 
-            def take(self: ShapeSink, fragment: Fragment) -> None:
+            def take(self: ShapeSink, fragment: Fragment) -> Collection[str]:
                 nonlocal breaks
-                real(self, fragment)
+                owing = real(self, fragment)
                 if fragment.changes and breaks:
                     breaks -= 1
                     raise NobodyListed("in the middle")
+                return owing
 
             monkeypatch.setattr(ShapeSink, "take", take)
             for quantity in range(5):

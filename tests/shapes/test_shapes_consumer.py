@@ -104,13 +104,13 @@ def test_er1_changes_of_other_relations_do_not_reach_the_shape() -> None:
         "relation": ["public", "t"],
         "lsn": "1008",
         "txids": [5],
-        "op_position": 2,
+        "op_position": 3,
         "last": True,
     }
     assert bench.items[0]["value"] == {"id": "2", "name": "n", "open": "true"}
 
 
-def test_l2_nothing_is_visible_before_the_commit() -> None:
+def test_st1_nothing_is_visible_before_the_commit() -> None:
     bench = Bench()
     fragments = bench.fragments(5, ("insert", None, row(1)), ("insert", None, row(2)), size=1)
     bench.take(fragments[0])
@@ -129,8 +129,8 @@ def test_h2_a_key_change_is_a_delete_and_an_insert_that_name_each_other() -> Non
     bench = Bench()
     bench.commit(5, ("update", row(1), row(9)))
     gone, come = bench.items
-    assert (gone["headers"]["operation"], gone["headers"]["op_position"]) == ("delete", 0)
-    assert (come["headers"]["operation"], come["headers"]["op_position"]) == ("insert", 1)
+    assert (gone["headers"]["operation"], gone["headers"]["op_position"]) == ("delete", 1)
+    assert (come["headers"]["operation"], come["headers"]["op_position"]) == ("insert", 2)
     assert gone["headers"]["key_change_to"] == come["key"] == '"public"."t"/"9"'
     assert come["headers"]["key_change_from"] == gone["key"] == '"public"."t"/"1"'
 
@@ -315,3 +315,21 @@ def test_what_committed_while_the_snapshot_ran_is_settled_in_slices_whatever_com
     bench.shape.drop("over")
     bench.sink.remove(bench.consumer)
     assert bench.shape.log.budget.used_bytes == 0
+
+
+AS_IS = Relation(7, "public", "t", COLUMNS, old_rows="key")
+
+
+@pytest.mark.parametrize(("where", "replica"), [("name = 'n'", "default"), ("", "full")])
+@pytest.mark.parametrize("old", [None, {"id": "1"}])
+@pytest.mark.parametrize("op", ["update", "delete"])
+def test_a_shape_that_needs_old_rows_ends_at_the_first_that_is_not_whole(
+    where: str, replica: Replica, old: dict[str, str | None] | None, op: str
+) -> None:
+    if op == "delete" and old is None:
+        return  # no such change
+    bench = Bench(where, replica)
+    bench.commit(5, ("insert", None, row(1), AS_IS), ("update", row(1), row(1, is_open=False), AS_IS))
+    assert len(bench.items) == 2 and not bench.shape.gone
+    bench.commit(6, ("insert", None, row(2), AS_IS), (op, old, row(1) if op == "update" else None, AS_IS))
+    assert bench.shape.gone

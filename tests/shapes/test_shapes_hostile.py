@@ -141,6 +141,24 @@ def test_f110_no_request_keeps_the_loop_for_longer_than_a_moment(postgres_dsn: s
                 await ask("parameters as JSON", table="item", where="id = $1", params=json.dumps(["1"] * 5_000))
                 await ask("columns", table="item", columns=",".join(["id"] * 9_000))
                 await ask("the whole table", table="item")
+                now = {"table": "item", "log": "changes_only"}
+                for clause in CLAUSES:
+                    watch.longest_s = 0.0
+                    answer = await world.post({"where": clause, "order_by": "t, id", "limit": 100}, offset="now", **now)
+                    seen[f"a subset where {clause[:30]}: {answer.status}"] = watch.longest_s
+                    assert answer.status in (200, 400, 503), answer.body[:200]
+                bodies: dict[str, dict[str, object]] = {
+                    "ordered by many": {"order_by": ",".join(["t || t || t"] * 5_000)},
+                    "parameters": {"where": "id = $1", "params": ["1"] * 200_000},
+                    "members": {f"k{n}": 1 for n in range(60_000)},
+                    "all rows": {},
+                }
+                for name, body in [(name, json.dumps(each).encode()) for name, each in bodies.items()]:
+                    await asyncio.sleep(0.01)  # what was made here is not the server's
+                    watch.longest_s = 0.0
+                    answer = await world.post(body, offset="now", **now)
+                    seen[f"a subset by {name}: {answer.status}"] = watch.longest_s
+                    assert answer.status in (200, 400), (name, answer.body[:200])
                 await ask("a whole shard", table="shard.s")
                 watch.longest_s = 0.0
                 slices = SliceWatch(world.service.share)

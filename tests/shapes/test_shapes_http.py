@@ -281,6 +281,83 @@ def test_a_column_added_is_409_and_then_shown(postgres_dsn: str) -> None:
     run(main())
 
 
+def test_a_column_added_that_no_row_has_yet_is_409_and_then_shown(postgres_dsn: str) -> None:
+    """Nothing of the table is in the stream. Found by the oracle's worlds, seed 26."""
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=60)) as world:
+            params = await start(world)
+            waiting = asyncio.ensure_future(world.get(**params, live="true"))
+            await world.db.execute("ALTER TABLE item ADD COLUMN more int DEFAULT 7")
+            world.learn()  # as a capture's watcher tells it
+            assert (await asyncio.wait_for(waiting, 45)).status == 409
+            client = await world.sync(table="item")
+            assert client.rows['"public"."item"/"1"']["more"] == "7"
+
+    run(main())
+
+
+@pytest.mark.parametrize("chunk_bytes", [10 << 20, 1_000])
+def test_reads_from_every_end_of_a_snapshot_give_what_follows(postgres_dsn: str, chunk_bytes: int) -> None:
+    """`0_0` is the end of a base of one chunk as well as of the first of several; `0_inf` the end of any."""
+    settings = ShapeSettings(long_poll_s=1, limits=LogLimits(chunk_bytes=chunk_bytes))
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, settings) as world:
+            first = await world.get(table="item", offset="-1")
+            rest = await world.get(table="item", offset="0_0", handle=first.handle)
+            assert (rest.status, first.offset) == (200, "0_0" if chunk_bytes == 1_000 else "0_inf")
+            if first.offset == "0_inf":
+                assert (rest.items, rest.offset, rest.controls) == ([], "0_inf", ["up-to-date"])
+            else:
+                assert rest.items[0]["key"] not in {item["key"] for item in first.items}
+            client = await world.sync(table="item")
+            assert (len(client.rows), client.offset) == (20, "0_inf")
+            await world.db.execute("UPDATE item SET name = 'new' WHERE id = 1")
+            live = await world.get(table="item", offset="0_inf", handle=first.handle, live="true")
+            assert [item["headers"]["operation"] for item in live.items] == ["update"]
+            late = await world.get(table="item", offset="0_999", handle=first.handle)
+            assert (late.status, late.items, late.offset) == (200, [], "0_inf")
+
+    run(main())
+
+
+def test_a_live_answer_is_revalidated_and_a_quiet_one_never(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.3)) as world:
+            live = {**(await start(world)), "live": "true"}
+            quiet = await world.get(**live)
+            again = await world.request("/v1/shape", live, {"if-none-match": quiet.headers["etag"]})
+            assert again.status == 200
+            await world.db.execute("DELETE FROM item WHERE id = 1")
+            await eventually(lambda: world.service.shapes()[0]["log_bytes"])
+            news = await world.get(**live)
+            assert news.headers["etag"] == f'"{news.handle}:{live["offset"]}:{news.offset}"'
+            again = await world.request("/v1/shape", live, {"if-none-match": news.headers["etag"]})
+            assert (again.status, again.body) == (304, b"")
+            assert again.headers["cache-control"] == "public, max-age=5, stale-while-revalidate=5"
+
+    run(main())
+
+
+def test_every_answer_has_an_id_which_is_the_clients_when_it_sent_one(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL) as world:
+            query = {"table": "item", "offset": "-1"}
+            named = await world.request("/v1/shape", query, {"x-request-id": "abc-1"})
+            assert named.headers["x-request-id"] == "abc-1"
+            strange = await world.request("/v1/shape", query, {"x-request-id": 'a"b'})
+            other = await world.get(table="nope", offset="-1")
+            made = {strange.headers["x-request-id"], other.headers["x-request-id"]}
+            assert len(made) == 2 and all(len(each) == 16 for each in made)
+            asked = {"access-control-request-headers": "authorization,content-type", "origin": "http://localhost"}
+            preflight = await world.request("/v1/shape", {}, asked, method="OPTIONS")
+            assert preflight.headers["access-control-allow-headers"] == "authorization,content-type"
+            assert "POST" in preflight.headers["access-control-allow-methods"]
+
+    run(main())
+
+
 def test_offset_now_answers_the_tail_without_rows(postgres_dsn: str) -> None:
     async def main() -> None:
         async with ShapeWorld(postgres_dsn, DDL) as world:
@@ -325,6 +402,26 @@ def test_an_offset_beyond_the_log_waits_and_is_then_refused(postgres_dsn: str) -
             params = await start(world)
             answer = await world.get(**{**params, "offset": "99999999999999_0"})
             assert (answer.status, list(answer.json["errors"])) == (400, ["offset"])
+
+    run(main())
+
+
+def test_an_offset_beyond_a_log_of_an_earlier_life_is_asked_for_again_until_the_stream_comes_to_it(
+    postgres_dsn: str,
+) -> None:
+    """The client saw it before the node died, and must not be told that it is wrong."""
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.4)) as world:
+            params = await start(world)
+            shape = world.service.by_handle(params["handle"])
+            assert shape is not None
+            shape.restored = True
+            ahead = {**params, "offset": f"{world.service.last_seen(shape) + (1 << 40)}_0"}
+            answer = await world.get(**ahead)
+            assert answer.status == 503 and int(answer.headers["retry-after"]) >= 1
+            shape.last_seen = 1 << 50
+            assert (await world.get(**ahead)).status == 200
 
     run(main())
 
@@ -481,20 +578,28 @@ def test_sse_sends_items_up_to_date_and_keep_alives(postgres_dsn: str) -> None:
     run(main())
 
 
-def test_sse_resumes_where_its_up_to_date_item_says_also_after_transactions_of_other_tables(postgres_dsn: str) -> None:
+def test_sse_says_nothing_until_there_is_something_and_resumes_where_its_up_to_date_item_says(
+    postgres_dsn: str,
+) -> None:
     async def main() -> None:
-        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=1)) as world:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=1, keep_alive_s=0.3)) as world:
             params = await start(world)
             await world.db.execute('DELETE FROM "Odd.Name"')
             await eventually(lambda: len(world.delivered) == 1)
+            quiet, _ = await read_events(world, params, lambda text: text.count(": keep-alive") == 2)
+            assert "data:" not in quiet
+            others = {**params, "offset": f"{world.delivered[0].commit_lsn}_0"}
+            assert (await world.get(**others, live="true")).status == 200, "a place of another table's transaction"
+            await world.db.execute("DELETE FROM item WHERE id IN (1, 3, 4)")
             text, _ = await read_events(world, params, lambda text: '"up-to-date"' in text)
+            assert text.count('"operation":"delete"') == 3
             control = json.loads(next(line for line in text.splitlines() if '"up-to-date"' in line)[len("data: ") :])
             lsn = control["headers"]["global_last_seen_lsn"]
-            assert int(lsn) == world.delivered[0].commit_lsn
-            await world.db.execute("DELETE FROM item WHERE id = 1")
-            resumed = {**params, "offset": f"{lsn}_0"}
-            answer = await world.get(**resumed, live="true")
-            assert (answer.status, [i["headers"]["operation"] for i in answer.items]) == (200, ["delete"])
+            assert int(lsn) == world.delivered[1].commit_lsn
+            await world.db.execute("DELETE FROM item WHERE id = 2")
+            answer = await world.get(**{**params, "offset": f"{lsn}_0"}, live="true")
+            ids = [i["value"]["id"] for i in answer.items]
+            assert (answer.status, ids) == (200, ["2"]), "nothing of the transaction that was read comes again"
 
     run(main())
 
@@ -610,7 +715,7 @@ def test_event_streams_and_slow_answers_hold_their_place_until_the_last_byte(pos
             seen = asyncio.Event()
 
             def until(text: str) -> bool:
-                return "up-to-date" in text and seen.is_set()
+                return '"operation":"delete"' in text and seen.is_set()
 
             streams = [asyncio.ensure_future(read_events(world, params, until)) for _ in range(2)]
             await eventually(lambda: any(s["waiting"] == 2 for s in world.service.shapes()))

@@ -12,7 +12,7 @@ from tidemill.base.errors import Invalid
 from tidemill.shapes.budget import Budget
 from tidemill.shapes.items import KeyWriter, LogItem, marked_last, render, up_to_date
 from tidemill.shapes.log import LogLimits, MemoryLog, split_chunk
-from tidemill.shapes.offsets import BASE_END, BEFORE_ALL, LogOffset
+from tidemill.shapes.offsets import BASE_END, BEFORE_ALL, FIRST_OP, LogOffset
 from tidemill.shapes.offsets import number as read_number
 from tidemill.shapes.shape import HandleMint, ShapeDefinition, Source
 
@@ -98,15 +98,17 @@ def test_a_reader_gets_every_item_once_and_in_order_whatever_the_chunk_size(
     log.seal_base()
     expected = [b"b" * size for size in base]
     for number, sizes in enumerate(transactions):
-        items = [item(1000 + number, 2 * op, size) for op, size in enumerate(sizes)]
+        items = [item(1000 + number, FIRST_OP + 2 * op, size) for op, size in enumerate(sizes)]
         append(log, items)
         expected += [i.json for i in items]
     assert read_all(log) == expected
     for number, sizes in enumerate(transactions):
         for op in range(len(sizes)):
-            rest = read_all(log, LogOffset(1000 + number, 2 * op))
+            rest = read_all(log, LogOffset(1000 + number, FIRST_OP + 2 * op))
             before = sum(len(s) for s in transactions[:number]) + op + 1
             assert rest == expected[len(base) + before :]
+        behind = sum(len(s) for s in transactions[: number + 1])
+        assert read_all(log, LogOffset(1000 + number, 0)) == expected[len(base) + behind :], "the whole transaction"
 
 
 def test_l1_an_item_that_does_not_come_after_the_end_is_refused_and_nothing_is_added() -> None:

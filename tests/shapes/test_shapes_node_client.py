@@ -29,10 +29,11 @@ INSERT INTO account SELECT n, 'o' || n, n * 1000, n % 3 = 0, ARRAY['a', 'b ' || 
 
 
 class NodeClient:
-    def __init__(self, url: str, params: dict[str, str], mode: str = "") -> None:
+    def __init__(self, url: str, params: dict[str, str], mode: str = "", headers: dict[str, str] | None = None) -> None:
         if shutil.which("node") is None or not (CLIENTS / "node_modules/@electric-sql/client").is_dir():
             pytest.skip("needs node and the packages of tests/clients: tests/clients/install")
-        self._arguments = [str(CLIENTS / "follow_shape.mjs"), url, json.dumps(params), *([mode] if mode else [])]
+        self._arguments = [str(CLIENTS / "follow_shape.mjs"), url, json.dumps(params), mode]
+        self._arguments.append(json.dumps(headers or {}))
         self.lines: list[dict[str, Any]] = []
         self._tasks = Tasks(print)
 
@@ -124,6 +125,20 @@ def test_the_stock_client_starts_over_after_a_truncate_and_ends_equal(postgres_d
             await eventually(lambda: client.last["upToDate"] and len(client.rows) == 1)
             assert client.rows == await account_rows(world)
             assert client.last["refetches"] >= 1
+
+    run(main())
+
+
+def test_the_stock_client_reads_an_array_that_may_not_be_null_and_has_null_elements(postgres_dsn: str) -> None:
+    ddl = "CREATE TABLE odd (id int PRIMARY KEY, tags text[] NOT NULL); INSERT INTO odd VALUES (1, '{a,NULL}')"
+
+    async def main() -> None:
+        async with (
+            ShapeWorld(postgres_dsn, ddl) as world,
+            NodeClient(f"{world.server.url}/v1/shape", {"table": "odd"}) as client,
+        ):
+            await eventually(lambda: client.last.get("upToDate") or "error" in client.last)
+            assert client.rows == [{"id": 1, "tags": ["a", None]}], client.last
 
     run(main())
 

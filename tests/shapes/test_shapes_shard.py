@@ -25,8 +25,8 @@ from tidemill.shapes.log import MemoryLog, split_chunk
 from tidemill.shapes.offsets import BASE_END, BEFORE_ALL
 from tidemill.shapes.plan import ShapeRequest, shard_name
 from tidemill.shapes.shape import ShapeDefinition, Source
-from tidemill.shapes.shard_source import ShardFeed, shard_types
-from tidemill.shapes.shard_text import date_text, float4_text, float8_text, text_columns, timestamp_text
+from tidemill.shapes.shard_source import ShardFeed, shard_schema_json, shard_types
+from tidemill.shapes.shard_text import clock_text, date_text, float4_text, float8_text, text_columns, timestamp_text
 from tidemill.shapes.share import LoopShare
 from tidemill.shapes.where import compile_where
 from tidemill.shards.evolution import Changes
@@ -271,6 +271,34 @@ def test_a_shape_over_a_shard_that_gets_a_column_starts_over_with_it(postgres_ds
     run(main())
 
 
+CLOCKS = ShardSchema(
+    (Column("id", "int32"), Column("clock", "timestamp_ntz"), Column("at", "timestamp"), Column("f", "float32")),
+    ("id",),
+)
+
+
+def test_a_time_without_a_zone_is_postgres_timestamp_and_minus_zero_is_a_change() -> None:
+    names = {name: found["type"] for name, found in json.loads(shard_schema_json(CLOCKS, ())).items()}
+    assert names == {"id": "int4", "clock": "timestamp", "at": "timestamptz", "f": "float4"}
+    bench = Bench(CLOCKS, "clock >= '1970-01-01 09:00:00' AND at < '1970-01-01 12:00:00+00' AND f = 0")
+    nine = 9 * 3_600_000_000
+
+    def row(key: int, us: int, f: float) -> dict[str, Any]:
+        return {"id": key, "clock": us, "at": us, "f": f}
+
+    async def main() -> None:
+        rows = [(5, 1, row(1, nine, 0.0)), (5, 1, row(2, nine - 1, 0.0)), (5, 1, row(3, nine, 1.0))]
+        await bench.shard.append(100, *rows)
+        await bench.feed.load(bench.shape)
+        changed = bench.shard.table([(150, -1, row(1, nine, 0.0)), (150, 1, row(1, nine, -0.0))])
+        await bench.feed.apply(bench.shape, changed, 200)
+
+    run(main())
+    shown = {"id": "1", "clock": "1970-01-01 09:00:00", "at": "1970-01-01 09:00:00+00"}
+    assert bench.base == [shown | {"f": "0"}]
+    assert bench.operations == [("update", {"id": "1", "f": "-0"}, "150")]
+
+
 def floats() -> list[float]:
     rand = random.Random(3)
     out = [0.0, -0.0, 1.0, -1.5, 0.1, 1e15, 1e14, 999999999999999.0, 1e-4, 1e-5, 123456.0, 1e6, 1e22, 5e-324, 1.7e308]
@@ -304,6 +332,10 @@ def test_values_are_printed_as_postgres_prints_them(postgres_dsn: str) -> None:
             " + v::bigint % 86400000000 * interval '1 microsecond'"
         )
         assert [timestamp_text(m) for m in micros] == ask(moment, [str(m) for m in micros])
+        clock = moment.replace("+00'::timestamptz", "'::timestamp")
+        assert [clock_text(m) for m in micros] == ask(clock, [str(m) for m in micros])
+        for text in (timestamp_text, clock_text):
+            assert [text(2**63 - 1), text(1 - 2**63)] == ["infinity", "-infinity"]
 
 
 def test_arrow_columns_become_text_and_null_stays_null() -> None:

@@ -68,7 +68,10 @@ b AND id > 1 | b OR id > 1 | NOT (b OR small = 1) | b = 't' | b = 'yes' | b <> '
 t IS NULL | t IS NOT NULL | t = '' | t LIKE 'a%' | t LIKE 'a_c' | t NOT LIKE '%b%' | t ILIKE 'aBc' | t NOT ILIKE 'ab%'
 t LIKE '%\\\\%' | v LIKE '100\\%' | v LIKE '%\\%\\_' | t LIKE '' | t LIKE '%' | t ILIKE 'äöÜ%' | t || 'x' = 'abcx'
 c = 'abc' | c = 'abc   ' | c LIKE 'ab%' | c LIKE 'ab' | c LIKE 'ab    ' | c = v | c = t | c::text || '' = 'ab'
-c::text = 'ab' | v = 'abc' | v = t | lower(t) = 'abc' | upper(v) = 'ABC' | t COLLATE "C" < 'b' | t >= 'A' COLLATE "C"
+c::text = 'ab' | v = 'abc' | v = t | lower(t) = 'abc' | upper(v) = 'ABC'
+length(t) = 3 | length(v) > id | length('äb') = 2 | concat(t, v, NULL) = 'abcabc' | concat('a') = 'a' | concat(t) = ''
+concat(t, '-', id::text) LIKE '%-1'
+t COLLATE "C" < 'b' | t >= 'A' COLLATE "C"
 tc < 'abd' | tc > 'Abc' | tc BETWEEN 'A' AND 'b' | t IN ('abc', 'ABC') | t = ANY('{abc,""}') | id = ANY('{1,2}')
 id = ANY(ARRAY[1,5]) | id <> ALL('{1,2}') | id < ANY(ia) | 5 = ANY(ia) | 'a' = ANY(ta) | t = ANY(ta) | id = ALL(ia)
 id > ALL('{}') | 'ABC' = ALL(ta) | NULL = ANY(ia) | ia = '{1,2,3}' | ia <> '{7}' | ta = '{a,b}' | ia IS NULL
@@ -131,6 +134,12 @@ REFUSED = [
     ("id OPERATOR(public.=) ANY('{1}')", "operator public.= is not supported"),
     ("OPERATOR(evil.-) id = 1", "operator evil.- is not supported"),
     ("evil.lower(t) = 'a'", "function evil.lower is not supported"),
+    ("evil.length(t) = 1", "function evil.length is not supported"),
+    ("length(id) = 1", "function length(integer) does not exist"),
+    ("length(t, t) = 1", "function length(text, text) does not exist"),
+    ("concat(id) = '1'", "function concat(integer) does not exist"),
+    ("concat() = ''", "function concat() does not exist"),
+    ("concat(VARIADIC ta) = ''", "function concat is not supported"),
     ("id::evil.int4 = 1", "cast to evil.int4"),
     ("t COLLATE evil.\"C\" < 'a'", 'collation "C" is not supported'),
     ("1e30000/id > 0", "more than 16000 digits"),

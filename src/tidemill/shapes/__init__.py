@@ -6,7 +6,8 @@ stream, and the HTTP endpoints (`http`). Does not own replication (capture), sha
 H1  A handle is never reused; a client with another handle than the current one is told to refetch.
 L1  Offsets of a log grow strictly; readers see whole transactions, each item once.
 V2  A shape is registered before its snapshot, and the snapshot sees all that was streamed before.
-K1  Logs live in memory, so a shape holds nothing back in capture.
+K1  A commit is owed to PostgreSQL for as long as what came of it is neither durable nor over; a shard is never held
+    back: it remembers by itself what a shape has yet to write.
 """
 
 from __future__ import annotations

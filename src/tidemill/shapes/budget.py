@@ -25,8 +25,19 @@ class Full(Unavailable):
 class Budget:
     """`make_room(missing_bytes)` is asked before anything is refused; it gives back what it can."""
 
-    def __init__(self, limit_bytes: int, make_room: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        limit_bytes: int,
+        make_room: Callable[[int], None] = lambda _: None,
+        *,
+        whose: str = "all shapes together",
+        what: str = "memory",
+        setting: str = "shapes.memory_mb",
+    ) -> None:
         self.limit_bytes = limit_bytes
+        self._whose = whose
+        self._what = what
+        self._setting = setting
         self.used_bytes = 0
         self.refused = 0
         self._make_room = make_room
@@ -39,12 +50,23 @@ class Budget:
         if self.used_bytes + size_bytes > self.limit_bytes:
             self.refused += 1
             raise Full(
-                f"all shapes together hold as much memory as they may: limit_bytes={self.limit_bytes}"
+                f"{self._whose} hold as much {self._what} as they may: limit_bytes={self.limit_bytes}"
                 f" used_bytes={self.used_bytes} wanted_bytes={size_bytes}.",
                 FULL_RETRY_S,
-                fix="Narrow the shape with where or columns, or raise shapes.memory_bytes.",
+                fix=f"Narrow the shape with where or columns, or raise {self._setting}.",
             )
         self.used_bytes += size_bytes
 
     def give(self, size_bytes: int) -> None:
         self.used_bytes -= size_bytes
+
+
+def take_of_all(size_bytes: int, *budgets: Budget) -> None:
+    """Take of each, or raise what one raises (Full), and take of none."""
+    for count, budget in enumerate(budgets):
+        try:
+            budget.take(size_bytes)
+        except BaseException:
+            for taken in budgets[:count]:
+                taken.give(size_bytes)
+            raise

@@ -5,9 +5,12 @@ C1  Changes are evaluated as they come, also before the snapshot of the initial 
 C2  Items are staged in the log as they are made, and shown at their commit, all at once; a delivery that begins the
     same transaction anew discards what an interrupted one left behind.
 C3  A row that enters the filter is an insert, one that leaves it is a delete, a no-op is nothing.
-C4  Where the stream cannot be followed row by row (truncate, changed columns) the shape ends at that commit, and its
-    clients refetch. A filter that fails on a row ends it there too, and its clients are answered 400.
+C4  Where the stream cannot be followed row by row (truncate, changed columns, a filter or replica=full and an old row
+    that is not whole, a changed key and a value that nobody said) the shape ends at that commit, and its clients
+    refetch. A filter that fails on a row ends it there too, and its clients are answered 400.
 C5  `seen` never goes back, and never passes a transaction whose effect is not in the log.
+C6  A log that comes from disk has whole transactions up to its end, and what the stream brings again of these is
+    skipped. Of a later one that changes nothing in it nothing is known, and it is evaluated again, to the same end.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ from collections.abc import Sequence
 
 from tidemill.base.errors import Invalid
 from tidemill.capture.changes import Change, Relation, Row
+from tidemill.capture.converter import key_changed
 from tidemill.capture.visibility import PgSnapshot
 from tidemill.shapes.budget import Full
 from tidemill.shapes.items import LogItem
 from tidemill.shapes.live import LiveShape
-from tidemill.shapes.offsets import LogOffset
+from tidemill.shapes.offsets import FIRST_OP, LogOffset
 from tidemill.shapes.rows import Headers, RowWriter
 from tidemill.shapes.share import Turn
 from tidemill.shapes.stitch import SnapshotFilter
@@ -42,11 +46,13 @@ class Transaction:
 class Work:
     """A fragment on its way through the shapes: kept for as long as one of them has not evaluated it."""
 
-    __slots__ = ("arrived_s", "left", "size_bytes")
+    __slots__ = ("arrived_s", "before", "left", "size_bytes")
 
-    def __init__(self, size_bytes: int, arrived_s: float) -> None:
+    def __init__(self, size_bytes: int, arrived_s: float, before: int) -> None:
+        """`before`: the newest whole transaction that arrived before it."""
         self.size_bytes = size_bytes
         self.arrived_s = arrived_s
+        self.before = before
         self.left = 0
         """Consumers that have not evaluated it yet."""
 
@@ -80,19 +86,21 @@ class TableConsumer:
     """Takes the changes of one relation for one shape. `offer` and `evaluate` by its sink; `open`, then `settle` until
     it returns False, by who loads the shape."""
 
-    def __init__(self, shape: LiveShape, relation: Relation, where: Where | None, writer: RowWriter) -> None:
+    def __init__(
+        self, shape: LiveShape, relation: Relation, where: Where | None, writer: RowWriter, *, has_lsn: int = 0
+    ) -> None:
+        """`has_lsn`: of the newest transaction in a log that comes from disk (C6)."""
         self.shape = shape
         self.relation = relation
         self.inbox: deque[Entry] = deque()
         self.floor = 0
         """While something is in the inbox: the newest transaction before it."""
-        self.scheduled = False
-        self.spent_s = 0.0
-        """Time used lately, for choosing who is too dear; the sink halves it once a second."""
+        self._spent_s, self._spent_at = 0.0, 0
         self._where = where
         self._writer = writer
         self._at = 0
         """Changes of the first entry that are done."""
+        self._has_lsn = has_lsn
         self._filter: SnapshotFilter | None = None
         self._following = False
         self._current: _Delivery | None = None
@@ -109,6 +117,13 @@ class TableConsumer:
     @property
     def equality(self) -> Equality | None:
         return None if self._where is None else self._where.equality
+
+    def spend(self, seconds: float, tick: int) -> None:
+        self._spent_s, self._spent_at = self.spent_s(tick) + seconds, tick
+
+    def spent_s(self, tick: int) -> float:
+        """Time used lately, for choosing who is too dear: with each of the sink's ticks it is half of what it was."""
+        return float(self._spent_s * 0.5 ** (tick - self._spent_at))
 
     # -- the stream, by the sink -------------------------------------------------------------------------------
 
@@ -160,9 +175,13 @@ class TableConsumer:
 
     # -- the snapshot, by who loads ----------------------------------------------------------------------------
 
-    def open(self, snapshot: PgSnapshot) -> None:
-        """The base is complete as of `snapshot`."""
+    def open(self, snapshot: PgSnapshot | None) -> None:
+        """The base is complete as of `snapshot`; None: every transaction that comes is later."""
         self._filter = SnapshotFilter(snapshot)
+
+    def follow(self) -> None:
+        """Nothing waits for the snapshot: the log is an old one."""
+        self._following = True
 
     def settle(self, turn: Turn) -> bool:
         """Show what committed meanwhile and the snapshot had not seen. False: all of it; from here on at once."""
@@ -210,7 +229,13 @@ class TableConsumer:
 
     def _admits(self, delivery: _Delivery) -> bool:
         assert self._filter is not None, "settle before open"
-        return self._filter.admits(delivery.transaction.xid)
+        if delivery.transaction.commit_lsn <= self._has_lsn:
+            return False
+        asked = not self._filter.passed
+        admits = self._filter.admits(delivery.transaction.xid)
+        if asked and self._filter.passed:
+            self.shape.log.passed()
+        return admits
 
     def _discard(self, delivery: _Delivery | None) -> None:
         """Let go of a delivery that will not be shown."""
@@ -264,15 +289,23 @@ class TableConsumer:
         if change.op == "truncate":
             return "the table was truncated"
         known, seen = self.relation, change.relation
-        if seen is known:
-            return ""
-        if (seen.schema, seen.table) != (known.schema, known.table) or _layout(seen) != _layout(known):
+        if seen is not known and not same_layout(seen, known):
             return "the table's definition changed"
         self.relation = seen
+        return "" if seen.old_rows == "whole" else self._unsaid(change)
+
+    def _unsaid(self, change: Change) -> str:
+        """What this shape would have to know of a row, and an identity that is not FULL does not say."""
+        old = change.old
+        asked = (self._where is not None or self._writer.full) and change.op != "insert"
+        if asked and (old is None or len(old) < len(change.relation.columns)):
+            return "the table's REPLICA IDENTITY is not FULL any more"
+        if key_changed(change) and self._writer.shows(change.unchanged):
+            return "a row got another key, and the stream does not say all its values"
         return ""
 
     def _items_of(self, change: Change, headers: Headers, items: list[LogItem]) -> None:
-        offset = LogOffset(change.position.commit_lsn, change.position.ordinal)
+        offset = LogOffset(change.position.commit_lsn, FIRST_OP + change.position.ordinal)
         writer, where = self._writer, self._where
         new, old = change.new, change.old
         if change.op == "insert":
@@ -288,10 +321,10 @@ class TableConsumer:
             self._update(offset, old, new, headers, items)
 
     def _update(self, offset: LogOffset, old: Row | None, new: Row, headers: Headers, items: list[LogItem]) -> None:
-        """Without the old row (no REPLICA IDENTITY FULL) it may have been in: an update or a delete is safe."""
+        """Without the old row (C4: and without a filter) every column counts as changed but those that nobody said."""
         writer, where = self._writer, self._where
         after = where is None or where.matches(new)
-        before = where is None or old is None or where.matches(old)
+        before = where is None or (old is not None and where.matches(old))
         if before and after:
             if old is not None and writer.key(old) != writer.key(new):
                 moved_to, moved_from = {"key_change_to": writer.key(new)}, {"key_change_from": writer.key(old)}
@@ -304,7 +337,8 @@ class TableConsumer:
         elif after:
             items.append(writer.insert(offset, new, headers))
         elif before:
-            items.append(writer.delete(offset, old if old is not None else new, headers))
+            assert old is not None
+            items.append(writer.delete(offset, old, headers))
 
 
 def failed_on_a_row(where: str, error: EvaluationError) -> Invalid:
@@ -315,6 +349,11 @@ def failed_on_a_row(where: str, error: EvaluationError) -> Invalid:
 
 
 SHOWN_CHARS = 200
+
+
+def same_layout(one: Relation, other: Relation) -> bool:
+    """Whether rows of both look alike to a client."""
+    return (one.schema, one.table, _layout(one)) == (other.schema, other.table, _layout(other))
 
 
 def _layout(relation: Relation) -> list[tuple[str, int, int]]:

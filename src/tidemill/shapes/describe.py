@@ -98,10 +98,12 @@ def table_columns(relation: Relation, rows: list[ColumnInfo]) -> TableColumns:
 
 
 def _column_schema(column: ColumnInfo, key_index: int | None) -> dict[str, object]:
+    """Of an array `not_null` is left out: the published client holds its elements to it, and gives up on rows that have
+    a NULL among them."""
     schema: dict[str, object] = {"type": column.type_name, "dims": column.dimensions}
     if key_index is not None:
         schema["pk_index"] = key_index
-    if column.not_null:
+    if column.not_null and not column.dimensions:
         schema["not_null"] = True
     return schema | _modifiers(column.type_name, column.type_mod)
 

@@ -28,6 +28,8 @@ class LiveShape:
         self.last_seen = 0
         self.used_s = 0.0
         self.started_s = 0.0
+        self.restored = False
+        """Its log is of an earlier life: what its readers saw last may come again only now."""
         self.broken = False
         """It ended with a fault that nobody listed."""
         self.rows_loaded = 0
@@ -107,6 +109,8 @@ class LiveShape:
 
     async def wait_loaded(self, timeout_s: float) -> bool:
         """True once no longer loading; look at `gone` and `error` then."""
+        if self._state != "loading":
+            return True
         try:
             async with asyncio.timeout(timeout_s):
                 while self._state == "loading":

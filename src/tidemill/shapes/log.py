@@ -7,7 +7,7 @@ L3  A reader that asks at any offset gets every later item once, in order.
 
 `LogStorage` is the protocol; `MemoryLog` keeps everything in memory and is bounded: when the items
 outgrow `LogLimits.log_bytes` the owner ends the shape, and the next request starts it anew (new handle,
-new base). A durable log implements the same protocol and may then promise more.
+new base). `store.DiskLog` keeps it on disk, over a restart.
 
 L4  What a log holds was taken from the budget before, and is given back when it is dropped; it then takes nothing more.
 
@@ -18,7 +18,7 @@ A chunk of the base is kept as the bytes that answer a request: objects joined b
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -51,12 +51,23 @@ class Chunk(msgspec.Struct, frozen=True):
     complete: bool
 
 
+class Lent(list[bytes]):
+    """Items that were read from disk for readers: counted in memory for as long as one of them has this list."""
+
+    __slots__ = ("__weakref__",)
+
+
 SEPARATOR = b",\n"
 
 
-def split_chunk(items: Sequence[bytes]) -> list[bytes]:
-    """The single objects of a chunk."""
-    return [single for joined in items for single in joined.split(SEPARATOR)]
+def split_chunk(items: Iterable[bytes]) -> Iterator[bytes]:
+    """The single objects of a chunk, one at a time: no reader holds a second copy of it."""
+    for joined in items:
+        start = 0
+        while (end := joined.find(SEPARATOR, start)) >= 0:
+            yield joined[start:end]
+            start = end + len(SEPARATOR)
+        yield joined[start:]
 
 
 class LogStorage(Protocol):
@@ -80,6 +91,11 @@ class LogStorage(Protocol):
     def base_bytes(self) -> int: ...
 
     @property
+    def held_bytes(self) -> int:
+        """Of both, in memory."""
+        ...
+
+    @property
     def overgrown(self) -> bool:
         """The log is larger than its limit: the owner ends the shape."""
         ...
@@ -100,7 +116,17 @@ class LogStorage(Protocol):
 
     def unstage(self) -> None: ...
 
-    def read(self, after: LogOffset) -> Chunk: ...
+    async def fetch(self, after: LogOffset) -> Chunk:
+        """The next chunk behind `after`; of one that is dropped meanwhile, whatever is left. Raises Unavailable."""
+        ...
+
+    async def room(self) -> None:
+        """Until more of the base may be added."""
+        ...
+
+    def passed(self) -> None:
+        """The snapshot of the base is asked no more: every transaction that comes is later."""
+        ...
 
     def drop(self) -> None: ...
 
@@ -136,6 +162,10 @@ class MemoryLog:
         return self._base_bytes
 
     @property
+    def held_bytes(self) -> int:
+        return self._log_bytes + self._base_bytes
+
+    @property
     def overgrown(self) -> bool:
         return self._log_bytes > self._limits.log_bytes
 
@@ -147,6 +177,9 @@ class MemoryLog:
             raise RuntimeError("base is sealed")
         size = sum(map(len, rows)) + len(SEPARATOR) * len(rows)
         self.budget.take(size)
+        if self._dropped:  # room was made of this very shape
+            self.budget.give(size)
+            return
         self._base_bytes += size
         for row in rows:
             self._open_chunk.append(row)
@@ -176,6 +209,9 @@ class MemoryLog:
         if item.offset <= last:
             raise RuntimeError(f"log offsets must grow: last={last} next={item.offset}")
         self.budget.take(item.size_bytes)
+        if self._dropped:  # room was made of this very shape
+            self.budget.give(item.size_bytes)
+            return
         self._log_bytes += item.size_bytes
         self._offsets.append(item.offset)
         self._json.append(item.json)
@@ -194,6 +230,15 @@ class MemoryLog:
         self.budget.give(size)
         del self._offsets[self._shown :], self._json[self._shown :]
 
+    async def fetch(self, after: LogOffset) -> Chunk:
+        return self.read(after)
+
+    async def room(self) -> None:
+        """There is, or adding raises Full."""
+
+    def passed(self) -> None:
+        """Nothing of it is kept."""
+
     def read(self, after: LogOffset) -> Chunk:
         """The next chunk behind `after`. The base is read chunk by chunk: -1 → 0_0 → … → 0_inf."""
         if after < BASE_END:
@@ -203,7 +248,7 @@ class MemoryLog:
             is_last = index == len(self._base) - 1
             joined = self._base[index]
             return Chunk((joined,) if joined else (), BASE_END if is_last else LogOffset(0, index), False)
-        start = bisect_right(self._offsets, after, hi=self._shown)
+        start = bisect_right(self._offsets, after.read, hi=self._shown)
         stop, size = start, 0
         while stop < self._shown and size < self._limits.chunk_bytes:
             size += len(self._json[stop])

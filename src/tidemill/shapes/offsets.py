@@ -4,6 +4,8 @@
     0_n       after chunk n of the base   (tx 0, op n)
     0_inf     after the whole base        (tx 0, op ∞)
     tx_op     after that item of the log  (tx = commit LSN, or time in ms for a shard)
+    tx_0      after the whole transaction: an item's op is FIRST_OP or more, and a client of server-sent events comes
+              again with the LSN of its last up-to-date item and op 0, having seen that transaction to its end
 
 The order is the tuple order. Real transactions are far above 0, so the base sorts before the log.
 """
@@ -15,6 +17,8 @@ import msgspec
 from tidemill.base.errors import Invalid
 
 OP_INFINITY = (1 << 63) - 1
+"""No larger number is an LSN, a time or a place, nor can it be looked for on disk."""
+FIRST_OP = 1
 DIGITS = 20
 """No number on the wire is longer: LSNs, times and places have 64 bits. (Python refuses to read very long ones.)"""
 
@@ -35,6 +39,11 @@ class LogOffset(msgspec.Struct, frozen=True, order=True, gc=False):
             return "-1"
         return f"{self.tx}_inf" if self.op == OP_INFINITY else f"{self.tx}_{self.op}"
 
+    @property
+    def read(self) -> LogOffset:
+        """What a reader at this place has read of the log: with `tx_0` all of that transaction."""
+        return self if self.op or self.tx <= 0 else LogOffset(self.tx, OP_INFINITY)
+
     @classmethod
     def parse(cls, text: str) -> LogOffset:
         """Read the wire form. Raises Invalid; `now` is no position and is handled by the caller."""
@@ -43,7 +52,7 @@ class LogOffset(msgspec.Struct, frozen=True, order=True, gc=False):
         tx_text, separator, op_text = text.partition("_")
         tx = number(tx_text)
         op = OP_INFINITY if op_text == "inf" else number(op_text)
-        if separator and tx is not None and op is not None:
+        if separator and tx is not None and op is not None and max(tx, op) <= OP_INFINITY:
             return cls(tx, op)
         raise Invalid(f"not an offset: offset={text!r}.", fix="Send -1, now, or the electric-offset of a response.")
 

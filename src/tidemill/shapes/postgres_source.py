@@ -15,7 +15,7 @@ gives no rows for STATEMENT_TIMEOUT_S ends: a filter without an index must not h
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from tidemill.base.errors import Invalid, Missing, Unavailable
 from tidemill.capture.visibility import PgSnapshot
 from tidemill.capture.wire.connection import DISPLAY_SETTINGS
 from tidemill.shapes.describe import DESCRIBE_SQL, ColumnInfo, TableColumns, table_columns
+from tidemill.shapes.held import HeldRows
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.rows import RowWriter
 from tidemill.shapes.share import LoopShare, Turn
@@ -50,8 +51,14 @@ VISIBILITY_TIMEOUT_S = 20.0
 REFUSALS = frozenset({"0A", "21", "22", "23", "42", "54"})
 """Classes of SQLSTATE that blame the query: not supported, cardinality, data, constraint, syntax or access, limits."""
 SNAPSHOTS_AT_ONCE = 4
+SUBSETS_AT_ONCE = 4
+"""They do not wait for shapes that load, which takes much longer."""
 LOOKUPS_AT_ONCE = 2
 """Of the catalogue; they do not wait for snapshots."""
+
+
+class MadeAnew(Unavailable):
+    """The name means another table than the captured one."""
 
 
 def quote(name: str) -> str:
@@ -65,6 +72,7 @@ class PostgresSource:
         self._dsn = dsn
         self._snapshots = asyncio.Semaphore(SNAPSHOTS_AT_ONCE)
         self._lookups = asyncio.Semaphore(LOOKUPS_AT_ONCE)
+        self._subsets = asyncio.Semaphore(SUBSETS_AT_ONCE)
 
     @asynccontextmanager
     async def _connection(self, slots: asyncio.Semaphore) -> AsyncIterator[psycopg.AsyncConnection[tuple[object, ...]]]:
@@ -94,6 +102,17 @@ class PostgresSource:
             rows = [ColumnInfo(*row) for row in await cursor.fetchall()]  # type: ignore[arg-type]
         return table_columns(relation, rows)
 
+    async def says_old_rows(self, relation: Relation) -> bool:
+        """Whether the stream says whole old rows of a table (old_rows.py). Raises Missing, Unavailable."""
+        async with self._connection(self._lookups) as connection:
+            cursor = await connection.execute(
+                "SELECT relreplident = 'f' AND relkind <> 'p' FROM pg_class WHERE oid = %s", (relation.oid,)
+            )
+            row = await cursor.fetchone()
+        if row is None:
+            raise Missing(f"the table is gone: table={relation.name}.")
+        return bool(row[0])
+
     async def load(
         self,
         shape: LiveShape,
@@ -109,12 +128,45 @@ class PostgresSource:
             snapshot = await _open_snapshot(connection, must_see)
             await _check_identity(connection, info.relation)
             if with_rows:
-                async for result in _results(connection, info, where):
-                    await share.work(_Rendering(shape, result, info.names, writer).step)
+
+                def take(rows: list[bytes]) -> bool:
+                    shape.log.add_base(rows)
+                    shape.rows_loaded += len(rows)
+                    return not shape.gone
+
+                async for result in _results(connection, *_whole(info, where)):
+                    await share.work(_Rendering(take, result, info.names, writer).step)
+                    await shape.log.room()
                     if shape.gone:
                         break
             await connection.execute("COMMIT")
         return snapshot
+
+    async def subset(
+        self,
+        relation: Relation,
+        shown: Sequence[str],
+        query: tuple[str, tuple[str, ...]],
+        writer: RowWriter,
+        must_see: frozenset[int],
+        share: LoopShare,
+        rows: HeldRows,
+    ) -> tuple[PgSnapshot, int]:
+        """Put the rows of `query`, which gives the `shown` columns, into `rows`; returns the snapshot they were read
+        in, and an LSN behind every commit that it sees. Raises Unavailable, Invalid or Full."""
+
+        def take(rendered: list[bytes]) -> bool:
+            rows.add(rendered)
+            return True
+
+        async with self._connection(self._subsets) as connection:
+            snapshot = await _open_snapshot(connection, must_see)
+            await _check_identity(connection, relation)
+            lsn = await _written_lsn(connection)
+            async for result in _results(connection, *query):
+                await share.work(_Rendering(take, result, shown, writer).step)
+            await connection.execute("COMMIT")
+        return snapshot, lsn
 
 
 async def _open_snapshot(
@@ -139,6 +191,18 @@ async def _open_snapshot(
         await asyncio.sleep(VISIBILITY_RETRY_S)
 
 
+async def _written_lsn(connection: psycopg.AsyncConnection[tuple[object, ...]]) -> int:
+    """Asked behind the snapshot, so that every commit it sees is below: what is inserted, for a commit that does not
+    wait for its WAL is seen before that is written. On a standby what is replayed is all there is."""
+    cursor = await connection.execute(
+        "SELECT ((CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_insert_lsn() END)"
+        " - '0/0'::pg_lsn)::text"
+    )
+    row = await cursor.fetchone()
+    assert row is not None
+    return int(str(row[0]))
+
+
 async def _check_identity(connection: psycopg.AsyncConnection[tuple[object, ...]], relation: Relation) -> None:
     """The name must still mean the relation whose changes are routed; a table made anew has another oid."""
     name = f"{quote(relation.schema)}.{quote(relation.table)}"
@@ -148,14 +212,16 @@ async def _check_identity(connection: psycopg.AsyncConnection[tuple[object, ...]
     if oid is None:
         raise Missing(f"the table is gone: table={relation.name}.")
     if oid != relation.oid:
-        raise Unavailable(f"the table was made anew and is not captured yet: table={relation.name} oid={oid}.")
+        raise MadeAnew(f"the table was made anew and is not captured yet: table={relation.name} oid={oid}.")
 
 
 class _Rendering:
-    """One result's rows, made into the base of a shape in slices."""
+    """One result's rows, made into items in slices; `take` keeps them, and says whether to go on."""
 
-    def __init__(self, shape: LiveShape, result: PGresult, names: tuple[str, ...], writer: RowWriter) -> None:
-        self._shape = shape
+    def __init__(
+        self, take: Callable[[list[bytes]], bool], result: PGresult, names: Sequence[str], writer: RowWriter
+    ) -> None:
+        self._take = take
         self._result = result
         self._names = names
         self._writer = writer
@@ -171,13 +237,18 @@ class _Rendering:
             self._next += 1
             if turn.over:
                 break
-        self._shape.log.add_base(rows)
-        self._shape.rows_loaded += len(rows)
-        return self._next < result.ntuples and not self._shape.gone
+        return self._take(rows) and self._next < result.ntuples
+
+
+def _whole(info: TableColumns, where: Where | None) -> tuple[str, tuple[str, ...]]:
+    """The query of a shape's initial rows, and the values of its parameters."""
+    relation = info.relation
+    query = f"SELECT {', '.join(map(quote, info.names))} FROM {quote(relation.schema)}.{quote(relation.table)}"
+    return (query, ()) if where is None else (f"{query} WHERE ({where.sql})", where.params)
 
 
 async def _results(
-    connection: psycopg.AsyncConnection[tuple[object, ...]], info: TableColumns, where: Where | None
+    connection: psycopg.AsyncConnection[tuple[object, ...]], query: str, params: tuple[str, ...]
 ) -> AsyncIterator[PGresult]:
     """The rows as text, FETCH_BYTES at a time, through a server-side cursor; the where clause runs in the database.
 
@@ -186,13 +257,6 @@ async def _results(
     """
     import psycopg
 
-    names = info.names
-    relation = info.relation
-    query = f"SELECT {', '.join(map(quote, names))} FROM {quote(relation.schema)}.{quote(relation.table)}"
-    params: tuple[str, ...] = ()
-    if where is not None:
-        query += f" WHERE ({where.sql})"
-        params = where.params
     raw = psycopg.AsyncRawCursor(connection)
     await connection.execute("SET LOCAL search_path = pg_catalog")
     await raw.execute(f"DECLARE shape NO SCROLL CURSOR FOR {query}", params or None)
@@ -205,7 +269,7 @@ async def _results(
         if result.ntuples == 0:
             return
         sampled = range(0, result.ntuples, max(1, result.ntuples // SAMPLES))
-        values = (result.get_value(row, column) for row in sampled for column in range(len(names)))
+        values = (result.get_value(row, column) for row in sampled for column in range(result.nfields))
         size = sum(len(value) for value in values if value is not None)
         rows = max(1, min(MOST_ROWS, FETCH_BYTES * len(sampled) // max(1, size)))
         yield result

@@ -29,8 +29,9 @@ class Refusals:
     def add(self, definition: ShapeDefinition, error: TidemillError, now_s: float, *, broken: bool = False) -> None:
         wrong = isinstance(error, Invalid) and not isinstance(error, Missing)
         length = BROKEN_S if broken else REFUSED_S if wrong else AWAY_S
+        self._until = {each: found for each, found in self._until.items() if now_s < found[0]}
         self._until.pop(definition, None)
-        self._until[definition] = (now_s + length, error)
+        self._until[definition] = (now_s + length, _bare(error))
         if len(self._until) > MOST:
             del self._until[next(iter(self._until))]
         self.count += 1
@@ -42,9 +43,16 @@ class Refusals:
         if found is None:
             return
         if now_s < found[0]:
-            raise found[1]
+            raise _bare(found[1])
         del self._until[definition]
 
     def forget(self) -> None:
         """What made them fail may be different now."""
         self._until.clear()
+
+
+def _bare(error: TidemillError) -> TidemillError:
+    """The same without the frames that it passed: what they hold, a whole shard perhaps, would stay for as long."""
+    made = type(error).__new__(type(error), *error.args)
+    made.__dict__.update(error.__dict__)
+    return made

@@ -4,13 +4,14 @@
     shapes:shards    all shapes over shards
     shape:HANDLE     one that loads for longer than LOADING_SHOWN_S, or that ended with a fault lately (its error)
 
-A report is as large as the number of sources, and at most MOST_OWN: never as large as the number of shapes. That a
-client's clause was refused is counted, and no trouble of ours.
+A report is as large as the number of sources, and at most MOST_OWN: neither it nor what is looked at for it is ever as
+large as the number of shapes. That a client's clause was refused is counted, and no trouble of ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from heapq import nlargest
 
 import msgspec
 from prometheus_client import Gauge
@@ -24,6 +25,8 @@ FAULT_SHOWN_S = 60.0
 MOST_OWN = 20
 SHARDS = "shapes:shards"
 LARGEST = 5
+LOOKED_AT = 1_000
+"""Shapes whose size is looked at in one report."""
 
 _SHAPES = Gauge("tidemill_shapes", "Live shapes")
 _BYTES = Gauge("tidemill_shapes_memory_bytes", "Bases, logs and transactions under way of all shapes")
@@ -58,17 +61,21 @@ class Reporter:
             self._tracker.fail(name, error, now_ms=now_ms)
 
     def tick(
-        self, shapes: Iterable[LiveShape], sources: Mapping[str, Source], words: str, now_ms: int, now_s: float
+        self,
+        counts: Mapping[str, int],
+        load: Iterable[LiveShape],
+        sources: Mapping[str, Source],
+        words: str,
+        now_ms: int,
+        now_s: float,
     ) -> None:
-        counts: dict[str, int] = {}
+        """`counts`: live shapes of each mark; `load`: those of them that load."""
         loading: dict[str, int] = {}
-        for shape in shapes:
+        for shape in load:
             name = mark_of(shape)
-            counts[name] = counts.get(name, 0) + 1
-            if shape.state == "loading":
-                loading[name] = loading.get(name, 0) + 1
-                if now_s - shape.started_s > LOADING_SHOWN_S:
-                    self._loading(shape, now_ms, now_s)
+            loading[name] = loading.get(name, 0) + 1
+            if now_s - shape.started_s > LOADING_SHOWN_S:
+                self._loading(shape, now_ms, now_s)
         for name, count in counts.items():
             source = sources[name]
             said = f"{count} shapes, {loading.get(name, 0)} of them loading{words}"
@@ -102,6 +109,22 @@ class Reporter:
         del self._own[name]
         self._tracker.heal(name)
         self._tracker.remove(name)
+
+
+class Largest:
+    """The largest shapes. Of more than LOOKED_AT some are looked at each time: one may be found a round late."""
+
+    def __init__(self) -> None:
+        self._to_see: list[LiveShape] = []
+        self._found: list[LiveShape] = []
+
+    def look(self, shapes: Mapping[str, LiveShape]) -> list[LiveShape]:
+        if len(self._to_see) < LOOKED_AT:
+            self._to_see = list(shapes.values())
+        seen, self._to_see = self._to_see[-LOOKED_AT:], self._to_see[:-LOOKED_AT]
+        live = {shape.handle: shape for shape in (*self._found, *seen) if not shape.gone}
+        self._found = nlargest(LARGEST, live.values(), key=lambda shape: shape.log.base_bytes + shape.log.log_bytes)
+        return self._found
 
 
 def mark_of(shape: LiveShape) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tidemill.base.tasks import is_fault
 from tidemill.capture.changes import Change, Relation
+from tidemill.capture.segment import by_relation
 from tidemill.shapes.consumer import TableConsumer
 from tidemill.shapes.where import Equality, Value
 
@@ -68,12 +69,10 @@ class _Table:
         self._relation = relation
         self._columns: dict[tuple[str, str], _Column] = {}
         self.scanned: Consumers = {}
-
-    @property
-    def empty(self) -> bool:
-        return not self.scanned and not self._columns
+        self.members: Consumers = {}
 
     def add(self, consumer: TableConsumer) -> None:
+        self.members[consumer] = None
         equality = consumer.equality
         if equality is None or len(equality.values) > INDEXED_VALUES:
             self.scanned[consumer] = None
@@ -82,6 +81,7 @@ class _Table:
         column.add(consumer, equality.values)
 
     def remove(self, consumer: TableConsumer) -> None:
+        del self.members[consumer]
         self.scanned.pop(consumer, None)
         for key, column in list(self._columns.items()):
             column.remove(consumer)
@@ -109,23 +109,20 @@ class _Table:
 class Router:
     def __init__(self) -> None:
         self._tables: dict[int, _Table] = {}
-        self._members: Consumers = {}
 
-    def __len__(self) -> int:
-        return len(self._members)
+    def __bool__(self) -> bool:
+        return bool(self._tables)
 
     def add(self, consumer: TableConsumer) -> None:
         self._tables.setdefault(consumer.oid, _Table(consumer.relation)).add(consumer)
-        self._members[consumer] = None
 
     def remove(self, consumer: TableConsumer) -> None:
         """Idempotent."""
-        if consumer not in self._members:
+        table = self._tables.get(consumer.oid)
+        if table is None or consumer not in table.members:
             return
-        del self._members[consumer]
-        table = self._tables[consumer.oid]
         table.remove(consumer)
-        if table.empty:
+        if not table.members:
             del self._tables[consumer.oid]
 
     def route(
@@ -134,14 +131,8 @@ class Router:
         offer: Callable[[Iterable[TableConsumer], Sequence[Change]], None],
     ) -> None:
         """Call `offer(consumers, changes)` for each group of consumers that is offered the same changes."""
-        by_relation: dict[int, list[Change]] = {}
-        tables = self._tables
-        for change in changes:
-            oid = change.relation.oid
-            if oid in tables:
-                by_relation.setdefault(oid, []).append(change)
-        for oid, found in by_relation.items():
-            table = tables[oid]
+        for oid, found in by_relation(changes, self._tables).items():
+            table = self._tables[oid]
             if table.scanned:
                 offer(table.scanned, found)
             if table.has_index:
@@ -149,4 +140,14 @@ class Router:
                     offer((consumer,), matched)
 
     def consumers(self) -> list[TableConsumer]:
-        return list(self._members)
+        return [consumer for table in self._tables.values() for consumer in table.members]
+
+    @property
+    def oids(self) -> list[int]:
+        """Of the relations that anybody follows."""
+        return list(self._tables)
+
+    def of(self, oid: int) -> list[TableConsumer]:
+        """Who follows this relation."""
+        table = self._tables.get(oid)
+        return list(table.members) if table is not None else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from tidemill.shapes.items import KeyWriter, LogItem, Operation, render, spell_booleans
 from tidemill.shapes.offsets import LogOffset
@@ -18,6 +18,7 @@ class RowWriter:
     columns      names shown, in table order
     key_columns  names of the primary key, () = every column of the row is the key
     booleans     names whose text is `t`/`f`
+    marks        further headers of the rows of a snapshot
     """
 
     def __init__(
@@ -28,17 +29,27 @@ class RowWriter:
         key_columns: Sequence[str],
         booleans: Sequence[str] = (),
         replica: Replica = "default",
+        marks: Mapping[str, object] | None = None,
     ) -> None:
         self._relation = [schema, table]
         self._columns = tuple(columns)
         self._key_columns = tuple(key_columns)
         self._booleans = tuple(booleans)
-        self._full = replica == "full"
+        self.full = replica == "full"
+        """Updates and deletes show all of a row, and updates what it was before."""
         self._keys = KeyWriter(schema, table, key_columns)
-        self._base_headers: Headers = {"operation": "insert", "relation": self._relation}
+        self._base_headers: Headers = {"operation": "insert", "relation": self._relation, **(marks or {})}
+
+    @property
+    def keyed(self) -> bool:
+        return bool(self._key_columns)
 
     def key(self, row: Row) -> str:
         return self._keys.key(row)
+
+    def shows(self, columns: Collection[str]) -> bool:
+        """Any of these is shown."""
+        return not set(columns).isdisjoint(self._columns)
 
     def _shown(self, row: Row, columns: Sequence[str]) -> dict[str, str | None]:
         shown = {column: row[column] for column in columns if column in row}
@@ -53,17 +64,18 @@ class RowWriter:
         return self._item(offset, "insert", self.key(row), self._shown(row, self._columns), headers)
 
     def delete(self, offset: LogOffset, row: Row, headers: Headers) -> LogItem:
-        columns = self._columns if self._full or not self._key_columns else self._key_columns
+        columns = self._columns if self.full or not self._key_columns else self._key_columns
         return self._item(offset, "delete", self.key(row), self._shown(row, columns), headers)
 
     def update(self, offset: LogOffset, old: Row | None, new: Row, headers: Headers) -> LogItem | None:
-        """None when nothing that is shown has changed. Without the old row every column counts as changed."""
+        """None when nothing that is shown has changed. Without the old row, or where it has no such column, one counts
+        as changed; what `new` lacks is not shown: it is as it was."""
         if old is None:
             return self._item(offset, "update", self.key(new), self._shown(new, self._columns), headers)
         changed = [column for column in self._columns if column not in old or old[column] != new.get(column)]
         if not changed:
             return None
-        if self._full:
+        if self.full:
             old_value = self._shown(old, changed)
             value = self._shown(new, self._columns)
             return self._item(offset, "update", self.key(new), value, headers, old_value)

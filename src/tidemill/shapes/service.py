@@ -11,7 +11,11 @@ V6  A shape whose table is captured no more ends; nothing of an ended one stays,
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from urllib.parse import quote
 
 import structlog
 
@@ -22,17 +26,22 @@ from tidemill.base.tasks import Tasks, is_own_fault, keep, sentence
 from tidemill.shapes.budget import Budget, Full
 from tidemill.shapes.compiling import CompilerThread
 from tidemill.shapes.live import LiveShape
-from tidemill.shapes.log import LogStorage, MemoryLog
+from tidemill.shapes.log import LogStorage
 from tidemill.shapes.offsets import LogOffset
+from tidemill.shapes.old_rows import needs_old_rows
 from tidemill.shapes.plan import Plan, ShapeRequest, shard_name
 from tidemill.shapes.refusals import Refusals
-from tidemill.shapes.reporting import LARGEST, SHARDS, Reporter, Source, mark_of, show
+from tidemill.shapes.reporting import LOOKED_AT, SHARDS, Largest, Reporter, Source, mark_of, show
 from tidemill.shapes.settings import ShapeSettings
 from tidemill.shapes.shape import HandleMint, ShapeDefinition
-from tidemill.shapes.shard_shapes import ShardOpener, ShardShapes
+from tidemill.shapes.shard_shapes import Build, ShardOpener, ShardShapes
 from tidemill.shapes.share import LoopShare
 from tidemill.shapes.sink import ShapeSink, broken
-from tidemill.shapes.table_shapes import Relations, TableShapes
+from tidemill.shapes.store.disk_log import DiskLog
+from tidemill.shapes.store.file import Saved, ShapeFile
+from tidemill.shapes.store.kept import Kept, KeptShard
+from tidemill.shapes.store.store import ShapeStore
+from tidemill.shapes.table_shapes import NotCaptured, Relations, Seeker, TableShapes
 
 _log = structlog.get_logger()
 
@@ -40,8 +49,36 @@ HOUSEKEEPING_S = 1.0
 ABANDONED_S = 10.0
 """A shape that loads while nobody waits for so long gives its place among the few snapshots to others."""
 
+SUBSETS_OF_MEMORY = 4
+"""Subsets on their way to their readers may hold a part of the memory; the rest stays the shapes'."""
+
+READERS = 2
+"""Threads that read what only the disk has; the writers have one each."""
+
+SHARDS_FILE = "%shards"
+"""No capture's file has this name: a `%` of theirs is followed by two digits."""
+
 SHAPE_BYTES = 24 << 10
-"""What a shape takes beside its rows: definition, plan, compiled clause, task (measured: docs/shapes.md)."""
+"""What a shape takes beside its rows: definition, plan, compiled clause, task (measured: docs/shapes.md) …"""
+
+SMALL_CLAUSE_BYTES = 100
+CLAUSE_FACTOR = 200
+"""… and for each further byte of its clause and values: 600 terms of 11 bytes take 1.0 MiB, an array of 14 kB as a
+value 1.7 MiB, and a plan may be kept beside it."""
+
+SPELLINGS = 4
+LARGE_CLAUSE_BYTES = 1_000
+"""Of one definition so many requests have their plans kept, and one where the clause is larger."""
+
+
+def size_of(definition: ShapeDefinition) -> int:
+    """Bytes that a shape takes beside its rows."""
+    return SHAPE_BYTES + CLAUSE_FACTOR * max(0, clause_bytes(definition) - SMALL_CLAUSE_BYTES)
+
+
+def clause_bytes(definition: ShapeDefinition) -> int:
+    """Of all that is compiled."""
+    return len(definition.within) + len(definition.where) + sum(map(len, definition.params))
 
 
 class ShapeService:
@@ -52,6 +89,14 @@ class ShapeService:
         self.clock = clock
         self.rand = rand
         self.budget = Budget(self.settings.memory_bytes, self._make_bytes)
+        self.disk = Budget(
+            self.settings.disk_bytes,
+            self._make_disk,
+            whose="all shapes together",
+            what="disk",
+            setting="shapes.disk_mb",
+        )
+        self.subsets = Budget(self.settings.memory_bytes // SUBSETS_OF_MEMORY, whose="all subsets together")
         self.share = LoopShare(clock, self.settings.loop_share)
         self._tracker = tracker
         self._reporter = Reporter(tracker)
@@ -61,53 +106,147 @@ class ShapeService:
         self._tables = TableShapes(clock, self.share, self.settings.backlog, self._compiler)
         self._shards = ShardShapes(clock, self.share, self._compiler)
         self._handles = HandleMint(clock, rand)
-        self._by_handle: dict[str, LiveShape] = {}
+        self._by_handle: OrderedDict[str, LiveShape] = OrderedDict()
+        """The least recently used first."""
+        self._counts: dict[str, int] = {}
+        """Of each mark."""
+        self._loading: dict[LiveShape, None] = {}
+        self._over_shards: dict[LiveShape, None] = {}
+        self._largest = Largest()
         self._by_definition: dict[ShapeDefinition, LiveShape] = {}
         self._plans: dict[ShapeRequest, Plan] = {}
+        """Of shapes that live …"""
+        self._asked: dict[ShapeDefinition, list[ShapeRequest]] = {}
+        """… and by which requests."""
         self._runners: dict[str, asyncio.Task[None]] = {}
-        self._pumps: dict[str, asyncio.Task[None]] = {}
+        self._pumps: dict[str, list[asyncio.Task[None]]] = {}
+        self._stores: dict[str, ShapeStore] = {}
+        self._shard_store: ShapeStore | None = None
+        self._shard_pumps: list[asyncio.Task[None]] = []
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="shapes-read")
         self._evicted = 0
+        self._over = False
+        """Shapes have ended since plans of theirs were last looked for."""
         self._keeping = False
         self._closed = False
 
     # -- assembly ----------------------------------------------------------------------------------
 
-    def add_database(self, name: str, dsn: str, relations: Relations) -> ShapeSink:
+    def add_database(self, name: str, dsn: str, relations: Relations, seeker: Seeker | None = None) -> ShapeSink:
         """Serve the tables of a captured database; returns the tap to add to its capture.
 
         `relations()` gives the relations captured now: their columns are what the stream carries. It may name
-        none until the replication slot exists, never before. Adding a name again (a capture that was started
-        anew, perhaps after another node had it) ends the shapes of its earlier life: they may have missed changes.
+        none until the replication slot exists, never before. `seeker` is asked for tables that are not among them.
+        Adding a name again (a capture that was started anew, perhaps after another node had it) ends the shapes of its
+        earlier life: they may have missed changes.
+        Those that are kept on disk are restored, where they have not (RFC 0006). Raises RuntimeError when it is there
+        and was not released.
         """
+        if name in self._stores:
+            raise RuntimeError(f"the database is served: name={name}")
         self.suspend_database(name, "the capture was started anew")
-        sink = self._tables.add(name, dsn, relations)
-        pump = keep(f"shapes:{name}", sink.run, tracker=self._tracker, clock=self.clock)
-        self._pumps[name] = self._tasks.spawn(pump, name=f"shapes:{name}")
+        store = self._open_store(quote(name, safe=""), name)
+        sink = self._tables.add(name, dsn, relations, store, seeker)
+
+        async def pump() -> None:
+            await self._tables.restore(name, self._take_in_again)
+            await sink.run()
+
+        kept = [keep(f"shapes:{name}", pump, tracker=self._tracker, clock=self.clock)]
+        if store is not None:
+            self._stores[name] = store
+            kept.append(keep(disk_mark(name), store.run, tracker=self._tracker, clock=self.clock))
+        self._pumps[name] = [self._tasks.spawn(each, name=f"shapes:{name}") for each in kept]
         return sink
 
+    def _open_store(self, stem: str, name: str) -> ShapeStore | None:
+        """None: shapes of this source live in memory. `stem`: of the file's name."""
+        if self.settings.directory is None:
+            return None
+        file: ShapeFile | None = None
+        try:
+            file = ShapeFile(self.settings.directory / f"{stem}.db")
+            return ShapeStore(
+                file,
+                self._readers,
+                ThreadPoolExecutor(1, thread_name_prefix="shapes-write"),
+                self.clock,
+                self.rand,
+                self._tracker,
+                disk_mark(name),
+                self.settings.limits,
+                self.budget,
+                self.disk,
+            )
+        except Unavailable as error:
+            if file is not None:
+                file.release()
+            _log.error("shapes are not kept over a restart", database=name, error=str(error))
+            return None
+
+    async def release_database(self, name: str, reason: str = "the capture left this node") -> None:
+        """This process does not capture it now: its shapes end here, requests are 503 until it is added again. What is
+        kept of them is written, for the process that follows the same stream on."""
+        store = self._stores.get(name)
+        if store is not None:
+            pumps = self._pumps.pop(name, [])
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+            try:
+                await asyncio.shield(store.aclose())
+            finally:
+                self._stores.pop(name, None)
+        self.suspend_database(name, reason)
+
     def suspend_database(self, name: str, reason: str = "the capture left this node") -> None:
-        """This process does not capture it now: its shapes end, requests are 503 until it is added again."""
-        self._plans.clear()
+        """As `release_database`, where nothing is kept."""
+        self._forget_plans()
         self._refusals.forget()
         for shape in list(self._by_handle.values()):
             if shape.definition.source.kind == "table" and shape.definition.source.database == name:
                 self._forget(shape, reason)
-        pump = self._pumps.pop(name, None)
-        if pump is not None:
+        for pump in self._pumps.pop(name, []):
             pump.cancel()
         self._tables.suspend(name)
 
-    def add_shards(self, opener: ShardOpener) -> None:
-        """Serve shards: `opener(name)` returns a handle or raises Missing."""
-        self._shards.serve(opener)
+    def add_shards(self, opener: ShardOpener, cluster: Callable[[], Awaitable[str]] | None = None) -> None:
+        """Serve shards: `opener(name)` returns a handle or raises Missing. `cluster()` names the cluster that they are
+        of; without it their shapes are in memory only."""
+        store = self._shard_store = self._open_store(SHARDS_FILE, "shards") if cluster is not None else None
+        self._shards.serve(opener, cluster, store)
+        if store is not None:
+            store.name = _known_to_nobody
+            restore = keep(SHARDS, self._restore_shards, tracker=self._tracker, clock=self.clock)
+            writes = keep(disk_mark("shards"), store.run, tracker=self._tracker, clock=self.clock)
+            self._shard_pumps = [self._tasks.spawn(each, name=SHARDS) for each in (restore, writes)]
+
+    async def _restore_shards(self) -> None:
+        await self._shards.restore(self._take_in_shard_again)
+        await asyncio.Event().wait()  # a pump is kept running
+
+    async def _release_shards(self) -> None:
+        """What is known of their shapes is written."""
+        store = self._shard_store
+        if store is not None:
+            self._shards.note()
+            for pump in self._shard_pumps:
+                pump.cancel()
+            await asyncio.gather(*self._shard_pumps, return_exceptions=True)
+            self._shard_store = None
+            await asyncio.shield(store.aclose())
 
     async def aclose(self) -> None:
         """End all shapes and wait for their tasks. Idempotent."""
         self._closed = True
+        for name in list(self._stores):
+            await self.release_database(name, "the node is stopping")
+        await self._release_shards()
         for shape in list(self._by_handle.values()):
             self._forget(shape, "the node is stopping")
         await self._tasks.aclose()
         self._compiler.close()
+        self._readers.shutdown(wait=False)
 
     def _task_failed(self, name: str, error: BaseException) -> None:
         """Nothing here ends with an error unless it is a defect of the supervision itself: then nobody is served."""
@@ -139,7 +278,6 @@ class ShapeService:
 
     def facts(self) -> dict[str, object]:
         """Counts and bytes of all shapes, and which are the largest; of bounded size."""
-        largest = sorted(self._by_handle.values(), key=lambda s: s.log.base_bytes + s.log.log_bytes, reverse=True)
         sinks = self._tables.sinks().values()
         return {
             "shapes": len(self._by_handle),
@@ -147,6 +285,11 @@ class ShapeService:
             "memory_bytes": self.budget.used_bytes,
             "memory_limit_bytes": self.budget.limit_bytes,
             "memory_refused": self.budget.refused,
+            "disk_bytes": self.disk.used_bytes,
+            "disk_limit_bytes": self.disk.limit_bytes,
+            "disk_refused": self.disk.refused,
+            "read_bytes": sum(store.lent.used_bytes for store in self._kept().values()),
+            "kept": sorted(name for name, store in self._kept().items() if store.waited_for),
             "backlog_bytes": sum(sink.held_bytes for sink in sinks),
             "fell_behind": sum(sink.fell_behind for sink in sinks),
             "evicted_idle": self._evicted,
@@ -156,9 +299,12 @@ class ShapeService:
             "longest_slice_ms": round(self.share.longest_s * 1000, 1),
             "largest": [
                 {"handle": s.handle, "source": str(s.definition.source), "bytes": s.log.base_bytes + s.log.log_bytes}
-                for s in largest[:LARGEST]
+                for s in self._largest.look(self._by_handle)
             ],
         }
+
+    def _kept(self) -> dict[str, ShapeStore]:
+        return self._stores if self._shard_store is None else {**self._stores, "shards": self._shard_store}
 
     @property
     def health(self) -> str:
@@ -205,12 +351,25 @@ class ShapeService:
         if plan.relation is None:
             shape = self.current(plan.definition)  # a shard may have got columns since
             return shape is not None and shape.schema_json == plan.schema_json
-        return self._tables.find(request.table)[1] == plan.relation
+        if needs_old_rows(plan.relation, request) and self.current(plan.definition) is None:
+            return False  # the stream may not say them any more, which is why it ended
+        try:
+            return self._tables.find(request.table)[1] == plan.relation
+        except NotCaptured:
+            return False
 
     def _remember(self, request: ShapeRequest, plan: Plan) -> None:
         if len(self._plans) >= 2 * self.settings.max_shapes:
-            self._plans.clear()
+            self._forget_plans()
+        if request not in self._plans:
+            asked = self._asked.setdefault(plan.definition, [])
+            if len(asked) >= (1 if clause_bytes(plan.definition) > LARGE_CLAUSE_BYTES else SPELLINGS):
+                return
+            asked.append(request)
         self._plans[request] = plan
+
+    def _forget_plans(self) -> None:
+        self._plans, self._asked = {}, {}
 
     def open(self, plan: Plan) -> LiveShape:
         """The live shape of a plan; starts one when there is none (V1). Plain def: the place is taken at once.
@@ -229,6 +388,7 @@ class ShapeService:
         if shape is None:
             shape = self._start(plan)
         shape.used_s = self.clock.monotonic_s()
+        self._by_handle.move_to_end(shape.handle)
         return shape
 
     def delete(self, shape: LiveShape) -> None:
@@ -240,44 +400,82 @@ class ShapeService:
         now_s = self.clock.monotonic_s()
         self._refusals.check(plan.definition, now_s)
         self._make_place(now_s)
-        self.budget.take(SHAPE_BYTES)
+        self.budget.take(size_of(plan.definition))
+        source = plan.definition.source
+        log: LogStorage = (
+            self._shards.log(self.settings.limits, self.budget)
+            if source.kind == "shard"
+            else self._tables.log(source.database, self.settings.limits, self.budget)
+        )
+        shape = LiveShape(self._handles.mint(plan.definition), plan.definition, plan.schema_json, log)
+        self._take_in(shape, plan.build, now_s)
+        return shape
+
+    def _take_in(self, shape: LiveShape, build: Build, now_s: float) -> None:
         if not self._keeping:
             self._keeping = True
             house = keep("shapes", self._keep_house, tracker=self._tracker, clock=self.clock)
             self._tasks.spawn(house, name="shapes-housekeeping")
-        log: LogStorage = MemoryLog(self.settings.limits, self.budget)
-        shape = LiveShape(self._handles.mint(plan.definition), plan.definition, plan.schema_json, log)
         shape.started_s = shape.used_s = now_s
         self._by_handle[shape.handle] = shape
-        self._by_definition[plan.definition] = shape
-        self._runners[shape.handle] = self._tasks.spawn(self._run(shape, plan.build), name=f"shape:{shape.handle}")
+        self._loading[shape] = None
+        mark = mark_of(shape)
+        self._counts[mark] = self._counts.get(mark, 0) + 1
+        if mark == SHARDS:
+            self._over_shards[shape] = None
+        self._by_definition[shape.definition] = shape
+        self._runners[shape.handle] = self._tasks.spawn(self._run(shape, build), name=f"shape:{shape.handle}")
+
+    def _take_in_again(self, saved: Saved, kept: Kept, log: DiskLog) -> LiveShape:
+        """One of an earlier life. Raises Full; none that lives is ended for it."""
+        return self._again(saved, kept, log, _loaded)
+
+    def _take_in_shard_again(self, saved: Saved, kept: KeptShard, log: DiskLog, build: Build) -> None:
+        shape = self._again(saved, kept, log, build)
+        shape.rows_loaded = kept.rows_loaded
+
+    def _again(self, saved: Saved, kept: Kept | KeptShard, log: DiskLog, build: Build) -> LiveShape:
+        if len(self._by_handle) >= self.settings.max_shapes:
+            raise Full(f"this node serves as many shapes as it may: limit={self.settings.max_shapes}.", 1)
+        self.budget.take(size_of(kept.definition))
+        shape = LiveShape(saved.handle, kept.definition, kept.schema_json, log)
+        shape.restored = True
+        self._take_in(shape, build, self.clock.monotonic_s())
         return shape
 
-    def _idle(self) -> list[LiveShape]:
-        """Shapes that nobody waits for and nobody has read for `idle_s`, least recently used first."""
+    def _idle(self) -> LiveShape | None:
+        """Of the shapes that nobody waits for and nobody has read for `idle_s` the least recently used one."""
         before_s = self.clock.monotonic_s() - self.settings.idle_s
-        idle = [s for s in self._by_handle.values() if not s.waiting and s.used_s <= before_s and s.state != "loading"]
-        return sorted(idle, key=lambda shape: shape.used_s)
+        for shape in self._by_handle.values():
+            if shape.used_s > before_s:
+                return None
+            if not shape.waiting and shape.state != "loading":
+                return shape
+        return None
 
     def _make_place(self, now_s: float) -> None:
         if len(self._by_handle) < self.settings.max_shapes:
             return
         idle = self._idle()
-        if idle:
-            self._evict(idle[0])
+        if idle is not None:
+            self._evict(idle)
             return
-        left_s = [s.used_s + self.settings.idle_s - now_s for s in self._by_handle.values() if not s.waiting]
+        oldest = next((s for s in islice(self._by_handle.values(), LOOKED_AT) if not s.waiting), None)
+        left_s = 60.0 if oldest is None else oldest.used_s + self.settings.idle_s - now_s
         raise Full(
             f"this node serves as many shapes as it may: limit={self.settings.max_shapes}.",
-            max(1, min(60, int(min(left_s, default=60.0)) + 1)),
+            max(1, min(60, int(left_s) + 1)),
             fix="Raise shapes.max_shapes, or let unused ones become idle.",
         )
 
     def _make_bytes(self, missing_bytes: int) -> None:
-        for shape in self._idle():
-            if missing_bytes <= 0:
-                return
-            missing_bytes -= shape.log.base_bytes + shape.log.log_bytes + SHAPE_BYTES
+        while missing_bytes > 0 and (shape := self._idle()) is not None:
+            missing_bytes -= shape.log.held_bytes + size_of(shape.definition)
+            self._evict(shape)
+
+    def _make_disk(self, missing_bytes: int) -> None:
+        while missing_bytes > 0 and (shape := self._idle()) is not None:
+            missing_bytes -= shape.log.base_bytes + shape.log.log_bytes
             self._evict(shape)
 
     def _evict(self, shape: LiveShape) -> None:
@@ -289,9 +487,18 @@ class ShapeService:
         shape.drop(reason)
         if self._by_handle.pop(shape.handle, None) is None:
             return
-        self.budget.give(SHAPE_BYTES)
+        self._over = True
+        self.budget.give(size_of(shape.definition))
+        self._loading.pop(shape, None)
+        self._over_shards.pop(shape, None)
+        mark = mark_of(shape)
+        self._counts[mark] -= 1
+        if not self._counts[mark]:
+            del self._counts[mark]
         if self._by_definition.get(shape.definition) is shape:
             del self._by_definition[shape.definition]
+            for request in self._asked.pop(shape.definition, ()):
+                self._plans.pop(request, None)
         self._tables.detach(shape)
         runner = self._runners.pop(shape.handle, None)
         if runner is not None and runner is not asyncio.current_task():
@@ -299,10 +506,11 @@ class ShapeService:
         self._reporter.ended(shape)
         _log.info("shape over", handle=shape.handle, source=str(shape.definition.source), why=shape.end_reason)
 
-    async def _run(self, shape: LiveShape, build: Callable[[LiveShape], Awaitable[None]]) -> None:
+    async def _run(self, shape: LiveShape, build: Build) -> None:
         """Load, then stay until the shape is over. THE boundary of a shape's own work (V5)."""
         try:
             await build(shape)
+            self._loading.pop(shape, None)
             await shape.wait_over()
         except BaseException as error:
             if not is_own_fault(error):
@@ -334,25 +542,28 @@ class ShapeService:
     def _house(self) -> None:
         for consumer in self._tables.uncaptured():
             self._forget(consumer.shape, "its table is not captured any more")
+        for consumer in self._tables.redefined():
+            self._forget(consumer.shape, "the table's definition changed")
+        if self._over:
+            self._over = False
+            self._tables.forget_gone()
         now_s = self.clock.monotonic_s()
-        for shape in list(self._by_handle.values()):
-            if shape.state == "loading" and not shape.waiting and now_s - shape.used_s > ABANDONED_S:
+        for shape in list(self._loading):
+            waits = shape.state == "loading" and not shape.restored
+            if waits and not shape.waiting and now_s - shape.used_s > ABANDONED_S:
                 self._forget(shape, "nobody waits for its initial rows any more")
         sinks = self._tables.sinks()
         for sink in sinks.values():
             sink.end_the_late()
-        sources: dict[str, Source] = {}
-        for shape in self._by_handle.values():
-            name, seen = mark_of(shape), self.last_seen(shape)
-            target = seen if name == SHARDS else sinks[shape.definition.source.database].taken
-            old = sources.get(name)
-            position = min(seen, target) if shape.state == "live" else target
-            if old is not None:
-                position, target = min(position, old.position), max(target, old.target)
-            sources[name] = Source(position, target, "ms" if name == SHARDS else "lsn")
+        sources = {
+            f"shapes:{name}": Source(min(sink.evaluated(), sink.taken), sink.taken, "lsn")
+            for name, sink in sinks.items()
+        }
+        seen = [shape.last_seen for shape in self._over_shards if shape.state == "live"]
+        sources[SHARDS] = Source(min(seen, default=0), max(seen, default=0), "ms")
         words = f"; {self.budget.used_bytes >> 20} of {self.budget.limit_bytes >> 20} MiB"
         now_ms = self.clock.now_ms()
-        self._reporter.tick(self._by_handle.values(), sources, words, now_ms, now_s)
+        self._reporter.tick(self._counts, self._loading, sources, words, now_ms, now_s)
         show(
             shapes=len(self._by_handle),
             used=self.budget.used_bytes,
@@ -361,3 +572,15 @@ class ShapeService:
             busy_s=self.share.busy_s,
             longest_s=self.share.longest_s,
         )
+
+
+async def _known_to_nobody(_: str) -> None:
+    """The file of shapes over shards: no row names it, for what it holds is asked of the shards themselves."""
+
+
+async def _loaded(_: LiveShape) -> None:
+    """Its rows are there."""
+
+
+def disk_mark(database: str) -> str:
+    return f"shapes:{database}/disk"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 from tidemill.base.limits import LOOPBACK_ORIGINS
@@ -22,12 +24,15 @@ class ShapeSettings(msgspec.Struct, frozen=True):
     """
     max_shapes          live shapes at once; one more is refused unless another was not read for idle_s
     memory_bytes        what all bases, logs and transactions under way may hold together
+    directory           where logs are kept over a restart; None = in memory only
+    disk_bytes          … and how much of them
     idle_s              a shape that nobody read for so long may make room for another
     long_poll_s         a live request without news is answered after this long
     sse_s               an event stream is closed after this long
     keep_alive_s        a comment line on a quiet event stream
     load_timeout_s      a client waits this long for the initial rows
-    max_initial         requests for initial rows under way at once, 503 beyond
+    max_initial         requests for initial rows and subsets under way at once, 503 beyond
+    subset_bytes        of rows that one answer to a subset may hold
     max_existing        other requests under way at once, long polls and event streams included
     secret              required as `secret` in every request when set
     allow_delete        DELETE /v1/shape drops a shape (405 otherwise)
@@ -37,6 +42,8 @@ class ShapeSettings(msgspec.Struct, frozen=True):
 
     max_shapes: int = 1_000
     memory_bytes: int = 512 << 20
+    directory: Path | None = None
+    disk_bytes: int = 4 << 30
     idle_s: float = 300.0
     long_poll_s: float = 20.0
     sse_s: float = 60.0
@@ -44,6 +51,7 @@ class ShapeSettings(msgspec.Struct, frozen=True):
     load_timeout_s: float = 45.0
     max_initial: int = 300
     max_existing: int = 10_000
+    subset_bytes: int = 16 << 20
     secret: str = ""
     allow_delete: bool = False
     allowed_origins: tuple[str, ...] = LOOPBACK_ORIGINS

@@ -32,7 +32,8 @@ class ShapeDefinition(msgspec.Struct, frozen=True):
     """Equal definitions share one log.
 
     where     text as the client sent it, "" = all rows
-    params    values of $1 … $n, as text
+    within    text of the server's clause that the rows must match besides, "" = none
+    params    values of $1 … $n, as text: those of `within`, then those of `where`
     columns   names in table order, () = all
     """
 
@@ -42,6 +43,7 @@ class ShapeDefinition(msgspec.Struct, frozen=True):
     columns: tuple[str, ...] = ()
     replica: Replica = "default"
     log_mode: LogMode = "full"
+    within: str = ""
 
     def digest(self) -> str:
         """Decimal digest of the definition; stable across processes."""

@@ -9,25 +9,24 @@ from __future__ import annotations
 
 import json
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.shapes.consumer import failed_on_a_row
 from tidemill.shapes.items import LogItem
 from tidemill.shapes.live import LiveShape
-from tidemill.shapes.offsets import LogOffset
+from tidemill.shapes.offsets import FIRST_OP, LogOffset
 from tidemill.shapes.rows import RowWriter
 from tidemill.shapes.shape import LogMode, Replica
-from tidemill.shapes.shard_text import text_columns
+from tidemill.shapes.shard_rows import Row, rows_of, slices
 from tidemill.shapes.share import LoopShare, Turn
 from tidemill.shapes.where import EvaluationError, Type, Where
 from tidemill.shards.front import DIFF, TIME, HistoryLost, Shard, ShardSchema
+from tidemill.shards.schema import canonical_type
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-Row = dict[str, str | None]
 
 _PG_NAMES = {
     "bool": "bool",
@@ -41,10 +40,8 @@ _PG_NAMES = {
     "binary": "bytea",
     "date": "date",
     "timestamp": "timestamptz",
+    "timestamp_ntz": "timestamp",
 }
-SLICE_ROWS = 100
-"""Rows made into text at once: a millisecond or two for wide ones."""
-
 STORED_BYTES = 64 << 20
 """Of a shard that a shape may be over, as stored (history included). It is read whole, and unpacked it is several times
 as large; the unpacked table counts against the shapes' memory while it is worked on."""
@@ -55,7 +52,7 @@ def pg_name(type_name: str) -> str:
     """The PostgreSQL type a shard column is shown as."""
     if type_name.startswith("decimal"):
         return "numeric"
-    return _PG_NAMES["timestamp" if type_name.startswith("timestamp") else type_name]
+    return _PG_NAMES[canonical_type(type_name)]
 
 
 def shard_types(schema: ShardSchema) -> dict[str, Type]:
@@ -109,32 +106,46 @@ class ShardFeed:
         Raises what the shard raises; Unavailable when its history is forgotten faster than it can be read; Invalid
         when it is too large, or the where clause fails on a row; Full.
         """
-        for _ in range(LOAD_ATTEMPTS):
-            since, upper = await self._shard.frontiers()
-            if upper <= since:
-                break
-            try:
-                await self._check_size(upper - 1)
-                table = await self._shard.snapshot(upper - 1)
-            except HistoryLost:
-                continue  # since passed the time in between: read at a newer one
-            if self._log_mode == "full" or not self._keyed:
-                await self._in_slices(shape, table, self._base(shape, table))
-            break
-        else:
-            raise Unavailable(f"the shard's history is forgotten while it is read: shard={self._shard.name}.")
-        self._next = upper
+        table, self._next = await contents(self._shard)
+        if table is not None and (self._log_mode == "full" or not self._keyed):
+            await self._each_slice(shape, table, self._base)
         shape.log.seal_base()
-        shape.last_seen = max(upper - 1, 0)
+        shape.last_seen = max(self._next - 1, 0)
 
-    async def _check_size(self, as_of: int) -> None:
-        batches = await self._shard.batches_until(as_of)
-        size = sum(part.size_bytes for batch in batches for part in batch.parts)
-        if size > STORED_BYTES:
-            raise Invalid(
-                f"the shard is too large for a shape: shard={self._shard.name} bytes={size} limit={STORED_BYTES}.",
-                fix="Derive a smaller table from it, and follow that one.",
+    async def resume(self, shape: LiveShape, seen_ms: int) -> None:
+        """Instead of `load`, of a log that has every change up to `seen_ms`. Raises HistoryLost where the shard does
+        not tell apart what came after it, and what `load` raises."""
+        since, upper = await self._shard.frontiers()
+        if not since <= seen_ms < upper:
+            raise HistoryLost(
+                f"the shard does not remember what came after a restart: since={since} seen={seen_ms} upper={upper}."
             )
+        if not self._keyed:
+            await _check_size(self._shard, seen_ms)
+            await self._each_slice(shape, await self._shard.snapshot(seen_ms), self._recount)
+        self._next = seen_ms + 1
+        shape.last_seen = seen_ms
+
+    async def _each_slice(
+        self, shape: LiveShape, table: pa.Table, work: Callable[[LiveShape, pa.Table], Iterator[None]]
+    ) -> None:
+        """As `_in_slices`, and not faster than the log takes what is made."""
+        size = table.nbytes
+        shape.log.budget.take(size)
+        try:
+            for part in slices(table):
+                await self._in_slices(shape, part, work(shape, part))
+                await shape.log.room()
+                if shape.gone:
+                    return
+        finally:
+            shape.log.budget.give(size)
+
+    def _recount(self, shape: LiveShape, part: pa.Table) -> Iterator[None]:
+        for row in rows_of(part, self._names):
+            yield
+            if self._where is None or self._where.matches(row):
+                self._count(self._writer.key(row), 1)
 
     async def _in_slices(self, shape: LiveShape, table: pa.Table, work: Iterator[None]) -> None:
         """Run `work` in turns; the memory of `table` counts meanwhile. Raises Full, Invalid."""
@@ -154,19 +165,18 @@ class ShardFeed:
         finally:
             shape.log.budget.give(size)
 
-    def _base(self, shape: LiveShape, table: pa.Table) -> Iterator[None]:
-        for part in _slices(table):
-            rows: list[bytes] = []
-            for row in _rows(part, self._names):
-                yield
-                if self._where is not None and not self._where.matches(row):
-                    continue
-                if not self._keyed and self._count(self._writer.key(row), 1) != 1:
-                    continue
-                rows.append(self._writer.base_row(row))
-            if self._log_mode == "full":
-                shape.log.add_base(rows)
-                shape.rows_loaded += len(rows)
+    def _base(self, shape: LiveShape, part: pa.Table) -> Iterator[None]:
+        rows: list[bytes] = []
+        for row in rows_of(part, self._names):
+            yield
+            if self._where is not None and not self._where.matches(row):
+                continue
+            if not self._keyed and self._count(self._writer.key(row), 1) != 1:
+                continue
+            rows.append(self._writer.base_row(row))
+        if self._log_mode == "full":
+            shape.log.add_base(rows)
+            shape.rows_loaded += len(rows)
 
     def _count(self, key: str, change: int) -> int:
         self._copies[key] += change
@@ -175,12 +185,14 @@ class ShardFeed:
             del self._copies[key]
         return copies
 
-    async def follow(self, shape: LiveShape) -> None:
-        """Append every later update until the shape is gone. Raises what the shard raises, and what `apply` does."""
+    async def follow(self, shape: LiveShape, seen: Callable[[int], None] = lambda _: None) -> None:
+        """Append every later update until the shape is gone; `seen` is told the time up to which the log has all.
+        Raises what the shard raises, and what `apply` does."""
         async for delta in self._shard.listen(self._next):
             if shape.gone:
                 return
             await self.apply(shape, delta.rows, delta.upper)
+            seen(delta.upper - 1)
 
     async def apply(self, shape: LiveShape, rows: pa.Table, upper: int) -> None:
         """One step of the shard, shown whole: rows of times below `upper`, in any order. Raises Invalid, Full."""
@@ -191,10 +203,10 @@ class ShardFeed:
     def _collect(self, shape: LiveShape, rows: pa.Table) -> Iterator[None]:
         """Stage the items of all times, times ascending; order within a time is the table's."""
         groups: dict[int, deque[tuple[Row, int]]] = {}
-        for part in _slices(rows):
+        for part in slices(rows):
             times: list[Any] = part.column(TIME).to_pylist()
             diffs: list[Any] = part.column(DIFF).to_pylist()
-            for time_ms, diff, row in zip(times, diffs, _rows(part, self._names), strict=True):
+            for time_ms, diff, row in zip(times, diffs, rows_of(part, self._names), strict=True):
                 yield
                 if self._where is None or self._where.matches(row):
                     groups.setdefault(time_ms, deque()).append((row, diff))
@@ -205,25 +217,26 @@ class ShardFeed:
                     shape.stage(item)
 
     def _items(self, time_ms: int, updates: deque[tuple[Row, int]]) -> Iterator[LogItem | None]:
-        """Items of one time: per key one insert, update or delete, in order of first appearance. None: go on.
+        """Items of one time: per key one insert, update or delete, in the keys' order: the same places, however often
+        and from whatever parts the time is read. None: go on.
 
         What is done is let go of row by row: freeing many rows at once takes as long as making them.
         """
         gone: dict[str, Row] = {}
         come: dict[str, Row] = {}
         net: Counter[str] = Counter()
-        order: dict[str, None] = {}
+        order: set[str] = set()
         while updates:
             row, diff = updates.popleft()
             yield None
             key = self._writer.key(row)
-            order.setdefault(key)
+            order.add(key)
             net[key] += diff
             (gone if diff < 0 else come)[key] = row
         made = 0
-        headers: dict[str, object] = {"lsn": str(time_ms)}
-        for key in order:
-            offset = LogOffset(time_ms, 2 * made)
+        headers: dict[str, object] = {"lsn": str(time_ms), "txids": [time_ms]}
+        for key in sorted(order):
+            offset = LogOffset(time_ms, FIRST_OP + 2 * made)
             old, new = gone.pop(key, None), come.pop(key, None)
             if self._keyed:
                 item = self._keyed_item(offset, old, new, headers)
@@ -255,12 +268,29 @@ class ShardFeed:
         return None
 
 
-def _slices(table: pa.Table) -> Iterator[pa.Table]:
-    for start in range(0, table.num_rows, SLICE_ROWS):
-        yield table.slice(start, SLICE_ROWS)
+async def contents(shard: Shard) -> tuple[pa.Table | None, int]:
+    """(rows at the newest final time, the time behind it); no rows where nothing is final yet.
+
+    Raises what the shard raises; Unavailable when its history is forgotten faster than it can be read; Invalid when it
+    is too large.
+    """
+    for _ in range(LOAD_ATTEMPTS):
+        since, upper = await shard.frontiers()
+        if upper <= since:
+            return None, upper
+        try:
+            await _check_size(shard, upper - 1)
+            return await shard.snapshot(upper - 1), upper
+        except HistoryLost:
+            continue  # since passed the time in between: read at a newer one
+    raise Unavailable(f"the shard's history is forgotten while it is read: shard={shard.name}.")
 
 
-def _rows(table: pa.Table, names: tuple[str, ...]) -> Iterator[Row]:
-    columns = text_columns(table, names)
-    for values in zip(*columns, strict=True):
-        yield dict(zip(names, values, strict=True))
+async def _check_size(shard: Shard, as_of: int) -> None:
+    batches = await shard.batches_until(as_of)
+    size = sum(part.size_bytes for batch in batches for part in batch.parts)
+    if size > STORED_BYTES:
+        raise Invalid(
+            f"the shard is too large for a shape: shard={shard.name} bytes={size} limit={STORED_BYTES}.",
+            fix="Derive a smaller table from it, and follow that one.",
+        )

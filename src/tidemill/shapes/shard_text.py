@@ -1,7 +1,8 @@
 """Arrow columns as PostgreSQL's text output.
 
     bool        true / false                 date        2024-01-31, infinity
-    integers    digits                       timestamp   2024-01-31 10:20:30.5+00, infinity (UTC)
+    integers    digits                       timestamp   2024-01-31 10:20:30.5+00, infinity (UTC; one without
+                                                         a zone has no +00)
     floats      shortest digits that read    decimal     digits with the column's scale
                 back, 1e+20, NaN, Infinity   binary      \\x00ff
     string, json as they are
@@ -38,7 +39,7 @@ def _column(array: pa.ChunkedArray) -> list[str | None]:
         return _map(array.cast(pa.int32()).to_pylist(), date_text)
     if pa.types.is_timestamp(kind):
         micros = array.cast(pa.timestamp("us", kind.tz)).cast(pa.int64())
-        return _map(micros.to_pylist(), timestamp_text)
+        return _map(micros.to_pylist(), timestamp_text if kind.tz else clock_text)
     if pa.types.is_boolean(kind):
         return _map(array.to_pylist(), lambda value: "true" if value else "false")
     if pa.types.is_float32(kind):
@@ -141,10 +142,19 @@ def date_text(days: int) -> str:
 
 
 def timestamp_text(micros: int) -> str:
+    return _moment_text(micros, "+00")
+
+
+def clock_text(micros: int) -> str:
+    """Of a timestamp without a zone."""
+    return _moment_text(micros, "")
+
+
+def _moment_text(micros: int, zone: str) -> str:
     if abs(micros) == TIMESTAMP_INFINITY:
         return "infinity" if micros > 0 else "-infinity"
     days, rest = divmod(micros, DAY_US)
     text, era = _day_text(days)
     seconds, fraction = divmod(rest, 1_000_000)
     shown = f".{fraction:06d}".rstrip("0") if fraction else ""
-    return f"{text} {seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}{shown}+00{era}"
+    return f"{text} {seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}{shown}{zone}{era}"

@@ -3,9 +3,9 @@
     take (capture's turn)        arrivals ──route──► inboxes of the consumers they can match ──evaluate──► logs
                                           (the pump: slices of LoopShare, consumers in turns of QUANTUM_S)
 
-K1  A shape holds nothing back in capture. Logs live in memory, and after a restart every shape starts over
-    under a new handle (409 must-refetch), so there is nothing whose durability the database's WAL would
-    have to wait for. `take` only puts into a queue, whatever shapes have to do.
+K1  `take` only puts into a queue, whatever shapes have to do. Where their logs are kept over a restart (`store`), each
+    commit is owed: the LSN that is confirmed waits until it was evaluated and what came of it is durable, a second or
+    so. K5 bounds the first; a disk that fails is given up (store.py, T3). Without a store nothing waits for shapes.
 K2  A transaction at or below the last committed one is a replay and is dropped; a transaction that begins
     again after an interrupted delivery discards what the first attempt left.
 K3  `recent` names the transactions delivered lately, the one under way included. A snapshot taken for a
@@ -14,23 +14,28 @@ K3  `recent` names the transactions delivered lately, the one under way included
 K4  Whatever evaluation raises for one consumer, of whatever type, ends its shape and nothing else.
 K5  What is not evaluated is bounded: in bytes (whoever holds the oldest fragment ends) and in age (the dearest of those
     that are late end first). Clients of an ended shape refetch.
+K6  Until the logs of an earlier life are restored nothing is routed, but kept (K5). What the stream says meanwhile
+    about relations is kept too: `resumable` are those that a restored log may still be of.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError, Unavailable
-from tidemill.base.tasks import is_fault, sentence
+from tidemill.base.frontier import ChangePosition
+from tidemill.base.tasks import is_fault, is_own_fault, sentence
 from tidemill.capture.changes import Change, Fragment
+from tidemill.capture.taps import Stream
 from tidemill.shapes.consumer import Entry, TableConsumer, Transaction, Work
 from tidemill.shapes.router import Router
 from tidemill.shapes.share import LoopShare, Turn
+from tidemill.shapes.store.store import ShapeStore
 
 RECENT_TRANSACTIONS = 4096
 QUANTUM_S = 0.001
@@ -39,6 +44,9 @@ QUANTUM_S = 0.001
 CHANGE_BYTES = 600
 BYTES_FACTOR = 3
 """What a decoded change takes in memory: its dictionaries and objects, and its text as Python keeps it."""
+
+LAST_ORDINAL = (1 << 62) - 1
+"""Behind every change of a transaction."""
 
 CROWD = 10
 """Of the shapes that are late, one in so many ends at a time: the others may catch up without it."""
@@ -54,8 +62,35 @@ class BacklogLimits(msgspec.Struct, frozen=True):
 class ShapeSink:
     """A capture Tap for one database. `take` and `ended` by the capture; `run` in a task while it is served."""
 
-    def __init__(self, clock: Clock, share: LoopShare, limits: BacklogLimits | None = None) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        share: LoopShare,
+        limits: BacklogLimits | None = None,
+        *,
+        consumer: str = "shapes",
+        store: ShapeStore | None = None,
+    ) -> None:
+        """`consumer`: the name under which commits are owed."""
         self.router = Router()
+        self.name = ""
+        self.store = store
+        self.restoring = store is not None and store.holds_shapes
+        self._restored_from: int | None = None
+        """While logs are restored: up to here they have what concerns them, whatever is given up meanwhile."""
+        self.resumable: frozenset[int] | None = None
+        """None before the first session; it only shrinks, whatever later ones carry."""
+        self.begun = asyncio.Event()
+        """The stream did, for the first time."""
+        self.consumer = consumer
+        self._taking = 0
+        self._stream: Stream | None = None
+        self._owed = 0
+        self._held = 0
+        """The newest transaction that is durable here; of those that are owed, up to this one it is told."""
+        if store is not None:
+            store.position, store.durable, store.name = self.evaluated, self._durable, self._rename
+            store.taken = lambda: self.taken
         self._clock = clock
         self._share = share
         self._limits = limits or BacklogLimits()
@@ -64,6 +99,9 @@ class ShapeSink:
         self._transaction: Transaction | None = None
         self._touched: dict[TableConsumer, None] = {}
         self._ready: deque[TableConsumer] = deque()
+        self._behind: dict[TableConsumer, None] = {}
+        """Whoever has something in its inbox."""
+        self._tick = 0
         self._works: deque[Work] = deque()
         self._recent: deque[int] = deque(maxlen=RECENT_TRANSACTIONS)
         self.held_bytes = 0
@@ -83,21 +121,56 @@ class ShapeSink:
 
     # -- capture's turn ----------------------------------------------------------------------------------------
 
-    def take(self, fragment: Fragment) -> None:
-        """Put the fragment in the queue; constant time."""
-        if fragment.commit_lsn <= self.taken:
+    def claim(self, last: Collection[str]) -> None:
+        if self.store is None:
             return
+        if not self.store.claim(last):
+            self.restoring, self.resumable = False, frozenset()
+            for consumer in self.router.consumers():
+                self._end(consumer, "changes were confirmed that this process has not seen")
+        self.name = self.store.owner
+
+    def begin(self, stream: Stream, confirmed_lsn: int) -> None:
+        """Whatever was confirmed is in the logs, or concerns none."""
+        self._stream = stream
+        if not self._arrivals:
+            self.routed = max(self.routed, confirmed_lsn)
+        if self._restored_from is None:
+            self._restored_from = self.routed
+        self.begun.set()
+
+    def take(self, fragment: Fragment) -> Collection[str]:
+        """Put the fragment in the queue; constant time."""
+        self._taking = fragment.commit_lsn
+        if fragment.commit_lsn > self.taken:
+            self._put(fragment)
+        owed = fragment.commits and fragment.commit_lsn > self._held and self._holds
+        if owed:
+            self._owed = max(self._owed, fragment.commit_lsn)
+        if not self._arrivals:
+            self._settle()
+        return (self.consumer,) if owed else ()
+
+    @property
+    def _holds(self) -> bool:
+        """Something here would be incomplete after a restart without a commit that comes now."""
+        store = self.store
+        kept = bool(self.router) or bool(self._arrivals) or self.restoring
+        return store is not None and self.name != "" and store.waited_for and (kept or not store.clean)
+
+    def _put(self, fragment: Fragment) -> None:
         if fragment.begins:
             self._recent.append(fragment.xid)
+        before = self.taken
         if fragment.commits:
             self.taken = fragment.commit_lsn
-        if not self.router and not self._arrivals:
+        if not self.router and not self._arrivals and not self.restoring:
             self._transaction = None
             if fragment.commits:
                 self.routed = fragment.commit_lsn
             return
         size = CHANGE_BYTES * (1 + len(fragment.changes)) + BYTES_FACTOR * fragment.size_bytes
-        work = Work(size, self._clock.monotonic_s())
+        work = Work(size, self._clock.monotonic_s(), before)
         self._arrivals.append((fragment, work))
         self._works.append(work)
         work.left = 1
@@ -108,6 +181,7 @@ class ShapeSink:
 
     def ended(self, reason: str) -> None:
         """What was taken so far has a gap behind it: all shapes start over."""
+        self.resumable = frozenset()
         for consumer in self.router.consumers():
             self._end(consumer, f"the stream of changes broke off: {reason}")
         self._arrivals.clear()
@@ -115,7 +189,64 @@ class ShapeSink:
         self._touched.clear()
         self._transaction = None
         self.held_bytes = 0
-        self.routed = self.taken
+        # What is still to come of the transaction at hand does not come here: it is owed until the ends are durable.
+        self.taken = self.routed = max(self.taken, self._taking)
+        if self.store is not None and self._taking > self._held:
+            self._owed = max(self._owed, self._taking)
+        self._settle()
+
+    def carried(self, oids: Collection[int]) -> None:
+        """Shapes of any other relation start over: what they hold has a gap behind it."""
+        self.resumable = frozenset(oids) if self.resumable is None else self.resumable & frozenset(oids)
+        for oid in self.router.oids:
+            if oid not in oids:
+                self._end_all(oid, "its table is copied anew, or captured no more")
+
+    def lost(self, oid: int, reason: str) -> None:
+        """The stream leaves out changes of one relation: its shapes start over, once it is captured again."""
+        self.resumable = (self.resumable or frozenset()) - {oid}
+        self._end_all(oid, reason)
+
+    # -- what is owed (K1) -------------------------------------------------------------------------------------
+
+    def evaluated(self) -> int:
+        """The newest transaction that every consumer has evaluated, with all before it. Of logs that only the file has
+        until they are restored or forgotten, none has evaluated anything (K6)."""
+        self._trim()
+        if self.restoring:
+            return self._restored_from or 0
+        return self._works[0].before if self._works else self.routed
+
+    def _settle(self) -> None:
+        """Where nothing is to be written, what was evaluated is all there is."""
+        store = self.store
+        if self._owed > self._held and store is not None and (store.clean or not store.waited_for):
+            self._hold(self.evaluated())
+
+    def _durable(self, position: int) -> None:
+        """A flush was made. What came meanwhile and changed nothing waited for it, be it that itself brings no news."""
+        self._hold(position)
+        self._settle()
+
+    def _hold(self, position: int) -> None:
+        if position <= self._held:
+            return
+        self._held = position
+        if self._stream is not None and self._owed:
+            self._stream.flushed(self.consumer, ChangePosition(position, LAST_ORDINAL))
+
+    async def _rename(self, name: str) -> None:
+        """Raises what the catalogue raises, and Unavailable between two streams."""
+        if self._stream is None:
+            raise Unavailable("the capture does not stream.")
+        self.name = name
+        await self._stream.name_taps()
+
+    def restored(self) -> None:
+        """K6: what was kept meanwhile is routed now."""
+        self.restoring = False
+        self._arrived.set()
+        self._settle()
 
     # -- consumers ---------------------------------------------------------------------------------------------
 
@@ -127,12 +258,17 @@ class ShapeSink:
         """Idempotent."""
         self.router.remove(consumer)
         self._touched.pop(consumer, None)
+        self._behind.pop(consumer, None)
         consumer.clear()
         self._trim()
 
     def _end(self, consumer: TableConsumer, reason: str) -> None:
         consumer.shape.drop(reason)
         self.remove(consumer)
+
+    def _end_all(self, oid: int, reason: str) -> None:
+        for consumer in self.router.of(oid):
+            self._end(consumer, reason)
 
     # -- the pump ----------------------------------------------------------------------------------------------
 
@@ -144,7 +280,8 @@ class ShapeSink:
             try:
                 await self._share.work(self.step)
             except BaseException as error:
-                self.ended(sentence(error))
+                if is_own_fault(error):  # who stops it in order leaves what is kept as it is
+                    self.ended(sentence(error))
                 raise
 
     def step(self, turn: Turn) -> bool:
@@ -160,10 +297,11 @@ class ShapeSink:
             if self._evaluate(consumer, turn.within(QUANTUM_S)):
                 self._ready.append(consumer)
             else:
-                consumer.scheduled = False
+                self._behind.pop(consumer, None)
             if turn.over:
                 break
         self._trim()
+        self._settle()
         return bool(self._arrivals or self._ready)
 
     def _route(self, fragment: Fragment, work: Work) -> None:
@@ -190,8 +328,8 @@ class ShapeSink:
 
     def _hand(self, consumer: TableConsumer, entry: Entry) -> None:
         consumer.offer(entry, self.routed)
-        if not consumer.scheduled:
-            consumer.scheduled = True
+        if consumer not in self._behind:
+            self._behind[consumer] = None
             self._ready.append(consumer)
 
     def _evaluate(self, consumer: TableConsumer, turn: Turn) -> bool:
@@ -207,7 +345,7 @@ class ShapeSink:
         if consumer.shape.gone:
             self.remove(consumer)
             more = False
-        consumer.spent_s += self._clock.monotonic_s() - started_s
+        consumer.spend(self._clock.monotonic_s() - started_s, self._tick)
         return more
 
     # -- bounds ------------------------------------------------------------------------------------------------
@@ -220,9 +358,10 @@ class ShapeSink:
         """End who holds the oldest fragments, until what is left fits (K5)."""
         while self.held_bytes > self._limits.size_bytes and self._works:
             oldest = self._works[0]
-            holders = [each for each in self.router.consumers() if each.inbox and each.inbox[0].work is oldest]
+            holders = [each for each in self._behind if each.inbox[0].work is oldest]
             if not holders:  # not even routed
                 holders = self.router.consumers()
+                self.resumable = frozenset()
                 self._arrivals.clear()
                 self._works.clear()
                 self._touched.clear()
@@ -233,16 +372,14 @@ class ShapeSink:
 
     def end_the_late(self) -> None:
         """Once a second: of those whose oldest change waits too long, the dearest end (K5)."""
-        now_s = self._clock.monotonic_s()
-        consumers = self.router.consumers()
-        late = [each for each in consumers if each.inbox and now_s - each.inbox[0].work.arrived_s > self._limits.age_s]
-        late.sort(key=lambda consumer: consumer.spent_s, reverse=True)
+        now_s, tick = self._clock.monotonic_s(), self._tick
+        late = [each for each in self._behind if now_s - each.inbox[0].work.arrived_s > self._limits.age_s]
+        late.sort(key=lambda consumer: consumer.spent_s(tick), reverse=True)
         ending = late[: -(-len(late) // CROWD)]
         self.fell_behind += len(ending)
         for consumer in ending:
             self._end(consumer, f"it fell behind: age_s={self._limits.age_s}")
-        for consumer in consumers:
-            consumer.spent_s /= 2
+        self._tick += 1
 
 
 def broken(error: BaseException) -> TidemillError:

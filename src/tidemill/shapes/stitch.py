@@ -19,8 +19,9 @@ FAR_BEYOND = 1 << 24
 class SnapshotFilter:
     """Decides for each transaction, in commit order, whether to apply it to a shape."""
 
-    def __init__(self, snapshot: PgSnapshot) -> None:
-        self._snapshot: PgSnapshot | None = snapshot
+    def __init__(self, snapshot: PgSnapshot | None) -> None:
+        """None: it is passed."""
+        self._snapshot = snapshot
 
     @property
     def passed(self) -> bool:

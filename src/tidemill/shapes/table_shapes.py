@@ -6,76 +6,240 @@ V2  The consumer is registered with the router before the snapshot is taken, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import structlog
+from msgspec.structs import replace
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import Missing, TidemillError, Unavailable
+from tidemill.base.tasks import Tasks, is_own_fault, sentence
 from tidemill.capture.changes import Relation
-from tidemill.shapes.consumer import TableConsumer
+from tidemill.capture.visibility import PgSnapshot
+from tidemill.shapes.budget import Budget
+from tidemill.shapes.compiling import Asked, CompilerThread
+from tidemill.shapes.consumer import TableConsumer, same_layout
 from tidemill.shapes.describe import TableColumns
 from tidemill.shapes.items import snapshot_end
 from tidemill.shapes.live import LiveShape
-from tidemill.shapes.plan import Compiler, FieldError, Plan, ShapeRequest, check_columns, split_table
-from tidemill.shapes.postgres_source import PostgresSource
+from tidemill.shapes.log import LogLimits, LogStorage, MemoryLog
+from tidemill.shapes.old_rows import OldRows, needs_old_rows
+from tidemill.shapes.plan import (
+    FieldError,
+    Plan,
+    ShapeRequest,
+    check_columns,
+    definition_of,
+    queryable_columns,
+    split_table,
+)
+from tidemill.shapes.postgres_source import MadeAnew, PostgresSource
 from tidemill.shapes.rows import RowWriter
-from tidemill.shapes.shape import ShapeDefinition, Source
+from tidemill.shapes.shape import Replica, Source
 from tidemill.shapes.share import LoopShare
 from tidemill.shapes.sink import BacklogLimits, ShapeSink
-from tidemill.shapes.where import Where
+from tidemill.shapes.store.disk_log import DiskLog
+from tidemill.shapes.store.file import Saved
+from tidemill.shapes.store.kept import Kept
+from tidemill.shapes.store.store import ShapeStore
+from tidemill.shapes.table_subsets import subset_reader
+from tidemill.shapes.where import Type, Where
+
+_log = structlog.get_logger()
 
 Relations = Callable[[], Iterable[Relation]]
 
+SEEKING = 50
+"""So many requests wait for new tables at once, a part of `max_initial`."""
+
+SOUGHT_S = 20.0
+"""A request for a table that is not captured waits so long for it to be taken in."""
+
+
+def _look_failed(name: str, error: BaseException) -> None:
+    """Whoever asked is told, unless another look was first: a fault is not to be lost then."""
+    if not isinstance(error, TidemillError):
+        _log.error("the look for a table failed", part=name, error=sentence(error), exc_info=error)
+
+
+class Seeker(Protocol):
+    """The capture, asked for what its next poll would find."""
+
+    async def sought(self, schema: str, table: str, timeout_s: float) -> bool:
+        """True once the table is captured, False when it is not going to be. Raises Unavailable when that is not known
+        in time."""
+        ...
+
+    def look(self) -> None:
+        """A captured table is another one now, or gone."""
+        ...
+
+
+class NotCaptured(FieldError):
+    """No captured table has that name."""
+
+
+RESTORE_S = 20.0
+"""For a database that does not answer while shapes are restored: commits wait for them, and so do their clients."""
+RESTORE_RETRY_S = 0.5
+RESTORED_AT_ONCE = 100
+"""Compiled together, and taken in before others have their turn of the loop."""
+
+
+SHOWN_KEPT = 1_000
+"""Ways in which shapes show their tables, of one database, that those which come find made."""
+
+
+class _Shown(NamedTuple):
+    """What shapes that show the same columns of a table share."""
+
+    info: TableColumns
+    schema_json: bytes
+    writer: RowWriter
+
 
 class _Database:
-    def __init__(self, source: PostgresSource, relations: Relations, sink: ShapeSink) -> None:
+    def __init__(
+        self,
+        source: PostgresSource,
+        relations: Relations,
+        sink: ShapeSink,
+        store: ShapeStore | None,
+        seeker: Seeker | None,
+    ) -> None:
+        self.store = store
+        self.seeker = seeker
         self.source = source
         self.relations = relations
         self.sink = sink
         self.suspended = False
+        self.old_rows = OldRows(source)
         self.infos: dict[Relation, TableColumns] = {}
         """Of relations captured now; one that is not any more goes at the next look."""
+        self.looked_at: Mapping[int, Relation] = {}
+        self._indexed: Iterable[Relation] = ()
+        self._by_oid: dict[int, Relation] = {}
+        self._by_name: dict[tuple[str, str], Relation] = {}
+        self._shown: dict[tuple[int, tuple[str, ...], Replica], _Shown] = {}
+
+    def shown(self, info: TableColumns, columns: tuple[str, ...], replica: Replica) -> _Shown:
+        """`columns` () = all."""
+        relation = info.relation
+        key = relation.oid, columns, replica
+        found = self._shown.get(key)
+        if found is None or found.info is not info:
+            if len(self._shown) >= SHOWN_KEPT:
+                self._shown.clear()
+            names = columns or info.names
+            writer = RowWriter(relation.schema, relation.table, names, info.key, info.booleans, replica)
+            found = self._shown[key] = _Shown(info, info.schema_json(columns), writer)
+        return found
+
+    def captured(self) -> Mapping[int, Relation]:
+        """oid → relation; the same mapping until one changes, where `relations` gives the same iterable until then."""
+        self._index()
+        return self._by_oid
+
+    def named(self) -> Mapping[tuple[str, str], Relation]:
+        """(schema, table) → relation, as `captured`."""
+        self._index()
+        return self._by_name
+
+    def _index(self) -> None:
+        relations = self.relations()
+        if relations is not self._indexed:
+            self._indexed = relations
+            self._by_oid = {relation.oid: relation for relation in relations}
+            self._by_name = {(relation.schema, relation.table): relation for relation in self._by_oid.values()}
 
     def forget_others(self, relations: list[Relation]) -> None:
         if len(self.infos) > len(relations):
             self.infos = {relation: info for relation, info in self.infos.items() if relation in relations}
 
 
+class _Found(NamedTuple):
+    """A shape of an earlier life, and what it was of."""
+
+    saved: Saved
+    kept: Kept
+    relation: Relation
+    info: TableColumns
+    columns: tuple[str, ...]
+
+
 class TableShapes:
     """All captured databases of this process."""
 
-    def __init__(self, clock: Clock, share: LoopShare, backlog: BacklogLimits, compiler: Compiler) -> None:
+    def __init__(self, clock: Clock, share: LoopShare, backlog: BacklogLimits, compiler: CompilerThread) -> None:
         self._clock = clock
         self._share = share
         self._backlog = backlog
         self._compiler = compiler
         self._databases: dict[str, _Database] = {}
+        self._seeking = 0
         self._consumers: dict[str, tuple[ShapeSink, TableConsumer]] = {}
 
-    def add(self, name: str, dsn: str, relations: Relations) -> ShapeSink:
-        """The database's new sink; whoever adds it keeps its `run` running."""
-        sink = ShapeSink(self._clock, self._share, self._backlog)
-        self._databases[name] = _Database(PostgresSource(dsn), relations, sink)
+    def add(
+        self,
+        name: str,
+        dsn: str,
+        relations: Relations,
+        store: ShapeStore | None = None,
+        seeker: Seeker | None = None,
+    ) -> ShapeSink:
+        """The database's new sink; whoever adds it keeps its `run` running, behind a `restore`."""
+        sink = ShapeSink(self._clock, self._share, self._backlog, consumer=f"shapes:{name}", store=store)
+        self._databases[name] = _Database(PostgresSource(dsn), relations, sink, store, seeker)
         return sink
+
+    def log(self, database: str, limits: LogLimits, budget: Budget) -> LogStorage:
+        """A new one, for a shape of this database."""
+        store = self._databases[database].store
+        return MemoryLog(limits, budget) if store is None else store.new_log()
 
     def suspend(self, name: str) -> None:
         """Nothing is captured for now, which looks like a capture that starts."""
         database = self._databases.get(name)
         if database is not None:
             database.relations = tuple
+            database.seeker = None
             database.suspended = True
 
     def starting(self) -> bool:
-        """Is there a database that names no relations yet?"""
-        return any(not each.suspended and not list(each.relations()) for each in self._databases.values())
+        """Is there a database that names no relations yet, or whose shapes are not back yet?"""
+        return any(
+            not each.suspended and (each.sink.restoring or not each.captured()) for each in self._databases.values()
+        )
 
     def uncaptured(self) -> list[TableConsumer]:
         """Whose table is not among those captured now; none of a database where that is not known."""
-        captured = {id(each.sink): {relation.oid for relation in each.relations()} for each in self._databases.values()}
-        return [
-            consumer
-            for sink, consumer in self._consumers.values()
-            if captured.get(id(sink)) and consumer.oid not in captured[id(sink)]
-        ]
+        found: list[TableConsumer] = []
+        for each in self._databases.values():
+            followed = each.sink.router.oids
+            captured = each.captured() if followed else {}
+            for oid in followed if captured else ():
+                if oid not in captured:
+                    found += each.sink.router.of(oid)
+        return found
+
+    def redefined(self) -> list[TableConsumer]:
+        """Whose table has another description since the last call, be it that no row came under it yet."""
+        found: list[TableConsumer] = []
+        for each in self._databases.values():
+            captured = each.captured()
+            for oid in each.sink.router.oids:
+                relation = captured.get(oid)
+                if relation is not None and each.looked_at.get(oid) is not relation:
+                    found += [c for c in each.sink.router.of(oid) if not same_layout(relation, c.relation)]
+            each.looked_at = captured
+        return found
+
+    def forget_gone(self) -> None:
+        """Drop what is known of relations that are not captured any more."""
+        for database in self._databases.values():
+            database.forget_others(list(database.relations()))
 
     def sinks(self) -> dict[str, ShapeSink]:
         return {name: database.sink for name, database in self._databases.items()}
@@ -90,25 +254,62 @@ class TableShapes:
         return 0 if registered is None else registered[1].pending_bytes
 
     def find(self, table: str) -> tuple[str, Relation]:
-        """The captured relation a table parameter names. Raises FieldError, or Unavailable while a capture starts."""
+        """The captured relation a table parameter names. Raises FieldError (NotCaptured where there is none), or
+        Unavailable while a capture starts."""
+        asked, schema, name = self._asked(table)
+        for database in asked:
+            if self._databases[database].sink.restoring and not self._databases[database].suspended:
+                raise Unavailable(f"the shapes of an earlier life are being restored: database={database}.")
+        return self._find(table, asked, schema, name)
+
+    def _asked(self, table: str) -> tuple[list[str], str, str]:
+        """The databases that may have it, its schema and name. Raises FieldError."""
         prefix, separator, rest = table.partition(":")
         chosen = bool(separator) and prefix in self._databases
         schema, name = split_table(rest if chosen else table)
-        known = {
-            database: list(self._databases[database].relations())
-            for database in ([prefix] if chosen else list(self._databases))
-        }
-        found = [
-            (database, relation)
-            for database, relations in known.items()
-            for relation in relations
-            if relation.table == name and relation.schema == schema
-        ]
+        return [prefix] if chosen else list(self._databases), schema, name
+
+    async def _found(self, table: str) -> tuple[str, Relation]:
+        """As `find`, and a table that was made a moment ago is waited for."""
+        try:
+            return self.find(table)
+        except NotCaptured:
+            if not await self._sought(*self._asked(table)):
+                raise
+        return self.find(table)
+
+    async def _sought(self, asked: Sequence[str], schema: str, name: str) -> bool:
+        """Whether one of these captures takes the table in; the first to say so is waited for. Raises Unavailable when
+        none does and one cannot say, or too many requests wait already: whoever asks for tables that do not exist,
+        while a capture is down, leaves the other requests their places."""
+        if self._seeking >= SEEKING:
+            raise Unavailable(f"as many requests wait for new tables as may: limit={SEEKING}.")
+        seekers = [each.seeker for each in map(self._databases.__getitem__, asked) if each.seeker is not None]
+        unsaid: TidemillError | None = None
+        self._seeking += 1
+        try:
+            async with Tasks(_look_failed) as tasks:
+                looks = [tasks.spawn(each.sought(schema, name, SOUGHT_S), name=f"seek {name}") for each in seekers]
+                for look in asyncio.as_completed(looks):
+                    try:
+                        if await look:
+                            return True
+                    except TidemillError as error:
+                        unsaid = error
+        finally:
+            self._seeking -= 1
+        if unsaid is not None:
+            raise unsaid
+        return False
+
+    def _find(self, table: str, asked: Sequence[str], schema: str, name: str) -> tuple[str, Relation]:
+        known = {database: self._databases[database].named() for database in asked}
+        found = [(database, named[schema, name]) for database, named in known.items() if (schema, name) in named]
         if not found:
-            starting = [database for database, relations in known.items() if not relations]
+            starting = [database for database, named in known.items() if not named]
             if starting:
                 raise Unavailable(f"the capture is starting: database={starting[0]}.")
-            raise FieldError(
+            raise NotCaptured(
                 "table",
                 f'Table "{schema}"."{name}" is not captured.',
                 fix="Check the name (quote it if it has capitals), or add the table to the capture.",
@@ -120,28 +321,41 @@ class TableShapes:
 
     async def plan(self, request: ShapeRequest) -> Plan:
         """Raises FieldError, Missing when the table is gone, Unavailable when the database is."""
-        database_name, relation = self.find(request.table)
+        return await self._plan(request, *(await self._found(request.table)))
+
+    async def _plan(self, request: ShapeRequest, database_name: str, relation: Relation) -> Plan:
+        found, columns = await self._check(request, database_name, relation)
+        where = await self._compiler(request, found.where_types(), relation.schema, relation.table)
+        database = self._databases[database_name]
+        definition = definition_of(request, _source(database_name, relation), columns, where)
+
+        async def build(shape: LiveShape) -> None:
+            await self._build(shape, request, database_name, found, where)
+
+        read = subset_reader(
+            database.source,
+            found,
+            where,
+            columns,
+            queryable_columns(request, found.names, found.key),
+            self._compiler,
+            self._share,
+            lambda: database.sink.recent,
+        )
+        return Plan(definition, database.shown(found, columns, request.replica).schema_json, build, read, relation)
+
+    async def _check(
+        self, request: ShapeRequest, database_name: str, relation: Relation
+    ) -> tuple[TableColumns, tuple[str, ...]]:
+        """The relation's columns, and those that the request shows. Raises as `plan` does."""
         database = self._databases[database_name]
         info = database.infos.get(relation)
         if info is None:
             info = database.infos[relation] = await database.source.describe(relation)
             database.forget_others(list(database.relations()))
-        found = info
-        columns = check_columns(request.columns, found.names, found.key)
-        where = await self._compiler(request, found.where_types(), relation.schema, relation.table)
-        definition = ShapeDefinition(
-            Source("table", database_name, relation.schema, relation.table),
-            request.where,
-            where.params if where else (),
-            columns,
-            request.replica,
-            request.log_mode,
-        )
-
-        async def build(shape: LiveShape) -> None:
-            await self._build(shape, database_name, found, where)
-
-        return Plan(definition, found.schema_json(columns), build, relation)
+        if needs_old_rows(relation, request):
+            await database.old_rows.check(relation, request, self._clock.monotonic_s())
+        return info, check_columns(request, info.names, info.key)
 
     def follows(self, shape: LiveShape, relation: Relation | None) -> bool:
         """Whether the shape's consumer is on this very relation, not on a dropped one of the same name."""
@@ -155,16 +369,25 @@ class TableShapes:
             sink, consumer = registered
             sink.remove(consumer)
 
-    async def _build(self, shape: LiveShape, database_name: str, info: TableColumns, where: Where | None) -> None:
+    async def _build(
+        self, shape: LiveShape, request: ShapeRequest, database_name: str, info: TableColumns, where: Where | None
+    ) -> None:
         database, definition, relation = self._databases[database_name], shape.definition, info.relation
-        columns = definition.columns or info.names
-        writer = RowWriter(relation.schema, relation.table, columns, info.key, info.booleans, definition.replica)
+        writer = database.shown(info, definition.columns, definition.replica).writer
         consumer = TableConsumer(shape, relation, where, writer)
+        captured = database.captured().get(relation.oid)
+        if captured is None or not same_layout(captured, relation):
+            raise Unavailable(f"the table is not captured just now, or not as it was: table={relation.name}.")
         must_see = database.sink.recent
         database.sink.add(consumer)
         self._consumers[shape.handle] = (database.sink, consumer)
         with_rows = definition.log_mode == "full"
-        snapshot = await database.source.load(shape, info, where, writer, must_see, with_rows, self._share)
+        try:
+            snapshot = await database.source.load(shape, info, where, writer, must_see, with_rows, self._share)
+        except (Missing, MadeAnew):
+            if database.seeker is not None:
+                database.seeker.look()
+            raise
         if shape.gone:
             return
         if with_rows:
@@ -173,3 +396,120 @@ class TableShapes:
         consumer.open(snapshot)
         await self._share.work(consumer.settle)
         shape.ready()
+        if database.store is not None and isinstance(shape.log, DiskLog):
+            kept = Kept(request, definition, shape.schema_json, consumer.relation, shape.rows_loaded)
+            database.store.record(shape.log, shape.handle, kept.encode(), str(snapshot))
+
+    # -- after a restart ---------------------------------------------------------------------------------------
+
+    async def restore(self, name: str, start: Callable[[Saved, Kept, DiskLog], LiveShape]) -> None:
+        """Follow the shapes that the database's store holds, before anything is routed (sink.py, K6); `start` takes
+        each in. What cannot go on as it was is forgotten. Idempotent. Raises Unavailable, to be tried again."""
+        database = self._databases[name]
+        sink, store = database.sink, database.store
+        if store is None or not sink.restoring:
+            return
+        await sink.begun.wait()
+        deadline_s = self._clock.monotonic_s() + RESTORE_S
+        try:
+            saved = await store.saved() if sink.restoring else []
+        except Unavailable as error:
+            _log.error("shapes of an earlier life cannot be read", database=name, error=str(error))
+            store.start_over()
+            sink.name = store.owner
+            saved = []
+        for first in range(0, len(saved), RESTORED_AT_ONCE):
+            some = saved[first : first + RESTORED_AT_ONCE]
+            some = [each for each in some if each.id not in store.logs and not store.forgets(each)]
+            if some and sink.restoring:
+                await self._restore_some(name, store, some, start, deadline_s)
+        sink.restored()
+
+    async def _restore_some(
+        self,
+        name: str,
+        store: ShapeStore,
+        some: Sequence[Saved],
+        start: Callable[[Saved, Kept, DiskLog], LiveShape],
+        deadline_s: float,
+    ) -> None:
+        over: list[tuple[Saved, BaseException]] = []
+        found: list[_Found] = []
+        types: dict[int, Mapping[str, Type]] = {}
+        for saved in some:
+            try:
+                found.append(await self._find_in_time(name, saved, deadline_s))
+            except BaseException as error:
+                if not is_own_fault(error):
+                    raise
+                over.append((saved, error))
+        for each in found:
+            if each.relation.oid not in types:
+                types[each.relation.oid] = each.info.where_types()
+        asked = [Asked(f.kept.request, types[f.relation.oid], f.relation.schema, f.relation.table) for f in found]
+        for each, where in zip(found, await self._compiler.many(asked), strict=True):
+            try:
+                if isinstance(where, BaseException):
+                    raise where
+                self._take_back(name, store, each, where, start)
+            except BaseException as error:
+                if not is_own_fault(error):
+                    raise
+                over.append((each.saved, error))
+        for saved, why in over:
+            _log.info("a shape of an earlier life is over", handle=saved.handle, why=sentence(why))
+            store.forget(saved)
+
+    async def _find_in_time(self, name: str, saved: Saved, deadline_s: float) -> _Found:
+        """As `_find_again`. While shapes are restored WAL is kept, so whatever cannot be restored soon is not: one that
+        the database does not answer for is tried again until the deadline, and no other fault is."""
+        while True:
+            try:
+                return await self._find_again(name, saved)
+            except Unavailable:
+                if self._clock.monotonic_s() >= deadline_s:
+                    raise
+                await asyncio.sleep(RESTORE_RETRY_S)
+
+    async def _find_again(self, name: str, saved: Saved) -> _Found:
+        """What the shape was of, as it is now. Raises what ends it."""
+        kept = Kept.decode(saved.record)
+        relation = self._databases[name].captured().get(kept.relation.oid)
+        if relation is None or not same_layout(relation, kept.relation):
+            raise Missing("its table is another one now.")
+        return _Found(saved, kept, relation, *await self._check(kept.request, name, relation))
+
+    def _take_back(
+        self,
+        name: str,
+        store: ShapeStore,
+        found: _Found,
+        where: Where | None,
+        start: Callable[[Saved, Kept, DiskLog], LiveShape],
+    ) -> None:
+        """Plain def: from here on the sink tells it whatever befalls its table. Raises what ends it."""
+        sink = self._databases[name].sink
+        saved, kept, relation, info, columns = found
+        definition = definition_of(kept.request, _source(name, relation), columns, where)
+        shown = self._databases[name].shown(info, columns, definition.replica)
+        if definition != kept.definition or shown.schema_json != kept.schema_json:
+            raise Missing("its table's description changed.")
+        if relation.oid not in (sink.resumable or ()):
+            raise Missing("changes of its table were left out.")
+        log = store.old_log(saved)
+        try:
+            shape = start(saved, replace(kept, schema_json=shown.schema_json), log)
+        except BaseException:
+            log.drop()
+            raise
+        consumer = TableConsumer(shape, relation, where, shown.writer, has_lsn=shape.log.end.tx)
+        consumer.open(PgSnapshot.parse(saved.snapshot) if saved.snapshot else None)
+        consumer.follow()
+        sink.add(consumer)
+        self._consumers[shape.handle] = (sink, consumer)
+        shape.rows_loaded = kept.rows_loaded
+        shape.ready()
+
+
+def _source(database: str, relation: Relation) -> Source:
+    return Source("table", database, relation.schema, relation.table)

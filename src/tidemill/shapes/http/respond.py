@@ -6,7 +6,10 @@ live long poll           public, max-age=5, stale-while-revalidate=5            
 live event stream        public, max-age = its length − 1
 409                      public, max-age=60 (1 without a handle in the request), must-revalidate
 other errors             no-store, for surrogates too
-now, health, DELETE      no-cache
+now, subset, health,
+DELETE                   no-cache
+
+Where a right ends (`rights.Right`) nothing is fresh, or served stale, for longer.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from tidemill.shapes.settings import CacheAges, ShapeSettings
 
 EXPOSED = (
     "electric-cursor, electric-handle, electric-offset, electric-schema, electric-up-to-date, "
-    "electric-has-data, electric-internal-known-error, etag, retry-after, x-request-id"
+    "electric-has-data, electric-snapshot, electric-internal-known-error, etag, retry-after, x-request-id"
 )
 BASE_HEADERS = {
     "access-control-expose-headers": EXPOSED,
@@ -46,6 +49,21 @@ def cache_control(params: ShapeParams, ages: CacheAges) -> str:
     if params.initial:
         return f"public, max-age=604800, s-maxage={ages.initial_s}, stale-while-revalidate=2629746"
     return f"public, max-age={ages.later_s}, stale-while-revalidate={5 * ages.later_s}"
+
+
+def fresh_until(header: str, left_s: float) -> str:
+    """A cache-control of ours, cut so that no cache shows the answer, fresh or stale, once `left_s` are over."""
+    if left_s < 1:
+        return "no-store"
+    found = dict(part.strip().partition("=")[::2] for part in header.split(","))
+    for name in ("max-age", "s-maxage"):
+        if name in found:
+            found[name] = str(min(int(found[name]), int(left_s)))
+    stale = "stale-while-revalidate"
+    if stale in found:
+        ages = [int(found[name]) for name in ("max-age", "s-maxage") if name in found]
+        found[stale] = str(min(int(found[stale]), int(left_s) - max(ages, default=0)))
+    return ", ".join(f"{name}={value}" if value else name for name, value in found.items())
 
 
 def next_cursor(now_ms: int, sent: int | None, interval_s: float, rand: Rand) -> int:

@@ -1,7 +1,8 @@
-"""GET, OPTIONS and DELETE /v1/shape; GET /v1/health; GET /api/shapes, the list of live shapes.
+"""GET, POST, OPTIONS and DELETE /v1/shape; GET /v1/health; GET /api/shapes, the list of live shapes.
 
-One request: check the secret → take a place → parse → plan against the table → find the shape the handle names →
-wait for its initial rows → answer a chunk, or wait for news.
+One request: check the secret, or what it may see (`grants`) → take a place → parse → plan against the table → find the
+shape the handle names → wait for its initial rows → answer a chunk, or wait for news. Behind every wait its right is
+asked again (RI2).
 
 A handle that is unknown, dropped, or of another definition answers 409 with the current handle, always
 of a live shape: the client starts over there.
@@ -9,53 +10,67 @@ of a live shape: the client starts over there.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import re
 from collections.abc import Awaitable, Callable, Sequence
 
 import orjson
 import structlog
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from tidemill.base.clock import Rand
 from tidemill.base.errors import Invalid, Missing, TidemillError, Unavailable
 from tidemill.base.tasks import is_fault, sentence
 from tidemill.shapes.budget import Full
-from tidemill.shapes.http import sse
+from tidemill.shapes.held import HeldRows
+from tidemill.shapes.http import sse, subsets
 from tidemill.shapes.http.admission import Admission, Slot
 from tidemill.shapes.http.disconnect import Disconnect, wait_any
+from tidemill.shapes.http.grants import NAME, NARROWING, Grants, asker_of, host_of, is_signed
 from tidemill.shapes.http.origins import Origins
 from tidemill.shapes.http.params import BadRequest, ShapeParams, parse
 from tidemill.shapes.http.respond import (
     BASE_HEADERS,
     error_response,
     etag,
+    fresh_until,
     items_response,
     must_refetch,
     shape_headers,
 )
+from tidemill.shapes.http.subset_params import BODY_BYTES
 from tidemill.shapes.items import up_to_date
 from tidemill.shapes.live import LiveShape
+from tidemill.shapes.log import Chunk
 from tidemill.shapes.offsets import LogOffset
 from tidemill.shapes.plan import FieldError
+from tidemill.shapes.rights import Denied, Right
 from tidemill.shapes.service import ShapeService
+from tidemill.shapes.shape import ShapeDefinition
 
 _log = structlog.get_logger()
+
+BODY_S = 20.0
+"""For the body of a POST to come."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def shape_routes(service: ShapeService) -> list[Route]:
-    """Routes to mount at the root of the node's application."""
-    endpoint = _ShapeEndpoint(service)
+def shape_routes(service: ShapeService, grants: Grants | None = None) -> list[Route]:
+    """Routes to mount at the root of the node's application. `grants`: shapes that the server defines, signed URLs."""
+    endpoint = _ShapeEndpoint(service, grants or Grants(service.clock))
     origins = Origins(service.settings.allowed_origins)
 
     def served(handler: Handler) -> _Served:
-        return _Served(handler, origins)
+        return _Served(handler, origins, service.rand)
 
     return [
         Route("/v1/shape", served(endpoint.guarded(endpoint.get)), methods=["GET", "HEAD"]),
+        Route("/v1/shape", served(endpoint.guarded(endpoint.post)), methods=["POST"]),
         Route("/v1/shape", served(endpoint.guarded(endpoint.delete)), methods=["DELETE"]),
         Route("/v1/shape", served(endpoint.options), methods=["OPTIONS"]),
         Route("/v1/health", served(endpoint.health), methods=["GET"]),
@@ -64,57 +79,73 @@ def shape_routes(service: ShapeService) -> list[Route]:
 
 
 class _Served:
-    """An ASGI application: one handler's answers, sent with what the origin may read, in the place of `_SLOT`."""
+    """An ASGI application: one handler's answers, sent with what the origin may read. What the handler `_holds` for the
+    answer is released behind its last byte."""
 
-    def __init__(self, handler: Handler, origins: Origins) -> None:
+    def __init__(self, handler: Handler, origins: Origins, rand: Rand) -> None:
         self._handler = handler
         self._origins = origins
+        self._rand = rand
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
+        held: list[Slot | HeldRows] = scope.setdefault(_HELD, [])
         try:
             response = await self._handler(request)
-            response.headers.update(self._origins.headers(request.headers.get("origin", "")))
+            told = self._origins.headers(request.headers.get("origin", ""))
+            told["x-request-id"] = self._named(request)
+            response.raw_headers += [(name.encode(), value.encode("latin-1")) for name, value in told.items()]
             await response(scope, receive, send)
         finally:
-            slot: Slot | None = scope.pop(_SLOT, None)
-            if slot is not None:
-                slot.release()
+            scope.pop(_CHUNK, None)
+            while held:
+                held.pop().release()
+
+    def _named(self, request: Request) -> str:
+        """The request's id: its client's, so that both can be found by it, or one of ours."""
+        given = request.headers.get("x-request-id", "")
+        return given if _REQUEST_ID.fullmatch(given) else f"{self._rand.below(1 << 64):016x}"
 
 
-_SLOT = "tidemill.shapes.slot"
+_HELD = "tidemill.shapes.held"
+_RIGHT = "tidemill.shapes.right"
+_CHUNK = "tidemill.shapes.chunk"
+"""What is read for an answer is counted for as long as somebody has it, which is until its last byte has gone out."""
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9-]+( *, *[A-Za-z0-9-]+){0,63}")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/=+-]{1,128}")
+
+
+def _holds(request: Request, thing: Slot | HeldRows) -> None:
+    request.scope[_HELD].append(thing)
 
 
 class _ShapeEndpoint:
-    def __init__(self, service: ShapeService) -> None:
+    def __init__(self, service: ShapeService, grants: Grants) -> None:
         self._service = service
+        self._grants = grants
         self._settings = service.settings
         self._admission = Admission(service.settings.max_initial, service.settings.max_existing)
         self._quiet_answers = 0
 
     def guarded(self, handler: Handler) -> Handler:
-        """Check the secret, and turn errors of any type into the protocol's answers."""
+        """Turn errors of any type into the protocol's answers."""
 
         async def handle(request: Request) -> Response:
-            secret = self._settings.secret
-            if secret and not hmac.compare_digest(_secret_of(request).encode(), secret.encode()):
-                return error_response(401, "Unauthorized - Invalid API secret")
             try:
-                return await handler(request)
+                return self._aged(request, await handler(request))
+            except Denied as error:
+                return error_response(error.status, str(error))
             except BadRequest as error:
                 return error_response(400, "Invalid request", error.errors)
-            except FieldError as error:
-                return error_response(400, "Invalid request", {error.field: [str(error)]})
-            except Missing as error:
-                return error_response(400, "Invalid request", {"table": [str(error)]})
             except Invalid as error:
-                # What the database refuses while it reads the initial rows: the clause compiled, a row breaks it.
-                field = "where" if request.query_params.get("where") else "table"
-                return error_response(400, "Invalid request", {field: [str(error)]})
+                return self._invalid(request, error)
             except Full as error:
                 return error_response(503, str(error), retry_after_s=error.retry_after_s)
             except Unavailable as error:
-                return error_response(503, str(error), retry_after_s=1)
+                # A fault may quote a row, which is not for who does not say which rows there are.
+                right: Right = request.scope.get(_RIGHT, Right())
+                said = "This shape cannot be served just now." if right.defined else str(error)
+                return error_response(503, said, retry_after_s=1)
             except TidemillError as error:
                 _log.error("shape request failed", error=str(error))
                 return error_response(500, "Internal error")
@@ -126,11 +157,59 @@ class _ShapeEndpoint:
 
         return handle
 
+    def _check_secret(self, request: Request) -> None:
+        secret = self._settings.secret
+        if secret and not hmac.compare_digest(_secret_of(request).encode("utf-8", "replace"), secret.encode()):
+            raise Denied(401, "Unauthorized - Invalid API secret")
+
+    def _right(self, request: Request) -> Right:
+        """What a request for a shape may see; a signature stands for the secret. Raises Denied, BadRequest."""
+        query = request.query_params
+        if not is_signed(query):
+            self._check_secret(request)
+        right = self._grants.right(query, asker_of(request.scope), host_of(request.scope))
+        request.scope[_RIGHT] = right
+        return right
+
+    def _invalid(self, request: Request, error: Invalid) -> Response:
+        """A definition that its client did not write is not the client's to mend, and why it fails not always its to
+        know: of a row that the shape does not show, the database may quote a value."""
+        right: Right = request.scope.get(_RIGHT, Right())
+        field = error.field if isinstance(error, FieldError) else ""
+        if isinstance(error, Missing):
+            field = "table"
+        elif not field:
+            # What the database refuses while it reads the initial rows: the clause compiled, a row breaks it.
+            field = "where" if request.query_params.get("where") else "table"
+            if right.signed or (right.narrowed and field == "where"):
+                return error_response(400, "Invalid request", {"where": ["A row cannot be read with this clause."]})
+        if right.takes and field in ("where", "params"):
+            return error_response(400, "Invalid request", {"params": ["The values do not fit this shape."]})
+        own = field.startswith("subset__") or (right.narrowed and field in (*NARROWING, "params"))
+        if not right.name or own:
+            return error_response(400, "Invalid request", {field: [str(error)]})
+        self._grants.audit.refused("shape.not_as_defined", (right.name, field), shape=right.name, reason=str(error))
+        return error_response(503, "This shape cannot be served as it is defined.", retry_after_s=5)
+
+    def _aged(self, request: Request, response: Response) -> Response:
+        """No cache keeps an answer for longer than the right to it."""
+        right: Right | None = request.scope.get(_RIGHT)
+        if right is None or right.fresh_ms is None:
+            return response
+        kept = response.headers.get("cache-control")
+        if kept is not None:
+            left_s = (right.fresh_ms - self._service.clock.now_ms()) / 1000
+            response.headers["cache-control"] = fresh_until(kept, left_s)
+        return response
+
     def _busy(self, message: str) -> Response:
         return error_response(503, message, retry_after_s=6 + self._service.rand.below(5))
 
     async def options(self, request: Request) -> Response:
-        headers = {**BASE_HEADERS, "access-control-allow-headers": "*", "access-control-max-age": "86400"}
+        asked = request.headers.get("access-control-request-headers", "")
+        # "*" does not stand for Authorization.
+        allowed = asked if _HEADER_NAMES.fullmatch(asked) else "*"
+        headers = {**BASE_HEADERS, "access-control-allow-headers": allowed, "access-control-max-age": "86400"}
         return Response(status_code=204, headers=headers)
 
     async def health(self, request: Request) -> Response:
@@ -140,39 +219,78 @@ class _ShapeEndpoint:
         return Response(orjson.dumps({"status": status}), code, headers, media_type="application/json")
 
     async def live_shapes(self, request: Request) -> Response:
+        self._check_secret(request)
         headers = {**BASE_HEADERS, "cache-control": "no-cache"}
         return Response(orjson.dumps(self._service.shapes()), 200, headers, media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
+        right = self._right(request)
         if not self._settings.allow_delete:
             return error_response(405, "DELETE is not enabled.")
-        handle = request.query_params.get("handle", "")
+        if right.signed:
+            raise Denied(403, "A signed URL reads, and ends nothing.")
+        query = request.query_params
+        handle = query.get("handle", "")
         shape = self._service.by_handle(handle)
-        if shape is None and not handle and request.query_params.get("table"):
-            merged = [*request.query_params.multi_items(), ("offset", "-1")]
-            params = parse(type(request.query_params)(merged))
-            shape = self._service.current((await self._service.plan(params.request)).definition)
+        # A handle is no right (RI1): whoever must say who they are, or names a shape, ends what they name, or nothing.
+        judged = NAME in query or (bool(query.get("table")) and (not handle or asker_of(request.scope) is not None))
+        if judged and (shape is not None or not handle):
+            params = parse(type(query)([*query.multi_items(), ("offset", "-1")]), right=right)
+            named = (await self._service.plan(params.request)).definition
+            if not handle:
+                shape = self._service.current(named)
+            elif shape is not None and not _is_of(shape, named, whole=right.defined):
+                shape = None
         if shape is None:
             return error_response(404, "Shape not found")
         self._service.delete(shape)
         return Response(status_code=202, headers={**BASE_HEADERS, "cache-control": "no-cache"})
 
     async def get(self, request: Request) -> Response:
-        params = parse(request.query_params)
-        initial = params.initial or params.offset is None
+        params = parse(request.query_params, right=self._right(request))
+        initial = params.initial or params.offset is None or params.subset is not None
+        return self._admit(request, initial) or await self._get(request, params)
+
+    async def post(self, request: Request) -> Response:
+        """Always a subset: its parameters are in the body, which may be longer than a URL."""
+        right = self._right(request)
+        refused = self._admit(request, True)
+        if refused is not None:
+            return refused
+        try:
+            async with asyncio.timeout(BODY_S):
+                body = await _body(request)
+        except TimeoutError:
+            return error_response(408, "The body did not come.")
+        except ClientDisconnect:
+            return Response(status_code=499)
+        if body is None:
+            return error_response(413, f"The body is too large: limit_bytes={BODY_BYTES}.")
+        return await self._get(request, parse(request.query_params, body, right))
+
+    def _admit(self, request: Request, initial: bool) -> Response | None:
+        """None when there is a place, which the request then has to its end."""
         slot = self._admission.take(initial)
         if slot is None:
             return self._busy(f"Concurrent {'initial' if initial else 'existing'} requests exceeded.")
-        request.scope[_SLOT] = slot
-        return await self._get(request, params)
+        _holds(request, slot)
+        return None
 
     async def _get(self, request: Request, params: ShapeParams) -> Response:
+        if params.subset is not None:
+            rows = HeldRows(self._service.budget, self._service.subsets, self._settings.subset_bytes)
+            _holds(request, rows)
+            try:
+                return await subsets.respond(self._service, request, params, rows)
+            except TimeoutError:
+                return self._busy("The subset was not read in time.")
         plan = await self._service.plan(params.request)
         shape = self._service.open(plan)
         if params.handle and params.handle != shape.handle:
             return must_refetch(shape.handle, True)
         if not await shape.wait_loaded(self._settings.load_timeout_s):
             return error_response(503, "The initial rows are not ready yet.", retry_after_s=1)
+        self._check(params)
         if shape.error is not None:
             raise shape.error
         if shape.gone:
@@ -185,7 +303,11 @@ class _ShapeEndpoint:
             if params.sse:
                 return sse.response(self._service, shape, params)
             return await self._long_poll(request, shape, params)
-        return self._chunk(request, shape, params)
+        return await self._chunk(request, shape, params)
+
+    def _check(self, params: ShapeParams) -> None:
+        """Raises Denied (RI2)."""
+        params.right.check(self._service.clock.now_ms())
 
     async def _refetch(self, params: ShapeParams) -> Response:
         """Planned anew: what ended the shape may be that its table is another one now, or none."""
@@ -200,50 +322,62 @@ class _ShapeEndpoint:
         headers = self._headers(shape, params, shape.log.end, True) | {"cache-control": "no-cache"}
         return items_response([up_to_date(self._service.last_seen(shape))], headers, False)
 
-    def _chunk(self, request: Request, shape: LiveShape, params: ShapeParams) -> Response:
+    async def _chunk(self, request: Request, shape: LiveShape, params: ShapeParams) -> Response:
         assert params.offset is not None
-        chunk = shape.log.read(params.offset)
+        chunk = await shape.log.fetch(params.offset)
+        if shape.gone:
+            return await self._refetch(params)
+        request.scope[_CHUNK] = chunk
         items, current = list(chunk.items), chunk.complete and not params.initial
         has_data = bool(items)
         if current:
             items.append(up_to_date(max(self._service.last_seen(shape), chunk.end.tx)))
         headers = self._headers(shape, params, chunk.end, current)
-        tag = etag(shape, params, chunk.end, None)
-        headers["etag"] = tag
-        if _matches(request.headers.get("if-none-match", ""), tag):
-            return Response(status_code=304, headers=headers)
-        return items_response(items, headers, has_data)
+        return _tagged(request, etag(shape, params, chunk.end, None), items, headers, has_data)
 
     async def _long_poll(self, request: Request, shape: LiveShape, params: ShapeParams) -> Response:
         assert params.offset is not None
         deadline = self._service.clock.monotonic_s() + self._settings.long_poll_s
+        answer = await self._looked(request, shape, params)  # whoever is behind need not begin to wait
+        if answer is not None:
+            return answer
         async with Disconnect(request) as disconnect:
             while True:
                 news = shape.subscribe()
                 try:
-                    if shape.gone:
-                        return await self._refetch(params)
-                    chunk = shape.log.read(params.offset)
-                    if chunk.items or not chunk.complete:
-                        return self._news(shape, params, chunk.items, chunk.end, chunk.complete)
+                    answer = await self._looked(request, shape, params)
+                    if answer is not None:
+                        return answer
                     left_s = deadline - self._service.clock.monotonic_s()
                     if left_s <= 0:
                         return self._quiet(shape, params)
-                    await wait_any({news, disconnect.future}, left_s)
+                    await wait_any({news, disconnect.future}, min(left_s, self._right_s(params)))
                     if disconnect.happened:
                         return Response(status_code=499)
                 finally:
                     news.cancel()
 
-    def _news(
-        self, shape: LiveShape, params: ShapeParams, items: Sequence[bytes], end: LogOffset, complete: bool
-    ) -> Response:
-        out = list(items)
-        if complete:
-            out.append(up_to_date(end.tx))
-        headers = self._headers(shape, params, end, complete)
-        headers["etag"] = etag(shape, params, end, None)
-        return items_response(out, headers, True)
+    async def _looked(self, request: Request, shape: LiveShape, params: ShapeParams) -> Response | None:
+        """None while there is nothing for it."""
+        assert params.offset is not None
+        self._check(params)
+        if shape.gone:
+            return await self._refetch(params)
+        chunk = await shape.log.fetch(params.offset)
+        if shape.gone:
+            return await self._refetch(params)
+        return self._news(request, shape, params, chunk) if chunk.items or not chunk.complete else None
+
+    def _right_s(self, params: ShapeParams) -> float:
+        return params.right.left_s(self._service.clock.now_ms())
+
+    def _news(self, request: Request, shape: LiveShape, params: ShapeParams, chunk: Chunk) -> Response:
+        request.scope[_CHUNK] = chunk
+        out = list(chunk.items)
+        if chunk.complete:
+            out.append(up_to_date(chunk.end.tx))
+        headers = self._headers(shape, params, chunk.end, chunk.complete)
+        return _tagged(request, etag(shape, params, chunk.end, None), out, headers, True)
 
     def _quiet(self, shape: LiveShape, params: ShapeParams) -> Response:
         """Nothing came: 200 with only the up-to-date item."""
@@ -253,6 +387,10 @@ class _ShapeEndpoint:
         headers["etag"] = etag(shape, params, params.offset, self._quiet_answers)
         return items_response([up_to_date(self._service.last_seen(shape))], headers, False)
 
+    def _may_come_again(self, shape: LiveShape, offset: LogOffset) -> bool:
+        """A client that read further than what was durable is no stranger: the stream brings the same places again."""
+        return shape.restored and offset.tx > self._service.last_seen(shape)
+
     async def _out_of_bounds(self, request: Request, shape: LiveShape, params: ShapeParams) -> Response:
         """The client is ahead of this log: wait half a poll for it to come, then refuse."""
         assert params.offset is not None
@@ -260,22 +398,50 @@ class _ShapeEndpoint:
         async with Disconnect(request) as disconnect:
             while not self._service.covers(shape, params.offset):
                 left_s = deadline - self._service.clock.monotonic_s()
+                if left_s <= 0 and self._may_come_again(shape, params.offset):
+                    raise Unavailable("the changes up to this offset come again after a restart.")
                 if left_s <= 0:
                     raise BadRequest({"offset": ["out of bounds for this shape"]})
                 news = shape.subscribe()
-                await wait_any({news, disconnect.future}, left_s)
+                await wait_any({news, disconnect.future}, min(left_s, self._right_s(params)))
                 news.cancel()
+                self._check(params)
                 if disconnect.happened:
                     return Response(status_code=499)
                 if shape.gone:
                     return await self._refetch(params)
         if params.live and not params.sse:
             return await self._long_poll(request, shape, params)
-        return sse.response(self._service, shape, params) if params.sse else self._chunk(request, shape, params)
+        if params.sse:
+            return sse.response(self._service, shape, params)
+        return await self._chunk(request, shape, params)
+
+
+def _is_of(shape: LiveShape, named: ShapeDefinition, *, whole: bool) -> bool:
+    """Is the shape the one that was named, or (not `whole`) one of the same table?"""
+    return shape.definition == named if whole else shape.definition.source == named.source
+
+
+async def _body(request: Request) -> bytes | None:
+    """None when it is larger than BODY_BYTES."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > BODY_BYTES:
+            return None
+    return bytes(body)
 
 
 def _secret_of(request: Request) -> str:
     return request.query_params.get("secret") or request.query_params.get("api_secret") or ""
+
+
+def _tagged(request: Request, tag: str, items: Sequence[bytes], headers: dict[str, str], has_data: bool) -> Response:
+    """304 to who has the answer already: a cache that asks again counts its copy as fresh."""
+    headers["etag"] = tag
+    if _matches(request.headers.get("if-none-match", ""), tag):
+        return Response(status_code=304, headers=headers)
+    return items_response(items, headers, has_data)
 
 
 def _matches(header: str, tag: str) -> bool:

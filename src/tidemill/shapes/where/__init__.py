@@ -9,6 +9,21 @@ from __future__ import annotations
 
 from tidemill.shapes.where.compile import Where, compile_where
 from tidemill.shapes.where.expressions import Equality
+from tidemill.shapes.where.joining import both, both_sql, params_of
+from tidemill.shapes.where.ordering import Ordering, compile_order_by
 from tidemill.shapes.where.types import EvaluationError, Type, Value, WhereError
 
-__all__ = ["Equality", "EvaluationError", "Type", "Value", "Where", "WhereError", "compile_where"]
+__all__ = [
+    "Equality",
+    "EvaluationError",
+    "Ordering",
+    "Type",
+    "Value",
+    "Where",
+    "WhereError",
+    "both",
+    "both_sql",
+    "compile_order_by",
+    "compile_where",
+    "params_of",
+]

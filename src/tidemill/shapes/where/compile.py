@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
-from tidemill.base.pgtext import INTEGER_DIGITS, INTEGERS, Refused, read_numeric
+from tidemill.base.pgtext import INTEGER_DIGITS, INTEGERS, read_numeric
 from tidemill.base.tasks import is_fault, sentence
 from tidemill.shapes.where import arithmetic, casts, operators, strings
 from tidemill.shapes.where.expressions import (
     BOOL,
     TEXT,
     UNKNOWN,
+    Evaluate,
     Expression,
     Row,
     column,
@@ -33,20 +35,33 @@ from tidemill.shapes.where.expressions import (
     strict,
     unknown,
 )
+from tidemill.shapes.where.parsing import guarded, parse_clause
 from tidemill.shapes.where.printing import sql_of
 from tidemill.shapes.where.types import (
     ALIASES,
     NUMBERS,
     EvaluationError,
     Type,
+    Value,
     WhereError,
 )
 
 PREFIX = "SELECT 1 WHERE "
-MAX_WHERE_BYTES = 64 << 10
 MAX_DEPTH = 200
 MAX_NODES = 10_000
+MAX_VALUES_CHARS = 256 << 10
+"""Of parameters, each time they are used."""
 """Compiling them takes a tenth of a second (off the event loop), evaluating them on one row a few milliseconds."""
+
+
+def evaluated(evaluate: Evaluate, row: Row) -> Value:
+    """Raises EvaluationError, as PostgreSQL would, and for any other fault (W2)."""
+    try:
+        return evaluate(row)
+    except EvaluationError:
+        raise
+    except BaseException as error:
+        raise _failure(error) from error
 
 
 class Where:
@@ -56,9 +71,19 @@ class Where:
     params    values for the $n in `sql`
     columns   names of the columns it reads
     equality  what a row must have to match, where the clause says so; see `Equality`
+    may_fail  it may raise on a row (a division, an overflow, a cast), which tells something of that row
     """
 
-    def __init__(self, sql: str, params: tuple[str, ...], columns: frozenset[str], expression: Expression) -> None:
+    def __init__(
+        self,
+        sql: str,
+        params: tuple[str, ...],
+        columns: frozenset[str],
+        expression: Expression,
+        *,
+        may_fail: bool = False,
+    ) -> None:
+        self.may_fail = may_fail
         self.equality = expression.equality
         self.sql = sql
         self.params = params
@@ -67,12 +92,7 @@ class Where:
 
     def evaluate(self, row: Row) -> bool | None:
         """True, False or None (NULL). Raises EvaluationError, as PostgreSQL would, and for any other fault (W2)."""
-        try:
-            value: bool | None = self._evaluate(row)
-        except EvaluationError:
-            raise
-        except BaseException as error:
-            raise _failure(error) from error
+        value: bool | None = evaluated(self._evaluate, row)
         return value
 
     def matches(self, row: Row) -> bool:
@@ -84,62 +104,48 @@ def _failure(error: BaseException) -> BaseException:
 
 
 def compile_where(
-    text: str, params: Sequence[str], columns: Mapping[str, Type], *, table: str = "", schema: str = ""
+    text: str,
+    params: Sequence[str],
+    columns: Mapping[str, Type],
+    *,
+    table: str = "",
+    schema: str = "",
+    first_param: int = 1,
 ) -> Where:
-    """Compile a where clause over `columns` (name → type). Raises WhereError with the exact reason."""
-    try:
-        return _compile(text, params, columns, schema, table)
-    except WhereError:
-        raise
-    except Refused as error:  # a constant part of it fails whatever the row
-        raise WhereError(f"the clause can never be evaluated: {error}.") from error
-    except RecursionError as error:
-        raise WhereError("where clause is nested too deeply.") from error
-    except BaseException as error:
-        if not is_fault(error):
-            raise
-        raise WhereError(f"the clause cannot be compiled: error={sentence(error)}.") from error
+    """Compile a where clause over `columns` (name → type). Raises WhereError with the exact reason.
+
+    `first_param`: the number that `$1` has in `sql`, where the clause is printed behind others with values of theirs.
+    """
+    return guarded(lambda: _compile(text, params, columns, schema, table, first_param))
 
 
-def _compile(text: str, params: Sequence[str], columns: Mapping[str, Type], schema: str, table: str) -> Where:
-    import postgast
-    from google.protobuf.message import DecodeError
-
-    if len(text.encode()) > MAX_WHERE_BYTES:
-        raise WhereError(f"where clause is too long: limit_bytes={MAX_WHERE_BYTES}.")
-    if "\0" in text:
-        raise WhereError("where clause contains a zero byte.")
-    try:
-        parsed = postgast.parse(PREFIX + text)
-    except postgast.PgQueryError as error:
-        raise WhereError(f"At location {max(error.cursorpos - 1, 0)}: {error.message}") from error
-    except DecodeError as error:
-        raise WhereError("where clause is nested too deeply.") from error
-    if len(parsed.stmts) != 1 or parsed.stmts[0].stmt.WhichOneof("node") != "select_stmt":
-        raise WhereError("a where clause must be one expression.")
-    select = parsed.stmts[0].stmt.select_stmt
-    if _other_clauses(select) or not select.HasField("where_clause"):
-        raise WhereError("a where clause must be one expression, without other clauses.")
-    compiler = _Compiler(params, columns, schema, table)
+def _compile(
+    text: str, params: Sequence[str], columns: Mapping[str, Type], schema: str, table: str, first_param: int
+) -> Where:
+    select = parse_clause(PREFIX, text, "where clause", "where_clause")
+    compiler = TreeCompiler(params, columns, schema, table)
     expression = resolve(compiler.visit(select.where_clause, 0), BOOL)
     if expression.type != BOOL:
         raise WhereError(f"argument of WHERE must be type boolean, not type {expression.type}")
     used = compiler.used_params
     if used != set(range(1, len(used) + 1)):
         raise WhereError("parameters must be numbered sequentially from $1.")
-    return Where(sql_of(select.where_clause), tuple(params[: len(used)]), frozenset(compiler.used_columns), expression)
-
-
-def _other_clauses(select: Any) -> bool:
-    allowed = {"target_list", "where_clause", "limit_option", "op"}
-    return any(field.name not in allowed for field, _ in select.ListFields()) or len(select.target_list) != 1
+    for node in compiler.param_nodes.values():
+        node.number += first_param - 1
+    return Where(
+        sql_of(select.where_clause),
+        tuple(params[: len(used)]),
+        frozenset(compiler.used_columns),
+        expression,
+        may_fail=compiler.may_fail,
+    )
 
 
 def _strings(nodes: Any) -> list[str]:
     return [node.string.sval for node in nodes]
 
 
-class _Compiler:
+class TreeCompiler:
     """One pass over the tree, leaves first; keeps which columns and parameters were used."""
 
     def __init__(self, params: Sequence[str], columns: Mapping[str, Type], schema: str, table: str) -> None:
@@ -149,7 +155,11 @@ class _Compiler:
         self._table = table
         self.used_params: set[int] = set()
         self.used_columns: set[str] = set()
+        self.param_nodes: dict[int, Any] = {}
+        """By their place in the text: each is one node, however often it is looked at."""
+        self.may_fail = False
         self._nodes = 0
+        self._values_chars = 0
 
     def visit(self, node: Any, depth: int) -> Expression:
         kind = node.WhichOneof("node")
@@ -205,10 +215,16 @@ class _Compiler:
         if not 1 <= number <= len(self._params):
             raise WhereError(f"{_at(node)}parameter ${number} was not provided.", fix=f"Send params[{number}].")
         self.used_params.add(number)
+        # Each use is read, and kept, by itself: a long value used often would be far more than the text of the clause.
+        self._values_chars += len(self._params[number - 1])
+        if self._values_chars > MAX_VALUES_CHARS:
+            raise WhereError(f"{_at(node)}parameters are too long, each time they are used: limit={MAX_VALUES_CHARS}.")
+        self.param_nodes[node.location] = node
         return unknown(self._params[number - 1])
 
     def _visit_type_cast(self, node: Any, depth: int) -> Expression:
         target = _type_of(node.type_name)
+        self.may_fail = self.may_fail or node.arg.WhichOneof("node") not in ("a_const", "param_ref")
         return casts.cast(self.visit(node.arg, depth), target, _at(node))
 
     def _visit_collate_clause(self, node: Any, depth: int) -> Expression:
@@ -278,13 +294,13 @@ class _Compiler:
         name = names[-1]
         special = (node.agg_star, node.agg_distinct, node.func_variadic, node.agg_order, node.agg_within_group)
         plain = not any(special) and not node.HasField("over") and not node.HasField("agg_filter")
-        if names[:-1] not in _OWN or name not in ("lower", "upper") or not plain or len(node.args) != 1:
+        if names[:-1] not in _OWN or not plain or name not in strings.FUNCTIONS:
             raise WhereError(f"{_at(node)}function {'.'.join(names)} is not supported in a where clause.")
-        operand = resolve(self.visit(node.args[0], depth), TEXT, _at(node))
-        if operand.type.array or operand.type.name != "text":
-            raise WhereError(f"{_at(node)}function {name}({operand.type}) does not exist", fix="Cast to text.")
-        function = str.lower if name == "lower" else str.upper
-        return Expression(operand.type, strict(function, operand), constant=operand.constant)
+        if name == "concat" and any(each.WhichOneof("node") == "param_ref" for each in node.args):
+            raise WhereError(f"{_at(node)}a parameter of concat has no type.", fix="Cast it to text.")
+        self.may_fail = True  # of long texts one that is too long
+        operands = [resolve(self.visit(each, depth), TEXT, _at(node)) for each in node.args]
+        return strings.call(name, operands, _at(node))
 
     def _visit_a_array_expr(self, node: Any, depth: int) -> Expression:
         type_, items = self._alike(node.elements, "ARRAY", _at(node), depth)
@@ -302,9 +318,11 @@ class _Compiler:
         right = self.visit(node.rexpr, depth)
         if not node.HasField("lexpr"):
             if kind == _enum("AEXPR_OP") and name in "+-":
+                self.may_fail = self.may_fail or not right.constant
                 return arithmetic.negate(right, location) if name == "-" else right
             raise WhereError(f"{location}operator {name} is not supported in a where clause.")
         left = self.visit(node.lexpr, depth)
+        self._compared(left, right)
         if kind == _enum("AEXPR_DISTINCT"):
             return operators.distinct(left, right, False, location)
         if kind == _enum("AEXPR_NOT_DISTINCT"):
@@ -319,18 +337,28 @@ class _Compiler:
         if name in operators.COMPARISONS:
             return operators.compare(name, left, right, location)
         if name in arithmetic.ARITHMETIC_NAMES:
+            self.may_fail = True
             return arithmetic.arithmetic(name, left, right, location)
         if name in ("~~", "!~~", "~~*", "!~~*"):
+            self.may_fail = self.may_fail or not right.constant  # a pattern that ends with the escape character
             return strings.like(name, left, right, location)
         if name == "||":
+            self.may_fail = True  # of two long texts one that is too long
             return strings.concat(left, right, location)
         raise WhereError(f"{location}operator {name} is not supported in a where clause.")
+
+    def _compared(self, left: Expression, right: Expression) -> None:
+        """PostgreSQL casts a numeric beside a float to one, and not each of them fits."""
+        types = {left.type.name, right.type.name}
+        self.may_fail = self.may_fail or ("numeric" in types and bool(types & {"float4", "float8"}))
 
     def _listed(self, node: Any, name: str, location: str, depth: int) -> Expression:
         left = self.visit(node.lexpr, depth)
         if node.rexpr.WhichOneof("node") != "list":
             raise WhereError(f"{location}this list is not supported in a where clause.")
         items = [self.visit(item, depth) for item in node.rexpr.list.items]
+        for item in items:
+            self._compared(left, item)
         if node.kind == _enum("AEXPR_IN"):
             result = operators.member(left, items, location)
             return result if name == "=" else Expression(BOOL, strict(lambda value: not value, result))
@@ -377,6 +405,7 @@ def _type_of(node: Any) -> Type:
     return Type(names[-1], bool(node.array_bounds))
 
 
+@cache
 def _enum(name: str) -> int:
     value: int = getattr(importlib.import_module("postgast.pg_query_pb2"), name)
     return value

@@ -54,7 +54,11 @@ class Expression(msgspec.Struct, frozen=True):
 
 def narrowest(parts: Sequence[Expression]) -> Equality | None:
     """Of conditions that must all hold: the one with the fewest values."""
-    found = [part.equality for part in parts if part.equality is not None]
+    return narrower(*(part.equality for part in parts))
+
+
+def narrower(*parts: Equality | None) -> Equality | None:
+    found = [part for part in parts if part is not None]
     return min(found, key=lambda equality: len(equality.values)) if found else None
 
 

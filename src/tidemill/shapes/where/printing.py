@@ -7,6 +7,7 @@ that `compile` accepted come here, so a node of another kind is a defect.
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from typing import Any
 
 _BOOLEAN_TESTS = {
@@ -19,6 +20,7 @@ _BOOLEAN_TESTS = {
 }
 
 
+@cache
 def _names() -> Any:
     """The numbers of the tree's enumerations; loaded with the parser."""
     return importlib.import_module("postgast.pg_query_pb2")

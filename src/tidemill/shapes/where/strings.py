@@ -1,14 +1,15 @@
-"""Operators on text: joining, and LIKE with its patterns."""
+"""Operators and functions on text: joining, LIKE with its patterns, and the few functions that are known."""
 
 from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from tidemill.shapes.where.expressions import BOOL, TEXT, Expression, resolve, strict
+from tidemill.shapes.where.expressions import BOOL, TEXT, Expression, Row, resolve, strict
 from tidemill.shapes.where.operators import no_operator
-from tidemill.shapes.where.types import EvaluationError, Type, WhereError
+from tidemill.shapes.where.types import EvaluationError, Type, Value, WhereError
 
 
 def concat(left: Expression, right: Expression, location: str) -> Expression:
@@ -139,3 +140,24 @@ def like(name: str, left: Expression, right: Expression, location: str) -> Expre
         return like_pattern(pattern).matches(text) is wanted
 
     return Expression(BOOL, strict(match, left, right))
+
+
+FUNCTIONS: dict[str, Callable[[str], Value]] = {"lower": str.lower, "upper": str.upper, "length": len, "concat": str}
+
+
+def call(name: str, operands: Sequence[Expression], location: str) -> Expression:
+    """One of FUNCTIONS. Of texts alone: how PostgreSQL writes other types is its own business. Raises WhereError."""
+    kinds = ", ".join(str(operand.type) for operand in operands)
+    texts = all(operand.type.name == "text" and not operand.type.array for operand in operands)
+    if not texts or not operands or (len(operands) > 1 and name != "concat"):
+        raise WhereError(f"{location}function {name}({kinds}) does not exist", fix="Cast to text.")
+    constant = all(operand.constant for operand in operands)
+    if name != "concat":
+        type_ = Type("int4") if name == "length" else operands[0].type
+        return Expression(type_, strict(FUNCTIONS[name], operands[0]), constant=constant)
+    tests = [operand.evaluate for operand in operands]
+
+    def joined(row: Row) -> Value:
+        return "".join(text for test in tests if (text := test(row)) is not None)
+
+    return Expression(Type("text", ordered=all(each.type.ordered for each in operands)), joined, constant=constant)

@@ -1,0 +1,107 @@
+"""Answers with a subset of a shape's rows: {"metadata": …, "data": [rows]}, for requestSnapshot and fetchSnapshot.
+
+Which place of the log an answer names decides what its client follows from there:
+
+    now       the end of the log before the rows were read: what came since is behind it, and the rows show it or not
+    -1        -1: nothing was read yet, and everything still is
+    another   none where the client goes without (GET), else the one it asked from: it has read no further
+
+A handle that ended is answered as the protocol says, 409 with the new one, where the client is at no place yet. One
+that has a place would take the new handle for the rest of its old log, and miss what came between (the published client
+does). It gets its rows, and its own handle back: its stream then asks with that, and is sent to the start.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tidemill.base.errors import Invalid, Missing
+from tidemill.base.tasks import Tasks
+from tidemill.shapes.held import HeldRows
+from tidemill.shapes.http.disconnect import Disconnect, wait_any
+from tidemill.shapes.http.params import BadRequest, ShapeParams
+from tidemill.shapes.http.respond import BASE_HEADERS, error_response, must_refetch
+from tidemill.shapes.http.sending import ItemsResponse
+from tidemill.shapes.live import LiveShape
+from tidemill.shapes.offsets import LogOffset
+from tidemill.shapes.plan import FieldError, Plan
+from tidemill.shapes.service import ShapeService
+from tidemill.shapes.subset import Metadata
+
+MARKS = 1 << 31
+HANDLE = re.compile(r"[0-9]{1,20}-[0-9]{1,50}")
+CLOSED = 499
+
+
+async def respond(service: ShapeService, request: Request, params: ShapeParams, rows: HeldRows) -> Response:
+    """`rows` are released by the caller once the answer has gone out. Raises as other requests for shapes do."""
+    plan = await service.plan(params.request)
+    starts = params.offset is None or params.initial
+    live = service.current(plan.definition)
+    if starts or not HANDLE.fullmatch(params.handle) or (live is not None and live.handle == params.handle):
+        live = service.open(plan)  # another one, where the table is not what it was
+    if live is not None and params.handle in ("", live.handle):
+        if not await live.wait_loaded(service.settings.load_timeout_s):
+            return error_response(503, "The initial rows are not ready yet.", retry_after_s=1)
+        params.right.check(service.clock.now_ms())
+        if live.error is not None:
+            raise live.error
+        if live.gone:
+            return must_refetch(service.open(await service.plan(params.request)).handle, bool(params.handle))
+        handle, place = live.handle, _place(request, params, live)
+    elif live is not None and (starts or not HANDLE.fullmatch(params.handle)):
+        return must_refetch(live.handle, True)
+    else:
+        handle, place = params.handle, _place(request, params, None)
+    metadata = await _read(service, request, plan, params, rows)
+    if metadata is None:
+        return Response(status_code=CLOSED)
+    params.right.check(service.clock.now_ms())
+    return _answer(plan, handle, place, metadata, rows)
+
+
+def _place(request: Request, params: ShapeParams, live: LiveShape | None) -> LogOffset | None:
+    if params.offset is None:
+        return None if live is None else live.log.end
+    return params.offset if params.initial or request.method == "POST" else None
+
+
+async def _read(
+    service: ShapeService, request: Request, plan: Plan, params: ShapeParams, rows: HeldRows
+) -> Metadata | None:
+    """None when the client went away. Raises BadRequest for what the database refuses, TimeoutError."""
+    assert params.subset is not None
+    async with Disconnect(request) as disconnect, Tasks(lambda *_: None) as tasks:
+        reading = tasks.spawn(plan.read(params.subset, rows, service.rand.below(MARKS)), name="subset")
+        await wait_any({reading, disconnect.future}, service.settings.load_timeout_s)
+        if not reading.done():
+            if disconnect.happened:
+                return None
+            raise TimeoutError
+        try:
+            found: Metadata = reading.result()
+        except (FieldError, Missing):
+            raise
+        except Invalid as error:
+            # A clause that is not the client's may have failed on a row that is not the client's to know of.
+            said = "A row cannot be read with these clauses." if params.right.defined else str(error)
+            raise BadRequest({"subset": [said]}) from error
+        return found
+
+
+def _answer(plan: Plan, handle: str, place: LogOffset | None, metadata: Metadata, rows: HeldRows) -> Response:
+    headers: Mapping[str, str] = {
+        **BASE_HEADERS,
+        "electric-handle": handle,
+        **({} if place is None else {"electric-offset": str(place)}),
+        "electric-schema": plan.schema_json.decode("utf-8"),
+        "electric-snapshot": "true",
+        "cache-control": "no-cache",
+    }
+    opening = b'{"metadata":' + msgspec.json.encode(metadata) + b',"data":['
+    return ItemsResponse(rows.pieces, 200, headers, opening, b"]}")

@@ -1,0 +1,57 @@
+"""Text to the tree of PostgreSQL's own parser, for one clause of a SELECT; whatever compiling it raises, in one type.
+
+Places in messages are counted as PostgreSQL does, from the start of the statement that the clause is put into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tidemill.base.pgtext import Refused
+from tidemill.base.tasks import is_fault, sentence
+from tidemill.shapes.where.types import WhereError
+
+T = TypeVar("T")
+
+MAX_WHERE_BYTES = 64 << 10
+
+
+def guarded(compiling: Callable[[], T]) -> T:
+    """Whatever compiling raises is a WhereError (W2)."""
+    try:
+        return compiling()
+    except WhereError:
+        raise
+    except Refused as error:  # a constant part of it fails whatever the row
+        raise WhereError(f"the clause can never be evaluated: {error}.") from error
+    except RecursionError as error:
+        raise WhereError("where clause is nested too deeply.") from error
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        raise WhereError(f"the clause cannot be compiled: error={sentence(error)}.") from error
+
+
+def parse_clause(prefix: str, text: str, what: str, field: str) -> Any:
+    """The one SELECT that `prefix` and `text` make, which has only `field` beside its target. Raises WhereError."""
+    import postgast
+    from google.protobuf.message import DecodeError
+
+    if len(text.encode()) > MAX_WHERE_BYTES:
+        raise WhereError(f"{what} is too long: limit_bytes={MAX_WHERE_BYTES}.")
+    if "\0" in text:
+        raise WhereError(f"{what} contains a zero byte.")
+    try:
+        parsed = postgast.parse(prefix + text)
+    except postgast.PgQueryError as error:
+        raise WhereError(f"At location {max(error.cursorpos - 1, 0)}: {error.message}") from error
+    except DecodeError as error:
+        raise WhereError(f"{what} is nested too deeply.") from error
+    if len(parsed.stmts) != 1 or parsed.stmts[0].stmt.WhichOneof("node") != "select_stmt":
+        raise WhereError(f"a {what} must be one expression.")
+    select = parsed.stmts[0].stmt.select_stmt
+    set_fields = {found.name for found, _ in select.ListFields()}
+    if set_fields - {"target_list", "limit_option", "op"} != {field} or len(select.target_list) != 1:
+        raise WhereError(f"a {what} must be one expression, without other clauses.")
+    return select

@@ -1,0 +1,79 @@
+"""ShapeWorld whose stream comes from the capture room, and whose shards from the shards room."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Self
+
+import psycopg
+from shape_world import ShapeWorld, eventually
+from starlette.applications import Starlette
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.capture.config import CaptureConfig
+from tidemill.capture.machine import Capture
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.metastore.catalogue import Catalogue
+from tidemill.metastore.open import metastore_on
+from tidemill.node.http import HttpServer
+from tidemill.objects.memory import MemoryObjects
+from tidemill.shapes import ShapeService, shape_routes
+from tidemill.shards.open import open_shard
+from tidemill.shards.remap import LogRemap
+from tidemill.topics.log import LocalTopics
+
+
+class RealWorld(ShapeWorld):
+    table_poll_s = 5.0
+    tables: tuple[str, ...] = ("*",)
+
+    async def __aenter__(self) -> Self:
+        clock, rand = SystemClock(), Rand()
+        self.consensus, self.objects = MemoryConsensus(clock), MemoryObjects(clock)
+        self.metastore = metastore_on(self.consensus, self.objects, clock, rand)
+        catalogue = self.catalogue = Catalogue(self.metastore, clock, rand)
+        self.db = await psycopg.AsyncConnection.connect(self.dsn, autocommit=True)
+        await self.db.execute(self._ddl)
+        self.topics = LocalTopics(self.consensus, self.objects, catalogue, clock=clock, rand=rand)
+        name = self.dsn.rpartition("/")[2]
+        config = CaptureConfig(
+            name=name, dsn=self.dsn, tables=self.tables, binding_interval_ms=20, fragment_changes=5,
+            table_poll_s=self.table_poll_s,
+        )  # fmt: skip
+        remap = LogRemap(self.consensus, config.remap, clock, rand)
+        self.capture = Capture(
+            config, topics=self.topics, catalogue=catalogue, remap=remap, clock=clock, rand=rand, tracker=self.tracker
+        )
+        self.slot = config.slot
+        self.service = ShapeService(clock, rand, self.tracker, self.settings)
+        self.capture.add_tap(self.service.add_database(name, self.dsn, self.capture.relations, self.capture))
+
+        async def opener(shard: str) -> Any:
+            return await open_shard(self.consensus, self.objects, clock, rand, shard)
+
+        self.service.add_shards(opener)
+        self.server = HttpServer(Starlette(routes=list(shape_routes(self.service))), on_failure=lambda *_: None)
+        await self.server.start()
+        self._running = asyncio.ensure_future(self.capture.run())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.capture.aclose()
+        await asyncio.gather(self._running, return_exceptions=True)
+        await self.service.aclose()
+        await self.server.aclose()
+        await self.topics.aclose()
+        await self.metastore.aclose()
+        await eventually(self._drop_slot)
+        await self.db.close()
+
+    async def _drop_slot(self) -> bool:
+        mine = "FROM pg_replication_slots WHERE slot_name = %s"
+        await self.db.execute(f"SELECT pg_drop_replication_slot(slot_name) {mine} AND NOT active", (self.slot,))
+        return not await (await self.db.execute(f"SELECT {mine}", (self.slot,))).fetchall()
+
+    async def break_stream(self) -> None:
+        await self.db.execute(
+            "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE slot_name = %s AND active",
+            (self.slot,),
+        )

@@ -1,0 +1,100 @@
+"""Files of shape logs that another node has followed on: they go, and no other file does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+from shape_world import run
+
+from tidemill.base.errors import Unavailable
+from tidemill.shapes.store.file import Flush, ShapeFile
+from tidemill.shapes.store.left import take_away
+
+
+def made(path: Path, owner: str) -> ShapeFile:
+    file = ShapeFile(path)
+    file.open()
+    file.flush(Flush(owner, False, (), ()))
+    return file
+
+
+def test_a_file_goes_when_the_row_names_another_owner_or_is_gone_and_only_then(tmp_path: Path) -> None:
+    async def main() -> None:
+        rows: dict[str, tuple[str, ...]] = {
+            "stays": ("b", "a"),
+            "moved": ("b",),
+            "a name/of two": ("c",),
+            "open": ("b",),
+        }
+        for name in ("stays", "moved", "a name%2Fof two", "dropped"):
+            made(tmp_path / f"{name}.db", "a").release()
+        served = made(tmp_path / "open.db", "a")
+        (tmp_path / "corrupt.db").write_bytes(b"no database at all, but of some length" * 100)
+        (tmp_path / "crashed.over").write_bytes(b"set aside when a process died")
+        asked: list[str] = []
+
+        async def names(capture: str) -> Collection[str]:
+            asked.append(capture)
+            return rows.get(capture, ())
+
+        await take_away(tmp_path, names)
+        left = {path.name for path in tmp_path.iterdir() if not path.name.endswith((".lock", "-wal", "-shm"))}
+        assert left == {"open.db", "stays.db"}
+        served.release()
+        assert "a name/of two" in asked
+        file = ShapeFile(tmp_path / "stays.db")
+        assert file.open() == "a"
+        file.release()
+        new = ShapeFile(tmp_path / "moved.db")
+        assert new.open() == "" and new.saved() == []
+        new.release()
+
+    run(main())
+
+
+def killed(path: Path, owner: str) -> None:
+    """A process that dies without a word: what it wrote last is in the write-ahead log only."""
+    pid = os.fork()
+    if pid == 0:
+        file = made(path, owner)
+        os._exit(0 if file else 1)
+    os.waitpid(pid, 0)
+
+
+def test_a_file_whose_log_was_not_folded_in_when_its_process_died_is_known_by_its_newest_name(tmp_path: Path) -> None:
+    async def main() -> None:
+        path = tmp_path / "db.db"
+        made(path, "old").release()
+        killed(path, "new")
+        assert (tmp_path / "db.db-wal").stat().st_size > 0
+
+        async def newest(_: str) -> Collection[str]:
+            return ("new",)
+
+        async def oldest(_: str) -> Collection[str]:
+            return ("old",)
+
+        await take_away(tmp_path, newest)
+        assert path.exists()
+        await take_away(tmp_path, oldest)
+        assert [each.name for each in tmp_path.iterdir()] == ["db.lock"]
+
+    run(main())
+
+
+def test_nothing_goes_while_the_row_cannot_be_read(tmp_path: Path) -> None:
+    async def main() -> None:
+        made(tmp_path / "db.db", "a").release()
+
+        async def names(_: str) -> Collection[str]:
+            raise Unavailable("no store answers.")
+
+        with pytest.raises(Unavailable):
+            await take_away(tmp_path, names)
+        assert (tmp_path / "db.db").exists()
+
+    asyncio.run(main())

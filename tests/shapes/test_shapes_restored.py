@@ -1,0 +1,96 @@
+"""Many shapes of an earlier life: compiled together, ended alone; and what is told of many is bounded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from shape_world import eventually, run
+from test_shapes_consumer import TABLE, row
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.frontier import ChangePosition
+from tidemill.base.marks import Tracker
+from tidemill.capture.changes import Change, Fragment
+from tidemill.shapes.describe import ColumnInfo, TableColumns
+from tidemill.shapes.offsets import BASE_END
+from tidemill.shapes.plan import ShapeRequest
+from tidemill.shapes.reporting import LARGEST, LOOKED_AT, Largest
+from tidemill.shapes.service import ShapeService
+from tidemill.shapes.settings import ShapeSettings
+from tidemill.shapes.shape import ShapeDefinition, Source
+from tidemill.shapes.store.file import Flush, Saved, ShapeFile, Written
+from tidemill.shapes.store.kept import Kept
+
+INFO = TableColumns(
+    TABLE,
+    (
+        ColumnInfo("id", "int4", "b", 0, -1, True, True, True),
+        ColumnInfo("name", "text", "b", 0, -1, False, False, True),
+        ColumnInfo("open", "bool", "b", 0, -1, False, True, True),
+    ),
+)
+COUNT = 250
+UNREADABLE, UNCOMPILABLE, OTHERWISE = 7, 120, 249
+
+
+def written(key: int) -> Written:
+    where = "nope = 1" if key == UNCOMPILABLE else f"id = {key}"
+    schema = b"{}" if key == OTHERWISE else INFO.schema_json(())
+    definition = ShapeDefinition(Source("table", "main", "public", "t"), where)
+    kept = Kept(ShapeRequest("t", where), definition, schema, TABLE, 1).encode()
+    record = b"\xc1" if key == UNREADABLE else kept
+    return Written(key, [(0, b"{}")], [], 0, Saved(key, f"h{key}", record, "", 1, (0, 0), 2, 0))
+
+
+def test_of_many_shapes_that_come_back_each_ends_alone_and_the_others_follow_on(tmp_path: Path) -> None:
+    file = ShapeFile(tmp_path / "main.db")
+    file.open()
+    file.flush(Flush("owner", False, [written(key) for key in range(1, COUNT + 1)], ()))
+    file.release()
+
+    async def main() -> None:
+        service = ShapeService(SystemClock(), Rand(7), Tracker(), ShapeSettings(directory=tmp_path))
+        sink = service.add_database("main", "host=/nowhere", lambda: [TABLE])
+        service._tables._databases["main"].infos[TABLE] = INFO
+        sink.claim(["owner"])
+        sink.carried([TABLE.oid])
+        sink.begin(SimpleNamespace(flushed=lambda *_: None), 0)  # type: ignore[arg-type]
+        await eventually(lambda: not sink.restoring)
+        lives = {f"h{key}" for key in range(1, COUNT + 1)} - {f"h{k}" for k in (UNREADABLE, UNCOMPILABLE, OTHERWISE)}
+        assert {shape.handle for shape in service._by_handle.values()} == lives
+        changes = tuple(
+            Change(TABLE, "insert", ChangePosition(900, 2 * key), row(key), None) for key in range(1, COUNT + 1)
+        )
+        sink.take(Fragment(5, 900, 0, True, True, changes, changes[-1].position, (), 100))
+        await eventually(lambda: sink.evaluated() == 900)
+        for handle in lives:
+            shape = service.by_handle(handle)
+            assert shape is not None
+            (item,) = (await shape.log.fetch(BASE_END)).items
+            assert b'"id":"%s"' % handle[1:].encode() in item
+        await service.aclose()
+        again = ShapeFile(tmp_path / "main.db")
+        again.open()
+        assert {saved.handle for saved in again.saved()} == lives, "who is over is not there after the next restart"
+        again.release()
+
+    run(main())
+
+
+def test_the_largest_shapes_are_found_a_part_at_a_time() -> None:
+    def shape(handle: str, size: int) -> Any:
+        return SimpleNamespace(handle=handle, gone=False, log=SimpleNamespace(base_bytes=size, log_bytes=0))
+
+    shapes = {f"h{n}": shape(f"h{n}", n * 7919 % 4001) for n in range(4_000)}
+    greatest = sorted(shapes.values(), key=lambda each: -each.log.base_bytes)[:LARGEST]
+    largest = Largest()
+    for _ in range(len(shapes) // LOOKED_AT):
+        found = largest.look(shapes)
+    assert found == greatest
+    greatest[0].gone = True
+    shapes.pop(greatest[0].handle)
+    for _ in range(len(shapes) // LOOKED_AT + 1):
+        found = largest.look(shapes)
+    assert greatest[0] not in found and found[:4] == greatest[1:]

@@ -1,0 +1,358 @@
+"""What strangers may make a node hold, wait for and show: bounded, counted, and nothing that is not theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import random
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from shape_world import ShapeWorld, eventually, run
+from starlette.applications import Starlette
+from test_shapes_consumer import TABLE
+from test_shapes_restored import INFO
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import Invalid, TidemillError, Unavailable
+from tidemill.base.marks import Tracker
+from tidemill.base.tasks import Tasks
+from tidemill.capture.naming import topic_name
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.metastore.catalogue import CaptureRow, Catalogue
+from tidemill.metastore.open import metastore_on
+from tidemill.node.shape_routing import ShapeRouting
+from tidemill.objects.memory import MemoryObjects
+from tidemill.shapes import ShapeService, ShapeSettings, shape_routes, table_shapes
+from tidemill.shapes.budget import Budget, Full, take_of_all
+from tidemill.shapes.compiling import CompilerThread
+from tidemill.shapes.held import HeldRows
+from tidemill.shapes.items import LogItem
+from tidemill.shapes.log import LogLimits, MemoryLog, split_chunk
+from tidemill.shapes.offsets import BASE_END, BEFORE_ALL, OP_INFINITY, LogOffset
+from tidemill.shapes.plan import ShapeRequest
+from tidemill.shapes.refusals import Refusals
+from tidemill.shapes.rows import RowWriter
+from tidemill.shapes.service import SHAPE_BYTES, size_of
+from tidemill.shapes.shape import ShapeDefinition, Source
+from tidemill.shapes.shard_subsets import SubsetRows, _Held
+from tidemill.shapes.share import LoopShare
+from tidemill.shapes.sink import BacklogLimits
+from tidemill.shapes.store.file import Flush, Item, Saved, ShapeFile, Written
+from tidemill.shapes.store.kept import Kept
+from tidemill.shapes.store.store import ShapeStore
+from tidemill.shapes.subset import SubsetRequest, SubsetScope, compile_subset
+from tidemill.shapes.table_shapes import NotCaptured, TableShapes
+from tidemill.shapes.where import Type
+
+DDL = "CREATE TABLE t (id int PRIMARY KEY, v text); INSERT INTO t SELECT n, 'x' FROM generate_series(1, 50) n"
+
+
+def test_what_a_file_is_read_for_is_counted_until_the_last_reader_has_let_go_and_readers_share_it(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        memory, disk = Budget(40_000), Budget(1 << 30)
+        pool, writer = ThreadPoolExecutor(2), ThreadPoolExecutor(1)
+        clock, limits = SystemClock(), LogLimits(chunk_bytes=3_900)
+        file = ShapeFile(tmp_path / "s.db")
+        store = ShapeStore(file, pool, writer, clock, Rand(1), Tracker(), "disk", limits, memory, disk)
+        log = store.new_log()
+        for n in range(4):
+            log.add_base([b"%04d" % n * 999])
+        log.seal_base()
+        store.record(log, "h", b"", "1:1:")
+        for tx in range(1, 5):
+            log.stage(LogItem(LogOffset(tx, 1), "insert", "k", b"%04d" % tx * 999))
+            log.publish()
+        await store.flush()
+        log.stage(LogItem(LogOffset(9, 1), "insert", "k", b"{}"))
+        log.publish()
+        await store.flush()
+        held, reads, read_base = memory.used_bytes, list[int](), file.base
+
+        def base(key: int, chunk: int) -> bytes:
+            reads.append(chunk)
+            return read_base(key, chunk)
+
+        file.base = base  # type: ignore[method-assign]
+        first, again = await log.fetch(BEFORE_ALL), await log.fetch(BEFORE_ALL)
+        assert first.items is again.items and reads == [0], "one copy for all, read once"
+        assert memory.used_bytes == held + 3_996
+        second = await log.fetch(first.end)
+        assert memory.used_bytes == held + 2 * 3_996
+        with pytest.raises(Full, match="read from disk for readers"):
+            await log.fetch(BASE_END)
+        del second
+        some = await log.fetch(BASE_END)
+        assert memory.used_bytes == held + 2 * 3_996
+        del first, some
+        assert memory.used_bytes == held + 3_996, "one reader still has it"
+        del again
+        assert (memory.used_bytes, store.lent.used_bytes) == (held, 0)
+        await store.aclose()
+        pool.shutdown()
+
+    run(main())
+
+
+def test_what_is_taken_of_all_or_of_none() -> None:
+    wide, narrow = Budget(100), Budget(50)
+    with pytest.raises(Full):
+        take_of_all(60, wide, narrow)
+    assert (wide.used_bytes, narrow.used_bytes) == (0, 0)
+    take_of_all(50, wide, narrow)
+    assert (wide.used_bytes, narrow.used_bytes) == (50, 50)
+
+
+@pytest.mark.parametrize(("asked", "changes"), [("rows", 0), ("poll", 1), ("events", 1), ("events", 2)])
+def test_a_reader_that_takes_nothing_is_counted_until_its_last_piece_has_gone_and_not_while_it_waits(
+    tmp_path: Path, asked: str, changes: int
+) -> None:
+    """Of a restored shape, whose rows and changes only the file has. Of the changes one at a time may be held."""
+    waits = (asked, changes) == ("events", 1)
+    big = b'{"key":"k","value":{"id":"%s"},"headers":{"operation":"insert"}}' % (b"1" * 300_000)
+    kept = Kept(
+        ShapeRequest("t", "id = 1"), ShapeDefinition(Source("table", "main", "public", "t"), "id = 1"),
+        INFO.schema_json(()), TABLE, 1,
+    ).encode()  # fmt: skip
+    file = ShapeFile(tmp_path / "main.db")
+    file.open()
+    items = [Item(5 + n, 1, big) for n in range(max(1, changes))]
+    log_bytes = len(items) * len(big)
+    saved = Saved(1, "h1", kept, "", 2, (items[-1].tx, 1), 2 * len(big), log_bytes)
+    file.flush(Flush("owner", False, [Written(1, [(0, big), (1, big)], items, log_bytes, saved)], ()))
+    file.release()
+
+    async def main() -> None:
+        limits = LogLimits(chunk_bytes=100_000)
+        settings = ShapeSettings(directory=tmp_path, limits=limits, memory_bytes=6 * len(big))
+        service = ShapeService(SystemClock(), Rand(7), Tracker(), settings)
+        sink = service.add_database("main", "host=/nowhere", lambda: [TABLE])
+        service._tables._databases["main"].infos[TABLE] = INFO
+        sink.claim(["owner"])
+        sink.carried([TABLE.oid])
+        sink.begin(SimpleNamespace(flushed=lambda *_: None), items[-1].tx)  # type: ignore[arg-type]
+        await eventually(lambda: not sink.restoring)
+        lent, memory = service._stores["main"].lent, service.budget.used_bytes
+        app = Starlette(routes=list(shape_routes(service)))
+        query = b"table=t&where=id+%3D+1&handle=h1&"
+        query += {
+            "rows": b"offset=0_0",
+            "poll": b"offset=0_inf&live=true",
+            "events": b"offset=0_inf&live=true&live_sse=true",
+        }[asked]
+        scope = {
+            "type": "http", "method": "GET", "path": "/v1/shape", "raw_path": b"/v1/shape", "query_string": query,
+            "headers": [(b"host", b"x")], "http_version": "1.1", "scheme": "http", "client": ("127.0.0.1", 1),
+        }  # fmt: skip
+        sent = list[bytes]()
+        takes, gone = asyncio.Event(), asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                assert message["status"] == 200
+                return
+            sent.append(message["body"])
+            await takes.wait()
+
+        async with Tasks(print) as tasks:
+            answering = tasks.spawn(app(scope, receive, send), name="answer")
+            await eventually(lambda: len(sent) == 1)
+            assert (lent.used_bytes, service.budget.used_bytes) == (len(big), memory + len(big))
+            assert service.facts()["read_bytes"] == len(big)
+            takes.set()
+            await eventually(lambda: sum(map(len, sent)) > max(1, changes) * len(big))
+            if not waits:
+                await answering
+            await eventually(lambda: (lent.used_bytes, service.budget.used_bytes) == (0, memory))
+            assert answering.done() is not waits, "a stream that was not behind waits, and holds nothing meanwhile"
+            gone.set()
+        await service.aclose()
+
+    run(main(), 60)
+
+
+def test_rows_that_differ_in_the_last_of_many_keys_are_sorted_in_short_steps() -> None:
+    names = tuple(f"c{n}" for n in range(32))
+    rand = random.Random(3)
+    values = [rand.randrange(10_000) for _ in range(5_000)]
+    columns = {name: pa.array([7] * len(values) if name != "c31" else values, pa.int64()) for name in names}
+    table = pa.table({**columns, "id": pa.array(range(len(values)), pa.int64())})
+    writer = RowWriter("shard", "t", ("id",), ("id",))
+    for limit in (None, 50):
+        scope = SubsetScope("shard", "t", dict.fromkeys(names, Type("int8")), names, 0)
+        subset = compile_subset(SubsetRequest(order_by=", ".join(names), limit=limit), scope)
+        reading = SubsetRows((*names, "id"), writer, None, subset)
+        asked, before, steps = 0, reading._before, list[int]()
+
+        def counted(a: Any, b: Any) -> int:
+            nonlocal asked
+            asked += 1
+            return before(a, b)  # noqa: B023
+
+        reading._before = counted  # type: ignore[method-assign]
+        budget = Budget(1 << 30)
+        rows, held = HeldRows(budget, Budget(1 << 30), 1 << 30), _Held(budget)
+        for _ in reading._ordered(table, rows, held):
+            steps.append(asked)
+        found = [int(json.loads(item)["value"]["id"]) for item in split_chunk(rows.pieces)]
+        by_text = sorted(range(len(values)), key=lambda n: (values[n], f'"shard"."t"/"{n}"'))
+        assert found == by_text[:limit]
+        assert max(b - a for a, b in pairwise(steps)) <= 200, "comparisons of up to 32 keys each, between two yields"
+        held.give_all()
+        rows.release()
+        assert budget.used_bytes == 0
+
+
+def test_a_refusal_keeps_no_frames_of_what_failed_and_does_not_grow_with_who_asks() -> None:
+    class Rows:
+        """Stands for a shard's rows."""
+
+    refusals, definition = Refusals(), ShapeDefinition(Source("table", "m", "s", "t"), "1 / id = 1")
+
+    def fails() -> weakref.ref[Rows]:
+        rows = Rows()
+        try:
+            raise Invalid("division by zero.", fix="Write another clause.")
+        except Invalid as error:
+            refusals.add(definition, error, 0.0)
+        return weakref.ref(rows)
+
+    kept = fails()
+    gc.collect()
+    assert kept() is None
+    lengths = set[int]()
+    for _ in range(3):
+        with pytest.raises(Invalid, match="division by zero") as caught:
+            refusals.check(definition, 1.0)
+        lengths.add(len(caught.traceback))
+    assert len(lengths) == 1
+
+
+@pytest.mark.parametrize("base", [True, False])
+def test_a_log_that_was_dropped_to_make_room_for_itself_takes_nothing(base: bool) -> None:
+    budget = Budget(1_000, lambda _: log.drop())
+    log = MemoryLog(budget=budget)
+    if base:
+        log.add_base([b"x" * 600])
+        log.add_base([b"x" * 600])
+    else:
+        log.add_base([b"x" * 600])
+        log.seal_base()
+        log.stage(LogItem(LogOffset(1, 1), "insert", "k", b"x" * 600))
+    assert budget.used_bytes == 0
+
+
+@pytest.mark.parametrize("text", [f"1_{OP_INFINITY + 1}", f"{OP_INFINITY + 1}_1", "1_" + "9" * 20])
+def test_an_offset_that_no_log_can_have_is_refused_as_none(text: str) -> None:
+    with pytest.raises(Invalid, match="not an offset"):
+        LogOffset.parse(text)
+
+
+def test_a_large_clause_is_counted_and_other_spellings_of_a_table_keep_no_plan_of_theirs(postgres_dsn: str) -> None:
+    where = " OR ".join(f"id + 1 = {n}" for n in range(600))
+    assert size_of(ShapeDefinition(Source("table", "m", "s", "t"), where)) > 1 << 20
+    assert size_of(ShapeDefinition(Source("table", "m", "s", "t"), "id = 5")) == SHAPE_BYTES
+    values = "{" + ",".join(map(str, range(100_000, 102_000))) + "}"
+    assert size_of(ShapeDefinition(Source("table", "m", "s", "t"), "id = ANY($1)", (values,))) > 1 << 20
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL) as world:
+            for clause, most in ((where, 1), ("id = 5", 4)):
+                for table in ("t", "T", "public.t", '"t"', "PUBLIC.T", 'public."t"'):
+                    for _ in range(2):
+                        answer = await world.get(table=table, where=clause, offset="-1")
+                        assert answer.status == 200, answer.body
+                kept = [request for request in world.service._plans if request.where == clause]
+                assert len(kept) == most
+
+    run(main(), 60)
+
+
+class Told:
+    """A capture that says so, or cannot say."""
+
+    def __init__(self, says: bool | TidemillError | None) -> None:
+        self.says = says
+
+    async def sought(self, schema: str, table: str, timeout_s: float) -> bool:
+        if self.says is None:
+            await asyncio.sleep(3_600)
+        if isinstance(self.says, TidemillError):
+            raise self.says
+        return bool(self.says)
+
+    def look(self) -> None: ...
+
+
+def tables_of(*told: Told) -> TableShapes:
+    """Nothing is compiled, so what would is closed at once."""
+    clock, compiler = SystemClock(), CompilerThread()
+    tables = TableShapes(clock, LoopShare(clock), BacklogLimits(), compiler)
+    compiler.close()
+    for n, each in enumerate(told):
+        tables.add(f"c{n}", "", lambda: [], None, each)
+    return tables
+
+
+def test_a_capture_that_cannot_say_keeps_nobody_waiting_for_a_table_that_another_has() -> None:
+    async def main() -> None:
+        async with asyncio.timeout(10):
+            assert await tables_of(Told(None), Told(True))._sought(["c0", "c1"], "public", "t")
+            assert not await tables_of(Told(False), Told(False))._sought(["c0", "c1"], "public", "t")
+            with pytest.raises(Unavailable, match="held"):
+                await tables_of(Told(Unavailable("held.")), Told(False))._sought(["c0", "c1"], "public", "t")
+
+    asyncio.run(main())
+
+
+def test_requests_for_unknown_tables_leave_others_their_places_while_a_capture_is_down() -> None:
+    async def main() -> None:
+        tables = tables_of(Told(None))
+        asking = [asyncio.ensure_future(tables._sought(["c0"], "public", f"t{n}")) for n in range(table_shapes.SEEKING)]
+        await asyncio.sleep(0)
+        with pytest.raises(Unavailable, match="as many requests wait for new tables"):
+            await tables._sought(["c0"], "public", "more")
+        for each in asking:
+            each.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        with pytest.raises((NotCaptured, Unavailable)):
+            tables.find("t1")
+        assert tables._seeking == 0
+
+    asyncio.run(main())
+
+
+def test_a_right_to_a_table_that_is_not_there_yet_is_one_to_each_topic_that_it_may_get() -> None:
+    """Whoever asks is answered with its rows once it is there: a topic of just that name says nothing of it."""
+
+    async def main() -> None:
+        clock = SystemClock()
+        consensus = MemoryConsensus(clock)
+        catalogue = Catalogue(metastore_on(consensus, MemoryObjects(clock), clock, Rand(1)), clock, Rand(1))
+        await catalogue.put(CaptureRow("main", "1", "s", "p", 1, True, {"public.known": "main.public.known"}))
+        await consensus.acquire("capture/main", "a/1", 60_000, b"http://a")
+        await consensus.acquire("capture/young", "b/1", 60_000, b"http://b")
+
+        async def nobody(*_: Any) -> None:
+            raise AssertionError
+
+        routing = ShapeRouting(nobody, catalogue, consensus, "a/1", clock)
+        both = [topic_name(each, "public", "orders") for each in ("main", "young")]
+        assert await routing.topics_of("orders") == both
+        assert await routing.topics_of("young:orders") == both[1:]
+        assert await routing.topics_of("known") == [topic_name("main", "public", "known")]
+
+    asyncio.run(main())
