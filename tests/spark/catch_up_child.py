@@ -10,12 +10,12 @@ import sys
 import threading
 from pathlib import Path
 
+from tidemill.base.histogram import Stages
 from tidemill.base.portal import Portal
 from tidemill.spark.dead_letters import DeadLetters
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.decode.letters import DEAD_LETTERS
 from tidemill.spark.driver import leave
-from tidemill.spark.facts import Latency
 from tidemill.spark.feeds import stream_feed
 from tidemill.spark.sink import FeedSink
 from tidemill.spark.stores import Urls, open_stores
@@ -32,9 +32,7 @@ def main(objects: str, consensus: str, scratch: Path) -> None:
     table.hydrate()
     dead = DeadLetters(portal, lambda: portal.call(stores.shard("p.dead_letters", DEAD_LETTERS)), stores.rand)
     remap = portal.call(stores.remap("topic/clicks"))
-    sink = FeedSink(
-        portal, stores, "topic/clicks", remap, [table], Latency(), Latency(), dead_letters=dead, scratch=scratch
-    )
+    sink = FeedSink(portal, stores, "topic/clicks", remap, [table], Stages(), dead_letters=dead, scratch=scratch)
     start_kb = peak_memory_kb()
     seen: set[int] = set()
     waiting, ended = threading.Event(), threading.Event()

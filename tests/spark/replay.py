@@ -8,10 +8,10 @@ from typing import Any
 
 from test_spark_sink import dead_letters, writer
 
+from tidemill.base.histogram import Stages
 from tidemill.shards.open import open_remap
 from tidemill.spark import Pipeline
 from tidemill.spark.derived import Derivation
-from tidemill.spark.facts import Latency
 from tidemill.spark.feeds import stream_feed
 from tidemill.spark.pipeline import StreamTopic
 from tidemill.spark.sink import FeedSink
@@ -42,7 +42,7 @@ class Replay:
         table = writer(harbour, name, stream.schema, scratch, call(stream_feed(s.catalogue, name, stream.schema)))
         remap = call(open_remap(s.consensus, s.clock, s.rand, stream.source))
         dead = dead_letters(harbour)
-        return FeedSink(harbour.portal, s, stream.source, remap, [table], Latency(), Latency(), dead_letters=dead,
+        return FeedSink(harbour.portal, s, stream.source, remap, [table], Stages(), dead_letters=dead,
                         idle_move_s=0.0)  # fmt: skip
 
     def step(self, time_ms: int, records: Mapping[str, Records]) -> None:

@@ -134,8 +134,9 @@ def test_a_large_time_with_truncations_and_dead_letters_is_what_one_batch_would_
     assert found == {i: "2.5" if i == 8 else "1.5" for i in range(30) if i not in (7, 9)}
     assert [r["key"] for r in harbour.contents("p.dead_letters")] == ['{"id": 7}', '{"id": 8}']
     assert second.seats.tables[0].won == 1
-    mirror = second.seats.tables[0].operator.mirror.live_rows()
-    assert {r["id"]: str(r["v"]) for r in mirror.to_pylist()} == found
+    mirror = second.seats.tables[0].operator.mirror
+    assert {r["id"]: str(r["v"]) for r in mirror.live_rows().to_pylist()} == found
+    assert mirror.runs[-1].path is not None, "what changed was written range by range, and is held by no memory"
     assert not (tmp_path / "2" / "large").exists() or not list((tmp_path / "2" / "large").iterdir())
 
 

@@ -215,9 +215,10 @@ CLICKS = stream_schema("click_id string, product_id long, price decimal(6,2), at
 
 
 def test_ddl_is_sparks() -> None:
-    columns = parse_ddl("a string, `b c` bigint,c DECIMAL(10, 2) , d timestamp,e boolean")
+    columns = parse_ddl("a string, `b c` bigint,c DECIMAL(10, 2) , d timestamp,e boolean, f TIMESTAMP_NTZ")
     assert [(c.name, c.type) for c in columns] == [
         ("a", "string"), ("b c", "int64"), ("c", "decimal(10,2)"), ("d", "timestamp"), ("e", "bool"),
+        ("f", "timestamp_ntz"),
     ]  # fmt: skip
     for wrong in ("a", "a strong", "a string b", "a string,, b long"):
         with pytest.raises(Invalid):

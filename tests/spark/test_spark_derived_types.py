@@ -32,6 +32,7 @@ VALUES: dict[str, list[Any]] = {
     "binary": [b"", b"\0\xff"],
     "date": [-DAYS, DAYS],
     "timestamp": [-US, US],
+    "timestamp_ntz": [-US, US],
     "decimal(38,0)": [Decimal(10**38 - 1), Decimal(1 - 10**38)],
     "decimal(4,2)": [Decimal("-0.01"), Decimal("99.99")],
     "decimal(6,6)": [Decimal("0.000001"), Decimal("-0.999999")],
@@ -44,7 +45,7 @@ def rows(keys: range) -> pa.Table:
     """Row 0, 3, …: nulls; the others: one end or the other."""
     columns: dict[str, pa.Array] = {"k": pa.array(keys, pa.int16())}
     for kind, values in VALUES.items():
-        wire = {"date": pa.int32(), "timestamp": pa.int64()}.get(kind, arrow_type(kind))
+        wire = {"date": pa.int32(), "timestamp": pa.int64(), "timestamp_ntz": pa.int64()}.get(kind, arrow_type(kind))
         found = pa.array([None if k % 3 == 0 else values[k % 3 - 1] for k in keys], wire)
         columns[NAMES[kind]] = found.cast(arrow_type(kind))
     return pa.table(columns, schema=contents_schema(SCHEMA))

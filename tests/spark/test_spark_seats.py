@@ -11,7 +11,7 @@ import pytest
 
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Corrupt, Unavailable
-from tidemill.spark.facts import Latency
+from tidemill.base.histogram import Stages
 from tidemill.spark.seats import SLOWEST_RETRY_S, Seat, Seats
 
 LETS_IN_S = 0.3
@@ -54,7 +54,7 @@ def table(name: str) -> Any:
 
 
 def seats(names: Iterable[str]) -> Seats:
-    found = Seats(SystemClock(), Latency(), Latency(), 1.0)
+    found = Seats(SystemClock(), Stages(), 1.0)
     for name in names:
         found.attach(table(name))
     return found
@@ -109,7 +109,7 @@ class Time:
 
 def test_who_is_due_and_when_is_told_without_looking_again_and_again() -> None:
     clock: Any = Time()
-    found = Seats(clock, Latency(), Latency(), 1.0)
+    found = Seats(clock, Stages(), 1.0)
     assert found.due_in_s(10) is None and not found.changed.is_set()
     found.attach(SimpleNamespace(name="a", upper=5))  # type: ignore[arg-type]
     assert found.changed.is_set()

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 
 from tidemill.base.errors import Unavailable
+from tidemill.base.histogram import Stages
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.compaction import compact_once
 from tidemill.shards.front import DIFF, TIME, ShardSchema
@@ -19,7 +20,6 @@ from tidemill.shards.schema import update_schema
 from tidemill.spark.dead_letters import DeadLetters
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.decode.letters import DEAD_LETTERS, Letter, letter_table
-from tidemill.spark.facts import Latency
 from tidemill.spark.feeds import captured_feed, stream_feed
 from tidemill.spark.sink import FeedSink, planned_end
 from tidemill.spark.table import TableWriter
@@ -47,7 +47,7 @@ def clicks_sink(harbour: Any, scratch: Path, **more: Any) -> FeedSink:
     dead = dead_letters(harbour)
     remap = harbour.portal.call(open_remap(s.consensus, s.clock, s.rand, "topic/clicks"))
     more = {"dead_letters": dead, "idle_move_s": 0.0} | more
-    return FeedSink(harbour.portal, s, "topic/clicks", remap, [table], Latency(), Latency(), **more)
+    return FeedSink(harbour.portal, s, "topic/clicks", remap, [table], Stages(), **more)
 
 
 def shop_sink(harbour: Any, scratch: Path, tables: list[str], **more: Any) -> FeedSink:
@@ -58,7 +58,7 @@ def shop_sink(harbour: Any, scratch: Path, tables: list[str], **more: Any) -> Fe
         writers.append(writer(harbour, name, feed.schema, scratch, feed))
     remap = harbour.portal.call(open_remap(s.consensus, s.clock, s.rand, "capture/shop"))
     more = {"dead_letters": dead_letters(harbour), "idle_move_s": 0.0} | more
-    return FeedSink(harbour.portal, s, "capture/shop", remap, writers, Latency(), Latency(), **more)
+    return FeedSink(harbour.portal, s, "capture/shop", remap, writers, Stages(), **more)
 
 
 def test_a_table_that_gets_nothing_moves_its_upper_at_its_pace_and_one_that_does_at_once(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 from tidemill.base.clock import SystemClock
+from tidemill.base.errors import Closed, Unavailable
 from tidemill.base.marks import Tracker
 from tidemill.spark import feeding
 from tidemill.spark.feeding import Feed
@@ -62,6 +64,9 @@ class Sink:
         self.processed += 1
         self.due_in_s = None
 
+    async def arrival(self, timeout_s: float) -> None:
+        raise Closed("nothing is bound in this test")
+
 
 def test_an_idle_feed_waits_for_ever_and_is_woken_by_a_table_that_is_due_a_pause_and_the_querys_end(
     monkeypatch: Any,
@@ -78,6 +83,7 @@ def test_an_idle_feed_waits_for_ever_and_is_woken_by_a_table_that_is_due_a_pause
         settings=SimpleNamespace(name="p"),
         stores=SimpleNamespace(clock=SystemClock()),
         spark=SimpleNamespace(sparkContext=None),
+        portal=SimpleNamespace(call=asyncio.run),
         tracker=Tracker(),
         ending=threading.Event(),
     )
@@ -92,6 +98,78 @@ def test_an_idle_feed_waits_for_ever_and_is_woken_by_a_table_that_is_due_a_pause
     # one round before the query's first batch is seen, and one for each of the two moments a table was due
     assert sink.processed == 3
     assert host.tracker.failure(feed.mark) is None, "Spark has brought a batch"
+
+
+def test_a_time_that_is_bound_is_taken_without_a_micro_batch_and_bindings_that_are_away_are_asked_again(
+    monkeypatch: Any,
+) -> None:
+    monkeypatch.setattr(feeding, "WATCH_S", 0.01)
+    query, sink = Query(), Sink([])
+    arrivals: list[str] = ["away", "bound", "nothing", "away", "bound"]
+
+    async def arrival(timeout_s: float) -> None:
+        match arrivals.pop(0):
+            case "away":
+                raise Unavailable("consensus is away")
+            case "bound":
+                sink.due_in_s = 0
+                sink.seats.changed.set()
+                while sink.due_in_s == 0:
+                    await asyncio.sleep(0.001)
+        if not arrivals:
+            query.ended.set()
+            raise Closed("the process ends")
+
+    sink.seats.changed = threading.Event()
+    monkeypatch.setattr(sink, "arrival", arrival)
+    host: Any = SimpleNamespace(
+        settings=SimpleNamespace(name="p"),
+        stores=SimpleNamespace(clock=SystemClock()),
+        spark=SimpleNamespace(sparkContext=None),
+        portal=SimpleNamespace(call=asyncio.run),
+        tracker=Tracker(),
+        ending=threading.Event(),
+    )
+    dead, anything = None, sink
+    feed = Feed("topic/t", {}, host, dead)  # type: ignore[arg-type]
+    monkeypatch.setattr(feed, "_query", lambda *_: query)
+    assert feed._watch_query(anything).startswith("boom")  # type: ignore[arg-type]
+    assert sink.processed == 3, "once before the query's first batch, and for each of two times"
+
+
+def test_a_query_whose_first_start_is_in_vain_is_logged_and_the_second_is_told(monkeypatch: Any) -> None:
+    """A busy machine may not start a worker in Spark's ten seconds; rows are brought forward meanwhile."""
+    ending = threading.Event()
+    clock: Any = SystemClock()
+    host: Any = SimpleNamespace(
+        settings=SimpleNamespace(name="p"),
+        stores=SimpleNamespace(clock=clock),
+        tracker=Tracker(),
+        ending=ending,
+        session_is_lost=lambda: False,
+        session_ready=threading.Event(),
+    )
+    dead: Any = None
+    feed = Feed("topic/t", {}, host, dead)
+    sink: Any = Sink([])
+    feed.sink = sink
+    batches = [False, False, True, False, False]
+    told: list[bool] = []
+
+    def watched(_: Any) -> str:
+        told.append(host.tracker.failure(feed.mark) is not None)
+        sink.called.clear()
+        if not batches:
+            ending.set()
+        elif batches.pop(0):
+            host.tracker.heal(feed.mark)
+            sink.called.set()
+        return "Python worker failed to connect back."
+
+    monkeypatch.setattr(feed, "_watch_query", watched)
+    monkeypatch.setattr(feed, "_bring_forward", lambda *_: None)
+    feed._run()
+    assert told == [False, False, True, True, True, True]
 
 
 def test_whoever_waits_is_woken_at_the_end(monkeypatch: Any) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
+from datetime import datetime
 from typing import Any, TypeAlias
 
 import msgspec
@@ -38,7 +39,8 @@ def filter_of(schema: ShardSchema, where: Where) -> Filter:
         else:
             from pyarrow.parquet import filters_to_expression
 
-            given = [_checked(c) for c in where]
+            clocks = {c.name for c in schema.columns if c.type == "timestamp_ntz"}
+            given = [_checked(c, clocks) for c in where]
             expression = filters_to_expression(given)
             conditions = [c for c in given if isinstance(c, tuple) and len(c) == 3 and isinstance(c[0], str)]
         if "FieldPath(" in _QUOTED.sub("", str(expression)):
@@ -59,11 +61,27 @@ def filter_of(schema: ShardSchema, where: Where) -> Filter:
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
-def _checked(condition: Any) -> Any:
-    """A filter is looked at more than once. Raises ValueError."""
-    if isinstance(condition, tuple) and len(condition) == 3 and isinstance(condition[2], Iterator):
+def _checked(condition: Any, clocks: Set[str]) -> Any:
+    """A filter is looked at more than once, so nothing of it may be used up. `clocks`: columns without a zone; Arrow
+    would compare them with a time of a zone as if both were UTC's. Raises ValueError."""
+    if isinstance(condition, list):
+        return [_checked(one, clocks) for one in condition]
+    if not isinstance(condition, tuple) or len(condition) != 3:
+        return condition
+    name, _, value = condition
+    if isinstance(value, Iterator):
         raise ValueError("give the values of a comparison as a list")
+    values = value if isinstance(value, list | tuple | set | frozenset) else [value]
+    if isinstance(name, str) and name in clocks and any(_names_zone(one) for one in values):
+        raise ValueError(f"column {name} is a time without a zone: compare it with one")
     return condition
+
+
+def _names_zone(value: Any) -> bool:
+    """Datetimes, and scalars of Arrow's."""
+    if isinstance(value, pa.Scalar):
+        return pa.types.is_timestamp(value.type) and value.type.tz is not None
+    return isinstance(value, datetime) and value.tzinfo is not None
 
 
 def _looks_at(expression: pc.Expression, without: pa.Table) -> bool:

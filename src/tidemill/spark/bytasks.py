@@ -129,6 +129,7 @@ def sweep_pending(mirror_dir: Path) -> None:
 def _joined_results(table: TableWriter, found: Sequence[RangeResult]) -> Results:
     ordered = sorted(found, key=lambda r: r.number)
     asides = [aside for r in ordered for aside in r.asides]
+    dead = [aside.dead for aside in asides] + [r.dead for r in ordered]
     # A truncation needs every live key at once, and a stop shortens the interval.
     empty = table.operator.mirror.empty
     inline = any(
@@ -138,7 +139,7 @@ def _joined_results(table: TableWriter, found: Sequence[RangeResult]) -> Results
         [r.part for r in ordered if r.part is not None],
         [Path(r.run) for r in ordered if r.run],
         sum(r.rows for r in ordered),
-        pa.concat_tables([no_dead_letters(), *(from_ipc(a.dead, no_dead_letters()) for a in asides)]),
+        pa.concat_tables([no_dead_letters(), *(from_ipc(each, no_dead_letters()) for each in dead)]),
         inline,
     )
 

@@ -22,10 +22,11 @@ from tidemill.shards.rows import one_chunk
 from tidemill.spark.decode.captured import Stop
 from tidemill.spark.decode.slices import Descriptor
 from tidemill.spark.feeds import TopicFeed
+from tidemill.spark.lost import lost_letters
 from tidemill.spark.ranges import HashRange, cut, range_mirror
 from tidemill.spark.stores import Urls, shared_objects
 from tidemill.spark.tasks import decode_here, from_ipc, to_ipc
-from tidemill.spark.upsert.commands import Commands, Truncate, command_schema
+from tidemill.spark.upsert.commands import Commands, Truncate, command_schema, stacked
 from tidemill.spark.upsert.resolve import Resolved, resolve
 from tidemill.spark.upsert.runs import Run, write_run
 
@@ -78,6 +79,8 @@ class RangeResult(msgspec.Struct, frozen=True):
     rows: int
     run: str
     asides: tuple[Aside, ...]
+    dead: bytes = b""
+    """Letters of commands that were lost there."""
 
 
 _PLANS = msgspec.msgpack.Decoder(list[Plan])
@@ -110,7 +113,7 @@ def resolve_range(plans: bytes, index: int, messages: Iterable[Message]) -> Iter
             asides.append(_ASIDE.decode(aside))
         else:
             tables.append(from_ipc(rows, empty))
-    commands = Commands(one_chunk(pa.concat_tables(tables)))
+    commands = Commands(one_chunk(stacked(tables)))
     del tables
     if not len(commands):
         yield msgspec.msgpack.encode(RangeResult(plan.table, part.number, None, 0, "", tuple(asides)))
@@ -121,7 +124,8 @@ def resolve_range(plans: bytes, index: int, messages: Iterable[Message]) -> Iter
     resolved = resolve(plan.schema, commands, mirror, plan.lower, plan.upper)
     rand = Rand()
     stored, run = _store(plan, part, resolved, rand) if resolved.updates.num_rows else (None, "")
-    result = RangeResult(plan.table, part.number, stored, resolved.updates.num_rows, run, tuple(asides))
+    dead = to_ipc(lost_letters(plan.feed, resolved.lost))
+    result = RangeResult(plan.table, part.number, stored, resolved.updates.num_rows, run, tuple(asides), dead)
     yield msgspec.msgpack.encode(result)
 
 

@@ -2,47 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-
 from tidemill.base.clock import Clock
-
-MAX_SAMPLES = 10_000
-"""They are sorted once a second while batches come."""
-
-
-class Latency:
-    """Samples in ms from any thread. Past MAX_SAMPLES every other one is dropped, so memory stays bounded."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._samples: list[int] = []
-        self._keep_every = 1
-        self._seen = 0
-        self._most = 0
-        self._summary: dict[str, int | None] | None = {"count": 0, "p50": None, "p99": None, "max": None}
-
-    def add(self, value_ms: int) -> None:
-        with self._lock:
-            self._seen += 1
-            self._summary = None
-            self._most = max(self._most, value_ms)
-            if self._seen % self._keep_every:
-                return
-            self._samples.append(value_ms)
-            if len(self._samples) > MAX_SAMPLES:
-                self._samples = self._samples[::2]
-                self._keep_every *= 2
-
-    def summary(self) -> dict[str, int | None]:
-        """{"count", "p50", "p99", "max"}: nearest rank, ms; None of nothing."""
-        with self._lock:
-            if self._summary is None:
-                ordered = sorted(self._samples)
-                last = len(ordered) - 1
-                p50, p99 = ordered[int(last * 0.5)], ordered[int(last * 0.99)]
-                self._summary = {"count": self._seen, "p50": p50, "p99": p99, "max": self._most}
-            return self._summary
-
 
 RATE_OVER_S = 10.0
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import msgspec
 
+from tidemill.base.avroforms import key_of, layout_of
 from tidemill.base.errors import Invalid
-from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, TopicRow
-from tidemill.shards.front import ShardSchema
+from tidemill.base.pgforms import form_of
+from tidemill.metastore.catalogue import Accepted, CapturedColumn, CaptureRow, CaptureTableRow, Catalogue, TopicRow
+from tidemill.shards.front import Column, ShardSchema
 from tidemill.shards.pgtypes import column_for
 from tidemill.shards.schema import checked
+from tidemill.spark.decode.avro import AvroVersion
 
 
 class NotReady(Exception):
@@ -27,7 +30,9 @@ class NotReady(Exception):
 
 
 class TopicFeed(msgspec.Struct, frozen=True):
-    """One topic as a table's input. `captured`: written by capture, else JSON of strangers. `table`: schema.table."""
+    """One topic as a table's input. `captured`: written by capture, else JSON of strangers. `table`: schema.table.
+    `known`: the columns of each version of a captured table's description; none = it has one, the schema's.
+    `forms`: of its columns, where its records are events; None = they are rows."""
 
     topic: str
     topic_id: str
@@ -35,6 +40,12 @@ class TopicFeed(msgspec.Struct, frozen=True):
     captured: bool
     schema: ShardSchema
     table: str = ""
+    known: tuple[tuple[Column, ...], ...] = ()
+    accepted: tuple[Accepted, ...] = ()
+    """What shards of the table may lose, or be made anew for (capture accept)."""
+    forms: tuple[tuple[str, str], ...] | None = None
+    avro: tuple[AvroVersion, ...] = ()
+    """Of each version of the description, where events are Avro."""
 
 
 async def captured_feed(catalogue: Catalogue, capture: str, table: str) -> TopicFeed:
@@ -45,19 +56,62 @@ async def captured_feed(catalogue: Catalogue, capture: str, table: str) -> Topic
         raise NotReady(mark, f"capture {capture} has not started")
     if not row.snapshot_done:
         raise NotReady(mark, f"capture {capture} is still taking its snapshot", tells=True)
-    found = await catalogue.table(capture, table, fresh=False)
+    # As of now: whoever has met records of a newer version comes back for it.
+    found = await catalogue.table(capture, table)
     if found is None:
-        known = sorted(t.table for t in await catalogue.tables(capture, fresh=False))
+        captured = sorted(t.table for t in await catalogue.tables(capture, fresh=False))
         raise Invalid(
             f"captured database has no such table: capture={capture} table={table}.",
-            fix=f"Captured are: {', '.join(known) or 'none'}.",
+            fix=f"Captured are: {', '.join(captured) or 'none'}.",
         )
     if not found.columns:
         raise NotReady(f"table:{capture}/{table}", found.reason or f"table {table} is not copied yet", tells=True)
     topic = await catalogue.get(TopicRow, found.topic)
     if topic is None:
         raise NotReady(mark, f"topic {found.topic} does not exist yet")
-    return TopicFeed(topic.name, topic.topic_id, topic.partitions, True, captured_schema(found), table)
+    schema, known = captured_schema(found), known_versions(found)
+    return TopicFeed(
+        topic.name, topic.topic_id, topic.partitions, True, schema, table, known, found.accepted, forms_of(found),
+        avro_of(found),
+    )  # fmt: skip
+
+
+def forms_of(row: CaptureTableRow) -> tuple[tuple[str, str], ...] | None:
+    """How its events have each column: no version changes that. None where its records are rows."""
+    if row.envelope == "row":
+        return None
+    return tuple((c.name, form_of(c.type_oid, c.type_mod)) for c in row.columns)
+
+
+def avro_of(row: CaptureTableRow) -> tuple[AvroVersion, ...]:
+    """How records under each version are read; none where they are no Avro."""
+    described = [_described(row.columns, version) for version in range(1, len(row.schemas) + 1)]
+    return tuple(
+        AvroVersion(*ids, key_of(columns), layout_of(columns))
+        for ids, columns in zip(row.schemas, described, strict=True)
+    )
+
+
+def known_versions(row: CaptureTableRow) -> tuple[tuple[Column, ...], ...]:
+    """Columns of each version of its description, with what rows of before a column hold; none while there is one."""
+    return tuple(
+        tuple(msgspec.structs.replace(column_for(c.name, c.type_name), default=c.default) for c in columns)
+        for columns in (_described(row.columns, version) for version in range(1, row.version + 1))
+        if row.version > 1
+    )
+
+
+def _described(columns: tuple[CapturedColumn, ...], version: int) -> list[CapturedColumn]:
+    """The columns as of a version of their description."""
+    out = []
+    for c in columns:
+        former = next((f for f in c.was if version <= f.version), None)
+        if c.version <= version:
+            was = former or c
+            out.append(
+                msgspec.structs.replace(c, type_name=was.type_name, type_oid=was.type_oid, type_mod=was.type_mod)
+            )
+    return out
 
 
 def captured_schema(row: CaptureTableRow) -> ShardSchema:

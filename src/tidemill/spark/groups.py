@@ -16,8 +16,8 @@ import pyarrow as pa
 from tidemill.shards.front import ShardSchema
 from tidemill.shards.hashing import U64, hash_rows
 from tidemill.shards.schema import contents_schema
+from tidemill.spark.upsert.lookup import HashRows
 from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.resolve import HashRows
 from tidemill.spark.upsert.runs import Run, merge
 
 _HALF = np.uint64(32)

@@ -15,13 +15,14 @@ from msgspec.structs import replace
 
 from tidemill.base.chain import REFUSED
 from tidemill.base.errors import Invalid, Unavailable, Unknown
+from tidemill.base.histogram import Stages
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.marks import Tracker
 from tidemill.base.portal import Portal
 from tidemill.shards.front import ShardSchema
 from tidemill.spark.claims import Claims
-from tidemill.spark.facts import Latency
 from tidemill.spark.feeds import TopicFeed
+from tidemill.spark.growing import grow, held
 from tidemill.spark.stores import Stores, Urls
 from tidemill.spark.table import TableWriter
 
@@ -65,10 +66,8 @@ class Host:
     def __init__(self, settings: Settings, claims: Claims) -> None:
         self.settings = settings
         self.claims = claims
-        self.latency = Latency()
-        """Commit at the source → visible in the shard."""
-        self.bound_latency = Latency()
-        """Binding → visible in the shard."""
+        self.stages: dict[str, Stages] = {}
+        """Of each source that tables are fed from: how long its commits take to get where."""
         self.portal = Portal(f"pipeline-{settings.name}")
         self.stores: Stores
         self.spark: SparkSession | None = None
@@ -108,9 +107,26 @@ class Host:
     def writer(self, name: str, schema: ShardSchema, feed: TopicFeed | None = None) -> TableWriter:
         """The shard, created when absent and evolved when `schema` has more, with a hydrated mirror. The feed decodes
         what the shard holds. Raises Invalid when it cannot become `schema`, and what storage raises."""
-        shard = self.portal.call(self.stores.shard(name, schema))
+        if feed is not None and feed.captured:
+            asked, feed = feed, self.portal.call(held(self.stores, name, feed))
+            if feed.known or feed.accepted:
+                self.portal.call(grow(self.stores, name, feed))
+                feed = self.portal.call(held(self.stores, name, asked))  # one that goes leaves no types behind
+            schema = feed.schema
+        try:
+            shard = self.portal.call(self.stores.shard(name, schema))
+        except Invalid as error:
+            if feed is None or not feed.captured:
+                raise
+            raise Invalid(
+                error.message,
+                fix=f"Run tidemill capture accept '{feed.table}': it shows what becomes of the shard, and does it once"
+                f" you agree. Or have it made anew: tidemill shard drop {name}",
+            ) from error
         if feed is not None:
-            feed = replace(feed, schema=shard.schema)
+            # What the source has no more is in no record, whatever version it was written under.
+            gone = any(column.retired for column in shard.schema.columns)
+            feed = replace(feed, schema=shard.schema, known=feed.known or ((schema.columns,) if gone else ()))
         table = TableWriter(self.portal, self.stores, shard, self.mirror_dir(name), feed)
         table.hydrate()
         return table

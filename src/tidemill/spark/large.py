@@ -2,32 +2,41 @@
 
     pieces of STEP_BYTES → blocks → a file a hash range (scratch) → each range by itself: resolve, write its part
 
-Memory holds one piece, then one range; the scratch directory holds what was decoded. The result is that of the
-whole interval at once: a key is in one range, and ranges share nothing.
+Memory holds one piece, then one range; the scratch directory holds what was decoded, the mirror's what changed. The
+result is that of the whole interval at once: a key is in one range, and ranges share nothing.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from tidemill.shards.front import TIME, Part
 from tidemill.shards.hashing import U64, bucket_of, hash_rows
 from tidemill.shards.rows import Index, int64s
 from tidemill.spark.decode.captured import Stop
+from tidemill.spark.lost import lost_letters
 from tidemill.spark.ranges import cut
 from tidemill.spark.steps import STEP_BYTES, Step, pieces
 from tidemill.spark.stores import Stores
 from tidemill.spark.table import TableWriter
 from tidemill.spark.tasks import decode_blocks, fetch_here
-from tidemill.spark.upsert.commands import Commands, Truncate, command_schema, select, times_of
+from tidemill.spark.upsert.commands import (
+    RECORD_KEY,
+    UNCHANGED,
+    Commands,
+    Truncate,
+    leaving_schema,
+    select,
+    times_of,
+)
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import KeyChanges, no_changes, resolve
+from tidemill.spark.upsert.runs import Run
 
 RANGE_RECORDS = 250_000
 RANGE_BYTES = 64 << 20
@@ -62,13 +71,13 @@ class LargeStep:
         try:
             if not self._spill(bury, stopping):
                 return False
-            self._resolve()
+            self._resolve(bury)
             return True
         finally:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _spill(self, bury: Callable[[pa.Table], None], stopping: Callable[[], bool]) -> bool:
-        schema = command_schema(self._table.schema)
+        schema = leaving_schema(self._table.schema)
         sinks = [pa.OSFile(str(self._file(number)), "wb") for number in range(self._ranges)]
         writers = [pa.ipc.new_stream(sink, schema) for sink in sinks]
         try:
@@ -93,13 +102,20 @@ class LargeStep:
     def _write(self, rows: pa.Table, writers: Sequence[Any]) -> None:
         if not rows.num_rows:
             return
+        for name in (UNCHANGED, RECORD_KEY):
+            if name not in rows.column_names:
+                rows = rows.append_column(name, pa.nulls(rows.num_rows, pa.binary()))
         for mine, writer in zip(cut(rows, self._table.schema.key, self._ranges), writers, strict=True):
             if mine.num_rows:
                 writer.write_table(mine)
 
-    def _resolve(self) -> None:
+    def _resolve(self, bury: Callable[[pa.Table], None]) -> None:
+        # Ranges ascend, so their changes are one run.
+        run = self._table.operator.mirror.store(self._resolved(bury))
+        self.changes = KeyChanges(run.rows, run.hashes, run.live, run.path)
+
+    def _resolved(self, bury: Callable[[pa.Table], None]) -> Iterator[Run]:
         schema, mirror = self._table.schema, self._table.operator.mirror
-        found: list[KeyChanges] = []
         for number in range(self._ranges):
             with pa.memory_map(str(self._file(number)), "rb") as source:
                 rows = pa.ipc.open_stream(source).read_all()
@@ -108,15 +124,10 @@ class LargeStep:
                 view = _RangeOf(mirror, schema.key, number, self._ranges)
                 resolved = resolve(schema, commands, view, self._step.lower, self.upper)
                 del rows, commands
+            bury(lost_letters(self._feed, resolved.lost))
             self.parts += self._table.portal.call(self._table.write(resolved.updates))
             self.rows += resolved.updates.num_rows
-            found.append(resolved.changes)
-        # Ranges ascend, so these are one run.
-        self.changes = KeyChanges(
-            pa.concat_tables([f.rows for f in found]),
-            np.concatenate([f.hashes for f in found]),
-            np.concatenate([f.live for f in found]),
-        )
+            yield Run(resolved.changes.rows, resolved.changes.hashes, resolved.changes.live)
 
     def _file(self, number: int) -> Path:
         return self._directory / f"range-{number}.arrow"

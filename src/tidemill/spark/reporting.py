@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import structlog
 
+from tidemill.base.histogram import SINCE_BOUND, Histogram, merged
 from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
 from tidemill.base.marks import argmin
 from tidemill.base.memory import Rest, give_freed_memory_back, resident_bytes
@@ -287,7 +288,8 @@ class Reporter:
 
     # facts ------------------------------------------------------------------------------------------
     def facts(self) -> dict[str, object]:
-        """memory: {share: (bytes, limit)}; commit_to_shard_ms, bound_to_shard_ms: {count, p50, p99, max};
+        """memory: {share: (bytes, limit)}; commit_to_shard_ms, bound_to_shard_ms: {count, p50, p95, p99, max} of all
+        sources; latency: {source: {stage: histogram}}, as `status --latency` draws them;
         tables: {name: {won, lost, rows, dropped, merges, read, to_go, eta_s?, recomputed?, groups?,
         whole_because?}}; groups: how many the last recomputation had, −1 = all, and why."""
         runner = self._runner
@@ -312,9 +314,12 @@ class Reporter:
                 tables[name]["groups"] = -1 if derivation.groups is None else derivation.groups
                 tables[name]["whole_because"] = derivation.whole_because
         spark = runner.spark if runner.session_ready.is_set() else None
+        stages = dict(runner.stages)
+        total = merged(found.histograms() for found in stages.values())
         return {
-            "commit_to_shard_ms": runner.latency.summary(),
-            "bound_to_shard_ms": runner.bound_latency.summary(),
+            "commit_to_shard_ms": total.get("appended", Histogram()).summary(),
+            "bound_to_shard_ms": total.get(SINCE_BOUND, Histogram()).summary(),
+            "latency": {source: found.plain() for source, found in stages.items()},
             "tables": tables,
             "memory": self._memory(),
             "dead_letters": runner.dead_letters.total,

@@ -7,14 +7,14 @@ storage that is away is waited for in the seat.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Unavailable, Unknown
+from tidemill.base.histogram import SINCE_BOUND, Stages
 from tidemill.base.tasks import Restarts, is_fault, sentence
-from tidemill.spark.facts import Latency
 from tidemill.spark.steps import Step
 from tidemill.spark.table import TableWriter
 
@@ -56,14 +56,13 @@ class Seats:
     seat that the other gave or took.
     """
 
-    def __init__(self, clock: Clock, latency: Latency, bound: Latency, idle_move_s: float) -> None:
+    def __init__(self, clock: Clock, stages: Stages, idle_move_s: float) -> None:
         self.failed: dict[str, BaseException] = {}
         """What tables left their seats with."""
         self.changed = threading.Event()
         """Set when somebody may be due who was not: a seat was taken, a round ended, there is more to come to."""
         self._clock = clock
-        self._latency = latency
-        self._bound = bound
+        self._stages = stages
         self._idle_move_s = idle_move_s
         self._seats: dict[str, Seat] = {}
         self._changing = threading.Lock()
@@ -136,17 +135,15 @@ class Seats:
         seat.moved_s = self._clock.monotonic_s()
         seat.table.progress.add(records)
         seat.table.progress.to_go = step.to_go
-        self._observe(step)
+        self.came_to("appended", [step])
 
-    def _observe(self, step: Step) -> None:
-        """Commit at the source → visible in the shard, and binding → visible: our own share of it.
-
-        Once for every binding that brought a table something.
-        """
+    def came_to(self, stage: str, steps: Iterable[Step]) -> None:
+        """Once for every binding that brought a table something: commit at the source → stage. For `appended` also
+        binding → stage, which is our own share of it."""
         now_ms = self._clock.now_ms()
-        times = {t for s in step.slices for t in s.times}
-        for binding in step.bindings:
-            if binding.time_ms in times:
-                self._bound.add(now_ms - binding.time_ms)
-                if binding.source_time_ms:
-                    self._latency.add(now_ms - binding.source_time_ms)
+        for step in steps:
+            times = {t for s in step.slices for t in s.times}
+            brought = [binding for binding in step.bindings if binding.time_ms in times]
+            self._stages.add(stage, [binding.source_time_ms for binding in brought], now_ms)
+            if stage == "appended":
+                self._stages.add(SINCE_BOUND, [binding.time_ms for binding in brought], now_ms)

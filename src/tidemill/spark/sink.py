@@ -25,14 +25,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tidemill.base.errors import Invalid, TidemillError
+from tidemill.base.histogram import Stages
 from tidemill.base.portal import Portal
 from tidemill.shards.front import Remap
 from tidemill.spark.ahead import Ahead
 from tidemill.spark.bytasks import ByTasks
 from tidemill.spark.dead_letters import DeadLetters
 from tidemill.spark.decode.captured import Stop
-from tidemill.spark.facts import Latency
+from tidemill.spark.growing import Grown
 from tidemill.spark.large import LargeStep
+from tidemill.spark.lost import lost_letters
 from tidemill.spark.seats import IDLE_MOVE_S, Seat, Seats
 from tidemill.spark.steps import STEP_BYTES, STEP_RECORDS, Planner, Step
 from tidemill.spark.stores import Stores
@@ -75,8 +77,7 @@ class FeedSink:
         source: str,
         remap: Remap,
         tables: Sequence[TableWriter],
-        latency: Latency,
-        bound: Latency,
+        stages: Stages,
         *,
         dead_letters: DeadLetters | None = None,
         inline_rows: int | None = None,
@@ -97,7 +98,7 @@ class FeedSink:
         self._inline_rows = inline_rows
         self._most_inline = STEP_RECORDS
         self._scratch = scratch
-        self.seats = Seats(stores.clock, latency, bound, idle_move_s)
+        self.seats = Seats(stores.clock, stages, idle_move_s)
         self._planner = Planner(stores, remap)
         self._helpers = ThreadPoolExecutor(decoders, f"decode-{source}") if decoders else None
         self._ahead = Ahead(portal, stores, remap, self._helpers)
@@ -155,6 +156,11 @@ class FeedSink:
             self.seats.changed.set()
         return self.target
 
+    async def arrival(self, timeout_s: float) -> None:
+        """Return once there is a newer binding than the newest seen, which is seen then, or after so long."""
+        if await self.remap.wait(self.target - 1, timeout_s):
+            await self.newest()
+
     @property
     def due_in_s(self) -> float | None:
         """How long until a call of `process` would bring a table forward; None until `seats.changed` says more."""
@@ -169,6 +175,8 @@ class FeedSink:
             self.idle.clear()
             try:
                 while not self._stopping.is_set():
+                    for seat in [seat for seat in self.seats.due(end) if seat.table.outgrown]:
+                        self.seats.fault(seat, Grown(f"the source has described the table anew: shard={seat.name}."))
                     due = self.seats.due(end)
                     if not due:
                         self.error = ""
@@ -199,6 +207,7 @@ class FeedSink:
         if ahead is not None and prepared is not None:
             small.append(_Work(ahead, prepared.step, prepared.step.upper, prepared.decoded))
         work = _share(small)
+        self.seats.came_to("planned", (w.step for w in work))
         self._round_bytes = sum(w.step.bytes for w in work)
         self._read_ahead(small, work, end)
         big = [w for w in work if w.step.records > self._most_inline]
@@ -231,6 +240,7 @@ class FeedSink:
         """Decode and resolve on this thread; then all parts and appends of all tables at once."""
         by_seat = {w.seat.name: w for w in work}
         self._fetch([w for w in work if w.decoded is None])
+        self.seats.came_to("decoded", (w.step for w in work if w.decoded is not None))
         ready = [w for w in work if w.decoded is not None and self.seats.alone(w.seat, partial(self._drain, w))]
         appended = self._gather([(w.seat, self._append(w)) for w in ready])
         for seat, won in appended:
@@ -259,12 +269,15 @@ class FeedSink:
         table.operator.begin(decoded.commands)
         table.operator.advance(item.upper)
         item.pending = table.operator.drain()
+        self._bury(lost_letters(_feed(item.seat), item.pending.lost))
 
     async def _append(self, item: _Work) -> bool:
         found = item.pending
         if found.upper <= found.lower:
             return True
-        return await item.table.append(found.lower, found.upper, await item.table.write(found.updates))
+        parts = await item.table.write(found.updates)
+        self.seats.came_to("written", [item.step])
+        return await item.table.append(found.lower, found.upper, parts)
 
     def _settle(self, item: _Work, won: bool) -> None:
         if won and item.pending.upper > item.pending.lower:
@@ -277,6 +290,7 @@ class FeedSink:
         """The same through Spark: tasks by table and hash range write parts, the driver appends."""
         assert self._by_tasks is not None
         results = self._by_tasks.run([(w.table, w.step) for w in work])
+        self.seats.came_to("written", (w.step for w in work if not results[w.seat.name].inline))
         over = []
         for item in work:
             found = results[item.seat.name]
@@ -345,7 +359,9 @@ def _share(work: Sequence[_Work]) -> list[_Work]:
 
 
 def _before(stop: Stop, lower: int) -> int:
-    """How far a table comes that stops. Raises TableStops where it is there already."""
+    """How far a table comes that stops. Raises TableStops where it is there already, Grown where it goes on anew."""
+    if stop.time_ms <= lower and stop.grown:
+        raise Grown(stop.reason, fix=stop.fix)
     if stop.time_ms <= lower:
         raise TableStops(stop.reason, fix=stop.fix)
     return stop.time_ms

@@ -48,6 +48,8 @@ class TableWriter:
         self.stores = stores
         self.shard = shard
         self.feed = feed
+        self.outgrown = False
+        """Its input is described anew: it is to leave its seat and be opened again."""
         self.mirror_dir = mirror_dir
         self.won = 0
         self.lost = 0

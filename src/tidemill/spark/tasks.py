@@ -42,7 +42,10 @@ class Decoded(msgspec.Struct, frozen=True):
 
 @lru_cache(maxsize=256)
 def _decoder(feed: TopicFeed) -> CapturedDecoder | StreamDecoder:
-    return CapturedDecoder(feed.schema, feed.table) if feed.captured else StreamDecoder(feed.schema)
+    if not feed.captured:
+        return StreamDecoder(feed.schema)
+    forms = None if feed.forms is None else dict(feed.forms)
+    return CapturedDecoder(feed.schema, feed.table, feed.known, forms, feed.avro)
 
 
 DECODERS = 2

@@ -32,6 +32,7 @@ def spark_type(type_name: str) -> DataType:
         "binary": t.BinaryType,
         "date": t.DateType,
         "timestamp": t.TimestampType,
+        "timestamp_ntz": t.TimestampNTZType,
     }
     found: DataType = plain[type_name]()
     return found
@@ -59,6 +60,7 @@ def columns_of(schema: StructType) -> tuple[Column, ...]:
         t.BinaryType: "binary",
         t.DateType: "date",
         t.TimestampType: "timestamp",
+        t.TimestampNTZType: "timestamp_ntz",
     }
     out = []
     for field in schema.fields:

@@ -12,13 +12,17 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import Corrupt, TidemillError
 from tidemill.base.tasks import Restarts, keep_thread, sentence
 from tidemill.shards.front import Evolved
 from tidemill.spark.feeds import NotReady, TopicFeed
+from tidemill.spark.growing import LOOK_S as LOOK_GROWN_S
+from tidemill.spark.growing import Grown
 from tidemill.spark.host import Host
 from tidemill.spark.sink import FeedSink
+from tidemill.spark.steps import StartedOver
 from tidemill.spark.table import TableWriter
 
 INPUT_POLL_S = 0.25
@@ -38,6 +42,7 @@ class TableUnit:
         look_up: Callable[[], TopicFeed],
         host: Host,
         seat_in: Callable[[], FeedSink | None],
+        grown: Callable[[TopicFeed], bool] = lambda _: False,
     ) -> None:
         self.name = name
         self.mark = f"shard:{name}"
@@ -51,6 +56,9 @@ class TableUnit:
         """Whom it waits for has a mark that says whether it moves."""
         self.seated = False
         self._look_up = look_up
+        self._grown = grown
+        self._opened = ("", 0)
+        """Its input's topic, and the versions of its description, when it was opened last."""
         self._host = host
         self._seat_in = seat_in
         self._left = threading.Event()
@@ -65,11 +73,23 @@ class TableUnit:
         self._left.set()
 
     def _live(self) -> None:
+        """An input that was described anew, or copied again, is no failure: the table is opened on that at once."""
+        before = self._opened
+        while True:
+            try:
+                return self._live_once()
+            except (Grown, StartedOver):
+                if self._opened == before:  # the catalogue does not know what records or bindings say
+                    raise
+                before = self._opened
+
+    def _live_once(self) -> None:
         if not self._host.claims.may_keep(self.name, self._host.ending):
             return
         feed = self._input()
         if feed is None:
             return
+        self._opened = (feed.topic_id, max(1, len(feed.known)))
         self.reason, self.waits, self.waits_for = "hydrating", False, ""
         try:
             writer = self._host.writer(self.name, feed.schema, feed)
@@ -88,8 +108,8 @@ class TableUnit:
         self.seated = True
         try:
             self._seated()
-        except Evolved:
-            writer.save()  # the mirror goes on under the new version
+        except (Evolved, StartedOver):
+            writer.save()  # the mirror goes on, under the new version or from the new topic
             raise
         finally:
             self.seated = False
@@ -100,13 +120,22 @@ class TableUnit:
     def _seated(self) -> None:
         """Until it left its seat, or the pipeline ends, which is said after `ending` is set."""
         if not self._host.ending.is_set():
-            self._left.wait()
+            while not self._left.wait(LOOK_GROWN_S):
+                self._look_whether_grown()
         failure = self._failure
         if failure is None:
             return
         if isinstance(failure, Corrupt):
             shutil.rmtree(self._host.mirror_dir(self.name), ignore_errors=True)
         raise failure
+
+    def _look_whether_grown(self) -> None:
+        """Who brings the table forward lets it go then: nobody else knows when nothing of it is under way."""
+        writer = self.writer
+        if writer is None or writer.feed is None or writer.outgrown:
+            return
+        with suppress(TidemillError):  # asked again soon; who needs the catalogue says that it is away
+            writer.outgrown = self._grown(writer.feed)
 
     def _told(self, error: BaseException, left: bool) -> None:
         if left:

@@ -3,10 +3,14 @@
 key      JSON object of the key columns
 value    JSON object of all columns; numbers and booleans as such, else PostgreSQL's text; null = deletion
 headers  tm.op = "truncate": every live key of the table is gone at this place
+         tm.unchanged: the value lacks these columns, which the row has from before (leaving.py)
+
+Of a topic of events (events.py, in Avro avro.py) a value has the row in it, in forms of its own; the rest is the same.
 
 A value that its column cannot hold (NaN in numeric(6,2), a timestamp past the year 294246) makes the row a dead
 letter, and its key absent: an old value never stays as if it were current. The next good value of the key heals it.
-A record with other columns than the table is no matter of one row: the table stops before its time, at a `Stop`.
+A record with other columns than its version of the table is no matter of one row: the table stops before its time, at a
+`Stop`. So it does before a version that the reader does not know yet.
 So it does before a batch that cannot be read, for nobody knows which keys were in it.
 
 Values, and the keys of deletions, are read by blocks (objects.py); what those leave out, and what may be a truncation,
@@ -15,7 +19,9 @@ record by record.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -26,14 +32,19 @@ import pyarrow.compute as pc
 from tidemill.base.tasks import is_fault, sentence
 from tidemill.shards.front import Column, ShardSchema
 from tidemill.shards.pgtypes import cast_text, parse_column
-from tidemill.shards.schema import arrow_type
+from tidemill.shards.schema import TIMESTAMPS, arrow_type
+from tidemill.spark.decode import events
+from tidemill.spark.decode.avro import AvroReader, AvroVersion, OtherSchema, after_in, found_in
 from tidemill.spark.decode.build import command_table
-from tidemill.spark.decode.fields import columns_of_rows, row_decoder
+from tidemill.spark.decode.fields import FLOATS, columns_of_rows
+from tidemill.spark.decode.generations import PLAIN_HEADERS, Generation, Generations, version_at, within
+from tidemill.spark.decode.leaving import Leaving, set_aside, with_leaving
 from tidemill.spark.decode.letters import Letter, letter_table
 from tidemill.spark.decode.lines import Mask, Places, of_ranges
-from tidemill.spark.decode.objects import Block, ObjectReader, bools, in_order, strange_floats
+from tidemill.spark.decode.objects import Block, bools, in_order, strange_floats
 from tidemill.spark.decode.records import Records
 from tidemill.spark.upsert.commands import Commands, Truncate
+from tidemill.spark.upsert.unchanged import names_of
 from tidemill.topics.batch import Columns
 
 OP_HEADER = "tm.op"
@@ -50,13 +61,15 @@ _NATIVE: dict[str, Any] = {
 
 
 class Stop(msgspec.Struct, frozen=True, order=True):
-    """The table cannot be brought to `time_ms` or beyond; `reason` says what is there, and where."""
+    """The table cannot be brought to `time_ms` or beyond; `reason` says what is there, and where. `grown`: it can once
+    it is opened again, since the catalogue knows of a newer version of its description."""
 
     time_ms: int
     partition: int
     offset: int
     reason: str
     fix: str
+    grown: bool = False
 
 
 class Captured(msgspec.Struct, frozen=True):
@@ -65,79 +78,177 @@ class Captured(msgspec.Struct, frozen=True):
     stop: Stop | None = None
 
 
+class _Found:
+    """What the records come to, run by run."""
+
+    def __init__(self, stop: Stop | None) -> None:
+        self.stop = stop
+        self.blocks: list[Block] = []
+        self.gone: list[Block] = []
+        self.truncates: list[Truncate] = []
+        self.dead: list[tuple[int, str]] = []
+        self.leaving: list[Leaving] = []
+
+    def stops(self, at: Stop) -> None:
+        self.stop = at if self.stop is None else min(self.stop, at)
+
+
 class CapturedDecoder:
     """Of one table."""
 
-    def __init__(self, schema: ShardSchema, table: str = "") -> None:
+    def __init__(
+        self,
+        schema: ShardSchema,
+        table: str = "",
+        known: Sequence[Sequence[Column]] = (),
+        forms: Mapping[str, str] | None = None,
+        avro: Sequence[AvroVersion] = (),
+    ) -> None:
+        """`known`: the columns of each version of the table's description (generations.py). `forms`: of the columns,
+        where records are events (base/pgforms). `avro`: of each version, where they are Avro."""
         self.schema = schema
         self.table = table
-        self._key_columns = [c for c in schema.columns if c.name in schema.key]
-        self._names = {c.name for c in schema.columns}
-        self._value = row_decoder(schema.columns, _NATIVE, str | None, exact=True)
-        self._key = row_decoder(self._key_columns, _NATIVE, str | None)
-        self._values = ObjectReader(schema.columns, _Carried(exact=True))
-        self._keys = ObjectReader(self._key_columns, _Carried(exact=False))
+        self._events = forms is not None
+        self._forms = forms or {}
+        exact, partial = (_Carried(schema.key, self._forms, exact=exact) for exact in (True, False))
+        self._generations = Generations(schema, known, _NATIVE, exact, partial, self._forms, avro)
 
     def decode(self, records: Records) -> Captured:
         """The records before the stop, if there is one; else all."""
-        stop = min((self._unread(letter) for letter in records.unread), default=None)
+        found = _Found(stop=min((self._unread(letter) for letter in records.unread), default=None))
+        kinds = _kinds(records.columns)
+        for first, end, version in self._generations.runs(records.columns, len(records)):
+            if version > self._generations.newest:
+                found.stops(self._described_anew(records, first))
+                break
+            under = self._generations[version]
+            valued, *others = (within(k, first, end) for k in kinds)
+            whole, leaving = set_aside(records.columns, valued, PLAIN_HEADERS + (version > 1))
+            goes_on = self._run(under, records, [whole, *others], found)
+            for some in leaving:
+                goes_on &= self._leaving(under, some, records, found)
+            if not goes_on:
+                break
+        newest, nothing = self._generations[self._generations.newest], np.zeros(0, dtype=np.int64)
+        none = Block(nothing, columns_of_rows(newest.columns, [], [], [], self._array)[0])
+        found.blocks.append(newest.under_newest(none))
+        found.gone.append(Block(nothing, columns_of_rows(newest.key_columns, [], [], [], self._array)[0]))
+        live, live_at = in_order(found.blocks)
+        table = command_table(self.schema, live, live_at, *in_order(found.gone), records)
+        if found.leaving:
+            table = with_leaving(table, live_at, found.leaving, records.columns)
+        letters = letter_table([self._letter(records, at, reason) for at, reason in found.dead])
+        return Captured(Commands(table, tuple(found.truncates)), letters, found.stop)
+
+    def _leaving(self, under: Generation, some: Leaving, records: Records, found: _Found) -> bool:
+        """Records that leave the same columns out. Where the key changed with them the row before is that of another
+        key, which nobody has who has a part of the keys: a dead letter, for every reader alike."""
+        nothing = some.places[:0]
+        try:
+            under = under.without(names_of(some.names))
+        except ValueError as error:
+            found.stops(self._differs(records, int(some.places[0]), str(error)))
+            return False
+        if some.moved:
+            reason = f"its key changed, and the stream has no value of {', '.join(names_of(some.names))}"
+            return self._run(under, records, [nothing, nothing, some.places], found, reason)
+        found.leaving.append(some)
+        return self._run(under, records, [some.places, nothing, nothing], found)
+
+    def _run(
+        self, under: Generation, records: Records, kinds: Sequence[Places], found: _Found, dies_of: str = ""
+    ) -> bool:
+        """Records of one version; False when the table stops at one of them. `dies_of`: none can be read."""
         live_at: list[int] = []
         rows: list[Any] = []
         absent_at: list[int] = []
         keys: list[Any] = []
-        truncates: list[Truncate] = []
         dead: list[tuple[int, str]] = []
+        goes_on = True
         columns = records.columns
-        valued, deleted, others = _kinds(columns)
-        blocks, slow = self._values.read(columns.body, columns.value_at[valued], columns.value_bytes[valued], valued)
-        gone, slow_keys = self._keys.read(columns.body, columns.key_at[deleted], columns.key_bytes[deleted], deleted)
+        valued, deleted, others = kinds
+        value_at, value_bytes = columns.value_at[valued], columns.value_bytes[valued]
+        if self._events:
+            value_at, value_bytes, valued, unclear = (
+                events.found_in(columns, valued) if under.avro is None else found_in(columns, valued, under.avro)
+            )
+            others = np.concatenate([others, unclear])
+        blocks, slow = under.values.read(columns.body, value_at, value_bytes, valued)
+        gone, slow_keys = under.keys.read(columns.body, columns.key_at[deleted], columns.key_bytes[deleted], deleted)
         for at in np.sort(np.concatenate([slow, slow_keys, others])).tolist():
-            value = columns.value(at)
+            value = None
+            if dies_of:
+                dead.append((at, dies_of))
+                continue
             try:
+                value, truncated = self._row_of(under, columns, at)
                 if value is not None:
-                    rows.append(self._value.decode(value))
+                    rows.append(under.value.decode(value))
                     live_at.append(at)
-                elif columns.header_counts[at] and dict(columns.headers_of(at)).get(OP_HEADER) == TRUNCATE:
-                    truncates.append(Truncate(int(records.times[at]), records.partition, int(records.offsets[at])))
-                else:
-                    keys.append(self._key_of(columns.key(at)))
+                elif truncated:
+                    truncate = Truncate(int(records.times[at]), records.partition, int(records.offsets[at]))
+                    found.truncates.append(truncate)
+                elif columns.value_bytes[at] < 0:  # else a deletion's event: its tombstone says it
+                    keys.append(self._key_of(under, columns.key(at)))
                     absent_at.append(at)
             except BaseException as error:
                 if not is_fault(error):
                     raise
-                difference = self._difference(value)
+                difference = str(error) if isinstance(error, OtherSchema) else self._difference(under, value)
                 if difference:
-                    found = self._differs(records, at, difference)
-                    stop = found if stop is None else min(stop, found)
+                    found.stops(self._differs(records, at, difference))
                     # In offset order, so in time order: what follows is beyond it.
                     blocks, gone = [b.before(at) for b in blocks], [b.before(at) for b in gone]
+                    goes_on = False
                     break
                 dead.append((at, sentence(error)))
-        alone, live_at = columns_of_rows(self.schema.columns, rows, live_at, dead, _array)
+        alone, live_at = columns_of_rows(under.columns, rows, live_at, dead, self._array)
         # What a poisoned row was before is not what it is: its key is absent until a good value comes.
         for at, _ in dead:
             if columns.value(at) is not None:
                 try:
-                    keys.append(self._key_of(columns.key(at)))
+                    keys.append(self._key_of(under, columns.key(at)))
                     absent_at.append(at)
                 except BaseException as error:
                     if not is_fault(error):
                         raise
         named, keyless = {at for at, _ in dead}, list[tuple[int, str]]()
-        alone_gone, absent_at = columns_of_rows(self._key_columns, keys, absent_at, keyless, _array)
-        dead += [(at, reason) for at, reason in keyless if at not in named]
-        live = in_order([*blocks, Block(np.array(live_at, dtype=np.int64), alone)])
-        absent = in_order([*gone, Block(np.array(absent_at, dtype=np.int64), alone_gone)])
-        table = command_table(self.schema, *live, *absent, records)
-        letters = letter_table([self._letter(records, at, reason) for at, reason in dead])
-        return Captured(Commands(table, tuple(truncates)), letters, stop)
+        alone_gone, absent_at = columns_of_rows(under.key_columns, keys, absent_at, keyless, self._array)
+        found.dead += dead + [(at, reason) for at, reason in keyless if at not in named]
+        blocks.append(Block(np.array(live_at, dtype=np.int64), alone))
+        gone.append(Block(np.array(absent_at, dtype=np.int64), alone_gone))
+        found.blocks += [under.under_newest(block) for block in blocks]
+        found.gone += [under.under_newest(block, whole=False) for block in gone]
+        return goes_on
 
-    def _key_of(self, key: bytes | None) -> Any:
+    def _row_of(self, under: Generation, columns: Columns, at: int) -> tuple[bytes | None, bool]:
+        """The row in a record, if there is one, and whether the table was truncated there. Raises whatever a stranger's
+        bytes make it raise."""
+        value = columns.value(at)
+        if value is None:
+            return None, _truncates(columns, at)
+        if not self._events:
+            return value, False
+        if under.avro is not None:
+            after = after_in(value, under.avro)
+            return after, after is None and columns.key_bytes[at] < 0 and _truncates(columns, at)
+        event = events.read_event(value)
+        if event.op in (events.DELETED, events.TRUNCATED):
+            return None, event.op == events.TRUNCATED
+        return bytes(event.after), False
+
+    def _array(self, values: Sequence[Any], column: Column) -> pa.Array:
+        found = events.to_arrow(self._forms.get(column.name, ""), values, column)
+        return _array(values, column) if found is None else found
+
+    @staticmethod
+    def _key_of(under: Generation, key: bytes | None) -> Any:
         if key is None:
             raise ValueError("record has neither key nor value")
-        return self._key.decode(key)
+        return under.key.decode(key)
 
-    def _difference(self, value: bytes | None) -> str:
+    @staticmethod
+    def _difference(under: Generation, value: bytes | None) -> str:
         """How the columns of a record differ from the table's; "" when they do not, or when it is no JSON object."""
         if value is None:
             return ""
@@ -147,8 +258,8 @@ class CapturedDecoder:
             if not is_fault(error):
                 raise
             return ""
-        out = [f"+{name}" for name in found if name not in self._names]
-        out += [f"-{name}" for name in sorted(self._names - found)]
+        out = [f"+{name}" for name in found if name not in under.names]
+        out += [f"-{name}" for name in sorted(under.names - found)]
         return " ".join(out)
 
     def _differs(self, records: Records, at: int, difference: str) -> Stop:
@@ -159,6 +270,17 @@ class CapturedDecoder:
             int(records.offsets[at]),
             f"the source has other columns than the table: table={self.table} difference=[{difference}] {place}.",
             _start_over(self.table),
+        )
+
+    def _described_anew(self, records: Records, at: int) -> Stop:
+        place = f"topic={records.topic} partition={records.partition} offset={int(records.offsets[at])}"
+        return Stop(
+            int(records.times[at]),
+            records.partition,
+            int(records.offsets[at]),
+            f"the source has described the table anew: table={self.table} {place}.",
+            "It is opened again, with the columns it has now.",
+            grown=True,
         )
 
     def _unread(self, letter: Letter) -> Stop:
@@ -184,31 +306,52 @@ class CapturedDecoder:
             place,
             value if value is not None else key,
             self.table,
-            (key or b"").decode("utf-8", "replace"),
+            self._key_said(records.columns, at),
         )
+
+    def _key_said(self, columns: Columns, at: int) -> str:
+        """As JSON, which those of rows and of JSON's events are."""
+        key = columns.key(at) or b""
+        keys = self._generations[version_at(columns, at)].keys
+        if isinstance(keys, AvroReader):
+            try:
+                said = keys.values(key)
+            except ValueError:
+                return key.hex()
+            return json.dumps({n: _float_said(v) for n, v in said.items()}, ensure_ascii=False, separators=(",", ":"))
+        return key.decode("utf-8", "replace")
 
 
 class _Carried:
     """See objects.Dialect: columns as capture writes them."""
 
-    def __init__(self, *, exact: bool) -> None:
+    def __init__(self, key: Sequence[str], forms: Mapping[str, str], *, exact: bool) -> None:
         self.exact = exact
+        self._key = frozenset(key)
+        self._forms = forms
 
     def read_as(self, column: Column, seen: bytes) -> pa.DataType:
+        found = events.read_as(self._forms.get(column.name, ""))
+        if found is not None:
+            return found
         if column.type not in _NATIVE or (column.type == "int64" and seen[:1] == b'"'):  # an oid
             return pa.string()
         return pa.float64() if column.type == "float32" else arrow_type(column.type)
 
     def typed(self, column: Column, array: pa.Array, odd: Mask) -> pa.Array:
+        found = events.typed(self._forms.get(column.name, ""), column, array, odd)
+        if found is not None:
+            return found
         if pa.types.is_string(array.type):
-            if column.type in ("date", "timestamp") or column.type.startswith("decimal"):
-                strange = _unusual(array, moment=column.type in ("date", "timestamp"))
+            moment = column.type == "date" or column.type in TIMESTAMPS
+            if moment or column.type.startswith("decimal"):
+                strange = _unusual(array, moment=moment)
                 if strange.any():
                     odd |= strange
                     array = pc.if_else(pa.array(strange), None, array)
             return cast_text(array, column.type)
-        if column.type in ("float32", "float64"):
-            odd |= strange_floats(array)
+        if column.type in FLOATS:
+            odd |= strange_floats(array, of_key=column.name in self._key)
         return array.cast(pa.float32(), safe=False) if column.type == "float32" else array
 
 
@@ -243,6 +386,18 @@ def _kinds(columns: Columns) -> tuple[Places, Places, Places]:
         headers = of_ranges(pa.py_buffer(columns.body), begins, ends, all_of_them)
         deleted[with_headers] = ~bools(pc.match_substring(headers, TRUNCATE))
     return np.flatnonzero(valued), np.flatnonzero(deleted), np.flatnonzero(~valued & ~deleted)
+
+
+def _truncates(columns: Columns, at: int) -> bool:
+    headers = columns.headers_of(at) if columns.header_counts[at] else ()
+    return dict(headers).get(OP_HEADER) == TRUNCATE
+
+
+def _float_said(value: object) -> object:
+    """What JSON has no number for is told as PostgreSQL's text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 def _start_over(table: str) -> str:

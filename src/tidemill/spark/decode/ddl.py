@@ -23,10 +23,11 @@ _TYPES = {
     "double": "float64",
     "date": "date",
     "timestamp": "timestamp",
+    "timestamp_ntz": "timestamp_ntz",
     "json": "json",
 }
 _DECIMAL = re.compile(r"(?:decimal|numeric)\((\d+),(\d+)\)")
-_COLUMN = re.compile(r"\s*(?:`([^`]+)`|(\w+))\s+([A-Za-z]+(?:\s*\(\s*\d+\s*,\s*\d+\s*\))?)\s*(?:,|$)")
+_COLUMN = re.compile(r"\s*(?:`([^`]+)`|(\w+))\s+([A-Za-z_]+(?:\s*\(\s*\d+\s*,\s*\d+\s*\))?)\s*(?:,|$)")
 
 
 _ONE = re.compile(

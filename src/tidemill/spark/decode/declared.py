@@ -11,15 +11,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tidemill.shards.front import Column
-from tidemill.shards.schema import arrow_type
+from tidemill.shards.schema import TIMESTAMPS, arrow_type
 from tidemill.spark.decode.lines import Mask
 from tidemill.spark.decode.objects import bools, strange_floats
 
 _US_OF_DAY = 86_400_000_000
 _DATE = r"^(?:[1-9]\d{3}|0[1-9]\d\d|00[1-9]\d|000[1-9])-\d\d-\d\d"
+_CLOCK = r"T([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?"
 _FORMS = {
     "date": _DATE + "$",
-    "timestamp": _DATE + r"T([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)$",
+    "timestamp": _DATE + _CLOCK + r"(Z|[+-]([01]\d|2[0-3]):[0-5]\d)$",
+    "timestamp_ntz": _DATE + _CLOCK + "$",
 }
 _PLAIN = frozenset({"string", "bool", "int16", "int32", "int64", "float32", "float64"})
 _NUMBER = re.compile(rb"-?\d+$")
@@ -54,7 +56,7 @@ class Declared:
         if pa.types.is_decimal(array.type):
             array.validate(full=True)  # Arrow's reader looks at the digits before it rescales, not at those after
         if column.type in ("float32", "float64"):
-            odd |= strange_floats(array)
+            odd |= strange_floats(array, of_key=column.name in self._key)
         return array.cast(pa.float32(), safe=False) if column.type == "float32" else array
 
 
@@ -66,7 +68,7 @@ def _moments(texts: pa.Array, kind: str, us_range: tuple[int, int], odd: Mask) -
         odd |= bools(strange)
         texts = pc.if_else(strange, None, texts)
     found = texts.cast(arrow_type(kind))
-    low, high = us_range if kind == "timestamp" else (us_range[0] // _US_OF_DAY, us_range[1] // _US_OF_DAY)
+    low, high = us_range if kind in TIMESTAMPS else (us_range[0] // _US_OF_DAY, us_range[1] // _US_OF_DAY)
     return _in_range(found, low, high, odd)
 
 
@@ -101,4 +103,6 @@ def _plainest(texts: pa.Array, kind: str) -> bool:
     low, high = int(sizes.min()), int(sizes.max())
     if kind == "date":
         return low == high == 10
+    if kind == "timestamp_ntz":  # of 19 and more the cast takes whole times alone, and no zone
+        return low >= 19 and high <= 26
     return low >= 20 and high <= 27 and bool((np.frombuffer(data, dtype=np.uint8)[ends - 1] == ord("Z")).all())

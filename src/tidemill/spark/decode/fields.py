@@ -6,6 +6,7 @@ that no such column can hold: the others are decoded as if those were not there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,6 +17,9 @@ from tidemill.base.tasks import is_fault, sentence
 from tidemill.shards.front import Column
 from tidemill.shards.schema import arrow_type
 
+FLOATS = frozenset({"float32", "float64"})
+_MINUS_ZERO = re.compile(rb"-0\s*[,}]")
+
 ToArrow = Callable[[Sequence[Any], Column], pa.Array]
 
 
@@ -25,8 +29,17 @@ class RowDecoder(Protocol):
         ...
 
 
-def row_decoder(columns: Sequence[Column], kinds: Mapping[str, Any], other: Any, *, exact: bool = False) -> RowDecoder:
-    """`kinds`: column type → Python type. `exact`: an object has these columns, no other and none left out."""
+def row_decoder(
+    columns: Sequence[Column], kinds: Mapping[str, Any], other: Any, *, exact: bool = False, key: Sequence[str] = ()
+) -> RowDecoder:
+    """`kinds`: column type → Python type. `exact`: an object has these columns, no other and none left out. `key`: the
+    columns in which the number -0 is 0 (see `strange_floats`)."""
+    plain = _plain_decoder(columns, kinds, other, exact)
+    signed = [(f"c{i}", c.name) for i, c in enumerate(columns) if c.type in FLOATS and c.name not in key]
+    return _SignedZeros(plain, signed) if signed else plain
+
+
+def _plain_decoder(columns: Sequence[Column], kinds: Mapping[str, Any], other: Any, exact: bool) -> RowDecoder:
     types = [kinds.get(c.type, other) for c in columns]
     if any(_odd(c.name) for c in columns):
         return _OddDecoder(columns, types, exact)
@@ -58,6 +71,24 @@ class _OddDecoder:
         if self._exact and found.keys() != self._names:
             raise msgspec.ValidationError("Object has other fields")
         return self._row(**{c: kind.decode(found[name]) for c, name, kind in self._fields if name in found})
+
+
+class _SignedZeros:
+    """msgspec reads the number -0 as an integer, so as 0; -0.0 it reads as it is."""
+
+    def __init__(self, plain: RowDecoder, floats: Sequence[tuple[str, str]]) -> None:
+        self._plain = plain
+        self._floats = floats
+        self._object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+    def decode(self, data: bytes) -> Any:
+        row = self._plain.decode(data)
+        if _MINUS_ZERO.search(data):
+            found = self._object.decode(data)
+            for field, name in self._floats:
+                if getattr(row, field) == 0 and bytes(found[name]) == b"-0":
+                    setattr(row, field, -0.0)
+        return row
 
 
 def columns_of_rows(

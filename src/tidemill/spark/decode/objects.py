@@ -174,10 +174,16 @@ def _fields_left_out(text: pa.Buffer, table: pa.Table) -> bool:
     return bool(quotes(np.frombuffer(text, dtype=np.uint8)) != 2 * strings)
 
 
-def strange_floats(array: pa.Array) -> Mask:
-    """Which float64s are not finite, or −0, which the other readers tell from −0.0."""
+def strange_floats(array: pa.Array, *, of_key: bool) -> Mask:
+    """Which float64s are not finite, or −0 in a column of the key.
+
+    In PostgreSQL a key of −0 is that of 0, so the number -0 is 0 in a key's column for the other reader. Elsewhere both
+    readers keep the sign.
+    """
     bits = np.frombuffer(array.buffers()[1], dtype=np.uint64)[array.offset : array.offset + len(array)]
-    found: Mask = ((bits & _EXPONENT) == _EXPONENT) | (bits == _MINUS_ZERO)
+    found: Mask = (bits & _EXPONENT) == _EXPONENT
+    if of_key:
+        found |= bits == _MINUS_ZERO
     return found & bools(array.is_valid()) if array.null_count and found.any() else found
 
 

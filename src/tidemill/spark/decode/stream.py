@@ -4,8 +4,8 @@ value    JSON object. A field that is absent or null is null; unknown fields are
          another type, a number out of range, a null key: dead letter
 null     deletion of the record's key: the text itself for one string column, else JSON (a scalar for
          one column, an object for several)
-types    timestamp: RFC 3339 text (a zone has minutes; none = UTC) or integer milliseconds, years 1 to 9999; date:
-         ISO 8601 text; decimal: number or text, exact within its scale
+types    timestamp: RFC 3339 text (a zone has minutes; none = UTC) or integer milliseconds, years 1 to 9999;
+         timestamp_ntz: such text without a zone; date: ISO 8601 text; decimal: number or text, exact within its scale
 
 Whatever reading one record raises, of whatever type, makes that record a dead letter and harms no other.
 """
@@ -55,6 +55,7 @@ _FIELDS: dict[str, Any] = {
     "float64": float | None,
     "date": datetime.date | None,
     "timestamp": datetime.datetime | int | None,
+    "timestamp_ntz": Annotated[datetime.datetime, msgspec.Meta(tz=False)] | None,
     "json": msgspec.Raw | None,
 }
 
@@ -65,8 +66,8 @@ class StreamDecoder:
         self._columns = schema.columns
         self._key_at = [i for i, c in enumerate(schema.columns) if c.name in schema.key]
         self._key_columns = [schema.columns[i] for i in self._key_at]
-        self._value = row_decoder(schema.columns, _FIELDS, Decimal | None)
-        self._key = row_decoder(self._key_columns, _FIELDS, Decimal | None)
+        self._value = row_decoder(schema.columns, _FIELDS, Decimal | None, key=schema.key)
+        self._key = row_decoder(self._key_columns, _FIELDS, Decimal | None, key=schema.key)
         self._one_key = len(self._key_columns) == 1
         dialect = Declared(schema.key, (FIRST_US, LAST_US))
         self._objects = ObjectReader(schema.columns, dialect) if Declared.reads(schema.columns) else None

@@ -6,6 +6,10 @@
     _partition  int32       orders compare within one partition only
     _live       bool        False = null value: delete the key
 
+    where any command leaves columns as they were (unchanged.py)
+    _tm.unchanged  binary   the names of its columns that have no value here, a JSON array; null = it has all
+    _tm.key        binary   the key of its record, for a dead letter
+
 A truncation deletes every key that is live at its place in the order of its partition. One at BEFORE_ALL comes
 before every record of its time: the topic begins there, and what the table holds is of an earlier one.
 """
@@ -26,6 +30,8 @@ from tidemill.shards.schema import contents_schema
 ORDER = "_order"
 PARTITION = "_partition"
 LIVE = "_live"
+UNCHANGED = "_tm.unchanged"
+RECORD_KEY = "_tm.key"
 BEFORE_ALL = -1
 
 
@@ -52,6 +58,18 @@ def command_schema(schema: ShardSchema) -> pa.Schema:
     return found
 
 
+@lru_cache(maxsize=256)
+def leaving_schema(schema: ShardSchema) -> pa.Schema:
+    """Of commands among which some leave columns as they were."""
+    return command_schema(schema).append(pa.field(UNCHANGED, pa.binary())).append(pa.field(RECORD_KEY, pa.binary()))
+
+
+def stacked(tables: list[pa.Table]) -> pa.Table:
+    """Rows of commands; with the columns of those that leave some as they were, where there are such in any."""
+    alike = all(table.schema.equals(tables[0].schema) for table in tables)
+    return pa.concat_tables(tables, promote_options="none" if alike else "default")
+
+
 def no_commands(schema: ShardSchema) -> Commands:
     return Commands(command_schema(schema).empty_table())
 
@@ -63,7 +81,7 @@ def join(schema: ShardSchema, parts: list[Commands]) -> Commands:
         return parts[0]
     if not parts:
         return no_commands(schema)
-    rows = one_chunk(pa.concat_tables([p.rows for p in parts]))
+    rows = one_chunk(stacked([p.rows for p in parts]))
     return Commands(rows, tuple(t for p in parts for t in p.truncates))
 
 

@@ -14,7 +14,7 @@ from tidemill.shards.hashing import hash_rows
 from tidemill.shards.rows import Mask, one_chunk, rows_at, shown
 from tidemill.spark.upsert.arrays import group_by_key
 from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, Commands, command_schema
-from tidemill.spark.upsert.resolve import Lookup
+from tidemill.spark.upsert.lookup import Lookup
 from tidemill.spark.upsert.runs import Run
 
 

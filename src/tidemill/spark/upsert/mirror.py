@@ -25,7 +25,8 @@ from tidemill.shards.hashing import U64, hash_rows
 from tidemill.shards.rows import Index, int64s, one_chunk, rows_at, rows_equal
 from tidemill.shards.schema import contents_schema
 from tidemill.spark.upsert.arrays import group_by_key
-from tidemill.spark.upsert.resolve import HashRows, KeyChanges
+from tidemill.spark.upsert.lookup import HashRows
+from tidemill.spark.upsert.resolve import KeyChanges
 from tidemill.spark.upsert.runs import (
     Run,
     count_live,
@@ -147,7 +148,7 @@ class Mirror:
     def advance(self, changes: KeyChanges, lower: int, upper: int) -> None:
         """Our own append [lower, upper) landed: its changes become the newest run."""
         self._step(lower, upper)
-        self._push(Run(changes.rows, changes.hashes, changes.live))
+        self._push(Run(changes.rows, changes.hashes, changes.live, changes.path))
 
     def apply(self, updates: pa.Table, lower: int, upper: int) -> None:
         """A delta of the shard, complete for [lower, upper), by whoever wrote it. Raises Corrupt when it breaks U1."""
@@ -158,18 +159,23 @@ class Mirror:
 
     def adopt(self, updates: Iterable[pa.Table], lower: int, upper: int) -> None:
         """As `apply`, of a delta too large for memory: its tables have ascending hashes, none ends inside one hash."""
+        run = self.store(self._fold(table) for table in updates)
+        self._step(lower, upper)
+        self._push(run)
+
+    def store(self, pieces: Iterable[Run]) -> Run:
+        """Pieces of ascending hashes as a file beside the mirror's, which `sweep` deletes unless it becomes one of
+        them. Memory holds a piece."""
         path = self._new_file()
         try:
-            write_pieces(self.schema, (self._fold(table) for table in updates), path)
+            write_pieces(self.schema, pieces, path)
+            run = open_run(self.schema, path)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        self._step(lower, upper)
-        run = open_run(self.schema, path)
-        if len(run):
-            self._push(run)
-        else:
+        if not len(run):
             path.unlink()
+        return run
 
     def count_live(self) -> int:
         """How many keys are live. Memory holds a piece."""

@@ -22,8 +22,9 @@ from tidemill.shards.front import ShardSchema
 from tidemill.shards.hashing import hash_rows
 from tidemill.spark.upsert.classify import AT, BELOW, classify
 from tidemill.spark.upsert.commands import Commands, join, no_commands, select, times_of
+from tidemill.spark.upsert.lookup import HashRows
 from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.resolve import HashRows, Resolved, resolve
+from tidemill.spark.upsert.resolve import Resolved, resolve
 
 
 class Fault(Enum):

@@ -6,14 +6,14 @@ U1  Per key at most one live row at every time.
     deletion   of an absent key: nothing
     no-op      a value equal to the live one: nothing, for every writer alike
     truncation a deletion of every key at its place in the order
+    unchanged  a column without a value keeps that of the row before; without one the command is lost (unchanged.py)
 
 The result is a function of (commands, contents below `lower`) alone: of no batch boundary, writer or retry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -24,43 +24,30 @@ from tidemill.shards.hashing import U64, hash_rows
 from tidemill.shards.rows import Index, Mask, int64s, one_chunk, rows_at, rows_equal, to_mask, values_at
 from tidemill.shards.schema import contents_schema, update_schema
 from tidemill.spark.upsert.arrays import exact_keys, group_by_key
-from tidemill.spark.upsert.commands import BEFORE_ALL, LIVE, ORDER, PARTITION, Commands, command_schema
-
-HashRows = Callable[[pa.Table, tuple[str, ...]], U64]
-
-
-class Lookup(Protocol):
-    """What `resolve` needs of the mirror."""
-
-    def lookup(self, keys: pa.Table, hashes: U64) -> tuple[pa.Table, Index]:
-        """(live rows found, for each asked key its row in them or -1). Keys are distinct, sorted by hash."""
-        ...
-
-    def live_rows(self) -> pa.Table:
-        """All live rows."""
-        ...
-
-    @property
-    def empty(self) -> bool:
-        """True only when nothing is live."""
-        ...
+from tidemill.spark.upsert.commands import BEFORE_ALL, LIVE, ORDER, PARTITION, Commands, command_schema, stacked
+from tidemill.spark.upsert.lookup import HashRows, Lookup
+from tidemill.spark.upsert.unchanged import Lost, filled, has_unchanged
 
 
 class KeyChanges(msgspec.Struct, frozen=True):
-    """The last state of every key that changed, sorted by hash: the shape of a run of the mirror."""
+    """The last state of every key that changed, sorted by hash: the shape of a run of the mirror. `path`: of the file
+    that they are mapped from, which the mirror stored (Mirror.store)."""
 
     rows: pa.Table
     hashes: U64
     live: Mask
+    path: Path | None = None
 
 
 class Resolved(msgspec.Struct, frozen=True):
-    """updates: the shard's columns, _time, _diff, for times in [lower, upper); changes: the mirror's next run."""
+    """updates: the shard's columns, _time, _diff, for times in [lower, upper); changes: the mirror's next run;
+    lost: commands of which nobody has all values, each a dead letter before the updates are appended."""
 
     lower: int
     upper: int
     updates: pa.Table
     changes: KeyChanges
+    lost: tuple[Lost, ...] = ()
 
 
 def no_changes(schema: ShardSchema) -> KeyChanges:
@@ -74,6 +61,9 @@ def resolve(
     rows = commands.rows
     if commands.truncates and not (mirror.empty and all(t.order == BEFORE_ALL for t in commands.truncates)):
         rows = _with_truncations(schema, commands, mirror)
+    lost: tuple[Lost, ...] = ()
+    if has_unchanged(rows):
+        rows, lost = filled(schema, rows, mirror, hasher)
     if rows.num_rows == 0:
         return Resolved(lower, upper, update_schema(schema).empty_table(), no_changes(schema))
     key = schema.key
@@ -123,7 +113,7 @@ def resolve(
     updates = updates.append_column(TIME, pa.array(times[number]))
     updates = updates.append_column(DIFF, pa.array(np.where(inserts, np.int64(1), np.int64(-1))))
     changes = _changes(contents, pool, hashes, live, changed, first, last, found, values)
-    return Resolved(lower, upper, updates.cast(update_schema(schema)), changes)
+    return Resolved(lower, upper, updates.cast(update_schema(schema)), changes, lost)
 
 
 def _changes(
@@ -183,4 +173,4 @@ def _with_truncations(schema: ShardSchema, commands: Commands, mirror: Lookup) -
             arrays.append(pa.array([False] * len(out), field.type))
         else:
             arrays.append(pa.nulls(len(out), field.type))
-    return one_chunk(pa.concat_tables([rows, pa.Table.from_arrays(arrays, schema=target)]))
+    return one_chunk(stacked([rows, pa.Table.from_arrays(arrays, schema=target)]))

@@ -1,0 +1,307 @@
+"""Change events in Avro (capture/avro.py) → rows and keys: by columns, and one by one.
+
+    0x00 │ value's id │ before │ after │ source …     each of the two: 0x00, or 0x02 and the row
+    0x00 │ key's id   │ the key's columns
+    row               its columns in the order of the description; one that may be null is 0x00, or 0x02 and its body
+
+Records are walked with one cursor each, a step a field. None leaves its record: whatever the bytes say, nothing is read
+outside of them, and what does not read as it should is left to the slow path, which says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from tidemill.base.avroforms import PREFIX_BYTES, Kind, Layout, prefix
+from tidemill.base.pgforms import NUMBERS
+from tidemill.shards.front import Column
+from tidemill.shards.schema import arrow_type
+from tidemill.spark.decode.lines import Mask, Places, of_ranges
+from tidemill.spark.decode.objects import FEW, Block, Dialect
+from tidemill.topics.batch import Columns
+
+_VARINT_BYTES = 10
+_SIZES: dict[Kind, int] = {"float": 4, "double": 8, "boolean": 1}
+_UNPACK = {"float": struct.Struct("<f"), "double": struct.Struct("<d")}
+
+
+class AvroVersion(msgspec.Struct, frozen=True):
+    """What records under one version of a table's description are: ids of their schemas, and the fields."""
+
+    key_id: int
+    value_id: int
+    key: Layout
+    row: Layout
+
+
+class OtherSchema(ValueError):
+    """A record whose schema is not that of its version."""
+
+
+class Walk:
+    """Cursors of many records that lie in one body, ascending."""
+
+    def __init__(self, body: bytes, at: Places, ends: Places) -> None:
+        self._body = body
+        self._bytes = np.frombuffer(body, np.uint8)
+        self._last = max(len(body) - 1, 0)
+        self.at = at.astype(np.int64)
+        self._ends = ends
+        self.good = np.ones(len(at), dtype=bool)
+
+    def prefixed(self, expected: bytes) -> None:
+        for byte in expected:
+            self.good &= self._next() == byte
+
+    def branches(self) -> Mask:
+        """Which of them are there."""
+        found = self._next()
+        there: Mask = found == 2
+        self.good &= there | (found == 0)
+        return there
+
+    def ended(self) -> None:
+        self.good &= self.at == self._ends
+
+    def fields(self, layout: Layout, there: Mask) -> dict[str, Field]:
+        """The row of each of those that are there; of the others the cursors stay."""
+        out = {}
+        for name, kind, may_be_null in layout:
+            mine = there
+            if may_be_null:
+                mine = there.copy()
+                rows = np.flatnonzero(there)
+                found = self._bytes[np.minimum(self.at[rows], self._last)]
+                mine[rows] = found == 2
+                self.good[rows] &= (found == 2) | (found == 0)
+                self._move(rows, 1)
+            out[name] = self._field(kind, mine)
+        return out
+
+    def _field(self, kind: Kind, there: Mask) -> Field:
+        rows = np.flatnonzero(there)
+        if kind == "varint":
+            numbers = np.zeros(len(there), np.int64)
+            numbers[rows] = self._varints(rows)
+            return Field(kind, there, self.at, self.at, numbers)
+        if kind == "string":
+            sizes = self._varints(rows)
+            self.good[rows] &= sizes >= 0
+            begins = self.at.copy()
+            self._move(rows, np.maximum(sizes, 0))
+            return Field(kind, there, begins, self.at.copy(), None)
+        begins = self.at.copy()
+        self._move(rows, _SIZES[kind])
+        return Field(kind, there, begins, self.at.copy(), None)
+
+    def _varints(self, rows: Places) -> npt.NDArray[np.int64]:
+        values = np.zeros(len(rows), np.uint64)
+        going, at = np.arange(len(rows)), self.at[rows]
+        for step in range(_VARINT_BYTES):
+            found = self._bytes[np.minimum(at[going], self._last)]
+            values[going] |= (found & 0x7F).astype(np.uint64) << np.uint64(7 * step)
+            at[going] += 1
+            more = found > 0x7F
+            if step == _VARINT_BYTES - 1:
+                more |= found > 1  # beyond eight bytes
+            going = going[more]
+            if not len(going):
+                break
+        self.good[rows[going]] = False
+        self._reach(rows, at)
+        signs = (values & np.uint64(1)).astype(np.int64)
+        return (values >> np.uint64(1)).astype(np.int64) ^ -signs
+
+    def _next(self) -> npt.NDArray[np.uint8]:
+        found = self._bytes[np.minimum(self.at, self._last)]
+        self._reach(slice(None), self.at + 1)
+        return found
+
+    def _move(self, rows: Places, by: int | npt.NDArray[np.int64]) -> None:
+        self._reach(rows, self.at[rows] + by)
+
+    def _reach(self, rows: Places | slice, at: npt.NDArray[np.int64]) -> None:
+        ends = self._ends[rows]
+        beyond = (at > ends) | (at < self.at[rows])
+        if beyond.any():
+            self.good[rows] &= ~beyond
+            at = np.where(beyond, ends, at)
+        self.at[rows] = at
+
+
+class Field:
+    """One column of many rows: where each of those that are `there` lies, or its number."""
+
+    def __init__(
+        self, kind: Kind, there: Mask, begins: Places, ends: Places, numbers: npt.NDArray[np.int64] | None
+    ) -> None:
+        self.kind = kind
+        self.there = there
+        self._begins = begins
+        self._ends = ends
+        self._numbers = numbers
+
+    def array(self, body: bytes, good: Mask) -> pa.Array:
+        """Of the good ones. Raises ArrowInvalid for strings that are no UTF-8."""
+        there = self.there[good]
+        mask = None if there.all() else ~there
+        if self._numbers is not None:
+            return pa.array(self._numbers[good], mask=mask)
+        begins, ends = self._begins[good], self._ends[good]
+        if self.kind == "string":
+            found = of_ranges(pa.py_buffer(body), begins, ends, np.ones(len(begins), dtype=bool))
+            _, offsets, data = found.buffers()
+            valid = None if mask is None else pa.py_buffer(np.packbits(there, bitorder="little"))
+            texts = pa.Array.from_buffers(pa.string(), len(found), [valid, offsets, data], offset=found.offset)
+            texts.validate(full=True)
+            return texts
+        size = _SIZES[self.kind]
+        places = np.where(there, begins, 0)[:, None] + np.arange(size)
+        raw = np.frombuffer(body, np.uint8)[np.minimum(places, len(body) - 1)]
+        if self.kind == "boolean":
+            return pa.array(raw[:, 0] == 1, mask=mask)
+        return pa.array(np.ascontiguousarray(raw).view(f"<f{size}")[:, 0], mask=mask)
+
+
+class AvroReader:
+    """Of the rows of one version, or of its keys (`key`): as `ObjectReader.read`, and as a RowDecoder."""
+
+    def __init__(
+        self, layout: Layout, columns: Sequence[Column], dialect: Dialect, forms: Mapping[str, str],
+        key: bytes = b"",
+    ) -> None:  # fmt: skip
+        self._layout = layout
+        self._columns = columns
+        self._dialect = dialect
+        self._forms = forms
+        self._key = key
+        self._row: type = msgspec.defstruct("Row", [(f"c{i}", Any, None) for i in range(len(columns))], gc=False)
+
+    def read(self, body: bytes, at: Places, sizes: Places, places: Places) -> tuple[list[Block], Places]:
+        if len(places) < FEW:
+            return [], places
+        walk = Walk(body, at, at + sizes)
+        walk.prefixed(self._key)
+        fields = walk.fields(self._layout, np.ones(len(at), dtype=bool))
+        if self._key:
+            walk.ended()
+        good = walk.good
+        if not good.any():
+            return [], places
+        arrays, odd = {}, np.zeros(int(good.sum()), dtype=bool)
+        try:
+            for column in self._columns:
+                arrays[column.name] = self._typed(column, fields[column.name].array(body, good), odd)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            return [], places
+        slow = np.sort(np.concatenate([places[~good], places[good][odd]]))
+        kept = pa.array(~odd)
+        if odd.any():
+            arrays = {name: array.filter(kept) for name, array in arrays.items()}
+        return [Block(places[good][~odd], arrays)], slow
+
+    def _typed(self, column: Column, array: pa.Array, odd: Mask) -> pa.Array:
+        form = self._forms.get(column.name, "")
+        if pa.types.is_string(array.type) or form in NUMBERS:
+            return self._dialect.typed(column, array, odd)
+        return array.cast(arrow_type(column.type))
+
+    def decode(self, data: bytes) -> Any:
+        """Raises ValueError for what is no such row."""
+        return self._row(**{f"c{i}": value for i, value in enumerate(self._values(data).values())})
+
+    def values(self, data: bytes) -> dict[str, Any]:
+        """By column, as the JSON of the same event says them."""
+        return {c.name: v for c, v in zip(self._columns, self._values(data).values(), strict=True)}
+
+    def _values(self, data: bytes) -> dict[str, Any]:
+        if self._key and data[:PREFIX_BYTES] != self._key:
+            raise OtherSchema(_other(data, self._key))
+        found, at = row_of(data, len(self._key), self._layout)
+        if self._key and at != len(data):
+            raise ValueError(f"a key has {len(data) - at} bytes more than its columns")
+        values = {c.name: found[c.name] for c in self._columns}
+        return {name: v.decode() if isinstance(v, bytes) else v for name, v in values.items()}
+
+
+def found_in(columns: Columns, places: Places, version: AvroVersion) -> tuple[Places, Places, Places, Places]:
+    """See events.found_in."""
+    if not len(places):
+        return places, places, places, places
+    at = columns.value_at[places]
+    ends = at + columns.value_bytes[places]
+    walk = Walk(columns.body, at, ends)
+    walk.prefixed(prefix(version.value_id))
+    walk.fields(version.row, walk.branches())
+    after = walk.branches()
+    good = walk.good & after
+    gone = walk.good & ~after & (columns.key_bytes[places] >= 0)
+    return walk.at[good], (ends - walk.at)[good], places[good], places[~good & ~gone]
+
+
+def after_in(value: bytes, version: AvroVersion) -> bytes | None:
+    """What an event says of the row after it, from there on; None: it is gone. Raises OtherSchema, ValueError,
+    IndexError."""
+    if value[:PREFIX_BYTES] != prefix(version.value_id):
+        raise OtherSchema(_other(value, prefix(version.value_id)))
+    there, at = _branch(value, PREFIX_BYTES)
+    if there:
+        _, at = row_of(value, at, version.row)
+    there, at = _branch(value, at)
+    return value[at:] if there else None
+
+
+def row_of(data: bytes, at: int, layout: Layout) -> tuple[dict[str, Any], int]:
+    """(values by column, texts as they lie there; where they end). Raises ValueError."""
+    out: dict[str, Any] = {}
+    for name, kind, may_be_null in layout:
+        try:
+            there = True
+            if may_be_null:
+                there, at = _branch(data, at)
+            out[name] = None
+            if there:
+                out[name], at = _value(data, at, kind)
+        except (ValueError, IndexError, struct.error) as error:
+            raise ValueError(f"it is no Avro of its schema: column={name} byte={at}") from error
+    return out, at
+
+
+def _value(data: bytes, at: int, kind: Kind) -> tuple[Any, int]:
+    if kind == "varint":
+        return _varint(data, at)
+    if kind == "string":
+        size, at = _varint(data, at)
+        if size < 0 or at + size > len(data):
+            raise ValueError(f"a text of {size} bytes where {len(data) - at} are left")
+        return data[at : at + size], at + size
+    if kind == "boolean":
+        return data[at] == 1, at + 1
+    (number,) = _UNPACK[kind].unpack_from(data, at)
+    return number, at + _SIZES[kind]
+
+
+def _branch(data: bytes, at: int) -> tuple[bool, int]:
+    if data[at] not in (0, 2):
+        raise ValueError(f"no branch of a union: {data[at]}")
+    return data[at] == 2, at + 1
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = 0
+    for step in range(_VARINT_BYTES):
+        value |= (data[at + step] & 0x7F) << 7 * step
+        if data[at + step] <= 0x7F and value < 1 << 64:
+            return (value >> 1) ^ -(value & 1), at + step + 1
+    raise ValueError("a number of more than eight bytes")
+
+
+def _other(data: bytes, expected: bytes) -> str:
+    return f"it has schema {data[:PREFIX_BYTES].hex()}, its version of the table {expected.hex()}"
