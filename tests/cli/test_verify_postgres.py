@@ -151,19 +151,22 @@ def test_rows_that_are_dead_letters_are_poisoned_not_missing_and_never_equal(pos
     with psycopg.connect(postgres_dsn, autocommit=True) as connection:
         connection.execute("INSERT INTO kinds (a, b, c) VALUES (5, 'x', 'NaN')")
         connection.execute("INSERT INTO kinds (a, b, e) VALUES (6, 'x', '294276-12-31')")
+        connection.execute("INSERT INTO kinds (a, b, f) VALUES (8, 'x', '294276-12-31')")
         connection.execute("INSERT INTO kinds (a, b) VALUES (7, 'x')")
 
-    async def poisoned(table: str, of: object) -> frozenset[tuple[Any, ...]]:
+    async def poisoned(table: str, of: object) -> dict[tuple[Any, ...], str]:
         assert (table, of) == ("public.kinds", shard)
-        return canonical_keys([b'{"b":"x","a":5}', b'{"a":6,"b":"x"}', b'{"b":"gone","a":1}'], shard.schema)
+        keys = [b'{"b":"x","a":5}', b'{"a":6,"b":"x"}', b'{"b":"gone","a":1}', b'{"b":"x","a":8}']
+        return {key: f"letter {place}" for key, place in canonical_keys(keys, shard.schema).items()}
 
     async def scenario() -> Verified:
         tables = [("public.kinds", shard)]
         return (await verify_captured(postgres_dsn, StreamRemap(postgres_dsn), tables, Rand(), poisoned=poisoned))[0]
 
     found = run(scenario())
-    assert (found.poisoned, found.missing, found.extra, found.different) == (2, 1, 0, 0)
-    assert set(found.examples) == {"poisoned x, 5", "poisoned x, 6", "missing x, 7"}
+    assert (found.poisoned, found.missing, found.extra, found.different) == (3, 1, 0, 0)
+    said = {"poisoned x, 5: letter 0", "poisoned x, 6: letter 1", "missing x, 7", "poisoned x, 8: letter 3"}
+    assert set(found.examples) == said
     assert not found.clean
 
 

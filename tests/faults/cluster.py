@@ -23,9 +23,13 @@ DEADLINE_S = 120.0
 
 
 class Cluster:
-    """`toml` is the rest of tidemill.toml behind [node]; `up` starts it, `close` ends every process of it."""
+    """`toml` is the rest of tidemill.toml behind [node]; `up` starts it, `close` ends every process of it. `name`: of
+    its node, where it is one of several on common stores."""
 
-    def __init__(self, directory: Path, toml: str = "", environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, directory: Path, toml: str = "", environ: Mapping[str, str] | None = None, *, name: str = "n1"
+    ) -> None:
+        self.name = name
         self.directory = directory
         self.http, self.kafka = free_address(), free_address()
         self.data = directory / "data"
@@ -36,7 +40,7 @@ class Cluster:
         self.write(toml)
 
     def write(self, toml: str) -> None:
-        node = f'[node]\nname = "n1"\ndata = "{self.data}"\nhttp = "{self.http}"\nkafka = "{self.kafka}"\n'
+        node = f'[node]\nname = "{self.name}"\ndata = "{self.data}"\nhttp = "{self.http}"\nkafka = "{self.kafka}"\n'
         self.config.write_text(node + toml)
 
     def up(self) -> None:
@@ -105,6 +109,14 @@ class Cluster:
         except json.JSONDecodeError:
             found = {"text": done.stdout, "error": done.stderr}
         return done.returncode, found if isinstance(found, dict) else {"rows": found}
+
+    def kill(self) -> None:
+        """SIGKILL of `up` and everything under it: what a machine that goes down does. `up` starts it again."""
+        assert self._process is not None
+        for pid in (self._process.pid, *_children(self._process.pid)):
+            _signal(pid, signal.SIGKILL)
+        self._process.wait(10)
+        self._process = None
 
     def close(self) -> None:
         if self._process is None:

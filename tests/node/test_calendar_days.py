@@ -27,6 +27,8 @@ def test_what_a_node_stores_and_holds_is_level_from_one_day_to_the_next(
     monkeypatch.setattr(month, "IDLE_TOPICS", 10)
     monkeypatch.setitem(month.SLACK, "objects", 60)  # metastore files of a morning that is shorter than their grace
     days = month.run_processes(5, 9.0, 100.0, 300)
+    # A day's batches stand until they are moved, so an evening has all of them or none: they are bounded below.
+    days = [{**day, "objects": day["objects"] - day["kinds"].get("l0", 0)} for day in days]
     # What was collected a moment later on a busy machine stands in one evening's figures, not in every evening's.
     level = {name: min(day[name] for day in days[2:]) for name in days[1] if isinstance(days[1][name], int)}
     assert month.compare([*days[:2], level], settled_day=2) == []

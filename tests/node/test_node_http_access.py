@@ -223,7 +223,7 @@ def test_what_is_known_of_proofs_is_bounded() -> None:
         ("GET", "/metrics", CLUSTER),
         ("HEAD", "/", CLUSTER),
         ("POST", "/metrics", Need(OP.ALTER, R.CLUSTER, CLUSTER_NAME)),
-        ("POST", "/v1/shape", Need(OP.ALTER, R.CLUSTER, CLUSTER_NAME)),
+        ("POST", "/v1/shape", CLUSTER),
         ("GET", "/subjects", CLUSTER),
         ("GET", "/schemas", CLUSTER),
         ("GET", "/schemas/ids/7", None),
@@ -244,6 +244,28 @@ def test_what_is_known_of_proofs_is_bounded() -> None:
 )
 def test_what_a_path_needs(method: str, path: str, wanted: Need | None) -> None:
     assert needs(method, path, path.encode(), []) == ([] if wanted is None else [wanted])
+
+
+def test_who_ends_a_shape_by_its_handle_alone_may_change_the_cluster() -> None:
+    """The handle does not say whose shape it is."""
+    assert needs("DELETE", "/v1/shape", b"/v1/shape", []) == [Need(OP.ALTER, R.CLUSTER, CLUSTER_NAME)]
+    assert needs("DELETE", "/v1/shape", b"/v1/shape", ["shape.mine"]) == [Need(OP.DELETE, R.TOPIC, "shape.mine")]
+
+
+def test_a_path_that_a_router_would_take_for_another_is_none() -> None:
+    async def scenario(guard: Guard, users: Users, rulebook: Rulebook) -> None:
+        for path in ("/v1/shape\n", "/metrics\n", "/healthz\n"):
+            status, _ = await ask(guard, scope_of(path, query="table=a", authorization=bearer("root")))
+            assert status == 404
+
+    world(scenario)
+
+
+def test_a_subset_by_post_needs_what_reading_its_shape_needs() -> None:
+    for method in ("GET", "HEAD", "POST"):
+        assert needs(method, "/v1/shape", b"/v1/shape", ["shop.public.orders"]) == [
+            Need(OP.READ, R.TOPIC, "shop.public.orders")
+        ]
 
 
 def test_no_method_or_path_needs_what_nobody_can_be_given() -> None:

@@ -164,7 +164,8 @@ def test_a_connection_that_never_ends_holds_no_renewal_up(tmp_path: Path, monkey
             async with asyncio.timeout(40):
                 while listening(world.server.port) > 2:  # ours, and the worker's
                     await asyncio.sleep(0.02)
-            assert not world.told
+            # Seen between the two files it is one certificate with the key of another: told, and tried again.
+            assert [each for each in world.told if "certificate and key" not in str(each)] == []
         finally:
             world.go_on.set()
             following.cancel()

@@ -14,6 +14,7 @@ from urllib.error import HTTPError
 import confluent_kafka as ck
 import pytest
 from confluent_kafka.admin import AdminClient
+from typer.testing import CliRunner
 
 from tidemill.access.rulebook import Rulebook
 from tidemill.access.rules import CLUSTER_NAME, Operation, Resource, Rule
@@ -23,6 +24,7 @@ from tidemill.base.config import Config, authorizes, exposed, parse
 from tidemill.base.errors import Invalid
 from tidemill.cli.context import stores
 from tidemill.cli.demo.ports import free_address
+from tidemill.cli.main import app as cli
 from tidemill.console.app import console_routes
 from tidemill.node.assembly import Node
 
@@ -30,6 +32,7 @@ sys.path.append(str(Path(__file__).parents[1] / "kafka"))
 from authority import Authority
 
 PASSWORD = "a password"
+KEY = "a key of urls, of thirty-two bytes or more"
 
 
 def configuration(tmp_path: Path, authority: Authority) -> Path:
@@ -52,6 +55,12 @@ authenticate = true
 tls = true
 [topics.orders]
 partitions = 1
+[shape.mine]
+table = "shard.orders"
+where = "owner = $1"
+params = [{{ claim = "sub" }}]
+[security.signing]
+keys = {{ k1 = "{KEY}" }}
 """)
     return path
 
@@ -98,10 +107,20 @@ def test_a_node_with_every_door_locked_lets_in_whom_its_rules_allow(tmp_path: Pa
             }
         )
 
+    runner = CliRunner()
+
     def client_side() -> None:
         assert get("/api/status") == 401 and get("/healthz") == 200
         assert get("/api/status", "alice") == 200
         assert get("/v1/shape?table=public.orders&offset=-1", "alice") == 403
+        assert get("/v1/shape?shape=mine&offset=-1", "alice") == 403
+        assert get("/v1/shape?shape=mine&offset=-1&where=true", "root") == 400
+        assert get("/v1/shape?shape=mine&offset=-1", "root") == 503, "there is no such shard yet"
+        assert get("/v1/shape?shape=yours&offset=-1", "root") == 404
+        signed = runner.invoke(cli, ["shape", "sign", "shard.orders", "--config", str(path)]).output.strip()
+        query = signed.partition("?")[2]
+        assert get(f"/v1/shape?{query}&offset=-1") == 400, "it counts, and there is no such shard yet"
+        assert get(f"/v1/shape?{query}x&offset=-1") == 401
         assert get("/subjects/orders-value/versions", "alice") == 403
         assert get("/subjects", "alice") == 200
         assert list(kafka("root").list_topics(timeout=30).topics) == ["orders"]
@@ -140,6 +159,17 @@ def test_a_node_with_every_door_locked_lets_in_whom_its_rules_allow(tmp_path: Pa
         ({"security": {"super_users": ["root"]}}, "User:NAME"),
         ({"security": {"oauth": {"secret": "x", "jwks_file": "y"}}}, "more than one place"),
         ({"security": {"tls": {"client_auth": "maybe"}}}, "client_auth"),
+        ({"security": {"signing": {"keys": {"k1": "short"}}}}, "32 bytes"),
+        ({"security": {"signing": {"keys": {"K 1": "x" * 32}}}}, "K 1"),
+        ({"security": {"signing": {"keys": {"k1": "x" * 32}, "use": "k2"}}}, "k2"),
+        ({"shape": {"a": {"table": "t", "where": "x = $1", "params": [{"claim": "x"}]}}}, "http.authenticate"),
+        ({"shape": {"a": {"table": "t", "params": [{"clam": "x"}]}}}, "shape.a.params"),
+        ({"shape": {"a": {"table": "t", "params": [{"client": 2}]}}}, "numbered from 1"),
+        ({"shape": {"a": {"table": "t", "narrow": True, "params": [{"client": 1}]}}}, "narrow"),
+        ({"shape": {"a": {"table": "t", "columns": [""]}}}, "without a name"),
+        ({"shape": {"A": {"table": "t"}}}, "'A'"),
+        ({"shape": {"a": {}}}, "shape.a.table"),
+        ({"shape": {"a": {"table": "t", "narow": True}}}, "shape.a.narrow"),
     ],
 )
 def test_what_does_not_fit_together_is_named(values: dict[str, Any], named: str) -> None:

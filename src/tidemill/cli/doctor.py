@@ -201,8 +201,13 @@ def _consensus(config: Config) -> str:
 
 
 def _capture(config: Config, name: str) -> str:
-    from tidemill.capture.setup import check_database
+    from tidemill.capture.config import CaptureConfig
+    from tidemill.capture.rights import check_capture
 
     section = config.capture[name]
     with Portal() as portal:
-        return portal.call(check_database(section.dsn, section.tables))
+        settings = CaptureConfig(
+            name, section.dsn, tuple(section.tables), identity=section.identity, manual=section.manual,
+            failover=section.failover, envelope=section.envelope, cleanup=section.cleanup,
+        )  # fmt: skip
+        return portal.call(check_capture(settings))

@@ -17,7 +17,6 @@ from tidemill.base.limits import MIB
 from tidemill.base.logs import configure_logs
 from tidemill.base.memory import keep_freed_memory
 from tidemill.console.app import console_routes
-from tidemill.node.assembly import Node
 
 KEPT_BYTES = 64 * MIB
 """What was freed and stays with the process, at most: a node's largest buffers come and go with each request, and to
@@ -28,17 +27,20 @@ async def _serve(config: Config) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    from tidemill.node.assembly import Node  # behind Without
+
     await Node(config, console_routes).run(stop)
 
 
-class WithoutPandas:
-    """An import hook: to this process pandas is not installed. Arrow would load it at its first array, a second on the
-    running loop and 40 MiB, only to ask whether the values are its."""
+class Without:
+    """An import hook: to this process pandas and Hypothesis are not installed. Arrow would load the one at its first
+    array, a second on the running loop and 40 MiB, only to ask whether the values are its; kio the other, half a second
+    of each start, to tell it how its types are drawn in tests."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
-        if name == "pandas":
-            raise ModuleNotFoundError("No module named 'pandas'", name=name)
+        if name in ("pandas", "hypothesis"):
+            raise ModuleNotFoundError(f"No module named '{name}'", name=name)
 
 
 def _preload(config: Config) -> None:
@@ -47,6 +49,7 @@ def _preload(config: Config) -> None:
     import postgast  # noqa: F401
 
     import tidemill.kafka.handlers
+    import tidemill.node.assembly
     import tidemill.shapes.where
     import tidemill.shards.front
 
@@ -60,7 +63,7 @@ def main() -> int:
     configure_logs()
     descriptors.raise_limit()
     keep_freed_memory(KEPT_BYTES)
-    sys.meta_path.insert(0, WithoutPandas)
+    sys.meta_path.insert(0, Without)
     config = Config.model_validate(json.loads(Path(sys.argv[1]).read_text()))
     _preload(config)
     keep_pauses_short()

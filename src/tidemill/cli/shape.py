@@ -1,4 +1,4 @@
-"""`tidemill shape`: list the live shapes of a node, and fetch one over HTTP as any client would."""
+"""`tidemill shape`: list the live shapes of a node, fetch one over HTTP as any client would, sign a URL of one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ import typer
 
 from tidemill.base.config import Config, load
 from tidemill.base.errors import Invalid, Missing, Unavailable
+from tidemill.base.shape_sections import SigningSection
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
 
 TOKEN = "TIDEMILL_TOKEN"
 """The environment variable with a bearer token for nodes that ask for one."""
 
-app = typer.Typer(help="List and fetch shapes.", no_args_is_help=True)
+app = typer.Typer(help="List and fetch shapes, sign URLs of them.", no_args_is_help=True)
+Table = Annotated[str, typer.Argument(help="schema.table of a captured database, or shard.NAME.")]
+Where = Annotated[str, typer.Option(help="Filter, in PostgreSQL's own grammar.")]
 
 
 @app.command("list")
@@ -34,8 +37,8 @@ def list_shapes(config: ConfigOption = None, as_json: JsonOption = False) -> Non
 
 @app.command("get")
 def get(
-    table: Annotated[str, typer.Argument(help="schema.table of a captured database, or shard.NAME.")],
-    where: Annotated[str, typer.Option(help="Filter, in PostgreSQL's own grammar.")] = "",
+    table: Table,
+    where: Where = "",
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -58,6 +61,70 @@ def get(
         return
     for row in rows.values():
         print(json.dumps(row))
+
+
+@app.command("sign")
+def sign(
+    table: Table,
+    where: Where = "",
+    param: Annotated[list[str] | None, typer.Option(help="Value of $1, of $2, …: once for each.")] = None,
+    columns: Annotated[str, typer.Option(help="Columns to show, comma-separated; none = all.")] = "",
+    replica: Annotated[str, typer.Option(help="default, or full: whole rows and old values in updates.")] = "default",
+    log: Annotated[str, typer.Option(help="full, or changes_only: without the initial rows.")] = "full",
+    expires_s: Annotated[int, typer.Option(help="Seconds from now until it expires.", min=1)] = 3_600,
+    key: Annotated[str, typer.Option(help="Id of the key; none = security.signing.use.")] = "",
+    url: Annotated[str, typer.Option(help="Where clients reach the node; none = node.http.")] = "",
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print a URL that shows one shape to whoever has it, until it expires. No node need run."""
+    from starlette.datastructures import QueryParams
+
+    from tidemill.base.clock import SystemClock
+    from tidemill.shapes.http.params import definition
+    from tidemill.shapes.signing import canonical, parameters
+    from tidemill.shapes.where import WhereError, params_of
+
+    loaded = load(config)
+    signing = loaded.security.signing
+    key_id = _signing_key(signing, key)
+    if expires_s > signing.max_s:
+        raise Invalid(
+            f"the URL would be for longer than one may be: expires_s={expires_s} limit_s={signing.max_s}.",
+            fix="Ask for less, or raise security.signing.max_s.",
+        )
+    values = [(f"params[{number}]", value) for number, value in enumerate(param or [], 1)]
+    given = {"table": table, "where": where, "columns": columns, "replica": replica, "log": log}
+    errors: dict[str, list[str]] = {}
+    asked = definition(QueryParams([*given.items(), *values]), errors)
+    try:
+        used = params_of(where) if where else set()
+    except WhereError as error:
+        raise Invalid(f"bad value: where: {error.message.rstrip('.')}.", fix="Correct --where.") from error
+    if used != set(range(1, len(values) + 1)):
+        errors["params"] = [f"the clause uses {sorted(used)}, and {len(values)} values are given"]
+    if errors:
+        raise Invalid(f"bad value: {'; '.join(f'{field}: {said[0]}' for field, said in errors.items())}.")
+    request, expires = canonical(asked), SystemClock().now_ms() // 1000 + expires_s
+    start = url or f"http{'s' if loaded.http.tls else ''}://{loaded.node.http}"
+    query = urlencode(parameters(request, expires, key_id, signing.keys[key_id]))
+    signed = f"{start.rstrip('/')}/v1/shape?{query}"
+    if as_json:
+        print_json({"url": signed, "expires": expires, "key": key_id, "table": request.table})
+    else:
+        print(signed)
+
+
+def _signing_key(signing: SigningSection, asked: str) -> str:
+    """The id of the key to sign with. Raises Invalid."""
+    if not signing.keys:
+        raise Invalid("there is no key to sign with.", fix='Set security.signing.keys, as { k1 = "${NAME}" }.')
+    key_id = asked or signing.use or (next(iter(signing.keys)) if len(signing.keys) == 1 else "")
+    if key_id not in signing.keys:
+        known = ", ".join(signing.keys)
+        what = f"no such key: key={key_id}." if key_id else "there are several keys to sign with."
+        raise Invalid(what, fix=f"Name one with --key or security.signing.use. Known are {known}.")
+    return key_id
 
 
 def live_shapes(config: Config) -> list[dict[str, Any]]:

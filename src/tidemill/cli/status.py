@@ -10,17 +10,38 @@ from tidemill.base.chain import EXIT_BY_STATE
 from tidemill.base.limits import MIB
 from tidemill.base.marks import Derived, Report, State, as_row, derive_all, trouble
 from tidemill.cli.context import ConfigOption, ConsensusOnly, JsonOption, consensus_only, print_json
+from tidemill.cli.latency import show_latency
 
 Memory = Annotated[bool, typer.Option("--memory", help="Show what each process holds in memory instead, by share.")]
 
+Latency = Annotated[
+    bool, typer.Option("--latency", help="Show instead how long commits take to each stage on the way to the tables.")
+]
 
-def status(config: ConfigOption = None, memory: Memory = False, as_json: JsonOption = False) -> None:
+Facts = Annotated[
+    bool, typer.Option("--facts", help="Show instead the facts of each process as JSON: what it counts and holds.")
+]
+
+
+def status(
+    config: ConfigOption = None,
+    memory: Memory = False,
+    latency: Latency = False,
+    facts: Facts = False,
+    as_json: JsonOption = False,
+) -> None:
     """Show every stage: where it is, who holds it, for how long. Exit 0 fresh, 1 lagging, 2 stuck."""
     with consensus_only(config) as opened:
         reports = read_reports(opened)
         marks = derive_all(reports, opened.clock.now_ms())
     if memory:
         show_memory(reports, as_json)
+        return
+    if latency:
+        show_latency(reports, as_json)
+        return
+    if facts:
+        print_json({report.process: report.facts for report in reports})
         return
     if as_json:
         print_json([as_row(d) for d in marks.values()])

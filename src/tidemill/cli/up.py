@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable
 
 from tidemill.base.clock import SystemClock
-from tidemill.base.config import Config, exposed, load
+from tidemill.base.config import CaptureSection, Config, exposed, load
+from tidemill.base.errors import TidemillError
 from tidemill.base.portal import Portal
+from tidemill.base.tasks import sentence
 from tidemill.cli.context import ConfigOption
 from tidemill.cli.supervised import ConfOption, InstancesOption, MasterOption, MemoryOption, run_supervised
 from tidemill.node.overrides import overridden
@@ -27,9 +30,10 @@ def up(
     loaded = overridden(
         loaded, loaded.pipeline, instances=instances, master=master, driver_memory=driver_memory, conf=conf
     )
-    _preflight(loaded)
     for key in exposed(loaded):
         print(f"tidemill: WARNING: {key} is open to other machines without authentication.", file=sys.stderr)
+    for trouble in _check(loaded):
+        print(f"tidemill: WARNING: {trouble} It is tried again and again.", file=sys.stderr)
     print(f"tidemill: node {loaded.node.name}  http {loaded.node.http}  kafka {loaded.node.kafka}", file=sys.stderr)
 
     def start(supervisor: Supervisor, fail: Callable[[BaseException], None]) -> None:
@@ -38,12 +42,31 @@ def up(
     run_supervised(loaded, loaded.node.name, start, pipelines=supervised_here(loaded))
 
 
-def _preflight(config: Config) -> None:
-    """Refuse a wrong DSN now, in the foreground; a database that goes away later is waited for instead."""
+CHECK_S = 5.0
+
+
+async def _checked(name: str, section: CaptureSection) -> str:
+    """Why a capture cannot run just now, or ""."""
+    from tidemill.capture.rights import check_database
+
+    try:
+        async with asyncio.timeout(CHECK_S):
+            await check_database(section.dsn, section.tables, section.identity)
+    except TimeoutError:
+        return f"capture {name}: PostgreSQL has not answered in {CHECK_S:.0f} s."
+    except TidemillError as error:
+        return f"capture {name}: {sentence(error)}"
+    return ""
+
+
+def _check(config: Config) -> list[str]:
+    """What captures would fail with, to be said in the foreground. No reason not to start: a database that is away is
+    its capture's trouble, not that of the topics, tables and other captures of the node."""
     if not config.capture:
-        return
-    from tidemill.capture.setup import check_database
+        return []
+
+    async def all_of_them() -> list[str]:
+        return await asyncio.gather(*(_checked(name, section) for name, section in config.capture.items()))
 
     with Portal() as portal:
-        for section in config.capture.values():
-            portal.call(check_database(section.dsn, section.tables))
+        return [said for said in portal.call(all_of_them()) if said]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import partial
@@ -49,7 +49,7 @@ from tidemill.keeper.machine import Keeping, check_bucket
 from tidemill.keeper.persisted import Persisted
 from tidemill.keeper.topic_holds import PipelineHolds
 from tidemill.keeper.upkeep import jobs
-from tidemill.metastore.catalogue import Catalogue, TopicRow
+from tidemill.metastore.catalogue import CaptureRow, Catalogue, TopicRow
 from tidemill.metastore.lsm.compaction.open import open_merger
 from tidemill.metastore.open import NODE, metastore_on
 from tidemill.node.assignment import CaptureFirst
@@ -59,20 +59,25 @@ from tidemill.node.http_access import Guard, Parties
 from tidemill.node.reporting import Reporting
 from tidemill.node.served import (
     authenticator_of,
+    grants_of,
     http_limits,
     kafka_listeners,
     kafka_settings,
     registry_settings,
     shape_settings,
+    shapes_directory,
     tls_settings,
     topic_settings,
 )
 from tidemill.node.shape_routing import ShapeRouting
+from tidemill.node.spreading import Spread
 from tidemill.objects.open import open_objects
 from tidemill.registry.http import registry_routes
 from tidemill.registry.machine import Registry
+from tidemill.registry.registrar import Registrar
 from tidemill.shapes.http import shape_routes
 from tidemill.shapes.service import ShapeService
+from tidemill.shapes.store.left import watch as watch_left
 from tidemill.shards.cpu import pooled_cpu
 from tidemill.shards.front import Shard
 from tidemill.shards.open import open_remap, open_shard
@@ -121,6 +126,8 @@ class Node:
         self._tasks = Tasks(self._task_failed)
         self._failed: asyncio.Future[None] | None = None
         self._guard: Guard | None = None
+        self._grants = grants_of(config, self._clock)
+        self._schemas: Registrar | None = None
         self._membership: Membership | None = None
         self._process = f"node:{config.node.name}"
         self._instance = f"{config.node.name}/{os.getpid()}/{self._rand.nonce()[:8]}"
@@ -139,7 +146,13 @@ class Node:
         host, _, port = self._config.node.http.rpartition(":")
         section = self._config.http
         if section.authenticate:
-            self._guard = Guard(door, self._clock, within_tls=section.tls)
+            self._guard = Guard(
+                door,
+                self._clock,
+                within_tls=section.tls,
+                grants=self._grants,
+                origins=self._config.shapes.allowed_origins,
+            )
         http = HttpServer(
             self._guard or door,
             host,
@@ -241,7 +254,7 @@ class Node:
         scheme = "https" if config.http.tls else "http"
         url = f"{scheme}://{config.node.advertised_host or http_host}:{http_port}"
         told = {each.name: (each.advertised_host, each.advertised_port) for each in more_listeners}
-        info = NodeInfo(listener.advertised_host, listener.advertised_port, url, told)
+        info = NodeInfo(listener.advertised_host, listener.advertised_port, url, told, tuple(config.capture))
         membership = Membership(consensus, config.node.name, info, clock, rand, tracker=self._marks)
         membership_of.append(membership)
         self._membership = membership
@@ -252,7 +265,7 @@ class Node:
         )  # fmt: skip
         reporting.facts["l1"] = topics.l1_facts
         topics.hold(PipelineHolds(consensus, catalogue, Persisted(metastore), clock, rand))
-        shapes = ShapeService(clock, rand, self._marks, shape_settings(config.shapes))
+        shapes = ShapeService(clock, rand, self._marks, shape_settings(config.shapes, shapes_directory(config)))
         reporting.facts["shapes"] = shapes.facts
         self._budget.share("shapes", shapes.budget.limit_bytes, lambda: shapes.budget.used_bytes)
         self._budget.share("topics cache", topics.cached[1], lambda: topics.cached[0])
@@ -265,14 +278,18 @@ class Node:
         async def shard(name: str) -> Shard:
             return await open_shard(consensus, objects, clock, rand, name, cpu=pooled_cpu(pool))
 
-        shapes.add_shards(shard)
-        routes = [*shape_routes(shapes), *self._more_routes(self._reports, self.trouble, clock)]
+        async def cluster() -> str:
+            return (await metastore.cluster()).uuid
+
+        shapes.add_shards(shard, cluster)
+        routes = [*shape_routes(shapes, self._grants), *self._more_routes(self._reports, self.trouble, clock)]
         if config.registry.enabled:
             reading = ThreadPoolExecutor(1, thread_name_prefix="registry")  # parses and compares schemas
             stack.callback(reading.shutdown, wait=False, cancel_futures=True)
             registry = Registry(metastore, clock, rand, pooled_cpu(reading), registry_settings(config.registry))
             reporting.facts["registry"] = registry.facts
             routes += registry_routes(registry)
+            self._schemas = Registrar(registry)
         app = Starlette(routes=routes)
         rulebook = Rulebook(metastore, clock, config.security.super_users)
         kafka = KafkaServer(
@@ -342,28 +359,37 @@ class Node:
         await self._begin("joining the others", membership.join)
         stack.push_async_callback(shapes.aclose)
         door.app = routing = ShapeRouting(
-            app, catalogue, consensus, self._instance, clock, config.shapes.allowed_origins
+            app, catalogue, consensus, self._instance, clock, config.shapes.allowed_origins, self._grants
         )
         if self._guard is not None:
             await self._begin("the proofs of HTTP", partial(_know, authenticator, rulebook))
             if not authorizes(config):
                 self._keep("http:rules", rulebook.run)
             asked = config.security.authorize is not False
-            self._guard.parties = Parties(authenticator, rulebook if asked else None, routing.topics_of)
+            self._guard.parties = Parties(
+                authenticator,
+                rulebook if asked else None,
+                routing.topics_of,
+                config.security.oauth.principal_claim,
+            )
         binder.start()
         stack.push_async_callback(binder.aclose)
+
+        def withhold(captures: Collection[str]) -> None:
+            membership.offer(tuple(name for name in config.capture if name not in captures))
+
+        spread = Spread(self._instance, assignment.next_look, clock, withhold)
+        reporting.facts["spread"] = spread.facts
+        if shapes.settings.directory is not None:
+
+            async def named(capture: str) -> Collection[str]:
+                row = await catalogue.get(CaptureRow, capture)
+                return row.taps if row is not None else ()
+
+            self._keep("shapes:files", partial(watch_left, shapes.settings.directory, named))
         for name, section in config.capture.items():
-            make = self._capture_maker(name, section, topics, catalogue, consensus, shapes)
-            leading = partial(
-                lead,
-                consensus,
-                f"capture/{name}",
-                self._instance,
-                url.encode(),
-                make,
-                own_earlier_life=lambda holder: holder.startswith(f"{config.node.name}/"),
-            )
-            self._keep(f"capture:{name}", leading)
+            make = self._capture_maker(name, section, spread, topics, catalogue, consensus, shapes)
+            self._keep(f"capture:{name}", partial(self._share, spread, consensus, name, url, make))
         reporting.facts["checkpoint"] = keeping.facts
         self._keep("keeper", keeping.run)
         reporting.facts["keeper"] = upkeep.facts
@@ -375,6 +401,17 @@ class Node:
         self._marks.set(self._process, 1, 1, now_ms=clock.now_ms())
         log.info("node serves", node=config.node.name, http=config.node.http, kafka=config.node.kafka)
 
+    async def _share(self, spread: Spread, consensus: Consensus, capture: str, url: str, body: Body) -> None:
+        """Capture whenever it is this node's turn, until another one should."""
+        own = f"{self._config.node.name}/"
+        while True:
+            await spread.turn(capture)
+            tries = iter((True, True))  # one more where an earlier life of this node has left the lease behind
+            await lead(
+                consensus, f"capture/{capture}", self._instance, url.encode(), spread.fairly(capture, body),
+                own_earlier_life=lambda holder: holder.startswith(own), wanted=partial(next, tries, False),
+            )  # fmt: skip
+
     def _keep(self, mark: str, body: Callable[[], Awaitable[None]]) -> None:
         self._tasks.spawn(keep(mark, body, tracker=self._marks, clock=self._clock), name=mark)
 
@@ -382,6 +419,7 @@ class Node:
         self,
         name: str,
         section: CaptureSection,
+        spread: Spread,
         topics: LocalTopics,
         catalogue: Catalogue,
         consensus: Consensus,
@@ -390,24 +428,34 @@ class Node:
         from tidemill.capture.machine import Capture  # psycopg is loaded only where something is captured
 
         settings = CaptureConfig(
-            name, section.dsn, tuple(section.tables), binding_interval_ms=section.binding_interval_ms
-        )
+            name, section.dsn, tuple(section.tables), binding_interval_ms=section.binding_interval_ms,
+            identity=section.identity, manual=section.manual,
+            failover=section.failover, envelope=section.envelope, cleanup=section.cleanup,
+            copy_again=section.copy_again, copy_again_pause_s=section.copy_again_pause_s,
+            copy_again_max_mb=section.copy_again_max_mb,
+            copy_connections=section.copy_connections, copy_rows_per_s=section.copy_rows_per_s,
+        )  # fmt: skip
 
         async def run() -> None:
             remap = await open_remap(consensus, self._clock, self._rand, settings.remap)
             capture = Capture(
                 settings, topics=topics, catalogue=catalogue, remap=remap,
-                clock=self._clock, rand=self._rand, tracker=self._marks,
+                clock=self._clock, rand=self._rand, tracker=self._marks, schemas=self._schemas,
             )  # fmt: skip
             assert self._reporting is not None
             self._reporting.facts[f"capture:{name}"] = capture.facts
-            capture.add_tap(shapes.add_database(name, section.dsn, capture.relations))
+            self._reporting.stages[settings.remap] = capture.stages
+            spread.health[name] = capture.health
+            capture.add_tap(shapes.add_database(name, section.dsn, capture.relations, capture))
             try:
                 await capture.run()
             finally:
                 del self._reporting.facts[f"capture:{name}"]
+                del self._reporting.stages[settings.remap]
+                del spread.health[name]
                 await capture.aclose()
-                shapes.suspend_database(name)  # another node may capture on: what is served here would stand still
+                # Another node may capture on: what is served here would stand still.
+                await shapes.release_database(name)
 
         async def led(_: Lease) -> None:
             await keep(settings.mark, run, tracker=self._marks, clock=self._clock)

@@ -17,6 +17,7 @@ from tidemill.base.marks import Tracker
 from tidemill.base.tasks import Tasks, keep
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.catalogue import Catalogue, TopicRow
+from tidemill.node.spreading import View
 from tidemill.topics.leadership import Membership
 
 POLL_S = 1.0
@@ -45,6 +46,8 @@ class CaptureFirst:
         self._clock = clock
         self._tasks = Tasks(self._broke)
         self._wake = asyncio.Event()
+        self._looked = asyncio.Event()
+        self._seen: View = ({}, {})
 
     async def start(self) -> None:
         await self._look()
@@ -52,6 +55,10 @@ class CaptureFirst:
 
     async def aclose(self) -> None:
         await self._tasks.aclose()
+
+    async def next_look(self) -> View:
+        await self._looked.wait()
+        return self._seen
 
     def leader_of(self, topic_id: str, partition: int) -> str:
         captured = self._leaders.get(topic_id)
@@ -91,6 +98,9 @@ class CaptureFirst:
     async def _look(self) -> None:
         leases = await self._consensus.leases(LEASE_PREFIX)
         holders = {lease.name.removeprefix(LEASE_PREFIX): lease.holder for lease in leases if lease.live}
+        self._seen = holders, {member.name: member.captures for member in self._membership.members()}
+        looked, self._looked = self._looked, asyncio.Event()
+        looked.set()
         rows = await self._catalogue.list(TopicRow)
         if rows is not self._rows:
             self._rows = rows

@@ -7,7 +7,9 @@ HA1  OPEN is answered to everybody: whether the node lives and is ready. All els
      that `needs` names; a path that it does not know needs the cluster's, so that a new route is not open by mistake.
 HA2  A proof that counted counts for KNOWN_S more, so that not every request derives a password; a failed one is
      answered after a delay that grows by address.
-HA3  What was answered to one principal is kept by no cache that serves another.
+HA3  What was answered to one principal is kept by no cache that serves another. A signed URL of a shape is a proof of
+     its own: who has it may read, and so may a cache.
+HA4  A refusal about shapes says the same of what exists and of what does not.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ import binascii
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from ipaddress import ip_address
 from typing import Final, NamedTuple
-from urllib.parse import parse_qs, unquote
+from urllib.parse import unquote
 
+from starlette.datastructures import QueryParams
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.access.audit import Audit
@@ -33,6 +37,12 @@ from tidemill.access.sasl import Authenticator
 from tidemill.access.scram import Refused
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
+from tidemill.base.limits import LOOPBACK_ORIGINS
+from tidemill.shapes.http.grants import ASKER, NAME, Grants, host_of, is_signed
+from tidemill.shapes.http.origins import Origins
+from tidemill.shapes.http.params import BadRequest
+from tidemill.shapes.http.respond import EXPOSED
+from tidemill.shapes.rights import Asker, Denied
 
 OPEN: Final = frozenset({"/healthz", "/readyz", "/v1/health"})
 SHAPE: Final = "/v1/shape"
@@ -49,23 +59,44 @@ class Need(NamedTuple):
 
 
 class Parties(NamedTuple):
-    """`rulebook` None = whoever proved who it is may do everything. `topics_of`: the topics of a shape's table."""
+    """`rulebook` None = whoever proved who it is may do everything. `topics_of`: the topics of a shape's table.
+    `name_claim`: the one by which who came with a password is named in the clauses of shapes."""
 
     authenticator: Authenticator
     rulebook: Rulebook | None
     topics_of: Callable[[str], Awaitable[Sequence[str]]]
+    name_claim: str = "sub"
+
+
+class Known(NamedTuple):
+    """`claims`: those that shapes are bound to. `ends_ms` None = as long as the user has this password."""
+
+    principal: str
+    claims: Mapping[str, object]
+    ends_ms: int | None
+    known_until_s: float
 
 
 class Guard:
     """ASGI middleware. `parties` is set when the node can tell; until then all but OPEN is 503."""
 
-    def __init__(self, app: ASGIApp, clock: Clock, *, within_tls: bool) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        clock: Clock,
+        *,
+        within_tls: bool,
+        grants: Grants | None = None,
+        origins: Sequence[str] = LOOPBACK_ORIGINS,
+    ) -> None:
         self._app = app
+        self._origins = Origins(origins)
         self._clock = clock
         self._within_tls = within_tls
+        self._grants = grants or Grants(clock)
         self._audit = Audit(clock)
         self._failures = Failures()
-        self._known: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+        self._known: OrderedDict[bytes, Known] = OrderedDict()
         self.parties: Parties | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,46 +105,80 @@ class Guard:
             return
         parties = self.parties
         if parties is None:
-            await _refuse(send, 503, "the node is starting.", (b"retry-after", b"1"))
+            await self._refuse(scope, send, 503, "the node is starting.", (b"retry-after", b"1"))
             return
-        host = str(scope["client"][0]) if scope.get("client") else ""
+        host = host_of(scope)
+        if scope["path"].endswith("\n"):
+            # The router's patterns end before a last newline: what it takes for one path is another one here.
+            await self._refuse(scope, send, 404, "Not Found")
+            return
+        query = QueryParams(scope["query_string"] if scope["path"] == SHAPE else "")
+        if is_signed(query) and scope["method"] in ("GET", "HEAD", "POST"):
+            await self._signed(scope, receive, send, query, host)
+            return
         try:
-            principal = await self._principal(parties, scope, host)
+            known = await self._proven(parties, scope, host)
         except Refused as refused:
-            await self._turn_away(send, host, refused)
+            await self._turn_away(scope, send, host, refused)
             return
         except TidemillError as error:
-            await _refuse(send, 503, f"nobody can be known now: {error}", (b"retry-after", b"1"))
+            await self._refuse(scope, send, 503, f"nobody can be known now: {error}", (b"retry-after", b"1"))
             return
-        denied = await self._denied(parties, scope, principal, host)
+        principal = known.principal
+        raw = scope.get("raw_path") or scope["path"].encode()
+        topics = await _topics(parties, query)
+        needed = needs(scope["method"], scope["path"], raw, topics)
+        denied = _denied(parties, needed, principal, host)
         if denied is not None:
-            about = f"{denied.operation.name} {denied.resource.name} {denied.name}"
-            await _refuse(send, 403, f"{principal} may not: {about}.")
+            self._tell(denied, principal, host)
+            about = f"may not: {denied.operation.name} {denied.resource.name} {denied.name}."
+            if scope["path"] == SHAPE:
+                about = "may not ask this of shapes."
+            await self._refuse(scope, send, 403, f"{principal} {about}")
             return
+        if scope["path"] == SHAPE:
+            scope[ASKER] = Asker(
+                principal, known.claims, known.ends_ms, lambda: _denied(parties, needed, principal, host) is None
+            )
         await self._app(scope, receive, _for_one(send))
 
-    async def _denied(self, parties: Parties, scope: Scope, principal: str, host: str) -> Need | None:
-        if parties.rulebook is None:
-            return None
-        authorizer = parties.rulebook.authorizer
-        raw = scope.get("raw_path") or scope["path"].encode()
-        tables = tables_of(scope["path"], scope["query_string"])
-        topics = [topic for table in tables for topic in await parties.topics_of(table)]
-        for need in needs(scope["method"], scope["path"], raw, topics):
-            if not authorizer.allows(principal, host, need.operation, need.resource, need.name):
-                self._audit.refused(
-                    "http.operation_denied",
-                    (principal, need.operation.name, need.resource.name, need.name),
-                    principal=principal,
-                    host=host,
-                    operation=need.operation.name,
-                    resource=need.resource.name,
-                    name=need.name,
-                )
-                return need
-        return None
+    async def _refuse(self, scope: Scope, send: Send, status: int, message: str, *more: tuple[bytes, bytes]) -> None:
+        body = json.dumps({"message": message}).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"cache-control", b"no-store"),
+            *more,
+        ]
+        if scope["path"] == SHAPE:  # a page that may read shapes is told why it does not
+            origin = dict(scope["headers"]).get(b"origin", b"").decode("latin-1")
+            told = {**self._origins.headers(origin), "access-control-expose-headers": EXPOSED}
+            headers += [(name.encode(), value.encode("latin-1")) for name, value in told.items()]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
-    async def _principal(self, parties: Parties, scope: Scope, host: str) -> str:
+    async def _signed(self, scope: Scope, receive: Receive, send: Send, query: QueryParams, host: str) -> None:
+        """Whoever asks: the shape room looks at the signature again, and serves what it signs."""
+        try:
+            with suppress(BadRequest):  # which the shape room words
+                self._grants.right(query, None, host)
+        except Denied as denied:
+            await self._refuse(scope, send, denied.status, str(denied))
+            return
+        await self._app(scope, receive, send)
+
+    def _tell(self, need: Need, principal: str, host: str) -> None:
+        self._audit.refused(
+            "http.operation_denied",
+            (principal, need.operation.name, need.resource.name, need.name),
+            principal=principal,
+            host=host,
+            operation=need.operation.name,
+            resource=need.resource.name,
+            name=need.name,
+        )
+
+    async def _proven(self, parties: Parties, scope: Scope, host: str) -> Known:
         """Raises Refused, Unavailable."""
         given = [value for key, value in scope["headers"] if key == b"authorization"]
         if len(given) != 1 or len(given[0]) > HEADER_BYTES_MAX:
@@ -122,20 +187,22 @@ class Guard:
         digest = hashlib.sha256(given[0] + (b"\x00here" if _is_loopback(host) else b"")).digest()
         now_s = self._clock.monotonic_s()
         known = self._known.get(digest)
-        if known is not None and now_s < known[1]:
-            return known[0]
-        principal, lives_s = await self._prove(parties.authenticator, given[0], host)
-        self._known[digest] = principal, now_s + min(KNOWN_S, lives_s)
+        if known is not None and now_s < known.known_until_s:
+            return known
+        known = self._known[digest] = await self._prove(parties, given[0], host, now_s)
         self._known.move_to_end(digest)
         while len(self._known) > KNOWN_MAX:
             self._known.popitem(last=False)
-        return principal
+        return known
 
-    async def _prove(self, authenticator: Authenticator, header: bytes, host: str) -> tuple[str, float]:
+    async def _prove(self, parties: Parties, header: bytes, host: str, now_s: float) -> Known:
         kind, _, proof = header.decode("latin-1").partition(" ")
+        authenticator = parties.authenticator
         if kind.lower() == "bearer" and authenticator.tokens is not None:
             found = await authenticator.tokens.verify(proof.strip())
-            return found.principal, (found.expires_ms - self._clock.now_ms()) / 1000
+            claims = {name: found.claims[name] for name in self._grants.claims if name in found.claims}
+            lives_s = (found.expires_ms - self._clock.now_ms()) / 1000
+            return Known(found.principal, claims, found.ends_ms, now_s + min(KNOWN_S, lives_s))
         if kind.lower() != "basic":
             raise Refused("a kind of proof that is not taken")
         if not self._within_tls and not _is_loopback(host):
@@ -146,28 +213,45 @@ class Guard:
             raise Refused("a password that cannot be read") from error
         if not colon:
             raise Refused("a user without a password", user)
-        return await authenticator.password(user, password), KNOWN_S
+        principal = await authenticator.password(user, password)
+        return Known(principal, {parties.name_claim: user}, None, now_s + KNOWN_S)
 
-    async def _turn_away(self, send: Send, host: str, refused: Refused) -> None:
+    async def _turn_away(self, scope: Scope, send: Send, host: str, refused: Refused) -> None:
         if refused.message != "no proof of who asks":
             self._audit.refused(
                 "http.authentication_failed", (host, refused.user), host=host, user=refused.user, reason=refused.message
             )
             await asyncio.sleep(self._failures.delay_s(host, self._clock.monotonic_s()))
-        await _refuse(send, 401, "Prove who you are.", (b"www-authenticate", _CHALLENGE))
+        await self._refuse(scope, send, 401, "Prove who you are.", (b"www-authenticate", _CHALLENGE))
 
 
-def tables_of(path: str, query: bytes) -> list[str]:
-    """Of a request for a shape, whichever of several the shape room takes."""
-    return parse_qs(query.decode("latin-1"), keep_blank_values=True).get("table", []) if path == SHAPE else []
+async def _topics(parties: Parties, query: QueryParams) -> list[str]:
+    """Whose rights a request for a shape needs, whichever of several the shape room takes: `shape.NAME` of what the
+    server defines, the topics of every table."""
+    if parties.rulebook is None:
+        return []
+    named = [f"shape.{name}" for name in query.getlist(NAME)]
+    return named + [topic for table in query.getlist("table") for topic in await parties.topics_of(table)]
+
+
+def _denied(parties: Parties, needed: Sequence[Need], principal: str, host: str) -> Need | None:
+    """The first that the rules, as they are now, do not allow."""
+    if parties.rulebook is None:
+        return None
+    allows = parties.rulebook.authorizer.allows
+    return next(
+        (need for need in needed if not allows(principal, host, need.operation, need.resource, need.name)), None
+    )
 
 
 def needs(method: str, path: str, raw_path: bytes, topics: Sequence[str]) -> list[Need]:
-    """What a request needs, all of it. `topics`: of its `tables_of`. Pure."""
+    """What a request needs, all of it. `topics`: of a request for a shape (`_topics`). Pure."""
     reads = method in ("GET", "HEAD")
-    if path == SHAPE and method in ("GET", "HEAD", "DELETE"):
-        operation = Operation.READ if reads else Operation.DELETE
-        return [Need(operation, Resource.TOPIC, topic) for topic in topics] or [_cluster()]
+    if path == SHAPE and method == "DELETE":
+        # By its handle alone it may be any shape.
+        return [Need(Operation.DELETE, Resource.TOPIC, topic) for topic in topics] or [_cluster(Operation.ALTER)]
+    if path == SHAPE and (reads or method == "POST"):  # a POST reads a subset
+        return [Need(Operation.READ, Resource.TOPIC, topic) for topic in topics] or [_cluster()]
     # As the registry takes a path apart: a subject may hold a slash.
     parts = [unquote(part) for part in raw_path.decode("latin-1").partition("?")[0].strip("/").split("/")]
     if parts[0] in ("subjects", "compatibility", "config", "mode", "schemas", "contexts"):
@@ -227,15 +311,3 @@ def _private(value: bytes) -> bytes:
     directives = [each.strip() for each in value.split(b",")]
     kept = [each for each in directives if each != b"public" and not each.startswith(b"s-maxage")]
     return b", ".join([b"private", *kept] if b"no-store" not in kept else kept)
-
-
-async def _refuse(send: Send, status: int, message: str, *more: tuple[bytes, bytes]) -> None:
-    body = json.dumps({"message": message}).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"cache-control", b"no-store"),
-        *more,
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -81,7 +81,7 @@ class Bounded:
 
 
 def _declared(scope: Scope) -> int:
-    length = dict(scope["headers"]).get(b"content-length", b"0")
+    length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
     return int(length) if length.isdigit() and len(length) < 20 else 0
 
 

@@ -13,6 +13,7 @@ import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Closed, TidemillError
+from tidemill.base.histogram import Stages
 from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
 from tidemill.base.marks import Tracker
 from tidemill.base.memory import Budget, resident_bytes
@@ -29,7 +30,9 @@ class Reporting:
     in a sentence what does not work, which is told under a mark of that name, or ""."""
 
     def __init__(self, process: str, board: Board, tracker: Tracker, budget: Budget, clock: Clock) -> None:
-        self.facts: dict[str, Facts] = {"memory": lambda: memory_facts(budget)}
+        self.facts: dict[str, Facts] = {"memory": lambda: memory_facts(budget), "latency": self._latency}
+        self.stages: dict[str, Stages] = {}
+        """Of each source that this node captures now."""
         self.troubles: dict[str, Callable[[], str]] = {}
         self._process = process
         self._board = board
@@ -67,6 +70,9 @@ class Reporting:
         now_ms = self._clock.now_ms()
         for name, ask in self.troubles.items():
             self._tracker.works(name, ask(), now_ms=now_ms)
+
+    def _latency(self) -> dict[str, object]:
+        return {source: stages.plain() for source, stages in self.stages.items()}
 
     def _read(self) -> dict[str, object]:
         found: dict[str, object] = {}

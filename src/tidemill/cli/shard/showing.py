@@ -12,7 +12,7 @@ from tidemill.base.errors import Missing
 from tidemill.cli.context import ConfigOption, ConsensusOnly, JsonOption, consensus_only, print_json
 
 if TYPE_CHECKING:
-    from tidemill.shards.front import ShardSchema
+    from tidemill.shards.front import Column, ShardSchema
     from tidemill.shards.state import SchemaVersion, ShardState
 
 Name = Annotated[str, typer.Argument(help="Shard name.")]
@@ -48,6 +48,7 @@ def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = Fals
     row = facts_of(state) | {
         "columns": {column.name: column.type for column in state.schema.columns},
         "defaults": {c.name: c.default for c in state.schema.columns if c.version > 1},
+        "retired": {c.name: c.retired for c in state.schema.columns if c.retired},
         "key": list(state.schema.key),
         "buckets": state.schema.buckets,
         "versions": [_version(state.schema, version) for version in state.versions],
@@ -58,7 +59,7 @@ def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = Fals
         return
     print(f"{state.name}  id {state.shard_id}")
     print(f"  readable from {when(state.since)} to before {when(state.upper)}" + ("  closed" if state.closed else ""))
-    print("  columns " + ", ".join(f"{c.name} {c.type}" for c in state.schema.columns))
+    print("  columns " + ", ".join(f"{c.name} {c.type}{_gone(c)}" for c in state.schema.columns))
     print("  key " + (", ".join(state.schema.key) or "the whole row"))
     for version in row["versions"]:
         print(f"  schema {version['version']} from {when(version['upper'])}: {version['change']}")
@@ -115,6 +116,7 @@ def _version(schema: ShardSchema, version: SchemaVersion) -> dict[str, Any]:
     columns = {column.name: column for column in schema.columns}
     said = [f"+{columns[n].name} {columns[n].type}" + _default(columns[n].default) for n in version.added]
     said += [f"{name} {kind}→{columns[name].type}" for name, kind in version.widened]
+    said += [f"-{name}, which is null from then on" for name in version.retired]
     return {
         "version": version.version,
         "upper": version.upper,
@@ -122,7 +124,12 @@ def _version(schema: ShardSchema, version: SchemaVersion) -> dict[str, Any]:
         "change": ", ".join(said),
         "added": list(version.added),
         "widened": dict(version.widened),
+        "retired": list(version.retired),
     }
+
+
+def _gone(column: Column) -> str:
+    return f" (null from schema {column.retired} on: its source has it no more)" if column.retired else ""
 
 
 def _default(text: str | None) -> str:

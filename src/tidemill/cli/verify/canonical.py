@@ -4,7 +4,7 @@
     bool, ints              bool, int           the column                               the column
     float32, float64        float or NAN        ::float8 (binary transfer)               widened to float64
     decimal(p,s)            Decimal             the column                               the column
-    timestamp               int µs              extract(epoch) × 10⁶; ±(2⁶³−1) = ±∞      view as int64
+    timestamp, timestamp_ntz  int µs            extract(epoch) × 10⁶; ±(2⁶³−1) = ±∞      view as int64
     date                    int days            minus 1970-01-01; ±(2³¹−1) = ±∞          view as int32
     binary                  bytes               the column                               the column
     string, json            str                 the type's output text                   the column
@@ -23,6 +23,7 @@ from tidemill.capture.wire.connection import identifier
 from tidemill.cli.verify.compare import NAN, Row
 from tidemill.shards.front import Column, ShardSchema
 from tidemill.shards.pgtypes import DATE_INFINITY, TIMESTAMP_INFINITY
+from tidemill.shards.schema import TIMESTAMPS
 
 
 def ordered_columns(schema: ShardSchema) -> tuple[Column, ...]:
@@ -34,7 +35,7 @@ def ordered_columns(schema: ShardSchema) -> tuple[Column, ...]:
 def select_expression(column: Column) -> str:
     """SQL that yields the canonical value."""
     name = identifier(column.name)
-    if column.type == "timestamp":
+    if column.type in TIMESTAMPS:
         # Without a zone the digits are taken as UTC; the session's TimeZone is UTC, so both kinds cast alike.
         # The last days that PostgreSQL has lie beyond int64: no shard holds them, so they may be any number no row has.
         finite = f"least(extract(epoch FROM {name}::timestamptz) * 1000000, {TIMESTAMP_INFINITY - 1})::int8"
@@ -85,8 +86,8 @@ def fix_floats(columns: tuple[Column, ...]) -> Callable[[Row], Row] | None:
 
 def plain_arrow(column: pa.ChunkedArray, kind: Column) -> Any:
     """A shard column with its canonical integers or float64s, still as Arrow (what the spool stores)."""
-    if kind.type == "timestamp":
-        return column.cast(pa.timestamp("us", "UTC")).cast(pa.int64())
+    if kind.type in TIMESTAMPS:
+        return column.cast(pa.int64())
     if kind.type == "date":
         return column.cast(pa.int32())
     if kind.type == "float32":

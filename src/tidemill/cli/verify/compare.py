@@ -8,7 +8,7 @@ one side is one row too many there.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -43,9 +43,10 @@ class Outcome(msgspec.Struct, frozen=True):
 class Comparison:
     """Push chunks of both sides with `step`; whatever it did not consume is offered again, with more behind it."""
 
-    def __init__(self, key_length: int, poisoned: Collection[Row] = ()) -> None:
+    def __init__(self, key_length: int, poisoned: Mapping[Row, str] | None = None) -> None:
+        """`poisoned`: key → why its row is a dead letter."""
         self._key_length = key_length
-        self._poisoned = poisoned
+        self._poisoned = poisoned or {}
         self._hashes = (hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16))
         self._rows = [0, 0]
         self._last: list[Any] = [None, None]
@@ -101,8 +102,9 @@ class Comparison:
         )  # fmt: skip
 
     def _lacks(self, key: Row) -> None:
-        if key in self._poisoned:
-            self._note("poisoned", key)
+        why = self._poisoned.get(key)
+        if why is not None:
+            self._note("poisoned", key, f": {why}")
             self.poisoned += 1
         else:
             self._note("missing", key)
@@ -123,9 +125,9 @@ class Comparison:
         self._last[side] = last
         self._rows[side] += len(rows)
 
-    def _note(self, what: str, key: Row) -> None:
+    def _note(self, what: str, key: Row, why: str = "") -> None:
         if len(self._examples) < EXAMPLES:
-            self._examples.append(f"{what} {', '.join(map(str, key))}")
+            self._examples.append(f"{what} {', '.join(map(str, key))}{why}")
 
 
 def order_of(key: Row) -> Row:

@@ -6,7 +6,10 @@ by its key being in the shard again, so an old letter explains nothing but a row
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import pyarrow.compute as pc
 
 from tidemill.base.errors import Missing
 from tidemill.cli.verify.canonical import fix_floats, ordered_columns, plain_arrow
@@ -14,32 +17,43 @@ from tidemill.cli.verify.compare import Row
 from tidemill.shards.front import Shard, ShardSchema
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.records import Records
+from tidemill.spark.upsert.commands import ORDER
 from tidemill.topics.batch.columns import of_fields
 
 
-async def poisoned_keys(letters: Shard, table: str, schema: ShardSchema) -> frozenset[Row]:
-    """Of the captured `table` (schema.table), from a pipeline's dead letters. An older shard of them names no keys."""
+async def poisoned_keys(
+    letters: Shard, table: str, schema: ShardSchema, forms: Mapping[str, str] | None = None
+) -> dict[Row, str]:
+    """Of the captured `table` (schema.table), from a pipeline's dead letters: key → what its newest letter says. An
+    older shard of them names no keys."""
     if "key" not in {c.name for c in letters.schema.columns}:
-        return frozenset()
+        return {}
     try:
         _, upper = await letters.frontiers()
     except Missing:
-        return frozenset()
-    found: list[bytes | None] = []
+        return {}
+    found: list[tuple[Any, int, str, str]] = []
     for batch in await letters.batches_until(upper - 1) if upper else ():
         rows = await letters.read_batch(batch, 0, upper)
-        tables, keys = rows.column("table").to_pylist(), rows.column("key").to_pylist()
-        found += [key.encode() for name, key in zip(tables, keys, strict=True) if name == table and key]
-    return canonical_keys(sorted(set(found), key=lambda key: key or b""), schema)
+        of_table = rows.filter(pc.and_(pc.equal(rows.column("table"), table), pc.not_equal(rows.column("key"), "")))
+        fields = (of_table.column(name).to_pylist() for name in ("at", "offset", "key", "reason"))
+        found += zip(*fields, strict=True)
+    reasons = {key: reason for _, _, key, reason in sorted(found)}
+    keys = canonical_keys([key.encode() for key in reasons], schema, forms)
+    said = list(reasons.values())
+    return {row: said[place] for row, place in keys.items()}
 
 
-def canonical_keys(keys: list[bytes | None], schema: ShardSchema) -> frozenset[Row]:
-    """Keys as topics carry them (JSON of the key columns); one that no key column holds can be in no shard."""
+def canonical_keys(
+    keys: Sequence[bytes | None], schema: ShardSchema, forms: Mapping[str, str] | None = None
+) -> dict[Row, int]:
+    """Keys as topics carry them (JSON of the key columns; `forms` in topics of events), with their places; one that no
+    key column holds can be in no shard."""
     columns_of_keys = of_fields(keys, [None] * len(keys))
     records = Records("", 0, columns_of_keys.timestamps_ms, columns_of_keys)
-    rows = CapturedDecoder(schema).decode(records).commands.rows
+    rows = CapturedDecoder(schema, forms=forms).decode(records).commands.rows
     columns = ordered_columns(schema)[: len(schema.key)]
     values: list[list[Any]] = [plain_arrow(rows.column(c.name), c).to_pylist() for c in columns]
     fix = fix_floats(columns)
     out = zip(*values, strict=True)
-    return frozenset(fix(row) for row in out) if fix is not None else frozenset(out)
+    return dict(zip(map(fix, out) if fix is not None else out, rows.column(ORDER).to_pylist(), strict=True))

@@ -79,14 +79,16 @@ class SourcePoint:
         return columns, [str(name) for (name,) in await cursor.fetchall()]
 
     async def rows(self, table: str, schema: ShardSchema) -> AsyncIterator[list[Row]]:
-        """Chunks of canonical rows in key order. Raises Invalid when the table lacks a column of the shard."""
+        """Chunks of canonical rows in key order, with null in what is retired. Raises Invalid when the table lacks a
+        column of the shard."""
         import psycopg
 
         columns = ordered_columns(schema)
         fix = fix_floats(columns)
         keys = [c for c in columns if c.name in schema.key]
+        values = ("NULL" if c.retired else select_expression(c) for c in columns)
         query = (
-            f"SELECT {', '.join(select_expression(c) for c in columns)} FROM {await self._scope(table)}"
+            f"SELECT {', '.join(values)} FROM {await self._scope(table)}"
             f" ORDER BY {', '.join(order_expression(c) for c in keys)}"
         )
         async with self._connection.cursor(name="tidemill_verify") as cursor:

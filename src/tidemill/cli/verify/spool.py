@@ -33,6 +33,7 @@ _DUCK_TYPES = {
     "binary": "BLOB",
     "date": "INTEGER",
     "timestamp": "BIGINT",
+    "timestamp_ntz": "BIGINT",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,13 +17,13 @@ from tidemill.cli.verify.compare import Comparison, Outcome, Row
 from tidemill.cli.verify.postgres import SourceColumn, SourcePoint, source_point
 from tidemill.cli.verify.spool import Spool
 from tidemill.shards.front import Binding, Remap, Shard, ShardSchema
-from tidemill.shards.pgtypes import column_for
+from tidemill.shards.pgtypes import as_held, column_for
 from tidemill.shards.schema import canonical_type
 
 Progress = Callable[[str, int, int], None]
 """(table, rows of the source compared, rows expected; 0 = not known)"""
 
-Poisoned = Callable[[str, Shard], Awaitable[Collection[Row]]]
+Poisoned = Callable[[str, Shard], Awaitable[Mapping[Row, str]]]
 """(schema.table, its shard) → keys whose rows are dead letters"""
 
 BINDING_TIMEOUT_S = 60.0
@@ -95,7 +95,8 @@ async def _captured(
 ) -> Verified:
     columns, key = await point.columns(name)
     difference = column_difference(columns, key, shard.schema)
-    if any(column.name not in {c.name for c in columns} for column in shard.schema.columns):
+    there = {c.name for c in columns}
+    if any(column.name not in there for column in shard.schema.columns if not column.retired):
         return Verified(shard.name, 0, 0, 0, 0, "", "", binding.lsn, binding.time_ms, columns=difference)
     expected = await point.count(name)
     source = point.rows(name, shard.schema)
@@ -107,13 +108,15 @@ async def _captured(
 
 
 def column_difference(columns: Sequence[SourceColumn], key: Sequence[str], schema: ShardSchema) -> str:
-    """What the source has that the shard has not, and the other way round, generated columns too; "" = nothing."""
-    ours = {column.name: canonical_type(column.type) for column in schema.columns}
+    """What the source has that the shard has not, and the other way round, generated columns too; "" = nothing. A
+    column that is retired is none that the shard has: every row must hold null in it."""
+    ours = {column.name: canonical_type(column.type) for column in schema.columns if not column.retired}
     kinds = {"s": "generated ", "v": "virtual generated "}
     said = [f"{kinds.get(c.generated, '')}column {c.name!r} is not in the shard" for c in columns if c.name not in ours]
     said += [f"column {name!r} is not in the source" for name in ours if name not in {c.name for c in columns}]
     for column in columns:
-        wanted = canonical_type(column_for(column.name, column.type_name).type)
+        (held,) = as_held([column_for(column.name, column.type_name)], schema)
+        wanted = canonical_type(held.type)
         if column.name in ours and ours[column.name] != wanted:
             said.append(f"column {column.name!r} is {column.type_name} in the source, {ours[column.name]} in the shard")
     if tuple(key) != schema.key:
@@ -166,7 +169,7 @@ async def compare_shard(
     source: AsyncIterator[list[Row]],
     progress: Callable[[int], None] | None = None,
     timeout_s: float = SHARD_TIMEOUT_S,
-    poisoned: Callable[[], Awaitable[Collection[Row]]] | None = None,
+    poisoned: Callable[[], Awaitable[Mapping[Row, str]]] | None = None,
 ) -> Outcome:
     """Stream both sides in key order; memory is bounded by chunks and the spool's limit."""
     if not shard.schema.key:
@@ -177,7 +180,7 @@ async def compare_shard(
             async with shard.holding("verify", time_ms):
                 await spool_shard(shard, time_ms, spool, timeout_s)
             # Dead letters are there before the shard passes their records, so not before this.
-            comparison = Comparison(len(shard.schema.key), await poisoned() if poisoned is not None else ())
+            comparison = Comparison(len(shard.schema.key), await poisoned() if poisoned is not None else {})
             await _merge(comparison, source, spool.contents(), progress)
         finally:
             await spool.aclose()

@@ -21,7 +21,7 @@ from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.front import Shard
 from tidemill.shards.open import open_remap, open_shard
-from tidemill.spark.feeds import TopicFeed
+from tidemill.spark.feeds import TopicFeed, forms_of
 from tidemill.spark.pipeline import Pipeline, load_pipeline
 from tidemill.topics.l1.reading import L1Reader
 from tidemill.topics.reader import PartitionReaderImpl
@@ -113,12 +113,15 @@ class Verifier:
             found |= {verified.table: verified for verified in done}
         return [found[name] for _, name in pairs]
 
-    async def _poisoned(self, table: str, shard: Shard) -> frozenset[Row]:
-        found: frozenset[Row] = frozenset()
+    async def _poisoned(self, table: str, shard: Shard) -> dict[Row, str]:
+        found: dict[Row, str] = {}
         for row in await self._catalogue.list(PipelineRow):
             if shard.name in row.tables and row.dead_letters:
+                captured = await self._catalogue.table(row.tables[shard.name].split(":")[1], table)
+                forms = forms_of(captured) if captured is not None else None
                 with contextlib.suppress(Missing):
-                    found |= await poisoned_keys(await self._shard(row.dead_letters), table, shard.schema)
+                    letters = await self._shard(row.dead_letters)
+                    found |= await poisoned_keys(letters, table, shard.schema, dict(forms) if forms else None)
         return found
 
     async def _stream(self, name: str, topic: str) -> Verified:

@@ -1,0 +1,141 @@
+"""`tidemill capture accept TABLE`: a table that is described otherwise goes on, and its shards with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from tidemill.base.errors import Invalid, Missing
+from tidemill.cli.context import Stores, print_json
+from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
+
+if TYPE_CHECKING:
+    from tidemill.capture.changes import Relation
+    from tidemill.capture.recopy import Becoming
+    from tidemill.shards.front import ShardSchema
+
+
+def accept_one(opened: Stores, row: CaptureTableRow, *, yes: bool, as_json: bool) -> None:
+    """Show the difference and what becomes of each shard, ask, and write down what was agreed to. Raises Invalid where
+    it was not, or where the table cannot be captured as it is now; Missing."""
+    from tidemill.capture import recopy
+
+    now = _described(opened, row)
+    difference = _difference(row, now)
+    copied = bool(difference or row.parked_lsn)
+    shards = _shards(opened, row, _schema(row, now))
+    needed = [found.accepted for found in shards if found.accepted is not None]
+    done = bool(copied or needed)
+    if not as_json:
+        _show(row, difference, shards, copied)
+    if done and not yes and (as_json or not typer.confirm("Do this?")):
+        raise Invalid("nothing was done.", fix="Answer y, or add --yes.")
+    if done:
+        opened.portal.call(recopy.accept(opened.catalogue, row.capture, row.table, needed, copied=copied))
+    if as_json:
+        print_json(
+            {
+                "capture": row.capture, "table": row.table, "difference": difference, "copied_again": copied,
+                "shards": [
+                    {"shard": s.shard, "becomes": s.how, "changes": s.changes}
+                    | ({"instants": list(s.instants)} if s.instants else {})
+                    for s in shards
+                ],
+            }
+        )  # fmt: skip
+    elif done:
+        print("Accepted; it is done within seconds. See: tidemill capture list, tidemill why")
+    else:
+        print("There is nothing to accept: it flows, and its shards are what it is.")
+
+
+def _described(opened: Stores, row: CaptureTableRow) -> Relation:
+    """The table as its database has it now. Raises Missing, Invalid where it cannot be captured so."""
+    from tidemill.capture.tables import describe
+    from tidemill.capture.wire.connection import Wire
+
+    section = opened.config.capture.get(row.capture)
+    if section is None:
+        raise Invalid(f"its database is not known: capture={row.capture}.", fix="Name it in tidemill.toml again.")
+
+    async def ask() -> Relation | None:
+        wire = await Wire.connect(section.dsn, purpose="accept", capture=row.capture)
+        try:
+            return (await describe(wire, [row.oid])).get(row.oid)
+        finally:
+            await wire.aclose()
+
+    now = opened.portal.call(ask())
+    if now is None:
+        raise Missing(f"the table is gone from the source: table={row.table}.", fix="Make it anew, or drop its shard.")
+    if now.name != row.table:
+        raise Invalid(
+            f"the table is now named {now.name}: table={row.table}.",
+            fix="It is captured under its new name, if `tables` has that. Its shard ends here.",
+        )
+    if not now.key_columns:
+        raise Invalid(
+            f"a captured table needs a primary key: table={row.table}.", fix="Add one, and accept the table then."
+        )
+    return now
+
+
+def _difference(row: CaptureTableRow, now: Relation) -> str:
+    from tidemill.capture.difference import against_catalogue
+
+    return against_catalogue(row.columns, now)
+
+
+def _schema(row: CaptureTableRow, now: Relation) -> ShardSchema:
+    """What a shard made now would be. Raises Invalid for columns that no shard has."""
+    from tidemill.capture.entry import columns_of
+    from tidemill.capture.evolution import schema_of
+
+    try:
+        return schema_of(columns_of(now))
+    except Invalid as error:
+        raise Invalid(f"no shard can hold it: table={row.table} {error.message}", fix=error.fix) from error
+
+
+def _shards(opened: Stores, row: CaptureTableRow, wanted: ShardSchema) -> list[Becoming]:
+    """Of every shard that a pipeline keeps of the table, and that exists."""
+    from tidemill.capture.recopy import becoming
+    from tidemill.shards.open import read_shard
+
+    source = f"capture:{row.capture}:{row.table}"
+    pipelines = opened.portal.call(opened.catalogue.list(PipelineRow))
+    names = sorted({name for found in pipelines for name, fed_by in found.tables.items() if fed_by == source})
+    states = [opened.portal.call(read_shard(opened.consensus, name)) for name in names]
+    return [becoming(state, wanted) for state in states if state is not None]
+
+
+def _show(row: CaptureTableRow, difference: str, shards: list[Becoming], copied: bool) -> None:
+    print(f"{row.table} of capture {row.capture}: {difference or 'its columns are as they were'}")
+    if copied:
+        rows = row.snapshot.rows if row.snapshot is not None else 0
+        print(
+            f"  it is copied again ({rows:,} rows last time), into topic {row.topic} made anew; its shapes begin again"
+        )
+    for found in shards:
+        print(f"  shard {found.shard}: {_said(found)}")
+    if not shards:
+        print("  no pipeline keeps a shard of it")
+
+
+def _said(found: Becoming) -> str:
+    if found.how == "kept":
+        return "stays as it is, and takes that over" + _of_instants(found)
+    if found.how == "grown":
+        return found.changes + _of_instants(found)
+    return f"is dropped and made anew, and its history ends: {found.changes}"
+
+
+def _of_instants(found: Becoming) -> str:
+    """RFC 0007: a shard keeps the type of timestamp that it has."""
+    if not found.instants:
+        return ""
+    return (
+        f"; {', '.join(found.instants)}: a timestamp without a zone in the table, an instant in the shard as before, of"
+        f" the digits read as UTC (tidemill shard drop {found.shard} has it made anew without zones)"
+    )

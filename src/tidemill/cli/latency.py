@@ -1,0 +1,75 @@
+"""`tidemill status --latency`: how long commits take to each stage on the way to the tables, as processes report it.
+
+    · until the stage before had its median    █ this stage's median    ░ its 95th percentile
+
+A report's fact `latency` is {source: {stage: histogram}}; of one source those of all processes are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tidemill.base.histogram import SINCE_BOUND, STAGES, Histogram, merged
+from tidemill.base.marks import Report
+from tidemill.cli.context import print_json
+
+BAR = 40
+FIGURES = ("count", "p50", "p95", "p99", "max")
+
+Found = dict[str, dict[str, Histogram]]
+
+
+def latencies(reports: Sequence[Report]) -> Found:
+    """{source: {stage: histogram}}, stages in their order; what cannot be read is left out."""
+    said: dict[str, list[dict[str, Histogram]]] = {}
+    for report in reports:
+        sources = report.facts.get("latency")
+        for source, stages in sources.items() if isinstance(sources, dict) else ():
+            if isinstance(stages, dict):
+                said.setdefault(source, []).append({stage: Histogram.of(plain) for stage, plain in stages.items()})
+    found: Found = {}
+    for source, several in sorted(said.items()):
+        stages = merged(several)
+        if stages:
+            found[source] = {stage: stages[stage] for stage in (*STAGES, SINCE_BOUND) if stage in stages}
+    return found
+
+
+def show_latency(reports: Sequence[Report], as_json: bool) -> None:
+    found = latencies(reports)
+    if as_json:
+        print_json(
+            {source: {stage: each.summary() for stage, each in stages.items()} for source, stages in found.items()}
+        )
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    view = Table(expand=False, caption="ms since the commit, of the last five to ten minutes in which something came")
+    view.add_column("source")
+    view.add_column("stage")
+    for heading in FIGURES:
+        view.add_column(heading, justify="right", min_width=5)
+    view.add_column("", no_wrap=True, overflow="crop")
+    for source, stages in found.items():
+        drawn = bars(stages)
+        for stage, histogram in stages.items():
+            summary = histogram.summary()
+            figures = ["" if summary[name] is None else f"{summary[name]:,}" for name in FIGURES]
+            view.add_row(Text(source), stage, *figures, drawn[stage])
+    Console().print(view)
+
+
+def bars(stages: Mapping[str, Histogram]) -> dict[str, str]:
+    """A line of BAR characters for each stage, all to one scale: the greatest 95th percentile."""
+    p50 = {stage: each.quantile(0.5) or 0 for stage, each in stages.items()}
+    p95 = {stage: each.quantile(0.95) or 0 for stage, each in stages.items()}
+    whole = max([1, *p95.values()])
+    drawn, before = {}, 0
+    for stage in stages:
+        from_ms = 0 if stage == SINCE_BOUND else min(before, p50[stage])
+        at, own, late = (round(BAR * ms / whole) for ms in (from_ms, p50[stage], p95[stage]))
+        drawn[stage] = "·" * at + "█" * (own - at) + "░" * (late - own)
+        before = p50[stage]
+    return drawn
