@@ -33,7 +33,12 @@ CORPUS = {
     # 238: an upsert under an older schema moved the upper past a record that changed the new column alone.
     # 212: a merge whose inputs another keeper had merged and collected said that objects are missing.
     "shards": (212, 238),
-    "capture": (),
+    # 41: a shape that was built while its table was copied again lacked what the running session left out.
+    # 55: one that was built on a slot that was made anew lacked what came between the two.
+    # 198: a table copied beside the stream was bound at the LSN of its copy, and a commit right there was lost.
+    # 245: a row that could not be read was left out of a table that nobody carried yet, and its shapes lived on.
+    # 1146: an idle binding passed a copy's LSN and left the tags from before it behind.
+    "capture": (41, 55, 198, 245, 261, 351, 1146),
     # 5, 73: an elder manifest of the same seqno replaced the newest. 86, 301: a deposed leader read collected files.
     "metastore": (69, 73, 86, 301, 308),
 }
@@ -58,7 +63,7 @@ def test_clean_seeds_are_clean(room: str) -> None:
         assert outcome.ok, f"{room} seed {seed}: {outcome.error}"
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [name for name, (room, _) in FAULTS.items() if room != "capture"])
 def test_every_planted_fault_is_found(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
     # The rarest is in one world of forty, the most of them are found in the first few: by chance none is missed,
     # whatever changes the order of things. What would be rarer is made frequent in the worlds of its fault.
@@ -66,6 +71,17 @@ def test_every_planted_fault_is_found(fault: str, capsys: pytest.CaptureFixture[
     said = capsys.readouterr().out
     assert f"replay: python -m tidemill.sim --room {FAULTS[fault][0]} --seed " in said
     assert f"--fault {fault} --trace" in said
+
+
+@pytest.mark.parametrize("fault", [name for name, (room, _) in FAULTS.items() if room == "capture"])
+def test_what_breaks_a_capture_is_found_again_and_again(fault: str) -> None:
+    """Which says more than that it is found."""
+    found = 0
+    for seed in range(100):
+        found += not run_seed("capture", seed, fault).ok
+        if found == 3:
+            return
+    pytest.fail(f"found {found} times in 100 worlds")
 
 
 def test_the_rooms_meet_every_kind_of_fault() -> None:

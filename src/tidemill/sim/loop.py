@@ -243,16 +243,31 @@ class SimLoop(asyncio.BaseEventLoop):
                 if task.done():
                     continue
                 task._log_destroy_pending = False  # type: ignore[attr-defined]
-                try:
-                    task.get_coro().close()
-                except BaseException:  # a dying coroutine's last words concern nobody
-                    continue
+                _close(task)
         finally:
             events._set_running_loop(None)
         self.tasks.clear()
         self._ready.clear()
         self._scheduled.clear()
         self.close()
+
+
+LAST_WORDS = 20
+"""How often a coroutine may wait for something while it is closed."""
+
+
+def _close(task: asyncio.Task[Any]) -> None:
+    """End its coroutines, the innermost first. One that waits in its `finally` is told again."""
+    chain: list[Any] = [task.get_coro()]
+    while hasattr(deeper := getattr(chain[-1], "cr_await", None), "cr_frame"):
+        chain.append(deeper)
+    for coroutine in reversed(chain):
+        for _ in range(LAST_WORDS):
+            try:
+                coroutine.close()
+            except BaseException:  # a dying coroutine's last words concern nobody
+                continue
+            break
 
 
 def _where(task: asyncio.Task[Any]) -> str:

@@ -199,7 +199,7 @@ def log_to_trace(_: Any, method: str, event: MutableMapping[str, Any]) -> NoRetu
     world = CURRENT.get()
     if world is not None and method in ("warning", "error", "exception", "critical"):
         life = LIFE.get()
-        world.trace(f"{life or 'world'} log {event.get('event')}")
+        world.trace(f"{life or 'world'} log {event.get('event')} {event.get('error', '')}".rstrip())
     raise DropEvent
 
 

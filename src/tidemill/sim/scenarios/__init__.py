@@ -42,10 +42,20 @@ FAULTS: dict[str, tuple[str, str]] = {
     "drain-twice": ("shards", "an upsert drains several times at one upper, each against the same contents"),
     "trust-checkpoint": ("shards", "an upsert that restarts reads on from its own checkpoint, not from the upper"),
     "seed002": ("capture", "a flush inside a transaction is reported at once, not aligned at its commit"),
+    "near-miss": ("capture", "a consumer is done when it has flushed exactly what it was sent, not when further"),
     "early-keepalive": ("capture", "a commit does not take back that everything seen is confirmed"),
+    "early-register": ("capture", "a commit is registered before it is delivered, for those who had something of it"),
+    "no-hold-back": ("capture", "a full fragment takes the newest change along, and the commit has no position left"),
+    "late-publication": ("capture", "a table is published when its snapshot was read, not before it is taken"),
+    "late-consumer": ("capture", "a shape is offered changes from when its snapshot was taken, not from before"),
     "early-confirm": ("capture", "the topic writer reports a commit flushed before a binding covers it"),
     "early-boundary": ("capture", "a commit is bound when its records were sent, before they are durable"),
     "lost-notice": ("capture", "now and then a flush notice of the topic writer gets lost"),
+    "confirm-before-flush": ("capture", "what a flush of shape logs takes counts as durable before it is"),
+    "trusted-file": ("capture", "a file of shape logs is restored, whoever captured in between"),
+    "late-name": ("capture", "the names of who follows are written some time after the stream began"),
+    "route-before-restore": ("capture", "changes are routed while shape logs are still being restored"),
+    "untrimmed-restore": ("capture", "a shape log from disk takes again what it has, when the stream repeats it"),
     "lower-manifest": ("metastore", "the log takes a manifest below the stored one"),
     "forget-delta": ("metastore", "a reset forgets the deltas of seqno and epoch"),
     "replay-at-persisted": ("metastore", "a new leader takes the batch after the persisted seqno for persisted"),
@@ -118,10 +128,12 @@ def scenario(room: str, fault: str = "") -> Scenario:
         case "capture":
             from tidemill.sim.scenarios import capture, capture_topics
 
-            # Half of the worlds each: consumers that flush in the middle of transactions, and the real topic writer.
+            # Every fourth world: consumers that flush in the middle of transactions. The others: whole captures.
+            both = not fault or (fault in capture.FAULTS and fault in capture_topics.FAULTS)
+
             def run(world: World) -> Awaitable[None]:
-                ours = fault in capture_topics.FAULTS or (not fault and world.seed % 2 == 1)
-                return capture_topics.run(world, fault) if ours else capture.run(world, fault)
+                consumers = world.seed % 4 == 0 if both else fault in capture.FAULTS
+                return capture.run(world, fault) if consumers else capture_topics.run(world, fault)
 
             return run
         case "calendar":

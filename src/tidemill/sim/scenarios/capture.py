@@ -1,6 +1,7 @@
 """The real collector, flush tracker and status table between a model of Postgres and durable consumers.
 
-Faults: storages flush when they like, in the middle of a transaction too; the capture process dies at any step
+Faults: storages flush when they like, in the middle of a transaction too, and may say that they hold a little more than
+what they last wrote, where nothing else is there to write; the capture process dies at any step
 and begins again at the position the server was last told; statuses are delayed or lost with the process.
 Oracle: the position told to the server never passes what every storage holds (P1); after any crash each
 storage holds every change once, in order; when all is flushed, the server is told the last commit.
@@ -20,7 +21,10 @@ from tidemill.capture.consumer import FragmentConsumer
 from tidemill.capture.flush_tracker import FlushTracker
 from tidemill.capture.sinks import FlushNotices
 from tidemill.capture.wire.status import Keepalive, Status
+from tidemill.sim.scenarios.capture_plants import EagerCollector
 from tidemill.sim.world import Actor, Violated, World
+
+FAULTS = ("seed002", "near-miss", "early-keepalive", "early-register")
 
 
 class Server:
@@ -73,6 +77,8 @@ class Consumer:
         self.storage = storage
         self.logic = FragmentConsumer(defer=fault != "seed002")
         self.buffer: deque[ChangePosition] = deque()
+        self.open = False
+        """Something of a transaction came that has not committed yet."""
 
 
 class Consumers:
@@ -90,6 +96,7 @@ class Consumers:
             held = consumer.storage.durable
             # A replay: what the storage holds already is not written again, but still reported.
             fresh = [position for position in own if not held or position > held[-1]]
+            consumer.open = not fragment.commits and (consumer.open or bool(own))
             if own:
                 touched.append(name)
                 consumer.buffer.extend(fresh)
@@ -116,6 +123,8 @@ class Consumers:
             self._report(name, consumer, consumer.storage.durable[-1], notices)
 
     def _report(self, name: str, consumer: Consumer, position: ChangePosition, notices: FlushNotices) -> None:
+        if not consumer.buffer and not consumer.open and self._world.source.random() < 0.3:
+            position = ChangePosition(position.commit_lsn, position.ordinal + 1)
         notice = consumer.logic.flushed(position)
         if notice is not None:
             notices.flushed(name, notice)
@@ -134,13 +143,14 @@ class Process:
         self._tasks = Tasks(self._failed)
         consumers = {name: Consumer(storage, fault) for name, storage in storages.items()}
         self._status = Status(server.confirmed, recompute_at_commit=fault != "early-keepalive")
-        self._collector = Collector(
+        kind = EagerCollector if fault == "early-register" else Collector
+        self._collector = kind(
             [Consumers(world, consumers, self._tasks)],
             self._status,
             world.clock,
             on_status=self._tell,
             queue_changes=world.source.choice((2, 20_000)),
-            tracker=FlushTracker(),
+            tracker=FlushTracker(exact_completion=fault == "near-miss"),
         )
 
     def _failed(self, name: str, error: BaseException) -> None:

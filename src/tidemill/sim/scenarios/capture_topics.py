@@ -1,341 +1,278 @@
-"""The real topic writer and binder on the real topic room, between a model of Postgres and stores with faults.
+"""A whole capture between a model of PostgreSQL and stores with faults: the real sessions with all their parts (set-up,
+copies before and beside the stream, converter, collector, tracker, status, topic writer, binder), the real topic room,
+and real shapes on the same stream.
 
 Faults: every store fault; the capture process dies at any step and begins again at the position the server was last
-told; statuses are delayed or lost with the process; a session that fails begins anew in the same process.
+told; statuses are delayed or lost; questions and streams are cut, whereupon a session begins anew in the same process;
+rows come that cannot be read, written or copied, which park their table; tables are asked for again while all flows.
 Oracle: the position told to the server never passes a commit that no stored binding covers, and no stored binding
-passes what the topics hold (P1: confirmed ≤ bound ≤ durable); every binding describes one commit boundary exactly
-(B1); after healing every change stands in its topic once and in order, every marker has its binding at its very
-commit, and the server is told the last commit.
+passes what the topics hold (P1: confirmed ≤ bound ≤ durable); every binding describes one commit boundary (B1), of
+tables that were copied by then (B2); after healing each topic holds its copy and then the committed history, once and
+in order, as far as it was not parked; every marker has its binding at its very commit; nothing is pending, and the
+server is told the last commit. Shapes: `capture_shapes`; those that outlive their process: `capture_kept`.
 Replay: python -m tidemill.sim --room capture --seed K --trace
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import random
+import tempfile
+from pathlib import Path
 
-from tidemill.base.errors import TidemillError
-from tidemill.base.frontier import ChangePosition
+from msgspec.structs import replace
+
+from tidemill.base.errors import TidemillError, Unavailable, Unknown
 from tidemill.base.tasks import Tasks
-from tidemill.capture.bindings import Binder
-from tidemill.capture.boundaries import Boundary
-from tidemill.capture.changes import Change, Column, Fragment, Marker, Op, Relation, Row
-from tidemill.capture.collector import Collector
-from tidemill.capture.converter import key_changed
-from tidemill.capture.topic_writer import CapturedTable, TopicWriter, position_of
-from tidemill.capture.wire.status import Keepalive, Status
-from tidemill.metastore.catalogue import Catalogue, TableSnapshot, TopicRow
+from tidemill.capture import topic_writer
+from tidemill.capture.config import CaptureConfig
+from tidemill.capture.machine import Capture
+from tidemill.capture.recopy import ask
+from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.open import metastore_on
-from tidemill.shards.front import Binding
-from tidemill.shards.remap import LogRemap, decode_binding, log_name
-from tidemill.sim.world import Actor, Violated, World
-from tidemill.topics.batch import decode_batch
+from tidemill.shards.remap import LogRemap
+from tidemill.sim.scenarios.capture_database import STRANGER, VANISHING, WIDE, WRITERS, Database, Txn
+from tidemill.sim.scenarios.capture_kept import Followers, KeptShapes, Machines, quickened
+from tidemill.sim.scenarios.capture_kept_plants import BAD_DISK, MOVES, planted_kept
+from tidemill.sim.scenarios.capture_kept_plants import PLACES as KEPT_FAULTS
+from tidemill.sim.scenarios.capture_oracle import NAME, Oracle
+from tidemill.sim.scenarios.capture_plants import FAULTS as SESSION_FAULTS
+from tidemill.sim.scenarios.capture_plants import planted
+from tidemill.sim.scenarios.capture_server import Server, answering
+from tidemill.sim.scenarios.capture_shapes import DSN, Shapes
+from tidemill.sim.world import Actor, Crew, Down, NotLive, World, swapped
 from tidemill.topics.leadership import Alone
 from tidemill.topics.log import LocalTopics
-from tidemill.topics.reader import PartitionReaderImpl
 from tidemill.topics.settings import TopicSettings
 
-FAULTS = ("early-confirm", "early-boundary", "lost-notice")
-REMAP = "capture/sim"
-PRODUCER_ID = 1 << 62
-RESTART_S = 0.2
+__all__ = ["FAULTS", "run"]
+
+FAULTS = (*SESSION_FAULTS, *KEPT_FAULTS)
+
+ROW_BYTES = 300
+"""A row that is wider cannot be written here."""
+KEPT_SHARE = 0.4
+"""Of the worlds, those in which shapes are kept over the lives of their capture."""
+SETTLES_S = 120.0
+"""Of virtual time: after that what was to happen once all is healed never will."""
 
 
-class Database:
-    """What Postgres keeps: transactions as fragments, the slot's confirmed position (inclusive), and what it all has
-    to become."""
+class Process:
+    """One capture process: topics, the capture, shapes."""
 
-    def __init__(self, world: World, topics: dict[str, TopicRow]) -> None:
-        source = world.source
-        self.world = world
-        self.topics = topics
-        self.confirmed = 0
-        self.transactions: list[list[Fragment]] = []
-        self.wanted: dict[str, list[ChangePosition]] = {name: [] for name in topics}
-        """table → the positions of all records its topic must hold, in order"""
-        self.tags: dict[str, int] = {}
-        self._bindings: list[Binding] = []
-        self._relations = [
-            Relation(oid, "public", name, (Column("id", 23, -1, "", 0), Column("v", 25, -1, "", -1)))
-            for oid, name in enumerate(topics, 1)
-        ]
-        lsn = 0
-        for number in range(source.randint(3, 14)):
-            lsn += source.randint(1, 5)
-            self._transaction(number, lsn)
-        self.last_lsn = lsn
-
-    def _transaction(self, number: int, lsn: int) -> None:
-        source, ordinal, fragments = self.world.source, 0, []
-        count = source.choice((1, 1, 1, 2, 4))
-        for index in range(count):
-            changes = []
-            for _ in range(source.randint(0 if count == 1 else 1, 3)):
-                changes.append(self._change(source.choice(self._relations), ChangePosition(lsn, ordinal)))
-                ordinal += 2
-            commits = index == count - 1
-            markers: tuple[Marker, ...] = ()
-            if commits and source.random() < 0.2:
-                markers = (Marker(f"tag-{number}"),)
-                self.tags[f"tag-{number}"] = lsn
-            last = changes[-1].position if changes else ChangePosition(lsn, 0)
-            fragments.append(
-                Fragment(
-                    xid=lsn, commit_lsn=lsn, commit_time_ms=lsn, begins=index == 0, commits=commits,
-                    changes=tuple(changes), last=last, markers=markers,
-                )
-            )  # fmt: skip
-        self.transactions.append(fragments)
-
-    def _change(self, relation: Relation, at: ChangePosition) -> Change:
-        source = self.world.source
-        op: Op = source.choice(("insert", "insert", "update", "update", "delete", "truncate"))
-        new: Row = {"id": str(source.randint(0, 3)), "v": "x"}
-        old: Row = {"id": str(source.randint(0, 3)), "v": "y"}
-        match op:
-            case "insert":
-                change = Change(relation, op, at, new)
-            case "update":
-                change = Change(relation, op, at, new, old)
-            case "delete":
-                change = Change(relation, op, at, None, old)
-            case "truncate":
-                change = Change(relation, op, at)
-        records = self.wanted[relation.table]
-        records.append(at)
-        if key_changed(change):
-            records.append(ChangePosition(at.commit_lsn, at.ordinal + 1))
-        elif op == "truncate":
-            records += [at] * (self.topics[relation.table].partitions - 1)
-        return change
-
-    # oracle ---------------------------------------------------------------------------------------
-    def bindings(self) -> list[Binding]:
-        """Every binding that ever landed, whole."""
-        for record in self.world.consensus.landed.get(log_name(REMAP), [])[len(self._bindings) :]:
-            self._bindings.append(decode_binding(record, self._bindings[-1] if self._bindings else None))
-        return self._bindings
-
-    def check_told(self, flushed: int) -> None:
-        """P1, first half: a commit that is confirmed is bound."""
-        stored = self.bindings()
-        bound = stored[-1].lsn if stored else 0
-        unbound = [t[0].commit_lsn for t in self.transactions if bound < t[0].commit_lsn <= flushed]
-        if unbound:
-            raise Violated(f"confirmed past what is bound: flushed={flushed} bound={bound} commits={unbound}")
-
-    async def check_bound(self) -> None:
-        """P1, second half: what is bound is durable."""
-        for binding in self.bindings()[-1:]:
-            reader = PartitionReaderImpl(self.world.consensus, self.world.objects)
-            for name, topic in self.topics.items():
-                for partition, offset in enumerate(binding.offsets.get(topic.topic_id, ())):
-                    held = await reader.high_watermark(topic.topic_id, partition)
-                    if offset > held:
-                        raise Violated(f"bound past what is durable: table={name} bound={offset} held={held}")
-
-    async def check(self) -> None:
-        reader = PartitionReaderImpl(self.world.consensus, self.world.objects)
-        for name, topic in self.topics.items():
-            found: list[ChangePosition] = []
-            for partition in range(topic.partitions):
-                end = await reader.high_watermark(topic.topic_id, partition)
-                batches = await reader.read(await reader.plan(topic.topic_id, partition, 0, end))
-                here = [position_of(record) for batch in batches for record in decode_batch(batch).records]
-                if here != sorted(set(here)):
-                    raise Violated(f"a topic repeats or reorders changes: table={name} held={here}")
-                found += here
-            if sorted(found) != self.wanted[name]:
-                raise Violated(f"a topic misses changes: table={name} held={found} wanted={self.wanted[name]}")
-        for binding in self.bindings():
-            for name, topic in self.topics.items():
-                held = sum(binding.offsets.get(topic.topic_id, ()))
-                due = sum(position.commit_lsn <= binding.lsn for position in self.wanted[name])
-                if held != due:
-                    raise Violated(f"a binding is no commit boundary: {binding} table={name} covers={held} due={due}")
-        for tag, lsn in self.tags.items():
-            # An idle binding after it hides from the next life that it was bound: it is bound again, at the same place.
-            at = {binding.lsn for binding in self.bindings() if binding.tag == tag}
-            if at != {lsn}:
-                raise Violated(f"a marker is not bound at its commit: tag={tag} commit={lsn} bound={at}")
-
-
-class EagerWriter(TopicWriter):
-    """Plants early-boundary: a commit's boundary goes to the binder when it was handed over, not when it is durable."""
-
-    def _boundary(self, fragment: Fragment, written: ChangePosition | None) -> None:
-        super()._boundary(fragment, written)
-        self._aligned(fragment.last)
-
-
-class EagerBinder(Binder):
-    """Plants early-confirm: a boundary is reported flushed when it is durable, before a binding covers it."""
-
-    def durable(self, boundaries: list[Boundary]) -> None:  # type: ignore[override]
-        super().durable(boundaries)
-        for boundary in boundaries:
-            self._on_bound(boundary.last)
-
-
-class Capturing:
-    """One capture process: sessions, one after another, as capture/session.py puts them together."""
-
-    def __init__(self, db: Database, actor: Actor[Capturing], topics: LocalTopics, fault: str) -> None:
-        self._db = db
-        self._actor = actor
-        self._topics = topics
-        self._fault = fault
+    def __init__(self, db: Database, catalogue: Catalogue) -> None:
+        self.catalogue = catalogue
+        self.tasks = Tasks(self._failed)
         self._world = db.world
-        self._tasks = Tasks(self._failed)
+        self.capture: Capture
+        self.running: asyncio.Task[None]
+        self.shapes: Shapes
+        self.kept: KeptShapes | None = None
 
-    def start(self) -> None:
-        self._tasks.spawn(self._sessions(), name="sessions")
+    async def leave(self) -> None:
+        """In order; another process captures on."""
+        self.running.cancel()
+        await asyncio.wait([self.running])
+        await self.capture.aclose()
+        if self.kept is not None:
+            await self.kept.leave()
 
     def _failed(self, name: str, error: BaseException) -> None:
         self._world.loop.call_exception_handler({"message": f"{name} failed: {error}", "exception": error})
 
-    async def _sessions(self) -> None:
-        while True:
-            try:
-                await self._session()
-            except TidemillError as error:
-                self._world.trace(f"{self._actor.life} session ended {type(error).__name__}: {error}")
-            await asyncio.sleep(RESTART_S)
-
-    async def _session(self) -> None:
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def fail(_: str, error: BaseException) -> None:
-            if not ended.done():
-                ended.set_exception(error)
-
-        tasks = Tasks(fail)
-        writer: TopicWriter | None = None
-        try:
-            collector, writer = await self._open(tasks)
-            tasks.spawn(self._stream(collector, self._db.confirmed), name="stream")
-            tasks.spawn(writer.failed(), name="writer")
-            await ended
-        finally:
-            await tasks.aclose()
-            if writer is not None:
-                await writer.aclose()
-
-    async def _open(self, tasks: Tasks) -> tuple[Collector, TopicWriter]:
-        world, rand, start = self._world, self._world.rand(), self._db.confirmed
-        remap = LogRemap(self._actor.consensus(), REMAP, self._actor.clock, rand)
-        early = self._fault == "early-confirm"
-        collectors: list[Collector] = []
-
-        def bound(position: ChangePosition) -> None:
-            if self._fault == "lost-notice" and world.source.random() < 0.3:
-                return
-            if collectors:
-                collectors[0].flushed("topics", position)
-
-        kind = EagerBinder if early else Binder
-        binder = kind(remap, self._actor.clock, bound, interval_ms=world.source.choice((1, 50)), idle_ms=500)
-        latest = await binder.open()
-        tables = []
-        for relation in self._db._relations:
-            topic = self._db.topics[relation.table]
-            table = CapturedTable(relation.name, topic, PRODUCER_ID, oid=relation.oid)
-            table.snapshot = TableSnapshot(1, 1, (), 0, 0, (0,) * topic.partitions)
-            tables.append(table)
-        make: Callable[..., TopicWriter] = EagerWriter if self._fault == "early-boundary" else TopicWriter
-        writer = make("topics", tables, self._topics, rand, binder.durable)
-        await writer.open(latest.offsets if latest else {}, latest.lsn if latest else 0)
-        starts = {t.topic.topic_id: [0] * t.topic.partitions for t in tables}
-        binder.start_at(starts | {t: list(o) for t, o in (latest.offsets if latest else {}).items()}, 0)
-        status = Status(start)
-        collector = Collector(
-            [writer],
-            status,
-            self._actor.clock,
-            on_keepalive=writer.progress,
-            on_status=lambda: self._tell(status.flushed),
-            queue_changes=world.source.choice((2, 20_000)),
-        )
-        collectors.append(collector)
-        tasks.spawn(collector.run(), name="collector")
-        tasks.spawn(binder.run(), name="binder")
-        return collector, writer
-
-    def _tell(self, flushed: int) -> None:
-        self._world.trace(f"status flushed={flushed}")
-        self._db.check_told(flushed)
-        # In this life's context: a status that is still on its way dies with the connection.
-        self._world.loop.call_later(self._world.source.uniform(0, 0.05), self._told, flushed)
-
-    def _told(self, flushed: int) -> None:
-        self._db.confirmed = max(self._db.confirmed, flushed)
-
-    async def _stream(self, collector: Collector, start: int) -> None:
-        """Everything that commits after `start`, keepalives in between, then keepalives for ever."""
-        source, sent = self._world.source, start
-        for fragments in self._db.transactions:
-            if fragments[0].commit_lsn <= start:
-                continue
-            for fragment in fragments:
-                await asyncio.sleep(source.uniform(0, 0.2) if source.random() < 0.3 else 0)
-                if source.random() < 0.3 and sent < fragment.commit_lsn:
-                    wal_end = source.randint(sent + 1, fragment.commit_lsn)
-                    collector.keepalive(Keepalive(wal_end, False), inside_txn=not fragment.begins)
-                await collector.put(fragment)
-            sent = fragments[0].commit_lsn
-        while True:
-            collector.keepalive(Keepalive(sent + 1, False), inside_txn=False)
-            await asyncio.sleep(1.0)
-
 
 async def run(world: World, fault: str = "") -> None:
     source = world.source
-    metastore = metastore_on(world.consensus, world.objects, world.clock, world.rand(), holder="scenario")
-    catalogue = Catalogue(metastore, world.clock, world.rand())
-    names = [f"t{n}" for n in range(source.randint(1, 2))]
-    topics = {name: await catalogue.create_topic(name, source.randint(1, 2), kind="capture") for name in names}
-    await metastore.aclose()
-    db = Database(world, topics)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(swapped(topic_writer, "ROW_BYTES", ROW_BYTES))
+        stack.enter_context(planted(world, fault))
+        stack.enter_context(planted_kept(fault))
+        await _run(world, fault, Database(world, source.randint(1, 3)), stack)
+
+
+async def _run(world: World, fault: str, db: Database, stack: contextlib.ExitStack) -> None:
+    source = world.source
+    config = CaptureConfig(
+        NAME,
+        DSN,
+        tables=("public.*", f"!public.t{STRANGER}"),
+        partitions=source.randint(1, 2),
+        binding_interval_ms=source.choice((1, 50)),
+        idle_binding_ms=500,
+        heartbeat_s=10_000.0,  # what only a later commit sets going again is stuck
+        table_poll_s=source.choice((0.1, 0.5)),
+        fragment_changes=source.choice((2, 2, 3, 500)),
+        queue_changes=source.choice((2, 20_000)),
+        copy_again=False,  # what is parked stays so until the operator of this world comes by
+    )
+    copies = random.Random(f"copies {world.seed}")  # of a source of their own: the rest of a world is as it was
+    config = replace(config, copy_connections=copies.choice((1, 1, 3)), copy_chunk_blocks=copies.choice((1, 4, 100)))
+    if fault == "seed002":
+        config = replace(config, fragment_changes=2)
+    oracle = Oracle(world, db, config)
+    server = Server(db, oracle.check_told, late_publication=fault == "late-publication")
+    stack.enter_context(answering(server))
     settings = TopicSettings(
         object_bytes=source.choice((300, 1 << 20)),
         uploads_in_flight=source.randint(1, 4),
         linger_s=source.choice((0.0, 0.0, 0.05)),
         append_budget_s=source.choice((0.5, 10.0)),
     )
+    readers = source.randint(1, 3)
+    machines: Machines | None = None
+    harsh = fault in KEPT_FAULTS
+    # Of a source of their own: the other worlds do not depend on it.
+    if harsh or (not fault and random.Random(f"kept {world.seed}").random() < KEPT_SHARE):
+        patient = harsh or source.random() < 0.5
+        stack.enter_context(quickened(world, harsh=harsh, patient=patient))
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidemill-sim-")))
+        machines = Machines(db, directory, count=source.choice((1, 1, 2)))
+        if fault in MOVES:
+            machines.alternate = 2
+        if fault in BAD_DISK:
+            machines.alternate = 1
+            machines.disk.worsen()
+        stack.callback(machines.close)
 
-    async def build(actor: Actor[Capturing]) -> Capturing:
+    async def build(actor: Actor[Process]) -> Process:
         consensus, objects, rand = actor.consensus(), actor.objects(), world.rand()
-        own = metastore_on(consensus, objects, actor.clock, rand, holder=str(actor.life))
-        node = LocalTopics(
-            consensus,
-            objects,
-            Catalogue(own, actor.clock, rand),
-            clock=actor.clock,
-            rand=rand,
-            assignment=Alone(actor.name, actor.life.number),
-            settings=settings,
+        catalogue = Catalogue(
+            metastore_on(consensus, objects, actor.clock, rand, holder=str(actor.life)), actor.clock, rand
         )
-        await node.start()
-        process = Capturing(db, actor, node, fault)
-        process.start()
+        topics = LocalTopics(
+            consensus, objects, catalogue, clock=actor.clock, rand=rand,
+            assignment=Alone(actor.name, actor.life.number), settings=settings,
+        )  # fmt: skip
+        await topics.start()
+        process = Process(db, catalogue)
+        remap = LogRemap(actor.consensus(), config.remap, actor.clock, rand)
+        process.capture = Capture(
+            config, topics=topics, catalogue=catalogue, remap=remap, clock=actor.clock, rand=rand
+        )  # fmt: skip
+        parts, late = (db, process.capture, actor.clock, process.tasks), fault == "late-consumer"
+        if machines is None:
+            process.shapes = Shapes(*parts, late=late)
+        else:
+            process.shapes = process.kept = KeptShapes(machines, *parts, store=machines.open(actor), late=late)
+        process.running = process.tasks.spawn(process.capture.run(), name="capture")
+        process.shapes.start(readers)
         return process
 
     capture = Actor(world, "capture", build)
-    await capture.start()
-    for _ in range(source.choice((0, 1, 2, 4))):
-        await asyncio.sleep(source.uniform(0, 1.0) ** 2 * 2)
-        capture.crash()
-        await db.check_bound()
-        await asyncio.sleep(source.uniform(0, 0.1))
+    spoils = source.random() < 0.3
+    async with Crew() as crew:
+        watching = crew.spawn(oracle.watch())
+        least, most = (2, 8) if machines is None else (8, 32) if harsh else (4, 16)
+        writing = [
+            crew.spawn(_write(db, writer, capture, source.randint(least, most), spoils)) for writer in range(WRITERS)
+        ]
+        writing.append(crew.spawn(_operate(db, capture, source.choice((0, 0, 1, 3)))))
+        followers = Followers(db, capture, machines) if machines is not None else None
+        following = [crew.spawn(followers.follow(n)) for n in range(source.randint(1, 3))] if followers else []
         await capture.start()
-    await asyncio.sleep(source.uniform(0, 2.0))
-    await world.heal()
-    last_tag = max(db.tags.values(), default=0)
+        if machines is not None:
+            await machines.lives(capture, source.choice((4, 7) if harsh else (1, 2, 4, 7)))
+        for _ in range(source.choice((0, 1, 2, 4)) if machines is None else 0):
+            await asyncio.sleep(source.uniform(0, 1.2) ** 2 * 2)
+            capture.crash()
+            await asyncio.sleep(source.uniform(0, 0.1))
+            await capture.start()
+        await asyncio.wait(writing)
+        await asyncio.sleep(source.uniform(0, 2.0))
+        _last_words(db)
+        db.mend()
+        await world.heal()
+        await _settled(world, db, capture, oracle, SETTLES_S / 4 if fault else SETTLES_S)
+        if followers is not None and not world.loop.failures:
+            rows = await capture.node.catalogue.tables(NAME)
+            served = any(row.state == "captured" for row in rows)  # of a table that stays parked nothing is
+            await followers.settled(max((txn.lsn for txn in db.log if txn.sent and served), default=0), SETTLES_S)
+        for each in (watching, *following):
+            each.cancel()
+    if not world.loop.failures:
+        await oracle.check_bound()
+        await oracle.check(capture.node.catalogue)
+
+
+async def _write(db: Database, writer: int, capture: Actor[Process], count: int, spoils: bool) -> None:
+    """An application: one transaction after another, most of them once something streams, if it does soon."""
+    source = db.world.source
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(source.choice((0.0, 3.0, 10.0))):
+            await db.world.until(lambda: capture.ready and capture.node.capture.streaming)
+    for number in range(count):
+        await asyncio.sleep(source.uniform(0, 0.6) ** 2 * 2)
+        txn = db.begin()
+        for _ in range(source.choice((0, 1, 1, 2, 4, 9))):
+            text = f"{source.choice('az')}{writer}.{number}"
+            if spoils and source.random() < 0.03:
+                text = source.choice((WIDE, VANISHING))
+            db.write(txn, writer, text)
+            if source.random() < 0.2:
+                await asyncio.sleep(source.uniform(0, 0.1))
+        if source.random() < 0.2:
+            txn.tag = f"tag-{writer}.{number}"
+        db.commit(txn)
+        await _shown(db, txn)
+
+
+def _last_words(db: Database) -> None:
+    """A transaction after which nothing comes, and which ends with changes that are none of the topics'."""
+    txn = db.begin()
+    for number in range(6):
+        db.write(txn, 0, f"last.{number}", db.world.source.choice(db.captured))
+    for number in range(6 if STRANGER in db.relations else 0):
+        db.write(txn, 0, f"last.{number}", STRANGER)
+    db.commit(txn)
+    db.show(txn)
+
+
+async def _operate(db: Database, capture: Actor[Process], count: int) -> None:
+    """Somebody asks for tables again, whether they flow or are parked."""
+    source = db.world.source
+    for _ in range(count):
+        await asyncio.sleep(source.uniform(0, 2.0))
+        name = f"public.t{source.choice(db.captured)}"
+        with contextlib.suppress(TidemillError, Down):
+            await capture.enter(lambda node, name=name: ask(node.catalogue, NAME, name))  # type: ignore[misc]
+            db.world.trace(f"asked for {name} again")
+
+
+async def _shown(db: Database, txn: Txn) -> None:
+    """A commit is in the WAL, and decoded, before it is visible."""
+    source = db.world.source
+    await asyncio.sleep(source.uniform(0, 0.2) if source.random() < 0.3 else 0)
+    db.show(txn)
+
+
+async def _settled(world: World, db: Database, capture: Actor[Process], oracle: Oracle, within_s: float) -> None:
+    """All tables flow, all is flushed, nothing is pending, the server is told the last commit. Raises NotLive."""
 
     def done() -> bool:
-        stored = db.bindings()
-        return bool(stored) and db.confirmed >= db.last_lsn and stored[-1].lsn >= max(db.last_lsn, last_tag)
+        node = capture.node
+        facts = node.capture.facts()
+        sent = max((txn.lsn for txn in db.log if txn.sent), default=0)
+        told = db.confirmed is not None and db.confirmed >= db.lsn and oracle.bound >= sent
+        return told and facts.get("pending") == {} and node.capture.streaming
 
-    await world.until(lambda: bool(world.loop.failures) or done())
-    if not world.loop.failures:
-        await db.check()
+    async def copied() -> bool:
+        try:
+            rows = await capture.node.catalogue.tables(NAME)
+        except (Unavailable, Unknown):
+            return False
+        return len(rows) == len(db.captured) and all(row.snapshot is not None and not row.recopy for row in rows)
+
+    async def until() -> None:
+        while not world.loop.failures and not (done() and await copied() and done()):
+            await world.until(lambda: bool(world.loop.failures) or done())
+
+    try:
+        async with asyncio.timeout(within_s):
+            await until()
+    except TimeoutError as error:
+        rows = await capture.node.catalogue.tables(NAME)
+        raise NotLive(
+            f"not settled: rows={rows} confirmed={db.confirmed} bound={oracle.bound} last={db.lsn}"
+            f" facts={capture.node.capture.facts()}; {world.waiting()}"
+        ) from error

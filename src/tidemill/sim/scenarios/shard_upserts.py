@@ -29,9 +29,10 @@ from tidemill.sim.scenarios.shard_readers import again
 from tidemill.sim.scenarios.shard_topic import Topic, bindings
 from tidemill.sim.world import Actor, Violated, World
 from tidemill.spark.upsert.commands import Commands, command_schema, select, times_of
+from tidemill.spark.upsert.lookup import Lookup
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.operator import Fault, Upsert
-from tidemill.spark.upsert.resolve import Lookup, Resolved, resolve
+from tidemill.spark.upsert.resolve import Resolved, resolve
 
 FAULTS = ("restash-below-upper", "trim-batch", "drain-twice", "trust-checkpoint")
 

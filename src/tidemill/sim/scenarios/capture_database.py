@@ -1,0 +1,309 @@
+"""A model of PostgreSQL as a capture sees it: transactions that begin, commit and become visible, one publication, one
+slot, snapshots; and what every reader of it has to come to.
+
+    begin ──► xid        write ──► edits, under locks        commit ──► LSN, in the stream        show ──► in snapshots
+
+Commits are in the order of LSNs, xids in that of beginnings, visibility in any: two that do not conflict may become
+visible the other way round. A change is carried by the stream where its table was published when it was written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from tidemill.base.frontier import ChangePosition
+from tidemill.capture.changes import Column, Op, Relation, Row
+from tidemill.capture.visibility import PgSnapshot
+from tidemill.capture.wire.pgoutput import POSTGRES_EPOCH_MS
+from tidemill.capture.wire.stream import HEAD_BYTES, Framed
+from tidemill.sim.world import World
+
+COLUMNS = (
+    Column("id", 23, -1, "integer", 0, True),
+    Column("v", 25, -1, "text", -1),
+    Column("b", 25, -1, "text", -1),
+)
+WRITERS = 3
+"""Each has keys of its own, so that only a TRUNCATE ever waits for another one."""
+KEYS = 9
+WIDE = "w" * 400
+"""A value that no record of this world may have: the topic writer parks the table."""
+VANISHING = "gone"
+"""A row whose message comes without its body: the reader parks the table."""
+
+STRANGER = 99
+"""A table that somebody published by hand, and nobody captures: in half of the worlds."""
+
+Contents = dict[str, Row]
+"""By the primary key's text."""
+
+
+class Edit(NamedTuple):
+    oid: int
+    op: Op
+    old: Row | None
+    new: Row | None
+    carried: bool
+
+
+class Wanted(NamedTuple):
+    """A record that a topic has to hold."""
+
+    position: ChangePosition
+    key: bytes | None
+    value: bytes | None
+
+
+class Txn:
+    def __init__(self, xid: int) -> None:
+        self.xid = xid
+        self.lsn = 0
+        self.edits: list[Edit] = []
+        self.tag = ""
+        self.sent = False
+        """The stream tells it: it has something that is published, or a message."""
+
+    def truncates(self, oid: int) -> bool:
+        return any(edit.oid == oid and edit.op == "truncate" for edit in self.edits)
+
+
+class Taken(NamedTuple):
+    """A snapshot: what it says of itself, the xids that it really sees, and all rows in it."""
+
+    seen: PgSnapshot
+    lsn: int
+    visible: frozenset[int]
+    rows: dict[int, Contents]
+
+
+class Database:
+    def __init__(self, world: World, tables: int) -> None:
+        self.world = world
+        self.relations = {oid: Relation(oid, "public", f"t{oid}", COLUMNS) for oid in range(1, tables + 1)}
+        self.captured = list(self.relations)
+        if world.source.random() < 0.5:
+            self.relations[STRANGER] = Relation(STRANGER, "public", f"t{STRANGER}", COLUMNS)
+        self.log: list[Txn] = []
+        """What committed, in order."""
+        self.lsn = 100
+        """Of the newest commit; the next record begins behind it."""
+        self.moved = asyncio.Event()
+        self.publication: set[int] | None = None
+        self.confirmed: int | None = None
+        """What the slot was told, inclusive; None = there is no slot."""
+        self.slot_lsn = 0
+        """Where the slot began: what committed up to there is not in its stream."""
+        self.snapshots: dict[tuple[PgSnapshot, int], Taken] = {}
+        self.copies: list[int] = []
+        """LSNs of those that tables were copied from."""
+        self._xid = 700
+        self._running: dict[int, Txn] = {}
+        """Begun, and not visible yet."""
+        self._current: dict[int, Contents] = {oid: {} for oid in self.relations}
+        self._visible: dict[int, Contents] = {oid: {} for oid in self.relations}
+        self._shown: set[int] = set()
+
+    # transactions ---------------------------------------------------------------------------------
+    def begin(self) -> Txn:
+        self._xid += 1
+        txn = self._running[self._xid] = Txn(self._xid)
+        return txn
+
+    def writers_of(self, oid: int) -> list[Txn]:
+        """Who has its lock."""
+        return [txn for txn in self._running.values() if any(edit.oid == oid for edit in txn.edits)]
+
+    def write(self, txn: Txn, writer: int, text: str, oid: int = 0) -> None:
+        """One random statement of `txn`, on any table unless it is named, if no lock is in its way."""
+        source = self.world.source
+        oid = oid or source.choice(list(self.relations))
+        others = [other for other in self.writers_of(oid) if other is not txn]
+        if any(other.truncates(oid) for other in others):
+            return
+        rows = self._current[oid]
+        if source.random() < 0.04 and not others:
+            self._edit(txn, Edit(oid, "truncate", None, None, self._carried(oid)))
+            return
+        number = source.randrange(writer, KEYS, WRITERS)
+        old = rows.get(str(number))
+        if old is None:
+            new: Row = {"id": str(number), "v": text, "b": source.choice((None, "b" * 30))}
+            self._edit(txn, Edit(oid, "insert", None, new, self._carried(oid)))
+        elif source.random() < 0.3:
+            self._edit(txn, Edit(oid, "delete", old, None, self._carried(oid)))
+        else:
+            free = [n for n in range(writer, KEYS, WRITERS) if str(n) not in rows]
+            moved = {"id": str(source.choice(free))} if free and source.random() < 0.3 else {}
+            self._edit(txn, Edit(oid, "update", old, {**old, "v": text, **moved}, self._carried(oid)))
+
+    def _carried(self, oid: int) -> bool:
+        return self.publication is not None and oid in self.publication
+
+    def _edit(self, txn: Txn, edit: Edit) -> None:
+        txn.edits.append(edit)
+        applied(self._current[edit.oid], edit)
+
+    def commit(self, txn: Txn, *, message: bool = False) -> None:
+        self.lsn += self.world.source.randint(1, 4)
+        txn.lsn = self.lsn
+        txn.sent = message or bool(txn.tag) or any(edit.carried for edit in txn.edits)
+        self.log.append(txn)
+        self.world.trace(f"database commits {txn.xid} at {txn.lsn} edits={len(txn.edits)} tag={txn.tag}")
+        self.moved.set()
+
+    def show(self, txn: Txn) -> None:
+        """From now on snapshots see it."""
+        del self._running[txn.xid]
+        self._shown.add(txn.xid)
+        for edit in txn.edits:
+            applied(self._visible[edit.oid], edit)
+
+    def mend(self) -> None:
+        """Rows that nobody can copy are taken away, so that in the end every table can be captured."""
+        txn = self.begin()
+        for oid, rows in self._current.items():
+            for row in [row for row in rows.values() if row["v"] in (WIDE, VANISHING)]:
+                self._edit(txn, Edit(oid, "delete", row, None, self._carried(oid)))
+        self.commit(txn)
+        self.show(txn)
+
+    def visible(self, xids: Iterable[int]) -> bool:
+        return self._shown.issuperset(xids)
+
+    @property
+    def settled(self) -> bool:
+        """All that committed is visible."""
+        return all(not txn.lsn for txn in self._running.values())
+
+    def snapshot(self) -> Taken:
+        running = frozenset(self._running)
+        seen = PgSnapshot(min(running, default=self._xid + 1), self._xid + 1, running)
+        rows = {oid: dict(found) for oid, found in self._visible.items()}
+        taken = Taken(seen, self.lsn + 1, frozenset(self._shown), rows)
+        self.snapshots[seen, taken.lsn] = taken
+        return taken
+
+    # what readers have to come to -------------------------------------------------------------------
+    def select(self, oid: int, also: frozenset[int], lsn: int) -> Contents:
+        """The table as of all transactions up to `lsn`, and those of `also`."""
+        rows: Contents = {}
+        for txn in self.log:
+            if txn.lsn <= lsn or txn.xid in also:
+                for edit in txn.edits:
+                    if edit.oid == oid:
+                        applied(rows, edit)
+        return rows
+
+    def wanted(self, oid: int, held: frozenset[int], end_lsn: int, partitions: int) -> list[list[Wanted]]:
+        """The records of each partition, of the transactions below `end_lsn` that the copy did not hold."""
+        found: list[list[Wanted]] = [[] for _ in range(partitions)]
+
+        def put(at: ChangePosition, key: Row, value: Row | None) -> None:
+            data = _json({"id": int(key["id"] or 0)})
+            row = None if value is None else _json({**value, "id": int(value["id"] or 0)})
+            found[zlib.crc32(data) % partitions].append(Wanted(at, data, row))
+
+        for txn in self.log:
+            if txn.lsn >= end_lsn or txn.xid in held:
+                continue
+            ordinal = 0
+            for edit in txn.edits:
+                at = ChangePosition(txn.lsn, ordinal)
+                ordinal += 2 * edit.carried
+                if edit.oid != oid:
+                    continue
+                if edit.op == "truncate":
+                    for partition in found:
+                        partition.append(Wanted(at, None, None))
+                elif edit.new is None:
+                    put(at, edit.old or {}, None)
+                else:
+                    if edit.old is not None and edit.old["id"] != edit.new["id"]:
+                        put(at, edit.old, None)
+                        at = ChangePosition(at.commit_lsn, at.ordinal + 1)
+                    put(at, edit.new, edit.new)
+        return found
+
+
+def applied(rows: Contents, edit: Edit) -> None:
+    if edit.op == "truncate":
+        rows.clear()
+    if edit.old is not None:
+        del rows[edit.old["id"] or ""]
+    if edit.new is not None:
+        rows[edit.new["id"] or ""] = edit.new
+
+
+def _json(row: Mapping[str, object]) -> bytes:
+    return json.dumps(row, separators=(",", ":")).encode()
+
+
+# the wire ---------------------------------------------------------------------------------------------
+
+
+def messages(txn: Txn, described: set[int], relations: dict[int, Relation]) -> list[Framed]:
+    """The transaction as pgoutput tells it on a connection that has `described` these relations."""
+    time_us = (txn.lsn + 1_000_000_000_000 - POSTGRES_EPOCH_MS) * 1000
+    out = [Framed(txn.lsn, b"B" + struct.pack(">qqI", txn.lsn, time_us, txn.xid))]
+    if txn.tag:
+        out.append(_message(txn, txn.tag.encode()))
+    for edit in txn.edits:
+        if not edit.carried:
+            continue
+        if edit.oid not in described:
+            described.add(edit.oid)
+            out.append(Framed(txn.lsn, _described(relations[edit.oid])))
+        data = _change(edit)
+        vanishes = edit.new is not None and edit.new["v"] == VANISHING
+        out.append(Framed(txn.lsn, data[:HEAD_BYTES], 1 << 30) if vanishes else Framed(txn.lsn, data))
+    if len(out) == 1:
+        out.append(_message(txn, b""))
+    out.append(Framed(txn.lsn, b"C" + struct.pack(">Bqqq", 0, txn.lsn, txn.lsn + 1, time_us)))
+    return out
+
+
+def _message(txn: Txn, content: bytes) -> Framed:
+    head = b"M" + struct.pack(">Bq", 1, txn.lsn) + b"tidemill\0"
+    return Framed(txn.lsn, head + struct.pack(">I", len(content)) + content)
+
+
+def _described(relation: Relation) -> bytes:
+    columns = b"".join(
+        b"\1" + column.name.encode() + b"\0" + struct.pack(">Ii", column.type_oid, column.type_mod)
+        for column in relation.columns
+    )
+    names = f"{relation.schema}\0{relation.table}\0f".encode()
+    return b"R" + struct.pack(">I", relation.oid) + names + struct.pack(">H", len(relation.columns)) + columns
+
+
+def _change(edit: Edit) -> bytes:
+    oid = struct.pack(">I", edit.oid)
+    match edit.op:
+        case "insert":
+            return b"I" + oid + b"N" + _values(edit.new, None)
+        case "update":
+            return b"U" + oid + b"O" + _values(edit.old, None) + b"N" + _values(edit.new, edit.old)
+        case "delete":
+            return b"D" + oid + b"O" + _values(edit.old, None)
+        case "truncate":
+            return b"T" + struct.pack(">IB", 1, 0) + oid
+
+
+def _values(row: Row | None, old: Row | None) -> bytes:
+    """A value of column b that an update left alone is TOASTed."""
+    assert row is not None
+    out = struct.pack(">H", len(COLUMNS))
+    for column in COLUMNS:
+        value = row[column.name]
+        if value is None:
+            out += b"n"
+        elif column.name == "b" and old is not None and old["b"] == value:
+            out += b"u"
+        else:
+            out += b"t" + struct.pack(">I", len(value)) + value.encode()
+    return out

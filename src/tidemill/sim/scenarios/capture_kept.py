@@ -1,0 +1,396 @@
+"""Shapes that are kept over the lives of a capture: the real store on its real file, on one machine or two, and clients
+that follow a shape by its handle, whoever serves it.
+
+Faults: a flush takes effect or not, is told or not; a disk fails for a while, also for longer than anybody waits for
+it; what is read fails; a process dies in the middle of all that, or leaves in order, and the next one is on either
+machine: the files stay where they are.
+Oracle: wherever a client is up to date it has exactly the rows of a SELECT as of what it was told, through any lives; a
+handle is given once; no shape ends with a fault that nobody listed; a file that the capture's row names has all that
+was confirmed; once nothing moves every client comes to what the table is, and the last commit is confirmed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import apsw
+import msgspec
+
+from tidemill.base.errors import TidemillError, Unavailable
+from tidemill.base.marks import Tracker
+from tidemill.base.tasks import keep
+from tidemill.metastore.catalogue import CaptureRow, Catalogue
+from tidemill.metastore.open import metastore_on
+from tidemill.shapes.budget import Budget
+from tidemill.shapes.live import LiveShape
+from tidemill.shapes.log import LogLimits, split_chunk
+from tidemill.shapes.offsets import BEFORE_ALL, LogOffset
+from tidemill.shapes.plan import FieldError, ShapeRequest
+from tidemill.shapes.store import file as file_module
+from tidemill.shapes.store import store as store_module
+from tidemill.shapes.store.disk_log import DiskLog
+from tidemill.shapes.store.file import Flush, Item, Saved, ShapeFile
+from tidemill.shapes.store.kept import Kept
+from tidemill.shapes.store.store import ShapeStore
+from tidemill.sim.scenarios.capture_database import Database
+from tidemill.sim.scenarios.capture_oracle import NAME
+from tidemill.sim.scenarios.capture_shapes import WHERES, Shapes, filter_of, read
+from tidemill.sim.world import CURRENT, Actor, Down, NotLive, Violated, World, swapped
+
+T = TypeVar("T")
+
+BYTES = 1 << 40
+BASE = "SELECT json FROM base WHERE id = ? ORDER BY chunk"
+ITEMS = "SELECT json FROM items WHERE id = ? ORDER BY tx, op"
+RETRY_S = 0.1
+
+
+class Disk:
+    """What the disks of a world do: some flushes fail, and some reads; for a while all flushes do; each takes up to
+    `slow_s`, both before and after it happens."""
+
+    def __init__(self, world: World) -> None:
+        source = world.source
+        self._world = world
+        self._flushes = source.choice((0.0, 0.0, 0.05, 0.3))
+        self._reads = source.choice((0.0, 0.0, 0.02))
+        self.slow_s = source.choice((0.0, 0.05, 0.5))
+        start_s = source.uniform(0, 5) if source.random() < 0.3 else float("inf")
+        self._out = start_s, start_s + source.uniform(0, 5)
+
+    def worsen(self) -> None:
+        """For faults that show only while it is slow and fails."""
+        start_s = self._world.source.uniform(2, 6)
+        self._out, self.slow_s, self._flushes = (start_s, start_s + 10), 0.3, 0.3
+
+    def flushes(self) -> str:
+        """ "lost": it did not happen; "untold": it did, and is told as failed."""
+        source, now_s = self._world.source, self._world.loop.time()
+        if self._world.faults.healed:
+            return ""
+        if self._out[0] <= now_s < self._out[1] or source.random() < self._flushes:
+            return source.choice(("lost", "untold"))
+        return ""
+
+    def read(self) -> None:
+        """Raises Unavailable."""
+        if not self._world.faults.healed and self._world.source.random() < self._reads:
+            raise Unavailable("the simulated disk does not read.")
+
+
+class SimFile(ShapeFile):
+    """The real file on a simulated disk."""
+
+    def __init__(self, path: Path, world: World, disk: Disk) -> None:
+        super().__init__(path)
+        self._world = world
+        self._disk = disk
+
+    def flush(self, flush: Flush) -> None:
+        fault = self._disk.flushes()
+        self._world.trace(f"{self.path.stem} flush {fault} written={len(flush.written)} ended={len(flush.ended)}")
+        if fault != "lost":
+            super().flush(flush)
+        if fault:
+            raise Unavailable(f"the simulated disk does not write: fault={fault}.")
+
+    def saved(self) -> list[Saved]:
+        self._disk.read()
+        return super().saved()
+
+    def base(self, key: int, chunk: int) -> bytes:
+        self._disk.read()
+        return super().base(key, chunk)
+
+    def items(self, key: int, after: tuple[int, int], upto: tuple[int, int], size_bytes: int) -> list[Item]:
+        self._disk.read()
+        return super().items(key, after, upto, size_bytes)
+
+
+class SimStore(ShapeStore):
+    """The real store; what its threads do takes as long as the disk does."""
+
+    slow_s = 0.0
+
+    async def _on_thread(self, threads: Executor, work: Callable[[], T]) -> T:
+        source = CURRENT.get().source  # type: ignore[union-attr]
+        await asyncio.sleep(source.uniform(0, self.slow_s))
+        done = await super()._on_thread(threads, work)
+        await asyncio.sleep(source.uniform(0, self.slow_s))
+        return done
+
+
+class Machines:
+    """Where captures run, one after another, and what stays there when they die."""
+
+    def __init__(self, db: Database, directory: Path, *, count: int) -> None:
+        self._db = db
+        self._world = db.world
+        self._count = count
+        self.alternate = 0
+        """Lives are on so many machines by turns; 0 = at random."""
+        self._directory = directory
+        self.disk = Disk(db.world)
+        self._files: dict[str, SimFile] = {}
+        self._catalogue: Catalogue | None = None
+        self._limits = LogLimits(chunk_bytes=db.world.source.choice((100, 1 << 20)))
+        self.sees: dict[str, frozenset[int]] = {}
+        """handle → the transactions that its first rows have"""
+        self.followed = 0
+        """Shapes that lived on in another process."""
+
+    def open(self, actor: Actor[Any]) -> ShapeStore:
+        """By a new life of the capture, on any machine."""
+        number = actor.life.number % self.alternate if self.alternate else self._world.source.randrange(self._count)
+        name = f"machine{number}"
+        if name in self._files:
+            self._files[name].release()  # the lock, and all that was open, went with its process
+        file = self._files[name] = SimFile(self._directory / f"{name}.db", self._world, self.disk)
+        nobody = ThreadPoolExecutor(1)  # the simulated loop has no threads, and asks none
+        self._world.trace(f"{actor.life} on {name}")
+        store = SimStore(
+            file, nobody, nobody, actor.clock, self._world.rand(), Tracker(), "shapes:sim/disk", self._limits,
+            Budget(BYTES), Budget(BYTES),
+        )  # fmt: skip
+        store.slow_s = self.disk.slow_s
+        return store
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.release()
+
+    async def lives(self, capture: Actor[Any], count: int) -> None:
+        """One after another, most of them once they stream; each dies at any moment, or leaves in order."""
+        source, world = self._world.source, self._world
+        for _ in range(count):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(source.choice((0.0, 10.0, 10.0))):
+                    await world.until(lambda: capture.ready and capture.node.capture.streaming, every_s=0.02)
+            await asyncio.sleep(source.uniform(0, 1.2) ** 2)
+            if source.random() < 0.2:
+                with contextlib.suppress(Down, TimeoutError):
+                    async with asyncio.timeout(5.0):
+                        await capture.enter(lambda node: node.leave())
+            capture.crash()
+            await self.check()
+            await asyncio.sleep(source.uniform(0, 0.1))
+            await capture.start()
+
+    async def check(self) -> None:
+        """When no process runs: what may be restored has all that was confirmed, and nothing twice."""
+        if self._catalogue is None:
+            world = self._world
+            self._catalogue = Catalogue(
+                metastore_on(world.consensus, world.objects, world.clock, world.rand(), holder="oracle"),
+                world.clock, world.rand(),
+            )  # fmt: skip
+        row = await self._catalogue.get(CaptureRow, NAME)
+        # Where no table was copied all begins anew, and so do shapes.
+        goes_on = any(table.snapshot is not None for table in await self._catalogue.tables(NAME))
+        for file in self._files.values():
+            file.release()
+            db = apsw.Connection(str(file.path), flags=apsw.SQLITE_OPEN_READONLY)
+            found = db.execute("SELECT name FROM owner").fetchall()
+            if row is not None and goes_on and found[0][0] in row.taps:
+                self._check_file(db, self._db.confirmed or 0)
+            db.close()
+
+    def _check_file(self, db: apsw.Connection, confirmed: int) -> None:
+        shapes: list[tuple[Any, ...]] = db.execute("SELECT id, handle, record, tx FROM shapes").fetchall()
+        for key, handle, record, last in shapes:
+            kept = Kept.decode(record)
+            rows: dict[str, dict[str, Any]] = {}
+            base: list[tuple[Any, ...]] = db.execute(BASE, (key,)).fetchall()
+            items: list[tuple[Any, ...]] = db.execute(ITEMS, (key,)).fetchall()
+            for item in split_chunk([joined for (joined,) in (*base, *items) if joined]):
+                read(json.loads(item), rows, handle)
+            check_rows(self._db, self.sees[handle], kept.relation.oid, kept.request, max(confirmed, last), rows,
+                       f"what is kept of a shape lacks something that was confirmed: handle={handle}")  # fmt: skip
+
+
+def check_rows(
+    db: Database, sees: frozenset[int], oid: int, request: ShapeRequest, lsn: int, rows: dict[str, Any], wrong: str
+) -> None:
+    where = filter_of(db, oid, request)
+    due = {key: row for key, row in db.select(oid, sees, lsn).items() if where is None or where.matches(row)}
+    held = {str(row["id"]): row for row in rows.values()}
+    if held != due:
+        raise Violated(f"{wrong} of=t{oid} where={request.where!r} lsn={lsn} held={held} due={due}")
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """`seen`: the client is up to date with this LSN; None = there is more."""
+
+    items: list[bytes]
+    end: LogOffset
+    seen: int | None
+
+
+class KeptShapes(Shapes):
+    """Those of one process that keeps them, as a node serves them (service.py, http/routes.py)."""
+
+    def __init__(self, machines: Machines, *args: Any, store: ShapeStore, late: bool) -> None:
+        super().__init__(*args, late=late, store=store)
+        self.source.sees = machines.sees
+        self._machines = machines
+        self._store = store
+        self._served: dict[str, LiveShape] = {}
+        self._pumps: list[asyncio.Task[None]] = []
+
+    def start(self, readers: int) -> None:
+        async def pump() -> None:
+            await self._tables.restore("sim", self._take_in_again)
+            await self._sink.run()
+
+        for body in (pump, self._store.run):
+            kept = keep("shapes:sim", body, tracker=Tracker(), clock=self._clock)
+            self._pumps.append(self._tasks.spawn(kept, name="shapes"))
+        self._run(readers)
+
+    async def leave(self) -> None:
+        """In order, after the capture has."""
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+        await self._store.aclose()
+
+    def _take_in_again(self, saved: Saved, kept: Kept, log: DiskLog) -> LiveShape:
+        shape = LiveShape(saved.handle, kept.definition, kept.schema_json, log)
+        shape.restored = True
+        self._served[shape.handle] = shape
+        self._machines.followed += 1
+        self._world.trace(f"shape {shape.handle} is followed on from {log.end}")
+        return shape
+
+    async def open(self, oid: int, request: ShapeRequest) -> str:
+        """Its new handle, once it is loaded; "" where the table is not captured now. Raises as `plan` else."""
+        try:
+            plan = await self._tables.plan(request)
+        except FieldError:
+            return ""
+        shape = self._shape(plan, LogLimits())
+        self._served[shape.handle] = shape
+        self._world.trace(f"shape {shape.handle} of t{oid} where {request.where!r}")
+        try:
+            await plan.build(shape)
+        except TidemillError:
+            self._end(shape, "it cannot be loaded")
+            raise
+        if self._checked(shape) is None:
+            raise Unavailable(f"it is over: {shape.end_reason}.")
+        return shape.handle
+
+    async def fetch(self, handle: str, offset: LogOffset) -> Answer | None:
+        """None: must-refetch. Raises Unavailable."""
+        if self._sink.restoring:
+            raise Unavailable("the shapes of an earlier life are being restored.")
+        shape = self._checked(self._served.get(handle))
+        if shape is None:
+            return None
+        if offset > shape.log.end and offset.tx > self._tables.last_seen(shape):
+            if not shape.restored:
+                raise Violated(f"a client is ahead of its shape: handle={handle} offset={offset} end={shape.log.end}")
+            raise Unavailable("the changes up to this offset come again after a restart.")
+        chunk = await shape.log.fetch(offset)
+        if self._checked(shape) is None:
+            return None
+        seen = max(self._tables.last_seen(shape), chunk.end.tx) if chunk.complete else None
+        return Answer(list(split_chunk(chunk.items)), chunk.end, seen)
+
+    async def delete(self, handle: str) -> None:
+        shape = self._served.get(handle)
+        if shape is not None:
+            self._end(shape, "deleted on request")
+
+    def _checked(self, shape: LiveShape | None) -> LiveShape | None:
+        """None when it is over. Raises Violated when that should not have been."""
+        if shape is not None and shape.broken:
+            raise Violated(f"a shape broke: handle={shape.handle} error={shape.error}")
+        if shape is not None and shape.gone:
+            self._served.pop(shape.handle, None)
+            self._tables.detach(shape)
+        return None if shape is None or shape.gone else shape
+
+
+class Followers:
+    """Clients, who live as long as the world."""
+
+    def __init__(self, db: Database, capture: Actor[Any], machines: Machines) -> None:
+        self._db = db
+        self._world = db.world
+        self._capture = capture
+        self._machines = machines
+        self._handles: set[str] = set()
+        self._seen: dict[int, int] = {}
+        """Of each: as of which LSN it is up to date, and was found right."""
+        self.refetches = 0
+
+    async def follow(self, number: int) -> None:
+        """For ever, one shape after another."""
+        source = self._world.source
+        self._seen[number] = 0
+        while True:
+            oid = source.choice(self._db.captured)
+            request = ShapeRequest(f"t{oid}", source.choice(WHERES), replica=source.choice(("default", "full")))
+            handle = await self._ask(lambda shapes, oid=oid, request=request: shapes.open(oid, request))  # type: ignore[misc]
+            if not handle:
+                continue
+            if handle in self._handles:
+                raise Violated(f"a handle was given twice: handle={handle}")
+            self._handles.add(handle)
+            await self._read(number, handle, oid, request)
+
+    async def _read(self, number: int, handle: str, oid: int, request: ShapeRequest) -> None:
+        source, rows, offset = self._world.source, dict[str, dict[str, Any]](), BEFORE_ALL
+        for _ in range(source.choice((20, 1_000_000, 1_000_000))):
+            answer = await self._ask(lambda shapes, offset=offset: shapes.fetch(handle, offset))  # type: ignore[misc]
+            if answer is None:
+                self.refetches += 1
+                return
+            for item in answer.items:
+                read(json.loads(item), rows, handle)
+            offset = answer.end
+            if answer.seen is not None:
+                check_rows(self._db, self._machines.sees[handle], oid, request, answer.seen, rows,
+                           f"a client's rows are not the table's: handle={handle}")  # fmt: skip
+                self._seen[number] = answer.seen
+                await asyncio.sleep(source.uniform(0, source.choice((0.2, 0.4, 5.0))))
+        await self._ask(lambda shapes: shapes.delete(handle))
+
+    async def _ask(self, question: Callable[[KeptShapes], Awaitable[T]]) -> T:
+        """Of whoever serves, until somebody answers."""
+        while True:
+            with contextlib.suppress(TidemillError, Down):
+                return await self._capture.enter(lambda node: question(node.shapes))
+            await asyncio.sleep(self._world.source.uniform(0, 2 * RETRY_S))
+
+    async def settled(self, lsn: int, within_s: float) -> None:
+        """All are up to date with this LSN. Raises NotLive."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._world.until(lambda: min(self._seen.values(), default=lsn) >= lsn)
+        except TimeoutError as error:
+            raise NotLive(f"clients do not come to the end: seen={self._seen} last={lsn}") from error
+
+
+@contextlib.contextmanager
+def quickened(world: World, *, harsh: bool, patient: bool) -> Iterator[None]:
+    """Flushes within a world's time, on a disk that no power failure threatens. `harsh`: and often; `patient`: whose
+    faults are waited for."""
+    source = world.source
+    with contextlib.ExitStack() as stack:
+        for module, name, value in (
+            (file_module, "SYNCHRONOUS", "OFF"),
+            (store_module, "FLUSH_S", 0.02 if harsh else source.choice((0.02, 0.3, 1.0))),
+            (store_module, "FLUSH_BYTES", source.choice((1, 1 << 20))),
+            (store_module, "RETRY_S", RETRY_S),
+            (store_module, "PATIENCE_S", 10.0 if patient else 0.3),
+        ):
+            stack.enter_context(swapped(module, name, value))
+        yield

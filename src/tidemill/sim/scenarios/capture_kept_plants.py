@@ -1,0 +1,106 @@
+"""Faults planted into what shapes keep over the lives of a capture (`capture_kept`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from types import ModuleType
+from typing import Any
+
+from tidemill.base.errors import TidemillError
+from tidemill.base.tasks import Tasks
+from tidemill.capture import machine
+from tidemill.capture.session import Session
+from tidemill.shapes import table_shapes
+from tidemill.shapes.consumer import TableConsumer
+from tidemill.shapes.live import LiveShape
+from tidemill.shapes.store.disk_log import DiskLog
+from tidemill.shapes.store.file import Saved
+from tidemill.shapes.store.kept import Kept
+from tidemill.shapes.table_shapes import TableShapes
+from tidemill.sim.scenarios import capture_kept, capture_shapes
+from tidemill.sim.scenarios.capture_kept import SimStore
+from tidemill.sim.world import swapped
+
+LATE_S = 3.0
+
+
+class HastyStore(SimStore):
+    """Plants confirm-before-flush: what a flush takes counts as durable before it is."""
+
+    async def flush(self) -> None:
+        self.durable(self.position())
+        await super().flush()
+
+
+class TrustingStore(SimStore):
+    """Plants trusted-file: what a file holds is taken for complete, whoever captured in between."""
+
+    def claim(self, last: Collection[str]) -> bool:
+        return super().claim([*last, self.owner] if self.owner else last)
+
+
+class LateSession(Session):
+    """Plants late-name: whoever follows on where another one was named has its own names written some time after the
+    stream has begun."""
+
+    async def name_taps(self) -> None:
+        if self.streaming or not self._own.now.taps:
+            await super().name_taps()
+            return
+
+        async def later() -> None:
+            with contextlib.suppress(TidemillError):
+                await asyncio.sleep(LATE_S)
+                await super(LateSession, self).name_taps()
+
+        self._late = Tasks(lambda *_: None)  # whose failure is no more than a name that is not written
+        self._late.spawn(later(), name="late names")
+
+
+class HastyShapes(TableShapes):
+    """Plants route-before-restore: what the stream brings is routed while shapes are still being restored."""
+
+    async def restore(self, name: str, start: Callable[[Saved, Kept, DiskLog], LiveShape]) -> None:
+        sink = self._databases[name].sink
+        if sink.restoring:
+            await sink.begun.wait()
+            for _ in range(20):
+                sink._arrived.set()
+                sink.restoring = False
+                await self._share.work(sink.step)
+                sink.restoring = True
+                await asyncio.sleep(0.01)
+        await super().restore(name, start)
+
+
+class UntrimmedConsumer(TableConsumer):
+    """Plants untrimmed-restore: a log that comes from disk takes again what it has."""
+
+    def __init__(self, *args: Any, has_lsn: int = 0) -> None:
+        super().__init__(*args)
+
+
+PLACES: dict[str, tuple[ModuleType, str, object]] = {
+    "confirm-before-flush": (capture_kept, "SimStore", HastyStore),
+    "trusted-file": (capture_kept, "SimStore", TrustingStore),
+    "late-name": (machine, "Session", LateSession),
+    "route-before-restore": (capture_shapes, "TableShapes", HastyShapes),
+    "untrimmed-restore": (table_shapes, "TableConsumer", UntrimmedConsumer),
+}
+
+MOVES = ("trusted-file", "late-name")
+"""They show where another machine captured in between."""
+BAD_DISK = ("confirm-before-flush",)
+"""It shows while a disk is slow and fails."""
+
+
+@contextlib.contextmanager
+def planted_kept(fault: str) -> Iterator[None]:
+    if fault not in PLACES:
+        yield
+        return
+    module, name, value = PLACES[fault]
+    with swapped(module, name, value):
+        yield

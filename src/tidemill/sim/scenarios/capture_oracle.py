@@ -1,0 +1,139 @@
+"""What a capture has stored, read without faults and held against what the database did (see `capture_topics`)."""
+
+from __future__ import annotations
+
+from tidemill.capture.changes import NEVER
+from tidemill.capture.config import CaptureConfig
+from tidemill.capture.topic_writer import position_of
+from tidemill.capture.visibility import PgSnapshot
+from tidemill.metastore.catalogue import CaptureTableRow, Catalogue, TopicRow
+from tidemill.shards.front import Binding
+from tidemill.shards.remap import decode_binding, log_name
+from tidemill.sim.scenarios.capture_database import Database, Taken, Wanted
+from tidemill.sim.world import Violated, World
+from tidemill.topics.batch import decode_batch
+from tidemill.topics.reader import PartitionReaderImpl
+
+NAME = "sim"
+"""Of the capture."""
+
+
+class Oracle:
+    """Reads what is stored, without faults."""
+
+    def __init__(self, world: World, db: Database, config: CaptureConfig) -> None:
+        self._world = world
+        self._db = db
+        self._config = config
+        self._bindings: list[Binding] = []
+        self._tags: dict[str, set[int]] = {}
+
+    def bindings(self) -> list[Binding]:
+        """Every binding that ever landed, whole."""
+        landed = self._world.consensus.landed.get(log_name(self._config.remap), [])
+        for record in landed[len(self._bindings) :]:
+            binding = decode_binding(record, self._bindings[-1] if self._bindings else None)
+            self._bindings.append(binding)
+            if binding.tag:
+                self._tags.setdefault(binding.tag, set()).add(binding.lsn)
+        return self._bindings
+
+    @property
+    def bound(self) -> int:
+        stored = self.bindings()
+        return stored[-1].lsn if stored else 0
+
+    def check_told(self, flushed: int) -> None:
+        """P1, first half: a commit that is confirmed is bound."""
+        bound, slot = self.bound, self._db.slot_lsn
+        unbound = [t.lsn for t in self._db.log if t.sent and max(bound, slot) < t.lsn <= flushed]
+        if unbound:
+            # Raised within a session it would be one more fault to begin anew after.
+            said = f"confirmed past what is bound: flushed={flushed} bound={bound} commits={unbound}"
+            self._world.loop.call_exception_handler({"message": "a status", "exception": Violated(said)})
+
+    async def watch(self) -> None:
+        """Every binding, as it lands."""
+        log, seen = log_name(self._config.remap), 0
+        while True:
+            await self._world.consensus.wait(log, seen, 600.0)
+            seen = len(self._world.consensus.landed.get(log, ()))
+            await self.check_bound()
+
+    async def check_bound(self) -> None:
+        """P1, second half: what is bound is durable."""
+        reader = PartitionReaderImpl(self._world.consensus, self._world.objects)
+        for binding in self.bindings()[-1:]:
+            for topic_id, offsets in binding.offsets.items():
+                for partition, offset in enumerate(offsets):
+                    held = await reader.high_watermark(topic_id, partition)
+                    if offset > held:
+                        raise Violated(f"bound past what is durable: topic={topic_id} bound={offset} held={held}")
+
+    async def check(self, catalogue: Catalogue) -> None:
+        """Once nothing moves any more."""
+        for row in await catalogue.tables(NAME):
+            topic = await catalogue.get(TopicRow, row.topic)
+            if row.snapshot is None or topic is None:
+                raise Violated(f"a table is not captured in the end: row={row} topic={topic}")
+            await self._check_topic(row, topic)
+        bindings = self.bindings()
+        for txn in self._db.log:
+            # An idle binding after it hides from the next life that it was bound: it is bound again, at the same place.
+            if txn.tag and txn.lsn > self._db.slot_lsn and txn.lsn <= bindings[-1].lsn:
+                at = self._tags.get(txn.tag, set())
+                # Of those from before a copy the first binding behind it tells (B2).
+                late = min((copied for copied in self._db.copies if copied > txn.lsn), default=NEVER)
+                if not at and self._cut_short(late):
+                    continue
+                if not at or any(lsn != txn.lsn and lsn < late for lsn in at):
+                    raise Violated(f"a marker is not bound at its commit: tag={txn.tag} commit={txn.lsn} bound={at}")
+
+    def _cut_short(self, late: int) -> bool:
+        """Of several tags from before one copy some are bound, and a session ended before the rest was: the next one
+        takes them for bound. Known, and not mended: it would have to read more than the newest binding."""
+        early = [txn.tag for txn in self._db.log if txn.tag and txn.lsn < late < NEVER]
+        return any(lsn >= late for tag in early for lsn in self._tags.get(tag, ()))
+
+    async def _check_topic(self, row: CaptureTableRow, topic: TopicRow) -> None:
+        snapshot = row.snapshot
+        assert snapshot is not None
+        seen = PgSnapshot(snapshot.xmin, snapshot.xmax, frozenset(snapshot.xip))
+        taken = self._db.snapshots[seen, snapshot.lsn]
+        wanted = self._db.wanted(row.oid, taken.visible, row.parked_lsn or NEVER, topic.partitions)
+        reader = PartitionReaderImpl(self._world.consensus, self._world.objects)
+        copied: list[bytes | None] = []
+        for partition, due in enumerate(wanted):
+            end = await reader.high_watermark(topic.topic_id, partition)
+            batches = await reader.read(await reader.plan(topic.topic_id, partition, 0, end))
+            found = [Wanted(position_of(r), r.key, r.value) for b in batches for r in decode_batch(b).records]
+            start = snapshot.offsets[partition]
+            copied += [record.key for record in found[:start]]
+            held = found[start:]
+            # What a parked transaction wrote before it was known to be parked stays, unbound.
+            more = row.parked_lsn and all(r.position.commit_lsn >= row.parked_lsn for r in held[len(due) :])
+            if held[: len(due)] != due or (len(held) > len(due) and not more):
+                first = next((i for i, pair in enumerate(zip(held, due, strict=False)) if pair[0] != pair[1]), len(due))
+                held, due = held[first : first + 3], due[first : first + 3]
+                raise Violated(f"a topic is not the history: table={row.table}/{partition} at={start + first}"
+                               f" held={held} due={due} copy={snapshot}")  # fmt: skip
+            self._check_offsets(topic, partition, start, due, snapshot.lsn)
+        self._check_copy(row, taken, copied)
+
+    def _check_offsets(self, topic: TopicRow, partition: int, start: int, due: list[Wanted], copied_lsn: int) -> None:
+        """B1, B2."""
+        for binding in self.bindings():
+            offsets = binding.offsets.get(topic.topic_id)
+            if offsets is None:
+                continue
+            covered = start + sum(record.position.commit_lsn <= binding.lsn for record in due)
+            if offsets[partition] != covered:
+                raise Violated(f"a binding is no commit boundary: {binding} topic={topic.name} covers={covered}")
+            if binding.lsn < copied_lsn:
+                raise Violated(f"a binding is from before a copy: {binding} topic={topic.name} copy={copied_lsn}")
+
+    @staticmethod
+    def _check_copy(row: CaptureTableRow, taken: Taken, copied: list[bytes | None]) -> None:
+        due = sorted(b'{"id":%s}' % key.encode() for key in taken.rows[row.oid])
+        if sorted(key or b"" for key in copied) != due:
+            raise Violated(f"a copy is not the table: table={row.table} held={copied} due={due}")

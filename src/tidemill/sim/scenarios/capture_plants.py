@@ -1,0 +1,100 @@
+"""Faults planted into a session: each takes the place of one of its parts, for the worlds of one fault."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from tidemill.base.frontier import ChangePosition
+from tidemill.capture import session
+from tidemill.capture.bindings import Binder
+from tidemill.capture.boundaries import Boundary
+from tidemill.capture.changes import Fragment
+from tidemill.capture.collector import Collector
+from tidemill.capture.consumer import FragmentConsumer
+from tidemill.capture.converter import Converter
+from tidemill.capture.topic_writer import TopicWriter
+from tidemill.capture.wire.status import Status
+from tidemill.sim.world import World, swapped
+
+FAULTS = (
+    "seed002",
+    "early-keepalive",
+    "early-register",
+    "no-hold-back",
+    "late-publication",
+    "late-consumer",
+    "early-confirm",
+    "early-boundary",
+    "lost-notice",
+)
+
+
+class RawWriter(TopicWriter):
+    """Plants seed002: what is durable in the middle of a transaction is reported as it is, not at its commit."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._consumer = FragmentConsumer(defer=False)
+
+
+class EagerWriter(TopicWriter):
+    """Plants early-boundary: a commit's boundary goes to the binder when it was handed over, not when it is durable."""
+
+    def _boundary(self, fragment: Fragment, written: ChangePosition | None) -> None:
+        super()._boundary(fragment, written)
+        self._aligned(fragment.last)
+
+
+class EagerBinder(Binder):
+    """Plants early-confirm: a boundary is reported flushed when it is durable, before a binding covers it."""
+
+    def durable(self, boundaries: Sequence[Boundary]) -> None:
+        super().durable(boundaries)
+        for boundary in boundaries:
+            self._on_bound(boundary.last)
+
+
+class EagerCollector(Collector):
+    """Plants early-register: a commit is registered for those who had something of it before it is delivered, not for
+    those to whom it was."""
+
+    async def _fragment(self, fragment: Fragment) -> None:
+        if fragment.commits:
+            self._register(fragment, self._touched)
+        await super()._fragment(fragment)
+
+
+def _forgetful(world: World) -> Callable[..., Binder]:
+    """Plants lost-notice: now and then nobody is told that a commit is bound."""
+
+    def make(remap: Any, clock: Any, on_bound: Callable[[ChangePosition], None], **options: Any) -> Binder:
+        def told(position: ChangePosition) -> None:
+            if world.source.random() >= 0.3:
+                on_bound(position)
+
+        return Binder(remap, clock, told, **options)
+
+    return make
+
+
+@contextlib.contextmanager
+def planted(world: World, fault: str) -> Iterator[None]:
+    """Of the faults that are not planted by who takes part in the world itself."""
+    places: dict[str, tuple[str, object]] = {
+        "seed002": ("TopicWriter", RawWriter),
+        "early-keepalive": ("Status", partial(Status, recompute_at_commit=False)),
+        "early-register": ("Collector", EagerCollector),
+        "no-hold-back": ("Converter", partial(Converter, hold_back=False)),
+        "early-confirm": ("Binder", EagerBinder),
+        "early-boundary": ("TopicWriter", EagerWriter),
+        "lost-notice": ("Binder", _forgetful(world)),
+    }
+    if fault not in places:
+        yield
+        return
+    name, value = places[fault]
+    with swapped(session, name, value):
+        yield

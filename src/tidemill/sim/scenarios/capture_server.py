@@ -1,0 +1,430 @@
+"""The model of PostgreSQL in the place of connections and SQL: what a session asks, and its replication stream.
+
+Every question takes a while, connections are refused and cut until the world is healed, and a status that is on its
+way when its connection ends is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import struct
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Container, Iterator, Sequence
+from typing import Any
+from zlib import crc32
+
+from tidemill.base.errors import Invalid, TidemillError, Unavailable
+from tidemill.base.frontier import Lsn
+from tidemill.capture import copying, describing, descriptions, joining, locking, prepare, session, watch
+from tidemill.capture.attributes import Attribute, Attributes
+from tidemill.capture.changes import Relation, Row
+from tidemill.capture.config import CaptureConfig
+from tidemill.capture.publication import Note, Published
+from tidemill.capture.setup import ServerFacts, SlotState
+from tidemill.capture.tables import TableInfo
+from tidemill.capture.wire.status import Keepalive
+from tidemill.capture.wire.stream import Framed
+from tidemill.sim.scenarios.capture_database import STRANGER, Contents, Database, Taken, messages
+from tidemill.sim.world import swapped
+
+POLL_S = 0.02
+KEEPALIVE_S = 1.0
+LOCK_WAIT_S = 0.5
+BLOCKS = 8
+"""Of each table."""
+
+
+class Server:
+    """One database's server. `on_status(flushed)`: a status says that everything up to there is durable."""
+
+    def __init__(self, db: Database, on_status: Callable[[int], None], *, late_publication: bool = False) -> None:
+        self.db = db
+        self.world = db.world
+        self.on_status = on_status
+        self.late_publication = late_publication
+        self.late: set[int] = set()
+        """To be published once the snapshot was read: the planted fault."""
+        self.cuts = self.world.source.choice((0.0, 0.0, 0.01, 0.04))
+        self.unreadable = self.world.source.choice((0.0, 0.0, 0.3))
+
+    async def asked(self) -> None:
+        """A question on its way. Raises Unavailable."""
+        source = self.world.source
+        await asyncio.sleep(source.uniform(0, 0.02) if source.random() < 0.5 else 0)
+        self.cut("a question")
+
+    def cut(self, what: str) -> None:
+        if not self.world.faults.healed and self.world.source.random() < self.cuts:
+            raise Unavailable(f"the connection was cut: at={what!r}.")
+
+    def infos(self) -> list[TableInfo]:
+        return [
+            TableInfo(r.oid, r.schema, r.table, "r", "p", "f", True, digest=str(r.oid))
+            for r in self.db.relations.values()
+        ]
+
+    async def publish(self, oids: Sequence[int], settle: Container[int]) -> set[int]:
+        """Add them once nobody writes them (SHARE lock), and wait for who writes those that are there; those whose
+        writers did not end."""
+        published = self.db.publication
+        assert published is not None
+        failed: set[int] = set()
+        for oid in oids:
+            new, waited_s = oid not in published, 0.0
+            behind = self.db.writers_of(oid) if new or oid in settle else []
+            while behind and waited_s < LOCK_WAIT_S:
+                await asyncio.sleep(POLL_S)
+                waited_s += POLL_S
+                writers = self.db.writers_of(oid)
+                behind = [txn for txn in writers if new or any(txn is each for each in behind)]
+            if behind:
+                failed.add(oid)
+            elif self.late_publication and oid not in published:
+                self.late.add(oid)
+            else:
+                published.add(oid)
+        return failed
+
+    def publish_late(self) -> None:
+        if self.db.publication is not None:
+            self.db.publication |= self.late
+        self.late.clear()
+
+
+class ServerWire:
+    """An ordinary connection: it is only asked what is asked in words; the rest are the functions below."""
+
+    target = "server=sim"
+    server_version = 180_000
+    database = "sim"
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+
+    async def query(self, sql: str) -> list[tuple[str | None, ...]]:
+        await self.server.asked()
+        return []
+
+    async def value(self, sql: str) -> str | None:
+        await self.server.asked()
+        assert "pg_current_wal_insert_lsn" in sql, sql
+        return str(Lsn(self.server.db.lsn + 1))
+
+    async def aclose(self) -> None:
+        return None
+
+
+class Connections:
+    """In the place of the class Wire."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    async def connect(self, dsn: str, *, replication: bool = False, purpose: str, capture: str = "") -> ServerWire:
+        await self._server.asked()
+        return ServerWire(self._server)
+
+
+class Stream:
+    """In the place of ReplicationStream: from the slot's position on, in order, keepalives in between."""
+
+    def __init__(self, wire: ServerWire) -> None:
+        self._server = wire.server
+        self._db = wire.server.db
+        self._queue: deque[Framed | Keepalive] = deque()
+        self._described: set[int] = set()
+        self._closed = False
+
+    async def start(self, slot: str, publication: str) -> None:
+        await self._server.asked()
+        assert self._db.confirmed is not None
+        self._sent = self._db.confirmed
+        self._at = next((i for i, txn in enumerate(self._db.log) if txn.lsn > self._sent), len(self._db.log))
+
+    async def receive(self) -> list[bytes]:
+        source, world = self._server.world.source, self._server.world
+        await asyncio.sleep(source.uniform(0, 0.1) if source.random() < 0.3 else 0)
+        self._server.cut("the stream")
+        if not self._queue and self._at == len(self._db.log):
+            self._db.moved.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(KEEPALIVE_S):
+                    await self._db.moved.wait()
+        if not self._queue:
+            self._fill()
+        some = source.choice((1, 2, 50))
+        items = [self._queue.popleft() for _ in range(min(some, len(self._queue)))]
+        world.trace(f"stream gives {[str(i.lsn) + chr(i.payload[0]) if isinstance(i, Framed) else i for i in items]}")
+        return [_frame(item) for item in items]
+
+    def _fill(self) -> None:
+        source, queue = self._server.world.source, self._queue
+        while self._at < len(self._db.log) and not queue:
+            txn = self._db.log[self._at]
+            self._at += 1
+            if not txn.sent:
+                continue
+            if source.random() < 0.3 and self._sent < txn.lsn:
+                # The next record may be this very commit: the server can promise nothing beyond its start.
+                queue.append(Keepalive(source.randint(self._sent + 1, txn.lsn), False))
+            for number, item in enumerate(messages(txn, self._described, self._db.relations)):
+                if number and source.random() < 0.1:
+                    queue.append(Keepalive(txn.lsn + 1, False))
+                queue.append(item)
+            self._sent = txn.lsn
+        if not queue:
+            self._sent = self._db.lsn
+            queue.append(Keepalive(self._sent + 1, False))
+
+    async def send_status(self, update: bytes) -> None:
+        _, _, flushed, _, _, _ = struct.unpack(">cqqqqB", update)
+        world = self._server.world
+        world.trace(f"status flushed={flushed - 1}")
+        self._server.on_status(flushed - 1)
+        # In this life's context: what is on its way when the connection ends is lost.
+        world.loop.call_later(world.source.uniform(0, 0.05), self._told, flushed - 1)
+
+    def _told(self, flushed: int) -> None:
+        if not self._closed and self._db.confirmed is not None:
+            self._db.confirmed = max(self._db.confirmed, flushed)
+
+    async def aclose(self) -> None:
+        self._closed = True
+
+
+def _frame(item: Framed | Keepalive) -> bytes:
+    """As it comes over the wire (status.py)."""
+    if isinstance(item, Framed):
+        return struct.pack(">cqqq", b"w", item.lsn, item.lsn, 0) + item.payload
+    return struct.pack(">cqqB", b"k", item.wal_end, 0, item.reply_requested)
+
+
+class ServerSnapshot:
+    """In the place of copying.Snapshot."""
+
+    def __init__(self, wire: ServerWire, tables: Sequence[TableInfo], progress: object) -> None:
+        self._server = wire.server
+        self._taken: Taken | None = None
+        self.tables = list(tables)
+        self.relations: dict[int, Relation] = {}
+        self.partitions: dict[int, tuple[int, ...]] = {}
+        self.attributes: dict[int, Attributes] = {}
+
+    async def begin(self) -> dict[str, TidemillError]:
+        await self._server.asked()
+        db = self._server.db
+        self._taken = taken = db.snapshot()
+        db.copies.append(taken.lsn)
+        self.seen, self.lsn = taken.seen, taken.lsn
+        self.relations = {table.oid: db.relations[table.oid] for table in self.tables}
+        self.attributes = {oid: attributes(relation) for oid, relation in self.relations.items()}
+        db.world.trace(f"snapshot {taken.seen} lsn={taken.lsn} tables={[table.name for table in self.tables]}")
+        return {}
+
+    async def estimate(self) -> int:
+        return 0
+
+    async def blocks(self, table: TableInfo) -> tuple[int, int]:
+        await self._server.asked()
+        return BLOCKS, BLOCKS
+
+    async def divided_since(self, table: TableInfo, xid: int) -> bool:
+        await self._server.asked()
+        return False
+
+    async def export(self) -> str:
+        await self._server.asked()
+        return "exported"
+
+    async def join(self, wire: ServerWire, exported: str) -> None:
+        await self._server.asked()
+
+    async def rows(self, wire: ServerWire, table: TableInfo, condition: str = "") -> AsyncIterator[list[bytes]]:
+        assert self._taken is not None
+        world = self._server.world
+        found: Contents = self._taken.rows[table.oid]
+        low, high = _bounds(condition)
+        for row in [row for row in found.values() if low <= _block(row) < high]:
+            await self._server.asked()
+            yield [_line(row)]
+        if not world.faults.healed and world.source.random() < self._server.unreadable:
+            raise Invalid("a row cannot be read.")
+
+    async def end(self) -> None:
+        await asyncio.sleep(self._server.world.source.uniform(0, 0.2))
+        self._server.publish_late()
+        await self._server.asked()
+
+
+def _block(row: Row) -> int:
+    """Where its version lies: one that is updated moves."""
+    return crc32(_line(row)) % BLOCKS
+
+
+def _bounds(condition: str) -> tuple[int, int]:
+    """The blocks that a chunk's condition chooses."""
+    low, high = re.search(r">= '\((\d+),0\)'", condition), re.search(r"< '\((\d+),0\)'", condition)
+    return int(low[1]) if low is not None else 0, int(high[1]) if high is not None else BLOCKS
+
+
+def _line(row: Row) -> bytes:
+    """As COPY prints it; no value of this world needs an escape."""
+    return ("\t".join("\\N" if value is None else value for value in row.values()) + "\n").encode()
+
+
+# SQL ------------------------------------------------------------------------------------------------
+
+
+async def _check_server(wire: ServerWire, config: CaptureConfig) -> ServerFacts:
+    await wire.server.asked()
+    return ServerFacts(wire.server_version, "sim", 60_000)
+
+
+async def _yes(wire: ServerWire, config: CaptureConfig) -> bool:
+    await wire.server.asked()
+    return True
+
+
+async def _no_name(wire: ServerWire) -> str:
+    return ""
+
+
+async def _nobody(wire: ServerWire, *_: object) -> None:
+    await wire.server.asked()
+
+
+async def _for_ever(*_: object) -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+async def _slot_state(wire: ServerWire, slot: str) -> SlotState | None:
+    await wire.server.asked()
+    db = wire.server.db
+    if db.confirmed is None:
+        return None
+    return SlotState(db.confirmed + 1, None, "reserved", 0, None, db.lsn + 1)
+
+
+async def _create_slot(wire: ServerWire, config: CaptureConfig) -> SlotState:
+    """It begins where everything that committed is visible."""
+    db = wire.server.db
+    db.confirmed = None
+    await wire.server.asked()
+    await db.world.until(lambda: db.settled, every_s=0.001)
+    db.confirmed = db.slot_lsn = db.lsn
+    db.world.trace(f"slot begins behind {db.lsn}")
+    found = await _slot_state(wire, config.slot)
+    assert found is not None
+    return found
+
+
+async def _create_publication(wire: ServerWire, publication: str) -> None:
+    await wire.server.asked()
+    wire.server.db.publication = {STRANGER} & wire.server.db.relations.keys()
+
+
+async def _published_tables(wire: ServerWire, publication: str, *, manual: bool = False) -> dict[int, str] | None:
+    await wire.server.asked()
+    found = wire.server.db.publication
+    return None if found is None else {oid: f"t{oid}" for oid in sorted(found | wire.server.late)}
+
+
+async def _publish(
+    wire: ServerWire,
+    config: CaptureConfig,
+    tables: Sequence[TableInfo],
+    published: dict[int, str],
+    *,
+    attempts: int,
+    note: Note,
+    settle: Container[int] = (),
+) -> Published:
+    await wire.server.asked()
+    failed = await wire.server.publish([table.oid for table in tables], settle)
+    newly = frozenset(table.oid for table in tables) - failed - published.keys()
+    locked = Unavailable("its lock cannot be had.")
+    return Published(newly, {table.name: locked for table in tables if table.oid in failed})
+
+
+async def _unpublish(wire: ServerWire, config: CaptureConfig, name: str) -> bool:
+    await wire.server.asked()
+    db, oid = wire.server.db, int(name.removeprefix("t"))
+    if db.publication is None or db.writers_of(oid):
+        return False
+    db.publication.discard(oid)
+    return True
+
+
+async def _list_tables(wire: ServerWire) -> list[TableInfo]:
+    await wire.server.asked()
+    return wire.server.infos()
+
+
+async def _describe(wire: ServerWire, oids: Sequence[int]) -> dict[int, Relation]:
+    await wire.server.asked()
+    return {oid: wire.server.db.relations[oid] for oid in oids}
+
+
+async def _describe_after(wire: ServerWire, xid: int, oid: int) -> Relation | None:
+    await wire.server.asked()
+    return wire.server.db.relations.get(oid)
+
+
+async def _attributes_of(wire: ServerWire, oids: Sequence[int]) -> dict[int, Attributes]:
+    await wire.server.asked()
+    return {oid: attributes(relation) for oid, relation in wire.server.db.relations.items() if oid in oids}
+
+
+def attributes(relation: Relation) -> Attributes:
+    """Of a table that nobody alters."""
+    columns = tuple(
+        Attribute(c.name, number, c.type_oid, c.type_mod, c.type_name, c.key_index)
+        for number, c in enumerate(relation.columns, 1)
+    )
+    return Attributes(columns, len(columns), 0, "files")
+
+
+async def _hazards(wire: ServerWire, publication: str, whole: bool) -> list[Any]:
+    await wire.server.asked()
+    return []
+
+
+async def _heartbeat(wire: ServerWire) -> None:
+    await wire.server.asked()
+    db = wire.server.db
+    txn = db.begin()
+    db.commit(txn, message=True)
+    db.show(txn)
+
+
+@contextlib.contextmanager
+def answering(server: Server) -> Iterator[None]:
+    """For as long as this holds, sessions talk to this server."""
+    connections = Connections(server)
+    with contextlib.ExitStack() as stack:
+        for module, names in (
+            (session, {
+                "Wire": connections, "check_server": _check_server, "own_session": _no_name, "watch_set_up": _for_ever,
+                "busy_walsender": _nobody, "ReplicationStream": Stream,
+            }),
+            (locking, {"try_lock": _yes}),
+            (descriptions, {"describe_after": _describe_after}),
+            (describing, {"attributes_of": _attributes_of, "describe": _describe, "heartbeat": _heartbeat}),
+            (watch, {"slot_state": _slot_state, "heartbeat": _heartbeat}),
+            (prepare, {
+                "slot_state": _slot_state, "create_slot": _create_slot, "create_publication": _create_publication,
+                "publish": _publish, "published_tables": _published_tables, "list_tables": _list_tables,
+                "describe": _describe, "attributes_of": _attributes_of,
+            }),
+            (joining, {
+                "Wire": connections, "publish": _publish, "unpublish": _unpublish, "hazards": _hazards,
+                "published_tables": _published_tables, "list_tables": _list_tables, "describe": _describe,
+                "table_holder": _nobody,
+            }),
+            (copying, {"Wire": connections, "Snapshot": ServerSnapshot}),
+        ):  # fmt: skip
+            for name, value in names.items():
+                stack.enter_context(swapped(module, name, value))
+        yield

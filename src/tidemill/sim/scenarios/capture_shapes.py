@@ -1,0 +1,257 @@
+"""Shapes on a captured table: the real tap, router, consumers and logs over snapshots of the model, and their readers.
+
+Readers come at any moment, in the middle of a transaction too, read by chunks at their own pace and go at any moment.
+Oracle: whoever has read a log to its end has exactly the rows of a SELECT as of what the shape says it has seen, each
+inserted once and changed only while it is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from tidemill.base.clock import Clock
+from tidemill.base.errors import TidemillError
+from tidemill.base.tasks import Tasks
+from tidemill.capture.changes import Relation
+from tidemill.capture.machine import Capture
+from tidemill.capture.visibility import PgSnapshot
+from tidemill.shapes import table_shapes
+from tidemill.shapes.budget import Budget
+from tidemill.shapes.compiling import Asked, compile_each
+from tidemill.shapes.consumer import TableConsumer
+from tidemill.shapes.describe import ColumnInfo, TableColumns
+from tidemill.shapes.items import snapshot_end
+from tidemill.shapes.live import LiveShape
+from tidemill.shapes.log import UNBOUNDED, LogLimits, split_chunk
+from tidemill.shapes.offsets import BEFORE_ALL
+from tidemill.shapes.plan import Plan, ShapeRequest, compile_request
+from tidemill.shapes.rows import RowWriter
+from tidemill.shapes.share import LoopShare
+from tidemill.shapes.sink import BacklogLimits
+from tidemill.shapes.store.store import ShapeStore
+from tidemill.shapes.table_shapes import TableShapes
+from tidemill.shapes.where import Type, Where
+from tidemill.sim.loop import LIFE
+from tidemill.sim.scenarios.capture_database import Database
+from tidemill.sim.world import Violated, World, swapped
+
+DSN = "host=sim dbname=sim"
+HOUSE_S = 1.0
+"""How often the service looks for shapes whose table is captured no more."""
+LATE_S = 0.2
+INFOS = (
+    ColumnInfo("id", "int4", "b", 0, -1, True, True, True),
+    ColumnInfo("v", "text", "b", 0, -1, False, True, True),
+    ColumnInfo("b", "text", "b", 0, -1, False, True, True),
+)
+WHERES = ("", "", "id < 4", "v < 'm'", "id IN (1, 5)", "b IS NULL OR id = 2")
+
+
+class Ticking:
+    """Every look at the clock takes a moment, so that turns of shapes' work end at any step."""
+
+    def __init__(self, world: World, clock: Clock) -> None:
+        self._source = world.source
+        self._clock = clock
+        self._ahead_s = 0.0
+
+    def now_ms(self) -> int:
+        return self._clock.now_ms()
+
+    def monotonic_s(self) -> float:
+        self._ahead_s += self._source.choice((0.0, 0.0, 0.0005, 0.002))
+        return self._clock.monotonic_s() + self._ahead_s
+
+
+class ModelSource:
+    """In the place of PostgresSource."""
+
+    def __init__(self, db: Database, dsn: str) -> None:
+        self._db = db
+        self.sees: dict[str, frozenset[int]] = {}
+        """handle → the transactions that its first rows have"""
+
+    async def describe(self, relation: Relation) -> TableColumns:
+        await asyncio.sleep(self._db.world.source.uniform(0, 0.02))
+        return TableColumns(relation, INFOS)
+
+    async def load(
+        self,
+        shape: LiveShape,
+        info: TableColumns,
+        where: Where | None,
+        writer: RowWriter,
+        must_see: frozenset[int],
+        with_rows: bool,
+        share: LoopShare,
+    ) -> PgSnapshot:
+        source = self._db.world.source
+        await asyncio.sleep(source.uniform(0, 0.1))
+        await self._db.world.until(lambda: self._db.visible(must_see), every_s=0.01)
+        taken = self._db.snapshot()
+        self.sees[shape.handle] = taken.visible
+        for row in taken.rows[info.relation.oid].values():
+            if source.random() < 0.3:
+                await asyncio.sleep(source.uniform(0, 0.1))
+            if where is None or where.matches(row):
+                shape.log.add_base([writer.base_row(row)])
+        return taken.seen
+
+
+class LateShapes(TableShapes):
+    """Plants late-consumer: a shape is registered with the router when its snapshot was taken, not before."""
+
+    async def _build(
+        self, shape: LiveShape, request: ShapeRequest, database_name: str, info: TableColumns, where: Where | None
+    ) -> None:
+        database = self._databases[database_name]
+        writer = RowWriter("public", info.relation.table, info.names, info.key)
+        consumer = TableConsumer(shape, info.relation, where, writer)
+        snapshot = await database.source.load(shape, info, where, writer, frozenset(), True, self._share)
+        await asyncio.sleep(LATE_S)
+        database.sink.add(consumer)
+        self._consumers[shape.handle] = (database.sink, consumer)
+        shape.log.add_base([snapshot_end(snapshot.xmin, snapshot.xmax, sorted(snapshot.in_progress))])
+        shape.log.seal_base()
+        consumer.open(snapshot)
+        await self._share.work(consumer.settle)
+        shape.ready()
+
+
+class Compiler:
+    """In the place of compiling.CompilerThread: the simulated loop has no threads."""
+
+    async def __call__(self, request: ShapeRequest, types: Mapping[str, Type], schema: str, table: str) -> Where | None:
+        return compile_request(request, types, schema, table)
+
+    async def many(self, asked: Sequence[Asked]) -> list[Where | BaseException | None]:
+        return compile_each(asked)
+
+
+class Shapes:
+    """Those of one process, and `readers` of them."""
+
+    def __init__(
+        self,
+        db: Database,
+        capture: Capture,
+        clock: Clock,
+        tasks: Tasks,
+        *,
+        late: bool,
+        store: ShapeStore | None = None,
+    ) -> None:
+        self._db = db
+        self._world = db.world
+        self._tasks = tasks
+        self._clock = clock
+        self.checked = 0
+        """Logs that were read to their end and compared."""
+        ticking = Ticking(db.world, clock)
+        kind: Callable[..., TableShapes] = LateShapes if late else TableShapes
+        self._tables = kind(ticking, LoopShare(ticking), BacklogLimits(), Compiler())
+        self._handles = 0
+        with swapped(table_shapes, "PostgresSource", self._source):
+            self._sink = self._tables.add("sim", DSN, capture.relations, store)
+        capture.add_tap(self._sink)
+
+    def _source(self, dsn: str) -> ModelSource:
+        self.source = ModelSource(self._db, dsn)
+        return self.source
+
+    def start(self, readers: int) -> None:
+        self._tasks.spawn(self._sink.run(), name="shapes")
+        self._run(readers)
+
+    def _run(self, readers: int) -> None:
+        self._tasks.spawn(self._house(), name="house")
+        for number in range(readers):
+            self._tasks.spawn(self._reader(), name=f"reader {number}")
+
+    async def _house(self) -> None:
+        while True:
+            await asyncio.sleep(HOUSE_S)
+            for consumer in self._tables.uncaptured():
+                self._end(consumer.shape, "its table is not captured any more")
+            self._sink.end_the_late()
+
+    async def _reader(self) -> None:
+        source = self._world.source
+        while True:
+            await asyncio.sleep(source.uniform(0, 0.5) ** 2)
+            oid = source.choice(self._db.captured)
+            request = ShapeRequest(
+                f"t{oid}", source.choice(WHERES), replica=source.choice(("default", "full"))
+            )  # fmt: skip
+            try:
+                plan = await self._tables.plan(request)
+            except TidemillError:
+                continue  # not captured now
+            shape = self._shape(plan, LogLimits(chunk_bytes=source.choice((100, 1 << 20))))
+            self._world.trace(f"shape {shape.handle} of t{oid} where {request.where!r}")
+            try:
+                await self._follow(shape, plan.build, oid, request)
+            finally:
+                self._end(shape, "nobody reads it")
+            self._world.trace(f"shape {shape.handle} ended: {shape.end_reason}")
+
+    def _shape(self, plan: Plan, limits: LogLimits) -> LiveShape:
+        self._handles += 1
+        handle = f"h{LIFE.get()}.{self._handles}"
+        return LiveShape(handle, plan.definition, plan.schema_json, self._tables.log("sim", limits, Budget(UNBOUNDED)))
+
+    def _end(self, shape: LiveShape, reason: str) -> None:
+        shape.drop(reason)
+        self._tables.detach(shape)
+
+    async def _follow(
+        self, shape: LiveShape, build: Callable[[LiveShape], Awaitable[None]], oid: int, request: ShapeRequest
+    ) -> None:
+        """Until it is gone, or nobody cares any more."""
+        source, rows, offset = self._world.source, dict[str, dict[str, Any]](), BEFORE_ALL
+        await build(shape)
+        where = filter_of(self._db, oid, request)
+        for _ in range(source.choice((3, 30, 1_000_000))):
+            if shape.gone:
+                return
+            chunk = await shape.log.fetch(offset)
+            for item in split_chunk(chunk.items):
+                read(json.loads(item), rows, shape.handle)
+            offset = chunk.end
+            if chunk.complete:
+                self._compare(shape, oid, where, rows)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(source.choice((0.02, 1.0))):
+                        await shape.subscribe()
+            await asyncio.sleep(source.uniform(0, 0.1) if source.random() < 0.2 else 0)
+
+    def _compare(self, shape: LiveShape, oid: int, where: Where | None, rows: dict[str, dict[str, Any]]) -> None:
+        last_seen = self._tables.last_seen(shape)
+        table = self._db.select(oid, self.source.sees[shape.handle], last_seen)
+        due = {key: row for key, row in table.items() if where is None or where.matches(row)}
+        held = {str(row["id"]): row for row in rows.values()}
+        if held != due:
+            raise Violated(f"a shape's rows are not the table's: shape={shape.handle} of=t{oid} where="
+                           f"{shape.definition.where!r} lsn={last_seen} held={held} due={due}")  # fmt: skip
+        self.checked += 1
+
+
+def filter_of(db: Database, oid: int, request: ShapeRequest) -> Where | None:
+    return compile_request(request, TableColumns(db.relations[oid], INFOS).where_types(), "public", f"t{oid}")
+
+
+def read(item: dict[str, Any], rows: dict[str, dict[str, Any]], handle: str) -> None:
+    """What a client of the protocol does with an item."""
+    operation, key = item["headers"].get("operation"), item.get("key", "")
+    if operation is None:
+        return
+    if (operation == "insert") == (key in rows):
+        raise Violated(f"an item does not fit what was read: shape={handle} item={item} rows={sorted(rows)}")
+    if operation == "delete":
+        del rows[key]
+    else:
+        rows[key] = {**rows.get(key, {}), **item["value"]}

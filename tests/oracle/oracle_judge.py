@@ -1,0 +1,293 @@
+"""Compares what clients hold and topics fold to with what SELECT says, while the writers stand.
+
+What may still be under way is asked again until a deadline; what a client shows although it says that its source has
+shown it everything is a failure at once. Each finding is a sentence with the table, the clause and the rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from oracle_follower import Follower, View
+from oracle_history import History, Row, Shown
+from oracle_shards import UNTIL_S, found_of, shard_of, unlike, wanted_of
+from oracle_stock import StockClient, quoted_array
+from oracle_tables import Table
+from oracle_topics import alike, read_topic, table_of, twice
+
+from tidemill.base.errors import TidemillError
+from tidemill.capture.naming import table_name
+from tidemill.metastore.catalogue import CaptureTableRow
+
+SETTLE_S = 45.0
+CONFIRM_S = 5.0
+"""From when the last commit is durable, which it is when a consumer reads it, until PostgreSQL hears of it."""
+EXAMPLES = 3
+LEDGER = "public.ledger"
+
+
+@dataclass
+class Shape:
+    """A shape that is followed: by whom, and what it selects."""
+
+    table: Table
+    where: str
+    columns: list[str]
+    """() = all"""
+    breaks: int = 0
+    """Columns of its table that had been renamed or dropped when it was made."""
+    clients: list[Follower | StockClient] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        """Its clause or columns may be of a description that is no more."""
+        return self.table.gone or self.table.breaks > self.breaks
+
+    def __str__(self) -> str:
+        return f"{self.table.sql_name} where={self.where!r} columns={self.columns or 'all'}"
+
+
+@dataclass
+class Source:
+    """What the judge looks at. `rows` is the capture's catalogue by table, `select` runs a statement."""
+
+    capture: str
+    brokers: str
+    select: Callable[[str], list[tuple[Any, ...]]]
+    rows: Callable[[], Mapping[str, CaptureTableRow]]
+    marks: Callable[[], Mapping[str, Mapping[str, Any]]]
+    confirmed_lsn: Callable[[], int]
+    shards: Path | None = None
+    """The cluster's file, where a pipeline keeps the first tables."""
+
+
+class Judge:
+    def __init__(self, source: Source, history: History) -> None:
+        self._source = source
+        self._history = history
+        self._lsn_of: dict[int, int] = {}
+        self.counts: Counter[str] = Counter()
+        self.settled_s: list[dict[str, float]] = []
+        """Of each pause: how long each thing took to be as it must."""
+
+    def judge(self, mark: int, tables: Sequence[Table], shapes: Sequence[Shape]) -> None:
+        """`mark`: `n` of the ledger's last row. Raises AssertionError with all that is wrong."""
+        began_s = time.monotonic()
+        took_s = {"ledger": self._until(lambda: self._ledger(mark))}
+        last_lsn = max(self._lsn_of.values())
+        took_s["confirmed"] = self._until(lambda: self._confirmed(last_lsn), CONFIRM_S)
+        took_s["states"] = self._until(lambda: self._states(tables))
+        took_s["shapes"] = self._until(lambda: [found for s in shapes for found in self._shape(s, last_lsn)])
+        took_s["topics"] = self._until(lambda: [found for table in tables for found in self._topic(table)])
+        if self._source.shards is not None:
+            took_s["shards"] = self._until(lambda: self._shards(tables), UNTIL_S)
+        took_s["marks"] = self._until(self._marks)
+        took_s["all"] = round(time.monotonic() - began_s, 1)
+        self.settled_s.append(took_s)
+        problems = [found for shape in shapes for found in self._never_shown(shape)]
+        assert not problems, "\n".join(problems)
+        self.counts["pauses"] += 1
+
+    def _until(self, problems: Callable[[], list[str]], settle_s: float = SETTLE_S) -> float:
+        began_s = time.monotonic()
+        deadline = began_s + settle_s
+        while found := problems():
+            assert time.monotonic() < deadline, f"not within {settle_s:.0f} s:\n" + "\n".join(found)
+            time.sleep(0.2)
+        return round(time.monotonic() - began_s, 1)
+
+    # the capture -----------------------------------------------------------------------------------
+    def _ledger(self, mark: int) -> list[str]:
+        """The ledger's topic is its table; it says at which LSN each transaction is."""
+        row = self._source.rows().get(LEDGER)
+        if row is None or not row.flows:
+            return [f"{LEDGER} does not flow: {row}"]
+        records = read_topic(self._source.brokers, row.topic)
+        self._lsn_of = {int(r.value["xid"]): r.place[0] for r in records if r.value is not None}
+        if not any(r.value is not None and int(r.value["n"]) == mark for r in records):
+            return [f"the topic of {LEDGER} has not the row {mark}"]
+        wrong = [f"a place stands twice in the topic of {LEDGER}: {record}" for record in twice(records)]
+        assert not wrong, wrong
+        return []
+
+    def _confirmed(self, last_lsn: int) -> list[str]:
+        confirmed = self._source.confirmed_lsn()
+        return [] if confirmed > last_lsn else [f"confirmed_flush_lsn is {confirmed}, the last commit at {last_lsn}"]
+
+    def _states(self, tables: Sequence[Table]) -> list[str]:
+        rows, problems = self._source.rows(), []
+        for table in tables:
+            row = rows.get(table_name(table.schema, table.name))
+            if table.gone:
+                if row is not None and row.state != "dropped":
+                    problems.append(f"{table.sql_name} is gone, and {row.state}")
+            elif row is None:
+                problems.append(f"{table.sql_name} is not known to the capture")
+            elif row.state == "parked" and not row.recopy and table.may_be_parked(row.reason):
+                self.counts["parked"] += 1
+            elif row.flows and {c.name for c in row.columns} != set(table.names):
+                problems.append(f"{table.sql_name} has columns {table.names}, captured {[c.name for c in row.columns]}")
+            elif not row.flows or row.recopy:
+                problems.append(
+                    f"{table.sql_name} is {row.state}, copied={row.snapshot is not None}, changes={table.changed}:"
+                    f" {row.reason}"
+                )
+        return problems
+
+    def _marks(self) -> list[str]:
+        """Nothing is stuck but a table that says why, and the shard of one that was copied again otherwise."""
+        return [
+            f"mark {name} is stuck: {mark}"
+            for name, mark in self._source.marks().items()
+            if mark["state"] == "stuck"
+            and not (name.startswith("table:") and mark.get("error"))
+            and not _waits_for_a_person(name, mark)
+        ]
+
+    # topics ----------------------------------------------------------------------------------------
+    def _topic(self, table: Table) -> list[str]:
+        row = None if table.gone else self._source.rows()[table_name(table.schema, table.name)]
+        if row is None:
+            return []
+        parked = row.state == "parked"
+        if not row.flows and not parked:
+            return [f"{table.sql_name} is {row.state}"]
+        records = read_topic(self._source.brokers, row.topic)
+        if parked:
+            records = [record for record in records if record.place[0] < row.parked_lsn]
+        if again := twice(records):
+            return [f"a place stands twice in the topic of {table.sql_name}: {again[0]}"]
+        found = table_of(row, records, table.key)
+        if parked:
+            lsn_of = {version.xid: self._lsn_of.get(version.xid, 0) for version in self._history.of[table.number]}
+            wanted = self._history.state(table.number, table.key, lsn_of, row.parked_lsn)
+        else:
+            rows = [dict(zip(table.names, values, strict=True)) for values in self._source.select(table.select())]
+            wanted = {tuple(r[name] for name in table.key): r for r in rows}
+        kinds = {c.name: c.type_name for c in row.columns}
+        what = f"the topic of {table.sql_name}" + (f" parked at {row.parked_lsn}: {row.reason}" if parked else "")
+        problems = different(what, wanted, found, kinds)
+        self.counts["topics"] += not problems
+        return [f"{problem} changes={table.changed}" for problem in problems]
+
+    # shards ----------------------------------------------------------------------------------------
+    def _shards(self, tables: Sequence[Table]) -> list[str]:
+        """Of tables that flow. One that changed again behind what was accepted for its shard says so, and waits."""
+        rows, marks = self._source.rows(), self._source.marks()
+        waiting = {name for name, mark in marks.items() if _waits_for_a_person(name, mark)}
+        self.counts["shards waiting"] += len(waiting)
+        return [
+            found
+            for table in tables
+            if table.kept and not (table.gone or table.broken or f"shard:{shard_of(table)}" in waiting)
+            if (row := rows.get(table_name(table.schema, table.name))) is not None and row.flows
+            for found in self._shard(table)
+        ]
+
+    def _shard(self, table: Table) -> list[str]:
+        assert self._source.shards is not None
+        wanted = wanted_of(table, self._source.select(table.select()))
+        try:
+            found = found_of(self._source.shards, table)
+        except (TidemillError, KeyError) as error:
+            return [f"shard {shard_of(table)} of {table.sql_name} cannot be read yet: {error}"]
+        wrong = unlike(wanted, found)
+        self.counts["shards"] += not wrong
+        said = f"shard {shard_of(table)} of {table.sql_name}, changes={table.changed}: (key, wanted, found)"
+        return [f"{said} {wrong[:EXAMPLES]}"] if wrong else []
+
+    # shapes ----------------------------------------------------------------------------------------
+    def _shape(self, shape: Shape, last_lsn: int) -> list[str]:
+        table = shape.table
+        row = self._source.rows().get(table_name(table.schema, table.name))
+        flows = not table.gone and row is not None and row.flows
+        if not flows:
+            return [
+                f"{client.name} is not told that {shape} is over"
+                for client in shape.clients
+                if not client.view().refused
+            ]
+        if shape.over:
+            return []
+        problems: list[str] = []
+        names = shape.columns or table.names
+        wanted = {values: True for values in self._source.select(table.select(names, shape.where))}
+        for client in shape.clients:
+            view = client.view()
+            found = self._held(client, view, names, table)
+            said = f"{client.name} of {shape}, changes={table.changed}, {_said(view)}"
+            if found is None:
+                other = next(row for row in view.rows.values() if row.keys() != set(names))
+                problems.append(f"{said}: its rows have not the columns {names}: {other}")
+                continue
+            expected = {self._as_held(client, values, names, table) for values in wanted}
+            if view.complete and expected == found:
+                self.counts["views"] += 1
+                continue
+            lacks, extra = [*(expected - found)][:EXAMPLES], [*(found - expected)][:EXAMPLES]
+            problem = f"{said}: lacks {lacks} shows too many {extra}"
+            if view.complete and view.seen_lsn >= last_lsn and not table.changed:
+                raise AssertionError(f"though it has seen {view.seen_lsn} of {last_lsn}: {problem}")
+            problems.append(problem)
+        return problems
+
+    @staticmethod
+    def _held(client: Any, view: View, names: Sequence[str], table: Table) -> set[Shown] | None:
+        if any(row.keys() != set(names) for row in view.rows.values()):
+            return None
+        return {tuple(row[name] for name in names) for row in view.rows.values()}
+
+    @staticmethod
+    def _as_held(client: Any, values: Shown, names: Sequence[str], table: Table) -> Shown:
+        if not isinstance(client, StockClient):
+            return values
+        return tuple(
+            quoted_array(value) if value is not None and table.column(name).kind.endswith("[]") else value
+            for name, value in zip(names, values, strict=True)
+        )
+
+    def _never_shown(self, shape: Shape) -> list[str]:
+        """Rows that a client held, and PostgreSQL never had; keys that left without a delete or a change."""
+        table, problems = shape.table, []
+        for client in shape.clients:
+            if isinstance(client, StockClient):
+                continue
+            rows, written = self._history.shown(table.number, client.columns)
+            wrong: list[Any] = [
+                shown
+                for shown in client.shown
+                if shown[1] not in rows or (shown[0] is not None and shown not in written)
+            ]
+            left = self._history.gone(table.number, table.key)
+            wrong += [key for key in client.left if key not in left]
+            if wrong:
+                problems.append(f"{client.name} of {shape} showed what never was: {wrong[:EXAMPLES]}")
+            self.counts["rows shown"] += len(client.shown)
+        return problems
+
+
+def _waits_for_a_person(name: str, mark: Mapping[str, Any]) -> bool:
+    """A shard whose table was copied under another description than it has."""
+    return name.startswith("shard:") and bool(mark.get("parked")) and "capture accept" in mark["error"]
+
+
+def different(
+    what: str, wanted: Mapping[Shown, Row], found: Mapping[Shown, Row], kinds: Mapping[str, str]
+) -> list[str]:
+    problems = []
+    for key in wanted.keys() | found.keys():
+        a, b = wanted.get(key), found.get(key)
+        names = [] if a is None or b is None else [n for n in b if n in a and not alike(kinds[n], a[n], b[n])]
+        if a is None or b is None or names:
+            shown = f"{a} / {b}" if a is None or b is None else str({n: (a[n], b[n]) for n in names})
+            problems.append(f"{what}: key {key}: wanted/found {shown}")
+    return problems[:EXAMPLES]
+
+
+def _said(view: View) -> str:
+    return f"complete={view.complete} seen={view.seen_lsn} refetches={view.refetches} refused={view.refused!r}"

@@ -1,0 +1,244 @@
+"""Random transactions, on connections of their own.
+
+Writers go from transaction to transaction through a gate, so that the world can stop all of them between two. What
+PostgreSQL refuses (a key that exists, a deadlock, a column that is gone by now) is rolled back and counted; a statement
+that fails because of what a capture did to its table is a fault of ours.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
+from oracle_tables import LEDGER, Column, Table, identifier
+from oracle_types import VALUES, key_value
+
+OBJECT_NOT_IN_PREREQUISITE_STATE = "55000"
+"""What an UPDATE without a replica identity is refused with."""
+DISPLAY = (
+    ("datestyle", "ISO, DMY"), ("timezone", "UTC"), ("intervalstyle", "iso_8601"), ("bytea_output", "hex"),
+    ("extra_float_digits", "1"),
+)  # fmt: skip
+
+
+def connect(dsn: str, **options: Any) -> psycopg.Connection[Any]:
+    settings = " ".join(f"-c {name}={value.replace(' ', chr(92) + ' ')}" for name, value in DISPLAY)
+    return psycopg.connect(dsn, options=settings, **options)
+
+
+class Gate:
+    """Open for writers; `closed()` waits until none is within a transaction."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._open = True
+        self._inside = 0
+
+    @contextmanager
+    def passing(self):  # type: ignore[no-untyped-def]
+        with self._changed:
+            self._changed.wait_for(lambda: self._open)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def closed(self, timeout_s: float = 60.0):  # type: ignore[no-untyped-def]
+        with self._changed:
+            self._open = False
+            assert self._changed.wait_for(lambda: self._inside == 0, timeout_s), "a writer hangs in its transaction"
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._open = True
+                self._changed.notify_all()
+
+
+class Worker(threading.Thread):
+    """One connection, one source of randomness; `step` is run through the gate until `stop`."""
+
+    def __init__(self, name: str, dsn: str, seed: str, tables: Sequence[Table], gate: Gate, pause_s: float) -> None:
+        super().__init__(name=name, daemon=True)
+        self.rand = random.Random(f"{seed} {name}")
+        self.counts: Counter[str] = Counter()
+        self.failure: BaseException | None = None
+        self._dsn = dsn
+        self._tables = tables
+        self._gate = gate
+        self._pause_s = pause_s
+        self._stopping = threading.Event()
+
+    def run(self) -> None:
+        try:
+            with connect(self._dsn) as connection:
+                connection.execute("SET lock_timeout = '5s'")
+                connection.commit()
+                while not self._stopping.wait(self.rand.random() * 2 * self._pause_s):
+                    with self._gate.passing():
+                        self._attempt(connection)
+        except BaseException as error:
+            self.failure = error
+
+    def _attempt(self, connection: psycopg.Connection[Any]) -> None:
+        try:
+            self.step(connection)
+        except psycopg.Error as error:
+            connection.rollback()
+            if error.sqlstate is None or error.sqlstate == OBJECT_NOT_IN_PREREQUISITE_STATE:
+                raise
+            self.counts[f"refused: {type(error).__name__}"] += 1
+
+    def step(self, connection: psycopg.Connection[Any]) -> None:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self.join(60)
+        if self.failure is not None:
+            raise self.failure
+
+    def there(self) -> list[Table]:
+        return [table for table in self._tables if not table.gone]
+
+
+class Writer(Worker):
+    def step(self, connection: psycopg.Connection[Any]) -> None:
+        rand, cursor = self.rand, connection.cursor()
+        for _ in range(rand.choice([1, 1, 2, 3, 6])):
+            table = rand.choice(self.there())
+            if rand.random() < 0.2:
+                cursor.execute("SAVEPOINT oracle")
+                self._statement(cursor, table)
+                if rand.random() < 0.6:
+                    cursor.execute("ROLLBACK TO SAVEPOINT oracle")
+                    continue
+                cursor.execute("RELEASE SAVEPOINT oracle")
+            else:
+                self._statement(cursor, table)
+        if rand.random() < 0.1:
+            connection.rollback()
+            self.counts["rolled back"] += 1
+            return
+        cursor.execute(LEDGER, (self.name,))
+        connection.commit()
+        self.counts["committed"] += 1
+
+    def _statement(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
+        rand = self.rand
+        weighed: list[tuple[float, Callable[[psycopg.Cursor[Any], Table], None]]] = [
+            (10, self._insert), (10, self._update), (4, self._move), (2, self._swap), (2, self._without_change),
+            (4, self._remove_row), (1.2, self._sweep), (0.5, self._many), (0.12, self._truncate),
+        ]  # fmt: skip
+        (kind,) = rand.choices([k for _, k in weighed], [w for w, _ in weighed])
+        kind(cursor, table)
+        self.counts[kind.__name__[1:]] += 1
+
+    def _value(self, table: Table, column: Column) -> str | None:
+        if column.name in table.key:
+            return key_value(self.rand, column.kind)
+        if column.default is None and self.rand.random() < 0.2:
+            return None
+        return VALUES[column.kind](self.rand)
+
+    def _key(self, table: Table) -> tuple[str, list[str | None]]:
+        columns = [table.column(name) for name in table.key]
+        test = " AND ".join(f"{_name(c)} = %s::{c.bare}" for c in columns)
+        return test, [self._value(table, c) for c in columns]
+
+    def _insert(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
+        rand = self.rand
+        given = [c for c in table.columns if c.name in table.key or rand.random() < 0.8]
+        count = rand.choice([1, 1, 2, 5, 40])
+        row = f"({', '.join(f'%s::{c.bare}' for c in given)})"
+        values = [self._value(table, c) for _ in range(count) for c in given]
+        others = [c for c in given if c.name not in table.key]
+        update = ", ".join(f"{_name(c)} = EXCLUDED.{_name(c)}" for c in others)
+        upsert = f"({', '.join(map(_identifier, table.key))}) DO UPDATE SET {update}"
+        conflict = upsert if others and count == 1 and rand.random() < 0.4 else "DO NOTHING"
+        names = ", ".join(_name(c) for c in given)
+        rows = ", ".join([row] * count)
+        cursor.execute(f"INSERT INTO {_sql(table)} ({names}) VALUES {rows} ON CONFLICT {conflict}", values)
+
+    def _update(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
+        others = table.others
+        changed = self.rand.sample(others, self.rand.randint(1, len(others))) if others else []
+        if changed:
+            test, key = self._key(table)
+            change = ", ".join(f"{_name(c)} = %s::{c.bare}" for c in changed)
+            values = [self._value(table, c) for c in changed]
+            cursor.execute(f"UPDATE {_sql(table)} SET {change} WHERE {test}", [*values, *key])
+
+    def _move(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
+        """To another key, and on to a third in the same transaction at times."""
+        test, key = self._key(table)
+        column = table.column(self.rand.choice(table.key))
+        change = f"{_name(column)} = %s::{column.bare}"
+        cursor.execute(f"UPDATE {_sql(table)} SET {change} WHERE {test}", [self._value(table, column), *key])
+
+    def _swap(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
+        first = table.column(table.key[0])
+        if first.kind not in ("integer", "bigint", "smallint") or len(table.key) > 1 or table.partitions:
+            return
+        a, b = self.rand.sample(range(1, 90), 2)
+        for old, new in ((a, -7), (b, a), (-7, b)):
+            change = f"UPDATE {_sql(table)} SET {_name(first)} = {new} WHERE {_name(first)} = {old}"
+            cursor.execute(change, ())
+
+    def _without_change(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
+        column = _name(self.rand.choice(table.columns))
+        cursor.execute(f"UPDATE {_sql(table)} SET {column} = {column}", ())
+
+    def _remove_row(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
+        test, key = self._key(table)
+        cursor.execute(f"DELETE FROM {_sql(table)} WHERE {test}", key)
+
+    def _sweep(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
+        """One statement over many rows."""
+        column = self.rand.choice(table.columns)
+        if column.name in table.key:
+            odds = f"hashtext({_name(column)}::text) %% 3 = {self.rand.randint(-2, 2)}"
+            cursor.execute(f"DELETE FROM {_sql(table)} WHERE {odds}", ())
+        else:
+            change = f"{_name(column)} = %s::{column.bare}"
+            cursor.execute(f"UPDATE {_sql(table)} SET {change}", [self._value(table, column)])
+
+    def _many(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
+        """More rows than a fragment holds, and most of them gone again in the same or a later transaction."""
+        first = table.column(table.key[0])
+        if first.kind not in ("integer", "bigint") or len(table.key) > 1 or table.partitions:
+            return
+        start = self.rand.choice([1_000, 2_000])
+        cursor.execute(
+            f"INSERT INTO {_sql(table)} ({_name(first)}) SELECT generate_series({start}, {start + 700})"
+            " ON CONFLICT DO NOTHING",
+            (),
+        )
+        if self.rand.random() < 0.6:
+            cursor.execute(f"DELETE FROM {_sql(table)} WHERE {_name(first)} >= {start + 20}", ())
+
+    def _truncate(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
+        table.rewritten = True
+        cursor.execute(f"TRUNCATE {_sql(table)}", ())
+
+
+def _identifier(name: str) -> str:
+    """For a statement with parameters, where a percent sign has a meaning."""
+    return identifier(name).replace("%", "%%")
+
+
+def _name(column: Column) -> str:
+    return _identifier(column.name)
+
+
+def _sql(table: Table) -> str:
+    return table.sql_name.replace("%", "%%")

@@ -1,0 +1,205 @@
+"""Random tables, and the triggers by which PostgreSQL itself writes down every version that a row ever had.
+
+    oracle.history   n, xid, tab, op, old, new        one row a row version, in the transaction that made it: what was
+                                                      rolled back is not there
+    public.ledger    n, xid, what                     one row a transaction, captured as any other: its topic says at
+                                                      which commit LSN each xid is
+
+History's values are text as `SELECT` prints it. After a change of description the whole table is written down again
+(op S), since its rows have changed without a statement of their own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from oracle_types import ENUM, KEY_TYPES, MOODS, VALUES
+
+SCHEMAS = ("public", "Odd s.chema")
+_WORDS = (
+    "plain",
+    "We ird",
+    'qu"ote',
+    "do.t",
+    "ünï",
+    "sl/ash",
+    "back\\slash",
+    "UPPER",
+    "select",
+    "per%cent",
+    "new\nline",
+)
+
+SETUP = f"""
+CREATE SCHEMA oracle;
+CREATE SCHEMA "{SCHEMAS[1]}";
+CREATE TYPE {ENUM} AS ENUM ({", ".join("'" + mood.replace("'", "''") + "'" for mood in MOODS[:-1])});
+CREATE TABLE oracle.history (n bigserial PRIMARY KEY, xid xid8 NOT NULL DEFAULT pg_current_xact_id(),
+    tab int NOT NULL, op text NOT NULL, old jsonb, new jsonb);
+CREATE TABLE public.ledger (n bigserial PRIMARY KEY, xid text NOT NULL DEFAULT pg_current_xact_id()::text, what text);
+"""
+LEDGER = "INSERT INTO public.ledger (what) VALUES (%s)"
+
+
+def identifier(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+@dataclass
+class Column:
+    name: str
+    kind: str
+    default: str | None = None
+    """A literal's text; None = nullable, without a default."""
+
+    @property
+    def sql(self) -> str:
+        rest = f" NOT NULL DEFAULT {literal(self.default)}::{self.bare}" if self.default is not None else ""
+        return f"{identifier(self.name)} {self.kind}{rest}"
+
+    @property
+    def bare(self) -> str:
+        return self.kind.partition(" COLLATE")[0]
+
+
+def literal(text: str) -> str:
+    quoted = "'" + text.replace("'", "''") + "'"
+    return f" E{quoted}".replace("\\", "\\\\") if "\\" in text else quoted
+
+
+@dataclass
+class Table:
+    """`number` is of this table alone: one that is made anew under its name has another."""
+
+    number: int
+    schema: str
+    name: str
+    columns: list[Column]
+    key: list[str]
+    partitions: int = 0
+    broken: list[str] = field(default_factory=list)
+    """Changes of its description since it was last copied, after which it may be parked."""
+    changed: list[str] = field(default_factory=list)
+    """All changes of its description."""
+    breaks: int = 0
+    """Of its columns that were renamed or dropped, ever."""
+    rewritten: bool = False
+    """Since it was last copied: by TRUNCATE, or a change that writes all rows anew."""
+    gone: bool = False
+    kept: bool = False
+    """A pipeline keeps it in a shard, and if it was copied again, then because that was accepted for the shard, too."""
+
+    def may_be_parked(self, reason: str) -> bool:
+        """A change that should flow parks where the rows were written anew within seconds before it: that looks like a
+        volatile default (docs/capture.md)."""
+        return bool(self.broken) or (self.rewritten and bool(self.changed) and "the rows were written anew" in reason)
+
+    def copied_again(self, known: int, *, accepted: bool) -> None:
+        """`known`: so many of `broken` were there when it was asked for; what came since may be in the copy, or not."""
+        del self.broken[:known]
+        self.rewritten = False
+        self.kept = self.kept and accepted
+
+    @property
+    def sql_name(self) -> str:
+        return f"{identifier(self.schema)}.{identifier(self.name)}"
+
+    @property
+    def names(self) -> list[str]:
+        return [column.name for column in self.columns]
+
+    def column(self, name: str) -> Column:
+        return next(column for column in self.columns if column.name == name)
+
+    @property
+    def others(self) -> list[Column]:
+        return [column for column in self.columns if column.name not in self.key]
+
+    def ddl(self) -> list[str]:
+        key = ", ".join(map(identifier, self.key))
+        body = ", ".join([*(column.sql for column in self.columns), f"PRIMARY KEY ({key})"])
+        by = f" PARTITION BY RANGE ({identifier(self.key[0])})" if self.partitions else ""
+        statements = [f"CREATE TABLE {self.sql_name} ({body}){by}"]
+        statements += [self.partition(number) for number in range(self.partitions)]
+        return [*statements, *self.watching()]
+
+    def partition(self, number: int) -> str:
+        """Of 40 keys each; the first takes what is below, too."""
+        start = "MINVALUE" if number == 0 else str(number * 40)
+        end = str((number + 1) * 40)
+        name = f"{identifier(self.schema)}.{identifier(f'{self.name} p{number}')}"
+        return f"CREATE TABLE {name} PARTITION OF {self.sql_name} FOR VALUES FROM ({start}) TO ({end})"
+
+    def watching(self) -> list[str]:
+        return [
+            self.watcher(),
+            f"CREATE TRIGGER oracle_rows AFTER INSERT OR UPDATE OR DELETE ON {self.sql_name}"
+            f" FOR EACH ROW EXECUTE FUNCTION oracle.log_{self.number}()",
+            f"CREATE TRIGGER oracle_truncate AFTER TRUNCATE ON {self.sql_name}"
+            f" FOR EACH STATEMENT EXECUTE FUNCTION oracle.log_{self.number}()",
+        ]
+
+    def watcher(self) -> str:
+        """To be made anew in the transaction that changes the description."""
+        rows = "INSERT INTO oracle.history (tab, op, old, new) VALUES"
+        old, new, n = self._object("OLD"), self._object("NEW"), self.number
+        return f"""CREATE OR REPLACE FUNCTION oracle.log_{n}() RETURNS trigger LANGUAGE plpgsql AS $oracle$ BEGIN
+            IF TG_OP = 'TRUNCATE' THEN {rows} ({n}, 'T', NULL, NULL);
+            ELSIF TG_OP = 'INSERT' THEN {rows} ({n}, 'I', NULL, {new});
+            ELSIF TG_OP = 'UPDATE' THEN {rows} ({n}, 'U', {old}, {new});
+            ELSE {rows} ({n}, 'D', {old}, NULL); END IF;
+            RETURN NULL; END $oracle$"""
+
+    def written_down_again(self) -> list[str]:
+        return [
+            f"INSERT INTO oracle.history (tab, op) VALUES ({self.number}, 'R')",
+            f"INSERT INTO oracle.history (tab, op, new) SELECT {self.number}, 'S', {self._object('r')}"
+            f" FROM {self.sql_name} r",
+        ]
+
+    def _object(self, row: str) -> str:
+        parts = []
+        for column in self.columns:
+            value = f"{row}.{identifier(column.name)}"
+            shown = f"{value}::text" if column.kind == "boolean" else f"format('%s', {value})"
+            parts.append(f"{literal(column.name)}, CASE WHEN {value} IS NULL THEN NULL ELSE {shown} END")
+        return f"jsonb_build_object({', '.join(parts)})"
+
+    def select(self, columns: Sequence[str] = (), where: str = "") -> str:
+        """Every value as text, booleans as true and false."""
+        shown = []
+        for name in columns or self.names:
+            value = identifier(name)
+            text = f"{value}::text" if self.column(name).kind == "boolean" else f"format('%s', {value})"
+            shown.append(f"CASE WHEN {value} IS NULL THEN NULL ELSE {text} END")
+        return f"SELECT {', '.join(shown)} FROM {self.sql_name}" + (f" WHERE ({where})" if where else "")
+
+
+def random_column(rand: random.Random, taken: Sequence[str], kind: str = "") -> Column:
+    name = ""
+    while not name or name in taken:
+        name = rand.choice([*_WORDS, *(f"c{n}" for n in range(6))])
+    kind = kind or rand.choice(list(VALUES))
+    return Column(name, kind)
+
+
+def random_table(rand: random.Random, number: int) -> Table:
+    partitioned = rand.random() < 0.2
+    kinds = ["integer" if partitioned else rand.choice(KEY_TYPES)]
+    kinds += [rand.choice(KEY_TYPES) for _ in range(rand.choice([0, 0, 1, 2]))]
+    if kinds == [ENUM]:
+        kinds.append("integer")  # so few rows are no table
+    columns: list[Column] = []
+    for kind in kinds:
+        columns.append(random_column(rand, [c.name for c in columns], kind))
+    key = [column.name for column in columns]
+    for _ in range(rand.randint(1, 7)):
+        column = random_column(rand, [c.name for c in columns])
+        if rand.random() < 0.3:
+            column.default = VALUES[column.kind](rand)
+        columns.append(column)
+    rand.shuffle(columns)
+    name = rand.choice(_WORDS) if rand.random() < 0.5 else "t"
+    return Table(number, rand.choice([*SCHEMAS, "public"]), f"{name} {number}", columns, key, 2 if partitioned else 0)

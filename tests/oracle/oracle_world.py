@@ -1,0 +1,271 @@
+"""One seeded world: a PostgreSQL, a node that captures it, writers, clients, kills; judged at every pause.
+
+    tables, shapes ─► [ writers + changes of descriptions + SIGKILL, SIGSTOP ] ─► pause, judge ─► again … ─► judge
+
+The seed fixes tables, clauses, the statements of each writer and the kinds of faults; how they fall together is the
+machine's affair.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
+
+from cluster import Cluster, cluster, until
+from oracle_changes import Changer
+from oracle_clauses import random_clause
+from oracle_follower import Follower
+from oracle_history import History
+from oracle_judge import Judge, Shape, Source
+from oracle_load import Gate, Worker, Writer, connect
+from oracle_shards import PIPELINE, pipeline_of
+from oracle_stock import StockClients, installed
+from oracle_tables import LEDGER, SCHEMAS, SETUP, Table, identifier, random_table
+
+from tidemill.capture.naming import table_name
+from tidemill.cli.context import stores
+from tidemill.metastore.catalogue import CaptureTableRow
+
+CAPTURE = "world"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much of everything."""
+
+    seed: int
+    rounds: int = 3
+    round_s: float = 6.0
+    tables: tuple[int, int] = (2, 5)
+    writers: int = 3
+    kills: int = 1
+    """In each round."""
+    changes: bool = True
+    pause_s: float = 0.03
+    shards: bool = False
+    """A pipeline keeps the first tables; faults are the driver's, too."""
+
+
+class World:
+    def __init__(self, plan: Plan, dsn: str, directory: Path, stack: ExitStack) -> None:
+        self.plan = plan
+        self.rand = random.Random(f"{plan.seed} world")
+        self.dsn = dsn
+        self.stack = stack
+        self.gate = Gate()
+        self.history = History()
+        self.tables: list[Table] = []
+        self.shapes: list[Shape] = []
+        self.faults: list[str] = []
+        self._made = 0
+        self._control = stack.enter_context(connect(dsn, autocommit=True))
+        self._control.execute(SETUP)  # type: ignore[arg-type]
+        self._ddl = stack.enter_context(connect(dsn))
+        for _ in range(self.rand.randint(*plan.tables)):
+            self._create(self._new_table())
+        self._seed_rows()
+        self.cluster = self._start(directory)
+        self.stock = (
+            StockClients(f"http://{self.cluster.http}/v1/shape", directory / "stock.log") if installed() else None
+        )
+        if self.stock is not None:
+            stack.callback(self.stock.close)
+        self.judge = Judge(self._source(), self.history)
+        for table in self.tables:
+            self._follow(table)
+
+    # making ----------------------------------------------------------------------------------------
+    def _new_table(self) -> Table:
+        self._made += 1
+        return random_table(self.rand, self._made)
+
+    def _create(self, table: Table) -> None:
+        for statement in table.ddl():
+            self._ddl.execute(statement)  # type: ignore[arg-type]
+        self._ddl.commit()
+        self.tables.append(table)
+
+    def _seed_rows(self) -> None:
+        """Rows that are there before anybody captures them."""
+        writer = Writer("seeding", self.dsn, str(self.plan.seed), self.tables, self.gate, 0)
+        with connect(self.dsn) as connection:
+            for _ in range(20):
+                writer._attempt(connection)
+
+    def _start(self, directory: Path) -> Cluster:
+        patterns = ", ".join(f"'{pattern}'" for pattern in ("public.*", f'"{SCHEMAS[1]}".*'))
+        toml = f'[capture.{CAPTURE}]\ndsn = "{self.dsn}"\ntables = [{patterns}]\nbinding_interval_ms = 20\n'
+        toml += "[shapes]\nlong_poll_s = 2\nsse_s = 8\n"
+        if self.plan.shards:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "pipeline.py").write_text(pipeline_of(CAPTURE, self.tables))
+            toml += f'[pipeline.{PIPELINE}]\nfile = "{directory / "pipeline.py"}"\n'
+            for table in self.tables:
+                table.kept = True
+        made = self.stack.enter_context(cluster(directory, toml))
+        made.ready()
+        self._stores = self.stack.enter_context(stores(made.config))
+        return made
+
+    def _source(self) -> Source:
+        def rows() -> Mapping[str, CaptureTableRow]:
+            return {row.table: row for row in self._stores.portal.call(self._stores.catalogue.tables(CAPTURE))}
+
+        def confirmed() -> int:
+            query = "SELECT confirmed_flush_lsn - '0/0' FROM pg_replication_slots WHERE slot_name = %s"
+            return int(self._control.execute(query, (f"tidemill_{CAPTURE}",)).fetchone()[0])  # type: ignore[index]
+
+        def select(statement: str) -> list[tuple[Any, ...]]:
+            return self._control.execute(statement).fetchall()  # type: ignore[arg-type]
+
+        shards = self.cluster.config if self.plan.shards else None
+        return Source(CAPTURE, self.cluster.kafka, select, rows, lambda: self.cluster.marks(), confirmed, shards)
+
+    def _follow(self, table: Table) -> None:
+        """Some shapes over a table, each with clients of different kinds."""
+        rand = self.rand
+        for number in range(rand.randint(1, 3)):
+            where = random_clause(rand, table) if number else ""
+            columns: list[str] = []
+            if rand.random() < 0.3:
+                columns = [n for n in table.names if n in table.key or rand.random() < 0.5]
+            params = {"table": f"{identifier(table.schema)}.{identifier(table.name)}"}
+            if where:
+                params["where"] = where
+            if columns:
+                params["columns"] = ",".join(map(identifier, columns))
+            if rand.random() < 0.4:
+                params["replica"] = "full"
+            shape = Shape(table, where, columns, table.breaks)
+            for sse in {False, rand.random() < 0.4}:
+                client = Follower(self.cluster.http, params, columns or table.names, table.key, sse=sse)
+                client.start()
+                self.stack.callback(client.stop)
+                shape.clients.append(client)
+            if self.stock is not None and rand.random() < 0.6:
+                name = f"{table.number}/{len(self.shapes)} {params['table']}"
+                shape.clients.append(self.stock.follow(name, params, sse=rand.random() < 0.5))
+            self.shapes.append(shape)
+
+    # running ---------------------------------------------------------------------------------------
+    def run(self) -> None:
+        seed = str(self.plan.seed)
+        workers: list[Worker] = [
+            Writer(f"writer{n}", self.dsn, seed, self.tables, self.gate, self.plan.pause_s)
+            for n in range(self.plan.writers)
+        ]
+        if self.plan.changes:
+            workers.append(Changer("changer", self.dsn, seed, self.tables, self.gate, 0.7, make=self._new_table))
+        for worker in workers:
+            worker.start()
+        try:
+            for number in range(self.plan.rounds):
+                self._round()
+                with self.gate.closed():
+                    self._judge()
+                if number < self.plan.rounds - 1:
+                    self._go_on()
+        finally:
+            for worker in workers:
+                worker.stop()
+            self.counts = sum((worker.counts for worker in workers), Counter())
+        assert self.counts["committed"] > 5 * self.plan.rounds, f"the writers did next to nothing: {self.counts}"
+
+    def _round(self) -> None:
+        """Faults at random moments of it, and a calm end, so that the node can be judged."""
+        moments = sorted(self.rand.random() * self.plan.round_s * 0.9 for _ in range(self.plan.kills))
+        began_s = time.monotonic()
+        for moment in [*moments, self.plan.round_s]:
+            time.sleep(max(0.0, began_s + moment - time.monotonic()))
+            if moment < self.plan.round_s:
+                self._fault()
+
+    def _fault(self) -> None:
+        kinds = ["kill node", "kill node", "kill all", "stop node"]
+        kind = self.rand.choice([*kinds, "kill pipeline", "kill pipeline"] if self.plan.shards else kinds)
+        self.faults.append(kind)
+        made = self.cluster
+        until(lambda: "node" in made.children(), lambda: made.said)
+        if kind == "kill all":
+            made.kill()
+            made.up()
+        elif kind in ("kill node", "kill pipeline"):
+            child = kind.removeprefix("kill ")
+            until(lambda: child in made.children(), lambda: made.said)
+            made.signal(child, signal.SIGKILL)
+        else:
+            pid = made.children()["node"]
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(self.rand.uniform(0.5, 3))
+            os.kill(pid, signal.SIGCONT)
+
+    def _judge(self) -> None:
+        (mark,) = self._control.execute(LEDGER + " RETURNING n", ("mark",)).fetchone()  # type: ignore[misc]
+        self.history.read_on(self._control)
+        self.judge.judge(int(mark), self.tables, self.shapes)
+
+    def _go_on(self) -> None:
+        """Tables that are parked are copied again, tables that are new get clients."""
+        rows = self.judge._source.rows()
+        followed = {shape.table.number for shape in self.shapes}
+        for table in self.tables:
+            name = table_name(table.schema, table.name)
+            row = rows.get(name)
+            if table.gone:
+                self._leave(table)
+            elif row is not None and row.state == "parked" and self.rand.random() < 0.7:
+                known = len(table.broken)
+                accepts = table.kept and self.rand.random() < 0.6
+                code, told = self.cluster.command("capture", "accept" if accepts else "recopy", name, "--yes")
+                if code and table.gone:
+                    continue
+                assert code == 0, told
+                table.copied_again(known, accepted=accepts)
+                self._leave(table)
+                self._follow(table)
+            elif table.number not in followed or (
+                row is not None and row.flows and any(s.over for s in self.shapes if s.table is table)
+            ):
+                self._leave(table)
+                self._follow(table)
+
+    def _leave(self, table: Table) -> None:
+        for shape in self.shapes:
+            if shape.table is table:
+                for client in shape.clients:
+                    client.stop()
+        self.shapes = [shape for shape in self.shapes if shape.table is not table]
+
+    def describe(self) -> str:
+        """What a failure prints."""
+        lines = [f"seed {self.plan.seed}, faults {self.faults}"]
+        for table in self.tables:
+            shown = ", ".join(column.sql for column in table.columns)
+            lines.append(f"{table.sql_name} key={table.key} gone={table.gone} changes={table.changed}: {shown}")
+        lines += [f"shape {shape} followed by {[client.name for client in shape.clients]}" for shape in self.shapes]
+        return "\n".join(lines)
+
+
+@contextmanager
+def world(plan: Plan, dsn: str, directory: Path) -> Iterator[World]:
+    """Whatever fails within is told with the seed and all that was made of it."""
+    with ExitStack() as stack:
+        made = World(plan, dsn, directory, stack)
+        try:
+            yield made
+        except BaseException as error:
+            error.add_note(made.describe())
+            raise
+        finally:
+            made.gate._open = True
