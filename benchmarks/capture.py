@@ -6,7 +6,8 @@ Method: two slots are made on an embedded Postgres 18 (fsync off: the source is 
 rows (int, int, short text, timestamptz) are inserted in transactions of 1,000. The limit is pg_recvlogical
 writing the first slot's pgoutput messages to /dev/null until the end of the WAL. The subject is a capture on
 SQLite and a directory (both syncing) that starts at the second slot, from connecting to the binding of a marker
-behind the last row. Rows are verified after the run: the topic's high watermark must be N.
+behind the last row. CPU is the capturing process's own (all threads, user and system): it says what a row costs also
+where other work shares the cores. Rows are verified after the run: the topic's high watermark must be N.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import asyncio
 import json
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import psycopg
@@ -49,8 +51,8 @@ async def tagged(remap: Remap, tag: str) -> Binding:
         await remap.wait(seen_ms, 5.0)
 
 
-async def run_capture(dsn: str, directory: Path, tag: str) -> tuple[float, int]:
-    """(seconds until the marker is bound, or set up if there is none before; high watermark of the topic)."""
+async def run_capture(dsn: str, directory: Path, tag: str) -> tuple[float, float, int]:
+    """(seconds until the marker is bound, or all is set up if none was before; CPU seconds; high watermark)."""
     clock, rand = SystemClock(), Rand()
     consensus = await open_consensus(f"sqlite://{directory}/consensus.db", clock, rand)
     objects = await open_objects(f"file://{directory}/objects", clock, rand)
@@ -62,10 +64,10 @@ async def run_capture(dsn: str, directory: Path, tag: str) -> tuple[float, int]:
         CaptureConfig(NAME, dsn, ("rows",)), topics=topics, catalogue=catalogue, remap=remap, clock=clock, rand=rand
     )
     async with Tasks(print) as tasks:
-        started_s = clock.monotonic_s()
+        started_s, before_s = clock.monotonic_s(), time.process_time()
         tasks.spawn(capture.run(), name="capture")
         await asyncio.wait_for(tagged(remap, tag), 600)
-        took_s = clock.monotonic_s() - started_s
+        took_s, spent_s = clock.monotonic_s() - started_s, time.process_time() - before_s
         await capture.aclose()
     row = await catalogue.get(TopicRow, f"{NAME}.public.rows")
     assert row is not None
@@ -74,7 +76,7 @@ async def run_capture(dsn: str, directory: Path, tag: str) -> tuple[float, int]:
     await metastore.aclose()
     await consensus.aclose()
     await objects.aclose()
-    return took_s, high_watermark
+    return took_s, spent_s, high_watermark
 
 
 def mark(connection: psycopg.Connection, tag: str) -> None:
@@ -135,11 +137,12 @@ def measure(dsn: str, directory: Path, rows: int) -> dict[str, object]:
         end = str(connection.execute("SELECT pg_current_wal_flush_lsn()").fetchone()[0])  # type: ignore[index]
         mark(connection, "beyond")
         raw_s = receive_raw(dsn, end)
-    capture_s, verified = asyncio.run(run_capture(dsn, directory, "end"))
+    capture_s, spent_s, verified = asyncio.run(run_capture(dsn, directory, "end"))
     return {
         "machine": machine(),
         "rows": rows,
         "rows_verified": verified,
+        "capture_cpu_us_per_row": round(spent_s / rows * 1e6, 2),
         "capture_rows_per_s": round(rows / capture_s),
         "pg_recvlogical_rows_per_s": round(rows / raw_s),
         "ratio": round(raw_s / capture_s, 3),

@@ -159,7 +159,13 @@ def with_kafka_python(assignor: str, addresses: str, group: str, topics: list[st
 
     consumer.subscribe(topics, listener=Listener())
     while not Leave.asked:
-        polled = consumer.poll(timeout_ms=200)
+        try:
+            polled = consumer.poll(timeout_ms=200)
+        except KafkaError as error:
+            # Of a node that has just gone, retriable by its own flag: an application polls again.
+            if not error.retriable:
+                raise
+            continue
         for place in list(new):
             began_s = time.monotonic()
             try:

@@ -35,7 +35,8 @@ from tidemill.topics.front import BatchRef
 MEMORY_LIMIT_MIB = 300
 BLOCK_LIMIT_S = 2.0
 BLOCK_RECORDS = 60
-TYPES = ("string", "bool", "int16", "int32", "int64", "float32", "float64", "date", "timestamp", "json",
+TYPES = ("string", "bool", "int16", "int32", "int64", "float32", "float64", "date", "timestamp", "timestamp_ntz",
+         "json",
          "decimal(6,2)", "decimal(38,10)")  # fmt: skip
 STREAM = ShardSchema((Column("k", "string"), *(Column(f"c_{i}", t) for i, t in enumerate(TYPES))), ("k",))
 BY_BLOCKS = ShardSchema(tuple(c for c in STREAM.columns if c.type != "json"), ("k",))
@@ -85,6 +86,8 @@ def good(rand: random.Random, kind: str) -> str:
             return rand.choice(("true", "false", "null"))
         case "date":
             return f'"2026-01-{rand.randrange(1, 29):02d}"'
+        case "timestamp_ntz":
+            return rand.choice(('"2026-01-02T03:04:05"', '"2026-01-02 03:04:05.5"', "null"))
         case "timestamp":
             return rand.choice(('"2026-01-02T03:04:05Z"', '"2026-01-02 03:04:05"', "null"))
         case "binary":

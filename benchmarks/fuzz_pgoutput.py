@@ -2,7 +2,8 @@
 
 The good messages come from a real PostgreSQL: every kind of message, wide and TOASTed rows, key changes, truncates,
 partitions, types, logical messages, transactions of several fragments. Streams of them are cut at random and mutated:
-bits, bytes, counts and lengths, cut, longer, spliced; messages dropped, doubled, swapped. What cannot be read is
+bits, bytes, counts and lengths, cut, longer, spliced; messages dropped, doubled, swapped. Half of the streams come in
+bursts, whose rows are read by columns. What cannot be read is
 answered as in a session: by turns the session ends, or the table is set aside and the stream goes on.
 
 Watches: that nothing but Poisoned comes out of a message and nothing but our own errors out of the collector; that
@@ -28,6 +29,7 @@ from fuzz_found import Found
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.base.frontier import BEFORE_ALL
+from tidemill.capture.burst import Run, steps
 from tidemill.capture.changes import Fragment
 from tidemill.capture.collector import Collector
 from tidemill.capture.converter import Converter, RelationSeen, merge_relation
@@ -41,6 +43,7 @@ from tidemill.cli.demo.postgres import EmbeddedPostgres
 STALL_LIMIT_S = 0.05
 MEMORY_LIMIT_MIB = 64
 FRAGMENT_CHANGES = 7
+LEAST_ROWS = 3
 MUTATED = 0.04
 SETTINGS = {"wal_level": "logical", "fsync": "off", "shared_buffers": "16MB"}
 WRITES = """
@@ -122,12 +125,44 @@ class Session:
         self.sink = Encoding()
         self.status = Status(0)
         self._put = 0
+        self.lsn = 0
         self._collector = Collector([self.sink], self.status, SystemClock())
         self._running = asyncio.ensure_future(self._collector.run())
 
     async def feed(self, lsn: int, payload: bytes) -> bool:
         """False when the session is over."""
-        item = Framed(lsn, payload)
+        return await self._take(Framed(lsn, payload))
+
+    async def feed_burst(self, payloads: list[bytes]) -> bool:
+        """The messages at once, by columns where they can be; False when the session is over."""
+        frames = [b"w" + bytes(24) + payload for payload in payloads]
+        self.lsn += len(frames)
+        before_s: float | None = time.process_time()
+        for step in steps(frames, self._converter, LEAST_ROWS):
+            if before_s is not None:
+                # Before its first step a burst is joined and searched.
+                self._found.spent(time.process_time() - before_s, STALL_LIMIT_S, "a burst", frames[0][:64])
+                before_s = None
+            if not isinstance(step, Run):
+                if not isinstance(step, Framed) or not await self._take(step):
+                    return False
+            else:
+                at = step.start
+                while at < step.end:
+                    if not self._converter.takes(step.segment):
+                        one = step.framed(at)
+                        if not isinstance(one, Framed) or not await self._take(one):
+                            return False
+                        at += 1
+                        continue
+                    fragment, at = self._converter.feed_rows(step.segment, at, step.end)
+                    if fragment is not None and not await self._hand_on(fragment):
+                        return False
+        return True
+
+    async def _take(self, item: Framed) -> bool:
+        self.lsn = max(self.lsn, item.lsn)
+        payload = item.payload
         before_s = time.process_time()
         try:
             out = take(item, self._converter)
@@ -145,13 +180,17 @@ class Session:
                 known = self._converter.relations.get(out.message.oid)
                 self._converter.learn(merge_relation(out.message, known))
         elif out is not None:
-            before_s = time.process_time()
-            self._put += 1
-            await self._collector.put(out)
-            self._collector.keepalive(Keepalive(lsn, False), inside_txn=self._converter.inside_txn)
-            for _ in range(3):
-                await asyncio.sleep(0)
-            self._found.spent(time.process_time() - before_s, STALL_LIMIT_S, "a message", payload[:64])
+            return await self._hand_on(out)
+        return not self._running.done()
+
+    async def _hand_on(self, fragment: Fragment) -> bool:
+        before_s = time.process_time()
+        self._put += 1
+        await self._collector.put(fragment)
+        self._collector.keepalive(Keepalive(self.lsn, False), inside_txn=self._converter.inside_txn)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        self._found.spent(time.process_time() - before_s, STALL_LIMIT_S, "a fragment", b"")
         return not self._running.done()
 
     async def aclose(self) -> None:
@@ -217,6 +256,25 @@ async def replay(messages: list[bytes]) -> tuple[int, int]:
     return session.sink.taken, session.status.confirmed
 
 
+async def fuzz_bursts(
+    session: Session, found: Findings, stream: list[bytes], rate: float, messages: list[bytes], rand: random.Random
+) -> int:
+    """A stream in bursts of any size; returns how many of its messages were mutated."""
+    mutated = [rand.random() < rate for _ in stream]
+    stream = [mutate(rand, m, messages) if bad else m for m, bad in zip(stream, mutated, strict=True)]
+    while stream:
+        size = rand.choice((1, 5, 50))
+        burst, stream = stream[:size], stream[size:]
+        found.messages += len(burst)
+        try:
+            if not await session.feed_burst(burst):
+                break
+        except Exception as error:
+            found.fail(f"{type(error).__name__}: {error}", burst[0][:64])
+            break
+    return sum(mutated)
+
+
 async def fuzz(messages: list[bytes], seconds: float, seed: int) -> dict[str, Any]:
     """Until `seconds` have passed. `failures` is empty when everything held."""
     rand, found = random.Random(seed), Findings()
@@ -228,6 +286,11 @@ async def fuzz(messages: list[bytes], seconds: float, seed: int) -> dict[str, An
         session = Session(found, parks=rand.random() < 0.5)
         start, rate = rand.choice(begins), rand.choice((0.0, MUTATED / 8, MUTATED, 0.5))
         stream = relations + messages[start : start + rand.choice((20, 200))]
+        if rand.random() < 0.5:
+            found.mutated += await fuzz_bursts(session, found, stream, rate, messages, rand)
+            found.fragments += session.sink.taken
+            await session.aclose()
+            continue
         for lsn, good_message in enumerate(stream, 1):
             message = good_message
             if rand.random() < rate:

@@ -17,7 +17,10 @@ from tidemill.node.processes import start_all
 
 
 def machine() -> str:
-    return f"{os.cpu_count()} cores, Python {platform.python_version()}, {platform.system()} {platform.release()}"
+    """With the load that it was under when this was asked, in the last minute and the last five."""
+    load = "load {:.1f} {:.1f}".format(*os.getloadavg())
+    cores = f"{os.cpu_count()} cores, {load}"
+    return f"{cores}, Python {platform.python_version()}, {platform.system()} {platform.release()}"
 
 
 def percentile(samples: Sequence[float], fraction: float) -> float:

@@ -1,15 +1,17 @@
 """Idle: what a driver costs that has nothing to do, and how long the first batch takes after that.
 
-    ./dev bench idle [--lanes shop,1,20,20/5,apart,together] [--seconds S] [--threads N] [--json]
+    ./dev bench idle [--lanes shop,1,20,20/5,apart,together,captured/500] [--seconds S] [--threads N] [--json]
 
 Method: a lane is brought to its newest time and left alone for `--settle` seconds; then the processor time of every
 process is read from /proc over `--seconds`, in per cent of one core, and how often its threads left the processor by
 themselves, which is how often they woke up. `shop` is the demo: node, Postgres, driver, JVM, all its tables, after a
 load of `--load` seconds. `20` is a driver of twenty tables that one stream topic feeds, `20/5` of twenty that five
 feed; there the sequencer runs in this process. `apart` is two pipelines of one table in a driver each, `together` the
-same two in one. Memory is proportional, of which a page that n processes map is an n-th in each, after the pause. Then
-batches of 1,000 records are bound one after another: the first after the pause beside the median of the next (a table
-count alone: not the others). Rows are compared with a replay after that (`shop`: not).
+same two in one; `captured/500` a node without a driver that captures five hundred tables: afterwards each gets a row,
+and shapes of some of them are looked at. Memory is proportional, of which a page that n processes map is an n-th
+in each, after the pause. Then batches of 1,000 records are bound one after another: the first after the pause beside
+the median of the next (a table count alone: not the others). Rows are compared with a replay after that (`shop`:
+not).
 `--threads N` names the N threads that used most.
 """
 
@@ -25,18 +27,23 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psycopg
 
 from harbour import harbour, machine, percentile
 from threads import Threads, Used
+from tidemill.base.clock import SystemClock
 from tidemill.base.config import parse
+from tidemill.cli.demo.environment import prepare
+from tidemill.cli.demo.ports import free_port
 from tidemill.node.processes import driver as driver_of
-from tidemill.node.processes import together
+from tidemill.node.processes import start_all, together
 from tidemill.spark.stores import Urls, open_stores
 from upsert import DEADLINE_S, Lane
 from upsert_load import KEY, SCHEMA, Load
@@ -209,6 +216,58 @@ async def shop(args: argparse.Namespace) -> dict[str, Any]:
         return await asyncio.to_thread(measured, _children(), 0, args)
 
 
+async def captured(count: int, args: argparse.Namespace) -> dict[str, Any]:
+    """A node and PostgreSQL: a database of `count` tables in which nothing happens."""
+    names = [f"many.t{number}" for number in range(count)]
+    with tempfile.TemporaryDirectory(prefix="idle-") as directory:
+        http, kafka = (f"127.0.0.1:{free_port()}" for _ in range(2))
+        environment = prepare(Path(directory) / "demo", http=http, kafka=kafka, fresh=True)
+        try:
+            with psycopg.connect(environment.dsn, autocommit=True) as connection:
+                connection.execute("CREATE SCHEMA many")
+                for name in names:
+                    connection.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, note text)")
+                section = environment.config.capture["shop"].model_copy(update={"tables": ["many.*"]})
+                config = environment.config.model_copy(update={"pipeline": {}, "capture": {"shop": section}})
+                failed: list[BaseException] = []
+                supervisor = start_all(config, SystemClock(), failed.append)
+                try:
+                    some = [*names[:: max(1, count // 5)], names[-1]]
+                    places = [(await _followed(http, f"table={name}&offset=-1"))[0] for name in some]
+                    await asyncio.sleep(args.settle)
+                    found = await asyncio.to_thread(measured, _children(), 0, args)
+                    for name in names:
+                        connection.execute(f"INSERT INTO {name} VALUES (1, 'one')")
+                    for place in places:
+                        _, rows = await _followed(http, place)
+                        if rows != 1:
+                            raise SystemExit(f"a row did not come: at={place} rows={rows}")
+                    found["verified"] = len(some)
+                finally:
+                    await supervisor.stop()
+                if failed:
+                    raise failed[0]
+        finally:
+            await asyncio.to_thread(environment.postgres.stop)
+    return found
+
+
+async def _followed(http: str, place: str) -> tuple[str, int]:
+    """Ask a shape at a place of its log until it answers: (the next place, rows in the answer)."""
+    until_s = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            answer = await asyncio.to_thread(urllib.request.urlopen, f"http://{http}/v1/shape?{place}")
+            rows = sum("key" in item for item in json.loads(answer.read() or b"[]"))
+            table = place.partition("&")[0]
+            at = f"handle={answer.headers['electric-handle']}&offset={answer.headers['electric-offset']}"
+            return f"{table}&{at}&live=true", rows
+        except OSError as error:
+            if time.monotonic() > until_s:
+                raise SystemExit(f"a shape is not served: at={place} error={error}") from error
+        await asyncio.sleep(0.5)
+
+
 def _children() -> list[tuple[str, int]]:
     """`driver`, `node` and `postgres` of a shop that this process started."""
     known = {"tidemill.spark.driver": "driver", "tidemill.cli.serve": "node", "postgres": "postgres"}
@@ -222,8 +281,12 @@ def _children() -> list[tuple[str, int]]:
 async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     out = []
     for lane in args.lanes.split(","):
-        run_lane = shop(args) if lane == "shop" else pair(lane, args) if lane in PAIRS else small(lane, args)
-        found = {"lane": lane} | await run_lane
+        kind, _, count = lane.partition("/")
+        if kind == "captured":
+            found = {"lane": lane} | await captured(int(count or 500), args)
+        else:
+            run_lane = shop(args) if lane == "shop" else pair(lane, args) if lane in PAIRS else small(lane, args)
+            found = {"lane": lane} | await run_lane
         out.append(found)
         if not args.json:
             tell(found)
@@ -255,8 +318,11 @@ def main() -> None:
     args = parser.parse_args()
     for lane in args.lanes.split(","):
         tables, slash, topics = lane.partition("/")
+        if tables == "captured" and (topics.isdecimal() or not slash):
+            continue
         if lane not in ("shop", *PAIRS) and not (tables.isdecimal() and int(tables) > 0 and (topics or not slash)):
-            parser.error(f"--lanes knows shop, apart, together, TABLES and TABLES/TOPICS, not {lane!r}")
+            known = "shop, apart, together, captured/TABLES, TABLES and TABLES/TOPICS"
+            parser.error(f"--lanes knows {known}, not {lane!r}")
     if not args.json:
         print(f"idle   {machine()}   over {args.seconds:g} s", flush=True)
     found = asyncio.run(run(args))

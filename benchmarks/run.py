@@ -27,6 +27,8 @@ NAMES = (
     "partitions",
     "extents",
     "capture",
+    "capture_copy",
+    "capture_rows",
     "shapes",
     "positions",
     "scan",
@@ -37,7 +39,7 @@ NAMES = (
     "derived",
     "tpch",
 )
-LANES = ("chaos", "hostile", "suites", "instances", "leaving", "fuzz", "calendar", "steady", "unfinished")
+LANES = ("chaos", "hostile", "suites", "instances", "leaving", "fuzz", "calendar", "steady", "unfinished", "oracle")
 """Long ones that look for faults or for growth, not for speed: only by name."""
 
 FILES = {"calendar": "month"}

@@ -4,14 +4,22 @@
     evaluated   in shapes' own share of the loop, until every shape's log has it
 
 Synchronous, one process, no network. Afterwards every shape's log is compared with what its filter says of the rows.
+
+    --live N    N shapes on one node, restored from their file, with their logs on disk   shapes_live.py
+    --polls N   N long polls at one node, over HTTP                                        shapes_polls.py
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import logging
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+
+import structlog
 
 from harbour import machine
 
@@ -27,6 +35,7 @@ from tidemill.shapes.sink import BacklogLimits
 CROWDS = {
     "10 of id = K": [f"id = {n}" for n in range(10)],
     "1,000 of id = K": [f"id = {n}" for n in range(1_000)],
+    "10,000 of id = K": [f"id = {n}" for n in range(10_000)],
     "1,000 of id IN (5 values)": [f"id IN ({', '.join(str(n + m) for m in range(5))})" for n in range(1_000)],
     "1,000 that match nothing and are scanned": [f"id < -{n}" for n in range(1_000)],
 }
@@ -47,8 +56,9 @@ def measure(filters: list[str], rows: int) -> tuple[float, float]:
     taken_s = time.perf_counter()
     crowd.finish()
     done_s = time.perf_counter()
+    keys = Counter(number % 1_000 for number in range(rows))
     for shape in crowd.shapes:
-        expected = sum(eval_filter(shape.definition.where, number % 1_000) for number in range(rows))
+        expected = matching(shape.definition.where, keys)
         found = 0
         offset = BASE_END
         while not (chunk := shape.log.read(offset)).complete or chunk.items:
@@ -58,11 +68,15 @@ def measure(filters: list[str], rows: int) -> tuple[float, float]:
     return (taken_s - began_s) / rows * 1e6, (done_s - taken_s) / rows * 1e6
 
 
+def matching(where: str, keys: Counter[int]) -> int:
+    if where.startswith("id = "):
+        return keys[int(where[5:])]
+    return sum(count for key, count in keys.items() if eval_filter(where, key))
+
+
 def eval_filter(where: str, key: int) -> bool:
     left, _, right = where.partition(" ")
     assert left == "id"
-    if right.startswith("="):
-        return key == int(right[2:])
     if right.startswith("IN"):
         return key in [int(each) for each in right[4:-1].split(",")]
     return key < int(right[2:])
@@ -71,8 +85,22 @@ def eval_filter(where: str, key: int) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="shapes", description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=5_000)
+    parser.add_argument("--live", type=int, default=0, metavar="N")
+    parser.add_argument("--polls", type=int, default=0, metavar="N")
     options = parser.parse_args()
+    logging.disable(logging.INFO)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     print(machine())
+    if options.live or options.polls:
+        import shapes_live
+        import shapes_polls
+
+        count = options.live or options.polls
+        one = shapes_live.measure(count, options.rows) if options.live else shapes_polls.measure(count)
+        for name, value in asyncio.run(one).items():
+            print(f"  {name:20} {value:12,.2f}")
+        print(f"HOLDS: {'every log has its rows' if options.live else 'every client has every change'}")
+        return 0
     for name, filters in CROWDS.items():
         rows = options.rows // 10 if "scanned" in name else options.rows
         taken_us, evaluated_us = measure(filters, rows)
