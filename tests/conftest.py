@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,9 +56,23 @@ def new_database(postgres_server: EmbeddedPostgres) -> Callable[[], str]:
 
 
 @pytest.fixture
-def postgres_dsn(new_database: Callable[[], str]) -> str:
-    """The DSN of a database of this test's own."""
-    return new_database()
+def postgres_dsn(new_database: Callable[[], str]) -> Iterator[str]:
+    """The DSN of a database of this test's own. Slots that the test leaves there go: their names are the server's."""
+    dsn = new_database()
+    yield dsn
+    _drop_slots(dsn)
+
+
+def _drop_slots(dsn: str) -> None:
+    mine = "FROM pg_replication_slots WHERE database = current_database()"
+    try:
+        with psycopg.connect(dsn, autocommit=True, connect_timeout=5) as connection:
+            until_s = time.monotonic() + 5
+            while connection.execute(f"SELECT slot_name {mine}").fetchall() and time.monotonic() < until_s:
+                connection.execute(f"SELECT pg_terminate_backend(active_pid) {mine} AND active_pid IS NOT NULL")
+                connection.execute(f"SELECT pg_drop_replication_slot(slot_name) {mine} AND active_pid IS NULL")
+    except psycopg.Error:
+        return  # the test did away with its database, or with the server
 
 
 REAL_CLIENT_MARKERS = ("node", "java", "go", "browser", "kcat", "spark", "postgres")
@@ -78,7 +93,13 @@ ONE_WORKER = ("tests/e2e/", "tests/spark/")
 """One Spark session in the whole run, and never two demos at once on two cores: all these go to one worker."""
 
 
+WAITING = ("tests/kafka/", "tests/faults/", "tests/metastore/", "tests/node/")
+"""They wait for leases, deadlines and clients for a third of their time: first, beside the worker that has Spark, which
+can use the cores meanwhile. Both workers on them at once leave the cores idle."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(WAITING))
     for item in items:
         if item.get_closest_marker("spark") and not item.nodeid.startswith(ONE_WORKER):
             raise pytest.UsageError(f"a test marked spark lives elsewhere than in {ONE_WORKER}: {item.nodeid}")

@@ -1,12 +1,13 @@
 // Follows one shape with the stock client and prints one JSON line per batch:
 //   {"rows": {key: value, …}, "upToDate": bool, "handle": "...", "refetches": n, "messages": n}
-// Usage: node follow_shape.mjs URL PARAMS_JSON [sse]
+// Usage: node follow_shape.mjs URL PARAMS_JSON [sse | ""] [HEADERS_JSON]
 import { ShapeStream, isChangeMessage, isControlMessage } from "@electric-sql/client";
 
-const [url, paramsText, mode] = process.argv.slice(2);
+const [url, paramsText, mode, headersText] = process.argv.slice(2);
 const stream = new ShapeStream({
   url,
   params: JSON.parse(paramsText),
+  headers: JSON.parse(headersText ?? "{}"),
   liveSse: mode === "sse",
   warnOnHttp: false,
   backoffOptions: { initialDelay: 50, maxDelay: 500, multiplier: 2 },

@@ -12,6 +12,7 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -48,8 +49,12 @@ class TokenSettings(msgspec.Struct, frozen=True):
 
 
 class Bearer(msgspec.Struct, frozen=True):
+    """`expires_ms` as it says itself; until `ends_ms` it counts, for clocks may differ. `claims`: what else it says."""
+
     principal: str
     expires_ms: int
+    ends_ms: int
+    claims: Mapping[str, object]
 
 
 class Tokens:
@@ -98,7 +103,8 @@ class Tokens:
         name = claims.get(settings.principal_claim)
         if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARS_MAX:
             raise Refused(f"a token that names nobody: claim={settings.principal_claim}")
-        return Bearer(USER + name, int(claims["exp"] * 1000))
+        expires_ms = int(claims["exp"] * 1000)
+        return Bearer(USER + name, expires_ms, expires_ms + settings.leeway_s * 1000, claims)
 
     def _check(self, claims: Any) -> None:
         """Raises Refused."""
