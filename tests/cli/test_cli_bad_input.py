@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -124,18 +125,44 @@ def test_a_scheme_nobody_knows_is_named(tmp_path: Path) -> None:
     refused(tidemill("up", "--config", str(path), cwd=tmp_path), "objects.url")
 
 
+def warned(path: Path, *named: str) -> str:
+    """What `up` says in the foreground of a capture that cannot run just now. It runs all the same: it is ended then."""
+    command = [sys.executable, "-m", "tidemill", "up", "--config", str(path)]
+    with subprocess.Popen(command, cwd=path.parent, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as up:
+        assert up.stderr is not None
+        killing = threading.Timer(TIMEOUT_S, up.kill)
+        killing.start()
+        said = []
+        for line in up.stderr:
+            said.append(line)
+            if line.startswith("tidemill: node"):  # it says this last, and starts the node
+                up.send_signal(signal.SIGINT)
+        killing.cancel()
+    warnings = [line for line in said if line.startswith("tidemill: WARNING: capture shop: ")]
+    assert len(warnings) == 1, said
+    for text in named:
+        assert text in warnings[0]
+    whole = "".join(said)
+    assert "Traceback" not in whole
+    return whole
+
+
 @pytest.mark.postgres
 def test_a_dsn_that_leads_nowhere_is_named_without_its_password(tmp_path: Path) -> None:
     path = configuration(tmp_path, capture(f"postgresql://u:secret@127.0.0.1:{free_port()}/shop"))
-    sentence = refused(tidemill("up", "--config", str(path), cwd=tmp_path), "DSN")
-    assert "secret" not in sentence
+    assert "secret" not in warned(path, "DSN")
+    done = tidemill("doctor", "--config", str(path), cwd=tmp_path)
+    assert done.returncode == 1 and "DSN" in done.stdout
+    assert "secret" not in done.stdout + done.stderr
 
 
 @pytest.mark.postgres
 def test_a_server_without_logical_wal_is_told_the_setting(tmp_path: Path) -> None:
     with EmbeddedPostgres(tmp_path / "pg", settings={"wal_level": "replica", "fsync": "off"}) as server:
         path = configuration(tmp_path, capture(server.dsn))
-        refused(tidemill("up", "--config", str(path), cwd=tmp_path), "wal_level", "logical")
+        warned(path, "wal_level", "logical")
+        done = tidemill("doctor", "--config", str(path), cwd=tmp_path)
+        assert done.returncode == 1 and "wal_level" in done.stdout and "logical" in done.stdout
 
 
 def test_a_bucket_without_rights_is_named(tmp_path: Path) -> None:
