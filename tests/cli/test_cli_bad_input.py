@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -125,10 +126,21 @@ def test_a_scheme_nobody_knows_is_named(tmp_path: Path) -> None:
     refused(tidemill("up", "--config", str(path), cwd=tmp_path), "objects.url")
 
 
+def listening(port: int) -> None:
+    until_s = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            assert time.monotonic() < until_s, "the node does not listen"
+            time.sleep(0.05)
+
+
 def warned(path: Path, *named: str) -> str:
-    """What `up` says in the foreground of a capture that cannot run just now. It runs all the same: it is ended then."""
+    """What `up` says in the foreground of a capture that cannot run just now. It runs all the same, and is ended."""
     command = [sys.executable, "-m", "tidemill", "up", "--config", str(path)]
-    with subprocess.Popen(command, cwd=path.parent, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as up:
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=path.parent, text=True, **pipes) as up:
         assert up.stderr is not None
         killing = threading.Timer(TIMEOUT_S, up.kill)
         killing.start()
@@ -136,6 +148,7 @@ def warned(path: Path, *named: str) -> str:
         for line in up.stderr:
             said.append(line)
             if line.startswith("tidemill: node"):  # it says this last, and starts the node
+                listening(int(line.split("http ")[1].split()[0].rpartition(":")[2]))
                 up.send_signal(signal.SIGINT)
         killing.cancel()
     warnings = [line for line in said if line.startswith("tidemill: WARNING: capture shop: ")]

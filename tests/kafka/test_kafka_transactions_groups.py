@@ -19,7 +19,7 @@ from tidemill.base.errors import Invalid, Unavailable
 from tidemill.kafka import KafkaSettings, errors
 from tidemill.kafka.groups.apart import Apart
 from tidemill.kafka.transactions.decide import Decision
-from tidemill.kafka.transactions.offsets import CoordinatedOffsets
+from tidemill.kafka.transactions.offsets import CoordinatedOffsets, keep
 from tidemill.kafka.transactions.registers import (
     GROUPS_PREFIX,
     LEAVE_MS,
@@ -115,8 +115,36 @@ def test_a_group_that_was_taken_over_says_so_and_takes_nothing() -> None:
         assert await led.is_led()
         await world.node().get("g")
         assert not await led.is_led()
-        led.end(errors.NOT_COORDINATOR)
         assert await led.write([]) == errors.NOT_COORDINATOR
+
+    run(body)
+
+
+class Kept:
+    """Transactions that take whatever they are told."""
+
+    async def commit_offsets(self, *what: Any, **more: Any) -> int:
+        return 0
+
+
+def test_a_group_that_was_taken_over_and_given_up_unnoticed_takes_offsets_again() -> None:
+    """Two nodes were of two minds about who owns it, and its members have said nothing since but that they live."""
+
+    async def body(world: World) -> None:
+        owns = {"other": True}
+        mine, other = world.node(), world.node(lambda _: owns["other"])
+        member = await stable(await mine.get("g"))
+        await other.get("g")
+        owns["other"] = False
+        other.reassigned()
+        assert (await mine.get("g")).heartbeat(member, None, 1) == 0
+
+        async def kept() -> int:
+            return await keep(mine, Kept(), ("id", 1, 0), "g", (member, None, 1), offsets(5), adds=True)  # type: ignore[arg-type]
+
+        assert await kept() == errors.NOT_COORDINATOR
+        assert await kept() == 0
+        assert (await mine.get("g")).heartbeat(member, None, 1) == 0
 
     run(body)
 

@@ -158,8 +158,12 @@ class LedGroup:
         )
 
     async def is_led(self) -> bool:
-        """Has nobody else taken it over? Raises Unavailable."""
+        """Has nobody else taken it over? Else it is over here, for the next request to take it back: where nodes are of
+        two minds about who owns it, the other may give it up unnoticed, and heartbeats alone write nothing that would
+        be refused. Raises Unavailable."""
         head = await self._rows.head(self.group.name)
+        if (head is None or not self._rows.wrote(head)) and "stays-replaced" not in self._rows.faults:
+            self.end(errors.NOT_COORDINATOR)
         return head is not None and self._rows.wrote(head) and not self.is_over
 
     async def write(self, rows: Rows) -> int:

@@ -31,6 +31,7 @@ FAULTS: dict[str, tuple[str, str]] = {
         "transactions",
         "a group's offsets count as written before they are: lost at a coordinator move",
     ),
+    "stays-replaced": ("transactions", "a group's coordinator that finds itself replaced says so, and stays"),
     "checked-once": ("transactions", "offsets of a member are kept though the group went on without it meanwhile"),
     "blind-retry": ("consensus", "a client repeats an append whose answer was lost without looking it up"),
     "stranded-rows": ("shards", "a lagging writer appends rows whose times the shard has passed (seed 001)"),

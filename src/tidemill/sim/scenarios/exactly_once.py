@@ -4,7 +4,7 @@ Faults: those of `transactions`; workers die at any step, their transactions lef
 some sleep for longer than their session at any step and go on as if nothing had happened; each life speaks version 1 or
 2 of transactions.
 Oracle: of what is read, every offset below the group's committed one is shown once to committed readers, in order, and
-none beyond. After healing every partition gets on.
+none beyond. After healing every partition gets on, and nobody is told for ever to come again.
 Replay: python -m tidemill.sim --room transactions --seed K --trace
 """
 
@@ -39,7 +39,7 @@ from tidemill.topics.front import InvalidProducerEpoch, InvalidTransaction, OutO
 
 SOURCE = "source"
 """Nobody writes it: record N of a partition is N."""
-FAULTS = ("untold-offsets", "checked-once", "unfenced-offset")
+FAULTS = ("untold-offsets", "checked-once", "unfenced-offset", "stays-replaced")
 LATER = (*AGAIN, errors.CONCURRENT_TRANSACTIONS, errors.UNSTABLE_OFFSET_COMMIT)
 
 T = TypeVar("T")
@@ -113,12 +113,16 @@ class Worker:
         raise Died("nobody answers")
 
     async def _coded(self, work: Callable[[Broker], Coroutine[Any, Any, int]], owner: Callable[[Broker], str]) -> int:
-        """Asked again while it is to be."""
-        for _ in range(200):
+        """Asked again while it is to be; in a healed world that ends."""
+        tries = {False: 0, True: 0}
+        while max(tries.values()) < 200:
+            tries[self._world.faults.healed] += 1
             code = await self._ask(work, owner)
             if code not in LATER:
                 return code
             await asyncio.sleep(0.05)
+        if tries[True] == 200:
+            raise Violated(f"a wait does not end: worker={self._id} code={code}")
         raise Died("nobody coordinates")
 
     def _owner(self, node: Broker) -> str:
@@ -145,7 +149,7 @@ class Worker:
 
     async def _joined(self) -> JoinAnswer | None:
         # Nobody says that they live within a transaction: in a healed world there must be time for one.
-        session_ms = max(self._cluster.session_ms, 5_000 if self._world.faults.healed else 0)
+        session_ms = max(self._cluster.session_ms, self._healed_ms(5_000))
         found: list[JoinAnswer] = []
 
         async def join(node: Broker) -> int:
@@ -216,9 +220,15 @@ class Worker:
         return found
 
     # the transaction ------------------------------------------------------------------------------
+    def _healed_ms(self, healed_ms: int) -> int:
+        """A time-out of a healed world; where nodes are of two minds it is no way out of a wait that does not end."""
+        long_ms = 60_000 if self._cluster.two_minds else healed_ms
+        return long_ms if self._world.faults.healed else 0
+
     async def _init(self) -> None:
+        timeout_ms = max(1_500, self._healed_ms(0))
         while True:
-            answer = await self._ask(lambda node: node.transactions.init(self._id, timeout_ms=1_500), self._owner)
+            answer = await self._ask(lambda node: node.transactions.init(self._id, timeout_ms=timeout_ms), self._owner)
             if answer[0] == 0:
                 self._identity, self._sequences = (answer[1], answer[2]), dict[int, int]()
                 return
@@ -280,6 +290,8 @@ class Worker:
             self._told(await self._coded(add, self._owner))
 
         async def commit(node: Broker) -> int:
+            if self._cluster.two_minds:
+                await self._beat(node)  # as clients do beside it; elsewhere its session may end while it waits
             return await keep(
                 node.groups, node.transactions, identity, GROUP, member, offsets, adds=self._bumps,
                 faults=self._cluster.faults,

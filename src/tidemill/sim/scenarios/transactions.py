@@ -1,9 +1,9 @@
 """Transactional producers, coordinators and committed consumers on the real rooms.
 
 Faults: every store fault; two brokers on the same stores that die at any step and start again; in every fourth world
-both believe that they lead and coordinate everything. Producers end their transactions either way, some while records
-are still on their way, and have several batches in flight; they lose answers, time out, and have namesakes that fence
-them.
+both believe that they lead and coordinate everything, and in every fourth each takes all groups for its own at times.
+Producers end their transactions either way, some while records are still on their way, and have several batches in
+flight; they lose answers, time out, and have namesakes that fence them.
 Oracle: what committed readers are shown of a transaction is all of it or nothing, over all partitions; all of it where
 the commit was acknowledged, nothing where it was not asked for; a producer's records in the order it sent them. A
 consumer is shown all of that and nothing else; a group has the offsets of a committed transaction, and of no other;
@@ -124,6 +124,7 @@ class Cluster:
         source = world.source
         self.world = world
         self.quarrel = world.seed % 4 == 3
+        self.two_minds = world.seed % 4 == 1 or fault == "stays-replaced"
         self.settings = TopicSettings(
             object_bytes=source.choice((300, 1 << 20)),
             uploads_in_flight=source.randint(1, 4),
@@ -173,8 +174,23 @@ class Cluster:
         )
         await topics.start()
 
+        mistaken = False
+
         def group_owner(group: str) -> str:
-            return owner(f"group/{group}")
+            return actor.name if mistaken else owner(f"group/{group}")
+
+        async def mistake() -> None:
+            """Now and then it takes every group for its own for a moment, takes them over, and gives them up again; for
+            the last time when all else is healed already, as of a node whose view of the others is late."""
+            nonlocal mistaken
+            chance = random.Random(f"two minds/{self.world.seed}/{actor.life}")
+            healed = False
+            while not healed:
+                await asyncio.sleep(chance.uniform(0.1, 2.0))
+                healed = self.world.faults.healed
+                for mistaken in (True, False):
+                    groups.reassigned()
+                    await asyncio.sleep(chance.uniform(0.01, 0.2) if mistaken else 0)
 
         groups = Coordinator(
             metastore,
@@ -210,6 +226,8 @@ class Cluster:
         topics.coordinated_by(transactions.confirm)
         tasks.spawn(self._again(transactions.take_over, every_s=TAKE_OVER_S), name="take over")
         tasks.spawn(self._again(hints.follow, every_s=0.1), name="hints")
+        if self.two_minds:
+            tasks.spawn(mistake(), name="mistake")
         return Broker(topics, transactions, groups, owner, group_owner)
 
     async def _doze(self) -> None:
