@@ -139,8 +139,7 @@ def listening(port: int) -> None:
 def warned(path: Path, *named: str) -> str:
     """What `up` says in the foreground of a capture that cannot run just now. It runs all the same, and is ended."""
     command = [sys.executable, "-m", "tidemill", "up", "--config", str(path)]
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=path.parent, text=True, **pipes) as up:
+    with subprocess.Popen(command, cwd=path.parent, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as up:
         assert up.stderr is not None
         killing = threading.Timer(TIMEOUT_S, up.kill)
         killing.start()
