@@ -1,6 +1,6 @@
 """Commit to client: from the return of a Postgres COMMIT to the row in a live shape client, beside LISTEN/NOTIFY.
 
-    python benchmarks/commit_to_client.py [--seconds S] [--rate TPS] [--followers N [--apart]] [--json]
+    python benchmarks/commit_to_client.py [--seconds S] [--rate TPS] [--followers N [--apart] [--sse]] [--json]
 
 Method: one connection places orders at the given rate, each transaction also sends NOTIFY with the order's
 id. One thread long-polls the shape of all orders, another listens. Both note when they see an order; the
@@ -9,8 +9,8 @@ the server's own push, without a log, a snapshot or a reconnect. Rows are verifi
 client's rows must equal SELECT.
 
 `--followers N` has so many clients more, in a process of their own (followers.py): all of them follow all orders, or
-(`--apart`) those of one of twenty districts each. Their figures are over all clients and the orders that are theirs;
-that each saw every one of these is verified.
+(`--apart`) those of one of twenty districts each, by long polls or (`--sse`) by streams of events. Their figures are
+over all clients and the orders that are theirs; that each saw every one of these is verified.
 """
 
 from __future__ import annotations
@@ -89,14 +89,21 @@ def wait_for(condition, what: str) -> None:
 class Crowd:
     """Many clients in a process of their own; `apart`: number n follows the district n modulo 20."""
 
-    def __init__(self, http: str, count: int, apart: bool) -> None:
+    def __init__(self, http: str, count: int, apart: bool, how: str) -> None:
         self._count = count
         self._targets: list[tuple[int, int] | None] = (
             [(w, d) for w in (1, 2) for d in range(1, 11)] if apart else [None]
         )
         table = "/v1/shape?table=public.orders"
         urls = [f"{table}&where=w_id={of[0]}%20AND%20d_id={of[1]}" if of else table for of in self._targets]
-        command = [sys.executable, str(Path(__file__).parent / "followers.py"), http, str(count), r'"o_id":"(\d+)"']
+        command = [
+            sys.executable,
+            str(Path(__file__).parent / "followers.py"),
+            how,
+            http,
+            str(count),
+            r'"o_id":"(\d+)"',
+        ]
         self._process = subprocess.Popen([*command, *urls], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         if self._process.stdout.readline() != "live\n":
             raise SystemExit("the followers did not come to wait")
@@ -116,7 +123,7 @@ class Crowd:
 
 
 def measure(
-    dsn: str, http: str, seconds: float, rate: float, followers: int = 0, apart: bool = False
+    dsn: str, http: str, seconds: float, rate: float, followers: int = 0, apart: bool = False, how: str = "poll"
 ) -> dict[str, object]:
     by_client, by_notify = Seen(), Seen()
     client = Follower(
@@ -129,7 +136,7 @@ def measure(
     ready.wait()
     warm = place_orders(dsn, 3, rate)
     wait_for(lambda: warm.keys() <= by_client.at.keys() or len(client.rows) >= len(warm), "the shape is live")
-    crowd = Crowd(http, followers, apart) if followers else None
+    crowd = Crowd(http, followers, apart, how) if followers else None
     districts: dict[int, tuple[int, int]] = {}
     committed = place_orders(dsn, seconds, rate, districts)
     wait_for(lambda: committed.keys() <= by_client.at.keys(), "every order at the client")
@@ -165,7 +172,14 @@ async def run(args: argparse.Namespace) -> dict[str, object]:
         host, _, port = environment.config.node.http.rpartition(":")
         await asyncio.to_thread(wait_for, lambda: answers(host, int(port)), "the node answers")
         return await asyncio.to_thread(
-            measure, environment.dsn, environment.config.node.http, args.seconds, args.rate, args.followers, args.apart
+            measure,
+            environment.dsn,
+            environment.config.node.http,
+            args.seconds,
+            args.rate,
+            args.followers,
+            args.apart,
+            "sse" if args.sse else "poll",
         )
 
 
@@ -185,6 +199,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=100)
     parser.add_argument("--followers", type=int, default=0, metavar="N")
     parser.add_argument("--apart", action="store_true")
+    parser.add_argument("--sse", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     result = asyncio.run(run(args))

@@ -56,7 +56,7 @@ async def measure(count: int) -> dict[str, float]:
     await server.start()
     before = resident_bytes()
     child = await asyncio.create_subprocess_exec(
-        sys.executable, str(Path(__file__).parent / "followers.py"), f"127.0.0.1:{server.port}", str(count),
+        sys.executable, str(Path(__file__).parent / "followers.py"), "poll", f"127.0.0.1:{server.port}", str(count),
         r'"value":\{"id":"(\d+)"', "/v1/shape?table=t", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         limit=1 << 20,
     )  # fmt: skip
