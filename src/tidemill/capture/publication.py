@@ -5,9 +5,11 @@ P1  A table is published and given REPLICA IDENTITY FULL in one transaction: pub
     a table is published with one that says its key: looked at under the lock, which keeps it so. On PostgreSQL 18
     stored generated columns are published from the start, and a table with virtual ones is never given here
     (tables.refusal): both would make UPDATEs and DELETEs fail, too.
-P2  LOCK … IN SHARE MODE comes first and waits out writers that began before the table was published: rows of
-    theirs would be in neither snapshot nor stream (electric #4773). A fixed order, and ADD before ALTER, keep two
-    configurators from deadlock.
+P2  A lock comes first and waits out writers that began before the table was published: rows of theirs would be in
+    neither snapshot nor stream (electric #4773). It is at once the strongest one that is needed, ACCESS EXCLUSIVE where
+    an identity is altered, else SHARE: whoever has SHARE and waits for more is in a deadlock with each transaction that
+    has read the table and is to write it now, and PostgreSQL ends that one at once, without asking how long we wait. A
+    fixed order, and ADD before ALTER, keep two configurators from deadlock.
     Of a table that is published already they are waited out, too, when it is copied (`settle`), without a lock, which a
     role that may only read cannot take: an administrator may have published it just now; and where it is copied again,
     a commit that was decoded and confirmed may not be visible yet, and be in neither the copy nor the replayed stream.
@@ -221,7 +223,8 @@ async def _publish_table(
             await note(table.name, earlier)
         sound = None if config.whole else partial(_check_identity, wire, table)
         try:
-            await _once(wire, [f"LOCK TABLE {name} IN SHARE MODE", *add, *alter], sound)
+            mode = "ACCESS EXCLUSIVE" if alter else "SHARE"
+            await _once(wire, [f"LOCK TABLE {name} IN {mode} MODE", *add, *alter], sound)
             return True
         except SqlError as error:
             if error.sqlstate not in LOCKED:

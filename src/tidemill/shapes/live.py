@@ -9,12 +9,22 @@ H3  After drop or fail nothing is ever appended, every waiter is woken, and the 
 from __future__ import annotations
 
 import asyncio
+from typing import NamedTuple
 
 from tidemill.base.errors import TidemillError
 from tidemill.shapes.budget import Full
 from tidemill.shapes.items import LogItem
 from tidemill.shapes.log import LogStorage
+from tidemill.shapes.offsets import LogOffset
 from tidemill.shapes.shape import ShapeDefinition
+
+
+class Told(NamedTuple):
+    """What who had read `after` is told of what came next, up to `end`."""
+
+    after: LogOffset
+    end: LogOffset
+    frames: bytes
 
 
 class LiveShape:
@@ -35,6 +45,9 @@ class LiveShape:
         self.rows_loaded = 0
         self.error: TidemillError | None = None
         self.end_reason = ""
+        self.told: Told | None = None
+        """The same bytes for all who wait for one transaction. They are woken in one turn of the loop; it is forgotten
+        with that, and no memory of the shape's."""
         self._state = "loading"
         self._waiters: set[asyncio.Future[None]] = set()
         self._over = asyncio.Event()
@@ -101,6 +114,14 @@ class LiveShape:
         self._waiters.add(future)
         future.add_done_callback(self._waiters.discard)
         return future
+
+    def tell(self, after: LogOffset, end: LogOffset, frames: bytes) -> None:
+        if self.told is None:
+            asyncio.get_running_loop().call_soon(self._forget)
+        self.told = Told(after, end, frames)
+
+    def _forget(self) -> None:
+        self.told = None
 
     def _wake(self) -> None:
         for future in list(self._waiters):

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import suppress
 
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Send
 
 from tidemill.shapes.budget import Full
-from tidemill.shapes.http.disconnect import wait_any
 from tidemill.shapes.http.params import ShapeParams
 from tidemill.shapes.http.respond import shape_headers
 from tidemill.shapes.http.sending import PIECE_BYTES, STALLED_S, StalledReader
@@ -26,7 +24,8 @@ from tidemill.shapes.offsets import LogOffset
 from tidemill.shapes.rights import Right
 from tidemill.shapes.service import ShapeService
 
-KEEP_ALIVE = b": keep-alive\n\n"
+END = b"\n\n"
+KEEP_ALIVE = b": keep-alive" + END
 
 
 def response(service: ShapeService, shape: LiveShape, params: ShapeParams) -> StreamingResponse:
@@ -41,23 +40,77 @@ def response(service: ShapeService, shape: LiveShape, params: ShapeParams) -> St
 
 class _EventStream(StreamingResponse):
     async def stream_response(self, send: Send) -> None:
-        """Raises StalledReader when the client takes nothing for STALLED_S."""
+        """Raises StalledReader when the client takes nothing for STALLED_S. One timer sees to that for as long as the
+        stream lasts: it fires at the earliest when a send could be so old."""
+        loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle
+        since_s: float | None = None
 
         async def patiently(message: Message) -> None:
-            try:
-                async with asyncio.timeout(STALLED_S):
-                    await send(message)
-            except TimeoutError as error:
-                raise StalledReader(f"the reader takes nothing: stalled_s={STALLED_S}.") from error
+            nonlocal since_s
+            since_s = loop.time()
+            await send(message)
+            since_s = None
 
-        await super().stream_response(patiently)
+        def look() -> None:
+            nonlocal timer
+            now_s = loop.time()
+            if since_s is not None and now_s - since_s >= STALLED_S:
+                limit.reschedule(now_s)
+            else:
+                timer = loop.call_at((now_s if since_s is None else since_s) + STALLED_S, look)
+
+        timer = loop.call_later(STALLED_S, look)
+        try:
+            async with asyncio.timeout(None) as limit:
+                await super().stream_response(patiently)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise StalledReader(f"the reader takes nothing: stalled_s={STALLED_S}.") from error
+        finally:
+            timer.cancel()
+
+
+class _Quiet:
+    """How long one stream waits for news. Waits come by the thousand, and nearly all of them end with news: one timer
+    serves them, which is set again only when it fires too early."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._news: asyncio.Future[None]
+        self._due_s = 0.0
+
+    async def wait(self, news: asyncio.Future[None], for_s: float) -> bool:
+        """Is there news within `for_s`? `news` is done either way."""
+        self._news, self._due_s, self._came = news, self._loop.time() + for_s, True
+        if self._timer is None or self._timer.when() > self._due_s:
+            self.close()
+            self._timer = self._loop.call_at(self._due_s, self._look)
+        await news
+        return self._came
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._news.done():
+            return  # the next wait sets it
+        if self._loop.time() < self._due_s:
+            self._timer = self._loop.call_at(self._due_s, self._look)
+        else:
+            self._came = False
+            self._news.set_result(None)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 def _frames(items: Iterable[bytes]) -> Iterator[bytes]:
     """One `data:` line an item, in pieces of about PIECE_BYTES."""
     held = bytearray()
     for item in split_chunk(items):
-        held += b"data: " + item + b"\n\n"
+        held += b"data: " + item + END
         if len(held) >= PIECE_BYTES:
             yield bytes(held)
             held.clear()
@@ -69,30 +122,41 @@ async def _events(service: ShapeService, shape: LiveShape, offset: LogOffset, ri
     """Ends with the right (RI2), and where there is no room for what is read: whoever comes again is told why."""
     settings, clock = service.settings, service.clock
     deadline = clock.monotonic_s() + settings.sse_s
-    with suppress(Full):
-        behind: bool | None = None
+    quiet = _Quiet()
+    behind: bool | None = None
+    try:
         while not shape.gone and right.holds(clock.now_ms()):
             news = shape.subscribe()
             try:
-                chunk = await shape.log.fetch(offset)
-                if shape.gone:
-                    return
-                if behind is None:
-                    behind = not chunk.complete
-                offset = chunk.end
-                if chunk.items or not chunk.complete:
-                    control = [up_to_date(offset.tx)]
-                    for piece in _frames([*chunk.items, *(control if chunk.complete else ())]):
-                        yield piece
-                    if chunk.complete and (behind or clock.monotonic_s() >= deadline):
+                told = shape.told
+                if told is not None and told.after == offset and behind is not None:
+                    offset = told.end
+                    yield told.frames
+                elif behind is None or shape.log.end > offset.read:
+                    chunk = await shape.log.fetch(offset)
+                    if shape.gone:
                         return
-                    del chunk  # it is counted for as long as somebody has it
-                    continue
+                    if behind is None:
+                        behind = not chunk.complete
+                    if chunk.items or not chunk.complete:
+                        after, offset = offset, chunk.end
+                        control = [up_to_date(offset.tx)] if chunk.complete else []
+                        for number, piece in enumerate(_frames([*chunk.items, *control])):
+                            if chunk.complete and not number and piece.endswith(control[0] + END):
+                                shape.tell(after, offset, piece)
+                            yield piece
+                        if chunk.complete and (behind or clock.monotonic_s() >= deadline):
+                            return
+                        del chunk  # it is counted for as long as somebody has it
+                        continue
                 left_s = deadline - clock.monotonic_s()
                 if left_s <= 0:
                     return
-                await wait_any({news}, min(left_s, settings.keep_alive_s, right.left_s(clock.now_ms())))
-                if not news.done():
+                if not await quiet.wait(news, min(left_s, settings.keep_alive_s, right.left_s(clock.now_ms()))):
                     yield KEEP_ALIVE
             finally:
                 news.cancel()
+    except Full:
+        return
+    finally:
+        quiet.close()

@@ -1,0 +1,66 @@
+"""The locks of the set-up and the transactions of the application: none of these is ended for them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import psycopg
+import pytest
+from capture_world import World, until
+from test_capture_tables import in_world
+
+from tidemill.capture.publication import Identities, create_publication, publish
+from tidemill.capture.tables import list_tables
+from tidemill.capture.wire.connection import Wire
+
+pytestmark = pytest.mark.postgres
+
+TABLES = {
+    "plain": ("CREATE TABLE t (id int PRIMARY KEY, v int)",),
+    "partitioned": (
+        "CREATE TABLE t (id int PRIMARY KEY, v int) PARTITION BY RANGE (id)",
+        "CREATE TABLE t_low PARTITION OF t FOR VALUES FROM (0) TO (100)",
+    ),
+}
+ATTEMPTS = 30
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_transaction_that_has_read_a_table_and_writes_it_then_goes_on_while_the_table_is_published(
+    postgres_dsn: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PostgreSQL ends at once who comes to wait for a holder of SHARE that waits for more itself (its proc.c)."""
+    monkeypatch.setattr("tidemill.capture.publication.LOCK_PAUSE_S", 0.02)
+
+    async def scenario(world: World) -> None:
+        await world.sql(*TABLES[kind], "INSERT INTO t VALUES (1, 0)")
+        wire = await Wire.connect(world.dsn, purpose="test")
+
+        async def note(table: str, found: Identities) -> None:
+            pass
+
+        try:
+            config = world.config()
+            await create_publication(wire, config.publication)
+            waiting = (
+                f"SELECT 1 FROM pg_locks WHERE NOT granted AND pid = {await wire.value('SELECT pg_backend_pid()')}"
+            )
+            async with await psycopg.AsyncConnection.connect(world.dsn) as application:
+                await application.execute("SELECT v FROM t")
+                publishing = asyncio.ensure_future(
+                    publish(wire, config, await list_tables(wire), {}, attempts=ATTEMPTS, note=note)
+                )
+
+                async def waits() -> bool:
+                    return bool(await world.select(waiting))
+
+                for _ in range(5):  # one look may come when a wait has just been given up
+                    await until(waits, "the set-up waits for the reader")
+                    await application.execute("UPDATE t SET v = v + 1")
+                await application.commit()
+                assert not (await publishing).failed
+        finally:
+            await wire.aclose()
+        assert await world.select("SELECT v FROM t") == [(5,)]
+
+    in_world(postgres_dsn, scenario)
