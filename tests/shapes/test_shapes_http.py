@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ from shape_world import ShapeWorld, eventually, run
 from tidemill.base.clock import Rand
 from tidemill.shapes import LogLimits, ShapeSettings
 from tidemill.shapes.http.respond import CURSOR_EPOCH_MS, next_cursor
+from tidemill.shapes.offsets import LogOffset
 from tidemill.shapes.postgres_source import SESSION_SETTINGS
 from tidemill.shapes.settings import CacheAges
 
@@ -600,6 +602,43 @@ def test_sse_says_nothing_until_there_is_something_and_resumes_where_its_up_to_d
             answer = await world.get(**{**params, "offset": f"{lsn}_0"}, live="true")
             ids = [i["value"]["id"] for i in answer.items]
             assert (answer.status, ids) == (200, ["2"]), "nothing of the transaction that was read comes again"
+
+    run(main())
+
+
+def test_all_who_follow_one_shape_are_told_everything_once_and_in_order(postgres_dsn: str) -> None:
+    """Those who wait for one transaction share its bytes; who comes late stands elsewhere."""
+    count = 60
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(keep_alive_s=0.2)) as world:
+            params = await start(world)
+            (shape,) = [world.service.by_handle(str(found["handle"])) for found in world.service.shapes()]
+            assert shape is not None
+            shared: list[int] = []
+            tell = shape.tell
+
+            def telling(after: LogOffset, end: LogOffset, frames: bytes) -> None:
+                shared.append(end.tx)
+                tell(after, end, frames)
+
+            shape.tell = telling  # type: ignore[method-assign]
+
+            def follow() -> asyncio.Task[tuple[str, bool]]:
+                return asyncio.create_task(read_events(world, params, lambda text: f'"id":"{999 + count}"' in text, 30))
+
+            readers = [follow() for _ in range(10)]
+            await eventually(lambda: shape.waiting == 10)
+            for n in range(count):
+                await world.db.execute(f"INSERT INTO item (id) VALUES ({1000 + n})")
+                if n % 10 == 5:
+                    readers.append(follow())
+            for reader in readers:
+                text, _ = await reader
+                ids = [int(found) for found in re.findall(r'"value":\{"id":"(\d+)"', text)]
+                assert ids == list(range(1000, 1000 + count))
+            assert shape.told is None, "kept for a turn of the loop"
+            assert len(shared) < 3 * count, "once for all who wait, not for each of them"
 
     run(main())
 
