@@ -61,6 +61,16 @@ def test_a_table_that_was_made_a_moment_ago_is_served_at_its_first_request_whate
     run(main(), 150)
 
 
+def test_a_request_that_comes_before_the_capture_knows_its_tables_waits_for_it(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with Patient(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.5)) as world:
+            assert not world.capture.streaming
+            answer = await world.get(table="first", offset="-1")
+            assert answer.status == 200, answer.body
+
+    run(main(), 150)
+
+
 def test_a_table_that_is_not_there_is_refused_by_one_look_for_all_who_ask(postgres_dsn: str) -> None:
     async def main() -> None:
         async with Patient(postgres_dsn, DDL) as world:

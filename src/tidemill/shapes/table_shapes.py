@@ -56,6 +56,12 @@ SEEKING = 50
 
 SOUGHT_S = 20.0
 """A request for a table that is not captured waits so long for it to be taken in."""
+STARTING_S = 5.0
+"""… and so long for a capture that does not say yet what it has."""
+
+
+class Starting(Unavailable):
+    """A capture does not say yet which tables it has."""
 
 
 def _look_failed(name: str, error: BaseException) -> None:
@@ -270,15 +276,18 @@ class TableShapes:
         return [prefix] if chosen else list(self._databases), schema, name
 
     async def _found(self, table: str) -> tuple[str, Relation]:
-        """As `find`, and a table that was made a moment ago is waited for."""
+        """As `find`, and a table that was made a moment ago is waited for; so is, for less long, a capture between two
+        of its sessions."""
         try:
             return self.find(table)
         except NotCaptured:
-            if not await self._sought(*self._asked(table)):
+            if not await self._sought(*self._asked(table), SOUGHT_S):
                 raise
+        except Starting:
+            await self._sought(*self._asked(table), STARTING_S)
         return self.find(table)
 
-    async def _sought(self, asked: Sequence[str], schema: str, name: str) -> bool:
+    async def _sought(self, asked: Sequence[str], schema: str, name: str, within_s: float) -> bool:
         """Whether one of these captures takes the table in; the first to say so is waited for. Raises Unavailable when
         none does and one cannot say, or too many requests wait already: whoever asks for tables that do not exist,
         while a capture is down, leaves the other requests their places."""
@@ -289,7 +298,7 @@ class TableShapes:
         self._seeking += 1
         try:
             async with Tasks(_look_failed) as tasks:
-                looks = [tasks.spawn(each.sought(schema, name, SOUGHT_S), name=f"seek {name}") for each in seekers]
+                looks = [tasks.spawn(each.sought(schema, name, within_s), name=f"seek {name}") for each in seekers]
                 for look in asyncio.as_completed(looks):
                     try:
                         if await look:
@@ -308,7 +317,7 @@ class TableShapes:
         if not found:
             starting = [database for database, named in known.items() if not named]
             if starting:
-                raise Unavailable(f"the capture is starting: database={starting[0]}.")
+                raise Starting(f"the capture is starting: database={starting[0]}.")
             raise NotCaptured(
                 "table",
                 f'Table "{schema}"."{name}" is not captured.',
