@@ -8,6 +8,7 @@ that fails because of what a capture did to its table is a fault of ours.
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -64,6 +65,14 @@ class Gate:
                 self._changed.notify_all()
 
 
+def _check_who(connection: psycopg.Connection[Any], deadlock: str) -> None:
+    """Transactions of the application may be in each other's way, and never in ours. Raises AssertionError."""
+    pids = [int(pid) for pid in re.findall(r"[Pp]rocess (\d+)", deadlock)]
+    found = connection.execute("SELECT application_name FROM pg_stat_activity WHERE pid = ANY(%s)", [pids]).fetchall()
+    connection.commit()
+    assert not any(name.startswith("tidemill") for (name,) in found), f"{found}: {deadlock}"
+
+
 class Worker(threading.Thread):
     """One connection, one source of randomness; `step` is run through the gate until `stop`."""
 
@@ -96,6 +105,8 @@ class Worker(threading.Thread):
             connection.rollback()
             if error.sqlstate is None or error.sqlstate == OBJECT_NOT_IN_PREREQUISITE_STATE:
                 raise
+            if isinstance(error, psycopg.errors.DeadlockDetected):
+                _check_who(connection, str(error))
             self.counts[f"refused: {type(error).__name__}"] += 1
 
     def step(self, connection: psycopg.Connection[Any]) -> None:

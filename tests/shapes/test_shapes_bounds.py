@@ -138,7 +138,19 @@ def test_f103_a_feed_over_a_shard_that_fails_ends_its_shape_and_is_told(
             await healthy.follow_until(lambda: len(healthy.rows) == 2)
             assert healthy.refetches == 0
 
+            def told() -> list[str]:
+                return [m.error for m in world.tracker.report("p", 0).marks if m.name.startswith("shape:")]
+
+            assert told()
+            shard.armed = False
+            await eventually(lambda: _served(world, table="shard.s"))
+            await eventually(lambda: not told())  # whoever has the same shape again has nothing to be told of
+
     run(main())
+
+
+async def _served(world: ShapeWorld, **params: str) -> bool:
+    return (await world.get(offset="-1", **params)).status == 200
 
 
 def test_a_clause_that_fails_on_a_row_of_a_shard_is_400_at_first_and_later(postgres_dsn: str) -> None:

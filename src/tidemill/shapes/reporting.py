@@ -2,7 +2,8 @@
 
     shapes:CAPTURE   position: what the slowest of its shapes has; target: what has arrived from the database
     shapes:shards    all shapes over shards
-    shape:HANDLE     one that loads for longer than LOADING_SHOWN_S, or that ended with a fault lately (its error)
+    shape:HANDLE     one that loads for longer than LOADING_SHOWN_S, or that ended with a fault lately (its error), until
+                     somebody has the same shape again
 
 A report is as large as the number of sources, and at most MOST_OWN: neither it nor what is looked at for it is ever as
 large as the number of shapes. That a client's clause was refused is counted, and no trouble of ours.
@@ -18,6 +19,7 @@ from prometheus_client import Gauge
 
 from tidemill.base.marks import Tracker
 from tidemill.shapes.live import LiveShape
+from tidemill.shapes.shape import ShapeDefinition
 
 LOADING_SHOWN_S = 10.0
 LOADING_BUDGET_MS = 60_000
@@ -51,14 +53,28 @@ class Reporter:
         self._tracker = tracker
         self._own: dict[str, float] = {}
         """Marks of single shapes → when they go (monotonic seconds)."""
+        self._failed: dict[ShapeDefinition, str] = {}
+        """Of which of them tell a fault."""
         self._sources: set[str] = set()
 
-    def fault(self, handle: str, error: str, now_ms: int, now_s: float) -> None:
+    def fault(self, shape: LiveShape, error: str, now_ms: int, now_s: float) -> None:
         """A shape ended with a fault that is not its client's."""
+        self.healed(shape)
         if len(self._own) < MOST_OWN:
-            name = f"shape:{handle}"
+            name = f"shape:{shape.handle}"
             self._own[name] = now_s + FAULT_SHOWN_S
+            self._failed[shape.definition] = name
             self._tracker.fail(name, error, now_ms=now_ms)
+
+    def failed(self) -> list[ShapeDefinition]:
+        """What faults are told of."""
+        return list(self._failed)
+
+    def healed(self, shape: LiveShape) -> None:
+        """What ended one of the same definition is over: this one has its rows, or has a fault of its own."""
+        name = self._failed.get(shape.definition)
+        if name is not None:
+            self._drop(name)
 
     def tick(
         self,
@@ -107,6 +123,7 @@ class Reporter:
 
     def _drop(self, name: str) -> None:
         del self._own[name]
+        self._failed = {definition: failed for definition, failed in self._failed.items() if failed != name}
         self._tracker.heal(name)
         self._tracker.remove(name)
 

@@ -530,7 +530,7 @@ class ShapeService:
         self._refusals.add(shape.definition, error, now_s, broken=shape.broken)
         if not isinstance(error, Invalid):
             _log.error("shape failed", handle=shape.handle, error=str(error), exc_info=error)
-            self._reporter.fault(shape.handle, str(error), self.clock.now_ms(), now_s)
+            self._reporter.fault(shape, str(error), self.clock.now_ms(), now_s)
 
     # -- once a second -----------------------------------------------------------------------------
 
@@ -563,6 +563,10 @@ class ShapeService:
         sources[SHARDS] = Source(min(seen, default=0), max(seen, default=0), "ms")
         words = f"; {self.budget.used_bytes >> 20} of {self.budget.limit_bytes >> 20} MiB"
         now_ms = self.clock.now_ms()
+        for definition in self._reporter.failed():
+            again = self._by_definition.get(definition)
+            if again is not None and again.state == "live":
+                self._reporter.healed(again)
         self._reporter.tick(self._counts, self._loading, sources, words, now_ms, now_s)
         show(
             shapes=len(self._by_handle),
