@@ -149,6 +149,31 @@ def test_f103_a_feed_over_a_shard_that_fails_ends_its_shape_and_is_told(
     run(main())
 
 
+def test_a_shape_that_has_its_rows_is_not_told_as_loading(postgres_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Least of all one over a shard, of which the same task follows the shard from then on."""
+    monkeypatch.setattr("tidemill.shapes.reporting.LOADING_SHOWN_S", 1.0)
+
+    async def main() -> None:
+        shard = FakeShard("s", SCHEMA)
+
+        async def opener(name: str) -> FakeShard:
+            return shard
+
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(), shards=opener) as world:
+            await shard.append(1000, (10, 1, {"id": 1, "v": "a"}))
+            for table in ("shard.s", "item"):
+                await world.sync(table=table)
+
+            def said() -> list[str]:
+                return [m.reason for m in world.tracker.report("p", 0).marks if " of them loading" in m.reason]
+
+            await eventually(lambda: len(said()) == 2 and all("1 shapes, 0 of them" in reason for reason in said()))
+            await asyncio.sleep(2.5)  # two looks after it would be told
+            assert not [m for m in world.tracker.report("p", 0).marks if m.name.startswith("shape:")]
+
+    run(main())
+
+
 async def _served(world: ShapeWorld, **params: str) -> bool:
     return (await world.get(offset="-1", **params)).status == 200
 

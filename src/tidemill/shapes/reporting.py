@@ -2,8 +2,8 @@
 
     shapes:CAPTURE   position: what the slowest of its shapes has; target: what has arrived from the database
     shapes:shards    all shapes over shards
-    shape:HANDLE     one that loads for longer than LOADING_SHOWN_S, or that ended with a fault lately (its error), until
-                     somebody has the same shape again
+    shape:HANDLE     one that loads for longer than LOADING_SHOWN_S, or that ended with a fault lately (its error) and
+                     that nobody has had again since
 
 A report is as large as the number of sources, and at most MOST_OWN: neither it nor what is looked at for it is ever as
 large as the number of shapes. That a client's clause was refused is counted, and no trouble of ours.

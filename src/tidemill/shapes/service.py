@@ -510,7 +510,6 @@ class ShapeService:
         """Load, then stay until the shape is over. THE boundary of a shape's own work (V5)."""
         try:
             await build(shape)
-            self._loading.pop(shape, None)
             await shape.wait_over()
         except BaseException as error:
             if not is_own_fault(error):
@@ -549,8 +548,10 @@ class ShapeService:
             self._tables.forget_gone()
         now_s = self.clock.monotonic_s()
         for shape in list(self._loading):
-            waits = shape.state == "loading" and not shape.restored
-            if waits and not shape.waiting and now_s - shape.used_s > ABANDONED_S:
+            if shape.state != "loading":  # what is done of a shape over a shard goes on for as long as it lives
+                self._loading.pop(shape)
+                self._reporter.ended(shape)
+            elif not (shape.restored or shape.waiting) and now_s - shape.used_s > ABANDONED_S:
                 self._forget(shape, "nobody waits for its initial rows any more")
         sinks = self._tables.sinks()
         for sink in sinks.values():
