@@ -43,6 +43,9 @@ class Changer(Worker):
             cursor.execute(statement)
 
         def done() -> None:
+            before, now = set(table.names), set(after.names)
+            table.again |= (now - before) & table.left
+            table.left |= before - now
             table.columns = columns
             table.changed.append(what)
             if breaks:

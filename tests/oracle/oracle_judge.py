@@ -166,6 +166,7 @@ class Judge:
         if parked:
             lsn_of = {version.xid: self._lsn_of.get(version.xid, 0) for version in self._history.of[table.number]}
             wanted = self._history.state(table.number, table.key, lsn_of, row.parked_lsn)
+            wanted = {key: {n: v for n, v in r.items() if n not in table.again} for key, r in wanted.items()}
         else:
             rows = [dict(zip(table.names, values, strict=True)) for values in self._source.select(table.select())]
             wanted = {tuple(r[name] for name in table.key): r for r in rows}

@@ -85,6 +85,10 @@ class Table:
     """All changes of its description."""
     breaks: int = 0
     """Of its columns that were renamed or dropped, ever."""
+    left: set[str] = field(default_factory=set)
+    """Names that its columns were renamed from, or dropped with …"""
+    again: set[str] = field(default_factory=set)
+    """… and those of them that another column has had since: a topic that is parked may have the old one under it."""
     rewritten: bool = False
     """Since it was last copied: by TRUNCATE, or a change that writes all rows anew."""
     gone: bool = False
