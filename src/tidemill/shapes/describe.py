@@ -13,6 +13,7 @@ import msgspec
 from tidemill.base.errors import Missing
 from tidemill.capture.changes import Relation
 from tidemill.shapes.where import Type
+from tidemill.shapes.where.types import Folding
 
 DESCRIBE_SQL = """
 WITH d AS (SELECT to_jsonb(p) AS j FROM pg_database p WHERE datname = current_database())
@@ -27,13 +28,22 @@ SELECT a.attname::text,
                  OR d.j->>'datlocprovider' = 'b'
             WHEN c.collname IS NULL THEN true
             ELSE c.collname IN ('C', 'POSIX', 'ucs_basic', 'pg_c_utf8') END AS ordered,
-       coalesce((to_jsonb(c)->>'collisdeterministic')::boolean, true) AS deterministic
+       coalesce((to_jsonb(c)->>'collisdeterministic')::boolean, true) AS deterministic,
+       CASE WHEN f.provider = 'i' OR (f.provider = 'b' AND f.locale = 'PG_UNICODE_FAST') THEN 'full'
+            WHEN f.locale ~* '^(C|POSIX)$' THEN 'ascii'
+            ELSE 'simple' END AS folding
 FROM pg_attribute a
 JOIN pg_type t ON t.oid = a.atttypid
 JOIN pg_type bt ON bt.oid = CASE WHEN t.typtype = 'd' THEN t.typbasetype ELSE t.oid END
 LEFT JOIN pg_type et ON et.oid = bt.typelem AND bt.typcategory = 'A'
 LEFT JOIN pg_collation c ON c.oid = a.attcollation
 CROSS JOIN d
+CROSS JOIN LATERAL (
+    SELECT CASE WHEN c.collname = 'default' THEN coalesce(d.j->>'datlocprovider', 'c')
+                ELSE to_jsonb(c)->>'collprovider' END AS provider,
+           CASE WHEN c.collname = 'default' THEN coalesce(d.j->>'datlocale', d.j->>'datctype')
+                ELSE coalesce(to_jsonb(c)->>'colllocale', c.collctype::text) END AS locale
+) f
 WHERE a.attrelid = %s AND a.attnum > 0 AND NOT a.attisdropped
 """
 
@@ -52,13 +62,14 @@ class ColumnInfo(msgspec.Struct, frozen=True):
     not_null: bool
     ordered: bool
     deterministic: bool
+    folding: Folding = "simple"
 
     @property
     def where_type(self) -> Type:
         if not self.deterministic:
             return Type(f"{self.type_name} with a nondeterministic collation", self.dimensions > 0)
         name = "enum" if self.type_kind == "e" else self.type_name
-        return Type(name, self.dimensions > 0, self.ordered)
+        return Type(name, self.dimensions > 0, self.ordered, self.folding)
 
 
 class TableColumns(msgspec.Struct, frozen=True):

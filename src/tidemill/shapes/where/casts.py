@@ -8,7 +8,6 @@ from decimal import ROUND_HALF_UP, Decimal
 from tidemill.base.pgtext import DAY_US, INTEGERS, READERS, check_integer, to_float4
 from tidemill.shapes.where.expressions import TEXT, UNKNOWN, Expression, Row, resolve, strict
 from tidemill.shapes.where.types import (
-    ALIASES,
     ROUNDING,
     EvaluationError,
     Type,
@@ -21,7 +20,7 @@ from tidemill.shapes.where.types import (
 
 def cast(expression: Expression, target: Type, location: str) -> Expression:
     """Raises WhereError when this cast is not supported."""
-    target = Type(ALIASES.get(target.name, target.name), target.array, target.ordered)
+    target = target.plain
     if target.name not in READERS or target.name == "enum":
         raise WhereError(f"{location}cast to type {target} is not supported in a where clause.")
     if expression.type == UNKNOWN:
@@ -50,7 +49,9 @@ def _to_text(expression: Expression, location: str) -> Expression:
     kind, name = expression.type.name, expression.column
     if kind == "bpchar":
         return Expression(
-            Type("text", ordered=expression.type.ordered), strict(lambda text: text.rstrip(" "), expression)
+            expression.type.like("text"),
+            strict(lambda text: text.rstrip(" "), expression),
+            collated=expression.collated,
         )
     if kind == "bool":
         return Expression(TEXT, strict(lambda value: "true" if value else "false", expression))

@@ -35,10 +35,10 @@ from tidemill.shapes.where.expressions import (
     strict,
     unknown,
 )
+from tidemill.shapes.where.folding import folding_of
 from tidemill.shapes.where.parsing import guarded, parse_clause
 from tidemill.shapes.where.printing import sql_of
 from tidemill.shapes.where.types import (
-    ALIASES,
     NUMBERS,
     EvaluationError,
     Type,
@@ -188,7 +188,7 @@ class TreeCompiler:
             raise WhereError(f'{_at(node)}unknown reference {name}: column "{name}" does not exist')
         self.used_columns.add(name)
         type_ = self._columns[name]
-        return column(name, Type(ALIASES.get(type_.name, type_.name), type_.array, type_.ordered))
+        return column(name, type_.plain)
 
     def _visit_a_const(self, node: Any, depth: int) -> Expression:
         kind = node.WhichOneof("val")
@@ -234,7 +234,7 @@ class TreeCompiler:
         operand = resolve(self.visit(node.arg, depth), TEXT)
         if operand.type.array or operand.type.name not in ("text", "bpchar"):
             raise WhereError(f"{_at(node)}collations are not supported by type {operand.type}")
-        type_ = Type(operand.type.name, False, True)
+        type_ = Type(operand.type.name, False, True, "ascii")
         return Expression(type_, operand.evaluate, constant=operand.constant, collated=True)
 
     def _visit_bool_expr(self, node: Any, depth: int) -> Expression:
@@ -273,7 +273,7 @@ class TreeCompiler:
             if type_.array != common.array or not (type_.name == common.name or integers):
                 raise WhereError(f"{location}{what} of different types is not supported here.", fix="Cast.")
         ordered = all(type_.ordered for type_ in known)
-        common = Type(common.name, common.array, ordered)
+        common = Type(common.name, common.array, ordered, folding_of(*parts))
         return common, [resolve(part, common, location) for part in parts]
 
     def _visit_coalesce_expr(self, node: Any, depth: int) -> Expression:
@@ -307,7 +307,7 @@ class TreeCompiler:
         if type_.array:
             raise WhereError(f"{_at(node)}arrays of arrays are not supported in a where clause.")
         tests = [item.evaluate for item in items]
-        return Expression(Type(type_.name, True, type_.ordered), lambda row: [test(row) for test in tests])
+        return Expression(type_.like(type_.name, array=True), lambda row: [test(row) for test in tests])
 
     def _visit_a_expr(self, node: Any, depth: int) -> Expression:
         location = _at(node)

@@ -82,7 +82,7 @@ def unknown(text: str | None) -> Expression:
 
 def column(name: str, type_: Type) -> Expression:
     """Raises WhereError at once when the column's type cannot be evaluated."""
-    if type_ in (TEXT, Type("text", ordered=False)):
+    if type_.name == "text" and not type_.array:
         return Expression(type_, lambda row: row[name], column=name)
     read = reader(type_)
 

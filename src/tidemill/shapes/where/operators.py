@@ -103,7 +103,7 @@ def _stripped(expression: Expression) -> Expression:
     if expression.type.name != "bpchar":
         return expression
     return Expression(
-        Type("bpchar", ordered=expression.type.ordered),
+        expression.type,
         strict(lambda text: text.rstrip(" "), expression),
         constant=expression.constant,
         collated=expression.collated,
@@ -178,7 +178,7 @@ def quantified(name: str, left: Expression, right: Expression, every: bool, loca
     """`left op ANY(array)`, or ALL when `every`; NULL elements count as unknown."""
     if left.type == UNKNOWN:
         left = resolve(left, right.type.element if right.type.array else TEXT, location)
-    right = resolve(right, Type(left.type.name, True, left.type.ordered), location)
+    right = resolve(right, left.type.like(left.type.name, array=True), location)
     if not right.type.array:
         raise WhereError(f"{location}op ANY/ALL (array) requires array on right side")
     probe = Expression(right.type.element, lambda row: None)

@@ -14,7 +14,7 @@ from tidemill.shapes.where.expressions import Expression, Row, column
 from tidemill.shapes.where.operators import comparator
 from tidemill.shapes.where.parsing import guarded, parse_clause
 from tidemill.shapes.where.printing import identifier, sql_of
-from tidemill.shapes.where.types import ALIASES, Type, Value, WhereError
+from tidemill.shapes.where.types import Type, Value, WhereError
 
 PREFIX = "SELECT 1 ORDER BY "
 MAX_ITEMS = 32
@@ -109,7 +109,7 @@ def _compile(text: str, columns: Mapping[str, Type], schema: str, table: str) ->
 
 def _plain_key(name: str, type_: Type, sort: Any) -> SortKey | None:
     try:
-        return _key(column(name, Type(ALIASES.get(type_.name, type_.name), type_.array, type_.ordered)), sort)
+        return _key(column(name, type_.plain), sort)
     except WhereError:
         return None
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 from tidemill.shapes.where.expressions import BOOL, TEXT, Expression, Row, resolve, strict
+from tidemill.shapes.where.folding import folding_of, lower, upper
 from tidemill.shapes.where.operators import no_operator
 from tidemill.shapes.where.types import EvaluationError, Type, Value, WhereError
 
@@ -16,8 +17,11 @@ def concat(left: Expression, right: Expression, location: str) -> Expression:
     left, right = resolve(left, TEXT, location), resolve(right, TEXT, location)
     if left.type.array or right.type.array or left.type.name != "text" or right.type.name != "text":
         raise WhereError(f"{location}only text can be joined: {left.type} || {right.type}", fix="Cast both to text.")
-    ordered = left.type.ordered and right.type.ordered
-    return Expression(Type("text", ordered=ordered), strict(operator.add, left, right))
+    type_ = Type("text", False, left.type.ordered and right.type.ordered, folding_of(left, right))
+    return Expression(
+        type_, strict(operator.add, left, right), constant=left.constant and right.constant,
+        collated=left.collated or right.collated,
+    )  # fmt: skip
 
 
 class LikePattern:
@@ -124,25 +128,23 @@ def like(name: str, left: Expression, right: Expression, location: str) -> Expre
         if side.type.array or side.type.name not in ("text", "bpchar"):
             raise no_operator(name, left.type, right.type, location)
     wanted = not name.startswith("!")
-    fold = name.endswith("*")
+    fold = lower(folding_of(left, right), location) if name.endswith("*") else str
     known = right.evaluate({}) if right.constant else None
     if known is not None:
-        fixed = LikePattern(known.lower() if fold else known)
+        fixed = LikePattern(fold(known))
 
         def match_fixed(text: str) -> bool:
-            return fixed.matches(text.lower() if fold else text) is wanted
+            return fixed.matches(fold(text)) is wanted
 
         return Expression(BOOL, strict(match_fixed, left))
 
     def match(text: str, pattern: str) -> bool:
-        if fold:
-            text, pattern = text.lower(), pattern.lower()
-        return like_pattern(pattern).matches(text) is wanted
+        return like_pattern(fold(pattern)).matches(fold(text)) is wanted
 
     return Expression(BOOL, strict(match, left, right))
 
 
-FUNCTIONS: dict[str, Callable[[str], Value]] = {"lower": str.lower, "upper": str.upper, "length": len, "concat": str}
+FUNCTIONS = ("lower", "upper", "length", "concat")
 
 
 def call(name: str, operands: Sequence[Expression], location: str) -> Expression:
@@ -153,11 +155,15 @@ def call(name: str, operands: Sequence[Expression], location: str) -> Expression
         raise WhereError(f"{location}function {name}({kinds}) does not exist", fix="Cast to text.")
     constant = all(operand.constant for operand in operands)
     if name != "concat":
-        type_ = Type("int4") if name == "length" else operands[0].type
-        return Expression(type_, strict(FUNCTIONS[name], operands[0]), constant=constant)
+        (operand,) = operands
+        if name == "length":
+            return Expression(Type("int4"), strict(len, operand), constant=constant)
+        fold = (lower if name == "lower" else upper)(operand.type.folding, location)
+        return Expression(operand.type, strict(fold, operand), constant=constant, collated=operand.collated)
     tests = [operand.evaluate for operand in operands]
 
     def joined(row: Row) -> Value:
         return "".join(text for test in tests if (text := test(row)) is not None)
 
-    return Expression(Type("text", ordered=all(each.type.ordered for each in operands)), joined, constant=constant)
+    type_ = Type("text", False, all(each.type.ordered for each in operands), folding_of(*operands))
+    return Expression(type_, joined, constant=constant, collated=any(each.collated for each in operands))

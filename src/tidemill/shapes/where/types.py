@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from decimal import Context, Decimal, Inexact, InvalidOperation, Overflow
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -27,6 +27,8 @@ MOMENTS = {"date": 0, "timestamp": 1, "timestamptz": 2}
 
 WIDE = Context(prec=70_000, Emax=999_999, Emin=-999_999, traps=[InvalidOperation, Inexact, Overflow])
 """+, -, * and % are exact on numbers of NUMERIC_DIGITS, or raise; a result is held to the same size again."""
+
+Folding = Literal["simple", "ascii", "full", "undecided"]
 
 ROUNDING = Context(prec=70_000, Emax=999_999, Emin=-999_999, traps=[InvalidOperation, Overflow])
 """For what rounds on purpose: quotients, casts."""
@@ -44,18 +46,29 @@ class Type(msgspec.Struct, frozen=True):
     """`name` as above, or `unknown` for literals and parameters not yet resolved, or another pg type's name.
 
     ordered   text only: comparing by code points equals the collation's order
+    folding   text only: what the collation takes for one letter in two cases (folding.py)
     """
 
     name: str
     array: bool = False
     ordered: bool = True
+    folding: Folding = "simple"
 
     def __str__(self) -> str:
         return DISPLAY.get(self.name, self.name) + ("[]" if self.array else "")
 
     @property
     def element(self) -> Type:
-        return Type(self.name, False, self.ordered)
+        return Type(self.name, False, self.ordered, self.folding)
+
+    @property
+    def plain(self) -> Type:
+        """Under the name of the type that compares exactly like it."""
+        return Type(ALIASES.get(self.name, self.name), self.array, self.ordered, self.folding)
+
+    def like(self, name: str, *, array: bool = False) -> Type:
+        """Another type, whose text is of the same collation."""
+        return Type(name, array, self.ordered, self.folding)
 
 
 ALIASES = {"varchar": "text", "name": "text", "char": "text"}
