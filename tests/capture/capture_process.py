@@ -1,7 +1,8 @@
 """A capture in a process of its own, to be killed: python capture_process.py DSN NAME DIRECTORY [OPTION …].
 
 Options: `as-is`. `again`: parked tables are copied again by themselves, however soon. `slowly`: tables are
-copied in small chunks, a few thousand rows in a second.
+copied in small chunks, a few thousand rows in a second. `aside`: what changes meanwhile is set aside soon, and appended
+a little at a time; `appending` is printed when that begins.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import asyncio
 import sys
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from tidemill.base.clock import Rand, SystemClock
+from tidemill.capture import appending, aside, joining, keeping
+from tidemill.capture.appending import Appending
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.machine import Capture
 from tidemill.consensus.open import open_consensus
@@ -31,7 +35,10 @@ async def main(dsn: str, name: str, directory: Path, more: Collection[str] = ())
         name=name, dsn=dsn, binding_interval_ms=10, idle_binding_ms=100, fragment_changes=5, table_poll_s=0.2,
         copy_again="again" in more, copy_again_pause_s=0.1, identity="as-is" if "as-is" in more else "full",
         copy_rows_per_s=8000 if "slowly" in more else 0, copy_chunk_blocks=4 if "slowly" in more else 2048,
+        copy_aside_after_s=0.3 if "aside" in more else 30.0,
     )  # fmt: skip
+    if "aside" in more:
+        append_slowly()
     capture = Capture(
         config,
         topics=LocalTopics(consensus, objects, catalogue, clock=clock, rand=rand),
@@ -42,6 +49,23 @@ async def main(dsn: str, name: str, directory: Path, more: Collection[str] = ())
     )
     print("ready", flush=True)
     await capture.run()
+
+
+def append_slowly() -> None:
+    whole, to = Appending._read, Appending.to
+
+    async def read(self: Any, partition: int, at: int) -> Any:
+        await asyncio.sleep(0.02)
+        return await whole(self, partition, at)
+
+    async def told(self: Any, *args: Any) -> int:
+        print("appending", flush=True)
+        return await to(self, *args)
+
+    appending.READ_BYTES = 2048
+    aside.FINISHED_RECORDS, joining.CLOSE_RECORDS = 100, 5
+    keeping.RECORD_S = 0.2
+    Appending._read, Appending.to = read, told  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

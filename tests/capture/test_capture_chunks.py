@@ -282,12 +282,19 @@ class Transfers:
 
 @pytest.mark.postgres
 @pytest.mark.parametrize(
-    ("seed", "connections", "identity", "partitioned"),
-    [(1, 1, "full", False), (3, 3, "full", True), (4, 2, "as-is", False)],
+    ("seed", "connections", "identity", "partitioned", "aside"),
+    [
+        (1, 1, "full", False, False),
+        (3, 3, "full", True, False),
+        (4, 2, "as-is", False, False),
+        (5, 1, "full", True, True),
+        (6, 3, "full", False, True),
+    ],
 )
 def test_every_time_that_is_bound_shows_one_state_wherever_copies_were_cut_off(
-    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, seed: int, connections: int, identity: str, partitioned: bool
-) -> None:
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, seed: int, connections: int, identity: str, partitioned: bool,
+    aside: bool,
+) -> None:  # fmt: skip
     """The sum of all rows is the same in every state of the database."""
     rng = random.Random(seed)
     monkeypatch.setattr(copying, "RECORD_S", 0.05)
@@ -300,6 +307,7 @@ def test_every_time_that_is_bound_shows_one_state_wherever_copies_were_cut_off(
                 await world.sql(f"CREATE TABLE a{n} PARTITION OF a FOR VALUES WITH (MODULUS 2, REMAINDER {n})")
         await world.sql("INSERT INTO a SELECT g, 1000, repeat('w', 300) FROM generate_series(1, 3000) g")
         settings = {**SMALL, "copy_rows_per_s": 3000, "copy_connections": connections, "identity": identity}
+        settings |= {"copy_aside_max_mb": 100 if aside else 0, "partitions": 1}
         writers = [Transfers(world.dsn, seed * 10 + n) for n in range(2)]
         running = [asyncio.ensure_future(writer.run()) for writer in writers]
         epochs = []
@@ -331,7 +339,8 @@ def test_every_time_that_is_bound_shows_one_state_wherever_copies_were_cut_off(
             await until(flows, "the copy is done", 40)
             await run(self)
 
-        monkeypatch.setattr(Binder, "run", run_late)
+        if not aside:
+            monkeypatch.setattr(Binder, "run", run_late)
         settings["copy_rows_per_s"] = 0
         async with world.capture(wait=False, **settings):
             await world.flowing("a", timeout_s=40)
@@ -344,6 +353,7 @@ def test_every_time_that_is_bound_shows_one_state_wherever_copies_were_cut_off(
         assert row is not None and row.snapshot is not None
         assert epochs == ([0, 1, 2] if identity == "full" else [0, 0, 0])
         assert (row.snapshot.settled_lsn > row.snapshot.lsn) == (identity == "full")
+        assert (row.snapshot.joined_lsn >= row.snapshot.settled_lsn > 0) == aside
         if identity == "full":
             assert await world.folded("a") == await as_folded(world)
         topic = await world.topic_id("a")

@@ -13,7 +13,8 @@ from test_capture_chunks import SMALL, as_folded, copy_of, stores
 from test_capture_tables import GOOD, good_flows, in_world, plain
 
 from tidemill.base.errors import Conflict, Corrupt, Fenced, TidemillError, Unavailable
-from tidemill.capture import copying, desk, joining, snapshot
+from tidemill.capture import copying, desk, joining, snapshot, topic_writer
+from tidemill.capture.beside import Beside
 from tidemill.capture.copying import Copy
 from tidemill.capture.desk import Desk
 from tidemill.capture.tables import Refusal
@@ -153,23 +154,56 @@ def test_a_cut_off_copy_of_a_table_that_was_unpublished_since_begins_anew(
 
     async def scenario(world: World) -> None:
         topic = await cut_off(world)
-        real = joining.Joining._published
+        real = Beside.published
 
-        async def published_late(self: joining.Joining) -> Any:
+        async def published_late(self: Beside) -> Any:
             nonlocal tries
-            if self._desk.copying and not tries:
+            if self.desk.copying and not tries:
                 tries += 1
                 await world.sql(
                     f"ALTER PUBLICATION tidemill_{world.name} DROP TABLE a", "UPDATE a SET v = 7 WHERE id < 10"
                 )
             return await real(self)
 
-        monkeypatch.setattr(joining.Joining, "_published", published_late)
+        monkeypatch.setattr(Beside, "published", published_late)
         async with world.capture(wait=False, **SMALL):
             await world.flowing("a")
             await world.caught_up()
         assert await world.topic_id("a") != topic
         assert await world.folded("a") == await as_folded(world)
+
+    in_world(postgres_dsn, scenario)
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_table_that_would_park_before_its_copy_is_exact_is_copied_anew(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, aside: bool
+) -> None:
+    """The stream comes to a row that cannot be written before it comes to the youngest snapshot of the copy, which has
+    later changes as well: up to that row the topic is no state of the table."""
+    monkeypatch.setattr(copying, "RECORD_S", 0.05)
+
+    async def scenario(world: World) -> None:
+        topic = await cut_off(world)
+        await world.sql(
+            "UPDATE a SET v = 1",
+            "UPDATE a SET w = repeat('w', 2000) WHERE id = 3",
+            "UPDATE a SET w = 'short' WHERE id = 3",
+            "DELETE FROM a WHERE id > 2500",
+        )
+        monkeypatch.setattr(topic_writer, "ROW_BYTES", 1000)
+        async with world.capture(wait=False, **SMALL, copy_aside_max_mb=100 if aside else 0):
+
+            async def anew() -> bool:
+                found = await world.table("public.a")
+                return found is not None and found.flows and await world.topic_id("a") != topic
+
+            await until(anew, "it is copied anew", 40)
+            await world.flowing("a")
+            await world.caught_up()
+            assert await world.folded("a") == await as_folded(world)
+        assert not [b for b in await world.remap().after(0) if topic in b.offsets], "nobody was shown the other one"
 
     in_world(postgres_dsn, scenario)
 

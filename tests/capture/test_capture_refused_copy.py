@@ -16,7 +16,7 @@ from test_capture_tables import GOOD, good_flows, in_world
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.marks import State
 from tidemill.base.tasks import Restarts
-from tidemill.capture import joining, publication, snapshot
+from tidemill.capture import beside, joining, mending, publication, snapshot
 from tidemill.capture.recopy import ask
 from tidemill.capture.topic_writer import TopicWriter
 
@@ -187,7 +187,9 @@ def test_a_parked_table_that_is_copied_again_stays_published_while_its_neighbour
             async def publish(*args: Any, **settings: Any) -> Any:
                 done = await real(*args, **settings)
                 assert capture._session is not None and capture._session.joining is not None
-                await capture._session.joining._mend()  # as each second, while another table's lock is waited for
+                await (
+                    capture._session.joining.mending.mend()
+                )  # as each second, while another table's lock is waited for
                 looked.set()
                 return done
 
@@ -218,7 +220,7 @@ def test_a_parked_table_is_not_unpublished_once_its_copy_began(
             await parked_table(world)
             row = await world.table("public.t")
             assert row is not None and capture._session is not None and capture._session.joining is not None
-            real, joins, taken_out = joining.published_tables, capture._session.joining, []
+            real, joins, taken_out = beside.published_tables, capture._session.joining, []
 
             async def published_tables(*args: Any, **more: Any) -> Any:
                 published = await real(*args, **more)
@@ -230,9 +232,9 @@ def test_a_parked_table_is_not_unpublished_once_its_copy_began(
                 return True
 
             with monkeypatch.context() as patch:
-                patch.setattr(joining, "unpublish", unpublish)
-                patch.setattr(joining, "published_tables", published_tables)
-                await joins._unpublish_parked()
+                patch.setattr(mending, "unpublish", unpublish)
+                patch.setattr(beside, "published_tables", published_tables)
+                await joins.mending._unpublish_parked()
                 assert not taken_out
             capture._desk.copied()
 

@@ -199,7 +199,7 @@ async def _left(world: RealWorld) -> dict[str, int]:
         "runners": len(service._runners),
         "descriptions": len(database.infos),
         "memory": service.budget.used_bytes,
-        "digests": len(joining._digests),
+        "digests": len(joining.watching._digests),
         "plans": len(service._plans),
         "tasks": len(asyncio.all_tasks()),
     }

@@ -38,7 +38,8 @@ CORPUS = {
     # 198: a table copied beside the stream was bound at the LSN of its copy, and a commit right there was lost.
     # 245: a row that could not be read was left out of a table that nobody carried yet, and its shapes lived on.
     # 1146: an idle binding passed a copy's LSN and left the tags from before it behind.
-    "capture": (41, 55, 198, 245, 261, 351, 1146),
+    # 414: a table that parked before its copy was exact was bound, and showed no state of the database.
+    "capture": (41, 55, 198, 245, 261, 351, 414, 1146),
     # 5, 73: an elder manifest of the same seqno replaced the newest. 86, 301: a deposed leader read collected files.
     "metastore": (69, 73, 86, 301, 308),
 }

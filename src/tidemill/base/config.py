@@ -242,6 +242,8 @@ class CaptureSection(Section):
     copy_again_max_mb: int = Field(10_240, ge=0)
     copy_connections: int = Field(1, ge=1, le=16)
     copy_rows_per_s: int = Field(0, ge=0)
+    copy_aside_after_s: float = Field(30.0, ge=1)
+    copy_aside_max_mb: int = Field(20_480, ge=0)
     envelope: Literal["row", "debezium", "debezium-avro"] = "row"
     cleanup: Literal["delete", "compact"] = "delete"
 

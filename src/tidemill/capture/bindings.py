@@ -43,7 +43,7 @@ def where_to_start(
         bound = latest.offsets.get(topic_id) if latest is not None else None
         if bound is None:
             # A commit that begins right where the WAL ended is in the stream, not in the copy.
-            late.append(snapshot.lsn - 1)
+            late.append(max(snapshot.lsn - 1, snapshot.joined_lsn))
         starts[topic_id] = list(bound if bound is not None else snapshot.offsets)
     gate = max((snapshot.exact_lsn for snapshot in snapshots.values()), default=0)
     return starts, gate, min(late, default=None)

@@ -45,6 +45,9 @@ def in_snapshot(xid: int, commit_lsn: int, snapshot: TableSnapshot | None) -> bo
     """Must the stream skip this transaction, because the snapshot holds it?
 
     A transaction visible to the snapshot wrote its commit record before the snapshot was taken, so a commit at
-    or after `lsn` is never in it; below, the xid decides, since commit records precede visibility.
+    or after `lsn` is never in it; below, the xid decides, since commit records precede visibility. What a table that
+    was copied while WAL was confirmed has up to where it joined is in its topic, too.
     """
-    return snapshot is not None and commit_lsn < snapshot.lsn and sees(xid, snapshot.xmin, snapshot.xmax, snapshot.xip)
+    if snapshot is None or commit_lsn <= snapshot.joined_lsn:
+        return snapshot is not None
+    return commit_lsn < snapshot.lsn and sees(xid, snapshot.xmin, snapshot.xmax, snapshot.xip)

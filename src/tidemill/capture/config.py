@@ -40,6 +40,8 @@ class CaptureConfig(msgspec.Struct, frozen=True):
     copy_connections     that read tables at once while they are copied
     copy_rows_per_s      at most so many rows are copied, 0 = as fast as it goes
     copy_chunk_blocks    of a table that are read at once (chunks.py)
+    copy_aside_after_s   a copy beside the stream that takes longer lets WAL go: what changes of its table is set aside
+    copy_aside_max_mb    at most so much of one table; WAL is kept from there on. 0 = nothing is set aside
     """
 
     name: str
@@ -59,6 +61,8 @@ class CaptureConfig(msgspec.Struct, frozen=True):
     copy_connections: int = 1
     copy_rows_per_s: int = 0
     copy_chunk_blocks: int = 2048
+    copy_aside_after_s: float = 30.0
+    copy_aside_max_mb: int = 20_480
     envelope: Envelope = "row"
     cleanup: Cleanup = "delete"
     fragment_changes: int = 500

@@ -2,6 +2,7 @@
 
     reader ─► next chunk of any table ─► its rows, throttled ─► lanes        one task a connection, one snapshot
     recorder ─► chunks whose records are durable ─► the table's row          at most once in RECORD_S
+             ─► gives way to a session that sets aside what changes          after a while (Y6)
 
 Y2  A chunk is told to be done only after its records are durable, so whoever goes on after SIGKILL misses none; what
     was written and not told yet is written twice, which by key is the same.
@@ -10,6 +11,8 @@ Y3  A copy is gone on with only under the lock of the table, after its files, co
 Y4  What a copy is begun with (the schemas that were registered, what the session knows of the table) was asked without
     the table's lock. So a table whose columns are other ones under the lock is not copied: its rows would be written
     under the ids of another schema, for good.
+Y6  A copy that takes longer is cut off of our own accord, once a chunk of it is told: the next session goes on with it
+    as with any that was cut off, and sets aside what changes meanwhile (aside.py). What is complete by then stays.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import asyncio
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from math import inf
 
 import structlog
 from msgspec.structs import replace
@@ -44,10 +48,16 @@ from tidemill.topics.front import TopicLog
 log = structlog.get_logger()
 
 RECORD_S = 1.0
+LEAST_LEFT_SHARE = 1 / 3
+"""Of copy_aside_after_s: a copy that is done sooner is not worth another session."""
 MOST_ROWS = 2048
 """Encoded in one turn of the loop, which the stream of the other tables shares."""
 BACKLOG_BYTES = 2 << 20
 """Waiting to become durable: what the stream writes of other tables waits behind it."""
+
+
+class GivesWay(Unavailable):
+    """The copy goes on in a session that sets aside what changes meanwhile (Y6)."""
 
 
 class _Table:
@@ -95,9 +105,11 @@ async def take_snapshot(
     progress: SnapshotProgress,
     clock: Clock,
     rand: Rand,
+    *,
+    gives_way: bool = False,
 ) -> list[str]:
     """Copy tables into their topics as of one moment, then record each that is complete; returns their names. One whose
-    row has a copy that was cut off is gone on with, on a target of that copy's epoch.
+    row has a copy that was cut off is gone on with, on a target of that copy's epoch. `gives_way`: see Y6.
 
     A table that cannot be copied or recorded is refused, and the others go on. Raises what is not one table's.
     """
@@ -113,7 +125,7 @@ async def take_snapshot(
                 copied.append(table)
             except (Invalid, Corrupt) as error:
                 await desk.refuse(table.name, refusal_of(error), table.oid)
-        copy = Copy(config, captured, writer, desk, progress, clock)
+        copy = Copy(config, captured, writer, desk, progress, clock, gives_way=gives_way)
         return await copy.run(copied, opened) if copied else []
 
 
@@ -128,8 +140,11 @@ class Copy:
         desk: Desk,
         progress: SnapshotProgress,
         clock: Clock,
+        *,
+        gives_way: bool = False,
     ) -> None:
         self._config = config
+        self._gives_way_s = clock.monotonic_s() + config.copy_aside_after_s if gives_way else inf
         self._captured = captured
         self._writer = writer
         self._desk = desk
@@ -231,7 +246,7 @@ class Copy:
         async with Tasks(fail) as tasks:
             for each in wires:
                 tasks.spawn(read(each), name="capture copy")
-            tasks.spawn(self._record(snapshot.lsn), name="capture copy recorder")
+            tasks.spawn(self._record(snapshot), name="capture copy recorder")
             await ended
         for each in wires[1:]:  # nothing is left open while the last records become durable
             await each.query("COMMIT")
@@ -295,8 +310,8 @@ class Copy:
                 await self._refuse(table.info, Invalid(what))
 
     # recording ------------------------------------------------------------------------------------
-    async def _record(self, lsn: int) -> None:
-        """For as long as it copies. Raises Unrecorded, and Closed where another session has the copy."""
+    async def _record(self, snapshot: Snapshot) -> None:
+        """For as long as it copies. Raises Unrecorded, Closed where another session has the copy, and GivesWay."""
         while True:
             await asyncio.sleep(RECORD_S)
             for table in [table for table in self._tables if table.tells and not table.failed]:
@@ -304,7 +319,26 @@ class Copy:
                 row = self._desk.rows[table.info.name]
                 told = row.copy.done if row.copy is not None else 0
                 if told < table.durable.done < table.plan.count and table.reopens:
-                    await self._tell(table, table.now(lsn))
+                    await self._tell(table, table.now(snapshot.lsn))
+            if self._clock.monotonic_s() >= self._gives_way_s:
+                await self._give_way(snapshot)
+
+    async def _give_way(self, snapshot: Snapshot) -> None:
+        """Y6. Raises GivesWay, once there is a table that is gone on with."""
+        rows = self._desk.rows
+        waits = [
+            table.info.name
+            for table in self._tables
+            if not table.failed and (row := rows[table.info.name]).copy is not None and row.aside is None
+        ]
+        left_s = self._progress.left_s
+        if not waits or (left_s is not None and left_s < LEAST_LEFT_SHARE * self._config.copy_aside_after_s):
+            return
+        for table in self._tables:
+            table.settle()
+            if not table.failed and table.durable.done == table.plan.count:
+                await self._complete(snapshot, table)
+        raise GivesWay(f"what changes while a table is copied is set aside from now on: table={','.join(waits)}.")
 
     async def _tell(self, table: _Table, now: TableCopy) -> None:
         generation = self._desk.rows[table.info.name].generation
@@ -327,7 +361,7 @@ class Copy:
             plan.xmin, plan.xmax, plan.xip, plan.lsn, now.rows, tuple(lane.next for lane in table.target.lanes),
             now.settled_lsn if now.settled_lsn > plan.lsn else 0,
         )  # fmt: skip
-        generation = self._desk.rows[name].generation
+        generation, ends = self._desk.rows[name].generation, taken.offsets
         found_as = snapshot.attributes[oid]
         columns, partitions = columns_of(snapshot.relations[oid], found_as), snapshot.partitions.get(oid)
 
@@ -335,17 +369,20 @@ class Copy:
             # Another session may have begun to copy it anew meanwhile: then this copy is nobody's.
             if found is None or not _is_ours(found, generation, plan.epoch):
                 return found
-            return replace(
-                found, snapshot=taken, columns=columns, partitions=partitions, evolved=(), attributes=found_as.count,
-                storage=found_as.storage, copy=None,
+            found = replace(
+                found, columns=columns, partitions=partitions, evolved=(), attributes=found_as.count,
+                storage=found_as.storage,
             )  # fmt: skip
+            if found.aside is not None:  # what it holds comes first (aside.py)
+                return replace(found, copy=now, aside=replace(found.aside, ends=ends))
+            return replace(found, snapshot=taken, copy=None)
 
         try:
             row = await self._desk.change(name, copied)
         except Invalid as error:
             await self._refuse(table.info, error)
             return False
-        return row is not None and row.snapshot == taken
+        return row is not None and (row.snapshot == taken or (row.aside is not None and row.aside.ends == ends))
 
 
 def _is_ours(found: CaptureTableRow, generation: int, epoch: int) -> bool:

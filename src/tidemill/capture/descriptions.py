@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import structlog
 from msgspec.structs import replace
 
+from tidemill.capture.aside import as_copied, first_snapshot
+from tidemill.capture.boundaries import in_snapshot
 from tidemill.capture.changes import Relation
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.converter import Converter, RelationSeen, merge_relation, says_key
@@ -48,12 +50,22 @@ class Descriptions:
         described = replace(merge_relation(message, now or known), version=version)
         if not self.whole(message.oid):
             described = await self._as_is(message, described, control)
+        await self._compare_aside(described, xid, lsn)
         was = (known.version, known.old_rows) if known is not None else None
         if seen.changed or was != (version, described.old_rows):
             self._converter.learn(described)
             log.info("table described anew", capture=self._config.name, table=f"{message.schema}.{message.table}")
         row = self._desk.by_oid(message.oid, lsn)
         return row.schemas if row is not None else ()
+
+    async def _compare_aside(self, described: Relation, xid: int, lsn: int) -> None:
+        """Rows of another description than the copy's are not set aside (aside.py, Z4)."""
+        row = self._desk.aside(described.oid)
+        if row is None or in_snapshot(xid, lsn, first_snapshot(row, 0)):
+            return
+        if described.name != row.table or not as_copied(row, described):
+            async with self._parking:
+                await self._desk.set_aside_until(row.table, lsn, "its description changed")
 
     def grown(self, relation: Relation) -> None:
         """What the watcher found, and no row of the stream came under yet."""

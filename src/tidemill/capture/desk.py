@@ -6,6 +6,9 @@ D2  What is parked stays so until it is copied again: changes at and above its p
 D3  A table's failure is told under `table:<capture>/<schema.table>`, parked, and never ends the capture.
 D4  A change that may not have been written ends the session (`Unrecorded`): the next one begins from what is durable,
     so no table flows by the catalogue and is carried by nobody, or the other way round.
+D6  A table that is to be parked before the stream has come to where its copy is exact (TableSnapshot.exact_lsn) shows
+    no state of the database there, and nothing of its topic is bound yet. So it is copied anew, by a session that
+    carries nothing of it (`CopiedAnew`).
 """
 
 from __future__ import annotations
@@ -62,6 +65,10 @@ class Unrecorded(Unknown):
     """What the catalogue holds of a table is not known (D4)."""
 
 
+class CopiedAnew(Unavailable):
+    """What was copied of a table is no state of it (D6)."""
+
+
 class Desk:
     """`on_park(oid, lsn)`: nothing of this relation is carried at or above the LSN from now on (plain call)."""
 
@@ -91,7 +98,8 @@ class Desk:
         self._refusals: dict[str, Refusal] = {}
         """What the last try to take a table in ended with, until it is past that."""
         self._fruitless: dict[str, tuple[str, int, int]] = {}
-        """Of a copy that was cut off: its topic, the chunks that were done then, and how often it was since."""
+        """Of a copy that was cut off: its topic, what was done then (chunks, and records that were appended behind
+        them), and how often it was since."""
 
     def connect(self, on_park: Callable[[int, int], None]) -> None:
         self._on_park = on_park
@@ -122,7 +130,7 @@ class Desk:
 
     def served(self) -> set[int]:
         """Oids of the relations whose followers may be told that they are captured."""
-        return {row.oid for row in self.rows.values() if row.state == "captured"}
+        return {row.oid for row in self.rows.values() if row.state == "captured" and row.aside is None}
 
     def held_by(self, name: str) -> str:
         """Who kept the table out when it was to be taken in last, "" = nobody."""
@@ -134,18 +142,24 @@ class Desk:
         self, name: str, lsn: int, reason: str, fix: str = "", *, state: str = "parked", again: bool = False
     ) -> None:
         """Carry no transaction of the table at or above `lsn` (D1). `again`: a copy makes it good (again.py). Raises
-        Unrecorded."""
+        Unrecorded, CopiedAnew."""
         row = self.rows.get(name)
         if row is None or (row.parked_lsn and row.parked_lsn <= lsn):
             return
         reason = f"{reason[:REASON_CHARS].rstrip('.')}: table={name} parked_at={Lsn(lsn)}."
         self._on_park(row.oid, lsn)
         now_ms, pause_ms = self._clock.now_ms(), int(self._config.copy_again_pause_s * 1000)
+        void = row.snapshot is not None and lsn < row.snapshot.exact_lsn
 
         def parked(found: CaptureTableRow | None) -> CaptureTableRow | None:
             if found is None or (found.parked_lsn and found.parked_lsn <= lsn) or found.generation != row.generation:
                 return found
             since_ms = found.since_ms if found.state == state and found.since_ms else now_ms
+            if void:
+                return replace(
+                    found, state="refused", reason=reason, fix="It is copied anew by itself.", since_ms=now_ms,
+                    snapshot=None, copy=None, aside=None, again_ms=0,
+                )  # fmt: skip
             # At most one pause from now: the clock may have gone wrong when it was begun last.
             from_ms = now_ms + max(0, min(pause_ms, found.again_last_ms + pause_ms - now_ms))
             again_ms = from_ms if again and self._config.copy_again else 0
@@ -157,6 +171,8 @@ class Desk:
         log.error("a table is parked", capture=self._config.name, table=name, reason=reason)
         self._refusals.pop(name, None)
         await self.change(name, parked)
+        if void:
+            raise CopiedAnew(f"a copied table is no state of the database where it would park: table={name}.")
 
     async def gone(self, name: str, reason: str, fix: str) -> None:
         """A parked table is not there any more: its shard ends where it was parked, and what was to heal it cannot."""
@@ -184,7 +200,7 @@ class Desk:
             since_ms = found.since_ms if found.state == why.state and found.since_ms else self._clock.now_ms()
             return replace(
                 found, state=why.state, reason=why.reason[:REASON_CHARS], fix=why.fix, since_ms=since_ms, oid=oid,
-                copy=found.copy if going_on else None,
+                copy=found.copy if going_on else None, aside=found.aside if going_on else None,
             )  # fmt: skip
 
         tried = self.copying.pop(name, None) is not None
@@ -203,8 +219,9 @@ class Desk:
         if row.copy is None:
             return False
         topic_id, done, tries = self._fruitless.get(row.table, ("", 0, 0))
-        tries = tries + 1 if (topic_id, done) == (row.copy.topic_id, row.copy.done) else 1
-        self._fruitless[row.table] = (row.copy.topic_id, row.copy.done, tries)
+        now = row.copy.done + (row.aside.appended if row.aside is not None else 0)
+        tries = tries + 1 if (topic_id, done) == (row.copy.topic_id, now) else 1
+        self._fruitless[row.table] = (row.copy.topic_id, now, tries)
         return tries < FRUITLESS_TRIES
 
     async def note(self, name: str, identities: Identities) -> None:
@@ -295,9 +312,39 @@ class Desk:
         """Tables that wait for their copy to be gone on with, and how many chunks are done: WAL is kept for them."""
         return {row.table: row.copy.done for row in self.rows.values() if row.copy is not None}
 
+    def aside(self, oid: int) -> CaptureTableRow | None:
+        """The table whose changes under this oid are set aside."""
+        return next((row for row in self.rows.values() if row.aside is not None and row.oid == oid), None)
+
+    def keeps_wal(self) -> set[str]:
+        """Tables for whose copy WAL is kept, under way or cut off: they are not set aside, or not any further."""
+        found = {name for name in self.copying if (row := self.rows.get(name)) is None or row.aside is None}
+        for row in self.rows.values():
+            if row.copy is not None and (row.aside is None or row.aside.until_lsn):
+                found.add(row.table)
+        return found
+
+    async def set_aside_until(self, name: str, lsn: int, reason: str) -> None:
+        """Set no transaction of the table aside at or above `lsn`, for this reason: its WAL is kept, and told again
+        once the table has joined the stream there. As durable as a park, and before what is (D1). Raises
+        Unrecorded."""
+        row = self.rows.get(name)
+        if row is None or row.aside is None or 0 < row.aside.until_lsn <= lsn:
+            return
+        log.warning("WAL is kept for a copy", capture=self._config.name, table=name, at=str(Lsn(lsn)), cause=reason)
+        topic_id = row.aside.topic_id
+        self._on_park(row.oid, lsn)
+
+        def ended(found: CaptureTableRow | None) -> CaptureTableRow | None:
+            if found is None or found.aside is None or found.aside.topic_id != topic_id:
+                return found
+            return replace(found, aside=replace(found.aside, until_lsn=lsn))
+
+        await self.change(name, ended)
+
     async def give_up(self, name: str) -> None:
         """A copy that was cut off is not gone on with. Raises Unrecorded."""
-        await self.change(name, lambda found: replace(found, copy=None) if found is not None else None)
+        await self.change(name, lambda found: replace(found, copy=None, aside=None) if found is not None else None)
 
     # marks ----------------------------------------------------------------------------------------
     def tell_copy(self, progress: SnapshotProgress) -> None:
@@ -305,7 +352,7 @@ class Desk:
         until they do (M5)."""
         for name in self.copying:
             self._tracker.set(
-                self._config.table_mark(name), progress.rows, max(progress.expected, progress.rows + 1),
+                self._config.table_mark(name), progress.moved, max(progress.expected, progress.moved + 1),
                 now_ms=self._clock.now_ms(), held_by=progress.held_by, reason=progress.sentence,
                 budget_ms=self._config.budget_ms, unit="rows",
             )  # fmt: skip

@@ -13,7 +13,7 @@ from tidemill.capture.changes import Column, Relation
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.desk import Desk
 from tidemill.capture.events import Source
-from tidemill.capture.naming import split_name
+from tidemill.capture.naming import aside_name, split_name
 from tidemill.capture.publication import Blocked
 from tidemill.capture.tables import Choice, Refusal, TableInfo
 from tidemill.capture.topic_writer import CapturedTable
@@ -186,6 +186,13 @@ async def delete_topic(catalogue: Catalogue, name: str) -> None:
     found = await catalogue.get(TopicRow, name) if name else None
     if found is not None and found.kind == "capture":
         await catalogue.delete(TopicRow, name)
+
+
+async def delete_topics(catalogue: Catalogue, name: str) -> None:
+    """A table's, and what was set aside for it."""
+    if name:
+        await delete_topic(catalogue, aside_name(name))
+        await delete_topic(catalogue, name)
 
 
 def copy_target(config: CaptureConfig, row: CaptureTableRow, topic: TopicRow, source: Source | None) -> CapturedTable:

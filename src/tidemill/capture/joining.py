@@ -1,86 +1,63 @@
-"""Tables beside the stream: what changed in the database is noticed, and what is fresh is taken in, while all else
-flows.
+"""Tables beside the stream: what is fresh is taken in, while all else flows.
 
-    every table_poll_s    the catalogue is compared with what is captured; sooner when somebody asks for a table that
-                          is not (`seeks`), or finds one to be another (`look`)
-    every HAZARD_POLL_S   published tables whose statements would fail, or lack old rows, are mended or taken out; by a
-                          capture that is manual they are parked, and told
+    every table_poll_s    the catalogue is compared with what is captured (watching.py); sooner when somebody asks for a
+                          table that is not (`seeks`), or finds one to be another (`look`)
+    every HAZARD_POLL_S   what is published is mended (mending.py)
 
     new, made anew, asked for again (recopy), refused before    →  published  →  topic anew  →  copied  →  in the stream
-    gone, not wanted any more     →  `dropped` at the WAL's end; topic and row go once no pipeline reads it
-    its description differs       →  what is carried: in force at the WAL's end, else parked there, if the stream did
-                                     not come to a row before (describing.py)
     parked for what a copy heals  →  copied again by itself (again.py)
+    its copy was cut off          →  gone on with, set aside meanwhile (aside.py)  →  that is appended  →  in the stream
 
-J1  While a table is copied, nothing is confirmed to PostgreSQL beyond where the copy began: what the stream tells of
-    it meanwhile is told again by the next session, which begins when the copy is done. The other tables know their
-    part of that by their bindings. That holds from the start of a session that finds a copy cut off.
 J2  A copy that fails is told under its table, and tried again after a pause that doubles; one that a lock kept out,
     as soon as who was named for it holds the table no more. It is gone on with where it was cut off for no fault of
     the table's, until it has not come further in so many tries (Desk); else it begins anew, and WAL is let go.
-J3  A table is parked at the WAL end as of after its difference was seen, and from before that is asked for until the
-    park is durable the stream's reader takes nothing more: no transaction at or above it is bound or confirmed by a
-    session whose successor would not know of the park. Rows that came under the new description before were found by
-    the reader (Session).
+J5  Tables that are set aside come first, one at a time: WAL is kept for what would be copied along with one. (J1, J4:
+    keeping.py; J3: beside.py)
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Awaitable, Callable, Container, Sequence
 from contextlib import suppress
 
 import structlog
-from msgspec.structs import replace
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, Conflict, Fenced, Invalid, Missing, TidemillError, Unavailable, Unknown
-from tidemill.base.frontier import Lsn
+from tidemill.base.errors import Closed, Conflict, Fenced, Missing, TidemillError, Unavailable, Unknown
 from tidemill.base.tasks import Restarts, is_fault, sentence
-from tidemill.capture.again import Again, heals
-from tidemill.capture.attributes import attributes_of
+from tidemill.capture.again import Again
+from tidemill.capture.aside import appending_of, may_set_aside, ready_to_join
+from tidemill.capture.beside import Beside
 from tidemill.capture.changes import Relation
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.copying import take_snapshot
+from tidemill.capture.copying import GivesWay, take_snapshot
 from tidemill.capture.describing import Coming
-from tidemill.capture.desk import Desk, Unrecorded, accept, recopy
-from tidemill.capture.difference import against_catalogue
-from tidemill.capture.entry import (
-    copy_target,
-    delete_topic,
-    go_on_with,
-    gone,
-    refusal_of,
-    source_of,
-    start_table,
-    without_taken,
-)
+from tidemill.capture.desk import Desk, Unrecorded
+from tidemill.capture.entry import copy_target, go_on_with, refusal_of, source_of, start_table
 from tidemill.capture.holders import table_holder
+from tidemill.capture.keeping import Keeping
+from tidemill.capture.mending import Mending
 from tidemill.capture.progress import SnapshotProgress
-from tidemill.capture.publication import LOCK_ATTEMPTS, give_back, not_full, publish, published_tables, unpublish
-from tidemill.capture.tables import (
-    Choice,
-    Hazard,
-    Refusal,
-    TableInfo,
-    came_with_rows,
-    describe,
-    hazards,
-    list_partitions,
-    list_tables,
-    resolve,
-)
+from tidemill.capture.publication import LOCK_ATTEMPTS, publish
+from tidemill.capture.setup import heartbeat
+from tidemill.capture.tables import Refusal, TableInfo, describe, list_tables
 from tidemill.capture.topic_writer import CapturedTable
 from tidemill.capture.watch import Control
-from tidemill.capture.wire.connection import Wire, identifier
-from tidemill.capture.wire.errors import SqlError, may_pass
-from tidemill.metastore.catalogue import CaptureTableRow, Catalogue, PipelineRow
+from tidemill.capture.watching import Watching
+from tidemill.capture.wire.connection import Wire
+from tidemill.capture.wire.errors import may_pass
+from tidemill.metastore.catalogue import Catalogue, TopicRow
+from tidemill.shards.front import Binding
 from tidemill.topics.front import TopicLog
 
 log = structlog.get_logger()
 
 HAZARD_POLL_S = 1.0
 LONGEST_PAUSE_S = 300.0
+CLOSE_RECORDS = 2_000
+"""So few were set aside while the last ones were appended: the next session appends the rest."""
+APPEND_POLL_S = 0.1
 LOOK_S = 0.3
 """Between two looks that somebody's asking brought about …"""
 
@@ -90,13 +67,14 @@ for a tenth of the time at most."""
 
 
 class Joined(Unavailable):
-    """Tables were copied: the session begins anew, with them."""
+    """Tables were copied, or are to be set aside: the session begins anew, with them."""
 
 
 class Joining:
     """`hold(True)`: from now on confirm nothing beyond what is confirmed; False: go on. `flushed()`: every
     transaction at or below it is bound. `retire(oid)`: nothing is written for this relation any more, nor under way.
-    `parking`: while it is taken, the stream's reader stands. `learn`: as of Coming."""
+    `parking`: while it is taken, the stream's reader stands. `learn`: as of Coming. `carried`, `aside`, `latest`: as
+    of Keeping."""
 
     def __init__(
         self,
@@ -113,6 +91,9 @@ class Joining:
         retire: Callable[[int], Awaitable[None]],
         parking: asyncio.Lock,
         learn: Callable[[Relation], None],
+        carried: Sequence[CapturedTable],
+        aside: dict[str, CapturedTable],
+        latest: Callable[[], Binding | None],
     ) -> None:
         self._config = config
         self._control = control
@@ -121,16 +102,18 @@ class Joining:
         self._catalogue = catalogue
         self._clock = clock
         self._rand = rand
-        self._hold = hold
         self._flushed = flushed
         self._retire = retire
-        self._parking = parking
-        self._digests: dict[int, str] = {}
-        self._no_identity: dict[int, str] = {}
-        """What kept a table from its whole identity the last time: it is tried again each second, and told once."""
+        self._latest = latest
+        self._beside = Beside(config, control, desk, catalogue, parking)
+        self.mending = Mending(self._beside)
         self._coming = Coming(desk, control, flushed, parking, learn)
+        self.watching = Watching(self._beside, self.mending, self._coming, flushed)
+        self.keeping = Keeping(self._beside, carried, aside, clock, hold=hold, retire=retire, latest=latest)
         self._again = Again(config, control, desk, clock)
         self._pauses: dict[str, tuple[Restarts, float]] = {}
+        self._tried_aside = frozenset(desk.cut_off)
+        self._waits_since_s: float | None = None
         self._wake = asyncio.Event()
         self._sought = asyncio.Event()
         self._next_look: asyncio.Future[frozenset[str] | None] | None = asyncio.get_running_loop().create_future()
@@ -139,8 +122,8 @@ class Joining:
 
     @property
     def copying(self) -> tuple[str, ...]:
-        """Tables that are taken in just now, or cut off in that: the confirmation is held for them."""
-        return tuple(self._desk.copying) or tuple(self._desk.cut_off)
+        """Tables that are taken in just now."""
+        return tuple(self._desk.copying)
 
     def look(self) -> None:
         """Somebody found a captured table to be another one, or gone: look now."""
@@ -159,6 +142,8 @@ class Joining:
 
     def mark(self) -> None:
         """Tell what is copied, and how far it is."""
+        for name in self.copying:
+            self.progress.aside = self.keeping.sizes(name)
         self._desk.tell_copy(self.progress)
 
     # the two loops --------------------------------------------------------------------------------
@@ -166,11 +151,13 @@ class Joining:
         """For ever. Raises what breaks the control connection or the catalogue."""
         while True:
             began_s = self._clock.monotonic_s()
-            await self._compare()
+            names = {table.name for table in await self.watching.compare()}
+            for name in self._pauses.keys() - names:
+                del self._pauses[name]
             pause_s = self._config.table_poll_s
             next_s = self._clock.monotonic_s() + (min(pause_s, HAZARD_POLL_S) if self._coming.waits else pause_s)
             while not self._wake.is_set() and (left_s := next_s - self._clock.monotonic_s()) > 0:
-                await self._mend()
+                await self.mending.mend()
                 try:
                     async with asyncio.timeout(min(left_s, HAZARD_POLL_S)):
                         await self._wake.wait()
@@ -196,8 +183,8 @@ class Joining:
                 took_s = self._clock.monotonic_s() - began_s
                 if pending and await self._copied_all(pending):
                     raise Joined(f"tables were taken in: capture={self._config.name}.")
-                if not self._desk.cut_off:
-                    self._hold(False)
+                self.keeping.copies(False)
+                self._let_go()
                 least_s = min(pause_s, max(LOOK_S, LOOK_SHARE * took_s))
                 await asyncio.sleep(least_s)
                 with suppress(TimeoutError):
@@ -207,229 +194,28 @@ class Joining:
             asked, self._next_look = self._next_look, None
             _tell(asked, None)
 
-    # what changed ---------------------------------------------------------------------------------
-    async def _compare(self) -> None:
-        found = await self._control.ask(list_tables)
-        choice = await self._choice(found)
-        wanted = {table.name: table for table in choice.tables}
-        for row in [row for row in self._desk.rows.values() if row.flows]:
-            table = wanted.get(row.table)
-            if table is None:
-                why = choice.refused.get(row.table)
-                if why is not None and any((t.name, t.oid) == (row.table, row.oid) for t in found):
-                    await self._park(row.table, why.reason)
-                else:
-                    await self._park(row.table, *gone(row, found), state="dropped")
-            elif table.oid == row.oid and self._digests.get(row.oid) != table.digest:
-                await self._look_closely(row.table, table)
-        for row in [row for row in self._desk.rows.values() if row.state == "parked"]:
-            if row.table not in wanted and row.table not in choice.refused:
-                await self._desk.gone(row.table, *gone(row, found))
-        published = await self._published() or {}
-        for row in [row for row in self._desk.rows.values() if row.flows]:
-            if row.table in wanted and row.oid == wanted[row.table].oid and row.oid not in published:
-                # Changes are missing from here on; the next session sees it, too, and has it copied again.
-                raise Unavailable(f"a captured table was unpublished: table={row.table}.")
-        for name, why in choice.refused.items():
-            await self._desk.refuse(name, why)
-        for info in found:
-            await self._desk.identified(info)
-        await self._prune(wanted, choice.refused, found)
-        self._forget_gone(found)
-
-    def _forget_gone(self, found: list[TableInfo]) -> None:
-        """Nothing that this session remembers of a table outlives it."""
-        oids, names = {table.oid for table in found}, {table.name for table in found}
-        for known in (self._digests, self._no_identity):
-            for oid in known.keys() - oids:
-                del known[oid]
-        for name in self._pauses.keys() - names:
-            del self._pauses[name]
-
-    async def _published(self) -> dict[int, str] | None:
-        config = self._config
-        return await self._control.ask(lambda wire: published_tables(wire, config.publication, manual=config.manual))
-
-    async def _choice(self, found: list[TableInfo]) -> Choice:
-        try:
-            choice = await self._control.ask(lambda wire: _resolved(wire, self._config, found))
-        except Missing:
-            return Choice((), {})
-        rows = self._desk.rows
-        fresh = tuple(t for t in choice.tables if t.name not in rows or rows[t.name].snapshot is None)
-        checked = await without_taken(self._config, self._catalogue, Choice(fresh, choice.refused))
-        taken = set(checked.refused) - set(choice.refused)
-        return Choice(tuple(t for t in choice.tables if t.name not in taken), checked.refused)
-
-    async def _look_closely(self, name: str, table: TableInfo) -> None:
-        now = (await self._control.ask(lambda wire: describe(wire, [table.oid]))).get(table.oid)
-        row = self._desk.rows[name]
-        if now is None or not row.flows:
-            return
-        why = await self._coming.look(name, against_catalogue(row.columns, now))
-        if why:
-            self._coming.forget(name)
-            found = (await self._control.ask(lambda wire: attributes_of(wire, [table.oid]))).get(table.oid)
-            await self._park(name, f"its description changed: {why}", accept(name), again=heals(row, found))
-        elif why is not None and (table.kind != "p" or await self._same_partitions(name, table)):
-            self._digests[table.oid] = table.digest
-
-    async def _same_partitions(self, name: str, table: TableInfo) -> bool:
-        """Rows that come with an attached partition, or go with a detached or dropped one, are in no message of the
-        stream. A partition that began empty brings all its rows through the stream."""
-        known = self._desk.rows[name].partitions
-        now = await self._control.ask(lambda wire: list_partitions(wire, table.oid))
-        said = ""
-        if known is not None and set(known) - set(now):
-            said = "a partition is gone, and its rows with it, of which the stream says nothing"
-        for oid in sorted(set(now) - set(known)) if known is not None and not said else ():
-            try:
-                full = await self._control.ask(lambda wire, oid=oid: came_with_rows(wire, oid))  # type: ignore[misc]
-            except (SqlError, Invalid) as error:
-                log.warning("a new partition is not looked into yet", table=name, partition=oid, cause=str(error))
-                return False
-            if full:
-                said = f"a partition was attached with rows in it, of which the stream says nothing: partition={full}"
-                break
-        if said:
-            await self._park(name, said, again=True)
-            return False
-        if known != now:
-            await self._desk.change(name, lambda found: _divided(found, now) if found is not None else None)
-        return True
-
-    async def _park(self, name: str, reason: str, fix: str = "", *, state: str = "parked", again: bool = False) -> None:
-        """J3."""
-        async with self._parking:
-            found = await self._control.ask(lambda wire: wire.value("SELECT pg_current_wal_insert_lsn()"))
-            await self._desk.park(name, Lsn.parse(found or "0/0").value, reason, fix, state=state, again=again)
-
-    async def _prune(self, wanted: dict[str, TableInfo], refused: dict[str, Refusal], found: list[TableInfo]) -> None:
-        """Rows and topics of tables that are gone go when no pipeline reads them; so do reasons nobody asks for."""
-        exist = {table.name for table in found}
-        old = [
-            row
+    def _let_go(self) -> None:
+        """A copy that this session has cut off waits to be gone on with, and WAL is kept for it: after a while that is
+        for a session that sets aside what changes (J1). Raises Joined."""
+        names = [
+            row.table
             for row in self._desk.rows.values()
-            if row.table not in wanted
-            and row.table not in refused
-            and (row.state in ("dropped", "refused", "left") or row.table not in exist)
+            if row.copy is not None and row.aside is None and not row.recopy and row.table not in self._tried_aside
         ]
-        if not old:
-            return
-        read = {
-            source for row in await self._catalogue.list(PipelineRow, fresh=False) for source in row.tables.values()
-        }
-        for row in old:
-            if f"capture:{self._config.name}:{row.table}" in read or row.parked_lsn - 1 > self._flushed():
-                continue
-            if row.identities and not self._config.manual and not await self._given_back(row, wanted):
-                continue
-            await delete_topic(self._catalogue, row.topic)
-            await self._desk.change(row.table, lambda _: None)
-            log.info("a table that is gone is forgotten", capture=self._config.name, table=row.table)
-
-    async def _given_back(self, row: CaptureTableRow, wanted: dict[str, TableInfo]) -> bool:
-        """A table that the capture leaves has the identity again that it came with; False = not yet. While it is
-        published it must have a whole one (publication.py, P1), and one that is taken in under another name keeps what
-        it is given for that."""
-        if await self._desk.hand_over(row):
-            return True
-        if any(table.oid == row.oid for table in wanted.values()):
-            return False
-        published = await self._published() or {}
-        if row.oid in published:
-            return False
-        for oid, (relation, before) in row.identities.items():
-            try:
-                await self._control.ask(lambda wire, oid=oid, b=before: give_back(wire, oid, b, attempts=1))  # type: ignore[misc]
-            except (SqlError, Invalid) as error:
-                log.warning("an identity is not given back yet", relation=relation, cause=str(error))
-                return False
-        return True
-
-    # statements of the application ----------------------------------------------------------------
-    async def _mend(self) -> None:
-        """No statement of the application fails because a table is published, and no row comes without its old one."""
-        config = self._config
-        for hazard in await self._control.ask(lambda wire: hazards(wire, config.publication, config.whole)):
-            row = self._desk.by_oid(hazard.oid)
-            if config.manual:
-                await self._tell_hazard(hazard, row)
-                continue
-            if row is not None and not hazard.virtual and config.whole:
-                # Noted before the connection is asked to alter it: what consensus takes is no silence of PostgreSQL's.
-                earlier = await self._control.ask(lambda wire, oid=hazard.oid: not_full(wire, oid))  # type: ignore[misc]
-                await self._desk.note(row.table, earlier)
-                mended = await self._control.ask(lambda wire, table=hazard.table: self._full(wire, table))  # type: ignore[misc]
-                if mended or not hazard.breaks:
-                    continue
-            if hazard.virtual or hazard.breaks:
-                await self._control.ask(lambda wire, name=hazard.name: unpublish(wire, self._config, name))  # type: ignore[misc]
-            if row is not None and not (hazard.virtual or hazard.breaks):
-                await self._park(row.table, "its replica identity does not say its primary key", _mend_by(hazard))
-            elif row is not None:
-                what = "a virtual generated column" if hazard.virtual else "its replica identity, which was taken away,"
-                lacks = hazard.breaks and not hazard.virtual and not config.whole
-                await self._park(
-                    row.table, f"{what} would make its UPDATE and DELETE fail", _mend_by(hazard) if lacks else "",
-                    again=not hazard.virtual and not lacks,
-                )  # fmt: skip
-        if not config.manual:
-            await self._unpublish_parked()
-
-    async def _tell_hazard(self, hazard: Hazard, row: CaptureTableRow | None) -> None:
-        """Of a capture that alters nothing. A table whose old rows are to be whole flows until the stream comes to one
-        that is not."""
-        if row is None or not (hazard.virtual or hazard.breaks or hazard.lacking):
-            return
-        what = "a virtual generated column" if hazard.virtual else "its replica identity"
-        if hazard.virtual or hazard.breaks:
-            drop = f"ALTER PUBLICATION {identifier(self._config.publication)} DROP TABLE {hazard.name}"
-            await self._park(
-                row.table, f"{what} makes its UPDATE and DELETE fail while it is published",
-                f"Run {drop}; {recopy(row.table)}",
-            )  # fmt: skip
-        else:
-            await self._park(row.table, f"{what} does not say its primary key", _mend_by(hazard))
-
-    async def _full(self, wire: Wire, table: TableInfo) -> bool:
-        """Give a published table, and its partitions, a whole identity again; False while others hold its lock."""
-        done = await publish(wire, self._config, [table], {table.oid: ""}, attempts=1, note=self._desk.note)
-        for error in done.failed.values():
-            if self._no_identity.get(table.oid) != str(error):
-                log.warning("a captured table has no whole identity yet", table=table.name, cause=str(error))
-            self._no_identity[table.oid] = str(error)
-        if not done.failed:
-            self._no_identity.pop(table.oid, None)
-        return not done.failed
-
-    async def _unpublish_parked(self) -> None:
-        """The stream carries nothing of them, so nothing need be decoded, or stand in the application's way.
-
-        A copy may begin at any await, and takes tables whose rows still say parked: it publishes them after it has
-        asked on this connection, so what is looked at again while the connection is ours stays so."""
-
-        def parked() -> set[int]:
-            rows = self._desk.rows.values()
-            kept = {row.oid for row in rows if row.recopy or row.again_ms or row.state == "captured"}
-            return {row.oid for row in rows if row.parked_lsn} - kept - {*self._desk.copying.values()}
-
-        async def take_out(wire: Wire, oid: int, name: str) -> None:
-            if oid in parked():
-                await unpublish(wire, self._config, name)
-
-        if not parked():
-            return
-        published = await self._published() or {}
-        for oid in parked() & published.keys():
-            await self._control.ask(lambda wire, oid=oid: take_out(wire, oid, published[oid]))  # type: ignore[misc]
+        now_s = self._clock.monotonic_s()
+        if not names or not may_set_aside(self._config):
+            self._waits_since_s = None
+        elif self._waits_since_s is None:
+            self._waits_since_s = now_s
+        elif now_s - self._waits_since_s >= self._config.copy_aside_after_s:
+            raise Joined(f"what changes while a copy waits is set aside from now on: table={','.join(names)}.")
 
     # taking in ------------------------------------------------------------------------------------
     async def _pending(self, found: list[TableInfo]) -> tuple[frozenset[str], list[TableInfo]]:
         """Names of the tables that are to be taken in, and those of them that can be now."""
         asked = {t.table for t in await self._catalogue.tables(self._config.name, fresh=False) if t.recopy}
         asked |= await self._again.due()
-        choice = await self._choice(found)
+        choice = await self._beside.choice(found)
         for name in self._desk.cut_off.keys() - {table.name for table in choice.tables}:
             await self._desk.give_up(name)
         rows = self._desk.rows
@@ -463,11 +249,18 @@ class Joining:
         tables' failure, not the session's (J2), but for what may be in the catalogue (Desk, D4): that ends it, and
         nothing is confirmed before."""
         done: list[str] = []
+        aside = [table for table in pending if self._set_aside(table)]
+        pending = aside[:1] or pending
         self._desk.copying = {table.name: table.oid for table in pending}
         self.progress = SnapshotProgress(self._clock)
-        self._hold(True)
         try:
-            done = await self._copy(pending)
+            if not aside or not self._ended(aside[0].name):
+                self.keeping.copies(not aside)
+                done = await self._copy(pending)
+            if aside and self._ended(aside[0].name):
+                done = [aside[0].name] if await self._append(aside[0].name) else []
+        except GivesWay as given:
+            raise Joined(given.message) from given
         except BaseException as error:
             if not is_fault(error) or isinstance(error, Unrecorded):
                 raise
@@ -480,17 +273,52 @@ class Joining:
         self._wait_after({table.name for table in pending} - set(done))
         return bool(done)
 
+    def _set_aside(self, table: TableInfo) -> bool:
+        row = self._desk.rows.get(table.name)
+        return row is not None and row.aside is not None and row.oid == table.oid and not row.recopy
+
+    def _ended(self, name: str) -> bool:
+        """It is copied whole, and lacks what was set aside."""
+        row = self._desk.rows.get(name)
+        return row is not None and row.aside is not None and bool(row.aside.ends)
+
+    async def _append(self, name: str) -> bool:
+        """Until little is left for the next session to append (aside.join_ended); False when the table's copy was
+        given up meanwhile."""
+        row = self._desk.rows[name]
+        topic = await self._catalogue.get(TopicRow, row.topic)
+        if topic is None or row.copy is None or topic.topic_id != row.copy.topic_id:
+            await self._desk.give_up(name)
+            return False
+        appending = appending_of(self._config, row, self._topics, self._clock)
+        self.progress.append(name, f"topic:{row.topic}")
+        await self._control.ask(heartbeat)  # so that an idle stream is bound beyond the youngest snapshot
+        while True:
+            now, latest = self._desk.rows.get(name), self._latest()
+            if now is None or now.aside is None or now.copy != row.copy:
+                return False
+            offsets = latest.offsets.get(now.aside.topic_id) if latest is not None else None
+            moved = 0
+            if offsets is not None:
+                moved = await appending.to(offsets, lambda records: self.keeping.appended(name, records))
+            if offsets is not None and moved <= CLOSE_RECORDS and ready_to_join(now, latest):
+                return True
+            if moved <= CLOSE_RECORDS:
+                await asyncio.sleep(APPEND_POLL_S)
+
     async def _copy(self, pending: list[TableInfo]) -> list[str]:
-        """The tables that are complete. The caller holds the confirmation."""
+        """The tables that are complete. WAL is kept for those that are not set aside."""
         log.info("tables are taken in", capture=self._config.name, tables=[t.name for t in pending])
         wire = await Wire.connect(self._config.dsn, purpose="join", capture=self._config.name)
         try:
             # Not on the connection of the copy: see _unpublish_parked.
-            published = await self._published()
+            published = await self._beside.published()
             if published is None:
                 raise Missing("the publication is gone.")
             # One that was unpublished since is not gone on with: the stream lacks changes of it.
             cut_off = {table.oid for table in pending if table.name in self._desk.cut_off} & published.keys()
+            if any(table.oid not in cut_off for table in pending):
+                self.keeping.copies(True)
             left = await self._publish(wire, pending, published, settle=published.keys() - cut_off)
             relations = await describe(wire, [table.oid for table in left])
             taken, captured = [], {}
@@ -500,18 +328,20 @@ class Joining:
                 row = self._desk.rows.get(table.name)
                 if row is not None and row.flows:
                     # Made anew, or asked for while it flows: the running session carries nothing more of the old one.
-                    await self._park(table.name, "it is copied again")
-                if row is not None and row.oid:
-                    await self._retire(row.oid)
+                    await self._beside.park(table.name, "it is copied again")
                 place = (self._config, self._catalogue, self._desk, table, relations[table.oid])
                 topic = None
                 if table.oid in cut_off:
                     topic = await go_on_with(*place)
                     if topic is None:  # it begins anew, so it is settled after all
+                        self.keeping.copies(True)
                         await self._desk.give_up(table.name)
                         if not await self._publish(wire, [table], published, settle=published):
                             continue
-                topic = topic or await start_table(*place)
+                if topic is None:
+                    if row is not None and row.oid:
+                        await self._retire(row.oid)
+                    topic = await start_table(*place)
                 if topic is not None:
                     taken.append(table)
                     row = self._desk.rows[table.name]
@@ -536,8 +366,9 @@ class Joining:
     async def _copied(self, tables: list[TableInfo], captured: dict[str, CapturedTable]) -> list[str]:
         try:
             return await take_snapshot(
-                self._config, tables, captured, self._topics, self._desk, self.progress, self._clock, self._rand
-            )
+                self._config, tables, captured, self._topics, self._desk, self.progress, self._clock, self._rand,
+                gives_way=may_set_aside(self._config),
+            )  # fmt: skip
         except (Unavailable, Unknown, Closed, Conflict, Fenced):
             raise
         except TidemillError as error:
@@ -555,17 +386,3 @@ class Joining:
 def _tell(asked: asyncio.Future[frozenset[str] | None] | None, coming: frozenset[str] | None) -> None:
     if asked is not None and not asked.done():
         asked.set_result(coming)
-
-
-async def _resolved(wire: Wire, config: CaptureConfig, found: list[TableInfo]) -> Choice:
-    return resolve(config.tables, found, wire.server_version, whole=config.whole)
-
-
-def _mend_by(hazard: Hazard) -> str:
-    return f"Run {hazard.lacking}; {recopy(hazard.table.name)}"
-
-
-def _divided(row: CaptureTableRow, partitions: tuple[int, ...]) -> CaptureTableRow:
-    """With these partitions; of those that are gone nothing is kept."""
-    kept = {oid: noted for oid, noted in row.identities.items() if oid == row.oid or oid in partitions}
-    return replace(row, partitions=partitions, identities=kept)

@@ -68,6 +68,8 @@ class Lane:
         """The offset of sequence 0."""
         self._open: list[Entry] = []
         self._open_count = 0
+        self.made_bytes = 0
+        """Of all batches that it has made."""
 
     def start_at(self, base: int, high_watermark: int, tail: ChangePosition | None) -> None:
         """`base`: next offset as of what is already bound; `tail`: position of the record before the high watermark.
@@ -138,6 +140,7 @@ class Lane:
         for batch, count in cut(entries, BATCH_BYTES):
             sequence = (start - self._first) % SEQUENCE_MODULUS
             data = encode_entries(batch, count, producer_id=self.producer_id, base_sequence=sequence, epoch=self.epoch)
+            self.made_bytes += len(data)
             batches.append(LaneBatch(start, start + count, data, round_))
             start += count
         self.pending.extend(batches)

@@ -156,6 +156,7 @@ class Capture:
             "snapshot_chunks_done": copy.chunks_done,
             "snapshot_table": copy.table,
             "snapshot_done": session.streaming or session.progress.done,
+            **self._set_aside(),
             **self._taps.facts(),
         }
         if session.slot is not None:
@@ -181,6 +182,19 @@ class Capture:
                 **(session.writer.facts() if session.writer is not None else {}),
             }
         return facts
+
+    def _set_aside(self) -> dict[str, object]:
+        """Of all tables whose changes are set aside while they are copied, and those for whose copy WAL is kept."""
+        joining = self._session.joining if self._session is not None else None
+        names = [row.table for row in self._desk.rows.values() if row.aside is not None]
+        found = [sizes for name in names if joining is not None and (sizes := joining.keeping.sizes(name)) is not None]
+        return {
+            "set_aside_records": sum(each.records for each in found),
+            "set_aside_bytes": sum(each.bytes for each in found),
+            "set_aside_limit_bytes": self.config.copy_aside_max_mb << 20,
+            "set_aside_appended": sum(each.appended for each in found),
+            "wal_kept_for": joining.keeping.tables if joining is not None else [],
+        }
 
     # running --------------------------------------------------------------------------------------
     async def run(self) -> None:
@@ -308,9 +322,10 @@ class Capture:
         holder, copied_rows = collector.tracker.holder(), 0
         if session.joining is not None:
             session.joining.mark()
-            copied_rows = session.joining.progress.rows
-            if collector.status.told < collector.status.flushed and session.joining.copying:
-                holder = self.config.table_mark(session.joining.copying[0])
+            copied_rows = session.joining.progress.moved
+            kept_for = session.joining.keeping.tables
+            if collector.status.told < collector.status.flushed and kept_for:
+                holder = self.config.table_mark(kept_for[0])
                 reason = reason or "nothing is confirmed beyond where the copy of a table began"
         if not reason and confirmed < wal_end and holder:
             reason = f"waits until {holder} has flushed what it was sent"

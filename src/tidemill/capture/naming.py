@@ -4,6 +4,7 @@
     topic    capture.schema.table; a byte that no topic may have is _xHH (hexadecimal), and so is the _ of a name that
              looks like one already. What is longer than a topic's name may be keeps its beginning and ends in _xh and
              the hash of the whole; the catalogue says which table that is.
+    aside    the topic's name and _xhaside: no table's, since what follows _xh there are hexadecimal digits
 
 Both are one to one, so no table's name is refused, and two tables never share a topic.
 """
@@ -20,6 +21,7 @@ _PLAIN = frozenset(TOPIC_NAME_CHARS) - {"."}
 _LOOKS_ENCODED = re.compile(r"_(?=x[0-9a-fh])")
 _PART = re.compile(r'"((?:[^"]|"")*)"|([^."]+)')
 _HASH_CHARS = 40
+ASIDE = "_xhaside"
 
 
 def table_name(schema: str, table: str) -> str:
@@ -49,7 +51,15 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def topic_name(capture: str, schema: str, table: str) -> str:
-    name = f"{capture}.{_encoded(schema)}.{_encoded(table)}"
+    return _shortened(f"{capture}.{_encoded(schema)}.{_encoded(table)}")
+
+
+def aside_name(topic: str) -> str:
+    """Of the topic in which changes are set aside that go into this one later."""
+    return _shortened(f"{topic}{ASIDE}")
+
+
+def _shortened(name: str) -> str:
     if len(name) <= TOPIC_NAME_LENGTH:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:_HASH_CHARS]

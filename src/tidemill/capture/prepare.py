@@ -18,15 +18,18 @@ cluster had confirmed, and the restored bindings do not cover, is gone, and ever
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 
 import msgspec
 import structlog
 from msgspec.structs import replace
 
+from tidemill.base.clock import Clock
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.frontier import Lsn
 from tidemill.capture.again import heals
+from tidemill.capture.aside import carried_aside, join_ended, sweep
 from tidemill.capture.attributes import attributes_of
 from tidemill.capture.changes import NEVER, Relation
 from tidemill.capture.config import CaptureConfig
@@ -56,22 +59,28 @@ from tidemill.metastore.catalogue import (
     TopicRow,
 )
 from tidemill.shards.front import Binding
+from tidemill.topics.front import TopicLog
 
 log = structlog.get_logger()
 
+FREE_POLL_S = 0.2
+FREE_ATTEMPTS = 400
+"""As a session that begins to stream waits (session.SLOT_BUSY_ATTEMPTS)."""
 FIRST_ATTEMPTS = 3
 """For the lock of one table while the whole capture waits; it is tried again beside the stream."""
 
 
 class Prepared(msgspec.Struct, frozen=True):
     """`captured`: tables that the stream carries, at least up to where they are parked. `fresh`: of these, the ones
-    to be copied before it begins. `tables`: what the database says of all that were chosen."""
+    to be copied before it begins. `aside`: by name, those whose changes are set aside while their copy goes on.
+    `tables`: what the database says of all that were chosen."""
 
     slot: SlotState
     tables: tuple[TableInfo, ...]
     captured: tuple[CapturedTable, ...]
     fresh: tuple[str, ...]
     relations: dict[int, Relation]
+    aside: dict[str, CapturedTable] = {}
 
 
 async def prepare(
@@ -82,6 +91,8 @@ async def prepare(
     own: OwnRow,
     latest: Binding | None,
     desk: Desk,
+    topics: TopicLog,
+    clock: Clock,
 ) -> Prepared:
     """`wire` has the capture's lock. `own`: the capture's row, which is claimed here. `latest`: the newest binding.
 
@@ -112,9 +123,15 @@ async def prepare(
     if row is not None and row.restored:
         row = await own.change(lambda found: replace(found, restored=False))
     desk.know(rows)
+    await sweep(catalogue, desk)
     if any(table.snapshot is not None or table.copy is not None for table in rows.values()):
         assert row is not None
-        return await _go_on(wire, config, catalogue, desk, own, choice, found)
+        slot = check_slot(config, await slot_state(wire, config.slot))
+        if slot.active_pid is not None and any(row.aside is not None and row.aside.ends for row in rows.values()):
+            # What a predecessor told last may be on its way: where a table joins depends on it.
+            slot = await _once_free(wire, config)
+        await join_ended(config, catalogue, desk, topics, latest, slot, clock)
+        return await _go_on(wire, config, catalogue, desk, own, choice, found, slot)
     return await _begin(wire, config, facts, catalogue, desk, own, choice, published)
 
 
@@ -207,9 +224,9 @@ async def _go_on(
     own: OwnRow,
     choice: Choice,
     found: list[TableInfo],
+    slot: SlotState,
 ) -> Prepared:
     """Some tables are there: stream these. The others are taken in beside it."""
-    slot = check_slot(config, await slot_state(wire, config.slot))
     if not own.now.snapshot_done:
         await own.change(lambda found: replace(found, snapshot_done=True))
     wanted = {table.name: table for table in choice.tables}
@@ -253,7 +270,12 @@ async def _go_on(
         item.snapshot = table.snapshot
         captured.append(item)
         relations[table.oid] = as_described(table, now.get(table.oid))
-    return Prepared(slot, choice.tables, tuple(captured), (), relations)
+    aside = {}
+    for table in [table for table in desk.rows.values() if table.table in wanted]:
+        carried = await carried_aside(config, catalogue, desk, table, now.get(table.oid), wire.database)
+        if carried is not None:
+            aside[table.table], relations[table.oid] = carried
+    return Prepared(slot, choice.tables, (*captured, *aside.values()), (), relations, aside)
 
 
 async def _still_good(
@@ -290,15 +312,21 @@ async def _still_good(
             unbound = topic is None or topic.topic_id not in bound
             unpublished = published is not None and oid not in published and oids.get(name) == oid
             other = name in oids and oids[name] != oid
-            missed = unbound and slot is not None and slot.confirmed_lsn > table.snapshot.lsn
+            missed = unbound and slot is not None and let_go(slot, table.snapshot.told_from_lsn)
             start_over = unpublished or other or missed
-        # A copy that was cut off is gone on with where the slot still has all since it began (Joining).
+        # A copy that was cut off is gone on with where the slot still has all since it began (Joining), or what it let
+        # go is set aside, up to where it ended (aside.py, Z1).
+        aside = table.aside
+        kept_aside = (
+            aside is not None and slot is not None and aside.topic_id in bound
+            and not (aside.until_lsn and let_go(slot, aside.until_lsn))
+        )  # fmt: skip
         going_on = (
             table.copy is not None and not start_over and table.snapshot is None and slot is not None
-            and slot.wal_status != "lost" and 0 < slot.confirmed_lsn <= table.copy.lsn
+            and slot.wal_status != "lost" and (kept_aside or (slot.confirmed_lsn and not let_go(slot, table.copy.lsn)))
             and published is not None and oid in published and oids.get(name) == oid
         )  # fmt: skip
-        wanted = replace(table, oid=oid, copy=table.copy if going_on else None)
+        wanted = replace(table, oid=oid, copy=table.copy if going_on else None, aside=aside if going_on else None)
         if start_over:
             wanted = replace(
                 wanted, snapshot=None, state="captured", reason="", fix="", parked_lsn=0, recopy=False, again_ms=0,
@@ -308,6 +336,22 @@ async def _still_good(
             await catalogue.change_table(config.name, name, lambda _, wanted=wanted: wanted)  # type: ignore[misc]
         kept[name] = wanted
     return kept
+
+
+async def _once_free(wire: Wire, config: CaptureConfig) -> SlotState:
+    """The slot, once nobody streams from it. A walsender whose client is gone notices that at its next write. Raises
+    Unavailable when it is not soon."""
+    for _ in range(FREE_ATTEMPTS):
+        slot = check_slot(config, await slot_state(wire, config.slot))
+        if slot.active_pid is None:
+            return slot
+        await asyncio.sleep(FREE_POLL_S)
+    raise Unavailable(f"the slot is in use: slot={config.slot} pid={slot.active_pid}.")
+
+
+def let_go(slot: SlotState, lsn: int) -> bool:
+    """Commits at or above `lsn` are confirmed already, so the stream may not tell them again."""
+    return slot.confirmed_lsn > lsn
 
 
 async def _split(catalogue: Catalogue, own: OwnRow) -> CaptureRow | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from tidemill.base.clock import Clock
+from tidemill.base.frontier import Lsn
+from tidemill.metastore.catalogue import SetAside
 
 MIB = 1 << 20
 
@@ -25,6 +27,9 @@ class SnapshotProgress:
         self.held_by = ""
         self.blocked = ""
         self.done = False
+        self.aside: SetAside | None = None
+        """Of the table that is copied."""
+        self._appends = False
         self._earlier = 0
         self._retained_bytes = 0
         self._headroom_bytes: int | None = None
@@ -40,6 +45,15 @@ class SnapshotProgress:
         """Of the slot; None = no limit."""
         self._retained_bytes, self._headroom_bytes = retained_bytes, headroom_bytes
 
+    def append(self, table: str, held_by: str) -> None:
+        """It is copied whole, by now or by an earlier session: what was set aside of it follows."""
+        self.table, self.held_by, self._appends = table, held_by, True
+
+    @property
+    def moved(self) -> int:
+        """What a mark moves with: rows, and records that are appended behind them."""
+        return self.rows + (self.aside.appended if self.aside is not None else 0)
+
     def finish(self) -> None:
         self.done = True
         self._ended_s = self._clock.monotonic_s()
@@ -51,12 +65,19 @@ class SnapshotProgress:
         if not self.table:
             return "waits to be copied"
         left_s = self.left_s
+        aside = self.aside
+        if self._appends and aside is not None:
+            return f"appending what was set aside of {self.table}: {aside.appended} of {aside.records} records"
         parts = [
             f"copying {self.table}: {self.rows} of about {self.expected} rows",
             f"{self.rows_per_s:.0f} rows/s",
             *([f"about {left_s} s left"] if left_s is not None else []),
             f"{self.chunks_done} of {self.chunks} chunks",
         ]
+        if aside is not None:
+            parts.append(f"{aside.records} changes ({aside.bytes // MIB} MiB) set aside")
+        if aside is not None and aside.until_lsn:
+            parts.append(f"WAL is kept since {Lsn(aside.until_lsn)}")
         if self._retained_bytes >= MIB:
             limit = "" if self._headroom_bytes is None else f" and may keep {self._headroom_bytes // MIB} more"
             parts.append(f"the slot keeps {self._retained_bytes // MIB} MiB of WAL{limit}")

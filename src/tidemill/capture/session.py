@@ -27,20 +27,22 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.converter import Converter, RelationSeen
 from tidemill.capture.copying import take_snapshot
 from tidemill.capture.descriptions import Descriptions
-from tidemill.capture.desk import Desk, recopy
+from tidemill.capture.desk import Desk
 from tidemill.capture.entry import copy_target
 from tidemill.capture.holders import Holder, busy_walsender, slot_holder
 from tidemill.capture.joining import Joining
+from tidemill.capture.keeping import kept_for
 from tidemill.capture.locking import own_session, take_lock
 from tidemill.capture.own_row import OwnRow
 from tidemill.capture.poison import Poisoned, take
-from tidemill.capture.prepare import Prepared, begin_anew, prepare
+from tidemill.capture.prepare import Prepared, begin_anew, let_go, prepare
 from tidemill.capture.progress import SnapshotProgress
 from tidemill.capture.retained import Retained
-from tidemill.capture.setup import ServerFacts, SlotState, check_server
+from tidemill.capture.setup import ServerFacts, SlotState, check_server, slot_state
 from tidemill.capture.sinks import Sink
 from tidemill.capture.taps import Taps
 from tidemill.capture.topic_writer import CapturedTable, TopicWriter
+from tidemill.capture.unfit import Unfit
 from tidemill.capture.watch import (
     BLOCKER_REMEMBERED_S,
     Answers,
@@ -55,7 +57,7 @@ from tidemill.capture.wire.errors import SqlError, Undecodable
 from tidemill.capture.wire.status import Keepalive, Status, keepalive_interval_s
 from tidemill.capture.wire.stream import Framed, ReplicationStream
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.shards.front import Remap
+from tidemill.shards.front import Binding, Remap
 from tidemill.topics.front import TopicLog
 
 log = structlog.get_logger()
@@ -115,10 +117,13 @@ class Session:
         self._ask_keepalive = False
         self._parking = asyncio.Lock()
         self._descriptions = Descriptions(config, desk, self._converter, self._parking)
+        self._unfit = Unfit(desk, self._converter, taps, self._keep_wal)
         self.answers = Answers(clock)
         self.collector: Collector | None = None
         self.writer: TopicWriter | None = None
         self.binder: Binder | None = None
+        self._copied: list[CapturedTable] = []
+        """Tables that it writes."""
         self.progress = SnapshotProgress(clock)
         self.slot: SlotState | None = None
         self.retained = Retained()
@@ -250,12 +255,15 @@ class Session:
         latest = await self._remap.latest()
         blocked = watch_set_up(lambda: self._connect("watch"), self.answers, config.name, self._blocked)
         self._watching = tasks.spawn(blocked, name="capture set-up watch")
-        prepared = await prepare(wire, config, facts, self._catalogue, self._own, latest, self.desk)
+        prepared = await prepare(
+            wire, config, facts, self._catalogue, self._own, latest, self.desk, self._topics, self._clock
+        )
         self.slot = prepared.slot
         self.generation = self._own.now.generation
         # No await from here until the relations are learned: who begins to follow one now follows this session's.
         self._taps.claim(self._own.now.taps)
-        self._taps.carried({table.oid for table in prepared.captured if table.name not in prepared.fresh})
+        left_out = {*prepared.fresh, *prepared.aside}
+        self._taps.carried({table.oid for table in prepared.captured if table.name not in left_out})
         for relation in prepared.relations.values():
             self._converter.learn(
                 relation if self._descriptions.whole(relation.oid) else replace(relation, old_rows="key")
@@ -282,8 +290,9 @@ class Session:
         if prepared.fresh:
             await self._copy(prepared)
         copied = [table for table in prepared.captured if table.snapshot is not None]
+        self._copied = copied
         writer = self.writer = TopicWriter(
-            self.topic_consumer, copied, self._topics, self._rand, binder.durable, self._row_failed
+            self.topic_consumer, copied, self._topics, self._rand, binder.durable, self._unfit.row
         )
         await writer.open(latest.offsets if latest else {}, latest.lsn if latest else 0)
         snapshots = {table.topic.topic_id: table.snapshot for table in copied if table.snapshot is not None}
@@ -314,8 +323,9 @@ class Session:
         wire = await self._connect("stream", replication=True)
         stream = self._stream = ReplicationStream(wire)
         await self._start_when_free(stream)
+        await self._check_confirmed()
         status = Status(prepared.slot.confirmed_lsn - 1)
-        status.hold = status.flushed if self.desk.cut_off else None  # joining.py, J1
+        self._hold_for(status)
         collector = self.collector = Collector(
             [self.writer, *self._sinks],
             status,
@@ -346,8 +356,10 @@ class Session:
         joining = self.joining = Joining(
             config, self._control, self.desk, topics=self._topics, catalogue=self._catalogue, clock=self._clock,
             rand=self._rand, hold=self._hold, flushed=lambda: status.flushed, retire=self.writer.retire,
-            parking=self._parking, learn=self._descriptions.grown,
+            parking=self._parking, learn=self._descriptions.grown, latest=lambda: self._latest,
+            carried=self._copied, aside=prepared.aside,
         )  # fmt: skip
+        tasks.spawn(joining.keeping.run(), name="capture aside")
         tasks.spawn(joining.watch(), name="capture tables")
         tasks.spawn(joining.take_in(), name="capture joining")
 
@@ -366,6 +378,21 @@ class Session:
                 holder = await self._control.ask(lambda wire: slot_holder(wire, self._config.slot))
                 self._wait_for(f"the slot is in use: slot={self._config.slot}", holder)
                 await asyncio.sleep(SLOT_BUSY_POLL_S)
+
+    @property
+    def _latest(self) -> Binding | None:
+        return self.binder.latest if self.binder is not None else None
+
+    async def _check_confirmed(self) -> None:
+        """The slot is this session's from here on. What a predecessor that was believed dead has moved it by since the
+        tables were looked at may be missing in one that no binding has. Raises Unavailable."""
+        assert self._control is not None and self.binder is not None
+        now = await self._control.ask(lambda wire: slot_state(wire, self._config.slot))
+        bound = self._latest.offsets if self._latest is not None else {}
+        for table in self._copied:
+            unbound = table.snapshot is not None and table.topic.topic_id not in bound
+            if now is None or (unbound and table.snapshot is not None and let_go(now, table.snapshot.told_from_lsn)):
+                raise Unavailable(f"another session confirmed WAL meanwhile: slot={self._config.slot}.")
 
     # the stream -----------------------------------------------------------------------------------
     async def _read(self, stream: ReplicationStream, collector: Collector, watch: StreamWatch) -> None:
@@ -410,11 +437,12 @@ class Session:
         try:
             out = take(item, self._converter)
         except Poisoned as poisoned:
-            await self._set_aside(item, poisoned)
+            await self._unfit.message(item, poisoned)
             return
         if isinstance(out, RelationSeen):
             assert self._control is not None
             schemas = await self._descriptions.learn(out, self._control)
+            self._keep_wal()
             if self.writer is not None:
                 self.writer.described(out.message.oid, schemas)
         elif out is not None:
@@ -427,37 +455,23 @@ class Session:
             async with self._parking:
                 pass
 
-    async def _set_aside(self, item: Framed, poisoned: Poisoned) -> None:
-        """Where it is about one table, that table is parked before its transaction, or it is nobody's (a table that
-        somebody else published); else the session ends with it."""
-        if not poisoned.table or poisoned.position is None:
-            raise poisoned
-        lsn = poisoned.position.commit_lsn
-        row = self.desk.followed(poisoned.oid, self._converter.xid, lsn)
-        if row is not None:
-            way_out = self._way_out(poisoned, row.table)
-            await self.desk.park(row.table, lsn, poisoned.message, way_out, again=poisoned.no_old_row)
-        else:
-            # No topic wants it, or has it already; whoever follows the stream alone lacks it.
-            self._taps.lose(poisoned.oid, poisoned.message)
-        self._converter.pass_over(item.payload)
-
-    @staticmethod
-    def _way_out(error: BaseException, table: str) -> str:
-        return f"{getattr(error, 'fix', '')} {recopy(table)}".strip()
-
-    async def _row_failed(self, table: CapturedTable, lsn: int, error: BaseException) -> None:
-        """The topic writer cannot write a row of this table (W3)."""
-        await self.desk.park(
-            table.name, lsn, f"a row cannot be written: {_message(error)}", self._way_out(error, table.name)
-        )
-
     def _carry_no_more(self, oid: int, lsn: int) -> None:
         """The desk parks a table: nothing that comes, nor what is under way, is carried at or above `lsn`."""
         self._converter.park(oid, lsn)
         self._taps.lose(oid, "its table is not carried any more")
         if self.writer is not None:
             self.writer.park(oid, lsn)
+
+    def _keep_wal(self) -> None:
+        """Of a table that is set aside no further (aside.py, Z4): in the turn in which that is durable, hence before
+        the transaction from which on it is so is handed on."""
+        if self.collector is not None:
+            self._hold_for(self.collector.status)
+
+    def _hold_for(self, status: Status) -> None:
+        """keeping.py, J1."""
+        if status.hold is None and kept_for(self.desk, self._copied, self._latest):
+            status.hold = status.flushed
 
     def _hold(self, on: bool) -> None:
         if self.collector is not None:
@@ -494,7 +508,7 @@ class Session:
         """Streaming, nothing is copied, and nothing came since the slot was last looked at."""
         seen = self.collector.last_commit_lsn if self.collector is not None else 0
         before, self._seen_lsn = self._seen_lsn, seen
-        copying = self.joining is not None and self.joining.copying
+        copying = self.joining is not None and (self.desk.copying or self.desk.cut_off)
         return self.streaming and not copying and seen == before
 
     # what is waited for ---------------------------------------------------------------------------
@@ -543,8 +557,3 @@ class Session:
             except TimeoutError:
                 pass
             self._status_due.clear()
-
-
-def _message(error: BaseException) -> str:
-    """Without its fix, which is told apart."""
-    return error.message if isinstance(error, TidemillError) else sentence(error)

@@ -17,7 +17,7 @@ import msgspec
 
 from tidemill.base.errors import Conflict, Invalid, Missing, TidemillError
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.entry import delete_topic
+from tidemill.capture.entry import delete_topics
 from tidemill.capture.holders import lock_holder
 from tidemill.capture.publication import LOCK_ATTEMPTS, give_back
 from tidemill.capture.setup import ADVISORY_CLASS, lock_key, slot_state, try_lock
@@ -130,7 +130,7 @@ async def _from_here(
 ) -> None:
     for table in tables:
         if table.topic:
-            await delete_topic(catalogue, table.topic)
+            await delete_topics(catalogue, table.topic)
             done.topics.append(table.topic)
         await catalogue.change_table(config.name, table.table, lambda _: None)
     if await catalogue.get(CaptureRow, config.name) is not None:

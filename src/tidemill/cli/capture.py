@@ -10,7 +10,7 @@ import typer
 from tidemill.base.errors import Invalid, Missing, Unavailable
 from tidemill.base.frontier import Lsn
 from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
-from tidemill.metastore.catalogue import CaptureTableRow
+from tidemill.metastore.catalogue import CaptureTableRow, SetAside
 
 if TYPE_CHECKING:
     from tidemill.capture.taking_back import TakenBack
@@ -37,6 +37,8 @@ def list_tables(capture: CaptureOption = "", config: ConfigOption = None, as_jso
         print(f"{row.capture:12} {row.table:32} {state:9}{identity}{at}{'  recopy asked' if row.recopy else ''}")
         if row.copy is not None:
             print(f"    {row.copy.rows:,} rows, {row.copy.done} of {row.copy.count} chunks, are copied for good")
+        if row.aside is not None:
+            print(f"    {_aside(row.aside)}")
         if row.reason:
             print(f"    {row.reason} {row.fix}".rstrip())
         for relation, before in row.identities.values():
@@ -167,6 +169,14 @@ def _confirm(row: CaptureTableRow) -> None:
         raise Invalid("nothing was done.", fix="Answer y, or add --yes.")
 
 
+def _aside(aside: SetAside) -> str:
+    """What changed during a table's copy, as of a few seconds ago."""
+    said = (
+        f"{aside.records:,} changes ({aside.bytes / 2**20:,.1f} MiB) are set aside, {aside.appended:,} of them appended"
+    )
+    return f"{said}; WAL is kept since {Lsn(aside.until_lsn)}" if aside.until_lsn else said
+
+
 def _described(row: CaptureTableRow) -> dict[str, object]:
     return {
         "capture": row.capture,
@@ -178,6 +188,10 @@ def _described(row: CaptureTableRow) -> dict[str, object]:
         "copy_rows": row.copy.rows if row.copy is not None else None,
         "copy_chunks_done": row.copy.done if row.copy is not None else None,
         "copy_chunks": row.copy.count if row.copy is not None else None,
+        "set_aside_records": row.aside.records if row.aside is not None else None,
+        "set_aside_bytes": row.aside.bytes if row.aside is not None else None,
+        "set_aside_appended": row.aside.appended if row.aside is not None else None,
+        "wal_kept_since": str(Lsn(row.aside.until_lsn)) if row.aside is not None and row.aside.until_lsn else None,
         "generation": row.generation,
         "envelope": row.envelope,
         "reason": row.reason,

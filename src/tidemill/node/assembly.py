@@ -434,6 +434,7 @@ class Node:
             copy_again=section.copy_again, copy_again_pause_s=section.copy_again_pause_s,
             copy_again_max_mb=section.copy_again_max_mb,
             copy_connections=section.copy_connections, copy_rows_per_s=section.copy_rows_per_s,
+            copy_aside_after_s=section.copy_aside_after_s, copy_aside_max_mb=section.copy_aside_max_mb,
         )  # fmt: skip
 
         async def run() -> None:

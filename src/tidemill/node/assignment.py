@@ -110,6 +110,8 @@ class CaptureFirst:
         for table in await self._catalogue.all_tables():
             if table.topic in topics:
                 leaders[topics[table.topic]] = holders.get(table.capture, "").partition("/")[0]
+            if table.aside is not None:  # what is set aside is written by the same process
+                leaders[table.aside.topic_id] = holders.get(table.capture, "").partition("/")[0]
         self._set(leaders)
 
     def _set(self, leaders: dict[str, str]) -> None:

@@ -62,7 +62,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 @contextlib.contextmanager
-def swapped(module: ModuleType, name: str, value: object) -> Iterator[None]:
+def swapped(module: ModuleType | type, name: str, value: object) -> Iterator[None]:
     """A constant or pure function of a room, replaced for one world: to make rare things common, or dear ones cheap."""
     before = getattr(module, name)
     setattr(module, name, value)

@@ -8,7 +8,7 @@ captured table  07 | "" | capture text | table text
                 topic, state, reason, fix, parked_lsn, since_ms, oid, generation, snapshot map or nil,
                 columns array of maps, recopy, partitions array or nil, evolved array, attributes, storage,
                 identities map of arrays, again_ms, again_last_ms, accepted array of maps, envelope text,
-                identity text, schemas array of arrays, copy map or nil
+                identity text, schemas array of arrays, copy map or nil, aside map or nil
 
 The three maps of a capture's row are of the time before its tables had rows of their own: `of_old` reads them, and
 the next session of the capture writes them apart and empties them.
@@ -28,6 +28,8 @@ class TableSnapshot(msgspec.Struct, frozen=True):
     xmin, xmax, xip     pg_current_snapshot() of the copying transaction (64-bit xids)
     lsn                 WAL insert position right after that snapshot: a later commit is never in it
     offsets             next offset per partition of the topic when the copy ended
+    joined_lsn          0, or the position at which it joined the stream: of every commit up to it the topic has what
+                        was set aside, behind the copied rows (SetAside), and `offsets` are behind that
     settled_lsn         0, or WAL insert position right after the youngest snapshot that a part of it was read in: from
                         there on the topic shows one state of the table, be it that the copy was cut off in between
     """
@@ -39,11 +41,17 @@ class TableSnapshot(msgspec.Struct, frozen=True):
     rows: int
     offsets: tuple[int, ...]
     settled_lsn: int = 0
+    joined_lsn: int = 0
 
     @property
     def exact_lsn(self) -> int:
         """Before the stream has come to it, the topic is not to be bound."""
         return max(self.lsn, self.settled_lsn)
+
+    @property
+    def told_from_lsn(self) -> int:
+        """The first commit LSN of which the topic may lack something, while no binding has it."""
+        return max(self.lsn, self.joined_lsn + 1)
 
 
 class TableCopy(msgspec.Struct, frozen=True):
@@ -72,6 +80,25 @@ class TableCopy(msgspec.Struct, frozen=True):
     storage: str
     attributes: int
     epoch: int = 0
+
+
+class SetAside(msgspec.Struct, frozen=True):
+    """Changes of a table since the first snapshot of its copy, in a topic of their own until the copy is complete
+    (docs/rfcs/0009-changes-set-aside.md).
+
+    topic_id          of that topic: as many partitions, and the very records that the table's topic is to have
+    until_lsn         0, or the first commit LSN that is not set aside: WAL is kept from there on
+    ends              next offset per partition of the table's topic when all of the copy was durable; () = it is not
+    records, bytes    in it, as of a few seconds ago
+    appended          of them, to the table's topic
+    """
+
+    topic_id: str
+    until_lsn: int = 0
+    ends: tuple[int, ...] = ()
+    records: int = 0
+    bytes: int = 0
+    appended: int = 0
 
 
 class FormerType(msgspec.Struct, frozen=True):
@@ -192,6 +219,8 @@ class CaptureTableRow(msgspec.Struct, frozen=True):
     """Of debezium-avro: the registry's ids of the key's and the value's schema under each version of the description"""
     copy: TableCopy | None = None
     """Of one that has no `snapshot` yet: how far its copy has come; None = nothing that could be gone on with"""
+    aside: SetAside | None = None
+    """Of one whose copy goes on while WAL is confirmed"""
 
     @property
     def version(self) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+
 from tidemill.capture.changes import NEVER
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.topic_writer import position_of
@@ -102,12 +105,18 @@ class Oracle:
         taken = self._db.snapshots[seen, snapshot.lsn]
         wanted = self._db.wanted(row.oid, taken.visible, row.parked_lsn or NEVER, topic.partitions)
         reader = PartitionReaderImpl(self._world.consensus, self._world.objects)
+        parts: list[list[Wanted]] = []
         copied: list[bytes | None] = []
         for partition, due in enumerate(wanted):
             end = await reader.high_watermark(topic.topic_id, partition)
             batches = await reader.read(await reader.plan(topic.topic_id, partition, 0, end))
             found = [Wanted(position_of(r), r.key, r.value) for b in batches for r in decode_batch(b).records]
-            start = snapshot.offsets[partition]
+            parts.append(found)
+            start = sum(record.position.commit_lsn == 0 for record in found)
+            aside = sum(record.position.commit_lsn <= snapshot.joined_lsn for record in due)
+            if snapshot.offsets[partition] != start + aside:
+                raise Violated(f"a table joins elsewhere: table={row.table}/{partition} copied={start} aside={aside}"
+                               f" snapshot={snapshot}")  # fmt: skip
             copied += [record.key for record in found[:start]]
             held = found[start:]
             # What a parked transaction wrote before it was known to be parked stays, unbound.
@@ -117,8 +126,26 @@ class Oracle:
                 held, due = held[first : first + 3], due[first : first + 3]
                 raise Violated(f"a topic is not the history: table={row.table}/{partition} at={start + first}"
                                f" held={held} due={due} copy={snapshot}")  # fmt: skip
-            self._check_offsets(topic, partition, start, due, snapshot.lsn)
-        self._check_copy(row, taken, copied)
+            self._check_offsets(topic, partition, start, due, snapshot.exact_lsn)
+        if not snapshot.settled_lsn:
+            self._check_copy(row, taken, copied)
+        self._check_states(row, topic, parts)
+
+    def _check_states(self, row: CaptureTableRow, topic: TopicRow, parts: list[list[Wanted]]) -> None:
+        """At every time that is bound the topic shows one state of the table, whatever its copy was made of."""
+        for binding in self.bindings():
+            offsets = binding.offsets.get(topic.topic_id)
+            if offsets is None:
+                continue
+            shown: dict[bytes, bytes] = {}
+            for records, offset in zip(parts, offsets, strict=True):
+                shown |= _folded(records[:offset])
+            rows = self._db.select(row.oid, frozenset(), min(binding.lsn, (row.parked_lsn or NEVER) - 1))
+            due = {_text({"id": int(key)}): _text({**held, "id": int(key)}) for key, held in rows.items()}
+            if shown != due:
+                keys = {key: (shown.get(key), due.get(key)) for key in shown | due if shown.get(key) != due.get(key)}
+                raise Violated(f"a binding shows no state of the table: {binding} topic={topic.name} shown and due="
+                               f"{keys} row={row}")  # fmt: skip
 
     def _check_offsets(self, topic: TopicRow, partition: int, start: int, due: list[Wanted], copied_lsn: int) -> None:
         """B1, B2."""
@@ -137,3 +164,20 @@ class Oracle:
         due = sorted(b'{"id":%s}' % key.encode() for key in taken.rows[row.oid])
         if sorted(key or b"" for key in copied) != due:
             raise Violated(f"a copy is not the table: table={row.table} held={copied} due={due}")
+
+
+def _folded(records: list[Wanted]) -> dict[bytes, bytes]:
+    """Of one partition."""
+    rows: dict[bytes, bytes] = {}
+    for record in records:
+        if record.key is None:
+            rows.clear()
+        elif record.value is None:
+            rows.pop(record.key, None)
+        else:
+            rows[record.key] = record.value
+    return rows
+
+
+def _text(row: Mapping[str, object]) -> bytes:
+    return json.dumps(row, separators=(",", ":")).encode()

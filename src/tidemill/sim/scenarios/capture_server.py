@@ -17,7 +17,19 @@ from zlib import crc32
 
 from tidemill.base.errors import Invalid, TidemillError, Unavailable
 from tidemill.base.frontier import Lsn
-from tidemill.capture import copying, describing, descriptions, joining, locking, prepare, session, watch
+from tidemill.capture import (
+    beside,
+    copying,
+    describing,
+    descriptions,
+    joining,
+    locking,
+    mending,
+    prepare,
+    session,
+    watch,
+    watching,
+)
 from tidemill.capture.attributes import Attribute, Attributes
 from tidemill.capture.changes import Relation, Row
 from tidemill.capture.config import CaptureConfig
@@ -407,7 +419,7 @@ def answering(server: Server) -> Iterator[None]:
         for module, names in (
             (session, {
                 "Wire": connections, "check_server": _check_server, "own_session": _no_name, "watch_set_up": _for_ever,
-                "busy_walsender": _nobody, "ReplicationStream": Stream,
+                "busy_walsender": _nobody, "ReplicationStream": Stream, "slot_state": _slot_state,
             }),
             (locking, {"try_lock": _yes}),
             (descriptions, {"describe_after": _describe_after}),
@@ -418,10 +430,12 @@ def answering(server: Server) -> Iterator[None]:
                 "publish": _publish, "published_tables": _published_tables, "list_tables": _list_tables,
                 "describe": _describe, "attributes_of": _attributes_of,
             }),
+            (beside, {"published_tables": _published_tables}),
+            (mending, {"publish": _publish, "unpublish": _unpublish, "hazards": _hazards}),
+            (watching, {"list_tables": _list_tables, "describe": _describe, "attributes_of": _attributes_of}),
             (joining, {
-                "Wire": connections, "publish": _publish, "unpublish": _unpublish, "hazards": _hazards,
-                "published_tables": _published_tables, "list_tables": _list_tables, "describe": _describe,
-                "table_holder": _nobody,
+                "Wire": connections, "publish": _publish, "list_tables": _list_tables, "describe": _describe,
+                "table_holder": _nobody, "heartbeat": _heartbeat,
             }),
             (copying, {"Wire": connections, "Snapshot": ServerSnapshot}),
         ):  # fmt: skip

@@ -5,6 +5,7 @@ and real shapes on the same stream.
 Faults: every store fault; the capture process dies at any step and begins again at the position the server was last
 told; statuses are delayed or lost; questions and streams are cut, whereupon a session begins anew in the same process;
 rows come that cannot be read, written or copied, which park their table; tables are asked for again while all flows.
+Some copies take so long that what changes meanwhile is set aside, up to a bound now and then: `capture_aside`.
 Oracle: the position told to the server never passes a commit that no stored binding covers, and no stored binding
 passes what the topics hold (P1: confirmed ≤ bound ≤ durable); every binding describes one commit boundary (B1), of
 tables that were copied by then (B2); after healing each topic holds its copy and then the committed history, once and
@@ -32,6 +33,8 @@ from tidemill.capture.recopy import ask
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.open import metastore_on
 from tidemill.shards.remap import LogRemap
+from tidemill.sim.scenarios.capture_aside import FAULTS as ASIDE_FAULTS
+from tidemill.sim.scenarios.capture_aside import planted_aside, slowly_copied
 from tidemill.sim.scenarios.capture_database import STRANGER, VANISHING, WIDE, WRITERS, Database, Txn
 from tidemill.sim.scenarios.capture_kept import Followers, KeptShapes, Machines, quickened
 from tidemill.sim.scenarios.capture_kept_plants import BAD_DISK, MOVES, planted_kept
@@ -48,10 +51,12 @@ from tidemill.topics.settings import TopicSettings
 
 __all__ = ["FAULTS", "run"]
 
-FAULTS = (*SESSION_FAULTS, *KEPT_FAULTS)
+FAULTS = (*SESSION_FAULTS, *ASIDE_FAULTS, *KEPT_FAULTS)
 
 ROW_BYTES = 300
 """A row that is wider cannot be written here."""
+ASIDE_SHARE = 0.4
+"""Of the worlds, those in which a copy takes so long that what changes meanwhile is set aside."""
 KEPT_SHARE = 0.4
 """Of the worlds, those in which shapes are kept over the lives of their capture."""
 SETTLES_S = 120.0
@@ -88,6 +93,7 @@ async def run(world: World, fault: str = "") -> None:
         stack.enter_context(swapped(topic_writer, "ROW_BYTES", ROW_BYTES))
         stack.enter_context(planted(world, fault))
         stack.enter_context(planted_kept(fault))
+        stack.enter_context(planted_aside(fault))
         await _run(world, fault, Database(world, source.randint(1, 3)), stack)
 
 
@@ -108,6 +114,9 @@ async def _run(world: World, fault: str, db: Database, stack: contextlib.ExitSta
     )
     copies = random.Random(f"copies {world.seed}")  # of a source of their own: the rest of a world is as it was
     config = replace(config, copy_connections=copies.choice((1, 1, 3)), copy_chunk_blocks=copies.choice((1, 4, 100)))
+    slow = fault in ASIDE_FAULTS or (not fault and copies.random() < ASIDE_SHARE)
+    if slow:
+        config = slowly_copied(copies, config, stack, fault)
     if fault == "seed002":
         config = replace(config, fragment_changes=2)
     oracle = Oracle(world, db, config)
@@ -164,10 +173,12 @@ async def _run(world: World, fault: str, db: Database, stack: contextlib.ExitSta
     async with Crew() as crew:
         watching = crew.spawn(oracle.watch())
         least, most = (2, 8) if machines is None else (8, 32) if harsh else (4, 16)
+        least, most = (8, 24) if slow else (least, most)
         writing = [
             crew.spawn(_write(db, writer, capture, source.randint(least, most), spoils)) for writer in range(WRITERS)
         ]
-        writing.append(crew.spawn(_operate(db, capture, source.choice((0, 0, 1, 3)))))
+        asks = source.choice((0, 0, 1, 3))
+        writing.append(crew.spawn(_operate(db, capture, copies.choice((2, 4)) if slow else asks)))
         followers = Followers(db, capture, machines) if machines is not None else None
         following = [crew.spawn(followers.follow(n)) for n in range(source.randint(1, 3))] if followers else []
         await capture.start()

@@ -1,0 +1,63 @@
+"""A row of the stream that cannot be read or written: its table alone parks before that transaction, or, while it is
+copied, is set aside no further (aside.py, Z4). Both are durable before the transaction is handed on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tidemill.base.errors import TidemillError
+from tidemill.base.tasks import sentence
+from tidemill.capture.aside import first_snapshot
+from tidemill.capture.boundaries import in_snapshot
+from tidemill.capture.converter import Converter
+from tidemill.capture.desk import Desk, recopy
+from tidemill.capture.poison import Poisoned
+from tidemill.capture.taps import Taps
+from tidemill.capture.topic_writer import CapturedTable
+from tidemill.capture.wire.stream import Framed
+
+
+class Unfit:
+    """`keep_wal()`: a table is set aside no further."""
+
+    def __init__(self, desk: Desk, converter: Converter, taps: Taps, keep_wal: Callable[[], None]) -> None:
+        self._desk = desk
+        self._converter = converter
+        self._taps = taps
+        self._keep_wal = keep_wal
+
+    async def message(self, item: Framed, poisoned: Poisoned) -> None:
+        """One that cannot be read. Where it is about one table, that table parks, or it is nobody's (a table that
+        somebody else published); else the session ends with it."""
+        if not poisoned.table or poisoned.position is None:
+            raise poisoned
+        lsn, xid = poisoned.position.commit_lsn, self._converter.xid
+        row, aside = self._desk.followed(poisoned.oid, xid, lsn), self._desk.aside(poisoned.oid)
+        if aside is not None and not in_snapshot(xid, lsn, first_snapshot(aside, 0)):
+            await self._desk.set_aside_until(aside.table, lsn, poisoned.message)
+            self._keep_wal()
+        elif row is not None:
+            way_out = _way_out(poisoned, row.table)
+            await self._desk.park(row.table, lsn, poisoned.message, way_out, again=poisoned.no_old_row)
+        else:
+            # No topic wants it, or has it already; whoever follows the stream alone lacks it.
+            self._taps.lose(poisoned.oid, poisoned.message)
+        self._converter.pass_over(item.payload)
+
+    async def row(self, table: CapturedTable, lsn: int, error: BaseException) -> None:
+        """The topic writer cannot write a row of this table (W3)."""
+        reason, aside = f"a row cannot be written: {_message(error)}", self._desk.aside(table.oid)
+        if aside is not None:
+            await self._desk.set_aside_until(aside.table, lsn, reason)
+            self._keep_wal()
+        else:
+            await self._desk.park(table.name, lsn, reason, _way_out(error, table.name))
+
+
+def _way_out(error: BaseException, table: str) -> str:
+    return f"{getattr(error, 'fix', '')} {recopy(table)}".strip()
+
+
+def _message(error: BaseException) -> str:
+    """Without its fix, which is told apart."""
+    return error.message if isinstance(error, TidemillError) else sentence(error)

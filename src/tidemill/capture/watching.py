@@ -1,0 +1,171 @@
+"""What changed in the database is noticed: tables that are gone, others, or described otherwise, while all else flows.
+
+gone, not wanted any more     →  `dropped` at the WAL's end; topic and row go once no pipeline reads it
+its description differs       →  what is carried: in force at the WAL's end, else parked there, if the stream did
+                                 not come to a row before (describing.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+from msgspec.structs import replace
+
+from tidemill.base.errors import Invalid, Unavailable
+from tidemill.capture.again import heals
+from tidemill.capture.attributes import attributes_of
+from tidemill.capture.beside import Beside
+from tidemill.capture.describing import Coming
+from tidemill.capture.desk import accept
+from tidemill.capture.difference import against_catalogue
+from tidemill.capture.entry import delete_topics, gone
+from tidemill.capture.mending import Mending
+from tidemill.capture.publication import give_back
+from tidemill.capture.tables import Refusal, TableInfo, came_with_rows, describe, list_partitions, list_tables
+from tidemill.capture.wire.errors import SqlError
+from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
+
+log = structlog.get_logger()
+
+
+class Watching:
+    """`flushed()`: every transaction at or below it is bound."""
+
+    def __init__(self, beside: Beside, mending: Mending, coming: Coming, flushed: Callable[[], int]) -> None:
+        self._beside = beside
+        self._config = beside.config
+        self._control = beside.control
+        self._desk = beside.desk
+        self._catalogue = beside.catalogue
+        self._mending = mending
+        self._coming = coming
+        self._flushed = flushed
+        self._digests: dict[int, str] = {}
+
+    async def compare(self) -> list[TableInfo]:
+        """All tables that there are. Raises what breaks the control connection or the catalogue."""
+        found = await self._control.ask(list_tables)
+        choice = await self._beside.choice(found)
+        wanted = {table.name: table for table in choice.tables}
+        for row in [row for row in self._desk.rows.values() if row.flows]:
+            table = wanted.get(row.table)
+            if table is None:
+                why = choice.refused.get(row.table)
+                if why is not None and any((t.name, t.oid) == (row.table, row.oid) for t in found):
+                    await self._beside.park(row.table, why.reason)
+                else:
+                    await self._beside.park(row.table, *gone(row, found), state="dropped")
+            elif table.oid == row.oid and self._digests.get(row.oid) != table.digest:
+                await self._look_closely(row.table, table)
+        for row in [row for row in self._desk.rows.values() if row.state == "parked"]:
+            if row.table not in wanted and row.table not in choice.refused:
+                await self._desk.gone(row.table, *gone(row, found))
+        published = await self._beside.published() or {}
+        for row in [row for row in self._desk.rows.values() if row.flows]:
+            if row.table in wanted and row.oid == wanted[row.table].oid and row.oid not in published:
+                # Changes are missing from here on; the next session sees it, too, and has it copied again.
+                raise Unavailable(f"a captured table was unpublished: table={row.table}.")
+        for row in [row for row in self._desk.rows.values() if row.aside is not None]:
+            if row.table in wanted and row.oid not in published:
+                await self._desk.give_up(row.table)  # what changes from here on is in no stream
+        for name, why in choice.refused.items():
+            await self._desk.refuse(name, why)
+        for info in found:
+            await self._desk.identified(info)
+        await self._prune(wanted, choice.refused, found)
+        self._forget_gone(found)
+        return found
+
+    def _forget_gone(self, found: list[TableInfo]) -> None:
+        """Nothing that this session remembers of a table outlives it."""
+        oids = {table.oid for table in found}
+        for oid in self._digests.keys() - oids:
+            del self._digests[oid]
+        self._mending.forget_but(oids)
+
+    async def _look_closely(self, name: str, table: TableInfo) -> None:
+        now = (await self._control.ask(lambda wire: describe(wire, [table.oid]))).get(table.oid)
+        row = self._desk.rows[name]
+        if now is None or not row.flows:
+            return
+        why = await self._coming.look(name, against_catalogue(row.columns, now))
+        if why:
+            self._coming.forget(name)
+            found = (await self._control.ask(lambda wire: attributes_of(wire, [table.oid]))).get(table.oid)
+            await self._beside.park(name, f"its description changed: {why}", accept(name), again=heals(row, found))
+        elif why is not None and (table.kind != "p" or await self._same_partitions(name, table)):
+            self._digests[table.oid] = table.digest
+
+    async def _same_partitions(self, name: str, table: TableInfo) -> bool:
+        """Rows that come with an attached partition, or go with a detached or dropped one, are in no message of the
+        stream. A partition that began empty brings all its rows through the stream."""
+        known = self._desk.rows[name].partitions
+        now = await self._control.ask(lambda wire: list_partitions(wire, table.oid))
+        said = ""
+        if known is not None and set(known) - set(now):
+            said = "a partition is gone, and its rows with it, of which the stream says nothing"
+        for oid in sorted(set(now) - set(known)) if known is not None and not said else ():
+            try:
+                full = await self._control.ask(lambda wire, oid=oid: came_with_rows(wire, oid))  # type: ignore[misc]
+            except (SqlError, Invalid) as error:
+                log.warning("a new partition is not looked into yet", table=name, partition=oid, cause=str(error))
+                return False
+            if full:
+                said = f"a partition was attached with rows in it, of which the stream says nothing: partition={full}"
+                break
+        if said:
+            await self._beside.park(name, said, again=True)
+            return False
+        if known != now:
+            await self._desk.change(name, lambda found: _divided(found, now) if found is not None else None)
+        return True
+
+    async def _prune(self, wanted: dict[str, TableInfo], refused: dict[str, Refusal], found: list[TableInfo]) -> None:
+        """Rows and topics of tables that are gone go when no pipeline reads them; so do reasons nobody asks for."""
+        exist = {table.name for table in found}
+        old = [
+            row
+            for row in self._desk.rows.values()
+            if row.table not in wanted
+            and row.table not in refused
+            and (row.state in ("dropped", "refused", "left") or row.table not in exist)
+        ]
+        if not old:
+            return
+        read = {
+            source for row in await self._catalogue.list(PipelineRow, fresh=False) for source in row.tables.values()
+        }
+        for row in old:
+            if f"capture:{self._config.name}:{row.table}" in read or row.parked_lsn - 1 > self._flushed():
+                continue
+            if row.identities and not self._config.manual and not await self._given_back(row, wanted):
+                continue
+            await delete_topics(self._catalogue, row.topic)
+            await self._desk.change(row.table, lambda _: None)
+            log.info("a table that is gone is forgotten", capture=self._config.name, table=row.table)
+
+    async def _given_back(self, row: CaptureTableRow, wanted: dict[str, TableInfo]) -> bool:
+        """A table that the capture leaves has the identity again that it came with; False = not yet. While it is
+        published it must have a whole one (publication.py, P1), and one that is taken in under another name keeps what
+        it is given for that."""
+        if await self._desk.hand_over(row):
+            return True
+        if any(table.oid == row.oid for table in wanted.values()):
+            return False
+        published = await self._beside.published() or {}
+        if row.oid in published:
+            return False
+        for oid, (relation, before) in row.identities.items():
+            try:
+                await self._control.ask(lambda wire, oid=oid, b=before: give_back(wire, oid, b, attempts=1))  # type: ignore[misc]
+            except (SqlError, Invalid) as error:
+                log.warning("an identity is not given back yet", relation=relation, cause=str(error))
+                return False
+        return True
+
+
+def _divided(row: CaptureTableRow, partitions: tuple[int, ...]) -> CaptureTableRow:
+    """With these partitions; of those that are gone nothing is kept."""
+    kept = {oid: noted for oid, noted in row.identities.items() if oid == row.oid or oid in partitions}
+    return replace(row, partitions=partitions, identities=kept)

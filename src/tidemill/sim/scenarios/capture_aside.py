@@ -1,0 +1,79 @@
+"""Worlds whose copies are slow, so that what changes meanwhile is set aside, and faults planted into that."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from msgspec.structs import replace
+
+from tidemill.capture import appending, aside, beside, copying, joining, keeping, prepare, session, throttle
+from tidemill.capture.config import CaptureConfig
+from tidemill.metastore.catalogue import CaptureTableRow, TableSnapshot
+from tidemill.sim.world import swapped
+
+FAULTS = ("unheld-copy", "shown-twice", "joined-ahead", "late-stop")
+
+
+def slowly_copied(
+    source: random.Random, config: CaptureConfig, stack: contextlib.ExitStack, fault: str
+) -> CaptureConfig:
+    """Copies of a row or two at a time, told at once, which give way soon; appends of a batch or two."""
+    for module, name, value in (
+        (copying, "RECORD_S", 0.05),
+        (copying, "LEAST_LEFT_SHARE", 0.0),
+        (throttle, "PART_S", 0.01),
+        (keeping, "KEEPING_POLL_S", source.choice((0.05, 0.5))),
+        (keeping, "RECORD_S", source.choice((0.1, 5.0))),
+        (keeping, "MIB", 300 if fault == "late-stop" else source.choice((400, 1500, 1 << 20, 1 << 20))),
+        (appending, "READ_BYTES", source.choice((1, 500, 1 << 20))),
+        (joining, "CLOSE_RECORDS", source.choice((0, 3, 2000))),
+        (aside, "FINISHED_RECORDS", source.choice((3, 20_000))),
+    ):
+        stack.enter_context(swapped(module, name, value))
+    return replace(
+        config, partitions=source.choice((1, 1, 2)), copy_chunk_blocks=source.choice((1, 2)), copy_aside_max_mb=1,
+        copy_rows_per_s=source.choice((2, 5, 10)), copy_aside_after_s=source.choice((0.05, 0.3)),
+    )  # fmt: skip
+
+
+def _nothing_shown(row: CaptureTableRow, partitions: int) -> TableSnapshot:
+    """Plants shown-twice."""
+    assert row.copy is not None
+    return TableSnapshot(0, 0, (), row.copy.lsn, 0, (0,) * partitions)
+
+
+def _ahead(*args: Any) -> tuple[int, tuple[int, ...]] | None:
+    """Plants joined-ahead."""
+    found = _joins_at(*args)
+    return None if found is None else (found[0] + 3, found[1])
+
+
+async def _at_confirmed(self: beside.Beside) -> int:
+    """Plants late-stop."""
+    found = await _wal_end(self)
+    return max(1, found - 12)
+
+
+_joins_at, _wal_end = aside.joins_at, beside.Beside.wal_end
+
+
+@contextlib.contextmanager
+def planted_aside(fault: str) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        match fault:
+            case "unheld-copy":
+                # And nobody looks whether it was let go: each of the two would make up for the other.
+                stack.enter_context(swapped(session.Session, "_hold", lambda self, on: None))
+                stack.enter_context(swapped(session, "kept_for", lambda *_: []))
+                stack.enter_context(swapped(session, "let_go", lambda slot, lsn: False))
+                stack.enter_context(swapped(prepare, "let_go", lambda slot, lsn: False))
+            case "shown-twice":
+                stack.enter_context(swapped(aside, "first_snapshot", _nothing_shown))
+            case "joined-ahead":
+                stack.enter_context(swapped(aside, "joins_at", _ahead))
+            case "late-stop":
+                stack.enter_context(swapped(beside.Beside, "wal_end", _at_confirmed))
+        yield
