@@ -41,7 +41,7 @@ from tidemill.shapes.store.disk_log import DiskLog
 from tidemill.shapes.store.file import Saved, ShapeFile
 from tidemill.shapes.store.kept import Kept, KeptShard
 from tidemill.shapes.store.store import ShapeStore
-from tidemill.shapes.table_shapes import NotCaptured, Relations, Seeker, TableShapes
+from tidemill.shapes.table_shapes import NotCaptured, Passing, Relations, Seeker, TableShapes
 
 _log = structlog.get_logger()
 
@@ -527,7 +527,9 @@ class ShapeService:
             return
         now_s = self.clock.monotonic_s()
         self._refusals.add(shape.definition, error, now_s, broken=shape.broken)
-        if not isinstance(error, Invalid):
+        if isinstance(error, Passing):
+            _log.info("shape not begun", handle=shape.handle, cause=str(error))
+        elif not isinstance(error, Invalid):
             _log.error("shape failed", handle=shape.handle, error=str(error), exc_info=error)
             self._reporter.fault(shape, str(error), self.clock.now_ms(), now_s)
 

@@ -64,6 +64,10 @@ class Starting(Unavailable):
     """A capture does not say yet which tables it has."""
 
 
+class Passing(Unavailable):
+    """The capture just takes the table in, or as another one. Its own mark says so; whoever asks again is served."""
+
+
 def _look_failed(name: str, error: BaseException) -> None:
     """Whoever asked is told, unless another look was first: a fault is not to be lost then."""
     if not isinstance(error, TidemillError):
@@ -386,7 +390,7 @@ class TableShapes:
         consumer = TableConsumer(shape, relation, where, writer)
         captured = database.captured().get(relation.oid)
         if captured is None or not same_layout(captured, relation):
-            raise Unavailable(f"the table is not captured just now, or not as it was: table={relation.name}.")
+            raise Passing(f"the table is not captured just now, or not as it was: table={relation.name}.")
         must_see = database.sink.recent
         database.sink.add(consumer)
         self._consumers[shape.handle] = (database.sink, consumer)
