@@ -285,13 +285,13 @@ class TableShapes:
         try:
             return self.find(table)
         except NotCaptured:
-            if not await self._sought(*self._asked(table), SOUGHT_S):
+            if not await self._sought(*self._asked(table)):
                 raise
         except Starting:
             await self._sought(*self._asked(table), STARTING_S)
         return self.find(table)
 
-    async def _sought(self, asked: Sequence[str], schema: str, name: str, within_s: float) -> bool:
+    async def _sought(self, asked: Sequence[str], schema: str, name: str, within_s: float = SOUGHT_S) -> bool:
         """Whether one of these captures takes the table in; the first to say so is waited for. Raises Unavailable when
         none does and one cannot say, or too many requests wait already: whoever asks for tables that do not exist,
         while a capture is down, leaves the other requests their places."""
