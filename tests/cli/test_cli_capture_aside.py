@@ -1,0 +1,29 @@
+"""`tidemill capture list`: what is set aside of a table that is being copied, and since when WAL is kept for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tidemill.cli.context import stores
+from tidemill.cli.main import app
+from tidemill.metastore.catalogue import CaptureTableRow, SetAside
+
+
+@pytest.mark.parametrize(("until_lsn", "since"), [(0, None), (0x1_0000_00FF, "1/FF")])
+def test_what_is_set_aside_is_listed(tmp_path: Path, until_lsn: int, since: str | None) -> None:
+    config = tmp_path / "tidemill.toml"
+    config.write_text(f'[node]\ndata = "{tmp_path / "data"}"\n')
+    aside = SetAside("t", until_lsn=until_lsn, records=12_345, bytes=3 << 20, appended=45)
+    with stores(config) as opened:
+        row = CaptureTableRow("shop", "public.orders", "shop.public.orders", aside=aside)
+        opened.portal.call(opened.catalogue.change_table("shop", "public.orders", lambda _: row))
+    said = CliRunner().invoke(app, ["capture", "list", "--config", str(config)]).stdout
+    assert "12,345 changes (3.0 MiB) are set aside, 45 of them appended" in said
+    assert ("WAL is kept since 1/FF" in said) is (since is not None)
+    (told,) = json.loads(CliRunner().invoke(app, ["capture", "list", "--json", "--config", str(config)]).stdout)
+    assert (told["set_aside_records"], told["set_aside_bytes"], told["set_aside_appended"]) == (12_345, 3 << 20, 45)
+    assert told["wal_kept_since"] == since
