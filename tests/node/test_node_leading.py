@@ -218,6 +218,8 @@ def test_a_captured_table_is_led_by_the_node_that_captures_it() -> None:
         ("shard.orders", "b/1", 200, None),
         ("public.unknown", "b/1", 307, "http://b/v1/shape?table=public.unknown&offset=-1"),
         ("public.unknown", "a/1", 200, None),
+        ("public.orders", "a/0", 503, None),  # of this node's earlier life: its address is this one's
+        ("public.orders", "aa/0", 307, "http://b/v1/shape?table=public.orders&offset=-1"),
     ],
 )
 def test_a_shape_is_served_where_its_changes_pass(table: str, holder: str, status: int, location: str | None) -> None:

@@ -18,7 +18,7 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import Invalid, TidemillError
 from tidemill.base.limits import LOOPBACK_ORIGINS
 from tidemill.capture.naming import table_name, topic_name
-from tidemill.consensus.api import Consensus
+from tidemill.consensus.api import Consensus, Lease
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.shapes.http.grants import NAME, Grants
 from tidemill.shapes.http.origins import Origins
@@ -54,6 +54,7 @@ class ShapeRouting:
         self._catalogue = catalogue
         self._consensus = consensus
         self._holder = holder
+        self._own = holder.partition("/")[0] + "/"
         self._clock = clock
         self._owners: dict[tuple[str, str], str] = {}
         """(capture, schema.table) → URL of the node that captures it; "" = this one, "?" = nobody just now"""
@@ -140,14 +141,17 @@ class ShapeRouting:
                 log.warning("captures not read", error=str(error))
             self._looked_s = self._clock.monotonic_s()
 
+    def _place(self, lease: Lease) -> str:
+        """An earlier life of this node, which nobody believes dead yet, had its address: whoever is sent there comes
+        back here, again and again."""
+        if lease.holder == self._holder:
+            return ""
+        return "?" if lease.holder.startswith(self._own) else lease.info.decode()
+
     async def _read_owners(self) -> tuple[dict[tuple[str, str], str], frozenset[str]]:
         leases = {lease.name.removeprefix("capture/"): lease for lease in await self._consensus.leases("capture/")}
         owners: dict[tuple[str, str], str] = {}
         for table in await self._catalogue.all_tables():
             lease = leases.get(table.capture)
-            if lease is not None and lease.live:
-                owner = "" if lease.holder == self._holder else lease.info.decode()
-            else:
-                owner = "?"
-            owners[table.capture, table.table] = owner
+            owners[table.capture, table.table] = self._place(lease) if lease is not None and lease.live else "?"
         return owners, frozenset(leases) | {capture for capture, _ in owners}
