@@ -109,7 +109,10 @@ def _now(value: str | None, then: str, now: str) -> str | None:
 
 
 def alike(kind: str, a: str | None, b: str | None) -> bool:
-    """Texts of one value: floats by value, since their texts may come from different programs."""
+    """Texts of one value: floats by value, since their texts may come from different programs; of a boolean a default is
+    kept by its letter."""
+    if kind == "boolean" and a is not None and b is not None:
+        return a[0] == b[0]
     if a == b or a is None or b is None or kind not in ("real", "double precision"):
         return a == b
     return float(a) == float(b) or (float(a) != float(a) and float(b) != float(b))
