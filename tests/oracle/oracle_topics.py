@@ -109,7 +109,7 @@ def _now(value: str | None, then: str, now: str) -> str | None:
 
 
 def alike(kind: str, a: str | None, b: str | None) -> bool:
-    """Texts of one value: floats by value, since their texts may come from different programs; of a boolean a default is
+    """Texts of one value: floats by value, since their texts may come from different programs; a boolean's default is
     kept by its letter."""
     if kind == "boolean" and a is not None and b is not None:
         return a[0] == b[0]
