@@ -3,10 +3,9 @@
     python followers.py poll|sse HOST:PORT N PATTERN TARGET…
 
 Each opens a connection, reads the initial rows, and long-polls or follows the stream of events from then on; they take
-the targets in turns. A line
-`live` on standard output once all wait, and one for each line on standard input, which is {value: seconds}: how many of
-these values of PATTERN's group all of them saw together, in how many answers, and percentiles of (seen − seconds) over
-all, in ms of the monotonic clock.
+the targets in turns. A line `live` on standard output once all wait, and one for each line on standard input, which is
+{value: seconds}: how many of these values of PATTERN's group all of them saw together, in how many answers, and
+percentiles of (seen − seconds) over all, in ms of the monotonic clock.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Invalid
+from tidemill.base.limits import MIB
 from tidemill.capture.attributes import Attributes, attributes_of
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.desk import Desk, accept, recopy
@@ -33,7 +34,6 @@ from tidemill.shards.evolution import changes_to, evolved
 
 log = structlog.get_logger()
 
-MIB = 1 << 20
 CHANGED = "its columns have changed once more since it was parked"
 
 

@@ -38,7 +38,6 @@ from tidemill.topics.front import TopicLog
 
 log = structlog.get_logger()
 
-MIB = 1 << 20
 FINISHED_RECORDS = 100_000
 """So few are appended while the stream stands, between two sessions."""
 

@@ -15,19 +15,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-import structlog
 from msgspec.structs import replace
 
 from tidemill.base.clock import Clock
-from tidemill.capture.aside import MIB
+from tidemill.base.limits import MIB
 from tidemill.capture.beside import Beside
 from tidemill.capture.desk import Desk
 from tidemill.capture.entry import delete_topic
 from tidemill.capture.topic_writer import CapturedTable
 from tidemill.metastore.catalogue import CaptureTableRow, SetAside, TopicRow
 from tidemill.shards.front import Binding
-
-log = structlog.get_logger()
 
 KEEPING_POLL_S = 0.5
 RECORD_S = 5.0

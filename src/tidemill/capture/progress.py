@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from tidemill.base.clock import Clock
 from tidemill.base.frontier import Lsn
+from tidemill.base.limits import MIB
 from tidemill.metastore.catalogue import SetAside
-
-MIB = 1 << 20
 
 
 class SnapshotProgress:

@@ -13,10 +13,10 @@ P2  A lock comes first and waits out writers that began before the table was pub
     Of a table that is published already they are waited out, too, when it is copied (`settle`), without a lock, which a
     role that may only read cannot take: an administrator may have published it just now; and where it is copied again,
     a commit that was decoded and confirmed may not be visible yet, and be in neither the copy nor the replayed stream.
-    A copy that is gone on with was settled when it began, and nothing is confirmed since then (joining.py, J1): whoever
-    writes by now comes in the stream.
-P3  Whoever waits for a lock makes every later writer wait behind it. So each wait is short and far from the next:
-    writers are delayed for at most LOCK_TIMEOUT_MS in LOCK_PAUSE_S, 5 % of the time.
+    A copy that is gone on with was settled when it began, and what was confirmed since then is set aside (keeping.py,
+    J1): whoever writes by now comes in the stream.
+P3  Whoever waits for a lock makes all who come later wait behind it, for ACCESS EXCLUSIVE readers, too. So each wait is
+    short and far from the next: they are delayed for at most LOCK_TIMEOUT_MS in LOCK_PAUSE_S, 5 % of the time.
 P4  One table's failure is that table's: it is told, and the others go on.
 P5  What identity a table had is written down before it is altered, so that `capture drop` can give it back whatever
     dies in between. Only FULL is ever taken back: another one has been set by somebody else since.

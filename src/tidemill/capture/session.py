@@ -451,7 +451,7 @@ class Session:
     async def _may_go_on(self) -> None:
         if self._pace.due:
             await self._pace.rest()  # one receive may bring thousands
-        if self._parking.locked():  # nothing beyond a park is handed on before it is durable (joining.py, J3)
+        if self._parking.locked():  # nothing beyond a park is handed on before it is durable (beside.py, J3)
             async with self._parking:
                 pass
 

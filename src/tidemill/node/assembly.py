@@ -70,7 +70,7 @@ from tidemill.node.served import (
     topic_settings,
 )
 from tidemill.node.shape_routing import ShapeRouting
-from tidemill.node.spreading import Spread
+from tidemill.node.spreading import Spread, node_of
 from tidemill.objects.open import open_objects
 from tidemill.registry.http import registry_routes
 from tidemill.registry.machine import Registry
@@ -403,13 +403,13 @@ class Node:
 
     async def _share(self, spread: Spread, consensus: Consensus, capture: str, url: str, body: Body) -> None:
         """Capture whenever it is this node's turn, until another one should."""
-        own = f"{self._config.node.name}/"
         while True:
             await spread.turn(capture)
             tries = iter((True, True))  # one more where an earlier life of this node has left the lease behind
             await lead(
                 consensus, f"capture/{capture}", self._instance, url.encode(), spread.fairly(capture, body),
-                own_earlier_life=lambda holder: holder.startswith(own), wanted=partial(next, tries, False),
+                own_earlier_life=lambda holder: node_of(holder) == node_of(self._instance),
+                wanted=partial(next, tries, False),
             )  # fmt: skip
 
     def _keep(self, mark: str, body: Callable[[], Awaitable[None]]) -> None:

@@ -17,7 +17,7 @@ from tidemill.base.marks import Tracker
 from tidemill.base.tasks import Tasks, keep
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.node.spreading import View
+from tidemill.node.spreading import View, node_of
 from tidemill.topics.leadership import Membership
 
 POLL_S = 1.0
@@ -109,9 +109,9 @@ class CaptureFirst:
         leaders: dict[str, str] = {}
         for table in await self._catalogue.all_tables():
             if table.topic in topics:
-                leaders[topics[table.topic]] = holders.get(table.capture, "").partition("/")[0]
+                leaders[topics[table.topic]] = node_of(holders.get(table.capture, ""))
             if table.aside is not None:  # what is set aside is written by the same process
-                leaders[table.aside.topic_id] = holders.get(table.capture, "").partition("/")[0]
+                leaders[table.aside.topic_id] = node_of(holders.get(table.capture, ""))
         self._set(leaders)
 
     def _set(self, leaders: dict[str, str]) -> None:

@@ -20,6 +20,7 @@ from tidemill.base.limits import LOOPBACK_ORIGINS
 from tidemill.capture.naming import table_name, topic_name
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.metastore.catalogue import Catalogue
+from tidemill.node.spreading import node_of
 from tidemill.shapes.http.grants import NAME, Grants
 from tidemill.shapes.http.origins import Origins
 from tidemill.shapes.plan import shard_name, split_table
@@ -54,7 +55,6 @@ class ShapeRouting:
         self._catalogue = catalogue
         self._consensus = consensus
         self._holder = holder
-        self._own = holder.partition("/")[0] + "/"
         self._clock = clock
         self._owners: dict[tuple[str, str], str] = {}
         """(capture, schema.table) → URL of the node that captures it; "" = this one, "?" = nobody just now"""
@@ -146,7 +146,7 @@ class ShapeRouting:
         back here, again and again."""
         if lease.holder == self._holder:
             return ""
-        return "?" if lease.holder.startswith(self._own) else lease.info.decode()
+        return "?" if node_of(lease.holder) == node_of(self._holder) else lease.info.decode()
 
     async def _read_owners(self) -> tuple[dict[tuple[str, str], str], frozenset[str]]:
         leases = {lease.name.removeprefix("capture/"): lease for lease in await self._consensus.leases("capture/")}

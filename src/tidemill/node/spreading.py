@@ -35,7 +35,8 @@ View = tuple[Mapping[str, str], Willing]
 """(capture → who holds its lease, willing nodes), as of one look; the same object until the next one."""
 
 
-def _node(holder: str) -> str:
+def node_of(holder: str) -> str:
+    """The name of the node that a lease's holder is a life of."""
     return holder.partition("/")[0]
 
 
@@ -61,7 +62,7 @@ class Spread:
         withhold: Callable[[frozenset[str]], None] = lambda _: None,
     ) -> None:
         self._instance = instance
-        self._node = _node(instance)
+        self._node = node_of(instance)
         self._look = look
         self._clock = clock
         self._withhold = withhold
@@ -77,7 +78,7 @@ class Spread:
         while True:
             holders, placement = await self._planned()
             holder = holders.get(capture, "")
-            if holder and _node(holder) == self._node and holder != self._instance:
+            if holder and node_of(holder) == self._node and holder != self._instance:
                 return
             if holder:  # this process itself only as it was: it has just given it up
                 free_s = None
@@ -119,7 +120,7 @@ class Spread:
         view = await self._look()
         if view is not self._view:
             holders, willing = view
-            nodes, now_s = {capture: _node(holder) for capture, holder in holders.items()}, self._clock.monotonic_s()
+            nodes, now_s = {capture: node_of(holder) for capture, holder in holders.items()}, self._clock.monotonic_s()
             self._backoff.sees(nodes, willing, now_s)
             withheld = self._backoff.withheld(now_s)
             if withheld != self._withheld:

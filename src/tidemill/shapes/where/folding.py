@@ -41,14 +41,22 @@ def _simple_upper(text: str) -> str:
     return text.upper() if text.isascii() else "".join(map(_upper, text))
 
 
+def _ascii_lower(text: str) -> str:
+    return text.lower() if text.isascii() else text.translate(_SMALL)
+
+
+def _ascii_upper(text: str) -> str:
+    return text.upper() if text.isascii() else text.translate(_LARGE)
+
+
 _LOWER: dict[Folding, Callable[[str], str]] = {
     "simple": _simple_lower,
-    "ascii": lambda text: text.translate(_SMALL),
+    "ascii": _ascii_lower,
     "full": str.lower,
 }
 _UPPER: dict[Folding, Callable[[str], str]] = {
     "simple": _simple_upper,
-    "ascii": lambda text: text.translate(_LARGE),
+    "ascii": _ascii_upper,
     "full": str.upper,
 }
 
