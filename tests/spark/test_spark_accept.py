@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from captured_under_ddl import Ground
 from msgspec.structs import replace
-from running import error_of, pipeline, until
+from running import error_of, mark, pipeline, until
 
 from tidemill.capture.recopy import becoming
 from tidemill.cli import capture_accept
@@ -168,3 +168,37 @@ def test_f469_a_shard_whose_drop_was_cut_off_is_made_anew_and_a_peers_is_left_al
     assert there != created.shard_id
     call(drop_created(s.consensus, s.objects, s.clock, s.rand, created))  # a slower peer comes to it
     assert harbour.shard("t").shard_id == there and harbour.contents("t") == [{"id": 1, "v": "one"}]
+
+
+def test_f470_of_a_table_that_is_gone_nobody_is_told_to_accept_it_and_its_pipeline_stands_with_its_shard(
+    harbour: Any, tmp_path: Path
+) -> None:
+    """World 104 of the oracle: each new driver's patience was the pipeline's progress, while its table was parked."""
+    s, call = harbour.stores, harbour.portal.call
+    old = harbour.capture("shop", {"public.t": [("id", "integer", 0), ("v", "integer", -1)]})["public.t"]
+    text = 'def build(p):\n    p.table("t", p.capture("shop").table("t"))\n'
+    with pipeline(harbour, tmp_path / "1", text):
+        harbour.produce(old, [({"id": 1}, {"id": 1, "v": 1})])
+        harbour.mint("capture/shop", 1000, old)
+        until(lambda: harbour.upper("t") == 1001)
+    harbour.capture_more("shop", {"public.t": [("id", "integer", 0), ("v", "text", -1)]})
+    row = call(s.catalogue.table("shop", "public.t"))
+    with pipeline(harbour, tmp_path / "1", text):
+        until(lambda: "capture accept 'public.t'" in error_of(harbour, "shard:t"))
+    gone = replace(row, state="dropped", reason="DROP TABLE", fix="Make it anew.")
+    call(s.catalogue.change_table("shop", "public.t", lambda _: gone))
+    with pipeline(harbour, tmp_path / "1", text) as runner:
+        runner.session_ready.set()
+        until(lambda: "captured no more (DROP TABLE)" in error_of(harbour, "shard:t"))
+        assert "capture accept" not in error_of(harbour, "shard:t")
+        shard, whole = mark(harbour, "shard:t"), until(lambda: mark(harbour, "pipeline:p"))
+        assert shard is not None and shard.parked and whole.held_by == "shard:t" and whole.position < whole.target
+        until(lambda: (m := mark(harbour, "pipeline:p")) and m.progress == 0)
+        since = mark(harbour, "pipeline:p").since_ms  # type: ignore[union-attr]
+        reported = harbour.stores.clock.now_ms()
+        until(lambda: harbour.stores.clock.now_ms() > reported + 2_500)
+        assert mark(harbour, "pipeline:p").since_ms == since  # type: ignore[union-attr]
+    created = call(registered(s.consensus, "t"))[0]
+    call(drop_created(s.consensus, s.objects, s.clock, s.rand, created))  # as it says
+    with pipeline(harbour, tmp_path / "1", text) as runner:
+        until(lambda: [c.type for table in runner.tables() for c in table.schema.columns] == ["int32", "string"])

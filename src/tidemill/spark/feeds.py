@@ -46,6 +46,8 @@ class TopicFeed(msgspec.Struct, frozen=True):
     forms: tuple[tuple[str, str], ...] | None = None
     avro: tuple[AvroVersion, ...] = ()
     """Of each version of the description, where events are Avro."""
+    gone: str = ""
+    """Why the table is captured no more; "" = it is."""
 
 
 async def captured_feed(catalogue: Catalogue, capture: str, table: str) -> TopicFeed:
@@ -72,7 +74,7 @@ async def captured_feed(catalogue: Catalogue, capture: str, table: str) -> Topic
     schema, known = captured_schema(found), known_versions(found)
     return TopicFeed(
         topic.name, topic.topic_id, topic.partitions, True, schema, table, known, found.accepted, forms_of(found),
-        avro_of(found),
+        avro_of(found), found.reason if found.state == "dropped" else "",
     )  # fmt: skip
 
 

@@ -118,11 +118,14 @@ class Host:
         except Invalid as error:
             if feed is None or not feed.captured:
                 raise
-            raise Invalid(
-                error.message,
-                fix=f"Run tidemill capture accept '{feed.table}': it shows what becomes of the shard, and does it once"
-                f" you agree. Or have it made anew: tidemill shard drop {name}",
-            ) from error
+            fix = (
+                f"The table is captured no more ({feed.gone}): leave it out of the pipeline's file, or have the shard"
+                f" made anew from what was captured: tidemill shard drop {name}"
+                if feed.gone
+                else f"Run tidemill capture accept '{feed.table}': it shows what becomes of the shard, and does it once"
+                f" you agree. Or have it made anew: tidemill shard drop {name}"
+            )
+            raise Invalid(error.message, fix=fix) from error
         if feed is not None:
             # What the source has no more is in no record, whatever version it was written under.
             gone = any(column.retired for column in shard.schema.columns)
