@@ -121,3 +121,32 @@ def test_rc3_the_connection_survives_a_sink_that_blocks_longer_than_wal_sender_t
             sink.flush()
 
     in_world(postgres_dsn, scenario)
+
+
+def test_what_was_held_for_a_copy_is_confirmed_once_it_is_over_though_nobody_writes_any_more(postgres_dsn: str) -> None:
+    """World 201 of the oracle: it was told with the next commit, heartbeat or status that was due anyway, up to fifteen
+    seconds later, while the mark said that nothing was left to do."""
+
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
+        async with world.capture(heartbeat_s=600.0) as capture:
+            await world.caught_up()
+            session = capture._session
+            assert session is not None and session.joining is not None and session.collector is not None
+            status = session.collector.status
+            session.joining.keeping.copies(True)
+            held = status.told
+            await world.sql("INSERT INTO a VALUES (1)")
+            at = await world.wal_end()
+            await world.caught_up()
+            await until(lambda: status.flushed > at, "all of it is flushed")
+            await until(
+                lambda: session._status_due.is_set() is False and status.sent == held, "the server is told of none"
+            )
+            capture._mark()
+            assert (mark := world.tracker.mark(f"capture:{world.name}")) is not None and mark.position < mark.target
+            session.joining.keeping.copies(False)
+            assert session._status_due.is_set(), "not with the next status that is due anyway"
+            await confirmed_reaches(world, at)
+
+    in_world(postgres_dsn, scenario)

@@ -317,7 +317,7 @@ class Capture:
         durable, or copied is progress."""
         name, now_ms, budget_ms = self.config.mark, self._clock.now_ms(), self.config.budget_ms
         reason, held_by = self._phase
-        confirmed = collector.status.told + 1
+        confirmed = collector.status.sent + 1
         wal_end = max(session.slot.wal_end if session.slot else 0, collector.status.received + 1)
         holder, copied_rows = collector.tracker.holder(), 0
         if session.joining is not None:

@@ -476,10 +476,11 @@ class Session:
     def _hold(self, on: bool) -> None:
         if self.collector is not None:
             status = self.collector.status
-            if not on:
-                status.hold = None
-            elif status.hold is None:
+            if on and status.hold is None:
                 status.hold = status.flushed
+            elif not on and status.hold is not None:
+                status.hold = None
+                self._status_due.set()  # where nothing is written any more nothing else would have it told
 
     def _saw_slot(self, state: SlotState, pinned_by: Holder | None) -> None:
         self.slot = state

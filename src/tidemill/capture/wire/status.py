@@ -67,6 +67,8 @@ class Status:
         self.received = start
         self.flushed = start
         self.confirmed = start
+        self.sent = start
+        """What the server was told last."""
         self.last_seen_txn = start
         self.up_to_date = True
         self.hold: int | None = None
@@ -103,7 +105,8 @@ class Status:
         self.up_to_date = self.confirmed >= self.last_seen_txn
 
     def encode(self, now_ms: int, *, ask: bool = False) -> bytes:
-        return encode_status(self.received, self.told, now_ms, ask=ask)
+        self.sent = self.told
+        return encode_status(self.received, self.sent, now_ms, ask=ask)
 
 
 def keepalive_interval_s(wal_sender_timeout_ms: int) -> float:
