@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
 from oracle_history import Row, Shown
 
@@ -109,10 +110,12 @@ def _now(value: str | None, then: str, now: str) -> str | None:
 
 
 def alike(kind: str, a: str | None, b: str | None) -> bool:
-    """Texts of one value: floats by value, since their texts may come from different programs; a boolean's default is
-    kept by its letter."""
+    """Texts of one value: floats by value, since their texts may come from different programs, and a `real` has more
+    digits once its column is wider than it was captured as; a boolean's default is kept by its letter."""
     if kind == "boolean" and a is not None and b is not None:
         return a[0] == b[0]
     if a == b or a is None or b is None or kind not in ("real", "double precision"):
         return a == b
-    return float(a) == float(b) or (float(a) != float(a) and float(b) != float(b))
+    with np.errstate(over="ignore"):
+        x, y = (np.float32(a), np.float32(b)) if kind == "real" else (float(a), float(b))
+    return bool(x == y or (x != x and y != y))
