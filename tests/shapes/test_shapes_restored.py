@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from msgspec.structs import replace
 from shape_world import eventually, run
 from test_shapes_consumer import TABLE, row
 
@@ -75,6 +76,38 @@ def test_of_many_shapes_that_come_back_each_ends_alone_and_the_others_follow_on(
         again.open()
         assert {saved.handle for saved in again.saved()} == lives, "who is over is not there after the next restart"
         again.release()
+
+    run(main())
+
+
+def test_a_table_that_grows_while_its_shapes_are_compiled_is_not_followed_as_it_was(tmp_path: Path) -> None:
+    """World 208 of the oracle: whoever looks for tables that were described anew had looked when the shapes came back,
+    and without a row under the new description nobody ended them."""
+    file = ShapeFile(tmp_path / "main.db")
+    file.open()
+    file.flush(Flush("owner", False, [written(key) for key in range(1, 4)], ()))
+    file.release()
+    captured = [TABLE]
+
+    async def main() -> None:
+        service = ShapeService(SystemClock(), Rand(7), Tracker(), ShapeSettings(directory=tmp_path))
+        sink = service.add_database("main", "host=/nowhere", lambda: list(captured))
+        tables = service._tables
+        tables._databases["main"].infos[TABLE] = INFO
+        compile_all = tables._compiler.many
+
+        async def grown(asked: Any) -> Any:
+            captured[0] = replace(TABLE, columns=(*TABLE.columns, replace(TABLE.columns[1], name="late")))
+            assert not tables.redefined(), "nobody is there yet"
+            return await compile_all(asked)
+
+        tables._compiler.many = grown  # type: ignore[method-assign]
+        sink.claim(["owner"])
+        sink.carried([TABLE.oid])
+        sink.begin(SimpleNamespace(flushed=lambda *_: None), 0)  # type: ignore[arg-type]
+        await eventually(lambda: not sink.restoring)
+        assert captured != [TABLE] and not service._by_handle and not sink.router
+        await service.aclose()
 
     run(main())
 

@@ -509,6 +509,10 @@ class TableShapes:
             raise Missing("its table's description changed.")
         if relation.oid not in (sink.resumable or ()):
             raise Missing("changes of its table were left out.")
+        now = self._databases[name].captured().get(relation.oid)
+        if now is None or not same_layout(now, relation):
+            # Since it was found. Who looks for tables that are described anew asks each consumer that is there, once.
+            raise Missing("its table is another one now.")
         log = store.old_log(saved)
         try:
             shape = start(saved, replace(kept, schema_json=shown.schema_json), log)
