@@ -24,14 +24,14 @@ COLUMNS = {"f": Type("float8"), "n": Type("numeric"), "i": Type("int4"), "s": Ty
 def test_what_may_fail_on_a_row_is_asked_of_the_shapes_own_rows_only(clause: str) -> None:
     own = compile_where("i = 1", [], COLUMNS)
     asked = Subset(compile_where(clause, [], COLUMNS, first_param=1), None, None, None)
-    query, _ = subset_sql(["i"], "public", "t", ["i"], own, asked)
+    query, _ = subset_sql(["i"], "public.t", ["i"], own, asked)
     assert "CASE WHEN" in query, query
 
 
 def test_what_cannot_fail_may_use_an_index() -> None:
     own = compile_where("i = 1", [], COLUMNS)
     asked = Subset(compile_where("n = 5 AND f < 2 AND s = 'x'", [], COLUMNS), None, None, None)
-    assert "CASE" not in subset_sql(["i"], "public", "t", ["i"], own, asked)[0]
+    assert "CASE" not in subset_sql(["i"], "public.t", ["i"], own, asked)[0]
 
 
 def test_a_long_parameter_is_counted_each_time_it_is_used() -> None:

@@ -13,6 +13,7 @@ import msgspec
 from tidemill.base.errors import Missing
 from tidemill.capture.changes import Relation
 from tidemill.shapes.where import Type
+from tidemill.shapes.where.printing import identifier
 from tidemill.shapes.where.types import Folding
 
 DESCRIBE_SQL = """
@@ -31,7 +32,8 @@ SELECT a.attname::text,
        coalesce((to_jsonb(c)->>'collisdeterministic')::boolean, true) AS deterministic,
        CASE WHEN f.provider = 'i' OR (f.provider = 'b' AND f.locale = 'PG_UNICODE_FAST') THEN 'full'
             WHEN f.locale ~* '^(C|POSIX)$' THEN 'ascii'
-            ELSE 'simple' END AS folding
+            ELSE 'simple' END AS folding,
+       (SELECT relkind = 'p' FROM pg_class WHERE oid = a.attrelid) AS partitioned
 FROM pg_attribute a
 JOIN pg_type t ON t.oid = a.atttypid
 JOIN pg_type bt ON bt.oid = CASE WHEN t.typtype = 'd' THEN t.typbasetype ELSE t.oid END
@@ -52,7 +54,7 @@ _INTERVAL_FIELDS = (("YEAR", 2), ("MONTH", 1), ("DAY", 3), ("HOUR", 10), ("MINUT
 
 
 class ColumnInfo(msgspec.Struct, frozen=True):
-    """One row of DESCRIBE_SQL."""
+    """One row of DESCRIBE_SQL. `partitioned`: its table is."""
 
     name: str
     type_name: str
@@ -63,6 +65,7 @@ class ColumnInfo(msgspec.Struct, frozen=True):
     ordered: bool
     deterministic: bool
     folding: Folding = "simple"
+    partitioned: bool = False
 
     @property
     def where_type(self) -> Type:
@@ -76,6 +79,14 @@ class TableColumns(msgspec.Struct, frozen=True):
     relation: Relation
     columns: tuple[ColumnInfo, ...]
     """In the relation's order."""
+
+    @property
+    def scope(self) -> str:
+        """For FROM and LOCK: the table whose changes the stream carries under this relation. Rows of those that inherit
+        from it come under their own."""
+        relation = self.relation
+        whole = any(column.partitioned for column in self.columns)
+        return f"{'' if whole else 'ONLY '}{identifier(relation.schema)}.{identifier(relation.table)}"
 
     @property
     def names(self) -> tuple[str, ...]:

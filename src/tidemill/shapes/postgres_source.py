@@ -3,7 +3,8 @@
 Order matters, and is the caller's contract with `load`:
 
 1. the consumer is registered with the router (changes are buffered from here on);
-2. `load` opens a REPEATABLE READ snapshot that sees every transaction delivered before 1 (`must_see`);
+2. `load` locks the table and then opens a REPEATABLE READ snapshot that sees every transaction delivered before 1
+   (`must_see`);
 3. rows become the base; 4. `consumer.open(snapshot)` replays the buffer through the xid filter.
 
 Rows are PostgreSQL's text output under capture's DISPLAY_SETTINGS: snapshot and stream must spell a value alike.
@@ -28,6 +29,7 @@ from tidemill.shapes.live import LiveShape
 from tidemill.shapes.rows import RowWriter
 from tidemill.shapes.share import LoopShare, Turn
 from tidemill.shapes.where import Where
+from tidemill.shapes.where.printing import identifier
 
 if TYPE_CHECKING:
     import psycopg
@@ -59,10 +61,6 @@ LOOKUPS_AT_ONCE = 2
 
 class MadeAnew(Unavailable):
     """The name means another table than the captured one."""
-
-
-def quote(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
 
 
 class PostgresSource:
@@ -125,8 +123,7 @@ class PostgresSource:
     ) -> PgSnapshot:
         """Fill the shape's base; returns the snapshot it was read in. Raises Unavailable or Invalid."""
         async with self._connection(self._snapshots) as connection:
-            snapshot = await _open_snapshot(connection, must_see)
-            await _check_identity(connection, info.relation)
+            snapshot = await _open_snapshot(connection, info, must_see)
             if with_rows:
 
                 def take(rows: list[bytes]) -> bool:
@@ -144,7 +141,7 @@ class PostgresSource:
 
     async def subset(
         self,
-        relation: Relation,
+        info: TableColumns,
         shown: Sequence[str],
         query: tuple[str, tuple[str, ...]],
         writer: RowWriter,
@@ -160,8 +157,7 @@ class PostgresSource:
             return True
 
         async with self._connection(self._subsets) as connection:
-            snapshot = await _open_snapshot(connection, must_see)
-            await _check_identity(connection, relation)
+            snapshot = await _open_snapshot(connection, info, must_see)
             lsn = await _written_lsn(connection)
             async for result in _results(connection, *query):
                 await share.work(_Rendering(take, result, shown, writer).step)
@@ -170,18 +166,26 @@ class PostgresSource:
 
 
 async def _open_snapshot(
-    connection: psycopg.AsyncConnection[tuple[object, ...]], must_see: frozenset[int]
+    connection: psycopg.AsyncConnection[tuple[object, ...]], info: TableColumns, must_see: frozenset[int]
 ) -> PgSnapshot:
-    """BEGIN, with a snapshot that sees `must_see`: a commit is in the WAL shortly before it is visible."""
+    """BEGIN, with a snapshot that sees `must_see`: a commit is in the WAL shortly before it is visible. Raises Missing,
+    MadeAnew, Unavailable.
+
+    The lock comes first: TRUNCATE, and whatever writes a table anew, leave it empty for who reads it with an older
+    snapshot (https://www.postgresql.org/docs/current/mvcc-caveats.html), while the stream still brings what changed
+    in it before.
+    """
     deadline = asyncio.get_running_loop().time() + VISIBILITY_TIMEOUT_S
     while True:
         await connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        await _lock(connection, info)
         cursor = await connection.execute("SELECT pg_current_snapshot()::text")
         row = await cursor.fetchone()
         assert row is not None
         snapshot = PgSnapshot.parse(str(row[0]))
         unseen = [xid for xid in must_see if not snapshot.sees(xid)]
         if not unseen:
+            await _check_identity(connection, info.relation)
             return snapshot
         await connection.execute("ROLLBACK")
         if asyncio.get_running_loop().time() > deadline:
@@ -203,9 +207,20 @@ async def _written_lsn(connection: psycopg.AsyncConnection[tuple[object, ...]]) 
     return int(str(row[0]))
 
 
+async def _lock(connection: psycopg.AsyncConnection[tuple[object, ...]], info: TableColumns) -> None:
+    import psycopg
+
+    try:
+        await connection.execute(f"LOCK TABLE {info.scope} IN ACCESS SHARE MODE".encode())
+    except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName) as error:
+        raise Missing(f"the table is gone: table={info.relation.name}.") from error
+    except psycopg.errors.WrongObjectType as error:
+        raise MadeAnew(f"the table was made anew and is not captured yet: table={info.relation.name}.") from error
+
+
 async def _check_identity(connection: psycopg.AsyncConnection[tuple[object, ...]], relation: Relation) -> None:
     """The name must still mean the relation whose changes are routed; a table made anew has another oid."""
-    name = f"{quote(relation.schema)}.{quote(relation.table)}"
+    name = f"{identifier(relation.schema)}.{identifier(relation.table)}"
     cursor = await connection.execute("SELECT to_regclass(%s)::oid::bigint", (name,))
     row = await cursor.fetchone()
     oid = row[0] if row else None
@@ -242,8 +257,7 @@ class _Rendering:
 
 def _whole(info: TableColumns, where: Where | None) -> tuple[str, tuple[str, ...]]:
     """The query of a shape's initial rows, and the values of its parameters."""
-    relation = info.relation
-    query = f"SELECT {', '.join(map(quote, info.names))} FROM {quote(relation.schema)}.{quote(relation.table)}"
+    query = f"SELECT {', '.join(map(identifier, info.names))} FROM {info.scope}"
     return (query, ()) if where is None else (f"{query} WHERE ({where.sql})", where.params)
 
 

@@ -104,10 +104,10 @@ def _check_queryable(field: str, used: Collection[str], scope: SubsetScope) -> N
 
 
 def subset_sql(
-    shown: Sequence[str], schema: str, table: str, key: Sequence[str], own: Where | None, subset: Subset
+    shown: Sequence[str], scope: str, key: Sequence[str], own: Where | None, subset: Subset
 ) -> tuple[str, tuple[str, ...]]:
-    """(query, values of its parameters)."""
-    query = f"SELECT {', '.join(map(identifier, shown))} FROM {identifier(schema)}.{identifier(table)}"
+    """(query, values of its parameters). `scope`: of the table (TableColumns)."""
+    query = f"SELECT {', '.join(map(identifier, shown))} FROM {scope}"
     clauses = [where for where in (own, subset.where) if where is not None]
     if own is not None and subset.where is not None:
         query += f" WHERE {both_sql(own, subset.where)}"

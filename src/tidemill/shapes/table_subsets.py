@@ -36,10 +36,10 @@ def subset_reader(
 
     async def read(request: SubsetRequest, rows: HeldRows, mark: int) -> Metadata:
         subset = await compiler.subset(request, scope)
-        query = subset_sql(shown, relation.schema, relation.table, info.key, where, subset)
+        query = subset_sql(shown, info.scope, info.key, where, subset)
         marks = {"snapshot_mark": mark}
         writer = RowWriter(relation.schema, relation.table, shown, info.key, info.booleans, marks=marks)
-        snapshot, lsn = await source.subset(relation, shown, query, writer, recent(), share, rows)
+        snapshot, lsn = await source.subset(info, shown, query, writer, recent(), share, rows)
         in_progress = [str(xid) for xid in sorted(snapshot.in_progress)]
         return Metadata(mark, str(snapshot.xmin), str(snapshot.xmax), in_progress, str(lsn))
 
