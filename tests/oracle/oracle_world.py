@@ -22,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
+import psycopg
 from cluster import Cluster, cluster, until
 from oracle_changes import Changer
 from oracle_clauses import random_clause
@@ -247,6 +248,19 @@ class World:
                     client.stop()
         self.shapes = [shape for shape in self.shapes if shape.table is not table]
 
+    def _sessions(self) -> list[str]:
+        """What the server's sessions do, and whom they wait for."""
+        query = (
+            "SELECT application_name, pid, state, wait_event_type, wait_event, now() - state_change, now() - xact_start,"
+            " pg_blocking_pids(pid), left(query, 200) FROM pg_stat_activity"
+            " WHERE backend_type IN ('client backend', 'walsender') AND pid <> pg_backend_pid()"
+        )
+        try:
+            with connect(self.dsn, autocommit=True) as connection:
+                return [f"session {row}" for row in connection.execute(query).fetchall()]
+        except psycopg.Error as error:
+            return [f"no session is known: {error}"]
+
     def describe(self) -> str:
         """What a failure prints."""
         lines = [f"seed {self.plan.seed}, faults {self.faults}"]
@@ -254,6 +268,7 @@ class World:
             shown = ", ".join(column.sql for column in table.columns)
             lines.append(f"{table.sql_name} key={table.key} gone={table.gone} changes={table.changed}: {shown}")
         lines += [f"shape {shape} followed by {[client.name for client in shape.clients]}" for shape in self.shapes]
+        lines += self._sessions()
         return "\n".join(lines)
 
 
