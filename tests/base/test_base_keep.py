@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 
@@ -180,6 +181,59 @@ def test_the_longest_stall_is_seen_for_a_while_and_remembered() -> None:
     for later_s in (31.0, 62.0, 93.0):
         watch.observe(0.001, start_s + later_s, 0.02)
     assert watch.facts() == {"stall_ms": 1.0, "longest_stall_ms": 200.0, "longest_stall_cpu_ms": 50.0}
+
+
+def test_a_stall_is_measured_to_the_millisecond_and_an_idle_loop_is_not_woken_to_be_watched() -> None:
+    async def run() -> tuple[float, int]:
+        loop, turns = asyncio.get_running_loop(), 0
+        selector = vars(loop)["_selector"]
+        wait = selector.select
+
+        def counted(timeout: float | None = None) -> Any:
+            nonlocal turns
+            turns += 1
+            return wait(timeout)
+
+        selector.select = counted
+        watch = LoopWatch(SystemClock())
+        watching = asyncio.ensure_future(watch.run())
+        await asyncio.sleep(0.05)
+        before = turns
+        await asyncio.sleep(0.5)
+        idle = turns - before
+        until_s = loop.time() + 0.06
+        while loop.time() < until_s:
+            pass
+        await asyncio.sleep(0)
+        facts = watch.facts()
+        watching.cancel()
+        await asyncio.wait([watching])
+        assert selector.select is counted, "it leaves the loop as it was"
+        assert float(str(facts["longest_stall_cpu_ms"])) <= float(str(facts["longest_stall_ms"]))
+        return float(str(facts["stall_ms"])), idle
+
+    stall_ms, idle = asyncio.run(run())
+    assert stall_ms >= 60, "all of it, not all but a tick"
+    assert idle <= 3
+
+
+def test_who_became_due_while_the_process_stood_still_was_late_and_waiting_for_others_is_no_stall() -> None:
+    clock, late_ms = ManualClock(), 0
+
+    def wait(timeout: float | None) -> None:
+        clock.advance(int(1000 * (3600 if timeout is None else timeout)) + late_ms)
+
+    watch = LoopWatch(clock)
+    select = watch.around(wait)
+    select(0.25)
+    select(None)
+    select(0)
+    assert watch.facts()["longest_stall_ms"] == 0
+    late_ms = 1000
+    select(0.25)
+    clock.advance(30)  # the loop works
+    select(0)
+    assert watch.facts()["longest_stall_ms"] == 1030.0
 
 
 # threads ------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import (
     CapturedColumn,
     CaptureRow,
+    CaptureTableRow,
     Catalogue,
     PipelineRow,
     TableSnapshot,
@@ -104,6 +105,35 @@ def test_a_put_replaces_and_an_equal_one_writes_nothing() -> None:
         assert world.shared[0].commits == commits
         await catalogue.put(PipelineRow("p"))
         assert await catalogue.get(PipelineRow, "p") == PipelineRow("p")
+
+    run(body)
+
+
+def test_the_tables_of_captures_are_one_list_until_one_of_them_is_written_by_whomever() -> None:
+    async def body(world: World) -> None:
+        def row(capture: str, table: str, topic: str = "") -> CaptureTableRow:
+            return CaptureTableRow(capture, table, topic)
+
+        async def written(capture: str, table: str, topic: str = "") -> None:
+            await other.change_table(capture, table, lambda _: row(capture, table, topic))
+
+        one, other = world.process(), world.process()
+        await other.put(CAPTURE)
+        await written("yard", "public.a")
+        await written("shop", "public.z")
+        tables = await one.all_tables()
+        assert [(t.capture, t.table) for t in tables] == [
+            ("shop", "public.orders"), ("shop", "public.z"), ("yard", "public.a"),
+        ]  # fmt: skip
+        assert await one.all_tables() is tables
+        assert [t.table for t in await one.tables("shop")] == ["public.orders", "public.z"]
+        assert await one.tables("another") == []
+        await written("yard", "public.a", "changed")
+        assert [t.topic for t in await one.tables("yard")] == ["changed"]
+        await other.delete(CaptureRow, "shop")
+        assert [t.table for t in await one.tables("shop")] == ["public.z"]
+        await other.change_table("shop", "public.z", lambda _: None)
+        assert await one.all_tables() == [row("yard", "public.a", "changed")]
 
     run(body)
 

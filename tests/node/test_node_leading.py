@@ -14,7 +14,7 @@ from tidemill.base.tasks import Tasks
 from tidemill.consensus.api import Lease
 from tidemill.consensus.leading import lead
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.metastore.catalogue import CaptureRow, Catalogue, TopicRow
+from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, TopicRow
 from tidemill.metastore.open import metastore_on
 from tidemill.node.assignment import CaptureFirst
 from tidemill.node.shape_routing import ShapeRouting
@@ -203,6 +203,23 @@ def test_a_captured_table_is_led_by_the_node_that_captures_it() -> None:
         await assignment.start()
         assert assignment.leader_of(row.topic_id, 0) == "node-b"
         assert assignment.leader_of("another-topic", 0) == "node-a"
+        for _ in range(3):  # looks that find what they have found before; then one thing at a time is another
+            assignment.poke()
+            await assignment.next_look()
+        lease = (await consensus.leases("capture/"))[0]
+        await consensus.release("capture/shop", "node-b/7/ff", lease.term)
+        await consensus.acquire("capture/shop", "node-c/1/aa", 60_000, b"http://c")
+        assignment.poke()
+        await assignment.next_look()
+        await until(lambda: assignment.leader_of(row.topic_id, 0) == "node-c")
+        second = await catalogue.create_topic("shop.public.second", 1, kind="capture")
+        assignment.poke()
+        await catalogue.change_table(
+            "shop", "public.second", lambda _: CaptureTableRow("shop", "public.second", second.name)
+        )
+        await until(lambda: assignment.leader_of(second.topic_id, 0) == "node-c")
+        await catalogue.delete(TopicRow, row.name)
+        await until(lambda: assignment.leader_of(row.topic_id, 0) == "node-a")
         await assignment.aclose()
         await membership.aclose()
 

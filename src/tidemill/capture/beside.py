@@ -15,6 +15,7 @@ from tidemill.base.frontier import Lsn
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.desk import Desk
 from tidemill.capture.entry import without_taken
+from tidemill.capture.looking import Tables
 from tidemill.capture.publication import published_tables
 from tidemill.capture.tables import Choice, TableInfo, resolve
 from tidemill.capture.watch import Control
@@ -33,18 +34,23 @@ class Beside:
         self.desk = desk
         self.catalogue = catalogue
         self.parking = parking
+        self.tables = Tables(control)
+        self._resolved: tuple[list[TableInfo], Choice] | None = None
 
     async def published(self) -> dict[int, str] | None:
-        config = self.config
-        return await self.control.ask(lambda wire: published_tables(wire, config.publication, manual=config.manual))
+        return await self.control.ask(self.ask_published)
+
+    async def ask_published(self, wire: Wire) -> dict[int, str] | None:
+        return await published_tables(wire, self.config.publication, manual=self.config.manual)
 
     async def choice(self, found: list[TableInfo]) -> Choice:
-        try:
-            choice = await self.control.ask(lambda wire: _resolved(wire, self.config, found))
-        except Missing:
-            return Choice((), {})
-        rows = self.desk.rows
+        """`found`: of `tables`."""
+        if self._resolved is None or self._resolved[0] is not found:
+            self._resolved = found, await self.control.ask(lambda wire: _resolved(wire, self.config, found))
+        choice, rows = self._resolved[1], self.desk.rows
         fresh = tuple(t for t in choice.tables if t.name not in rows or rows[t.name].snapshot is None)
+        if not fresh:
+            return choice
         checked = await without_taken(self.config, self.catalogue, Choice(fresh, choice.refused))
         taken = set(checked.refused) - set(choice.refused)
         return Choice(tuple(t for t in choice.tables if t.name not in taken), checked.refused)
@@ -61,4 +67,7 @@ class Beside:
 
 
 async def _resolved(wire: Wire, config: CaptureConfig, found: list[TableInfo]) -> Choice:
-    return resolve(config.tables, found, wire.server_version, whole=config.whole)
+    try:
+        return resolve(config.tables, found, wire.server_version, whole=config.whole)
+    except Missing:
+        return Choice((), {})

@@ -41,7 +41,7 @@ from tidemill.capture.mending import Mending
 from tidemill.capture.progress import SnapshotProgress
 from tidemill.capture.publication import LOCK_ATTEMPTS, publish
 from tidemill.capture.setup import heartbeat
-from tidemill.capture.tables import Refusal, TableInfo, describe, list_tables
+from tidemill.capture.tables import Refusal, TableInfo, describe
 from tidemill.capture.topic_writer import CapturedTable
 from tidemill.capture.watch import Control
 from tidemill.capture.watching import Watching
@@ -175,7 +175,7 @@ class Joining:
                 asked, self._next_look = self._next_look, asyncio.get_running_loop().create_future()
                 self._sought.clear()
                 try:
-                    coming, pending = await self._pending(await self._control.ask(list_tables))
+                    coming, pending = await self._pending(await self._beside.tables.now())
                 except BaseException:
                     _tell(asked, None)
                     raise

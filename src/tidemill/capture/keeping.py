@@ -62,13 +62,18 @@ class Keeping:
         self._latest = latest
         self._carried = carried
         self._copies = False
+        self._kept: tuple[object, list[str]] | None = None
         self._aside = {name: (table, self._known(name).bytes) for name, table in aside.items()}
         self._appended: dict[str, int] = {}
 
     @property
     def tables(self) -> list[str]:
-        """For whose copies WAL is kept."""
-        return kept_for(self._desk, self._carried, self._latest())
+        """For whose copies WAL is kept. The same list while nothing that it follows from is another."""
+        desk, latest = self._desk, self._latest()
+        state = (desk.changes, tuple(desk.copying), latest)
+        if self._kept is None or self._kept[0] != state:
+            self._kept = state, kept_for(desk, self._carried, latest)
+        return self._kept[1]
 
     def copies(self, on: bool) -> None:
         """A copy that is not set aside begins, or all that began have ended without anything taken in (J1)."""

@@ -12,6 +12,7 @@ import structlog
 
 from tidemill.capture.beside import Beside
 from tidemill.capture.desk import recopy
+from tidemill.capture.looking import Kept
 from tidemill.capture.publication import not_full, publish, unpublish
 from tidemill.capture.tables import Hazard, TableInfo, hazards
 from tidemill.capture.wire.connection import Wire, identifier
@@ -26,6 +27,7 @@ class Mending:
         self._config = beside.config
         self._control = beside.control
         self._desk = beside.desk
+        self._hazards = Kept(beside.control, self._ask_hazards)
         self._no_identity: dict[int, str] = {}
         """What kept a table from its whole identity the last time: it is tried again each second, and told once."""
 
@@ -36,7 +38,7 @@ class Mending:
     async def mend(self) -> None:
         """No statement of the application fails because a table is published, and no row comes without its old one."""
         config = self._config
-        for hazard in await self._control.ask(lambda wire: hazards(wire, config.publication, config.whole)):
+        for hazard in await self._hazards.now():
             row = self._desk.by_oid(hazard.oid)
             if config.manual:
                 await self._tell_hazard(hazard, row)
@@ -62,6 +64,9 @@ class Mending:
                 )  # fmt: skip
         if not config.manual:
             await self._unpublish_parked()
+
+    async def _ask_hazards(self, wire: Wire) -> list[Hazard]:
+        return await hazards(wire, self._config.publication, self._config.whole)
 
     async def _tell_hazard(self, hazard: Hazard, row: CaptureTableRow | None) -> None:
         """Of a capture that alters nothing. A table whose old rows are to be whole flows until the stream comes to one

@@ -62,6 +62,8 @@ class Rounds:
         self._flight_bytes = 0
         self.landed_bytes = 0
         """Durable so far: what moves while a large transaction is written."""
+        self.repairing: dict[Lane, None] = {}
+        """Lanes whose topic does not take their records just now."""
         self._scheduled = False
         self._changed = asyncio.Event()
         self._failure: TidemillError | None = None
@@ -171,6 +173,7 @@ class Rounds:
         elif isinstance(error, _RETRIABLE):
             if not lane.repairing and self._failure is None:
                 lane.repairing = True
+                self.repairing[lane] = None
                 self._tasks.spawn(self._repair(lane, error), name=f"repair {lane.topic}/{lane.partition}")
         else:
             translated = error if isinstance(error, TidemillError) else Unavailable(f"produce failed: {error!r}.")
@@ -206,6 +209,7 @@ class Rounds:
             break
         # No await from here on: new batches keep joining the line behind.
         lane.repairing = False
+        self.repairing.pop(lane, None)
         for batch in lane.landed(high_watermark):
             self._landed(batch)
         if high_watermark > lane.expected:

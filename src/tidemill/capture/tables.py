@@ -94,6 +94,12 @@ SELECT c.oid, n.nspname, c.relname, c.relkind, c.relpersistence, w.identity,
  ORDER BY n.nspname, c.relname
 """
 
+_TABLES_UNLESS = f"""
+WITH t AS MATERIALIZED ({_TABLES.replace("{", "{{").replace("}", "}}")}),
+     h AS (SELECT md5(coalesce(string_agg(t::text, E'\\n'), '')) AS hash FROM t)
+SELECT h.hash, t.* FROM h LEFT JOIN t ON h.hash <> {{known}} ORDER BY t.nspname, t.relname
+"""
+
 _HAZARDS = """
 WITH RECURSIVE tree(root, oid) AS (
     SELECT r.prrelid, r.prrelid FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
@@ -197,13 +203,22 @@ class Choice(msgspec.Struct, frozen=True):
 async def list_tables(wire: Wire) -> list[TableInfo]:
     """Every ordinary, partitioned and foreign table, in name order, outside the system's schemas and our own: consensus
     may live in the same database, and capturing it would feed on itself."""
-    rows = await wire.query(_TABLES)
-    return [
+    return (await list_tables_unless(wire, "", []))[1]
+
+
+async def list_tables_unless(wire: Wire, known: str, tables: list[TableInfo]) -> tuple[str, list[TableInfo]]:
+    """The hash of what there is now, and that: these very `tables` where the hash is the `known` one."""
+    rows = await wire.query(_TABLES_UNLESS.format(known=literal(known)))
+    found = rows[0][0] or ""
+    if found == known:
+        return known, tables
+    return found, [
         TableInfo(
-            int(r[0] or 0), r[1] or "", r[2] or "", r[3] or "", r[4] or "", r[5] or "", r[6] == "t", r[7] or "",
-            r[8] or "", r[9] or "", r[10] or "",
+            int(r[1] or 0), r[2] or "", r[3] or "", r[4] or "", r[5] or "", r[6] or "", r[7] == "t", r[8] or "",
+            r[9] or "", r[10] or "", r[11] or "",
         )
         for r in rows
+        if r[1] is not None  # there is none
     ]  # fmt: skip
 
 

@@ -408,11 +408,8 @@ class TopicWriter:
     @property
     def held_by(self) -> str:
         """The mark of a topic that does not take its records just now, or ""."""
-        for table in self._tables.values():
-            for lane in table.lanes:
-                if lane.repairing:
-                    return f"topic:{lane.topic}"
-        return ""
+        lane = next(iter(self._rounds.repairing), None)
+        return f"topic:{lane.topic}" if lane is not None else ""
 
     @property
     def landed_bytes(self) -> int:

@@ -20,9 +20,10 @@ from tidemill.capture.describing import Coming
 from tidemill.capture.desk import accept
 from tidemill.capture.difference import against_catalogue
 from tidemill.capture.entry import delete_topics, gone
+from tidemill.capture.looking import Kept
 from tidemill.capture.mending import Mending
 from tidemill.capture.publication import give_back
-from tidemill.capture.tables import Refusal, TableInfo, came_with_rows, describe, list_partitions, list_tables
+from tidemill.capture.tables import Refusal, TableInfo, came_with_rows, describe, list_partitions
 from tidemill.capture.wire.errors import SqlError
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
 
@@ -41,11 +42,12 @@ class Watching:
         self._mending = mending
         self._coming = coming
         self._flushed = flushed
+        self._published = Kept(beside.control, beside.ask_published)
         self._digests: dict[int, str] = {}
 
     async def compare(self) -> list[TableInfo]:
         """All tables that there are. Raises what breaks the control connection or the catalogue."""
-        found = await self._control.ask(list_tables)
+        found = await self._beside.tables.now()
         choice = await self._beside.choice(found)
         wanted = {table.name: table for table in choice.tables}
         for row in [row for row in self._desk.rows.values() if row.flows]:
@@ -61,7 +63,7 @@ class Watching:
         for row in [row for row in self._desk.rows.values() if row.state == "parked"]:
             if row.table not in wanted and row.table not in choice.refused:
                 await self._desk.gone(row.table, *gone(row, found))
-        published = await self._beside.published() or {}
+        published = await self._published.now() or {}
         for row in [row for row in self._desk.rows.values() if row.flows]:
             if row.table in wanted and row.oid == wanted[row.table].oid and row.oid not in published:
                 # Changes are missing from here on; the next session sees it, too, and has it copied again.

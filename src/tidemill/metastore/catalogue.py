@@ -91,6 +91,7 @@ class Catalogue:
         self._metastore = metastore
         self._clock = clock
         self._rand = rand
+        self._tables: tuple[list[CaptureRow], list[CaptureTableRow], list[CaptureTableRow]] | None = None
 
     @property
     def metastore(self) -> Metastore:
@@ -133,16 +134,17 @@ class Catalogue:
 
     async def tables(self, capture: str, *, fresh: bool = True) -> Sequence[CaptureTableRow]:
         """The tables of a capture, by name; those that an older version kept in the capture's row included."""
-        row = await self.get(CaptureRow, capture, fresh=fresh)
-        found = {table.table: table for table in of_old(row)} if row is not None else {}
-        found |= {t.table: t for t in await self._metastore.rows(CAPTURE_TABLES, capture, fresh=False)}
-        return [found[name] for name in sorted(found)]
+        return [table for table in await self.all_tables(fresh=fresh) if table.capture == capture]
 
     async def all_tables(self, *, fresh: bool = True) -> Sequence[CaptureTableRow]:
-        """The tables of all captures."""
-        found = {(row.name, t.table): t for row in await self.list(CaptureRow, fresh=fresh) for t in of_old(row)}
-        found |= {(t.capture, t.table): t for t in await self._metastore.rows(CAPTURE_TABLES, fresh=False)}
-        return [found[name] for name in sorted(found)]
+        """The tables of all captures, by capture and name. The very same list while none of them was written."""
+        captures = await self.list(CaptureRow, fresh=fresh)
+        tables: list[CaptureTableRow] = await self._metastore.rows(CAPTURE_TABLES, fresh=False)
+        if self._tables is None or self._tables[0] is not captures or self._tables[1] is not tables:
+            found = {(row.name, t.table): t for row in captures for t in of_old(row)}
+            found |= {(t.capture, t.table): t for t in tables}
+            self._tables = captures, tables, [found[name] for name in sorted(found)]
+        return self._tables[2]
 
     async def table(self, capture: str, table: str, *, fresh: bool = True) -> CaptureTableRow | None:
         found = await self._metastore.get(CAPTURE_TABLES, capture, table, fresh=fresh)

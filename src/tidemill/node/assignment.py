@@ -16,7 +16,7 @@ from tidemill.base.errors import Unavailable
 from tidemill.base.marks import Tracker
 from tidemill.base.tasks import Tasks, keep
 from tidemill.consensus.api import Consensus
-from tidemill.metastore.catalogue import Catalogue, TopicRow
+from tidemill.metastore.catalogue import CaptureTableRow, Catalogue, TopicRow
 from tidemill.node.spreading import View, node_of
 from tidemill.topics.leadership import Membership
 
@@ -39,7 +39,8 @@ class CaptureFirst:
         self._leaders: dict[str, str] = {}
         """topic id of a captured table → node that captures it, "" while none does"""
         self._rows: Sequence[TopicRow] = ()
-        self._captured: dict[str, str] = {}
+        self._tables: Sequence[CaptureTableRow] = ()
+        self._holders: dict[str, str] = {}
         """Names of captured tables' topics → their ids."""
         self._callbacks: list[Callable[[], None]] = []
         self._tracker = tracker
@@ -101,13 +102,14 @@ class CaptureFirst:
         self._seen = holders, {member.name: member.captures for member in self._membership.members()}
         looked, self._looked = self._looked, asyncio.Event()
         looked.set()
-        rows = await self._catalogue.list(TopicRow)
-        if rows is not self._rows:
-            self._rows = rows
-            self._captured = {row.name: row.topic_id for row in rows if row.kind == "capture"}
-        topics = self._captured
+        rows, tables = await self._catalogue.list(TopicRow), await self._catalogue.all_tables()
+        # Of captures whose tables and holders are the same the leaders are, too.
+        if rows is self._rows and tables is self._tables and holders == self._holders:
+            return
+        self._rows, self._tables, self._holders = rows, tables, holders
+        topics = {row.name: row.topic_id for row in rows if row.kind == "capture"}
         leaders: dict[str, str] = {}
-        for table in await self._catalogue.all_tables():
+        for table in tables:
             if table.topic in topics:
                 leaders[topics[table.topic]] = node_of(holders.get(table.capture, ""))
             if table.aside is not None:  # what is set aside is written by the same process

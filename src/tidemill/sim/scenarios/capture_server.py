@@ -24,6 +24,7 @@ from tidemill.capture import (
     descriptions,
     joining,
     locking,
+    looking,
     mending,
     prepare,
     session,
@@ -56,6 +57,7 @@ class Server:
         self.world = db.world
         self.on_status = on_status
         self.late_publication = late_publication
+        self.looks = 0
         self.late: set[int] = set()
         """To be published once the snapshot was read: the planted fault."""
         self.cuts = self.world.source.choice((0.0, 0.0, 0.01, 0.04))
@@ -374,6 +376,17 @@ async def _list_tables(wire: ServerWire) -> list[TableInfo]:
     return wire.server.infos()
 
 
+async def _list_tables_unless(wire: ServerWire, known: str, tables: list[TableInfo]) -> tuple[str, list[TableInfo]]:
+    found = await _list_tables(wire)
+    return (known, tables) if repr(found) == known else (repr(found), found)
+
+
+async def _visible(wire: ServerWire) -> str:
+    """The model alters tables in no transaction: each look is one."""
+    wire.server.looks += 1
+    return str(wire.server.looks)
+
+
 async def _describe(wire: ServerWire, oids: Sequence[int]) -> dict[int, Relation]:
     await wire.server.asked()
     return {oid: wire.server.db.relations[oid] for oid in oids}
@@ -432,9 +445,10 @@ def answering(server: Server) -> Iterator[None]:
             }),
             (beside, {"published_tables": _published_tables}),
             (mending, {"publish": _publish, "unpublish": _unpublish, "hazards": _hazards}),
-            (watching, {"list_tables": _list_tables, "describe": _describe, "attributes_of": _attributes_of}),
+            (looking, {"list_tables_unless": _list_tables_unless, "visible": _visible}),
+            (watching, {"describe": _describe, "attributes_of": _attributes_of}),
             (joining, {
-                "Wire": connections, "publish": _publish, "list_tables": _list_tables, "describe": _describe,
+                "Wire": connections, "publish": _publish, "describe": _describe,
                 "table_holder": _nobody, "heartbeat": _heartbeat,
             }),
             (copying, {"Wire": connections, "Snapshot": ServerSnapshot}),
