@@ -71,6 +71,18 @@ def test_what_is_no_utf_8_is_400_and_not_read_as_another_text(postgres_dsn: str,
     run(main())
 
 
+def test_who_asks_for_a_table_that_is_not_captured_is_told_where_it_says_why(postgres_dsn: str) -> None:
+    """It may be there, and refused or parked: to add it to the capture would not help."""
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL) as world:
+            answer = await world.get(table="parked", offset="-1")
+            (said,) = answer.json["errors"]["table"]
+            assert answer.status == 400 and said.endswith("what `tidemill capture list` says of the table.")
+
+    run(main())
+
+
 def test_if_none_match_may_come_in_several_lines(postgres_dsn: str) -> None:
     async def main() -> None:
         async with ShapeWorld(postgres_dsn, DDL) as world:
