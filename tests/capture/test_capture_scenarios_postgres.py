@@ -58,6 +58,23 @@ class DyingSink:
     async def aclose(self) -> None: ...
 
 
+class WaitingSink:
+    """Needs nothing; waits for `ripe` while it is handed a fragment that ends with this row and does not commit."""
+
+    def __init__(self, row: str, ripe: Callable[[], Awaitable[None]]) -> None:
+        self.row = row
+        self.ripe = ripe
+        self.met = 0
+
+    async def deliver(self, fragment: Fragment, notices: FlushNotices) -> list[str]:
+        if rows([fragment])[-1:] == [self.row] and not fragment.commits:
+            self.met = fragment.commit_lsn
+            await self.ripe()
+        return []
+
+    async def aclose(self) -> None: ...
+
+
 def rows(fragments: list[Fragment]) -> list[str]:
     return [change.new["id"] or "" for f in fragments for change in f.changes if change.new is not None]
 
@@ -169,6 +186,43 @@ def test_slc13_a_description_whose_consequence_was_not_stored_is_seen_again_by_t
             await world.caught_up()
             assert await world.folded("a") == {'{"id":1}': {"id": 1, "v": 1}}
             assert len(await world.records("b")) == 1
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_st2_a_commit_after_all_of_a_topics_records_are_durable_moves_the_boundary_and_writes_nothing(
+    postgres_dsn: str,
+) -> None:
+    """The fragment that commits has another table's row; it comes once the rounds of those before it are over."""
+
+    async def scenario(world: World) -> None:
+        async def durable() -> bool:
+            return len(await world.records("a")) == 30
+
+        async def bound() -> set[int]:
+            return {b.offsets[await world.topic_id("a")][0] for b in await world.remap().after(0)}
+
+        async def look() -> None:
+            await until(durable, "all records of the table are in its topic")
+            seen.append((await bound(), await world.records("a"), await world.confirmed()))
+
+        seen: list[tuple[set[int], list[Any], int]] = []
+        await world.sql(TABLE, "CREATE TABLE b (id int PRIMARY KEY)")
+        sink = WaitingSink("30", look)
+        async with world.capture(sinks=[sink], fragment_changes=10):
+            await world.caught_up()
+            rows_of_a = "INSERT INTO a SELECT g, g FROM generate_series(1, 30) g"
+            await world.transaction(rows_of_a, "INSERT INTO b VALUES (7)")
+            await world.caught_up()
+            ((bound_before, records, confirmed),) = seen
+            assert bound_before == {0} and confirmed < sink.met, "durable, and not shown or acknowledged"
+            assert await bound() == {0, 30}, "the boundary moves in one step"
+            assert await world.records("a") == records
+
+            async def acknowledged() -> bool:
+                return await world.confirmed() >= sink.met
+
+            await until(acknowledged, "the slot moves on")
 
     in_world(postgres_dsn, scenario)
 

@@ -34,7 +34,11 @@ async def length(request: Request) -> Response:
     try:
         return PlainTextResponse(str(len(await request.body())))
     except ClientDisconnect:
-        return PlainTextResponse("cut off", 413)
+        return PlainTextResponse("cut off", 499)
+
+
+async def length_unguarded(request: Request) -> Response:
+    return PlainTextResponse(str(len(await request.body())))
 
 
 async def ask(port: int, head: str = "GET / HTTP/1.1", body: bytes = b"") -> bytes:
@@ -72,7 +76,8 @@ def test_f108_connections_beyond_the_limit_wait_and_silent_ones_are_closed() -> 
 
 def test_a_long_head_or_url_or_body_is_refused() -> None:
     async def main() -> None:
-        server = serve(HttpLimits(header_bytes=16 << 10, body_bytes=10_000))
+        unguarded = Route("/unguarded", length_unguarded, methods=["POST"])
+        server = serve(HttpLimits(header_bytes=16 << 10, body_bytes=10_000), unguarded)
         port = await server.start()
         assert b"431" in (await ask(port, "GET / HTTP/1.1\r\nx-long: " + "a" * 50_000))[:20]
         assert (await ask(port, f"GET /?{'a' * 70_000} HTTP/1.1"))[9:12] in (b"414", b"431")
@@ -80,8 +85,9 @@ def test_a_long_head_or_url_or_body_is_refused() -> None:
         assert (await ask(port, posting.format(9_000), b"b" * 9_000)).endswith(b"9000")
         assert (await ask(port, posting.format(20_000), b"b" * 20_000))[9:12] == b"413"
         chunked = "".join(f"{1000:x}\r\n{'c' * 1000}\r\n" for _ in range(20)) + "0\r\n\r\n"
-        head = "POST /length HTTP/1.1\r\ntransfer-encoding: chunked"
-        assert (await ask(port, head, chunked.encode()))[9:12] == b"413"
+        for path in ("/length", "/unguarded"):
+            answer = await ask(port, f"POST {path} HTTP/1.1\r\ntransfer-encoding: chunked", chunked.encode())
+            assert answer[9:12] == b"413" and answer.endswith(b'too large."}'), "whatever the application says to it"
         assert (await ask(port)).endswith(b"hello")
         await server.aclose()
 

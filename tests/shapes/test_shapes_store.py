@@ -58,10 +58,12 @@ class FaultyFile(ShapeFile):
             raise Unavailable(f"the disk: {fault}")
 
 
-def store_of(path: Path, clock: ManualClock, seed: int = 1) -> tuple[ShapeStore, FaultyFile]:
+def store_of(
+    path: Path, clock: ManualClock, seed: int = 1, limits: LogLimits = LIMITS
+) -> tuple[ShapeStore, FaultyFile]:
     file = FaultyFile(path)
     budgets = Budget(1 << 20), Budget(1 << 20)
-    store = ShapeStore(file, Inline(), Inline(), clock, Rand(seed), Tracker(), "shapes:db/disk", LIMITS, *budgets)
+    store = ShapeStore(file, Inline(), Inline(), clock, Rand(seed), Tracker(), "shapes:db/disk", limits, *budgets)
     return store, file
 
 

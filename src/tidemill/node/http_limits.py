@@ -46,7 +46,7 @@ class Bounded:
             await self._app(scope, receive, send)
             return
         if _declared(scope) > self._limits.body_bytes:
-            await _refuse(send, 413, b'{"message":"The request body is too large."}')
+            await _too_large(send)
             return
         client = scope.get("client")
         address = str(client[0]) if client else ""
@@ -55,8 +55,9 @@ class Bounded:
             await _refuse(send, 503, b'{"message":"Too many requests of this address are under way."}')
             return
         self.under_way[address] = self.under_way.get(address, 0) + 1
+        body = _Body(receive, send, self._limits.body_bytes)
         try:
-            await self._app(scope, self._counted(receive), send)
+            await self._app(scope, body.receive, body.send)
         finally:
             left = self.under_way[address] - 1
             if left:
@@ -64,25 +65,40 @@ class Bounded:
             else:
                 del self.under_way[address]
 
-    def _counted(self, receive: Receive) -> Receive:
-        """A body without a declared length is cut off where it passes the limit."""
-        taken = 0
 
-        async def counted() -> Message:
-            nonlocal taken
-            message = await receive()
-            if message["type"] == "http.request":
-                taken += len(message.get("body", b""))
-                if taken > self._limits.body_bytes:
-                    return {"type": "http.disconnect"}
-            return message
+class _Body:
+    """A body without a declared length is cut off where it passes the limit. The application sees a client that went
+    away, and whatever it answers to that is 413 to the client, which is still there."""
 
-        return counted
+    def __init__(self, receive: Receive, send: Send, limit_bytes: int) -> None:
+        self._receive = receive
+        self._send = send
+        self._left_bytes = limit_bytes
+        self._answered = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._left_bytes -= len(message.get("body", b""))
+            if self._left_bytes < 0:
+                return {"type": "http.disconnect"}
+        return message
+
+    async def send(self, message: Message) -> None:
+        if self._left_bytes >= 0 or self._answered:
+            self._answered = True
+            await self._send(message)
+        elif message["type"] == "http.response.start":
+            await _too_large(self._send)
 
 
 def _declared(scope: Scope) -> int:
     length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
     return int(length) if length.isdigit() and len(length) < 20 else 0
+
+
+async def _too_large(send: Send) -> None:
+    await _refuse(send, 413, b'{"message":"The request body is too large."}')
 
 
 async def _refuse(send: Send, status: int, body: bytes) -> None:

@@ -325,7 +325,7 @@ class TableShapes:
             raise NotCaptured(
                 "table",
                 f'Table "{schema}"."{name}" is not captured.',
-                fix="Check the name (quote it if it has capitals), or add the table to the capture.",
+                fix="Check the name (quote it if it has capitals), and what `tidemill capture list` says of the table.",
             )
         if len(found) > 1:
             names = ", ".join(f"{database}:{schema}.{name}" for database, _ in found)

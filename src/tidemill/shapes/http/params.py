@@ -14,6 +14,7 @@ subset__…, or the body of a POST: `subset_params`
 from __future__ import annotations
 
 from collections.abc import Mapping
+from urllib.parse import unquote_to_bytes
 
 import msgspec
 from starlette.datastructures import QueryParams
@@ -52,6 +53,23 @@ class ShapeParams(msgspec.Struct, frozen=True):
     @property
     def initial(self) -> bool:
         return self.offset == BEFORE_ALL
+
+
+def check_text(query: bytes) -> None:
+    """Raises BadRequest where the query is not UTF-8: what is read in its place is another text, and another shape."""
+    try:
+        unquote_to_bytes(query).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadRequest({_bad_name(query): ["is not UTF-8"]}) from error
+
+
+def _bad_name(query: bytes) -> str:
+    """Of the first parameter that is not UTF-8."""
+    for part in query.split(b"&"):
+        whole = unquote_to_bytes(part).decode("utf-8", "replace")
+        if "\ufffd" in whole and whole.encode() != unquote_to_bytes(part):
+            return whole.partition("=")[0]
+    return "query"
 
 
 def parse(query: QueryParams, body: bytes | None = None, right: Right | None = None) -> ShapeParams:

@@ -32,7 +32,7 @@ from tidemill.shapes.http.admission import Admission, Slot
 from tidemill.shapes.http.disconnect import Disconnect, wait_any
 from tidemill.shapes.http.grants import NAME, NARROWING, Grants, asker_of, host_of, is_signed
 from tidemill.shapes.http.origins import Origins
-from tidemill.shapes.http.params import BadRequest, ShapeParams, parse
+from tidemill.shapes.http.params import BadRequest, ShapeParams, check_text, parse
 from tidemill.shapes.http.respond import (
     BASE_HEADERS,
     error_response,
@@ -73,6 +73,7 @@ def shape_routes(service: ShapeService, grants: Grants | None = None) -> list[Ro
         Route("/v1/shape", served(endpoint.guarded(endpoint.post)), methods=["POST"]),
         Route("/v1/shape", served(endpoint.guarded(endpoint.delete)), methods=["DELETE"]),
         Route("/v1/shape", served(endpoint.options), methods=["OPTIONS"]),
+        Route("/v1/shape", served(endpoint.other_method)),
         Route("/v1/health", served(endpoint.health), methods=["GET"]),
         Route("/api/shapes", served(endpoint.guarded(endpoint.live_shapes)), methods=["GET"]),
     ]
@@ -167,6 +168,7 @@ class _ShapeEndpoint:
         query = request.query_params
         if not is_signed(query):
             self._check_secret(request)
+        check_text(request.scope["query_string"])
         right = self._grants.right(query, asker_of(request.scope), host_of(request.scope))
         request.scope[_RIGHT] = right
         return right
@@ -212,6 +214,14 @@ class _ShapeEndpoint:
         headers = {**BASE_HEADERS, "access-control-allow-headers": allowed, "access-control-max-age": "86400"}
         return Response(status_code=204, headers=headers)
 
+    async def other_method(self, request: Request) -> Response:
+        return self._not_allowed(f"There is no {request.method} of a shape.")
+
+    def _not_allowed(self, message: str) -> Response:
+        response = error_response(405, message)
+        response.headers["allow"] = f"GET, HEAD, POST, OPTIONS{', DELETE' if self._settings.allow_delete else ''}"
+        return response
+
     async def health(self, request: Request) -> Response:
         headers = {**BASE_HEADERS, "cache-control": "no-cache, no-store, must-revalidate"}
         status = self._service.health
@@ -226,7 +236,7 @@ class _ShapeEndpoint:
     async def delete(self, request: Request) -> Response:
         right = self._right(request)
         if not self._settings.allow_delete:
-            return error_response(405, "DELETE is not enabled.")
+            return self._not_allowed("DELETE is not enabled.")
         if right.signed:
             raise Denied(403, "A signed URL reads, and ends nothing.")
         query = request.query_params
@@ -263,7 +273,7 @@ class _ShapeEndpoint:
         except TimeoutError:
             return error_response(408, "The body did not come.")
         except ClientDisconnect:
-            return Response(status_code=499)
+            return error_response(400, "The body was cut off.")
         if body is None:
             return error_response(413, f"The body is too large: limit_bytes={BODY_BYTES}.")
         return await self._get(request, parse(request.query_params, body, right))
@@ -439,7 +449,7 @@ def _secret_of(request: Request) -> str:
 def _tagged(request: Request, tag: str, items: Sequence[bytes], headers: dict[str, str], has_data: bool) -> Response:
     """304 to who has the answer already: a cache that asks again counts its copy as fresh."""
     headers["etag"] = tag
-    if _matches(request.headers.get("if-none-match", ""), tag):
+    if _matches(",".join(request.headers.getlist("if-none-match")), tag):
         return Response(status_code=304, headers=headers)
     return items_response(items, headers, has_data)
 
