@@ -94,6 +94,7 @@ class StoreMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.patched = pytest.MonkeyPatch()
         self.patched.setattr(store_module, "FLUSH_LOGS", 2)
+        self.patched.setattr(store_module, "ORDERED_LOGS", 3)
         self.loop = asyncio.new_event_loop()
         self.directory = tempfile.TemporaryDirectory()
         self.clock, self.rand = ManualClock(), random.Random(3)
@@ -402,6 +403,31 @@ def test_q3_a_shape_that_was_dropped_before_a_flush_is_not_there_after_it_and_wh
         found = [await whole(again.old_log(saved)) for saved in await again.saved()]
         assert found == [[b"2", b"5", b"6", b"7"], [b"3", b"once"]]
         file.release()
+
+    run(main())
+
+
+def test_a_flush_writes_logs_in_the_order_of_their_ids_whoever_changed_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "FLUSH_LOGS", 2)
+    monkeypatch.setattr(store_module, "ORDERED_LOGS", 4)
+
+    async def main() -> None:
+        store, file = store_of(tmp_path / "db.db", ManualClock())
+        store.claim(())
+        logs = [recorded(store, b"1") for _ in range(7)]
+        await store.flush()
+        for log in reversed(logs):
+            log.stage(LogItem(LogOffset(5, 0), b"{}"))
+            log.publish()
+        written: list[list[int]] = []
+        flush = file.flush
+        monkeypatch.setattr(file, "flush", lambda part: (written.append([w.id for w in part.written]), flush(part)))
+        await store.flush()
+        assert written == [[4, 5], [6, 7], [1, 2], [3]], "of those that are ordered together"
+        assert [saved.end for saved in file.saved()] == [(5, 0)] * 7
+        await store.aclose()
 
     run(main())
 
