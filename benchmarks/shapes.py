@@ -28,6 +28,7 @@ from test_shapes_consumer import TABLE, row
 from test_shapes_routing import Crowd
 
 from tidemill.base.frontier import ChangePosition
+from tidemill.base.garbage import keep_pauses_short
 from tidemill.capture.changes import Change, Fragment
 from tidemill.shapes.offsets import BASE_END
 from tidemill.shapes.sink import BacklogLimits
@@ -91,6 +92,7 @@ def main() -> int:
     logging.disable(logging.INFO)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     print(machine())
+    keep_pauses_short()  # as `tidemill serve` does
     if options.live or options.polls:
         import shapes_live
         import shapes_polls

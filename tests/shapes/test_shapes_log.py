@@ -18,7 +18,7 @@ from tidemill.shapes.shape import HandleMint, ShapeDefinition, Source
 
 
 def item(tx: int, op: int, size: int = 10) -> LogItem:
-    return LogItem(LogOffset(tx, op), "insert", f"{tx}/{op}", b"x" * size)
+    return LogItem(LogOffset(tx, op), b"x" * size)
 
 
 def append(log: MemoryLog, items: list[LogItem]) -> None:

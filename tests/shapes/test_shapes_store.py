@@ -96,6 +96,7 @@ class StoreMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.patched = pytest.MonkeyPatch()
         self.patched.setattr(store_module, "FLUSH_LOGS", 2)
+        self.patched.setattr(store_module, "ORDERED_LOGS", 3)
         self.loop = asyncio.new_event_loop()
         self.directory = tempfile.TemporaryDirectory()
         self.clock, self.rand = ManualClock(), random.Random(3)
@@ -154,7 +155,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.position += 1
         for log, model in self.shapes.items():
             items = [
-                LogItem(LogOffset(self.position, FIRST_OP + 2 * op), "insert", "k", b'{"headers":{%d}}' % (op * 7 + n))
+                LogItem(LogOffset(self.position, FIRST_OP + 2 * op), b'{"headers":{%d}}' % (op * 7 + n))
                 for op, n in enumerate(sizes)
             ]
             for item in items:
@@ -285,7 +286,7 @@ def test_f119_a_disk_that_fails_for_long_is_given_up_before_anything_is_confirme
             assert saved_under(tmp_path, row) == ["h"]
             file.faults = ["lost", "untold"] * 10_000
             position = 5
-            log.stage(LogItem(LogOffset(5, 0), "insert", "k", b"{}"))
+            log.stage(LogItem(LogOffset(5, 0), b"{}"))
             log.publish()
             await until(lambda: len(file.faults) < 19_990)
             assert 5 not in confirmed and store.waited_for, "patience"
@@ -342,10 +343,10 @@ def test_st3_a_transaction_that_was_not_shown_is_not_there_after_a_crash(tmp_pat
         store.claim(())
         log = recorded(store, b"1")
         for tx in (5, 6):
-            log.stage(LogItem(LogOffset(tx, 0), "insert", "k", b"%d" % tx))
+            log.stage(LogItem(LogOffset(tx, 0), b"%d" % tx))
             log.publish()
         for op in range(3):
-            log.stage(LogItem(LogOffset(7, op), "insert", "k", b"half"))
+            log.stage(LogItem(LogOffset(7, op), b"half"))
         await store.flush()
         file.release()
         again, file = store_of(tmp_path / "db.db", ManualClock())
@@ -387,11 +388,11 @@ def test_q3_a_shape_that_was_dropped_before_a_flush_is_not_there_after_it_and_wh
         dropped, stays, quiet = recorded(store, b"1"), recorded(store, b"2"), recorded(store, b"3")
         await store.flush()
         dropped.drop()
-        quiet.stage(LogItem(LogOffset(5, 0), "insert", "k", b"once"))
+        quiet.stage(LogItem(LogOffset(5, 0), b"once"))
         quiet.publish()
         for tx, fault in ((5, "lost"), (6, "untold"), (7, "")):
             file.faults = [fault] if fault else []
-            stays.stage(LogItem(LogOffset(tx, 0), "insert", "k", b"%d" % tx))
+            stays.stage(LogItem(LogOffset(tx, 0), b"%d" % tx))
             stays.publish()
             if fault:
                 with pytest.raises(Unavailable):
@@ -404,6 +405,31 @@ def test_q3_a_shape_that_was_dropped_before_a_flush_is_not_there_after_it_and_wh
         found = [await whole(again.old_log(saved)) for saved in await again.saved()]
         assert found == [[b"2", b"5", b"6", b"7"], [b"3", b"once"]]
         file.release()
+
+    run(main())
+
+
+def test_a_flush_writes_logs_in_the_order_of_their_ids_whoever_changed_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "FLUSH_LOGS", 2)
+    monkeypatch.setattr(store_module, "ORDERED_LOGS", 4)
+
+    async def main() -> None:
+        store, file = store_of(tmp_path / "db.db", ManualClock())
+        store.claim(())
+        logs = [recorded(store, b"1") for _ in range(7)]
+        await store.flush()
+        for log in reversed(logs):
+            log.stage(LogItem(LogOffset(5, 0), b"{}"))
+            log.publish()
+        written: list[list[int]] = []
+        flush = file.flush
+        monkeypatch.setattr(file, "flush", lambda part: (written.append([w.id for w in part.written]), flush(part)))
+        await store.flush()
+        assert written == [[4, 5], [6, 7], [1, 2], [3]], "of those that are ordered together"
+        assert [saved.end for saved in file.saved()] == [(5, 0)] * 7
+        await store.aclose()
 
     run(main())
 

@@ -70,10 +70,10 @@ def test_what_a_file_is_read_for_is_counted_until_the_last_reader_has_let_go_and
         log.seal_base()
         store.record(log, "h", b"", "1:1:")
         for tx in range(1, 5):
-            log.stage(LogItem(LogOffset(tx, 1), "insert", "k", b"%04d" % tx * 999))
+            log.stage(LogItem(LogOffset(tx, 1), b"%04d" % tx * 999))
             log.publish()
         await store.flush()
-        log.stage(LogItem(LogOffset(9, 1), "insert", "k", b"{}"))
+        log.stage(LogItem(LogOffset(9, 1), b"{}"))
         log.publish()
         await store.flush()
         held, reads, read_base = memory.used_bytes, list[int](), file.base
@@ -251,7 +251,7 @@ def test_a_log_that_was_dropped_to_make_room_for_itself_takes_nothing(base: bool
     else:
         log.add_base([b"x" * 600])
         log.seal_base()
-        log.stage(LogItem(LogOffset(1, 1), "insert", "k", b"x" * 600))
+        log.stage(LogItem(LogOffset(1, 1), b"x" * 600))
     assert budget.used_bytes == 0
 
 

@@ -114,12 +114,15 @@ def check_integer(name: str, value: int) -> int:
 
 
 def _read_integer(name: str) -> Callable[[str], int]:
+    looks, bound = _INT.match, INTEGERS[name]
+
     def read(text: str) -> int:
-        if not _INT.match(text):
+        if not looks(text):
             raise _syntax(name, text)
         if len(text) > INTEGER_DIGITS:  # Python refuses to read very long ones
             raise Refused(f"{DISPLAY[name]} out of range")
-        return check_integer(name, int(text))
+        value = int(text)
+        return value if -bound <= value < bound else check_integer(name, value)
 
     return read
 

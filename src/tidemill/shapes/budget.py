@@ -45,8 +45,10 @@ class Budget:
     def take(self, size_bytes: int) -> None:
         """Raises Full, and takes nothing then."""
         missing = self.used_bytes + size_bytes - self.limit_bytes
-        if missing > 0:
-            self._make_room(missing)
+        if missing <= 0:
+            self.used_bytes += size_bytes
+            return
+        self._make_room(missing)
         if self.used_bytes + size_bytes > self.limit_bytes:
             self.refused += 1
             raise Full(

@@ -77,7 +77,7 @@ class _Delivery:
 
     def __init__(self, transaction: Transaction) -> None:
         self.transaction = transaction
-        self.items: deque[LogItem] = deque()
+        self.items: deque[LogItem] | None = None
         self.failure = ""
         self.error: Invalid | None = None
 
@@ -85,6 +85,11 @@ class _Delivery:
 class TableConsumer:
     """Takes the changes of one relation for one shape. `offer` and `evaluate` by its sink; `open`, then `settle` until
     it returns False, by who loads the shape."""
+
+    __slots__ = (
+        "_at", "_current", "_filter", "_following", "_has_lsn", "_passed", "_spent_at", "_spent_s", "_staged",
+        "_waiting", "_where", "_writer", "floor", "inbox", "pending_bytes", "relation", "shape",
+    )  # fmt: skip
 
     def __init__(
         self, shape: LiveShape, relation: Relation, where: Where | None, writer: RowWriter, *, has_lsn: int = 0
@@ -102,9 +107,11 @@ class TableConsumer:
         """Changes of the first entry that are done."""
         self._has_lsn = has_lsn
         self._filter: SnapshotFilter | None = None
+        self._passed = False
+        """The filter is: it is asked no more."""
         self._following = False
         self._current: _Delivery | None = None
-        self._waiting: deque[_Delivery] = deque()
+        self._waiting: deque[_Delivery] | None = None
         self._staged: _Delivery | None = None
         """Whose items are staged in the log."""
         self.pending_bytes = 0
@@ -119,7 +126,9 @@ class TableConsumer:
         return None if self._where is None else self._where.equality
 
     def spend(self, seconds: float, tick: int) -> None:
-        self._spent_s, self._spent_at = self.spent_s(tick) + seconds, tick
+        if tick != self._spent_at:
+            self._spent_s, self._spent_at = self.spent_s(tick), tick
+        self._spent_s += seconds
 
     def spent_s(self, tick: int) -> float:
         """Time used lately, for choosing who is too dear: with each of the sink's ticks it is half of what it was."""
@@ -138,26 +147,25 @@ class TableConsumer:
         """Work the inbox off until it is empty (False) or the turn is over (True)."""
         while self.inbox:
             entry = self.inbox[0]
-            current = self._current
+            current, changes = self._current, entry.changes
             if current is None or current.transaction is not entry.transaction:
                 self._discard(current)
                 current = self._current = _Delivery(entry.transaction)
-            changes = entry.changes
             while self._at < len(changes):
                 self._convert(current, changes[self._at])
                 if self.shape.gone:
                     self.clear()
                     return False
                 self._at += 1
-                if turn.over:
+                if self._at < len(changes) and turn.over:
                     return True
             self._next()
             if entry.commits:
                 self._current = None
                 self._commit(current)
                 self.floor = max(self.floor, entry.transaction.commit_lsn)
-                if turn.over:
-                    return bool(self.inbox)
+            if self.inbox and turn.over:
+                return True
         return False
 
     def _next(self) -> None:
@@ -191,7 +199,7 @@ class TableConsumer:
             self._show(self._waiting.popleft())
         if self._current is not None and not self._stage(self._current, turn):
             return True
-        self._following = True
+        self._following, self._waiting = True, None
         return False
 
     def _stage(self, delivery: _Delivery, turn: Turn) -> bool:
@@ -214,6 +222,8 @@ class TableConsumer:
         if self._following:
             self._show(delivery)
         else:
+            if self._waiting is None:
+                self._waiting = deque()
             self._waiting.append(delivery)
 
     def _show(self, delivery: _Delivery) -> None:
@@ -228,12 +238,15 @@ class TableConsumer:
             self._staged = None
 
     def _admits(self, delivery: _Delivery) -> bool:
-        assert self._filter is not None, "settle before open"
         if delivery.transaction.commit_lsn <= self._has_lsn:
             return False
+        if self._passed:
+            return True
+        assert self._filter is not None, "settle before open"
         asked = not self._filter.passed
         admits = self._filter.admits(delivery.transaction.xid)
-        if asked and self._filter.passed:
+        self._passed = self._filter.passed
+        if asked and self._passed:
             self.shape.log.passed()
         return admits
 
@@ -252,7 +265,7 @@ class TableConsumer:
         self.shape.log.budget.give(item.size_bytes)
 
     def _convert(self, current: _Delivery, change: Change) -> None:
-        if current.failure or self.shape.gone:
+        if current.failure:
             return
         if self._following and not self._admits(current):
             return
@@ -280,6 +293,8 @@ class TableConsumer:
             self.shape.drop(str(error))
             return
         self.pending_bytes += item.size_bytes
+        if current.items is None:
+            current.items = deque()
         current.items.append(item)
         limit = self.shape.log.limit_bytes
         if self.pending_bytes > limit:

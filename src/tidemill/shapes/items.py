@@ -28,8 +28,6 @@ class LogItem(msgspec.Struct, frozen=True, gc=False):
     """One item of a log, rendered."""
 
     offset: LogOffset
-    operation: Operation
-    key: str
     json: bytes
 
     @property
@@ -50,7 +48,7 @@ class KeyWriter:
 
     def key(self, row: Values) -> str:
         columns = self._columns or sorted(row)
-        return self._prefix + "".join(_section(row.get(column)) for column in columns)
+        return self._prefix + "".join([_section(row.get(column)) for column in columns])
 
 
 def _section(value: str | None) -> str:

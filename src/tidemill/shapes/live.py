@@ -104,8 +104,9 @@ class LiveShape:
         """Show the transaction that was staged, whole; ignored once the shape is gone (H3)."""
         if self.gone:
             return
-        self.last_seen = max(self.last_seen, last_seen)
-        if self.log.publish(mark=mark):
+        if last_seen > self.last_seen:
+            self.last_seen = last_seen
+        if self.log.publish(mark=mark) and self._waiters:
             self._wake()
 
     def subscribe(self) -> asyncio.Future[None]:

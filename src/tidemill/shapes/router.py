@@ -10,7 +10,7 @@ R3  In doubt a change is offered: a value that cannot be read, an update without
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tidemill.base.tasks import is_fault
 from tidemill.capture.changes import Change, Relation
@@ -125,19 +125,15 @@ class Router:
         if not table.members:
             del self._tables[consumer.oid]
 
-    def route(
-        self,
-        changes: Sequence[Change],
-        offer: Callable[[Iterable[TableConsumer], Sequence[Change]], None],
-    ) -> None:
-        """Call `offer(consumers, changes)` for each group of consumers that is offered the same changes."""
+    def route(self, changes: Sequence[Change]) -> Iterator[tuple[Iterable[TableConsumer], Sequence[Change]]]:
+        """Groups of consumers, and the changes that each of a group is offered."""
         for oid, found in by_relation(changes, self._tables).items():
             table = self._tables[oid]
             if table.scanned:
-                offer(table.scanned, found)
+                yield table.scanned, found
             if table.has_index:
                 for consumer, matched in table.indexed(found).items():
-                    offer((consumer,), matched)
+                    yield (consumer,), matched
 
     def consumers(self) -> list[TableConsumer]:
         return [consumer for table in self._tables.values() for consumer in table.members]

@@ -51,8 +51,11 @@ class RowWriter:
         """Any of these is shown."""
         return not set(columns).isdisjoint(self._columns)
 
-    def _shown(self, row: Row, columns: Sequence[str]) -> dict[str, str | None]:
-        shown = {column: row[column] for column in columns if column in row}
+    def _shown(self, row: Row, columns: tuple[str, ...]) -> Row:
+        whole = tuple(row) == columns
+        if whole and not self._booleans:
+            return row
+        shown = dict(row) if whole else {column: row[column] for column in columns if column in row}
         if self._booleans:
             spell_booleans(shown, self._booleans)
         return shown
@@ -76,11 +79,11 @@ class RowWriter:
         if not changed:
             return None
         if self.full:
-            old_value = self._shown(old, changed)
+            old_value = self._shown(old, tuple(changed))
             value = self._shown(new, self._columns)
             return self._item(offset, "update", self.key(new), value, headers, old_value)
         moved = set(changed)
-        value = self._shown(new, [c for c in self._columns if c in moved or c in self._key_columns])
+        value = self._shown(new, tuple(c for c in self._columns if c in moved or c in self._key_columns))
         return self._item(offset, "update", self.key(new), value, headers)
 
     def _item(
@@ -93,4 +96,4 @@ class RowWriter:
         old_value: Row | None = None,
     ) -> LogItem:
         full = {"operation": operation, "relation": self._relation, **headers, "op_position": offset.op}
-        return LogItem(offset, operation, key, render(key, value, full, old_value))
+        return LogItem(offset, render(key, value, full, old_value))

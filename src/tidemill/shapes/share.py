@@ -28,10 +28,6 @@ class Turn:
     def over(self) -> bool:
         return self._clock.monotonic_s() >= self.until_s
 
-    def within(self, seconds: float) -> Turn:
-        """A part of this turn that ends after `seconds`, at the latest with the turn."""
-        return Turn(self._clock, min(self.until_s, self._clock.monotonic_s() + seconds))
-
 
 Step = Callable[[Turn], bool]
 """Works until the turn is over or nothing is left; True = there is more to do."""

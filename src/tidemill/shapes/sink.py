@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 
 import msgspec
 
@@ -30,7 +30,7 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError, Unavailable
 from tidemill.base.frontier import ChangePosition
 from tidemill.base.tasks import is_fault, is_own_fault, sentence
-from tidemill.capture.changes import Change, Fragment
+from tidemill.capture.changes import Fragment
 from tidemill.capture.taps import Stream
 from tidemill.shapes.consumer import Entry, TableConsumer, Transaction, Work
 from tidemill.shapes.router import Router
@@ -98,6 +98,7 @@ class ShapeSink:
         self._arrived = asyncio.Event()
         self._transaction: Transaction | None = None
         self._touched: dict[TableConsumer, None] = {}
+        """Who has something of the transaction under way, of fragments before its last one."""
         self._ready: deque[TableConsumer] = deque()
         self._behind: dict[TableConsumer, None] = {}
         """Whoever has something in its inbox."""
@@ -286,19 +287,24 @@ class ShapeSink:
 
     def step(self, turn: Turn) -> bool:
         """Route what arrived, for at most half the turn, then evaluate. True = there is more to do."""
-        first_half = turn.within((turn.until_s - self._clock.monotonic_s()) / 2)
+        now_s = self._clock.monotonic_s()
+        first_half = Turn(self._clock, (now_s + turn.until_s) / 2)
         while self._arrivals:
             self._route(*self._arrivals[0])
             self._arrivals.popleft()
             if first_half.over:
                 break
+        now_s, quantum = self._clock.monotonic_s(), Turn(self._clock, turn.until_s)
         while self._ready:
-            consumer = self._ready.popleft()
-            if self._evaluate(consumer, turn.within(QUANTUM_S)):
+            consumer, started_s = self._ready.popleft(), now_s
+            quantum.until_s = min(turn.until_s, now_s + QUANTUM_S)
+            if self._evaluate(consumer, quantum):
                 self._ready.append(consumer)
             else:
                 self._behind.pop(consumer, None)
-            if turn.over:
+            now_s = self._clock.monotonic_s()
+            consumer.spend(now_s - started_s, self._tick)
+            if now_s >= turn.until_s:
                 break
         self._trim()
         self._settle()
@@ -309,20 +315,19 @@ class ShapeSink:
         if fragment.begins or transaction is None or transaction.commit_lsn != fragment.commit_lsn:
             transaction = self._transaction = Transaction(fragment.xid, fragment.commit_lsn)
             self._touched.clear()
-        touched, untouched = self._touched, dict(self._touched) if fragment.commits else {}
-
-        def offer(consumers: Iterable[TableConsumer], changes: Sequence[Change]) -> None:
-            entry = Entry(transaction, work, changes, fragment.commits)
+        touched, commits = self._touched, fragment.commits
+        for consumers, changes in self.router.route(fragment.changes):
+            entry = Entry(transaction, work, changes, commits)
             for consumer in consumers:
-                touched[consumer] = None
-                untouched.pop(consumer, None)
+                if not commits:
+                    touched[consumer] = None
+                elif touched:
+                    touched.pop(consumer, None)
                 self._hand(consumer, entry)
-
-        self.router.route(fragment.changes, offer)
-        if fragment.commits:
-            for consumer in untouched:
+        if commits:
+            for consumer in touched:
                 self._hand(consumer, Entry(transaction, work, (), True))
-            self._touched.clear()
+            touched.clear()
             self.routed = fragment.commit_lsn
         work.left -= 1
 
@@ -334,7 +339,6 @@ class ShapeSink:
 
     def _evaluate(self, consumer: TableConsumer, turn: Turn) -> bool:
         """THE boundary of a shape's own work on the stream (K4)."""
-        started_s = self._clock.monotonic_s()
         try:
             more = consumer.evaluate(turn)
         except BaseException as error:
@@ -345,7 +349,6 @@ class ShapeSink:
         if consumer.shape.gone:
             self.remove(consumer)
             more = False
-        consumer.spend(self._clock.monotonic_s() - started_s, self._tick)
         return more
 
     # -- bounds ------------------------------------------------------------------------------------------------

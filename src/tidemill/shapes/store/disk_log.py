@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tidemill.base.errors import Invalid
-from tidemill.shapes.budget import Budget, take_of_all
+from tidemill.shapes.budget import Budget
 from tidemill.shapes.items import LogItem, marked_last
 from tidemill.shapes.log import SEPARATOR, Chunk, Lent, LogLimits
 from tidemill.shapes.offsets import BASE_END, BEFORE_ALL, LogOffset
@@ -60,6 +60,12 @@ class Keeper(Protocol):
 
 
 class DiskLog:
+    __slots__ = (
+        "_base", "_base_bytes", "_charged", "_dropped", "_end", "_held_bytes", "_items", "_keeper", "_limits",
+        "_log_bytes", "_on_disk", "_open_bytes", "_open_chunk", "_sealed", "_shown", "_written", "_written_chunks",
+        "budget", "disk", "key",
+    )  # fmt: skip
+
     def __init__(
         self,
         key: int,
@@ -173,18 +179,19 @@ class DiskLog:
         last = self._items[-1].offset if self._items else self._end
         if item.offset <= last:
             raise RuntimeError(f"log offsets must grow: last={last} next={item.offset}")
-        self._take(item.size_bytes)
+        size = item.size_bytes
+        self._take(size)
         if self._dropped:
             return
         self._items.append(item)
-        self._charged.append(item.size_bytes)
+        self._charged.append(size)
 
     def publish(self, *, mark: bool = False) -> bool:
         if self._shown == len(self._items):
             return False
         last = self._items[-1]
         if mark:
-            self._items[-1] = LogItem(last.offset, last.operation, last.key, marked_last(last.json))
+            self._items[-1] = LogItem(last.offset, marked_last(last.json))
         size = sum(self._charged[self._shown :])
         self._shown = len(self._items)
         self._end = last.offset
@@ -211,7 +218,12 @@ class DiskLog:
 
     def _take(self, size_bytes: int, *, base: bool = False) -> None:
         """E3. Raises Full, and takes nothing then."""
-        take_of_all(size_bytes, self.disk, self.budget)
+        self.disk.take(size_bytes)
+        try:
+            self.budget.take(size_bytes)
+        except BaseException:
+            self.disk.give(size_bytes)
+            raise
         if self._dropped:  # room was made of this very shape
             self.disk.give(size_bytes)
             self.budget.give(size_bytes)
