@@ -49,7 +49,7 @@ def newest(path: Path) -> list[tuple[int, int]]:
 
 
 def stage(log: DiskLog, tx: int, ops: Sequence[int]) -> list[bytes]:
-    items = [LogItem(LogOffset(tx, op), "insert", "k", b"%d/%02d" % (tx, op)) for op in ops]
+    items = [LogItem(LogOffset(tx, op), b"%d/%02d" % (tx, op)) for op in ops]
     for item in items:
         log.stage(item)
     return [item.json for item in items]
