@@ -14,6 +14,7 @@ from shape_world import Answer, ShapeWorld, _fetch, eventually, run
 
 from tidemill.cli.demo.ports import free_port
 from tidemill.shapes import ShapeSettings
+from tidemill.shapes.log import LogLimits
 from tidemill.shapes.settings import CacheAges
 
 pytestmark = pytest.mark.postgres
@@ -167,3 +168,25 @@ async def is_said(cache: Cache, params: dict[str, str], word: str) -> bool:
 
 async def shows_the_delete(cache: Cache, params: dict[str, Any]) -> bool:
     return [item["headers"]["operation"] for item in (await cache.get(**params)).items] == ["delete"]
+
+
+def test_a_chunk_that_ended_where_the_log_did_is_another_answer_once_more_came(postgres_dsn: str) -> None:
+    """Its items are the same, and it says no more that nothing follows."""
+
+    async def main() -> None:
+        settings = ShapeSettings(long_poll_s=1, limits=LogLimits(chunk_bytes=1))
+        async with ShapeWorld(postgres_dsn, DDL, settings) as world:
+            client = await world.sync(table="item")
+            asked = {"table": "item", "offset": client.offset, "handle": client.handle}
+            await world.db.execute("DELETE FROM item WHERE id = 1")
+            await client.follow_until(lambda: len(client.rows) == 8)
+            ended = await world.get(**asked)
+            assert (len(ended.items), ended.controls) == (1, ["up-to-date"])
+            same = await world.request("/v1/shape", asked, {"if-none-match": ended.headers["etag"]})
+            assert same.status == 304
+            await world.db.execute("DELETE FROM item WHERE id = 2")
+            await client.follow_until(lambda: len(client.rows) == 7)
+            grown = await world.request("/v1/shape", asked, {"if-none-match": ended.headers["etag"]})
+            assert (grown.status, grown.items, grown.controls) == (200, ended.items, [])
+
+    run(main())

@@ -101,11 +101,13 @@ def shape_headers(
     return headers
 
 
-def etag(shape: LiveShape, params: ShapeParams, end: LogOffset, unchanged: int | None) -> str:
-    """`"handle:request:response"`; an answer without news adds a number that grows, so it never validates."""
+def etag(shape: LiveShape, params: ShapeParams, end: LogOffset, current: bool, unchanged: int | None = None) -> str:
+    """`"handle:request:response"`; an answer without news adds a number that grows, so it never validates, and one that
+    says nothing of being up to date is another than one that does, be it of the same items: a chunk that ends where the
+    log ended is followed by more later."""
     asked = "now" if params.offset is None else str(params.offset)
     tail = "" if unchanged is None else f":{unchanged}"
-    return f'"{shape.handle}:{asked}:{end}{tail}"'
+    return f'"{shape.handle}:{asked}:{end}{tail}{"" if current else ":more"}"'
 
 
 def items_response(items: Sequence[bytes], headers: Mapping[str, str], has_data: bool) -> Response:

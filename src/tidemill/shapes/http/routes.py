@@ -343,7 +343,7 @@ class _ShapeEndpoint:
         if current:
             items.append(up_to_date(max(self._service.last_seen(shape), chunk.end.tx)))
         headers = self._headers(shape, params, chunk.end, current)
-        return _tagged(request, etag(shape, params, chunk.end, None), items, headers, has_data)
+        return _tagged(request, etag(shape, params, chunk.end, current), items, headers, has_data)
 
     async def _long_poll(self, request: Request, shape: LiveShape, params: ShapeParams) -> Response:
         assert params.offset is not None
@@ -387,14 +387,14 @@ class _ShapeEndpoint:
         if chunk.complete:
             out.append(up_to_date(chunk.end.tx))
         headers = self._headers(shape, params, chunk.end, chunk.complete)
-        return _tagged(request, etag(shape, params, chunk.end, None), out, headers, True)
+        return _tagged(request, etag(shape, params, chunk.end, chunk.complete), out, headers, True)
 
     def _quiet(self, shape: LiveShape, params: ShapeParams) -> Response:
         """Nothing came: 200 with only the up-to-date item."""
         assert params.offset is not None
         self._quiet_answers += 1
         headers = self._headers(shape, params, params.offset, True)
-        headers["etag"] = etag(shape, params, params.offset, self._quiet_answers)
+        headers["etag"] = etag(shape, params, params.offset, True, self._quiet_answers)
         return items_response([up_to_date(self._service.last_seen(shape))], headers, False)
 
     def _may_come_again(self, shape: LiveShape, offset: LogOffset) -> bool:
