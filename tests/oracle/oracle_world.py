@@ -251,8 +251,8 @@ class World:
     def _sessions(self) -> list[str]:
         """What the server's sessions do, and whom they wait for."""
         query = (
-            "SELECT application_name, pid, state, wait_event_type, wait_event, now() - state_change,"
-            " now() - xact_start, pg_blocking_pids(pid), left(query, 200) FROM pg_stat_activity"
+            "SELECT application_name, pid, state, wait_event_type, wait_event, (now() - state_change)::text,"
+            " (now() - xact_start)::text, pg_blocking_pids(pid), left(query, 200) FROM pg_stat_activity"
             " WHERE backend_type IN ('client backend', 'walsender') AND pid <> pg_backend_pid()"
         )
         try:
