@@ -183,9 +183,8 @@ class Table:
 
 
 def random_column(rand: random.Random, taken: Sequence[str], kind: str = "") -> Column:
-    name = ""
-    while not name or name in taken:
-        name = rand.choice([*_WORDS, *(f"c{n}" for n in range(6))])
+    names = [name for name in [*_WORDS, *(f"c{n}" for n in range(6))] if name not in taken]
+    name = rand.choice(names or [f"c{6 + len(taken)}"])
     kind = kind or rand.choice(list(VALUES))
     return Column(name, kind)
 
