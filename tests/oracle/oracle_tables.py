@@ -183,8 +183,9 @@ class Table:
 
 
 def random_column(rand: random.Random, taken: Sequence[str], kind: str = "") -> Column:
-    names = [name for name in [*_WORDS, *(f"c{n}" for n in range(6))] if name not in taken]
-    name = rand.choice(names or [f"c{6 + len(taken)}"])
+    every = [*_WORDS, *(f"c{n}" for n in range(6))]
+    free = [name for name in every if name not in taken]
+    name = rand.choice(free or [f"c{n}" for n in range(6, 7 + len(taken)) if f"c{n}" not in taken])
     kind = kind or rand.choice(list(VALUES))
     return Column(name, kind)
 
