@@ -75,24 +75,23 @@ class LoopWatch:
         return select
 
     def observe(self, late_s: float, now_s: float, cpu_s: float) -> None:
-        """One turn of the loop that took `late_s`, during which the thread worked for `cpu_s`."""
-        self._pass(now_s)
-        self._window_s = max(self._window_s, late_s)
-        self._longest_s = max(self._longest_s, late_s)
-        self._longest_cpu_s = max(self._longest_cpu_s, min(late_s, cpu_s))
-
-    def _pass(self, now_s: float) -> None:
-        """The window is two halves, so that a stall is seen for at least half a minute and forgotten after one."""
+        """One turn of the loop that took `late_s`, during which the thread worked for `cpu_s`. The window is two
+        halves, so that a stall is seen for at least half a minute and forgotten after one."""
         passed_s = now_s - self._window_started_s
         if passed_s > WINDOW_S / 2:
             self._earlier_s = self._window_s if passed_s <= WINDOW_S else 0.0
             self._window_s, self._window_started_s = 0.0, now_s
+        self._window_s = max(self._window_s, late_s)
+        self._longest_s = max(self._longest_s, late_s)
+        self._longest_cpu_s = max(self._longest_cpu_s, min(late_s, cpu_s))
 
     @property
     def recent_s(self) -> float:
-        """Longest stall of the last minute."""
-        self._pass(self._clock.monotonic_s())
-        return max(self._earlier_s, self._window_s)
+        """Longest stall of the last minute. Changes nothing: only the loop's own thread does (`observe`)."""
+        passed_s = self._clock.monotonic_s() - self._window_started_s
+        if passed_s <= WINDOW_S / 2:
+            return max(self._earlier_s, self._window_s)
+        return self._window_s if passed_s <= WINDOW_S else 0.0
 
     def facts(self) -> dict[str, object]:
         """{"stall_ms": of the last minute, "longest_stall_ms": since the process began, "longest_stall_cpu_ms": the
