@@ -60,7 +60,6 @@ class Lane:
         self.held = 0
         self.tail: ChangePosition | None = None
         self.pending: deque[LaneBatch] = deque()
-        self.repairing = False
         self.failures = 0
         self.producer_id = producer_id
         self.epoch = epoch

@@ -143,7 +143,7 @@ class Rounds:
             return
         for lane, batch in batches:
             self._flight_bytes += len(batch.data)
-            if not lane.repairing:
+            if lane not in self.repairing:
                 self._send(lane, batch)
 
     def _send(self, lane: Lane, batch: LaneBatch) -> None:
@@ -171,8 +171,7 @@ class Rounds:
             while lane.pending and lane.pending[0].done:
                 self._landed(lane.pending.popleft())
         elif isinstance(error, _RETRIABLE):
-            if not lane.repairing and self._failure is None:
-                lane.repairing = True
+            if lane not in self.repairing and self._failure is None:
                 self.repairing[lane] = None
                 self._tasks.spawn(self._repair(lane, error), name=f"repair {lane.topic}/{lane.partition}")
         else:
@@ -208,8 +207,7 @@ class Rounds:
                 continue
             break
         # No await from here on: new batches keep joining the line behind.
-        lane.repairing = False
-        self.repairing.pop(lane, None)
+        del self.repairing[lane]
         for batch in lane.landed(high_watermark):
             self._landed(batch)
         if high_watermark > lane.expected:
