@@ -27,7 +27,7 @@ from tidemill.capture.publication import LOCK_ATTEMPTS, LOCK_PAUSE_S, LOCK_TIMEO
 from tidemill.capture.setup import since
 from tidemill.capture.tables import TableInfo, describe, list_partitions
 from tidemill.capture.visibility import PgSnapshot
-from tidemill.capture.wire.connection import BURST_BYTES, Wire, identifier, literal, qualified
+from tidemill.capture.wire.connection import BURST_BYTES, Wire, identifier, literal, scope
 from tidemill.capture.wire.errors import SqlError, may_pass
 
 
@@ -161,4 +161,4 @@ class Snapshot:
 
 
 def _scope(table: TableInfo) -> str:
-    return ("" if table.kind == "p" else "ONLY ") + qualified(table.schema, table.table)
+    return scope(table.schema, table.table, partitioned=table.kind == "p")

@@ -41,7 +41,7 @@ class CaptureFirst:
         self._rows: Sequence[TopicRow] = ()
         self._tables: Sequence[CaptureTableRow] = ()
         self._holders: dict[str, str] = {}
-        """Names of captured tables' topics → their ids."""
+        """What the leaders were worked out from last."""
         self._callbacks: list[Callable[[], None]] = []
         self._tracker = tracker
         self._clock = clock

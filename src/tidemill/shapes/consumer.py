@@ -186,6 +186,7 @@ class TableConsumer:
     def open(self, snapshot: PgSnapshot | None) -> None:
         """The base is complete as of `snapshot`; None: every transaction that comes is later."""
         self._filter = SnapshotFilter(snapshot)
+        self._passed = self._filter.passed
 
     def follow(self) -> None:
         """Nothing waits for the snapshot: the log is an old one."""
@@ -243,10 +244,9 @@ class TableConsumer:
         if self._passed:
             return True
         assert self._filter is not None, "settle before open"
-        asked = not self._filter.passed
         admits = self._filter.admits(delivery.transaction.xid)
-        self._passed = self._filter.passed
-        if asked and self._passed:
+        if self._filter.passed:
+            self._passed = True
             self.shape.log.passed()
         return admits
 

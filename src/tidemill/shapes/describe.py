@@ -12,8 +12,8 @@ import msgspec
 
 from tidemill.base.errors import Missing
 from tidemill.capture.changes import Relation
+from tidemill.capture.wire.connection import scope
 from tidemill.shapes.where import Type
-from tidemill.shapes.where.printing import identifier
 from tidemill.shapes.where.types import Folding
 
 DESCRIBE_SQL = """
@@ -82,11 +82,9 @@ class TableColumns(msgspec.Struct, frozen=True):
 
     @property
     def scope(self) -> str:
-        """For FROM and LOCK: the table whose changes the stream carries under this relation. Rows of those that inherit
-        from it come under their own."""
-        relation = self.relation
+        """For FROM and LOCK."""
         whole = any(column.partitioned for column in self.columns)
-        return f"{'' if whole else 'ONLY '}{identifier(relation.schema)}.{identifier(relation.table)}"
+        return scope(self.relation.schema, self.relation.table, partitioned=whole)
 
     @property
     def names(self) -> tuple[str, ...]:

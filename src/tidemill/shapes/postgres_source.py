@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING
 
 from tidemill.base.errors import Invalid, Missing, Unavailable
 from tidemill.capture.visibility import PgSnapshot
-from tidemill.capture.wire.connection import DISPLAY_SETTINGS
+from tidemill.capture.wire.connection import DISPLAY_SETTINGS, identifier, qualified
 from tidemill.shapes.describe import DESCRIBE_SQL, ColumnInfo, TableColumns, table_columns
 from tidemill.shapes.held import HeldRows
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.rows import RowWriter
 from tidemill.shapes.share import LoopShare, Turn
 from tidemill.shapes.where import Where
-from tidemill.shapes.where.printing import identifier
 
 if TYPE_CHECKING:
     import psycopg
@@ -220,7 +219,7 @@ async def _lock(connection: psycopg.AsyncConnection[tuple[object, ...]], info: T
 
 async def _check_identity(connection: psycopg.AsyncConnection[tuple[object, ...]], relation: Relation) -> None:
     """The name must still mean the relation whose changes are routed; a table made anew has another oid."""
-    name = f"{identifier(relation.schema)}.{identifier(relation.table)}"
+    name = qualified(relation.schema, relation.table)
     cursor = await connection.execute("SELECT to_regclass(%s)::oid::bigint", (name,))
     row = await cursor.fetchone()
     oid = row[0] if row else None

@@ -152,6 +152,12 @@ class _Database:
         self._index()
         return self._by_oid
 
+    def still(self, relation: Relation) -> Relation | None:
+        """As it is captured now; None where it is not, or where its rows look otherwise to a client. Whoever begins to
+        follow a relation asks in that turn: `redefined` looks at those only who are there already."""
+        now = self.captured().get(relation.oid)
+        return now if now is not None and same_layout(now, relation) else None
+
     def named(self) -> Mapping[tuple[str, str], Relation]:
         """(schema, table) → relation, as `captured`."""
         self._index()
@@ -388,8 +394,7 @@ class TableShapes:
         database, definition, relation = self._databases[database_name], shape.definition, info.relation
         writer = database.shown(info, definition.columns, definition.replica).writer
         consumer = TableConsumer(shape, relation, where, writer)
-        captured = database.captured().get(relation.oid)
-        if captured is None or not same_layout(captured, relation):
+        if database.still(relation) is None:
             raise Passing(f"the table is not captured just now, or not as it was: table={relation.name}.")
         must_see = database.sink.recent
         database.sink.add(consumer)
@@ -487,8 +492,8 @@ class TableShapes:
     async def _find_again(self, name: str, saved: Saved) -> _Found:
         """What the shape was of, as it is now. Raises what ends it."""
         kept = Kept.decode(saved.record)
-        relation = self._databases[name].captured().get(kept.relation.oid)
-        if relation is None or not same_layout(relation, kept.relation):
+        relation = self._databases[name].still(kept.relation)
+        if relation is None:
             raise Missing("its table is another one now.")
         return _Found(saved, kept, relation, *await self._check(kept.request, name, relation))
 
@@ -509,9 +514,7 @@ class TableShapes:
             raise Missing("its table's description changed.")
         if relation.oid not in (sink.resumable or ()):
             raise Missing("changes of its table were left out.")
-        now = self._databases[name].captured().get(relation.oid)
-        if now is None or not same_layout(now, relation):
-            # Since it was found. Who looks for tables that are described anew asks each consumer that is there, once.
+        if self._databases[name].still(relation) is None:  # since it was found
             raise Missing("its table is another one now.")
         log = store.old_log(saved)
         try:

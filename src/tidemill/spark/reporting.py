@@ -128,14 +128,14 @@ class Reporter:
         slowest, upper = argmin({name: place[0] for name, place in places.items()})
         starting, behind = not runner.session_ready.is_set(), self._tracker.mark(f"shard:{slowest}")
         # Opening again and again is a table's progress; where it has failed the pipeline has none until it passes.
-        working = behind is not None and self._tracker.failure(f"shard:{slowest}") is None
+        failing = self._tracker.failure(f"shard:{slowest}") is not None
         self._set(
             f"pipeline:{runner.settings.name}",
             upper,
             max(place[1] for place in places.values()) if starting else places[slowest][1],
             f"shard:{slowest}",
             "Spark is starting" if starting else "",
-            self._patience() if starting else behind.progress if behind is not None and working else 0,
+            self._patience() if starting else behind.progress if behind is not None and not failing else 0,
             work_ms=behind.budget_ms if behind is not None else 0,
         )
 

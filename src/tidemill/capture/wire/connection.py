@@ -66,6 +66,11 @@ def qualified(schema: str, table: str) -> str:
     return f"{identifier(schema)}.{identifier(table)}"
 
 
+def scope(schema: str, table: str, *, partitioned: bool) -> str:
+    """For FROM and LOCK: what the stream carries under this table. Rows of those that inherit come under their own."""
+    return f"{'' if partitioned else 'ONLY '}{qualified(schema, table)}"
+
+
 def literal(text: str) -> str:
     quoted = "'" + text.replace("'", "''") + "'"
     return f" E{quoted}".replace("\\", "\\\\") if "\\" in text else quoted
