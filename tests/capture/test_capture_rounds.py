@@ -11,7 +11,7 @@ from tidemill.base.clock import Rand
 from tidemill.base.errors import Unavailable
 from tidemill.base.frontier import ChangePosition
 from tidemill.capture.lane import Lane
-from tidemill.capture.rounds import Rounds
+from tidemill.capture.rounds import GAP_S, SMALL_BYTES, Rounds
 from tidemill.topics.batch import Record
 from tidemill.topics.front import ProduceResult
 
@@ -22,6 +22,7 @@ class Topics:
     """Takes batches; `answer` ends what was taken."""
 
     def __init__(self) -> None:
+        self.offsets = list(range(10))
         self.taken: list[tuple[int, asyncio.Future[ProduceResult]]] = []
 
     def produce_nowait(self, topic_id: str, partition: int, batch: bytearray) -> asyncio.Future[ProduceResult]:
@@ -32,7 +33,7 @@ class Topics:
     def answer(self) -> None:
         for offset, future in self.taken:
             if not future.done():
-                future.set_result(ProduceResult(offset, offset, 0))
+                future.set_result(ProduceResult(self.offsets[offset], offset, 0))
 
 
 def at(ordinal: int) -> ChangePosition:
@@ -108,5 +109,35 @@ def test_a_round_that_cannot_be_encoded_ends_the_writer() -> None:
             async with asyncio.timeout(5):
                 await rounds.failed()
         assert durable == []
+
+    in_loop(scenario)
+
+
+def test_small_rounds_keep_a_gap_and_travel_together_and_a_large_one_leaves_at_once() -> None:
+    async def scenario(rounds: Rounds, topics: Topics, durable: list[ChangePosition]) -> None:
+        one, ordinal = lane(), 0
+
+        async def put(record: Record = RECORD) -> int:
+            nonlocal ordinal
+            one.take(at(ordinal))
+            rounds.add(one, record)
+            rounds.kick(at(ordinal))
+            ordinal += 1
+            await turn()
+            return len(topics.taken)
+
+        loop = asyncio.get_running_loop()
+        assert await put() == 1, "after silence"
+        began_s = loop.time()
+        assert [await put() for _ in range(3)] == [1, 1, 1]
+        while len(topics.taken) == 1:
+            await asyncio.sleep(0.001)
+        assert loop.time() - began_s >= GAP_S * 0.9
+        assert await put() == 2
+        assert await put(Record(b"k", bytes(SMALL_BYTES), (), 0)) == 3
+        topics.offsets = [0, 1, 4]
+        topics.answer()
+        await turn()
+        assert durable[-1] == at(ordinal - 1)
 
     in_loop(scenario)
