@@ -269,7 +269,7 @@ def compact(broker: RealBroker) -> None:
         reconciler = Reconciler(
             rows, broker.objects, topics._cache, topics._shared, clock, rand, topics._settings, topics._led
         )
-        stage = PartitionsStage(broker.consensus, broker.objects, metastore)
+        stage = PartitionsStage(broker.consensus, broker.objects, metastore, broker.clock)
         await stage.load()
         for unit in (await stage.gather()).values():
             for group in unit:

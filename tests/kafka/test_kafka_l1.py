@@ -42,7 +42,7 @@ def moved(broker: RealBroker, topic: TopicRow) -> None:
     """Checkpoints until all of it is in L1; then what no log names is collected."""
 
     async def checkpoint() -> None:
-        stage = PartitionsStage(broker.consensus, broker.objects, broker.metastore)
+        stage = PartitionsStage(broker.consensus, broker.objects, broker.metastore, broker.clock)
         await stage.load()
         for unit in (await stage.gather()).values():
             for group in unit:

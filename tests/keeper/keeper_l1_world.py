@@ -68,7 +68,7 @@ class L1World:
             for partition in (0, 1):
                 data = encode_batch([Record(None, b"%d.%d" % (number, i), timestamp_ms=1000) for i in range(2)])
                 await self.topics.produce_nowait(self.topic.topic_id, partition, bytearray(data))
-            stage = PartitionsStage(self.consensus, self.objects, self.metastore)
+            stage = PartitionsStage(self.consensus, self.objects, self.metastore, self.clock)
             await stage.load()
             for unit in (await stage.gather()).values():
                 for group in unit:

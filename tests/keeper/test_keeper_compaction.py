@@ -68,7 +68,7 @@ class World(L1World):
 
     async def move(self) -> None:
         """Everything into L1, an extent a call."""
-        stage = PartitionsStage(self.consensus, self.objects, self.metastore)
+        stage = PartitionsStage(self.consensus, self.objects, self.metastore, self.clock)
         await stage.load()
         for unit in (await stage.gather()).values():
             for group in unit:

@@ -10,6 +10,7 @@ from checkpoint_world import Restored, Rows, World, family_rows, rows_of
 
 from tidemill.base.errors import Corrupt, Fenced, Unavailable, Unknown
 from tidemill.base.limits import METASTORE_BATCH_ROWS
+from tidemill.base.pace import Pace
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore import checkpoint
 from tidemill.metastore.checkpoint import Checkpointer, Group, packed, slot_of
@@ -355,7 +356,7 @@ def test_a_follower_keeps_no_batch_that_is_written_and_refuses_a_shorter_log() -
         for _ in range(6):
             await world.produce()
         place = (world.topic.topic_id, 0)
-        follower = PartitionFollower(world.consensus, world.objects, *place, None)
+        follower = PartitionFollower(world.consensus, world.objects, *place, None, Pace(world.clock))
         assert len(await follower.gather(world.metastore.prefix)) > 1
         assert len(follower._state) == 6
         follower.written()
@@ -365,7 +366,9 @@ def test_a_follower_keeps_no_batch_that_is_written_and_refuses_a_shorter_log() -
         [extent, row] = await follower.gather(world.metastore.prefix)
         assert EXTENTS.decode(*extent[0]).base_offset == 18
         follower.written()
-        empty = PartitionFollower(MemoryConsensus(world.clock), world.objects, *place, PARTITIONS.decode(*row[0]))
+        empty = PartitionFollower(
+            MemoryConsensus(world.clock), world.objects, *place, PARTITIONS.decode(*row[0]), Pace(world.clock)
+        )
         with pytest.raises(Corrupt, match="holds less than its rows"):
             await empty.gather(world.metastore.prefix)
 
@@ -383,7 +386,8 @@ def test_extents_of_a_lost_life_do_not_stand_among_those_of_the_restored_one() -
         for _ in range(3):
             await world.produce()
         row = family_rows(PARTITIONS, rows_of(world.shared[0]))[0]
-        lost = await PartitionFollower(world.consensus, world.objects, topic_id, 0, row).gather(world.metastore.prefix)
+        follower = PartitionFollower(world.consensus, world.objects, topic_id, 0, row, Pace(world.clock))
+        lost = await follower.gather(world.metastore.prefix)
         world.shared[0].write([pair for group in lost[:-1] for pair in group], {})
 
         world.consensus = MemoryConsensus(world.clock)

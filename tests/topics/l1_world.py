@@ -40,7 +40,7 @@ class L1World(World):
 
     async def checkpoint(self) -> None:
         """The rows follow the logs."""
-        stage = PartitionsStage(self.consensus, self.objects, self.metastore)
+        stage = PartitionsStage(self.consensus, self.objects, self.metastore, self.clock)
         await stage.load()
         for unit in (await stage.gather()).values():
             for group in unit:

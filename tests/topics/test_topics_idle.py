@@ -123,7 +123,7 @@ def test_a_round_of_the_checkpoint_asks_once_whatever_stands_still() -> None:
         world = World()
         topics = world.node()
         rows = await filled(world, topics, 12)
-        stage = PartitionsStage(world.consensus, world.objects, world.metastore)
+        stage = PartitionsStage(world.consensus, world.objects, world.metastore, world.clock)
         await stage.load()
         assert len(await stage.gather()) == 12, "one that was opened and holds nothing needs no rows"
         stage.written(set())
@@ -146,7 +146,7 @@ def test_what_a_late_partition_holds_is_gathered_again_though_it_stands_still() 
         world = World()
         topics = world.node()
         (row,) = await filled(world, topics, 1)
-        stage = PartitionsStage(world.consensus, world.objects, world.metastore)
+        stage = PartitionsStage(world.consensus, world.objects, world.metastore, world.clock)
         await stage.load()
         name = f"{row.topic_id}/0"
         first = await stage.gather()
@@ -166,7 +166,7 @@ def test_a_partition_that_was_let_go_is_followed_on_from_its_row(monkeypatch: py
         world = World()
         topics = world.node()
         (row,) = await filled(world, topics, 1)
-        stage = PartitionsStage(world.consensus, world.objects, world.metastore)
+        stage = PartitionsStage(world.consensus, world.objects, world.metastore, world.clock)
         await stage.load()
 
         async def round() -> int:

@@ -1,8 +1,8 @@
 """Rounds: what waits in the lanes is sent together, several rounds under way, and every batch lands once.
 
 While few rounds are under way a new one is sent at the end of the present turn of the loop, but a small one not before
-GAP_S after the last; what arrives meanwhile waits and travels together. A round is durable when it and all rounds before
-it are.
+GAP_S after the last; what arrives meanwhile waits and travels together. A round is durable when it and all rounds
+before it are.
 
 A batch that fails takes those behind it in its partition with it. Its lane is repaired: wait until nothing of it
 is in flight, look what the log holds after all, send the rest again with the same sequences (lane.py, L1).

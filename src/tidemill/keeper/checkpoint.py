@@ -51,7 +51,7 @@ def checkpointer(
     tracker: Tracker | None = None,
 ) -> Checkpointer:
     stages = (
-        PartitionsStage(consensus, objects, metastore),
+        PartitionsStage(consensus, objects, metastore, clock),
         BindingsStage(consensus, metastore),
         ShardsStage(consensus, metastore),
         RegistersStage(consensus, metastore),

@@ -13,7 +13,9 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from tidemill.base.clock import Clock
 from tidemill.base.errors import Corrupt, TidemillError
+from tidemill.base.pace import Pace
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.changed_logs import ChangedLogs
 from tidemill.metastore.checkpoint import Group, Unit, each_readable
@@ -33,7 +35,10 @@ FOLLOWED_ROUNDS = 60
 """A partition that did not change for so many rounds is let go; when it does it is read again from its roll-up."""
 
 SLICE_ROWS = 200
-"""Rows made between two turns of the loop: a few milliseconds."""
+"""Rows deleted at once."""
+
+STRETCH_S = 0.002
+"""Of all partitions together in one turn of the loop: a checkpoint can wait, what it shares the loop with cannot."""
 
 Place = tuple[str, int]
 
@@ -52,7 +57,8 @@ class PartitionsStage:
 
     name = "partitions"
 
-    def __init__(self, consensus: Consensus, objects: ObjectStore, metastore: Metastore) -> None:
+    def __init__(self, consensus: Consensus, objects: ObjectStore, metastore: Metastore, clock: Clock) -> None:
+        self._pace = Pace(clock, STRETCH_S)
         self._consensus = consensus
         self._objects = objects
         self._metastore = metastore
@@ -148,7 +154,7 @@ class PartitionsStage:
             del self._followers[place]
 
     def _follower(self, topic_id: str, partition: int, row: PartitionRow | None) -> PartitionFollower:
-        return PartitionFollower(self._consensus, self._objects, topic_id, partition, row)
+        return PartitionFollower(self._consensus, self._objects, topic_id, partition, row, self._pace)
 
     async def _deletions(self, topic_id: str) -> Unit:
         """Partition rows first: extents without one are passed over, one without its extents would be a loss (K1)."""
@@ -166,8 +172,10 @@ class PartitionFollower:
     """
 
     def __init__(
-        self, consensus: Consensus, objects: ObjectStore, topic_id: str, partition: int, row: PartitionRow | None
-    ) -> None:
+        self, consensus: Consensus, objects: ObjectStore, topic_id: str, partition: int, row: PartitionRow | None,
+        pace: Pace,
+    ) -> None:  # fmt: skip
+        self._pace = pace
         self.topic_id = topic_id
         self.partition = partition
         self._consensus = consensus
@@ -185,7 +193,8 @@ class PartitionFollower:
 
         Reads only what the log gained. Raises Corrupt (also when the log holds less than the rows), Unavailable.
         """
-        self._state, _ = await catch_up(self._consensus, self._objects, self._log, self._state)
+        pace = self._pace
+        self._state, _ = await catch_up(self._consensus, self._objects, self._log, self._state, pace=pace)
         row = self.row or PartitionRow(self.topic_id, self.partition, 0, 0, log_position=-1)
         new = partition_row(self._state, self.topic_id, self.partition)
         if new.next_offset < row.next_offset or new.log_start < row.log_start or new.reconciled < row.reconciled:
@@ -200,9 +209,8 @@ class PartitionFollower:
         for extent in extents(self._state, self.topic_id, self.partition, row.next_offset):
             fresh.append(extent)
             written.append([EXTENTS.encode(extent)])
-            if len(fresh) % SLICE_ROWS == 0:
-                await asyncio.sleep(0)  # only this call changes the state
-        await asyncio.sleep(0)  # many small partitions are as long as a large one
+            if pace.due:
+                await pace.rest()  # only this call changes the state
         new = replace(
             new,
             size_bytes=row.size_bytes + sum(extent.size_bytes for extent in fresh),

@@ -159,7 +159,7 @@ class Cluster:
             fault=self.fault,
         )
         rollups = TopicRollups(grounds, fault=self.fault)
-        stages = [PartitionsStage(consensus, objects, metastore)]
+        stages = [PartitionsStage(consensus, objects, metastore, actor.clock)]
         checkpoint = Checkpointer(metastore, stages, actor.clock, holder=str(actor.life))
 
         jobs = [l1.run, levels.run, compaction.run, keeper.run] if self.settings.reconcile else [keeper.run]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tidemill.base.errors import Corrupt, Missing, Unavailable
+from tidemill.base.pace import Pace
 from tidemill.consensus.api import Consensus, LogHead
 from tidemill.objects.store import ObjectStore
 from tidemill.topics.partition.apply import apply
@@ -28,25 +29,27 @@ def place_of(name: str) -> tuple[str, int]:
 
 
 async def catch_up(
-    consensus: Consensus, objects: ObjectStore, log: str, state: PartitionState, seen: LogHead | None = None
-) -> tuple[PartitionState, LogHead]:
+    consensus: Consensus, objects: ObjectStore, log: str, state: PartitionState, seen: LogHead | None = None,
+    *, pace: Pace | None = None,
+) -> tuple[PartitionState, LogHead]:  # fmt: skip
     """Apply everything up to the head of the last read; returns the state (a new one after a rollup) and that head.
 
     `seen`: the head as of a moment ago, when the caller knows it; of a log that was empty then nothing is read.
+    `pace`: of whoever has a loop with others in it; the state is the caller's alone until this returns.
     Raises Corrupt when the log starts with anything but a rollup, Unavailable when it moves too fast to follow.
     """
     if seen is not None and seen.next == state.applied == 0:
         return state, seen
     for _ in range(RESTARTS_LIMIT):
         try:
-            return await _follow(consensus, objects, log, state, seen)
+            return await _follow(consensus, objects, log, state, seen, pace)
         except Missing:
             state, seen = PartitionState(), None
     raise Unavailable(f"a partition log kept being truncated while it was read: log={log}.", fix="Try again.")
 
 
 async def _follow(
-    consensus: Consensus, objects: ObjectStore, log: str, state: PartitionState, seen: LogHead | None
+    consensus: Consensus, objects: ObjectStore, log: str, state: PartitionState, seen: LogHead | None, pace: Pace | None
 ) -> tuple[PartitionState, LogHead]:
     while True:
         if state.applied == 0:
@@ -55,6 +58,8 @@ async def _follow(
                 state = await _open_rollup(consensus, objects, log, head.start)
         found = await consensus.read(log, state.applied)
         for record in found.records:
+            if pace is not None and pace.due:
+                await pace.rest()
             apply(state, decode_command(record.data), record.position, record.term)
         if state.applied >= found.head.next:
             return state, found.head
