@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 
 import pytest
 from checkpoint_world import Restored, Rows, World, family_rows, rows_of
 
+from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Corrupt, Fenced, Unavailable, Unknown
 from tidemill.base.limits import METASTORE_BATCH_ROWS
 from tidemill.base.pace import Pace
@@ -371,6 +373,39 @@ def test_a_follower_keeps_no_batch_that_is_written_and_refuses_a_shorter_log() -
         )
         with pytest.raises(Corrupt, match="holds less than its rows"):
             await empty.gather(world.metastore.prefix)
+
+    run(body)
+
+
+class Ticking(SystemClock):
+    """Whoever looks finds a millisecond gone."""
+
+    def __init__(self) -> None:
+        self._ticks = itertools.count()
+
+    def monotonic_s(self) -> float:
+        return next(self._ticks) / 1_000
+
+
+def test_a_follower_of_a_long_log_leaves_others_their_turns() -> None:
+    async def body(world: World) -> None:
+        for _ in range(100):
+            await world.produce()
+        place = (world.topic.topic_id, 0)
+        follower = PartitionFollower(world.consensus, world.objects, *place, None, Pace(Ticking(), 0.005))
+        turns = 0
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        other = asyncio.ensure_future(others())
+        groups = await follower.gather(world.metastore.prefix)
+        other.cancel()
+        assert len(groups) > 100
+        assert turns >= 2 * 100 / 5, "one for five records, in the replay and in the rows"
 
     run(body)
 
