@@ -33,7 +33,7 @@ from tidemill.metastore.catalogue import Catalogue
 from tidemill.shards.front import Remap
 from tidemill.topics.front import TopicLog
 
-MARK_INTERVAL_S = 0.25
+MARK_INTERVAL_S = 0.5
 STALL_GRACE_MS = 60_000
 SOUGHT_POLL_S = 0.05
 PATIENT_S = 20.0

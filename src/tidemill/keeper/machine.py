@@ -27,7 +27,6 @@ from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.presence import ALIVE_INTERVAL_S, ClusterManifest, Presence
 from tidemill.objects.store import ObjectStore
 
-LEADING_POLL_S = 0.25
 PATIENCE_S = 3600.0
 RETRY_PAUSE_S = 1.0
 LEAVE_TIMEOUT_S = 2.0
@@ -93,8 +92,8 @@ class Keeping:
         async with Tasks(fail) as tasks:
             tasks.spawn(self._show(domains), name="presence")
             tasks.spawn(self._checkpointer.run(), name="checkpoint")
-            while domains[0].leading and not failed.done():
-                await asyncio.wait([failed], timeout=LEADING_POLL_S)
+            over = tasks.spawn(domains[0].until_following(), name="following")
+            await asyncio.wait([failed, over], return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
             failed.result()
 

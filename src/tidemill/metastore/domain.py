@@ -157,6 +157,12 @@ class Domain(Reading):
                 f"This process does not lead the domain: domain={self.name} timeout_s={timeout_s} cause={cause!r}."
             ) from error
 
+    async def until_following(self) -> None:
+        """Until this process does not lead, or never did."""
+        while self.leading:
+            self._turned.clear()
+            await self._turned.wait()
+
     async def sync(self) -> None:
         """DO1. Those who wait at once share one read of consensus, begun after all of them had called."""
         self._check()

@@ -102,7 +102,7 @@ class CaptureFirst:
         self._seen = holders, {member.name: member.captures for member in self._membership.members()}
         looked, self._looked = self._looked, asyncio.Event()
         looked.set()
-        rows, tables = await self._catalogue.list(TopicRow), await self._catalogue.all_tables()
+        rows, tables = await self._catalogue.list(TopicRow), await self._catalogue.all_tables(fresh=False)
         # Of captures whose tables and holders are the same the leaders are, too.
         if rows is self._rows and tables is self._tables and holders == self._holders:
             return
