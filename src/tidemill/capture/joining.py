@@ -140,6 +140,10 @@ class Joining:
         coming = await asyncio.shield(look)
         return None if coming is None else name in coming
 
+    def parks(self, name: str) -> bool:
+        row = self._desk.rows.get(name)
+        return row is not None and row.state == "parked"
+
     def mark(self) -> None:
         """Tell what is copied, and how far it is."""
         for name in self.copying:
