@@ -36,12 +36,14 @@ _KEPT = "tidemill-tests-"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput") or config.option.basetemp or "TMPDIR" in os.environ or not there_is_room():
+    if hasattr(config, "workerinput"):
         return
-    for left in IN_MEMORY.glob(f"{_KEPT}*"):
-        if not Path("/proc", left.name.removeprefix(_KEPT)).exists():
-            shutil.rmtree(left, ignore_errors=True)  # of a run that failed, or was killed
     mine = IN_MEMORY / f"{_KEPT}{os.getpid()}"
+    for left in IN_MEMORY.glob(f"{_KEPT}*"):
+        if left == mine or not Path("/proc", left.name.removeprefix(_KEPT)).exists():
+            shutil.rmtree(left, ignore_errors=True)  # of a run that failed, or was killed
+    if config.option.basetemp or "TMPDIR" in os.environ or not there_is_room():
+        return
     mine.mkdir()
     os.environ["TMPDIR"] = str(mine)  # for the workers, and all that tests start
     tempfile.tempdir = None
@@ -59,12 +61,12 @@ def there_is_room() -> bool:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     mine = IN_MEMORY / f"{_KEPT}{os.getpid()}"
-    if exitstatus == 0:
+    if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         shutil.rmtree(mine, ignore_errors=True)
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int) -> None:
-    if exitstatus != 0 and (IN_MEMORY / f"{_KEPT}{os.getpid()}").exists():
+    if exitstatus == pytest.ExitCode.TESTS_FAILED and (IN_MEMORY / f"{_KEPT}{os.getpid()}").exists():
         terminalreporter.line(f"What failed has its files in {os.environ['TMPDIR']} until the next run.")
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 from real_world import RealWorld
 from shape_world import eventually, run
 
 from tidemill.capture import recopy
+from tidemill.capture.desk import Desk
 from tidemill.shapes import ShapeSettings
 
 pytestmark = pytest.mark.postgres
@@ -46,5 +50,44 @@ def test_a_parked_table_is_503_for_as_long_as_it_is_and_its_clients_go_on_afterw
             await client.follow_until(lambda: len(client.rows) == 2)
             assert sorted(row["w"] for row in client.rows.values()) == ["a", "b"]
             assert client.refetches == 1
+
+    run(main())
+
+
+def test_who_asks_while_a_table_is_being_parked_is_not_told_that_there_is_none(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its shapes end, and wake their clients, before the catalogue says that it is parked."""
+    parking, go_on, change = asyncio.Event(), asyncio.Event(), Desk.change
+
+    async def slowly(desk: Desk, name: str, changed: Any) -> Any:
+        if world.broken and not go_on.is_set():
+            parking.set()
+            await go_on.wait()
+        return await change(desk, name, changed)
+
+    monkeypatch.setattr(Desk, "change", slowly)
+    world: Any = None
+
+    async def main() -> None:
+        nonlocal world
+        world = Asked(postgres_dsn, f"{DDL}; CREATE TABLE other (id int PRIMARY KEY)", ShapeSettings(long_poll_s=30.0))
+        world.broken = False
+        async with world:
+            await eventually(lambda: world.capture.streaming)
+            client = await world.sync(table="t")
+            live = asyncio.ensure_future(client.step(live=True))
+            await asyncio.sleep(0.1)
+            world.broken = True
+            await world.db.execute("ALTER TABLE t RENAME v TO w")
+            await world.db.execute("INSERT INTO t VALUES (2, 'b')")
+            await parking.wait()
+            young = asyncio.ensure_future(world.get(table="t", offset="-1"))
+            done, _ = await asyncio.wait([live, young], timeout=3)
+            assert not done, [each.exception() or each.result().body for each in done]
+            go_on.set()
+            assert (await young).status == 503
+            with pytest.raises(AssertionError, match=r"is parked: .* table=public\.t"):
+                await live
 
     run(main())

@@ -113,9 +113,14 @@ class Capture:
             async with asyncio.timeout(timeout_s):
                 while self.relation(schema, table) is None:
                     joining = self._session.joining if self._session is not None else None
-                    if joining is not None and await joining.seeks(name) is False:
-                        if joining.parks(name):
-                            raise Unavailable(f"the table is parked: capture={self.config.name} table={name}.")
+                    if joining is not None and joining.state(name) == "parked":
+                        raise Unavailable(f"the table is parked: capture={self.config.name} table={name}.")
+                    # One that is captured and not among them is just being parked, or taken in.
+                    if (
+                        joining is not None
+                        and await joining.seeks(name) is False
+                        and joining.state(name) not in ("captured", "parked")
+                    ):
                         return self.relation(schema, table) is not None
                     await asyncio.sleep(SOUGHT_POLL_S)
         except TimeoutError as error:

@@ -158,10 +158,9 @@ class Domain(Reading):
             ) from error
 
     async def until_following(self) -> None:
-        """Until this process does not lead, or never did."""
-        while self.leading:
-            self._turned.clear()
-            await self._turned.wait()
+        """Until this process does not lead: at once, if it does not now."""
+        while self._leader is not None and not self._leader.ended:
+            await self._leader.over()
 
     async def sync(self) -> None:
         """DO1. Those who wait at once share one read of consensus, begun after all of them had called."""

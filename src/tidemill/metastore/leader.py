@@ -204,6 +204,10 @@ class Leader:
         self._tasks.spawn(self._persist(), name=f"persist {self._grounds.log}")
         self._tasks.spawn(self._tidy(), name=f"tidy {self._grounds.log}")
         self._tasks.spawn(self._mark(), name=f"mark {self._grounds.log}")
+        return await self.over()
+
+    async def over(self) -> TidemillError:
+        """Until the term is; why."""
         return await asyncio.shield(self._ended)
 
     @property

@@ -302,7 +302,8 @@ class TableShapes:
                 raise
         except Starting:
             asked, schema, name = self._asked(table)
-            if not await self._sought(asked, schema, name, STARTING_S) and all(map(self._told_by, asked)):
+            all_asked = all(map(self._told_by, asked))
+            if not await self._sought(asked, schema, name, STARTING_S) and all_asked:
                 raise NotCaptured(schema, name) from None  # what has no table to name is not starting any more
         return self.find(table)
 

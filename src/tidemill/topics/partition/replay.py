@@ -35,7 +35,8 @@ async def catch_up(
     """Apply everything up to the head of the last read; returns the state (a new one after a rollup) and that head.
 
     `seen`: the head as of a moment ago, when the caller knows it; of a log that was empty then nothing is read.
-    `pace`: of whoever has a loop with others in it; the state is the caller's alone until this returns.
+    `pace`: of whoever has a loop with others in it; the state is the caller's alone until this returns. What the log
+    gains meanwhile is not waited for.
     Raises Corrupt when the log starts with anything but a rollup, Unavailable when it moves too fast to follow.
     """
     if seen is not None and seen.next == state.applied == 0:
@@ -51,17 +52,20 @@ async def catch_up(
 async def _follow(
     consensus: Consensus, objects: ObjectStore, log: str, state: PartitionState, seen: LogHead | None, pace: Pace | None
 ) -> tuple[PartitionState, LogHead]:
+    goal: int | None = None
     while True:
         if state.applied == 0:
             head = seen if seen is not None else await consensus.log_head(log)
             if head.start > 0:
                 state = await _open_rollup(consensus, objects, log, head.start)
         found = await consensus.read(log, state.applied)
+        if goal is None or pace is None:
+            goal = found.head.next
         for record in found.records:
             if pace is not None and pace.due:
                 await pace.rest()
             apply(state, decode_command(record.data), record.position, record.term)
-        if state.applied >= found.head.next:
+        if state.applied >= goal:
             return state, found.head
 
 
