@@ -1,19 +1,11 @@
-"""Fixtures that every room shares: one real PostgreSQL per worker process, one database per test.
-
-What tests write lies in memory where there is room for it: nobody pulls the plug of this machine, and with a disk they
-wait for it half of their time. With TMPDIR set it lies there.
-"""
+"""Fixtures that every room shares: one real PostgreSQL per worker process, one database per test."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -28,46 +20,6 @@ _numbers = itertools.count(1)
 # How long an example takes is the machine's affair: the first one also loads what it uses.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
-
-IN_MEMORY = Path("/dev/shm")
-ROOM_BYTES = 12 << 30
-_KEPT = "tidemill-tests-"
-"""With the process id of the run."""
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):
-        return
-    mine = IN_MEMORY / f"{_KEPT}{os.getpid()}"
-    for left in IN_MEMORY.glob(f"{_KEPT}*"):
-        if left == mine or not Path("/proc", left.name.removeprefix(_KEPT)).exists():
-            shutil.rmtree(left, ignore_errors=True)  # of a run that failed, or was killed
-    if config.option.basetemp or "TMPDIR" in os.environ or not there_is_room():
-        return
-    mine.mkdir()
-    os.environ["TMPDIR"] = str(mine)  # for the workers, and all that tests start
-    tempfile.tempdir = None
-
-
-def there_is_room() -> bool:
-    with contextlib.suppress(OSError):
-        facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free_bytes = int(facts["MemAvailable"].split()[0]) * 1024
-        forbidden = os.statvfs(IN_MEMORY).f_flag & os.ST_NOEXEC
-        return not forbidden and min(free_bytes, shutil.disk_usage(IN_MEMORY).free) >= ROOM_BYTES
-    return False
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    mine = IN_MEMORY / f"{_KEPT}{os.getpid()}"
-    if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-        shutil.rmtree(mine, ignore_errors=True)
-
-
-def pytest_terminal_summary(terminalreporter: Any, exitstatus: int) -> None:
-    if exitstatus == pytest.ExitCode.TESTS_FAILED and (IN_MEMORY / f"{_KEPT}{os.getpid()}").exists():
-        terminalreporter.line(f"What failed has its files in {os.environ['TMPDIR']} until the next run.")
 
 
 @pytest.fixture(autouse=True)
