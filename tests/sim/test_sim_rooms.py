@@ -46,6 +46,51 @@ CORPUS = {
 """Seeds that once failed for a real fault."""
 
 
+SOON = {
+    "aborted-supersedes": (3,),
+    "below-start": (13,),
+    "checked-once": (16,),
+    "choose-before-hold": (26,),
+    "clean-last": (8,),
+    "confirm-before-flush": (17, 25, 46),
+    "early-boundary": (0, 2, 6),
+    "early-confirm": (6, 8, 10),
+    "early-keepalive": (0, 4, 7),
+    "early-register": (0, 4, 6),
+    "empty-handed": (17,),
+    "fence-before-redeem": (25,),
+    "first-data-base": (1,),
+    "first-region": (5,),
+    "forgotten-log": (1,),
+    "joined-ahead": (5, 7, 26),
+    "late-consumer": (0, 14, 23),
+    "late-name": (0, 16, 19),
+    "late-publication": (7, 11, 15),
+    "late-stop": (7, 25, 27),
+    "lost-notice": (2, 7, 8),
+    "marker-before-data": (2,),
+    "near-miss": (4, 7, 10),
+    "no-hold-back": (0, 7, 8),
+    "one-report": (69,),
+    "release-failed": (37,),
+    "route-before-restore": (2, 3, 7),
+    "seed002": (0, 24, 64),
+    "shown-twice": (0, 3, 7),
+    "stays-replaced": (37,),
+    "stranded-rows": (0,),
+    "trim-batch": (18,),
+    "trusted-file": (0, 1, 2),
+    "undecided": (45,),
+    "unfenced-offset": (26,),
+    "unheld-copy": (7, 27, 34),
+    "untold-leader": (44,),
+    "untold-offsets": (26,),
+    "untrimmed-restore": (25, 28, 35),
+}
+"""Where a planted fault was found last: looked at first, for most worlds are passed on the way. What changes the order
+of things may make any of them another one, and then all others are gone through as well."""
+
+
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     threads = pa.cpu_count(), pa.io_thread_count()
@@ -68,7 +113,8 @@ def test_clean_seeds_are_clean(room: str) -> None:
 def test_every_planted_fault_is_found(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
     # The rarest is in one world of forty, the most of them are found in the first few: by chance none is missed,
     # whatever changes the order of things. What would be rarer is made frequent in the worlds of its fault.
-    assert main(["--fault", fault, "--seeds", "600", "--jobs", "1"]) == 1
+    first, *_ = SOON.get(fault, (0,))
+    assert main(["--fault", fault, "--first", str(first), "--seeds", "600", "--jobs", "1"]) == 1
     said = capsys.readouterr().out
     assert f"replay: python -m tidemill.sim --room {FAULTS[fault][0]} --seed " in said
     assert f"--fault {fault} --trace" in said
@@ -77,12 +123,13 @@ def test_every_planted_fault_is_found(fault: str, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("fault", [name for name, (room, _) in FAULTS.items() if room == "capture"])
 def test_what_breaks_a_capture_is_found_again_and_again(fault: str) -> None:
     """Which says more than that it is found."""
-    found = 0
+    found = [seed for seed in SOON.get(fault, ()) if not run_seed("capture", seed, fault).ok]
     for seed in range(100):
-        found += not run_seed("capture", seed, fault).ok
-        if found == 3:
+        if len(found) >= 3:
             return
-    pytest.fail(f"found {found} times in 100 worlds")
+        if seed not in found and not run_seed("capture", seed, fault).ok:
+            found.append(seed)
+    pytest.fail(f"found {len(found)} times in 100 worlds: {found}")
 
 
 def test_the_rooms_meet_every_kind_of_fault() -> None:

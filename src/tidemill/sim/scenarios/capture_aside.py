@@ -54,7 +54,7 @@ def _ahead(*args: Any) -> tuple[int, tuple[int, ...]] | None:
 async def _at_confirmed(self: beside.Beside) -> int:
     """Plants late-stop."""
     found = await _wal_end(self)
-    return max(1, found - 12)
+    return max(1, found - 40)
 
 
 _joins_at, _wal_end = aside.joins_at, beside.Beside.wal_end

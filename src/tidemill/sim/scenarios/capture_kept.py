@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +26,7 @@ import msgspec
 from tidemill.base.errors import TidemillError, Unavailable
 from tidemill.base.marks import Tracker
 from tidemill.base.tasks import keep
+from tidemill.capture import rounds
 from tidemill.metastore.catalogue import CaptureRow, Catalogue
 from tidemill.metastore.open import metastore_on
 from tidemill.shapes.budget import Budget
@@ -393,4 +395,7 @@ def quickened(world: World, *, harsh: bool, patient: bool) -> Iterator[None]:
             (store_module, "PATIENCE_S", 10.0 if patient else 0.3),
         ):
             stack.enter_context(swapped(module, name, value))
+        # Without the gap more of them are under way at once.
+        gapless = random.Random(f"gap {world.seed}").random() < 0.5
+        stack.enter_context(swapped(rounds, "GAP_S", 0.0 if gapless else rounds.GAP_S))
         yield
