@@ -15,6 +15,7 @@ from checkpoint_world import World, damage, keys, manifest_of, persisted
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Corrupt, Fenced, Invalid, Missing, Unknown
+from tidemill.consensus import leading
 from tidemill.consensus.api import LogHead, Versioned
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.open import open_consensus
@@ -195,7 +196,8 @@ class CutOff(MemoryConsensus):
 def test_a_restore_cut_off_at_every_write_is_finished_by_running_it_again(
     landed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(domain, "RELEASE_TIMEOUT_S", 0.01)  # the dead are not waited for
+    for module in (domain, leading):
+        monkeypatch.setattr(module, "RELEASE_TIMEOUT_S", 0.01)  # the dead are not waited for
 
     async def body(world: World) -> None:
         await persisted(world, 2)
