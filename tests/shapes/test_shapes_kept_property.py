@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -505,10 +505,10 @@ class Untrimmed(TableConsumer):
     ids=["confirm-before-flush", "unsettled-flush", "nothing-owed", "untrimmed-restore"],
 )  # fmt: skip
 def test_the_property_finds_planted_faults(planted: dict[str, Any]) -> None:
-    machine = type("Planted", (KeptMachine,), planted)
+    machine = seed(0)(type("Planted", (KeptMachine,), planted))  # any will do; with this one it takes a second
     with pytest.raises(AssertionError):
         run_state_machine_as_test(
-            machine, settings=settings(BUDGET, max_examples=500, phases=[Phase.generate], derandomize=True)
+            machine, settings=settings(BUDGET, max_examples=500, phases=[Phase.generate], database=None)
         )
 
 
