@@ -26,7 +26,6 @@ from tidemill.topics.log import LocalTopics
 class RealWorld(ShapeWorld):
     table_poll_s = 5.0
     tables: tuple[str, ...] = ("*",)
-    copy_again = True
 
     async def __aenter__(self) -> Self:
         clock, rand = SystemClock(), Rand()
@@ -39,7 +38,7 @@ class RealWorld(ShapeWorld):
         name = self.dsn.rpartition("/")[2]
         config = CaptureConfig(
             name=name, dsn=self.dsn, tables=self.tables, binding_interval_ms=20, fragment_changes=5,
-            table_poll_s=self.table_poll_s, copy_again=self.copy_again,
+            table_poll_s=self.table_poll_s,
         )  # fmt: skip
         remap = LogRemap(self.consensus, config.remap, clock, rand)
         self.capture = Capture(

@@ -140,11 +140,6 @@ class Joining:
         coming = await asyncio.shield(look)
         return None if coming is None else name in coming
 
-    def state(self, name: str) -> str:
-        """Of the table's row; "" where there is none."""
-        row = self._desk.rows.get(name)
-        return row.state if row is not None else ""
-
     def mark(self) -> None:
         """Tell what is copied, and how far it is."""
         for name in self.copying:

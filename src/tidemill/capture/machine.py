@@ -106,21 +106,13 @@ class Capture:
 
     async def sought(self, schema: str, table: str, timeout_s: float) -> bool:
         """Somebody asks for a table that is not among `relations()`: True once it is. False: there is none, or it is
-        not to be captured, or cannot be. Raises Unavailable when neither is known in time: it is copied, or held; and
-        for one that is parked, which goes on when it is copied again."""
+        not to be captured, or cannot be. Raises Unavailable when neither is known in time: it is copied, or held."""
         name = table_name(schema, table)
         try:
             async with asyncio.timeout(timeout_s):
                 while self.relation(schema, table) is None:
                     joining = self._session.joining if self._session is not None else None
-                    if joining is not None and joining.state(name) == "parked":
-                        raise Unavailable(f"the table is parked: capture={self.config.name} table={name}.")
-                    # One that is captured and not among them is just being parked, or taken in.
-                    if (
-                        joining is not None
-                        and await joining.seeks(name) is False
-                        and joining.state(name) not in ("captured", "parked")
-                    ):
+                    if joining is not None and await joining.seeks(name) is False:
                         return self.relation(schema, table) is not None
                     await asyncio.sleep(SOUGHT_POLL_S)
         except TimeoutError as error:

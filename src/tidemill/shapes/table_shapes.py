@@ -90,13 +90,6 @@ class Seeker(Protocol):
 class NotCaptured(FieldError):
     """No captured table has that name."""
 
-    def __init__(self, schema: str, table: str) -> None:
-        super().__init__(
-            "table",
-            f'Table "{schema}"."{table}" is not captured.',
-            fix="Check the name (quote it if it has capitals), and what `tidemill capture list` says of the table.",
-        )
-
 
 RESTORE_S = 20.0
 """For a database that does not answer while shapes are restored: commits wait for them, and so do their clients."""
@@ -301,14 +294,8 @@ class TableShapes:
             if not await self._sought(*self._asked(table)):
                 raise
         except Starting:
-            asked, schema, name = self._asked(table)
-            all_asked = all(map(self._told_by, asked))
-            if not await self._sought(asked, schema, name, STARTING_S) and all_asked:
-                raise NotCaptured(schema, name) from None  # what has no table to name is not starting any more
+            await self._sought(*self._asked(table), STARTING_S)
         return self.find(table)
-
-    def _told_by(self, database: str) -> Seeker | None:
-        return self._databases[database].seeker
 
     async def _sought(self, asked: Sequence[str], schema: str, name: str, within_s: float = SOUGHT_S) -> bool:
         """Whether one of these captures takes the table in; the first to say so is waited for. Raises Unavailable when
@@ -316,7 +303,7 @@ class TableShapes:
         while a capture is down, leaves the other requests their places."""
         if self._seeking >= SEEKING:
             raise Unavailable(f"as many requests wait for new tables as may: limit={SEEKING}.")
-        seekers = [seeker for seeker in map(self._told_by, asked) if seeker is not None]
+        seekers = [each.seeker for each in map(self._databases.__getitem__, asked) if each.seeker is not None]
         unsaid: TidemillError | None = None
         self._seeking += 1
         try:
@@ -341,7 +328,11 @@ class TableShapes:
             starting = [database for database, named in known.items() if not named]
             if starting:
                 raise Starting(f"the capture is starting: database={starting[0]}.")
-            raise NotCaptured(schema, name)
+            raise NotCaptured(
+                "table",
+                f'Table "{schema}"."{name}" is not captured.',
+                fix="Check the name (quote it if it has capitals), and what `tidemill capture list` says of the table.",
+            )
         if len(found) > 1:
             names = ", ".join(f"{database}:{schema}.{name}" for database, _ in found)
             raise FieldError("table", f"the table is in several databases: tables={names}.", fix="Write one of these.")
