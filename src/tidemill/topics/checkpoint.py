@@ -35,7 +35,7 @@ FOLLOWED_ROUNDS = 60
 """A partition that did not change for so many rounds is let go; when it does it is read again from its roll-up."""
 
 SLICE_ROWS = 200
-"""Rows deleted at once."""
+"""Rows of one group, which is written at once."""
 
 STRETCH_S = 0.002
 """Of all partitions together in one turn of the loop: a checkpoint can wait, what it shares the loop with cannot."""
