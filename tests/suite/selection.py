@@ -1,6 +1,7 @@
 """Options of the suite: which tests run and in which order.
 
-`--quick` leaves out the tests that start processes, and fails one that starts a process nevertheless.
+`--quick` leaves out the tests that start processes, and fails one that starts a process nevertheless. Property tests
+try at most ten examples.
 `--extended` includes the tests marked `extended`; a test named by its id always runs.
 `--shuffle SEED` runs files, and the tests within each file, in random order.
 Tests that start processes have the marker `processes`: `-m processes` runs only those.
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from suite.examples import few_examples
 from suite.guard import Guard
 from suite.starts import Reader
 
@@ -37,6 +39,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if reader.starts(item):
             item.add_marker("processes")
     _keep(config, items)
+    if config.option.quick:
+        few_examples(items)
     yield
     if config.option.shuffle is not None:
         shuffle(items, config.option.shuffle)

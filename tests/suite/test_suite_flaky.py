@@ -86,15 +86,19 @@ def test_an_interrupted_run_prints_what_is_known_and_ends_its_burners(tmp_path: 
     with log.open("w") as output:
         command = [sys.executable, "drive.py", *PYTEST]
         process = subprocess.Popen(command, cwd=tmp_path, env=toy.environ, stdout=output, stderr=output)
-    record = tmp_path / "run-1.jsonl"
-    until_s = time.monotonic() + 120
-    while not read(record).failed:
-        assert time.monotonic() < until_s and process.poll() is None, log.read_text()
-        time.sleep(0.05)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    assert len(children) == 3  # pytest and two burners
-    process.send_signal(signal.SIGINT)
-    assert process.wait(120) == 1, log.read_text()
+    try:
+        record = tmp_path / "run-1.jsonl"
+        until_s = time.monotonic() + 120
+        while not read(record).failed:
+            assert time.monotonic() < until_s and process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(children) == 3  # pytest and two burners
+        process.send_signal(signal.SIGINT)
+        assert process.wait(120) == 1, log.read_text()
+    finally:
+        process.kill()  # its burners end by themselves
+        process.wait()
     assert "failed in 1 of 1 runs: test_one.py::test_it[" in log.read_text()
     assert not [pid for pid in children if os.path.exists(f"/proc/{pid}")]
 

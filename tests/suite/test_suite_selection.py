@@ -64,6 +64,32 @@ WAYS = (
     "getattr(__import__('multi' + 'processing'), 'get_context')('spawn').Process(target=print).start()",
 )
 
+PROPERTIES = """
+import atexit
+from collections import Counter
+from hypothesis import given, settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+seen = Counter()
+atexit.register(lambda: print(*(f"{name}={count}" for name, count in seen.items())))
+
+@settings(max_examples=300)
+@given(st.integers())
+def test_asked(n): seen["asked"] += 1
+
+@given(st.integers())
+def test_open(n): seen["open"] += 1
+
+class Machine(RuleBasedStateMachine):
+    @initialize()
+    def begin(self): seen["machine"] += 1
+    @rule()
+    def step(self): pass
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=300)
+"""
+
 EXTENDED = """
 import pytest
 @pytest.mark.extended
@@ -103,6 +129,14 @@ def test_a_quick_test_that_starts_a_process_unseen_fails_though_the_error_is_swa
     done = toy.run("--quick")
     assert f"{len(WAYS)} error" in done.stdout or f"{len(WAYS)} failed" in done.stdout, done.stdout
     assert "mark it with pytest.mark.processes" in done.stdout
+
+
+def test_a_quick_property_test_tries_at_most_ten_examples_whatever_it_asks_for(toy: Toy) -> None:
+    toy.write("test_one.py", PROPERTIES)
+    done = toy.run("--quick", "-s")
+    assert "3 passed" in done.stdout, done.stdout
+    found = dict(word.split("=") for word in done.stdout.split() if "=" in word and word[0] in "amo")
+    assert 1 <= int(found["asked"]) <= 10 and 1 <= int(found["open"]) <= 10 and 1 <= int(found["machine"]) <= 10
 
 
 def test_an_extended_test_runs_when_asked_for_or_named(toy: Toy) -> None:
