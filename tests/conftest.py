@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
-pytest_plugins = ("suite.selection", "suite.recording")
+pytest_plugins = ("suite.selection", "suite.recording", "suite.leftovers")
 
 _numbers = itertools.count(1)
 
