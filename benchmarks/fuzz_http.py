@@ -28,6 +28,7 @@ import psycopg
 
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
 from cluster import Cluster, cluster, until
 

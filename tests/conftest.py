@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, settings
 
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
+pytest_plugins = ("suite.selection", "suite.recording", "suite.leftovers")
+
 _numbers = itertools.count(1)
 
 # How long an example takes is the machine's affair: the first one also loads what it uses.

@@ -124,7 +124,7 @@ def test_f604_an_open_transaction_at_set_up_is_named(stalls: Stalls) -> None:
     stalls.named("open transaction at set-up", lambda told: str(pid) in str(told), "capture:shop")
     stalls.blocker.close()  # type: ignore[attr-defined]
     stalls.insert()
-    until(lambda: stalls.made.why("orders")[0] == 0, lambda: stalls.made.why("orders"), 180)
+    until(lambda: stalls.made.why("orders")[0] == 0, lambda: stalls.made.why("orders"))
 
 
 def test_f605_a_stopped_driver_is_named(stalls: Stalls) -> None:

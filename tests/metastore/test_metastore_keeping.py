@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from checkpoint_world import World, damage, keys, manifest_of, persisted
 
+from patience import until
 from tidemill.base.errors import Fenced, Invalid, Missing
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.keeper.machine import Keeping, check_bucket
@@ -31,11 +32,6 @@ def keeping(world: World, metastore: Metastore | None = None, node: str = "n1") 
         world.consensus, world.objects, metastore or world.metastore, world.clock, world.rand,
         node=node, holder=node, tracker=world.tracker, checkpoint_interval_s=0.05, alive_interval_s=0.05,
     )  # fmt: skip
-
-
-async def until(holds: Callable[[], Awaitable[bool]]) -> None:
-    while not await holds():
-        await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("domains", [1, 3])

@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from patience import DEADLINE_S, until
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Invalid
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
@@ -19,13 +19,6 @@ from tidemill.base.marks import Report, State, derive, derive_all
 from tidemill.node.supervise import ChildSpec, Supervisor, launched
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
-DEADLINE_S = 60.0
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def alive(pid: int) -> bool:

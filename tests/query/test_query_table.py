@@ -18,6 +18,7 @@ import pytest
 from query_world import ORDERS, World, make_consensus, rows_of
 
 import tidemill
+from patience import DEADLINE_S
 from tidemill.base.errors import Closed, Invalid, Missing, Unavailable
 from tidemill.shards.evolution import Changes
 from tidemill.shards.front import Column, HistoryLost, ShardSchema
@@ -72,7 +73,7 @@ async def until_let_go(world: World) -> list[str]:
     """The holds, once those that were let go of without waiting are gone."""
     import asyncio
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(DEADLINE_S):
         while True:
             shard = await world.stores.shard("orders")
             found = [h.reader for h in shard.state.holds if h.expires_ms]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from shape_world import ShapeWorld, eventually, run
 
+from patience import DEADLINE_S
 from tidemill.base.clock import Rand
 from tidemill.shapes import LogLimits, ShapeSettings
 from tidemill.shapes.http.respond import CURSOR_EPOCH_MS, next_cursor
@@ -292,7 +293,7 @@ def test_a_column_added_that_no_row_has_yet_is_409_and_then_shown(postgres_dsn: 
             waiting = asyncio.ensure_future(world.get(**params, live="true"))
             await world.db.execute("ALTER TABLE item ADD COLUMN more int DEFAULT 7")
             world.learn()  # as a capture's watcher tells it
-            assert (await asyncio.wait_for(waiting, 45)).status == 409
+            assert (await asyncio.wait_for(waiting, DEADLINE_S)).status == 409
             client = await world.sync(table="item")
             assert client.rows['"public"."item"/"1"']["more"] == "7"
 

@@ -286,7 +286,7 @@ def test_st8_a_row_that_goes_and_comes_again_is_never_merged_in_a_log_that_outgr
                 await behind.follow_until(lambda: list(behind.rows.values()) == rows)
 
             follower = await one_more()
-            following = asyncio.ensure_future(follower.follow_until(lambda: follower.rows == last, 60))
+            following = asyncio.ensure_future(follower.follow_until(lambda: follower.rows == last))
             last = {'"public"."t"/"1"': {"id": "1", "a": "end", "b": "end"}}
             for n in range(8):
                 new = {"id": "1", "a": f"a{n}", "b": f"b{n}"}

@@ -20,6 +20,7 @@ from starlette.applications import Starlette
 from test_shapes_consumer import TABLE
 from test_shapes_restored import INFO
 
+from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Invalid, TidemillError, Unavailable
 from tidemill.base.marks import Tracker
@@ -309,7 +310,7 @@ def tables_of(*told: Told) -> TableShapes:
 
 def test_a_capture_that_cannot_say_keeps_nobody_waiting_for_a_table_that_another_has() -> None:
     async def main() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             assert await tables_of(Told(None), Told(True))._sought(["c0", "c1"], "public", "t")
             assert not await tables_of(Told(False), Told(False))._sought(["c0", "c1"], "public", "t")
             with pytest.raises(Unavailable, match="held"):
