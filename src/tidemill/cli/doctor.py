@@ -14,6 +14,7 @@ from urllib.request import urlopen
 import msgspec
 import typer
 
+from tidemill.base.address import Address
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config import Config, exposed, load
 from tidemill.base.errors import TidemillError
@@ -138,11 +139,11 @@ def _disk(config: Config) -> str:
 
 
 def _port(config: Config, address: str, key: str) -> str:
-    host, _, port = address.rpartition(":")
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+    bound = Address.parse(address)
+    with socket.socket(bound.family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host.strip("[]"), int(port)))
+            probe.bind(bound)
         except OSError as error:
             pid = own_node(config) if error.errno == errno.EADDRINUSE else 0
             if pid:
@@ -168,8 +169,9 @@ class Processes(msgspec.Struct):
 
 
 def _reachable(address: str) -> str:
-    host, _, port = address.rpartition(":")
-    return f"{'127.0.0.1' if host in ('0.0.0.0', '[::]', '::') else host}:{port}"
+    found = Address.parse(address)
+    loopback = "::1" if found.family == socket.AF_INET6 else "127.0.0.1"
+    return str(Address(loopback, found.port) if found.is_wildcard else found)
 
 
 def _exposure(config: Config) -> str:

@@ -29,6 +29,7 @@ from tidemill.access.rulebook import Rulebook
 from tidemill.access.sasl import Authenticator
 from tidemill.access.users import Users
 from tidemill.base import descriptors
+from tidemill.base.address import Address, bare
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.config import CaptureSection, Config, authorizes
 from tidemill.base.errors import Conflict, Invalid, Unavailable
@@ -143,7 +144,7 @@ class Node:
         descriptors.raise_limit()
         early = Starlette(routes=[*self._more_routes(self._reports, self.trouble, self._clock), *_not_yet()])
         door = Door(early)
-        host, _, port = self._config.node.http.rpartition(":")
+        host, port = Address.parse(self._config.node.http)
         section = self._config.http
         if section.authenticate:
             self._guard = Guard(
@@ -156,7 +157,7 @@ class Node:
         http = HttpServer(
             self._guard or door,
             host,
-            int(port),
+            port,
             on_failure=self._task_failed,
             limits=http_limits(section),
             tls=tls_settings(self._config) if section.tls else None,
@@ -250,9 +251,9 @@ class Node:
         catalogue = Catalogue(metastore, clock, rand)
         authenticator = authenticator_of(config, Users(metastore, clock), clock, rand)
         listener, *more_listeners = kafka_listeners(config, authenticator)
-        http_host, _, http_port = config.node.http.rpartition(":")
+        http = Address.parse(config.node.http)
         scheme = "https" if config.http.tls else "http"
-        url = f"{scheme}://{config.node.advertised_host or http_host}:{http_port}"
+        url = f"{scheme}://{Address(bare(config.node.advertised_host) or http.host, http.port)}"
         told = {each.name: (each.advertised_host, each.advertised_port) for each in more_listeners}
         info = NodeInfo(listener.advertised_host, listener.advertised_port, url, told, tuple(config.capture))
         membership = Membership(consensus, config.node.name, info, clock, rand, tracker=self._marks)

@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 
 from tidemill.access.tls import Certificates, TlsSettings
+from tidemill.base.address import Address
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.tasks import FailureHandler, Tasks, sentence
 from tidemill.node.http_crowds import CHECK_S, close_connections, close_crowds, connections
@@ -64,21 +65,20 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http{'s' if self._tls else ''}://{host}:{self.port}"
+        return f"http{'s' if self._tls else ''}://{Address(self._host, self.port)}"
 
     def _bind(self) -> socket.socket:
         """Raises Invalid when the address is not ours to take."""
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listening = socket.socket(family, socket.SOCK_STREAM)
+        address = Address(self._host, self.port)
+        listening = socket.socket(address.family, socket.SOCK_STREAM)
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((self._host, self.port))
+            listening.bind(address)
             listening.listen(BACKLOG)
         except OSError as error:
             listening.close()
             raise Invalid(
-                f"cannot listen: key=node.http address={self._host}:{self.port} error={error.strerror}.",
+                f"cannot listen: key=node.http address={address} error={error.strerror}.",
                 fix="Set node.http to a free address, or stop what listens there.",
             ) from error
         listening.setblocking(False)

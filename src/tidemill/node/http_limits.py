@@ -10,10 +10,10 @@ per_address         requests of one address under way at once, 503 beyond, long 
 
 from __future__ import annotations
 
-import resource
-
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tidemill.base import descriptors
 
 RETRY_AFTER_S = 5
 
@@ -27,9 +27,8 @@ class HttpLimits(msgspec.Struct, frozen=True):
     body_bytes: int = 1 << 20
 
     def within_descriptors(self) -> int:
-        """Connections that leave half of the process's descriptors to everything else (objects, Postgres, Kafka)."""
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return self.connections if soft == resource.RLIM_INFINITY else max(16, min(self.connections, soft // 2))
+        """Connections within the share that HTTP has of the process's descriptors."""
+        return min(self.connections, descriptors.current().http)
 
 
 class Bounded:

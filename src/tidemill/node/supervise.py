@@ -21,6 +21,7 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Clock
+from tidemill.base.directories import make_private_directory
 from tidemill.base.errors import Invalid
 from tidemill.base.marks import Tracker
 from tidemill.base.tasks import Tasks, sentence
@@ -154,7 +155,7 @@ class Child:
 
     # one life ---------------------------------------------------------------------------------------
     async def _once(self) -> int:
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        make_private_directory(self.log_path.parent)
         self._rotate()
         with self.log_path.open("ab") as output:
             self._log_from = self.log_path.stat().st_size

@@ -14,6 +14,7 @@ import structlog
 from msgspec.structs import replace
 
 from tidemill.base.chain import REFUSED
+from tidemill.base.directories import make_private_directory
 from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.base.histogram import Stages
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
@@ -160,7 +161,7 @@ def own_directory(scratch: Path) -> Iterator[None]:
     Raises Invalid when it is taken or cannot be written. A predecessor that is just ending is waited for.
     """
     try:
-        scratch.mkdir(parents=True, exist_ok=True)
+        make_private_directory(scratch)
         lock = (scratch / "lock").open("w")
     except OSError as error:
         raise Invalid(

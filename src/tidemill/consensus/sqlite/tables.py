@@ -15,6 +15,7 @@ from pathlib import Path
 
 import apsw
 
+from tidemill.base.directories import make_private_directory
 from tidemill.base.errors import Corrupt, Invalid, TidemillError, Unavailable
 from tidemill.consensus.sqlite import holders
 
@@ -138,18 +139,8 @@ def translate_os(error: OSError, what: str, path: Path) -> TidemillError:
 
 def make_directory(directory: Path) -> None:
     """mkdir -p whose new entries survive power loss and are nobody else's to look into. Raises Invalid, Unavailable."""
-    missing = []
     try:
-        while not directory.exists():
-            missing.append(directory)
-            directory = directory.parent
-        for child in reversed(missing):
-            child.mkdir(mode=0o700, exist_ok=True)
-            fd = os.open(child.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+        make_private_directory(directory)
     except OSError as error:
         raise translate_os(error, "The directory of consensus.url cannot be made", directory) from error
 

@@ -26,6 +26,7 @@ from typing import Any
 import apsw
 import msgspec
 
+from tidemill.base.directories import make_private_directory
 from tidemill.base.errors import Unavailable
 
 LAYOUT = 2
@@ -110,7 +111,7 @@ class ShapeFile:
         self.next_id = 1
         """Above every id that anything in the file had then (D2)."""
         try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private_directory(path.parent)
             self._lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise Unavailable(f"shapes cannot be kept: path={path} error={error.strerror!r}.") from error
