@@ -115,6 +115,7 @@ def test_a_deletion_hides_and_a_permanent_one_forgets(rest: Rest) -> None:
     assert rest.register("s", A) == second + 1, "an id is never given twice"
 
 
+@pytest.mark.processes
 def test_errors_of_bad_input_change_nothing(rest: Rest) -> None:
     for schema, kind in (
         ("{", "AVRO"),

@@ -167,6 +167,7 @@ def test_many_seeds_are_reported_in_one_line(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.startswith("25 seeds clean in consensus: ")
 
 
+@pytest.mark.processes
 def test_processes_share_the_work(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--room", "consensus", "--seeds", "80", "--jobs", "2"]) == 0
     assert capsys.readouterr().out.startswith("80 seeds clean in consensus: ")

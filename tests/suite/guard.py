@@ -62,7 +62,9 @@ class Guard:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
         report = yield
-        if self._started and report.when == "teardown" and report.passed:
+        if report.failed:
+            self._started.clear()  # the error of the start is told already
+        if self._started and report.when == "teardown":
             report.outcome = "failed"
             report.longrepr = self._started[0]
         return report

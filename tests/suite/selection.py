@@ -1,7 +1,7 @@
 """Options of the suite: which tests run and in which order.
 
-`--quick` leaves out the tests that start processes, and fails one that starts a process nevertheless. Property tests
-try at most ten examples.
+`--quick` leaves out the tests that start processes and those that are slow (slow.py), and fails one that starts a
+process nevertheless. Property tests try at most ten examples.
 `--extended` includes the tests marked `extended`; a test named by its id always runs.
 `--shuffle SEED` runs files, and the tests within each file, in random order.
 Tests that start processes have the marker `processes`: `-m processes` runs only those.
@@ -16,12 +16,15 @@ import pytest
 
 from suite.examples import few_examples
 from suite.guard import Guard
+from suite.slow import Meter
+from suite.slow import named as names_of_slow_tests
 from suite.starts import Reader
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("suite")
     group.addoption("--quick", action="store_true", help="only tests that start no process")
+    group.addoption("--measure", action="store_true", help="with --quick: run the slow tests too, and list them anew")
     group.addoption("--extended", action="store_true", help="also the tests marked extended")
     group.addoption("--shuffle", type=int, metavar="SEED", help="random order of files and of the tests in each")
 
@@ -29,6 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.quick:
         config.pluginmanager.register(Guard(), "suite-guard")
+        if config.option.measure:
+            config.pluginmanager.register(Meter(config.rootpath), "suite-meter")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -49,11 +54,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _keep(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out: list[pytest.Item] = []
     kept: list[pytest.Item] = []
+    slow = frozenset() if config.option.measure else names_of_slow_tests(config.rootpath)
     named = tuple(argument for argument in config.args if "::" in argument)
     for item in items:
         extended = item.get_closest_marker("extended") and not config.option.extended and not _is_named(item, named)
-        processes = config.option.quick and item.get_closest_marker("processes")
-        (left_out if extended or processes else kept).append(item)
+        not_quick = config.option.quick and (item.get_closest_marker("processes") or item.nodeid in slow)
+        (left_out if extended or not_quick else kept).append(item)
     if left_out:
         items[:] = kept
         config.hook.pytest_deselected(items=left_out)

@@ -1,9 +1,9 @@
 """Which tests start processes, found by reading their code.
 
 A test counts when the code that it can reach starts one: its own functions, its fixtures, and the helpers and classes
-of this repository that these name. Product code is read one step deep: `EmbeddedPostgres` counts because its own
-methods call `subprocess`. A start deeper in the product is invisible here; such a test needs the marker `processes`,
-and `guard` finds it.
+of this repository that these name. Of product code only the module that a test names is read: `EmbeddedPostgres` counts
+because its own methods call `subprocess`. A start deeper in the product is invisible here; such a test needs the marker
+`processes`, and `guard` finds it.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class Reader:
             return any(self._reaches(function) for function in _methods(found))
         if not STARTERS.isdisjoint(_names(found.__code__)):
             return True
-        if found.__code__.co_filename.startswith(PRODUCT):
-            return False
-        return any(self._reaches(named) for named in self._named(found))
+        product = found.__code__.co_filename.startswith(PRODUCT)
+        return any(
+            self._reaches(named) for named in self._named(found) if not product or named.__module__ == found.__module__
+        )
 
     def _named(self, function: types.FunctionType) -> Iterator[Any]:
         """The functions and classes, of files that are read, that the function names or closes over."""

@@ -64,6 +64,20 @@ WAYS = (
     "getattr(__import__('multi' + 'processing'), 'get_context')('spawn').Process(target=print).start()",
 )
 
+SLOW = """
+import time
+import pytest
+
+@pytest.mark.parametrize("s", [0, 1])
+def test_works(s):
+    until_s = time.process_time() + s
+    while time.process_time() < until_s:
+        pass
+
+def test_waits(): time.sleep(2)
+def test_fast(): pass
+"""
+
 PROPERTIES = """
 import atexit
 from collections import Counter
@@ -137,6 +151,15 @@ def test_a_quick_property_test_tries_at_most_ten_examples_whatever_it_asks_for(t
     assert "3 passed" in done.stdout, done.stdout
     found = dict(word.split("=") for word in done.stdout.split() if "=" in word and word[0] in "amo")
     assert 1 <= int(found["asked"]) <= 10 and 1 <= int(found["open"]) <= 10 and 1 <= int(found["machine"]) <= 10
+
+
+def test_slow_tests_are_measured_into_a_file_and_left_out_of_quick_runs_from_then_on(toy: Toy) -> None:
+    toy.write("test_one.py", SLOW)
+    assert "4 passed" in toy.run("--quick", "--measure", "-n", "2").stdout
+    found = (toy.directory / "tests/suite/slow.txt").read_text().splitlines()[1:]
+    assert found == ["test_one.py::test_waits", "test_one.py::test_works[1]"]
+    assert "2 passed, 2 deselected" in toy.run("--quick").stdout
+    assert "4 passed" in toy.run().stdout
 
 
 def test_an_extended_test_runs_when_asked_for_or_named(toy: Toy) -> None:
