@@ -36,13 +36,15 @@ CASE m.relreplident
   WHEN 'd' THEN NOT EXISTS (SELECT FROM pg_index i WHERE i.indrelid = m.oid AND i.indisprimary AND i.indimmediate
                                AND i.indnkeyatts = i.indnatts)
   WHEN 'i' THEN NOT EXISTS (SELECT FROM pg_index i JOIN pg_index p ON p.indrelid = i.indrelid AND p.indisprimary
+                                                                      AND p.indimmediate
                              WHERE i.indrelid = m.oid AND i.indisreplident AND i.indisvalid
                                AND p.indkey::int2[] <@ (i.indkey::int2[])[0:i.indnkeyatts - 1])
   ELSE true END
 """
 """Whether the WAL of relation m does not say whose row an UPDATE or DELETE of it was: with NOTHING; with DEFAULT where
 the primary key may be deferred, which then is no identity, or includes columns that are none of it; with an index that
-lacks a column of the key (an UPDATE of that column alone would say nothing of the key before)."""
+lacks a column of the key (an UPDATE of that column alone would say nothing of the key before). Where the primary key
+may be deferred two rows hold it at once, and only a whole old row says which one of them left it (rivals.py)."""
 
 _IDENTITY = """
 CASE m.relreplident WHEN 'f' THEN 'FULL' WHEN 'd' THEN 'DEFAULT' WHEN 'i' THEN coalesce((
@@ -130,7 +132,7 @@ SELECT t.root, {_GIVES_KEY} FROM tree t JOIN pg_class m USING (oid) WHERE {_LACK
 
 _COLUMNS = """
 SELECT c.oid, n.nspname, c.relname, a.attname, a.atttypid, a.atttypmod,
-       format_type(a.atttypid, a.atttypmod), coalesce(k.place - 1, -1), a.attnotnull
+       format_type(a.atttypid, a.atttypmod), coalesce(k.place - 1, -1), a.attnotnull, NOT coalesce(i.indimmediate, true)
   FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
   JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated IN ({kinds})
   LEFT JOIN pg_index i ON i.indrelid = c.oid AND i.indisprimary
@@ -388,9 +390,12 @@ async def describe(wire: Wire, oids: Sequence[int]) -> dict[int, Relation]:
     rows = await wire.query(_COLUMNS.format(kinds=kinds, oids=", ".join(str(int(oid)) for oid in oids)))
     names: dict[int, tuple[str, str]] = {}
     columns: dict[int, list[Column]] = {}
-    for oid, schema, table, name, type_oid, type_mod, type_name, key_index, not_null in rows:
+    deferrable: set[int] = set()
+    for oid, schema, table, name, type_oid, type_mod, type_name, key_index, not_null, deferred in rows:
         relation = int(oid or 0)
         names[relation] = (schema or "", table or "")
+        if deferred == "t":
+            deferrable.add(relation)
         columns.setdefault(relation, []).append(
             Column(
                 name=name or "",
@@ -401,7 +406,7 @@ async def describe(wire: Wire, oids: Sequence[int]) -> dict[int, Relation]:
                 not_null=not_null == "t",
             )
         )
-    return {oid: Relation(oid, *names[oid], tuple(cols)) for oid, cols in columns.items()}
+    return {oid: Relation(oid, *names[oid], tuple(cols), deferrable=oid in deferrable) for oid, cols in columns.items()}
 
 
 def _with_schema(pattern: str) -> str:
