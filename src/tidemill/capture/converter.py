@@ -32,6 +32,7 @@ from tidemill.capture.changes import ORDINAL_STEP, Change, Column, Fragment, Mar
 from tidemill.capture.segment import Changes, Part, Rows, Segment
 from tidemill.capture.tuples import change_of
 from tidemill.capture.wire.pgoutput import (
+    PREFIX_AT,
     Begin,
     Commit,
     Delete,
@@ -206,6 +207,12 @@ class Converter:
         self._buffer_bytes += sums[stop] - sums[start]
         self._newest_bytes = sums[stop] - sums[stop - 1]
         return self._overflow(), stop
+
+    def leave_out(self, payload: bytes) -> None:
+        """A logical message that is too large to be read, of which only the head is here. One of another prefix is the
+        application's own; a marker of that size is none."""
+        if payload[1] & 1 and payload.startswith(f"{MARKER_PREFIX}\0".encode(), PREFIX_AT):
+            self.markers_left_out += 1
 
     def _mark(self, content: bytes) -> None:
         if len(content) > MARKER_BYTES or len(self._markers) >= MARKERS_PER_TXN:

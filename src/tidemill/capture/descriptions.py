@@ -54,7 +54,7 @@ class Descriptions:
         was = (known.version, known.old_rows, known.deferrable) if known is not None else None
         if seen.changed or was != (version, described.old_rows, described.deferrable):
             self._converter.learn(described)
-            log.info("table described anew", capture=self._config.name, table=f"{message.schema}.{message.table}")
+            log.info("table described anew", capture=self._config.name, table=described.name)
         row = self._desk.by_oid(message.oid, lsn)
         return row.schemas if row is not None else ()
 

@@ -27,6 +27,7 @@ from tidemill.base.avroforms import AVRO
 from tidemill.base.errors import Invalid
 from tidemill.capture.attributes import Attributes
 from tidemill.capture.avro_schemas import key_kinds
+from tidemill.capture.naming import odd
 from tidemill.capture.wire.pgoutput import RelationMessage
 from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow, FormerType
 from tidemill.shards.evolution import canonical_default, changes_to, evolved
@@ -125,6 +126,8 @@ def next_version(row: CaptureTableRow, target: Sequence[Target], found: Attribut
         return "it was described by an older tidemill, which did not keep what tells a new column from a renamed one"
     if found is None:
         return "and the table is gone meanwhile"
+    if any(map(odd, [text for t in target for text in (t.name, t.type_name)])):
+        return "and a name of them is not UTF-8"
     if [t.name for t in target[: len(row.columns)]] != [c.name for c in row.columns]:
         return ""
     if found.key != [c.name for c in sorted((c for c in row.columns if c.key_index >= 0), key=lambda c: c.key_index)]:
@@ -217,6 +220,8 @@ def _added(
                 " with values of which the stream says nothing"
             )
         kind = column_for(wanted.name, wanted.type_name).type
+        if odd(seen.missing or ""):
+            return f"the default of column {wanted.name!r} is not UTF-8"
         try:
             default = canonical_default(Column(wanted.name, kind, seen.missing))
         except Invalid as error:

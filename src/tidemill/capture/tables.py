@@ -20,7 +20,7 @@ import msgspec
 
 from tidemill.base.errors import Missing
 from tidemill.capture.changes import Column, Relation
-from tidemill.capture.naming import table_name
+from tidemill.capture.naming import odd, readable, table_name
 from tidemill.capture.wire.connection import Wire, literal, qualified
 
 GENERATED_PUBLISHED = 180_000
@@ -147,6 +147,7 @@ class TableInfo(msgspec.Struct, frozen=True):
 
     identity        its REPLICA IDENTITY as SQL writes it; of it and its partitions, where they are of several kinds
     lacking         the statements that give it and its partitions an identity that says the primary key, "" = it is so
+    odd             what of its names is not UTF-8, "" = none
     generated       kinds of its generated columns: s stored, v virtual
     odd_partition   a partition that has no WAL, "" = none
     digest          of its columns, key, partitions and the files of its rows: another one means to look closely
@@ -163,6 +164,7 @@ class TableInfo(msgspec.Struct, frozen=True):
     odd_partition: str = ""
     digest: str = ""
     lacking: str = ""
+    odd: str = ""
 
     @property
     def name(self) -> str:
@@ -214,14 +216,30 @@ async def list_tables_unless(wire: Wire, known: str, tables: list[TableInfo]) ->
     found = rows[0][0] or ""
     if found == known:
         return known, tables
+    odd_names = await _odd_names(wire) if wire.unchecked else {}
     return found, [
         TableInfo(
             int(r[1] or 0), r[2] or "", r[3] or "", r[4] or "", r[5] or "", r[6] or "", r[7] == "t", r[8] or "",
             r[9] or "", r[10] or "", r[11] or "",
+            next((readable(name) for name in [f"{r[2]}.{r[3]}", r[6] or ""] if odd(name)), "")
+            or odd_names.get(int(r[1] or 0), ""),
         )
         for r in rows
         if r[1] is not None  # there is none
     ]  # fmt: skip
+
+
+async def _odd_names(wire: Wire) -> dict[int, str]:
+    """By table: the name of a column, of its type or of a partition that is not UTF-8."""
+    rows = await wire.query(
+        "SELECT a.attrelid, a.attname, format_type(a.atttypid, a.atttypmod) FROM pg_attribute a"
+        " JOIN pg_class c ON c.oid = a.attrelid JOIN pg_namespace n ON n.oid = c.relnamespace"
+        " WHERE c.relkind IN ('r', 'p', 'f') AND a.attnum > 0 AND NOT a.attisdropped"
+        " AND n.nspname NOT IN ('pg_catalog', 'information_schema', 'tidemill')"
+        " UNION ALL SELECT pg_partition_root(c.oid)::oid, n.nspname, c.relname FROM pg_class c"
+        " JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.relispartition AND c.relkind IN ('r', 'p', 'f')"
+    )
+    return {int(oid or 0): readable(name or "") for oid, *names in rows for name in names if odd(name or "")}
 
 
 async def hazards(wire: Wire, publication: str, whole: bool) -> list[Hazard]:
@@ -288,6 +306,12 @@ def refusal(table: TableInfo, version: int, *, named: bool = True, whole: bool =
         return Refusal(
             other_kind, f"a foreign table has no WAL here: table={table.name}.", "Capture it where it lives."
         )
+    if table.odd:
+        return Refusal(
+            other_kind,
+            f"a name is not UTF-8: table={table.name} name={table.odd}.",
+            "Rename it, or leave the table out.",
+        )
     if table.persistence == "u":
         return Refusal(
             other_kind, f"an unlogged table has no WAL: table={table.name}.", f"ALTER TABLE {table.name} SET LOGGED."
@@ -317,7 +341,7 @@ def refusal(table: TableInfo, version: int, *, named: bool = True, whole: bool =
             "refused",
             "its replica identity does not say the primary key of a row that is changed or deleted:"
             f" table={table.name} identity={table.identity!r}.",
-            f"Run {table.lacking};",
+            f"Run {readable(table.lacking)};",
         )
     return None
 
