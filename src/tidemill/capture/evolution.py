@@ -27,6 +27,7 @@ from tidemill.base.avroforms import AVRO
 from tidemill.base.errors import Invalid
 from tidemill.capture.attributes import Attributes
 from tidemill.capture.avro_schemas import key_kinds
+from tidemill.capture.depended import reads_alike, written
 from tidemill.capture.naming import odd
 from tidemill.capture.wire.pgoutput import RelationMessage
 from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow, FormerType
@@ -118,6 +119,23 @@ def anew(row: CaptureTableRow, found: Attributes | None) -> str:
     now = found.by_name if found is not None else {}
     other = [c.name for c in row.columns if c.attnum and c.name in now and now[c.name].attnum != c.attnum]
     return "; ".join(f"column {name!r} is another one of this name" for name in other)
+
+
+def types_as(found: Attributes) -> dict[int, str]:
+    """As CaptureTableRow has them."""
+    return {oid: written(members) for oid, members in found.types.items()}
+
+
+def reads_otherwise(row: CaptureTableRow, found: Attributes) -> str:
+    """The columns whose values of before read otherwise, for a type that they are made of was altered; "" = none."""
+    altered = [
+        c.name
+        for c in row.columns
+        if c.type_oid in row.types
+        and c.type_oid in found.types
+        and not reads_alike(row.types[c.type_oid], found.types[c.type_oid])
+    ]
+    return "; ".join(f"a type of column {name!r} was altered, and its old values read otherwise" for name in altered)
 
 
 def next_version(row: CaptureTableRow, target: Sequence[Target], found: Attributes | None) -> Step | str:

@@ -20,6 +20,7 @@ import msgspec
 
 from tidemill.base.errors import Missing
 from tidemill.capture.changes import Column, Relation
+from tidemill.capture.depended import FIRST_OWN, HASH
 from tidemill.capture.naming import odd, readable, table_name
 from tidemill.capture.wire.connection import Wire, literal, qualified
 
@@ -79,6 +80,8 @@ SELECT c.oid, n.nspname, c.relname, c.relkind, c.relpersistence, w.identity,
           FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped)
        || coalesce((SELECT i.indkey::text FROM pg_index i WHERE i.indrelid = c.oid AND i.indisprimary), '')
        || concat_ws(' ', '', c.relnatts, c.relfilenode)
+       || CASE WHEN EXISTS (SELECT FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+                               AND a.atttypid >= {FIRST_OWN}) THEN {HASH} ELSE '' END
        || CASE WHEN c.relkind = 'p' THEN coalesce((
            WITH RECURSIVE tree(oid) AS (SELECT i.inhrelid FROM pg_inherits i WHERE i.inhparent = c.oid UNION ALL
                 SELECT i.inhrelid FROM pg_inherits i JOIN tree t ON i.inhparent = t.oid)
@@ -150,7 +153,8 @@ class TableInfo(msgspec.Struct, frozen=True):
     odd             what of its names is not UTF-8, "" = none
     generated       kinds of its generated columns: s stored, v virtual
     odd_partition   a partition that has no WAL, "" = none
-    digest          of its columns, key, partitions and the files of its rows: another one means to look closely
+    digest          of its columns, their types, its key, partitions and the files of its rows: another one means to
+                    look closely
     """
 
     oid: int
