@@ -67,6 +67,7 @@ SOON = {
     "late-name": (0, 16, 19),
     "late-publication": (7, 11, 15),
     "late-stop": (7, 25, 27),
+    "late-tombstone": (2, 7, 8),
     "lost-notice": (2, 7, 8),
     "marker-before-data": (2,),
     "near-miss": (4, 7, 10),

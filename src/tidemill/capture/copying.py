@@ -34,6 +34,7 @@ from tidemill.capture.chunks import Chunks, Prefix, cut
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.desk import Desk
 from tidemill.capture.entry import columns_of, refusal_of, says_whole_rows
+from tidemill.capture.evolution import types_as
 from tidemill.capture.lane import Lane
 from tidemill.capture.progress import SnapshotProgress
 from tidemill.capture.snapshot import Snapshot
@@ -204,11 +205,11 @@ class Copy:
             seen = snapshot.seen
             plan = TableCopy(
                 seen.xmin, seen.xmax, tuple(sorted(seen.in_progress)), snapshot.lsn, 0, target.topic.topic_id,
-                chunks.step_blocks, chunks.count, 0, 0, found.storage, found.count,
+                chunks.step_blocks, chunks.count, 0, 0, found.copied_as, found.count,
             )  # fmt: skip
             return _Table(table, target, plan, tells=tells)
         plan = row.copy
-        same = as_begun and (found.storage, found.count) == (plan.storage, plan.attributes)
+        same = as_begun and (found.copied_as, found.count) == (plan.storage, plan.attributes)
         if not same or not tells or await snapshot.divided_since(table, plan.xmin):
             why = f"the table was altered or written anew while its copy was cut off: table={table.name}."
             await self._refuse(table, Invalid(why, fix="Its copy begins anew by itself."))
@@ -371,7 +372,7 @@ class Copy:
                 return found
             found = replace(
                 found, columns=columns, partitions=partitions, evolved=(), attributes=found_as.count,
-                storage=found_as.storage,
+                storage=found_as.storage, types=types_as(found_as),
             )  # fmt: skip
             if found.aside is not None:  # what it holds comes first (aside.py)
                 return replace(found, copy=now, aside=replace(found.aside, ends=ends))

@@ -29,6 +29,7 @@ from tidemill.capture.boundaries import in_snapshot
 from tidemill.capture.changes import NEVER
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.evolution import Step
+from tidemill.capture.naming import readable
 from tidemill.capture.progress import SnapshotProgress
 from tidemill.capture.publication import Identities
 from tidemill.capture.registering import NoSchemas, Schemas, registered
@@ -146,7 +147,7 @@ class Desk:
         row = self.rows.get(name)
         if row is None or (row.parked_lsn and row.parked_lsn <= lsn):
             return
-        reason = f"{reason[:REASON_CHARS].rstrip('.')}: table={name} parked_at={Lsn(lsn)}."
+        reason = f"{readable(reason)[:REASON_CHARS].rstrip('.')}: table={name} parked_at={Lsn(lsn)}."
         self._on_park(row.oid, lsn)
         now_ms, pause_ms = self._clock.now_ms(), int(self._config.copy_again_pause_s * 1000)
         void = row.snapshot is not None and lsn < row.snapshot.exact_lsn

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tidemill.capture.naming import readable
 from tidemill.capture.wire.connection import SqlRow, Wire, literal
 
 QUERY_CHARS = 120
@@ -134,7 +135,8 @@ async def pinning(wire: Wire) -> Holder | None:
     found = next(iter(await sessions(wire, [int(pid or 0) for (pid,) in rows])), None)
     if prepared and (found is None or int(prepared[0][2] or 0) > found.age_s):
         xid, gid, age_s, owner = prepared[0]
-        return Holder(0, owner or "", "", "prepared transaction", int(age_s or 0), f"xid={xid} gid={gid}")
+        said = readable(f"xid={xid} gid={gid}")
+        return Holder(0, readable(owner or ""), "", "prepared transaction", int(age_s or 0), said)
     return found
 
 
@@ -158,9 +160,9 @@ def _holder(row: SqlRow) -> Holder:
     pid, application, client, state, age_s, query, replication = row
     return Holder(
         int(pid or 0),
-        application or "",
+        readable(application or ""),
         client or "",
         f"replication {replication}" if replication else state or "unknown",
         int(age_s or 0),
-        " ".join((query or "").split()),
+        readable(" ".join((query or "").split())),
     )

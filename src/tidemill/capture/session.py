@@ -21,7 +21,7 @@ from tidemill.base.pace import Pace
 from tidemill.base.tasks import Tasks, sentence
 from tidemill.capture.bindings import Binder, where_to_start
 from tidemill.capture.burst import Run, steps
-from tidemill.capture.changes import NEVER, Relation
+from tidemill.capture.changes import NEVER, Fragment, Relation, Row
 from tidemill.capture.collector import Collector
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.converter import Converter, RelationSeen
@@ -36,8 +36,10 @@ from tidemill.capture.locking import own_session, take_lock
 from tidemill.capture.own_row import OwnRow
 from tidemill.capture.poison import Poisoned, take
 from tidemill.capture.prepare import Prepared, begin_anew, let_go, prepare
+from tidemill.capture.present import rows_now
 from tidemill.capture.progress import SnapshotProgress
 from tidemill.capture.retained import Retained
+from tidemill.capture.rivals import Rivals
 from tidemill.capture.setup import ServerFacts, SlotState, check_server, slot_state
 from tidemill.capture.sinks import Sink
 from tidemill.capture.taps import Taps
@@ -118,6 +120,7 @@ class Session:
         self._parking = asyncio.Lock()
         self._descriptions = Descriptions(config, desk, self._converter, self._parking)
         self._unfit = Unfit(desk, self._converter, taps, self._keep_wal)
+        self._rivals = Rivals(self._rows_now, self._unfit.undecided)
         self.answers = Answers(clock)
         self.collector: Collector | None = None
         self.writer: TopicWriter | None = None
@@ -427,7 +430,7 @@ class Session:
                 continue
             fragment, at = self._converter.feed_rows(run.segment, at, run.end)
             if fragment is not None:
-                await collector.put(fragment)
+                await self._hand_on(fragment, collector)
 
     async def _read_one(self, item: Framed | Keepalive, collector: Collector) -> None:
         await self._may_go_on()
@@ -446,7 +449,15 @@ class Session:
             if self.writer is not None:
                 self.writer.described(out.message.oid, schemas)
         elif out is not None:
-            await collector.put(out)
+            await self._hand_on(out, collector)
+
+    async def _hand_on(self, fragment: Fragment, collector: Collector) -> None:
+        for each in await self._rivals.settle(fragment) if self._converter.deferrable else (fragment,):
+            await collector.put(each)
+
+    async def _rows_now(self, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
+        assert self._control is not None
+        return await self._control.ask(lambda wire: rows_now(wire, relation, rows))
 
     async def _may_go_on(self) -> None:
         if self._pace.due:

@@ -323,7 +323,9 @@ class TableConsumer:
         offset = LogOffset(change.position.commit_lsn, FIRST_OP + change.position.ordinal)
         writer, where = self._writer, self._where
         new, old = change.new, change.old
-        if change.op == "insert":
+        if change.over is not None or change.stays is not None:
+            self._rival(change, offset, headers, items)
+        elif change.op == "insert":
             assert new is not None
             if where is None or where.matches(new):
                 items.append(writer.insert(offset, new, headers))
@@ -334,6 +336,31 @@ class TableConsumer:
         else:
             assert new is not None
             self._update(offset, old, new, headers, items)
+
+    def _rival(self, change: Change, offset: LogOffset, headers: Headers, items: list[LogItem]) -> None:
+        """Two rows hold a key of it at once (capture/rivals.py): a client has one row a key, so the key is updated."""
+        writer, matches = self._writer, self._matches
+        old, new, stays = change.old, change.new, change.stays
+        after = LogOffset(offset.tx, offset.op + 1)
+        if old is not None and stays is None and matches(old):
+            items.append(writer.delete(offset, old, headers))
+        elif old is not None and stays is not None and not change.replaced:
+            if matches(stays):
+                items += _made(writer.update(offset, None, stays, headers))
+            elif matches(old):
+                items.append(writer.delete(offset, old, headers))
+        if new is None:
+            return
+        over = change.over if change.over is not None and matches(change.over) else None
+        if over is None:
+            items += [writer.insert(after, new, headers)] if matches(new) else []
+        elif matches(new):
+            items += _made(writer.update(after, over, new, headers))
+        else:
+            items.append(writer.delete(after, over, headers))
+
+    def _matches(self, row: Row) -> bool:
+        return self._where is None or self._where.matches(row)
 
     def _update(self, offset: LogOffset, old: Row | None, new: Row, headers: Headers, items: list[LogItem]) -> None:
         """Without the old row (C4: and without a filter) every column counts as changed but those that nobody said."""
@@ -354,6 +381,10 @@ class TableConsumer:
         elif before:
             assert old is not None
             items.append(writer.delete(offset, old, headers))
+
+
+def _made(item: LogItem | None) -> list[LogItem]:
+    return [] if item is None else [item]
 
 
 def failed_on_a_row(where: str, error: EvaluationError) -> Invalid:

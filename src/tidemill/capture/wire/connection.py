@@ -31,6 +31,10 @@ DISPLAY_SETTINGS: Mapping[str, str] = {
 }
 """Whoever reads rows of a captured database sets these, or snapshot and stream differ in their text."""
 
+UNCHECKED = "SQL_ASCII"
+"""A database of this encoding holds any bytes. To a client of any other encoding PostgreSQL refuses what is not that: a
+single value would end the stream of all tables. As they are, each value can be looked at for itself."""
+
 NO_TIMEOUTS: Mapping[str, tuple[int, str]] = {
     "statement_timeout": (0, "0"),
     "lock_timeout": (0, "0"),
@@ -144,7 +148,8 @@ class Wire:
         wire = cls(connection, target)
         try:
             known = {n: value for n, (version, value) in NO_TIMEOUTS.items() if wire.server_version >= version}
-            for name, value in {**DISPLAY_SETTINGS, **known}.items():
+            encoding = {"client_encoding": UNCHECKED} if wire.unchecked else {}
+            for name, value in {**DISPLAY_SETTINGS, **encoding, **known}.items():
                 await wire.query(f"SET {name} = {literal(value)}")
         except BaseException:
             await wire.aclose()
@@ -166,12 +171,19 @@ class Wire:
         return self._pgconn.db.decode()
 
     @property
+    def unchecked(self) -> bool:
+        """Of the encoding that holds any bytes."""
+        return self._pgconn.parameter_status(b"server_encoding") == UNCHECKED.encode()
+
+    @property
     def server_version(self) -> int:
         """E.g. 180006 for 18.6."""
         return self._pgconn.server_version
 
     async def query(self, sql: str) -> list[SqlRow]:
-        """Run one statement, return its rows as text. Raises by SQLSTATE (wire/errors.py); the wire stays usable
+        """Run one statement, return its rows as text; a byte that is not UTF-8 is a surrogate.
+
+        Raises by SQLSTATE (wire/errors.py); the wire stays usable
         after a failed statement, not after a cancelled call."""
         from psycopg.pq import ExecStatus
 
@@ -249,7 +261,7 @@ class Wire:
 
         self._copy_ended = False
         try:
-            self._pgconn.send_query(sql.encode())
+            self._pgconn.send_query(sql.encode(errors="surrogateescape"))
         except psycopg.Error as error:
             raise self._broken(error) from error
 
@@ -366,5 +378,5 @@ def _text_rows(result: PGresult) -> list[SqlRow]:
     rows: list[SqlRow] = []
     for row in range(result.ntuples):
         values = (result.get_value(row, column) for column in columns)
-        rows.append(tuple(None if value is None else value.decode() for value in values))
+        rows.append(tuple(None if value is None else value.decode(errors="surrogateescape") for value in values))
     return rows

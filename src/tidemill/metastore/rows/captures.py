@@ -221,6 +221,8 @@ class CaptureTableRow(msgspec.Struct, frozen=True):
     """Of one that has no `snapshot` yet: how far its copy has come; None = nothing that could be gone on with"""
     aside: SetAside | None = None
     """Of one whose copy goes on while WAL is confirmed"""
+    types: dict[int, str] = {}
+    """oid of a column's type → what that was made of when the table was last seen as described (capture/depended.py)"""
 
     @property
     def version(self) -> int:

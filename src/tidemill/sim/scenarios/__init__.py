@@ -56,6 +56,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "joined-ahead": ("capture", "a copied table joins the stream beyond what was set aside"),
     "late-stop": ("capture", "an aside that is full ends below what it has"),
     "lost-notice": ("capture", "now and then a flush notice of the topic writer gets lost"),
+    "late-tombstone": ("capture", "a row that leaves a key writes a tombstone, whatever row has taken the key by then"),
     "confirm-before-flush": ("capture", "what a flush of shape logs takes counts as durable before it is"),
     "trusted-file": ("capture", "a file of shape logs is restored, whoever captured in between"),
     "late-name": ("capture", "the names of who follows are written some time after the stream began"),

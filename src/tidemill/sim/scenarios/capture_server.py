@@ -309,6 +309,10 @@ async def _nobody(wire: ServerWire, *_: object) -> None:
     await wire.server.asked()
 
 
+async def _rows_now(wire: ServerWire, *_: object) -> None:
+    raise AssertionError("rows of this world have different contents")
+
+
 async def _for_ever(*_: object) -> None:
     await asyncio.get_running_loop().create_future()
 
@@ -433,6 +437,7 @@ def answering(server: Server) -> Iterator[None]:
             (session, {
                 "Wire": connections, "check_server": _check_server, "own_session": _no_name, "watch_set_up": _for_ever,
                 "busy_walsender": _nobody, "ReplicationStream": Stream, "slot_state": _slot_state,
+                "rows_now": _rows_now,
             }),
             (locking, {"try_lock": _yes}),
             (descriptions, {"describe_after": _describe_after}),
