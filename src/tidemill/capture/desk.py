@@ -139,10 +139,18 @@ class Desk:
 
     # changing -------------------------------------------------------------------------------------
     async def park(
-        self, name: str, lsn: int, reason: str, fix: str = "", *, state: str = "parked", again: bool = False
+        self,
+        name: str,
+        lsn: int,
+        reason: str,
+        fix: str = "",
+        *,
+        state: str = "parked",
+        again: bool = False,
+        first: str = "",
     ) -> None:
-        """Carry no transaction of the table at or above `lsn` (D1). `again`: a copy makes it good (again.py). Raises
-        Unrecorded, CopiedAnew."""
+        """Carry no transaction of the table at or above `lsn` (D1). `again`: a copy makes it good (again.py), once
+        somebody has done what `first` says, if it says anything. Raises Unrecorded, CopiedAnew."""
         row = self.rows.get(name)
         if row is None or (row.parked_lsn and row.parked_lsn <= lsn):
             return
@@ -164,6 +172,7 @@ class Desk:
             from_ms = now_ms + max(0, min(pause_ms, found.again_last_ms + pause_ms - now_ms))
             again_ms = from_ms if again and self._config.copy_again else 0
             said = by_itself(again_ms, again_ms > now_ms) if again_ms else fix or recopy(name)
+            said = f"{first} {said}".strip()
             return replace(
                 found, state=state, reason=reason, fix=said, parked_lsn=lsn, since_ms=since_ms, again_ms=again_ms
             )

@@ -46,12 +46,14 @@ from tidemill.capture.entry import (
     without_taken,
 )
 from tidemill.capture.evolution import next_version, targets_of
+from tidemill.capture.others import objections
 from tidemill.capture.own_row import OwnRow
 from tidemill.capture.publication import create_publication, not_published, publish, published_tables
 from tidemill.capture.setup import ServerFacts, SlotState, check_slot, create_slot, slot_state, start_over
 from tidemill.capture.tables import Choice, Refusal, TableInfo, describe, list_tables, resolve
 from tidemill.capture.topic_writer import CapturedTable
 from tidemill.capture.wire.connection import Wire, identifier
+from tidemill.capture.withdrawing import withdraw
 from tidemill.metastore.catalogue import (
     CaptureRow,
     CaptureTableRow,
@@ -106,9 +108,13 @@ async def prepare(
             f" recorded={row.system_id} found={facts.system_id}.",
             fix="Correct the DSN, or start the capture over.",
         )
+    objected = await objections(wire, config)
+    if row is not None:
+        # Before any lock is taken that would stand in the way (withdrawing.py, W1).
+        await withdraw(wire, config, await catalogue.tables(config.name), objected)
     found = await list_tables(wire)
     try:
-        choice = resolve(config.tables, found, facts.version, whole=config.whole)
+        choice = resolve(config.tables, found, facts.version, whole=config.whole, objections=objected)
     except Invalid:
         # With a slot there is WAL to let go of, and tables may come again.
         if row is None:
@@ -237,7 +243,8 @@ async def _go_on(
         if table.table not in wanted:
             why = choice.refused.get(table.table)
             if why is not None and any((t.name, t.oid) == (table.table, table.oid) for t in found):
-                await desk.park(table.table, wal_end, why.reason)
+                first = why.fix if why.again else ""
+                await desk.park(table.table, wal_end, why.reason, again=why.again, first=first)
             else:
                 await desk.park(table.table, wal_end, *gone(table, found), state="dropped")
         elif table.columns and table.oid in now:

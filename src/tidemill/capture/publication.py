@@ -20,6 +20,7 @@ P3  Whoever waits for a lock makes all who come later wait behind it, for ACCESS
 P4  One table's failure is that table's: it is told, and the others go on.
 P5  What identity a table had is written down before it is altered, so that `capture drop` can give it back whatever
     dies in between. Only FULL is ever taken back: another one has been set by somebody else since.
+    It is given back only where no publication makes UPDATE and DELETE fail with it (others.py).
 P6  A capture that is manual alters nothing: what P1 would do to a table is what that table is refused with.
 """
 
@@ -35,6 +36,7 @@ import structlog
 from tidemill.base.errors import Invalid, TidemillError, Unavailable, Unknown
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.holders import Holder, table_holder, writers
+from tidemill.capture.others import Failing, failing, objections
 from tidemill.capture.tables import GENERATED_PUBLISHED, STATEMENTS, TableInfo, keyless
 from tidemill.capture.wire.connection import Wire, identifier, literal, qualified
 from tidemill.capture.wire.errors import SqlError
@@ -73,6 +75,22 @@ class Unprepared(Invalid):
             f"the table is not prepared for its capture, which does not do that itself: table={table.name}"
             f" statements={len(statements)}.",
             fix=f"Run {'; '.join(some)};{rest}",
+        )
+
+
+class Objected(Invalid):
+    """A publication makes the table's UPDATE and DELETE fail with the identity that it was to be given."""
+
+
+class Needed(Invalid):
+    """`publications` make UPDATE or DELETE of a relation fail with the identity that was to be given back to it."""
+
+    def __init__(self, relation: str, before: str, found: Sequence[Failing]) -> None:
+        self.publications = {each.publication for each in found}
+        super().__init__(
+            f"an UPDATE or DELETE would fail with the identity from before: relation={relation} identity={before!r}"
+            f" publications={','.join(sorted(self.publications))} cause={found[0].cause!r}.",
+            fix=f"Take it out of those publications, then run ALTER TABLE {relation} REPLICA IDENTITY {before};",
         )
 
 
@@ -176,7 +194,8 @@ async def publish(
         except Unknown:
             raise  # what is written down of it is not known: nothing about PostgreSQL
         except TidemillError as error:
-            failed[table.name] = error if isinstance(error, Unprepared) else _refused(config, table, error)
+            known = isinstance(error, Unprepared | Objected)
+            failed[table.name] = error if known else _refused(config, table, error)
         else:
             newly |= {table.oid} - published.keys()
     return Published(frozenset(newly), failed)
@@ -221,7 +240,7 @@ async def _publish_table(
             return False
         if earlier:
             await note(table.name, earlier)
-        sound = None if config.whole else partial(_check_identity, wire, table)
+        sound = partial(_check_others, wire, config, table) if config.whole else partial(_check_identity, wire, table)
         try:
             mode = "ACCESS EXCLUSIVE" if alter else "SHARE"
             await _once(wire, [f"LOCK TABLE {name} IN {mode} MODE", *add, *alter], sound)
@@ -233,6 +252,13 @@ async def _publish_table(
                 raise Blocked(table, await table_holder(wire, table.oid)) from error
             await asyncio.sleep(LOCK_PAUSE_S)
     return False
+
+
+async def _check_others(wire: Wire, config: CaptureConfig, table: TableInfo) -> None:
+    """Under the table's lock (others.py, O1). Raises Objected."""
+    objection = (await objections(wire, config)).get(table.oid)
+    if objection is not None:
+        raise Objected(objection.reason, fix=objection.fix)
 
 
 async def _check_identity(wire: Wire, table: TableInfo) -> None:
@@ -301,8 +327,8 @@ async def not_full(wire: Wire, oid: int) -> Identities:
 
 async def give_back(wire: Wire, oid: int, before: str, *, attempts: int) -> str:
     """Set the identity that a table or partition had (P5): how SQL names it now, or "" when there is nothing to give
-    back: it is gone, or somebody set another one. Raises SqlError when its lock cannot be had, or PostgreSQL refuses
-    the identity."""
+    back: it is gone, or somebody set another one. Raises Needed, and SqlError when its lock cannot be had, or
+    PostgreSQL refuses the identity."""
     for attempt in range(1, attempts + 1):
         rows = await wire.query(
             "SELECT n.nspname, c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
@@ -311,14 +337,23 @@ async def give_back(wire: Wire, oid: int, before: str, *, attempts: int) -> str:
         if not rows:
             return ""
         name = qualified(rows[0][0] or "", rows[0][1] or "")
+        check = partial(_check_needed, wire, oid, name, before)
+        await check()  # nobody waits behind this one
         try:
-            await _once(wire, [f"ALTER TABLE {name} REPLICA IDENTITY {before}"])
+            lock = f"LOCK TABLE ONLY {name} IN ACCESS EXCLUSIVE MODE"
+            await _once(wire, [lock, f"ALTER TABLE ONLY {name} REPLICA IDENTITY {before}"], check)
             return name
         except SqlError as error:
             if error.sqlstate not in LOCKED or attempt == attempts:
                 raise
             await asyncio.sleep(LOCK_PAUSE_S)
     return ""
+
+
+async def _check_needed(wire: Wire, oid: int, name: str, before: str) -> None:
+    found = await failing(wire, [(oid, before)])
+    if found:
+        raise Needed(name, before, found)
 
 
 async def _once(wire: Wire, statements: Sequence[str], sound: Callable[[], Awaitable[None]] | None = None) -> None:

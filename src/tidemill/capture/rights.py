@@ -13,8 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import msgspec
+
 from tidemill.base.errors import Invalid
 from tidemill.capture.config import CaptureConfig
+from tidemill.capture.others import Objection, objections
 from tidemill.capture.publication import add_table, creation, whole_identity, with_generated
 from tidemill.capture.setup import check_server
 from tidemill.capture.tables import GENERATED_PUBLISHED, TableInfo, list_tables, resolve
@@ -43,7 +46,7 @@ async def check_database(
     wire = await Wire.connect(dsn, purpose="check")
     try:
         config = CaptureConfig(name="check", dsn=dsn, tables=tuple(tables), identity=identity)
-        return (await _looked_at(wire, config))[0]
+        return (await _looked_at(wire, config)).line
     finally:
         await wire.aclose()
 
@@ -52,26 +55,44 @@ async def check_capture(config: CaptureConfig) -> str:
     """The same for `tidemill doctor`, and that nothing is left for an administrator. Raises Invalid or Unavailable."""
     wire = await Wire.connect(config.dsn, purpose="doctor")
     try:
-        line, tables = await _looked_at(wire, config)
-        missing = await statements(wire, config, tables)
+        found = await _looked_at(wire, config)
+        missing = await statements(wire, config, found.able)
     finally:
         await wire.aclose()
+    run = f"Have an administrator run: {'; '.join(missing)};" if missing else ""
+    if found.objected:
+        first, more = found.objected[0], len(found.objected) - 1
+        said = f"{first.reason.rstrip('.')} more={more}." if more else first.reason
+        raise Invalid(said, fix=f"{first.fix} {run}".strip())
     if missing:
         raise Invalid(
             f"the role {'is not to' if config.manual else 'may not'} do all that its capture needs:"
             f" capture={config.name} statements={len(missing)}.",
-            fix="Have an administrator run: " + "; ".join(missing) + ";",
+            fix=run,
         )
-    return line
+    return found.line
 
 
-async def _looked_at(wire: Wire, config: CaptureConfig) -> tuple[str, tuple[TableInfo, ...]]:
-    """What is said of the database, and the tables that can be captured, be it with another identity first."""
+class _Looked(msgspec.Struct, frozen=True):
+    """`line`: what is said of the database. `able`: tables that can be captured, be it with another identity first.
+    `objected`: why others cannot, as publications hold them."""
+
+    line: str
+    able: tuple[TableInfo, ...]
+    objected: list[Objection]
+
+
+async def _looked_at(wire: Wire, config: CaptureConfig) -> _Looked:
     facts, found = await check_server(wire, config), await list_tables(wire)
-    choice = resolve(config.tables, found, wire.server_version, whole=config.whole)
-    able = resolve(config.tables, found, wire.server_version).tables
+    objected = await objections(wire, config)
+    choice = resolve(config.tables, found, wire.server_version, whole=config.whole, objections=objected)
+    wanted = resolve(config.tables, found, wire.server_version).tables
     left = f", not captured: {', '.join(sorted(choice.refused))}" if choice.refused else ""
-    return f"PostgreSQL {facts.version // 10_000}.{facts.version % 10_000}, {len(choice.tables)} tables{left}", able
+    return _Looked(
+        f"PostgreSQL {facts.version // 10_000}.{facts.version % 10_000}, {len(choice.tables)} tables{left}",
+        tuple(table for table in wanted if table.oid not in objected),
+        [objected[table.oid] for table in wanted if table.oid in objected],
+    )
 
 
 async def statements(wire: Wire, config: CaptureConfig, tables: Sequence[TableInfo]) -> list[str]:

@@ -19,6 +19,7 @@ from tidemill.base.frontier import ChangePosition
 from tidemill.base.histogram import Stages
 from tidemill.base.pace import Pace
 from tidemill.base.tasks import Tasks, sentence
+from tidemill.capture.beside import Beside
 from tidemill.capture.bindings import Binder, where_to_start
 from tidemill.capture.burst import Run, steps
 from tidemill.capture.changes import NEVER, Relation
@@ -30,9 +31,10 @@ from tidemill.capture.descriptions import Descriptions
 from tidemill.capture.desk import Desk
 from tidemill.capture.entry import copy_target
 from tidemill.capture.holders import Holder, busy_walsender, slot_holder
-from tidemill.capture.joining import Joining
+from tidemill.capture.joining import HAZARD_POLL_S, Joining
 from tidemill.capture.keeping import kept_for
 from tidemill.capture.locking import own_session, take_lock
+from tidemill.capture.mending import Mending
 from tidemill.capture.own_row import OwnRow
 from tidemill.capture.poison import Poisoned, take
 from tidemill.capture.prepare import Prepared, begin_anew, let_go, prepare
@@ -237,7 +239,9 @@ class Session:
         # A long copy must not go on after its slot is lost.
         assert self._control is not None
         tasks.spawn(watch_slot(self._control, self._config, self._saw_slot, self._idle), name="capture slot")
+        guard = tasks.spawn(self._guard(), name="capture identities")
         await self._open_writer(prepared)
+        guard.cancel()
         await self._start_stream(prepared, facts, tasks)
 
     async def _prepare(self, tasks: Tasks) -> tuple[Prepared, ServerFacts]:
@@ -274,6 +278,15 @@ class Session:
         # Before anything is confirmed that others who were named there have not seen (taps.py, X6).
         await self.name_taps()
         return prepared, facts
+
+    async def _guard(self) -> None:
+        """Until the stream begins, whose watch does it then: no identity may make the application's statements fail."""
+        assert self._control is not None
+        beside = Beside(self._config, self._control, self.desk, self._catalogue, self._parking)
+        mending = Mending(beside)
+        while True:
+            await mending.withdraw(await beside.objections())
+            await asyncio.sleep(HAZARD_POLL_S)
 
     async def _open_writer(self, prepared: Prepared) -> None:
         """Tails, snapshot of what is fresh, and where the count of offsets starts."""

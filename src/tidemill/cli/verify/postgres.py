@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tidemill.base.errors import Invalid, Missing, Unavailable
 from tidemill.base.frontier import Lsn
 from tidemill.capture.naming import split_name
-from tidemill.capture.wire.connection import DISPLAY_SETTINGS, qualified, where
+from tidemill.capture.wire.connection import qualified, session_settings, settings_statement, where
 from tidemill.cli.verify.canonical import fix_floats, order_expression, ordered_columns, select_expression
 from tidemill.cli.verify.compare import Row
 from tidemill.shards.front import ShardSchema
@@ -174,12 +174,13 @@ async def _mark(dsn: str, tables: Sequence[str], nonce: str, reader: psycopg.Asy
 
 
 async def _connect(dsn: str) -> psycopg.AsyncConnection[Any]:
-    """In REPEATABLE READ, with the display settings of the stream. Raises Unavailable."""
+    """In REPEATABLE READ, with the settings of the stream's sessions. Raises Unavailable."""
     import psycopg
 
-    options = " ".join(f"-c {k}={str(v).replace(' ', chr(92) + ' ')}" for k, v in DISPLAY_SETTINGS.items())
     try:
-        connection = await psycopg.AsyncConnection.connect(dsn, options=options, connect_timeout=10)
+        connection = await psycopg.AsyncConnection.connect(dsn, connect_timeout=10)
+        await connection.execute(settings_statement(session_settings(connection.info.server_version)).encode())
+        await connection.commit()
     except psycopg.Error as error:
         raise Unavailable(
             f"the source cannot be reached: server={where(dsn)} ({_said(error)}).", fix="Start it, or correct the DSN."
