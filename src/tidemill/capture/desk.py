@@ -69,6 +69,12 @@ class CopiedAnew(Unavailable):
     """What was copied of a table is no state of it (D6)."""
 
 
+def asked_of(row: CaptureTableRow, identities: Identities) -> CaptureTableRow:
+    """With what an administrator is asked to replace by FULL; what the capture was to give back anyhow stays that."""
+    new = {oid: noted for oid, noted in identities.items() if oid not in row.identities}
+    return replace(row, identities_asked={**row.identities_asked, **new})
+
+
 class Desk:
     """`on_park(oid, lsn)`: nothing of this relation is carried at or above the LSN from now on (plain call)."""
 
@@ -244,6 +250,16 @@ class Desk:
         if known is None or noted(known) != known:
             await self.change(name, noted)
 
+    async def asked(self, name: str, identities: Identities) -> None:
+        """What a table and its partitions have before an administrator is asked to give them REPLICA IDENTITY FULL."""
+
+        def noted(found: CaptureTableRow | None) -> CaptureTableRow:
+            return asked_of(found or CaptureTableRow(self._config.name, name), identities)
+
+        known = self.rows.get(name)
+        if known is None or noted(known) != known:
+            await self.change(name, noted)
+
     async def identified(self, table: TableInfo) -> None:
         """What the database says of a table's REPLICA IDENTITY now, for whoever lists the tables."""
 
@@ -364,6 +380,7 @@ class Desk:
                 self._config.table_mark(name), progress.moved, max(progress.expected, progress.moved + 1),
                 now_ms=self._clock.now_ms(), held_by=progress.held_by, reason=progress.sentence,
                 budget_ms=self._config.budget_ms, unit="rows",
+                progress=progress.moved + progress.steps.count,
             )  # fmt: skip
             self._told.add(name)
 

@@ -4,7 +4,8 @@ P1  A table is published and given REPLICA IDENTITY FULL in one transaction: pub
     UPDATEs and DELETEs would fail. Where identities are taken as they are (capture.NAME.identity) none is altered, and
     a table is published with one that says its key: looked at under the lock, which keeps it so. On PostgreSQL 18
     stored generated columns are published from the start, and a table with virtual ones is never given here
-    (tables.refusal): both would make UPDATEs and DELETEs fail, too.
+    (tables.refusal): both would make UPDATEs and DELETEs fail, too. So would other publications (others.py): where
+    one does not fit a whole identity, the table is not given it.
 P2  A lock comes first and waits out writers that began before the table was published: rows of theirs would be in
     neither snapshot nor stream (electric #4773). It is at once the strongest one that is needed, ACCESS EXCLUSIVE where
     an identity is altered, else SHARE: whoever has SHARE and waits for more is in a deadlock with each transaction that
@@ -37,6 +38,7 @@ from tidemill.base.errors import Invalid, TidemillError, Unavailable, Unknown
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.holders import Holder, table_holder, writers
 from tidemill.capture.others import Failing, failing, objections
+from tidemill.capture.statements import add_table, creation, statements, target, whole_identity, with_generated
 from tidemill.capture.tables import GENERATED_PUBLISHED, STATEMENTS, TableInfo, keyless
 from tidemill.capture.wire.connection import Wire, identifier, literal, qualified
 from tidemill.capture.wire.errors import SqlError
@@ -60,7 +62,7 @@ class Blocked(Unavailable):
     def __init__(self, table: TableInfo, holder: Holder | None) -> None:
         super().__init__(
             f"the table is locked by others: table={table.name} {holder or 'pid=gone'}.",
-            fix="End that transaction; the table is taken in as soon as the lock is free.",
+            fix=f"{holder.end if holder else 'End that transaction'}; the table is taken in once the lock is free.",
         )
         self.held_by = holder.name if holder is not None else ""
 
@@ -176,15 +178,18 @@ async def publish(
     attempts: int,
     note: Note,
     settle: Container[int] = (),
+    asked: Note | None = None,
+    done: Callable[[int], None] = lambda _: None,
 ) -> Published:
     """Publish each table that is not, with a whole identity (P1 to P5). `settle`: oids of those that are about to be
-    copied though they are published already. Raises only when the connection breaks, and what `note`
-    raises."""
+    copied though they are published already. `asked`: as `note`, of a table that an administrator is to give it (P6).
+    `done(n)`: the nth table begins. Raises only when the connection breaks, and what `note` and `asked` raise."""
     newly: set[int] = set()
     failed: dict[str, TidemillError] = {}
-    for table in tables:
+    for number, table in enumerate(tables, 1):
+        done(number)
         try:
-            locked = await _publish_table(wire, config, table, table.oid in published, attempts, note)
+            locked = await _publish_table(wire, config, table, table.oid in published, attempts, note, asked)
             if not locked and table.oid in settle:
                 await _settle(wire, table, attempts)
         except Unavailable as error:
@@ -195,20 +200,16 @@ async def publish(
             raise  # what is written down of it is not known: nothing about PostgreSQL
         except TidemillError as error:
             known = isinstance(error, Unprepared | Objected)
-            failed[table.name] = error if known else _refused(config, table, error)
+            failed[table.name] = error if known else await _refused(wire, config, table, error)
         else:
             newly |= {table.oid} - published.keys()
     return Published(frozenset(newly), failed)
 
 
-def _refused(config: CaptureConfig, table: TableInfo, error: TidemillError) -> Invalid:
-    statements = [add_table(config.publication, table)]
-    if config.whole:
-        statements.append(whole_identity(qualified(table.schema, table.table)))
-    return Invalid(
-        f"the table cannot be published: table={table.name} error={error.message}",
-        fix=f"Let the role own {table.name}, or have an administrator run: {'; '.join(statements)}.",
-    )
+async def _refused(wire: Wire, config: CaptureConfig, table: TableInfo, error: TidemillError) -> Invalid:
+    missing = await statements(wire, config, [table])
+    run = f"Let the role own {table.name}, or have an administrator run: {'; '.join(missing)};" if missing else ""
+    return Invalid(f"the table cannot be published: table={table.name} error={error.message}", fix=run or error.fix)
 
 
 async def unpublish(wire: Wire, config: CaptureConfig, name: str) -> bool:
@@ -226,16 +227,18 @@ async def unpublish(wire: Wire, config: CaptureConfig, name: str) -> bool:
 
 
 async def _publish_table(
-    wire: Wire, config: CaptureConfig, table: TableInfo, published: bool, attempts: int, note: Note
+    wire: Wire, config: CaptureConfig, table: TableInfo, published: bool, attempts: int, note: Note, asked: Note | None
 ) -> bool:
     """True when its lock was had, False when there was nothing to do. Raises Unprepared."""
-    name = _target(table)
+    name = target(table)
     for attempt in range(1, attempts + 1):
         earlier = await not_full(wire, table.oid) if config.whole else {}
         alter = [whole_identity(name) for name, _ in earlier.values()]
         add = [] if published else [add_table(config.publication, table)]
         if config.manual and (add or alter):
-            raise Unprepared(table, [*add, *alter])
+            if earlier and asked is not None:
+                await asked(table.name, earlier)
+            raise Unprepared(table, await statements(wire, config, [table]) or [*add, *alter])
         if not add and not alter:
             return False
         if earlier:
@@ -266,31 +269,6 @@ async def _check_identity(wire: Wire, table: TableInfo) -> None:
     missing = (await keyless(wire, [table.oid])).values()
     if missing:
         raise Unprepared(table, [statement for each in missing for statement in each])
-
-
-def _target(table: TableInfo) -> str:
-    """Without ONLY the tables that inherit from this one would be published too: without an identity (P1)."""
-    return ("" if table.kind == "p" else "ONLY ") + qualified(table.schema, table.table)
-
-
-def add_table(publication: str, table: TableInfo) -> str:
-    return f"ALTER PUBLICATION {identifier(publication)} ADD TABLE {_target(table)}"
-
-
-def whole_identity(relation: str) -> str:
-    return f"ALTER TABLE {relation} REPLICA IDENTITY FULL"
-
-
-def with_generated(publication: str) -> str:
-    return f"ALTER PUBLICATION {identifier(publication)} SET (publish_generated_columns = stored)"
-
-
-def creation(publication: str, version: int) -> str:
-    """The statement that makes the publication, of no table yet."""
-    options = "publish = 'insert, update, delete, truncate', publish_via_partition_root = true"
-    if version >= GENERATED_PUBLISHED:
-        options += ", publish_generated_columns = stored"
-    return f"CREATE PUBLICATION {identifier(publication)} WITH ({options})"
 
 
 async def _settle(wire: Wire, table: TableInfo, attempts: int) -> None:

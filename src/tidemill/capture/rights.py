@@ -10,7 +10,7 @@ https://www.postgresql.org/docs/current/sql-createpublication.html, …/logical-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -18,25 +18,11 @@ import msgspec
 from tidemill.base.errors import Invalid
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.others import Objection, objections
-from tidemill.capture.publication import add_table, creation, whole_identity, with_generated
+from tidemill.capture.publication import Identities, not_full
 from tidemill.capture.setup import check_server
-from tidemill.capture.tables import GENERATED_PUBLISHED, TableInfo, list_tables, resolve
-from tidemill.capture.wire.connection import Wire, identifier, literal, qualified
-
-_TABLES = """
-SELECT c.oid, pg_has_role(c.relowner, 'USAGE'), has_table_privilege(c.oid, 'SELECT'),
-       has_schema_privilege(c.relnamespace, 'USAGE'),
-       EXISTS (SELECT FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
-                WHERE p.pubname = {publication} AND r.prrelid = c.oid)
-  FROM pg_class c WHERE c.oid IN ({oids})
-"""
-
-_PARTIAL = """
-SELECT DISTINCT n.nspname, c.relname
-  FROM unnest(ARRAY[{oids}]::oid[]) o, LATERAL (SELECT o UNION SELECT relid FROM pg_partition_tree(o)) t(oid)
-  JOIN pg_class c USING (oid) JOIN pg_namespace n ON n.oid = c.relnamespace
- WHERE c.relreplident <> 'f' AND {mine} ORDER BY 1, 2
-"""
+from tidemill.capture.statements import statements, whole_identity
+from tidemill.capture.tables import TableInfo, list_tables, resolve
+from tidemill.capture.wire.connection import Wire
 
 
 async def check_database(
@@ -51,14 +37,24 @@ async def check_database(
         await wire.aclose()
 
 
-async def check_capture(config: CaptureConfig) -> str:
-    """The same for `tidemill doctor`, and that nothing is left for an administrator. Raises Invalid or Unavailable."""
+Keep = Callable[[dict[str, Identities]], Awaitable[None]]
+"""keep(by table, what it and its partitions have before an administrator gives them FULL)"""
+
+
+async def check_capture(config: CaptureConfig, keep: Keep | None = None) -> str:
+    """The same for `tidemill doctor`, and that nothing is left for an administrator. Raises Invalid or Unavailable, and
+    what `keep` raises."""
     wire = await Wire.connect(config.dsn, purpose="doctor")
     try:
         found = await _looked_at(wire, config)
         missing = await statements(wire, config, found.able)
+        full = {table.name: await not_full(wire, table.oid) for table in found.able} if config.whole and missing else {}
     finally:
         await wire.aclose()
+    asked = {name: _asked(identities, missing) for name, identities in full.items()}
+    asked = {name: identities for name, identities in asked.items() if identities}
+    if asked and keep is not None:
+        await keep(asked)
     run = f"Have an administrator run: {'; '.join(missing)};" if missing else ""
     if found.objected:
         first, more = found.objected[0], len(found.objected) - 1
@@ -67,10 +63,22 @@ async def check_capture(config: CaptureConfig) -> str:
     if missing:
         raise Invalid(
             f"the role {'is not to' if config.manual else 'may not'} do all that its capture needs:"
-            f" capture={config.name} statements={len(missing)}.",
+            f" capture={config.name} statements={len(missing)}{_way_back(asked)}.",
             fix=run,
         )
     return found.line
+
+
+def _asked(identities: Identities, missing: Sequence[str]) -> Identities:
+    """Those that the statements replace."""
+    return {oid: (name, before) for oid, (name, before) in identities.items() if whole_identity(name) in missing}
+
+
+def _way_back(asked: dict[str, Identities]) -> str:
+    back = [
+        f"ALTER TABLE {name} REPLICA IDENTITY {before}" for each in asked.values() for name, before in each.values()
+    ]
+    return f" way_back={'; '.join(back)!r}" if back else ""
 
 
 class _Looked(msgspec.Struct, frozen=True):
@@ -93,47 +101,3 @@ async def _looked_at(wire: Wire, config: CaptureConfig) -> _Looked:
         tuple(table for table in wanted if table.oid not in objected),
         [objected[table.oid] for table in wanted if table.oid in objected],
     )
-
-
-async def statements(wire: Wire, config: CaptureConfig, tables: Sequence[TableInfo]) -> list[str]:
-    """For an administrator, in order; [] = the role can do all of it itself, or it is done. `tables`: such as can be
-    captured (resolve); of those whose identity is taken as it is and does not say the key, that is the first thing."""
-    if not tables:
-        return []
-    role = identifier(await wire.value("SELECT current_user") or "")
-    generated = "p.pubgencols = 's'" if wire.server_version >= GENERATED_PUBLISHED else "true"
-    found = await wire.query(
-        f"SELECT pg_has_role(p.pubowner, 'USAGE'), {generated} FROM pg_publication p"
-        f" WHERE p.pubname = {literal(config.publication)}"
-    )
-    may_create = await wire.value("SELECT has_database_privilege(current_database(), 'CREATE')") == "t"
-    may_create = may_create and not config.manual
-    may_alter = (found[0][0] == "t" if found else may_create) and not config.manual
-    oids = ", ".join(str(table.oid) for table in tables)
-    query = _TABLES.format(publication=literal(config.publication), oids=oids)
-    known = {int(oid or 0): [each == "t" for each in rest] for oid, *rest in await wire.query(query)}
-    by_oid = [(table, known[table.oid]) for table in tables if table.oid in known]
-    unusable = {table.schema for table, (_, _, usable, _) in by_oid if not usable}
-    out = [f"GRANT USAGE ON SCHEMA {identifier(schema)} TO {role}" for schema in sorted(unusable)]
-    out += [
-        f"GRANT SELECT ON {qualified(table.schema, table.table)} TO {role}"
-        for table, (_, readable, _, _) in by_oid
-        if not readable
-    ]
-    if not found and not may_create:
-        out.append(creation(config.publication, wire.server_version))
-    elif found and found[0][1] != "t" and not may_alter:
-        out.append(with_generated(config.publication))
-    if not config.whole:
-        # Before it is published: from then on its UPDATEs and DELETEs would fail.
-        out += [table.lacking for table in tables if table.lacking]
-    out += [
-        add_table(config.publication, table)
-        for table, (owned, _, _, published) in by_oid
-        if not published and not (owned and may_alter)
-    ]
-    if not config.whole:
-        return out
-    mine = "true" if config.manual else "NOT pg_has_role(c.relowner, 'USAGE')"
-    partial = await wire.query(_PARTIAL.format(oids=oids, mine=mine))
-    return out + [whole_identity(qualified(schema or "", name or "")) for schema, name in partial]

@@ -260,8 +260,9 @@ class Session:
         blocked = watch_set_up(lambda: self._connect("watch"), self.answers, config.name, self._blocked)
         self._watching = tasks.spawn(blocked, name="capture set-up watch")
         prepared = await prepare(
-            wire, config, facts, self._catalogue, self._own, latest, self.desk, self._topics, self._clock
-        )
+            wire, config, facts, self._catalogue, self._own, latest, self.desk, self._topics, self._clock,
+            self.progress.steps,
+        )  # fmt: skip
         self.slot = prepared.slot
         self.generation = self._own.now.generation
         # No await from here until the relations are learned: who begins to follow one now follows this session's.
@@ -307,7 +308,13 @@ class Session:
         writer = self.writer = TopicWriter(
             self.topic_consumer, copied, self._topics, self._rand, binder.durable, self._unfit.row
         )
-        await writer.open(latest.offsets if latest else {}, latest.lsn if latest else 0)
+        steps = self.progress.steps
+        await writer.open(
+            latest.offsets if latest else {},
+            latest.lsn if latest else 0,
+            lambda number: steps.step("topics are opened", number, len(copied)),
+        )
+        steps.end()
         snapshots = {table.topic.topic_id: table.snapshot for table in copied if table.snapshot is not None}
         binder.start_at(*where_to_start(snapshots, latest))
 

@@ -84,9 +84,10 @@ class Snapshot:
         await self._wire.query("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         await self._wire.query(f"SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}")
         # Locks first: the first query takes the snapshot, and no DDL may come between the two.
-        for table in self.tables:
+        for number, table in enumerate(self.tables, 1):
             if table.name in failed:
                 continue
+            self._progress.steps.step("tables are locked", number, len(self.tables))
             await self._wire.query("SAVEPOINT one_table")
             try:
                 await self._wire.query(f"LOCK TABLE {_scope(table)} IN ACCESS SHARE MODE")

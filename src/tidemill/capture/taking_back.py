@@ -20,6 +20,7 @@ from tidemill.base.errors import Conflict, Invalid, Missing, TidemillError
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.entry import delete_topics
 from tidemill.capture.holders import lock_holder
+from tidemill.capture.others import failing
 from tidemill.capture.publication import LOCK_ATTEMPTS, give_back
 from tidemill.capture.setup import ADVISORY_CLASS, lock_key, slot_state, try_lock
 from tidemill.capture.wire.connection import Wire, identifier, literal
@@ -100,6 +101,7 @@ async def _from_postgres(
         for table in tables:
             for oid, (relation, before) in table.identities.items():
                 await _identity_given_back(wire, oid, relation, before, done)
+        await _tell_asked(wire, tables, done)
 
 
 async def _publication_taken_back(wire: Wire, config: CaptureConfig, done: TakenBack, given: bool) -> bool:
@@ -131,6 +133,21 @@ async def _identity_given_back(wire: Wire, oid: int, relation: str, before: str,
     else:
         if name:
             done.identities[name] = before
+
+
+async def _tell_asked(wire: Wire, tables: Sequence[CaptureTableRow], done: TakenBack) -> None:
+    """Of identities that an administrator was asked to set, the way back."""
+    asked = {oid: noted for table in tables for oid, noted in table.identities_asked.items()}
+    if not asked:
+        return
+    oids = ", ".join(str(int(oid)) for oid in asked)
+    for (oid,) in await wire.query(f"SELECT oid FROM pg_class WHERE relreplident = 'f' AND oid IN ({oids}) ORDER BY 1"):
+        relation, before = asked[int(oid or 0)]
+        found = await failing(wire, [(int(oid or 0), before)])
+        why = f"an administrator gave it FULL for the capture: relation={relation}"
+        if found:
+            why += f" needed_by={','.join(sorted({each.publication for each in found}))}"
+        done.for_administrator[f"ALTER TABLE {relation} REPLICA IDENTITY {before}"] = why
 
 
 async def _try(wire: Wire, statement: str, done: TakenBack) -> bool:

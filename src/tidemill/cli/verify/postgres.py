@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tidemill.base.errors import Invalid, Missing, Unavailable
 from tidemill.base.frontier import Lsn
+from tidemill.capture.holders import OF_PREPARED
 from tidemill.capture.naming import split_name
 from tidemill.capture.wire.connection import qualified, session_settings, settings_statement, where
 from tidemill.cli.verify.canonical import fix_floats, order_expression, ordered_columns, select_expression
@@ -190,17 +191,22 @@ async def _connect(dsn: str) -> psycopg.AsyncConnection[Any]:
 
 
 async def _holder(reader: psycopg.AsyncConnection[Any], tables: Sequence[str]) -> str:
-    """The oldest transaction that writes one of the tables: pid, age, query."""
+    """The oldest transaction that writes one of the tables: pid, age, query; of a prepared one its gid."""
     cursor = await reader.execute(
-        "SELECT a.pid, extract(epoch FROM clock_timestamp() - a.xact_start)::int, left(a.query, 120)"
-        " FROM pg_locks l JOIN pg_stat_activity a USING (pid)"
+        "SELECT a.pid, extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, p.prepared))::int,"
+        " left(a.query, 120), p.gid FROM pg_locks l LEFT JOIN pg_stat_activity a USING (pid) LEFT JOIN"
+        f" pg_prepared_xacts p ON {OF_PREPARED.format(lock='l')}"
         " WHERE l.granted AND l.relation = ANY(%s::regclass[]) AND l.mode <> 'AccessShareLock'"
-        " ORDER BY a.xact_start LIMIT 1",
+        " ORDER BY coalesce(a.xact_start, p.prepared) LIMIT 1",
         ([_quoted(table) for table in tables],),
     )
     found = await cursor.fetchone()
     await reader.rollback()
-    return f"pid={found[0]} for_s={found[1]} query={found[2]!r}" if found else "pid=gone"
+    if found is None:
+        return "pid=gone"
+    if found[3] is not None:
+        return f"gid={found[3]!r} for_s={found[1]} ended_by='COMMIT PREPARED or ROLLBACK PREPARED'"
+    return f"pid={found[0]} for_s={found[1]} query={found[2]!r}"
 
 
 def _quoted(table: str) -> str:

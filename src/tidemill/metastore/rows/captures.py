@@ -221,6 +221,9 @@ class CaptureTableRow(msgspec.Struct, frozen=True):
     """Of one that has no `snapshot` yet: how far its copy has come; None = nothing that could be gone on with"""
     aside: SetAside | None = None
     """Of one whose copy goes on while WAL is confirmed"""
+    identities_asked: dict[int, tuple[str, str]] = {}
+    """As `identities`, of those that an administrator was asked to give FULL. The capture gives none of them back; it
+    says how it is done"""
 
     @property
     def version(self) -> int:

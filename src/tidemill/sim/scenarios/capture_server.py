@@ -355,6 +355,8 @@ async def _publish(
     attempts: int,
     note: Note,
     settle: Container[int] = (),
+    asked: Note | None = None,
+    done: Callable[[int], None] = lambda _: None,
 ) -> Published:
     await wire.server.asked()
     failed = await wire.server.publish([table.oid for table in tables], settle)
