@@ -115,7 +115,7 @@ def test_f496_a_table_that_comes_later_is_told_with_all_its_statements_at_once(p
                     return bool(found)
 
                 await until(told, "it is refused")
-                await world.sql(*found[0].partition("run: ")[2].rstrip(";").split("; "))
+                await world.sql(*found[0].partition("run: ")[2].rstrip(";.").split("; "))
                 await world.sql("INSERT INTO late.c VALUES (1, 'x')")
                 seen: set[str] = set()
 

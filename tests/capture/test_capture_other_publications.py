@@ -155,6 +155,42 @@ def test_f490_what_came_while_nothing_captured_is_seen_before_a_table_is_locked(
     in_world(postgres_dsn, scenario)
 
 
+def test_f490_a_whole_identity_from_before_as_is_is_taken_back_and_the_table_flows_on(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*TABLES, *GOOD)
+        async with world.capture(**SOON):
+            await world.flowing("t")
+        await world.sql("CREATE PUBLICATION other FOR TABLE t (id, v)")
+        async with world.capture(identity="as-is", **SOON):
+            await works_again(world, "t")
+            await world.flowing("t", "good")
+            await world.sql("UPDATE t SET v = v + 1", "DELETE FROM t WHERE id = 1")
+            await exact(world, "t")
+            assert await identity(world, "t") == "d"
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f490_a_virtual_column_is_no_fault_of_the_application_whichever_publication_holds_the_table(
+    postgres_dsn: str,
+) -> None:
+    if version_of(postgres_dsn) < 18:
+        pytest.skip("PostgreSQL 18 and newer")
+
+    async def scenario(world: World) -> None:
+        await world.sql(
+            *TABLES, *GOOD, "CREATE PUBLICATION other FOR ALL TABLES WITH (publish_generated_columns = stored)"
+        )
+        async with world.capture(**SOON):
+            await world.flowing("t", "good")
+            await world.sql("ALTER TABLE t ADD x int GENERATED ALWAYS AS (v + 1) VIRTUAL")
+            await works_again(world, "t")
+            await objected(world, "t", "generated column")
+            await good_flows(world)
+
+    in_world(postgres_dsn, scenario)
+
+
 def test_f490_a_copy_gives_way_to_the_identity_that_its_table_must_have(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
         await world.sql(*TABLES, "INSERT INTO t (id, v) SELECT g, g FROM generate_series(10, 20000) g", *GOOD)

@@ -79,7 +79,7 @@ class Mending:
             return
         rows = self._desk.rows
         left = await self._control.ask(lambda wire: withdraw(wire, self._config, rows.values(), objected))
-        for row in [row for row in rows.values() if row.oid in objected]:
+        for row in [row for row in rows.values() if row.oid in objected and objected[row.oid].refuses]:
             why = Refusal("refused", objected[row.oid].reason, objected[row.oid].fix, again=True)
             copies = row.snapshot is None and row.state == "captured"
             if row.flows:

@@ -94,12 +94,15 @@ _SOME_LIST = """EXISTS (SELECT FROM pg_publication_rel WHERE prattrs IS NOT NULL
 _SOME_GENERATED = """EXISTS (SELECT FROM pg_publication p WHERE (p.pubupdate OR p.pubdelete) AND p.pubname <> {own})
        AND EXISTS (SELECT FROM pg_attribute t WHERE t.attrelid = m.oid AND t.attgenerated <> '')"""
 
-_NARROWED = """
-SELECT r.prrelid, CASE WHEN r.prqual IS NULL THEN 'column list' WHEN r.prattrs IS NULL THEN 'row filter'
-       ELSE 'row filter and column list' END
-  FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
- WHERE p.pubname = {own} AND (r.prqual IS NOT NULL OR r.prattrs IS NOT NULL)
+_LEFT_OUT = """CASE WHEN r.prqual IS NULL THEN 'column list' WHEN r.prattrs IS NULL THEN 'row filter'
+    ELSE 'row filter and column list' END"""
+_LOOK = """
+SELECT r.prrelid, p.pubname = {own} AND (r.prqual IS NOT NULL OR r.prattrs IS NOT NULL), {left_out}
+  FROM pg_publication p LEFT JOIN pg_publication_rel r ON r.prpubid = p.oid
+   AND (r.prattrs IS NOT NULL OR r.prqual IS NOT NULL AND p.pubname = {own})
+ WHERE (p.pubupdate OR p.pubdelete) AND ({others} OR r.oid IS NOT NULL)
 """
+"""Whether anybody may object to anything, which mostly nobody does: the long question is asked only then."""
 
 
 class Failing(msgspec.Struct, frozen=True):
@@ -114,11 +117,13 @@ class Failing(msgspec.Struct, frozen=True):
 
 
 class Objection(msgspec.Struct, frozen=True):
-    """Why a table cannot be captured as its capture is configured. `relations`: those that must not have FULL."""
+    """`relations`: which must not have FULL. `refuses`: the table cannot be captured as its capture is configured, for
+    this `reason`."""
 
     reason: str
     fix: str
     relations: frozenset[int] = frozenset()
+    refuses: bool = True
 
 
 Objections = Mapping[int, Objection]
@@ -136,13 +141,14 @@ async def objections(wire: Wire, config: CaptureConfig) -> Objections:
     """Of all tables that there are (O1, O2)."""
     if wire.server_version < LISTS:
         return {}
-    own = literal(config.publication)
-    narrowed = {int(oid or 0): what or "" for oid, what in await wire.query(_NARROWED.format(own=own))}
+    own, generated = literal(config.publication), wire.server_version >= GENERATED
+    look = await wire.query(
+        _LOOK.format(own=own, left_out=_LEFT_OUT, others=f"p.pubname <> {own}" if generated else "false")
+    )
+    narrowed = {int(oid or 0): what or "" for oid, ours, what in look if ours == "t"}
     found: dict[int, list[Failing]] = {}
-    if config.whole:
-        some = [_SOME_LIST]
-        if wire.server_version >= GENERATED:
-            some.append(_SOME_GENERATED.format(own=own))
+    if look:
+        some = [_SOME_LIST, *([_SOME_GENERATED.format(own=own)] if generated else [])]
         for each in await _failing(wire, _WHOLE.format(some=" OR ".join(some))):
             found.setdefault(each.root, []).append(each)
     names = await _names(wire, [*found, *narrowed])
@@ -181,6 +187,7 @@ def _of_others(config: CaptureConfig, name: str, one: Failing, relations: frozen
         f" and does not fit: table={name} publication={one.publication} cause={one.cause!r}.",
         f'{remedy}, or capture the table with the identity that it has: capture.{config.name}.identity = "as-is".',
         relations,
+        config.whole,
     )
 
 

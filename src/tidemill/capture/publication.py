@@ -260,7 +260,7 @@ async def _publish_table(
 async def _check_others(wire: Wire, config: CaptureConfig, table: TableInfo) -> None:
     """Under the table's lock (others.py, O1). Raises Objected."""
     objection = (await objections(wire, config)).get(table.oid)
-    if objection is not None:
+    if objection is not None and objection.refuses:
         raise Objected(objection.reason, fix=objection.fix)
 
 

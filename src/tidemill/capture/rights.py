@@ -95,9 +95,10 @@ async def _looked_at(wire: Wire, config: CaptureConfig) -> _Looked:
     objected = await objections(wire, config)
     choice = resolve(config.tables, found, wire.server_version, whole=config.whole, objections=objected)
     wanted = resolve(config.tables, found, wire.server_version).tables
+    refusing = {oid: each for oid, each in objected.items() if each.refuses}
     left = f", not captured: {', '.join(sorted(choice.refused))}" if choice.refused else ""
     return _Looked(
         f"PostgreSQL {facts.version // 10_000}.{facts.version % 10_000}, {len(choice.tables)} tables{left}",
-        tuple(table for table in wanted if table.oid not in objected),
-        [objected[table.oid] for table in wanted if table.oid in objected],
+        tuple(table for table in wanted if table.oid not in refusing),
+        [refusing[table.oid] for table in wanted if table.oid in refusing],
     )

@@ -278,7 +278,7 @@ def resolve(
                 continue
             why = refusal(table, version, named=bool(exact), whole=whole)
             objection = objections.get(table.oid) if objections is not None else None
-            if why is None and objection is not None:
+            if why is None and objection is not None and objection.refuses:
                 why = Refusal("refused", objection.reason, objection.fix, again=True)
             if why is None:
                 chosen[table.name] = table
