@@ -380,7 +380,7 @@ class Desk:
                 self._config.table_mark(name), progress.moved, max(progress.expected, progress.moved + 1),
                 now_ms=self._clock.now_ms(), held_by=progress.held_by, reason=progress.sentence,
                 budget_ms=self._config.budget_ms, unit="rows",
-                progress=progress.moved + progress.steps.count,
+                progress=progress.moved + progress.chunks_done + progress.steps.count,
             )  # fmt: skip
             self._told.add(name)
 

@@ -311,7 +311,7 @@ class Capture:
         self._tracker.set(
             self.config.mark, position, max(position + 1, slot.wal_end if slot else 0), now_ms=now_ms,
             held_by=held_by, reason=reason, budget_ms=self.config.budget_ms, unit="lsn",
-            progress=copy.rows + copy.steps.count if copy is not None else 0,
+            progress=copy.rows + copy.chunks_done + copy.steps.count if copy is not None else 0,
         )  # fmt: skip
 
     def _mark_stream(self, session: Session, collector: Collector) -> None:
@@ -324,7 +324,8 @@ class Capture:
         holder, copied_rows = collector.tracker.holder(), 0
         if session.joining is not None:
             session.joining.mark()
-            copied_rows = session.joining.progress.moved + session.joining.progress.steps.count
+            copy = session.joining.progress
+            copied_rows = copy.moved + copy.chunks_done + copy.steps.count
             kept_for = session.joining.keeping.tables
             if collector.status.told < collector.status.flushed and kept_for:
                 holder = self.config.table_mark(kept_for[0])
