@@ -47,11 +47,6 @@ def version_of(dsn: str) -> int:
         return connection.info.server_version // 10_000
 
 
-async def state(world: World, table: str, wanted: str) -> bool:
-    row = await world.table(f"public.{table}")
-    return row is not None and row.state == wanted
-
-
 async def refused_by_postgres(world: World, table: str) -> bool:
     """Whether the application's UPDATE or DELETE of every part of the table is."""
     try:
@@ -216,10 +211,11 @@ def test_f491_an_identity_that_another_publication_needs_is_not_given_back(postg
         async with world.capture(**SOON):
             await world.flowing("t", "split")
             await world.sql("CREATE PUBLICATION other FOR TABLE t WHERE (v > 0), good")
-        async with world.capture(tables=("split", "good"), **SOON):
+        async with world.capture(tables=("split", "good"), **SOON) as capture:
             # Left out by the configuration; it keeps the identity while that is needed.
-            await until(lambda: state(world, "t", "dropped"), "the table is not captured any more")
-            await good_flows(world)
+            assert capture._session is not None and capture._session.joining is not None
+            watching = capture._session.joining.watching
+            await until(lambda: bool(watching._kept_identities), "its identity was to be given back")
             await good_flows(world)
             assert await identity(world, "t") == "f" and not await refused_by_postgres(world, "t")
             assert (await world.tables())["public.t"].identities
@@ -284,5 +280,28 @@ def test_f492_a_table_of_which_the_publication_leaves_something_out_is_refused_w
                 await world.sql("ALTER TABLE t REPLICA IDENTITY FULL")
             await world.flowing("t")
             await exact(world, "t")
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f492_a_manual_capture_whose_publication_has_other_options_is_told_how_it_is_made(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        own = f"tidemill_{world.name}"
+        await world.sql(*GOOD, "ALTER TABLE good REPLICA IDENTITY FULL")
+        await world.sql(f"CREATE PUBLICATION {own} FOR TABLE good WITH (publish = 'insert')")
+        async with world.capture(manual=True, wait=False) as capture:
+
+            def told() -> bool:
+                failure = world.tracker.failure(capture.config.mark)
+                return failure is not None and "CREATE PUBLICATION" in failure.error
+
+            await until(told, "it says how the publication is made")
+            failure = world.tracker.failure(capture.config.mark)
+            assert failure is not None
+            statements = failure.error.partition("Run ")[2].rstrip(";").split("; ")
+            await world.sql(*statements, f"ALTER PUBLICATION {own} ADD TABLE ONLY good")
+            await until(lambda: capture.streaming, "the capture streams")
+            await world.flowing("good")
+            await good_flows(world)
 
     in_world(postgres_dsn, scenario)

@@ -119,7 +119,8 @@ async def published_tables(wire: Wire, publication: str, *, manual: bool = False
     if rows[0][:3] != ("t", "t", "f"):
         raise Invalid(
             f"a publication of this name exists with other options: publication={publication}.",
-            fix=f"Run DROP PUBLICATION {identifier(publication)}; it is created again as needed.",
+            fix=f"Run DROP PUBLICATION {identifier(publication)}; "
+            + (f"{creation(publication, wire.server_version)};" if manual else "it is created again as needed."),
         )
     if rows[0][3] != "t":
         # Made by an older version, or before the server was upgraded.
