@@ -120,7 +120,8 @@ async def take_snapshot(
     async with AsyncExitStack() as opened:
         opened.push_async_callback(writer.aclose)
         copied = []
-        for table in tables:
+        for number, table in enumerate(tables, 1):
+            progress.steps.step("topics are opened", number, len(tables))
             try:
                 await writer.open_table(captured[table.name], None)
                 copied.append(table)
@@ -164,16 +165,23 @@ class Copy:
         for table in tables:
             if table.name in unread:
                 await self._refuse(table, unread[table.name])
-        for table in snapshot.tables:
+        for number, table in enumerate(snapshot.tables, 1):
+            self._progress.steps.step("copies are planned", number, len(snapshot.tables))
             planned = await self._planned(snapshot, table)
             if planned is not None:
                 self._tables.append(planned)
                 self._progress.expect(planned.plan.rows, planned.plan.count, planned.plan.done)
         self._progress.estimate = await snapshot.estimate()
+        self._progress.steps.end()
         await self._read_all(snapshot, wire, opened)
         await snapshot.end()
         await self._writer.drained()
-        done = [table.info.name for table in self._tables if await self._complete(snapshot, table)]
+        done = []
+        for number, copied in enumerate(self._tables, 1):
+            self._progress.steps.step("copies are recorded", number, len(self._tables))
+            if await self._complete(snapshot, copied):
+                done.append(copied.info.name)
+        self._progress.steps.end()
         self._progress.finish()
         log.info("snapshot complete", capture=self._config.name, tables=len(done), rows=self._progress.rows)
         return sorted(done)

@@ -303,13 +303,15 @@ class Capture:
         copy = session.progress if session is not None else None
         if copy is not None and (copy.rows or copy.blocked) and not copy.done:
             reason, held_by = copy.sentence, copy.held_by or held_by
+        elif copy is not None and copy.steps.doing and not held_by:
+            reason = f"{reason}: {copy.steps.doing}"
         earlier = self._tracker.mark(self.config.mark)
         position = earlier.position if earlier is not None else 0
         slot = session.slot if session is not None and position else None
         self._tracker.set(
             self.config.mark, position, max(position + 1, slot.wal_end if slot else 0), now_ms=now_ms,
             held_by=held_by, reason=reason, budget_ms=self.config.budget_ms, unit="lsn",
-            progress=copy.rows if copy is not None else 0,
+            progress=copy.rows + copy.chunks_done + copy.steps.count if copy is not None else 0,
         )  # fmt: skip
 
     def _mark_stream(self, session: Session, collector: Collector) -> None:
@@ -322,7 +324,8 @@ class Capture:
         holder, copied_rows = collector.tracker.holder(), 0
         if session.joining is not None:
             session.joining.mark()
-            copied_rows = session.joining.progress.moved
+            copy = session.joining.progress
+            copied_rows = copy.moved + copy.chunks_done + copy.steps.count
             kept_for = session.joining.keeping.tables
             if collector.status.told < collector.status.flushed and kept_for:
                 holder = self.config.table_mark(kept_for[0])

@@ -46,12 +46,15 @@ from tidemill.capture.entry import (
     without_taken,
 )
 from tidemill.capture.evolution import next_version, targets_of
+from tidemill.capture.others import objections
 from tidemill.capture.own_row import OwnRow
+from tidemill.capture.progress import Steps
 from tidemill.capture.publication import create_publication, not_published, publish, published_tables
 from tidemill.capture.setup import ServerFacts, SlotState, check_slot, create_slot, slot_state, start_over
 from tidemill.capture.tables import Choice, Refusal, TableInfo, describe, list_tables, resolve
 from tidemill.capture.topic_writer import CapturedTable
 from tidemill.capture.wire.connection import Wire, identifier
+from tidemill.capture.withdrawing import withdraw
 from tidemill.metastore.catalogue import (
     CaptureRow,
     CaptureTableRow,
@@ -93,6 +96,7 @@ async def prepare(
     desk: Desk,
     topics: TopicLog,
     clock: Clock,
+    steps: Steps,
 ) -> Prepared:
     """`wire` has the capture's lock. `own`: the capture's row, which is claimed here. `latest`: the newest binding.
 
@@ -106,9 +110,13 @@ async def prepare(
             f" recorded={row.system_id} found={facts.system_id}.",
             fix="Correct the DSN, or start the capture over.",
         )
+    objected = await objections(wire, config)
+    if row is not None:
+        # Before any lock is taken that would stand in the way (withdrawing.py, W1).
+        await withdraw(wire, config, await catalogue.tables(config.name), objected)
     found = await list_tables(wire)
     try:
-        choice = resolve(config.tables, found, facts.version, whole=config.whole)
+        choice = resolve(config.tables, found, facts.version, whole=config.whole, objections=objected)
     except Invalid:
         # With a slot there is WAL to let go of, and tables may come again.
         if row is None:
@@ -131,8 +139,8 @@ async def prepare(
             # What a predecessor told last may be on its way: where a table joins depends on it.
             slot = await _once_free(wire, config)
         await join_ended(config, catalogue, desk, topics, latest, slot, clock)
-        return await _go_on(wire, config, catalogue, desk, own, choice, found, slot)
-    return await _begin(wire, config, facts, catalogue, desk, own, choice, published)
+        return await _go_on(wire, config, catalogue, desk, own, choice, found, slot, steps)
+    return await _begin(wire, config, facts, catalogue, desk, own, choice, published, steps)
 
 
 async def begin_anew(wire: Wire, config: CaptureConfig, rows: Iterable[CaptureTableRow]) -> None:
@@ -164,6 +172,7 @@ async def _begin(
     own: OwnRow,
     choice: Choice,
     published: dict[int, str] | None,
+    steps: Steps,
 ) -> Prepared:
     """Nothing is there yet: publish, make the slot, and let everything be copied before the stream begins."""
     row = own.row
@@ -175,8 +184,10 @@ async def _begin(
     if published is None:
         await create_publication(wire, config.publication)
     done = await publish(
-        wire, config, choice.tables, published or {}, attempts=1, note=desk.note, settle=published or {}
-    )
+        wire, config, choice.tables, published or {}, attempts=1, note=desk.note, settle=published or {},
+        asked=desk.asked, done=lambda number: steps.step("tables are published", number, len(choice.tables)),
+    )  # fmt: skip
+    steps.end()
     refused = {n: e for n, e in done.failed.items() if isinstance(e, Invalid)}
     if row is None and choice.tables and len(refused) == len(choice.tables):
         if not config.manual:
@@ -187,8 +198,9 @@ async def _begin(
     # The slot has waited for the transactions that were open: what they held may be free by now.
     waiting = [t for t in choice.tables if isinstance(done.failed.get(t.name), Unavailable)]
     again = await publish(
-        wire, config, waiting, published or {}, attempts=FIRST_ATTEMPTS, note=desk.note, settle=published or {}
-    )
+        wire, config, waiting, published or {}, attempts=FIRST_ATTEMPTS, note=desk.note, settle=published or {},
+        asked=desk.asked, done=lambda number: steps.step("tables are published", number, len(waiting)),
+    )  # fmt: skip
     failed = {**refused, **again.failed}
     relations = await describe(wire, [table.oid for table in choice.tables])
     taken = []
@@ -207,7 +219,8 @@ async def _begin(
     )
     await own.begin(begun)
     captured = []
-    for table in taken:
+    for number, table in enumerate(taken, 1):
+        steps.step("topics are made", number, len(taken))
         topic = await start_table(config, catalogue, desk, table, relations[table.oid])
         if topic is not None:
             source = source_of(config, desk.rows[table.name], wire.database)
@@ -225,6 +238,7 @@ async def _go_on(
     choice: Choice,
     found: list[TableInfo],
     slot: SlotState,
+    steps: Steps,
 ) -> Prepared:
     """Some tables are there: stream these. The others are taken in beside it."""
     if not own.now.snapshot_done:
@@ -237,7 +251,8 @@ async def _go_on(
         if table.table not in wanted:
             why = choice.refused.get(table.table)
             if why is not None and any((t.name, t.oid) == (table.table, table.oid) for t in found):
-                await desk.park(table.table, wal_end, why.reason)
+                first = why.fix if why.again else ""
+                await desk.park(table.table, wal_end, why.reason, again=why.again, first=first)
             else:
                 await desk.park(table.table, wal_end, *gone(table, found), state="dropped")
         elif table.columns and table.oid in now:
@@ -252,7 +267,8 @@ async def _go_on(
     for name, why in choice.refused.items():
         await desk.refuse(name, why)
     captured, relations = [], {}
-    for table in desk.rows.values():
+    for number, table in enumerate(desk.rows.values(), 1):
+        steps.step("topics are looked up", number, len(desk.rows))
         beyond = table.parked_lsn and table.parked_lsn <= slot.confirmed_lsn
         if table.snapshot is None or beyond or table.state not in ("captured", "parked", "dropped"):
             continue

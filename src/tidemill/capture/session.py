@@ -19,6 +19,7 @@ from tidemill.base.frontier import ChangePosition
 from tidemill.base.histogram import Stages
 from tidemill.base.pace import Pace
 from tidemill.base.tasks import Tasks, sentence
+from tidemill.capture.beside import Beside
 from tidemill.capture.bindings import Binder, where_to_start
 from tidemill.capture.burst import Run, steps
 from tidemill.capture.changes import NEVER, Fragment, Relation, Row
@@ -30,9 +31,10 @@ from tidemill.capture.descriptions import Descriptions
 from tidemill.capture.desk import Desk
 from tidemill.capture.entry import copy_target
 from tidemill.capture.holders import Holder, busy_walsender, slot_holder
-from tidemill.capture.joining import Joining
+from tidemill.capture.joining import HAZARD_POLL_S, Joining
 from tidemill.capture.keeping import kept_for
 from tidemill.capture.locking import own_session, take_lock
+from tidemill.capture.mending import Mending
 from tidemill.capture.own_row import OwnRow
 from tidemill.capture.poison import Poisoned, take
 from tidemill.capture.prepare import Prepared, begin_anew, let_go, prepare
@@ -240,7 +242,9 @@ class Session:
         # A long copy must not go on after its slot is lost.
         assert self._control is not None
         tasks.spawn(watch_slot(self._control, self._config, self._saw_slot, self._idle), name="capture slot")
+        guard = tasks.spawn(self._guard(), name="capture identities")
         await self._open_writer(prepared)
+        guard.cancel()
         await self._start_stream(prepared, facts, tasks)
 
     async def _prepare(self, tasks: Tasks) -> tuple[Prepared, ServerFacts]:
@@ -259,8 +263,9 @@ class Session:
         blocked = watch_set_up(lambda: self._connect("watch"), self.answers, config.name, self._blocked)
         self._watching = tasks.spawn(blocked, name="capture set-up watch")
         prepared = await prepare(
-            wire, config, facts, self._catalogue, self._own, latest, self.desk, self._topics, self._clock
-        )
+            wire, config, facts, self._catalogue, self._own, latest, self.desk, self._topics, self._clock,
+            self.progress.steps,
+        )  # fmt: skip
         self.slot = prepared.slot
         self.generation = self._own.now.generation
         # No await from here until the relations are learned: who begins to follow one now follows this session's.
@@ -277,6 +282,15 @@ class Session:
         # Before anything is confirmed that others who were named there have not seen (taps.py, X6).
         await self.name_taps()
         return prepared, facts
+
+    async def _guard(self) -> None:
+        """Until the stream begins, whose watch does it then: no identity may make the application's statements fail."""
+        assert self._control is not None
+        beside = Beside(self._config, self._control, self.desk, self._catalogue, self._parking)
+        mending = Mending(beside)
+        while True:
+            await mending.withdraw(await beside.objections())
+            await asyncio.sleep(HAZARD_POLL_S)
 
     async def _open_writer(self, prepared: Prepared) -> None:
         """Tails, snapshot of what is fresh, and where the count of offsets starts."""
@@ -297,7 +311,13 @@ class Session:
         writer = self.writer = TopicWriter(
             self.topic_consumer, copied, self._topics, self._rand, binder.durable, self._unfit.row
         )
-        await writer.open(latest.offsets if latest else {}, latest.lsn if latest else 0)
+        steps = self.progress.steps
+        await writer.open(
+            latest.offsets if latest else {},
+            latest.lsn if latest else 0,
+            lambda number: steps.step("topics are opened", number, len(copied)),
+        )
+        steps.end()
         snapshots = {table.topic.topic_id: table.snapshot for table in copied if table.snapshot is not None}
         binder.start_at(*where_to_start(snapshots, latest))
 

@@ -22,6 +22,7 @@ from tidemill.base.errors import Missing
 from tidemill.capture.changes import Column, Relation
 from tidemill.capture.depended import FIRST_OWN, HASH
 from tidemill.capture.naming import odd, readable, table_name
+from tidemill.capture.others import Objections
 from tidemill.capture.wire.connection import Wire, literal, qualified
 
 GENERATED_PUBLISHED = 180_000
@@ -177,12 +178,13 @@ class TableInfo(msgspec.Struct, frozen=True):
 
 class Refusal(msgspec.Struct, frozen=True):
     """Why a table is not captured. `state`: refused or left (CaptureTableRow). `held_by`: who is in the way, if not
-    the operator."""
+    the operator. `again`: of a table that was captured, once the reason is gone a copy makes it good."""
 
     state: str
     reason: str
     fix: str
     held_by: str = ""
+    again: bool = False
 
 
 class Hazard(msgspec.Struct, frozen=True):
@@ -274,9 +276,17 @@ async def keyless(wire: Wire, oids: Sequence[int]) -> dict[int, list[str]]:
     return found
 
 
-def resolve(patterns: Sequence[str], tables: Sequence[TableInfo], version: int, *, whole: bool = True) -> Choice:
+def resolve(
+    patterns: Sequence[str],
+    tables: Sequence[TableInfo],
+    version: int,
+    *,
+    whole: bool = True,
+    objections: Objections | None = None,
+) -> Choice:
     """The tables that the patterns name. `whole`: each is given REPLICA IDENTITY FULL, else it is captured with the
-    one that it has. Raises Missing when the patterns name no table at all."""
+    one that it has. `objections`: what publications have against that. Raises Missing when the patterns name no table
+    at all."""
     chosen: dict[str, TableInfo] = {}
     refused: dict[str, Refusal] = {}
     excluded = [p[1:] for p in patterns if p.startswith("!")]
@@ -291,6 +301,9 @@ def resolve(patterns: Sequence[str], tables: Sequence[TableInfo], version: int, 
             if any(_matches(table, e) for e in excluded):
                 continue
             why = refusal(table, version, named=bool(exact), whole=whole)
+            objection = objections.get(table.oid) if objections is not None else None
+            if why is None and objection is not None and objection.refuses:
+                why = Refusal("refused", objection.reason, objection.fix, again=True)
             if why is None:
                 chosen[table.name] = table
             elif refused.get(table.name, why).state != "refused" or table.name not in refused:

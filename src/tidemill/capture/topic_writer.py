@@ -189,12 +189,15 @@ class TopicWriter:
         """Of the description that the change at hand is written under."""
 
     # opening --------------------------------------------------------------------------------------
-    async def open(self, bound: dict[str, tuple[int, ...]], bound_lsn: int) -> None:
-        """Learn every partition's tail. `bound`: offsets and LSN of the newest binding.
+    async def open(
+        self, bound: dict[str, tuple[int, ...]], bound_lsn: int, done: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Learn every partition's tail. `bound`: offsets and LSN of the newest binding. `done(n)`: of the nth table.
 
         Raises Corrupt (a topic lost bound records), Missing (a topic is gone), Unavailable.
         """
-        for table in self._tables.values():
+        for number, table in enumerate(self._tables.values(), 1):
+            done(number)
             offsets = bound.get(table.topic.topic_id)
             if offsets is not None:
                 table.bound_lsn = bound_lsn

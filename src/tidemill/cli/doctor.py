@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import shutil
 import socket
@@ -212,4 +213,36 @@ def _capture(config: Config, name: str) -> str:
             name, section.dsn, tuple(section.tables), identity=section.identity, manual=section.manual,
             failover=section.failover, envelope=section.envelope, cleanup=section.cleanup,
         )  # fmt: skip
-        return portal.call(check_capture(settings))
+        return portal.call(check_capture(settings, lambda asked: _keep(config, name, asked)))
+
+
+async def _keep(config: Config, capture: str, asked: dict[str, dict[int, tuple[str, str]]]) -> None:
+    """What tables have before an administrator gives them FULL, for `capture list` and `capture drop`. Where the stores
+    do not answer it is printed only."""
+    from tidemill.capture.desk import asked_of
+    from tidemill.consensus.open import open_consensus
+    from tidemill.metastore.catalogue import CaptureTableRow, Catalogue
+    from tidemill.metastore.open import metastore_on
+    from tidemill.objects.open import open_objects
+
+    clock, rand = SystemClock(), Rand()
+    with contextlib.suppress(TidemillError):
+        async with contextlib.AsyncExitStack() as opened:
+            consensus = await open_consensus(config.consensus_url, clock, rand)
+            opened.push_async_callback(consensus.aclose)
+            objects = await open_objects(config.objects_url, clock, rand)
+            opened.push_async_callback(objects.aclose)
+            metastore = metastore_on(consensus, objects, clock, rand, domains=config.metastore.domains)
+            opened.push_async_callback(metastore.aclose)
+            catalogue = Catalogue(metastore, clock, rand)
+            for table, identities in asked.items():
+
+                def noted(
+                    found: CaptureTableRow | None, name: str = table, seen: dict[int, tuple[str, str]] = identities
+                ) -> CaptureTableRow:
+                    return asked_of(found or CaptureTableRow(capture, name, state="refused", reason=ASKED), seen)
+
+                await catalogue.change_table(capture, table, noted)
+
+
+ASKED = "an administrator was asked to prepare it"

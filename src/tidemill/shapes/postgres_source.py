@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING
 
 from tidemill.base.errors import Invalid, Missing, Unavailable
 from tidemill.capture.visibility import PgSnapshot
-from tidemill.capture.wire.connection import DISPLAY_SETTINGS, identifier, qualified
+from tidemill.capture.wire.connection import (
+    DISPLAY_SETTINGS,
+    identifier,
+    qualified,
+    session_settings,
+    settings_statement,
+)
 from tidemill.shapes.describe import DESCRIBE_SQL, ColumnInfo, TableColumns, table_columns
 from tidemill.shapes.held import HeldRows
 from tidemill.shapes.live import LiveShape
@@ -37,11 +43,8 @@ if TYPE_CHECKING:
     from tidemill.capture.changes import Relation
 
 STATEMENT_TIMEOUT_S = 30
-SESSION_SETTINGS = {
-    **DISPLAY_SETTINGS,
-    "statement_timeout": f"{STATEMENT_TIMEOUT_S}s",
-    "idle_in_transaction_session_timeout": "0",
-}
+SESSION_SETTINGS = {**DISPLAY_SETTINGS, "statement_timeout": f"{STATEMENT_TIMEOUT_S}s"}
+"""Besides those of every session on a captured database."""
 FETCH_BYTES = 1 << 20
 FIRST_ROWS = 50
 MOST_ROWS = 5_000
@@ -76,15 +79,16 @@ class PostgresSource:
         """Raises Unavailable when the database does not answer or fails while in use."""
         import psycopg
 
-        options = " ".join(f"-c {name}={value.replace(' ', chr(92) + ' ')}" for name, value in SESSION_SETTINGS.items())
         async with slots:
             try:
                 connection = await psycopg.AsyncConnection.connect(
-                    self._dsn, autocommit=True, options=options, application_name="tidemill shapes"
+                    self._dsn, autocommit=True, application_name="tidemill shapes"
                 )
             except psycopg.Error as error:
                 raise Unavailable(f"the database does not answer: error={str(error).strip()!r}.") from error
             try:
+                settings = {**session_settings(connection.info.server_version), **SESSION_SETTINGS}
+                await connection.execute(settings_statement(settings).encode())
                 yield connection
             except psycopg.Error as error:
                 if (error.sqlstate or "")[:2] in REFUSALS:

@@ -45,6 +45,15 @@ NO_TIMEOUTS: Mapping[str, tuple[int, str]] = {
 """Setting → (server version that knows it, value). A default of the role or database would cut a long copy short or
 end the session that holds the capture's lock; where a time limit is wanted it is set for that statement."""
 
+PLAIN_STATEMENTS: Mapping[str, str] = {
+    "default_transaction_read_only": "off",
+    "default_transaction_isolation": "read committed",
+    "default_transaction_deferrable": "off",
+    "quote_all_identifiers": "off",
+}
+"""A default of the role or database would refuse the set-up's statements, let a transaction see the catalogue of
+before it had its lock, or spell the names of types otherwise."""
+
 CONNECT_TIMEOUT_S = 10
 TCP: Mapping[str, int] = {
     "connect_timeout": CONNECT_TIMEOUT_S,
@@ -120,6 +129,17 @@ def application_name(purpose: str, capture: str = "") -> str:
     return " ".join(filter(None, words))[:_APPLICATION_NAME_BYTES]
 
 
+def session_settings(version: int) -> dict[str, str]:
+    """For every session on a captured database, whatever the defaults of its role and database are."""
+    untimed = {name: value for name, (since, value) in NO_TIMEOUTS.items() if version >= since}
+    return {**DISPLAY_SETTINGS, **PLAIN_STATEMENTS, **untimed}
+
+
+def settings_statement(settings: Mapping[str, str]) -> str:
+    """Sets them for the rest of the session. (Not as `options` of the connection, which the DSN may have, too.)"""
+    return f"SELECT {', '.join(f'set_config({literal(n)}, {literal(v)}, false)' for n, v in settings.items())}"
+
+
 class Wire:
     def __init__(self, connection: Any, target: str) -> None:
         self._connection = connection
@@ -131,8 +151,8 @@ class Wire:
 
     @classmethod
     async def connect(cls, dsn: str, *, replication: bool = False, purpose: str, capture: str = "") -> Self:
-        """Connect and set DISPLAY_SETTINGS. `purpose` and the name of the capture that it is for, if any, are told to
-        PostgreSQL. Raises Invalid (DSN, credentials, database) or Unavailable."""
+        """Connect, and set `session_settings`. PostgreSQL sees `purpose` and the name of the capture that it is for, if
+        any. Raises Invalid (DSN, credentials, database) or Unavailable."""
         import psycopg
 
         target, given = where(dsn), _parts(dsn)
@@ -147,10 +167,8 @@ class Wire:
             raise connect_error(str(error), target) from error
         wire = cls(connection, target)
         try:
-            known = {n: value for n, (version, value) in NO_TIMEOUTS.items() if wire.server_version >= version}
             encoding = {"client_encoding": UNCHECKED} if wire.unchecked else {}
-            for name, value in {**DISPLAY_SETTINGS, **encoding, **known}.items():
-                await wire.query(f"SET {name} = {literal(value)}")
+            await wire.query(settings_statement({**session_settings(wire.server_version), **encoding}))
         except BaseException:
             await wire.aclose()
             raise

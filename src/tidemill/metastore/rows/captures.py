@@ -223,6 +223,9 @@ class CaptureTableRow(msgspec.Struct, frozen=True):
     """Of one whose copy goes on while WAL is confirmed"""
     types: dict[int, str] = {}
     """oid of a column's type → what that was made of when the table was last seen as described (capture/depended.py)"""
+    identities_asked: dict[int, tuple[str, str]] = {}
+    """As `identities`, of those that an administrator was asked to give FULL. The capture gives none of them back; it
+    says how it is done"""
 
     @property
     def version(self) -> int:

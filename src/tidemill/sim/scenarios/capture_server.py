@@ -34,6 +34,7 @@ from tidemill.capture import (
 from tidemill.capture.attributes import Attribute, Attributes
 from tidemill.capture.changes import Relation, Row
 from tidemill.capture.config import CaptureConfig
+from tidemill.capture.others import Objection
 from tidemill.capture.publication import Note, Published
 from tidemill.capture.setup import ServerFacts, SlotState
 from tidemill.capture.tables import TableInfo
@@ -358,6 +359,8 @@ async def _publish(
     attempts: int,
     note: Note,
     settle: Container[int] = (),
+    asked: Note | None = None,
+    done: Callable[[int], None] = lambda _: None,
 ) -> Published:
     await wire.server.asked()
     failed = await wire.server.publish([table.oid for table in tables], settle)
@@ -415,6 +418,10 @@ def attributes(relation: Relation) -> Attributes:
     return Attributes(columns, len(columns), 0, "files")
 
 
+async def _objections(wire: ServerWire, config: CaptureConfig) -> dict[int, Objection]:
+    return {}
+
+
 async def _hazards(wire: ServerWire, publication: str, whole: bool) -> list[Any]:
     await wire.server.asked()
     return []
@@ -446,9 +453,9 @@ def answering(server: Server) -> Iterator[None]:
             (prepare, {
                 "slot_state": _slot_state, "create_slot": _create_slot, "create_publication": _create_publication,
                 "publish": _publish, "published_tables": _published_tables, "list_tables": _list_tables,
-                "describe": _describe, "attributes_of": _attributes_of,
+                "describe": _describe, "attributes_of": _attributes_of, "objections": _objections,
             }),
-            (beside, {"published_tables": _published_tables}),
+            (beside, {"published_tables": _published_tables, "objections": _objections}),
             (mending, {"publish": _publish, "unpublish": _unpublish, "hazards": _hazards}),
             (looking, {"list_tables_unless": _list_tables_unless, "visible": _visible}),
             (watching, {"describe": _describe, "attributes_of": _attributes_of}),
