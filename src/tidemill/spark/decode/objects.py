@@ -7,7 +7,8 @@ A line is one object for certain when it begins with { and ends with }: a string
 closing bracket no other one may open. Where the readers differ otherwise:
 
     a field twice, another type, a surrogate without its pair, a number out of range     refused by Arrow
-    NaN and Infinity, nesting that ends the other reader, bytes that are no UTF-8         looked for in the text
+    NaN and Infinity, nesting that ends the other reader, bytes that are no UTF-8,
+    exponents of decimals that Arrow does not check                                       looked for in the text
     a field that is left out, where that is not null                                     the text's quotes are counted
     what is particular to a column: a null key, a number that is not finite, …           looked for by the dialect
 """
@@ -72,6 +73,7 @@ class ObjectReader:
     def __init__(self, columns: Sequence[Column], dialect: Dialect) -> None:
         self._columns = columns
         self._dialect = dialect
+        self._decimals = any(pa.types.is_decimal(dialect.read_as(column, b"")) for column in columns)
 
     def read(self, body: bytes, at: Places, sizes: Places, places: Places) -> tuple[list[Block], Places]:
         """(what was read, places that only the slow path may judge) of the values that lie at `at` in `body`; their
@@ -80,7 +82,7 @@ class ObjectReader:
             return [], places
         blocks: list[Block] = []
         slow = [places[:0]]
-        for lines in stretches(pa.py_buffer(body), at, sizes, places):
+        for lines in stretches(pa.py_buffer(body), at, sizes, places, decimals=self._decimals):
             slow.append(lines.left_out)
             if len(lines.places):
                 self._stretch(lines, blocks, slow)
