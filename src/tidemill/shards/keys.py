@@ -1,4 +1,10 @@
-"""From values of a key's columns to the hashes of the keys. Pure; says too little rather than too much."""
+"""Keys: the one spelling of each, and from values of a key's columns to hashes. Pure.
+
+S7  A key has one spelling. Floats that every engine calls equal are one key: −0.0 is 0.0, a NaN of any bits is the one
+    NaN. Commands are made with such keys, whatever they are made of: records, tombstones, a function's rows, a
+    DataFrame's. Text is compared byte by byte: PostgreSQL says the key that a row had as the row spelled it, where its
+    own equality is wider (citext, a collation that is not deterministic, numeric without a scale, jsonb).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from tidemill.shards.decimals import of_decimals
@@ -20,7 +27,8 @@ KEYS_MAX = 1_000
 
 
 def key_hashes(schema: ShardSchema, values: Mapping[str, Sequence[Any]]) -> list[int] | None:
-    """The hashes of all keys whose columns have one of their `values`, sorted; None = any key may.
+    """The hashes of all keys whose columns have one of their `values`, sorted; None = any key may: too many rather than
+    too few.
 
     Only equality with every column of the key says something: the hash knows no order.
     """
@@ -37,6 +45,26 @@ def key_hashes(schema: ShardSchema, values: Mapping[str, Sequence[Any]]) -> list
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, ValueError, OverflowError):
         return None  # a value that the column cannot hold; what that means is the engine's to say
     return sorted(set(hash_rows(pa.table(columns, names=list(schema.key)), schema.key).tolist()))
+
+
+def normal_keys(rows: pa.Table, key: Sequence[str]) -> pa.Table:
+    """The rows with the one spelling of their keys (S7); the same table when they have it."""
+    for name in key:
+        index = rows.schema.get_field_index(name)
+        field = rows.schema.field(index)
+        if pa.types.is_floating(field.type):
+            column = pa.chunked_array([_normal_floats(chunk) for chunk in rows.column(index).chunks], field.type)
+            rows = rows.set_column(index, field, column)
+    return rows
+
+
+def _normal_floats(array: pa.Array) -> pa.Array:
+    values = array.to_numpy(zero_copy_only=False)
+    strange = np.isnan(values) | ((values == 0) & np.signbit(values))  # null is NaN there
+    if not strange.any():
+        return array
+    one = np.where(np.isnan(values), values.dtype.type(np.nan), values + values.dtype.type(0))
+    return pa.array(one, array.type, mask=array.is_null().to_numpy(zero_copy_only=False), from_pandas=False)
 
 
 def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:

@@ -112,7 +112,7 @@ class CapturedDecoder:
         self.table = table
         self._events = forms is not None
         self._forms = forms or {}
-        exact, partial = (_Carried(schema.key, self._forms, exact=exact) for exact in (True, False))
+        exact, partial = (_Carried(self._forms, exact=exact) for exact in (True, False))
         self._generations = Generations(schema, known, _NATIVE, exact, partial, self._forms, avro)
 
     def decode(self, records: Records) -> Captured:
@@ -327,9 +327,8 @@ class CapturedDecoder:
 class _Carried:
     """See objects.Dialect: columns as capture writes them."""
 
-    def __init__(self, key: Sequence[str], forms: Mapping[str, str], *, exact: bool) -> None:
+    def __init__(self, forms: Mapping[str, str], *, exact: bool) -> None:
         self.exact = exact
-        self._key = frozenset(key)
         self._forms = forms
 
     def read_as(self, column: Column, seen: bytes) -> pa.DataType:
@@ -353,7 +352,7 @@ class _Carried:
                     array = pc.if_else(pa.array(strange), None, array)
             return cast_text(array, column.type)
         if column.type in FLOATS:
-            odd |= strange_floats(array, of_key=column.name in self._key)
+            odd |= strange_floats(array)
         if column.type == "float32":
             array, beyond = float32s(array)
             odd |= beyond

@@ -61,7 +61,7 @@ class Declared:
         if pa.types.is_decimal(array.type):
             return array.cast(arrow_type(column.type))
         if column.type in ("float32", "float64"):
-            odd |= strange_floats(array, of_key=column.name in self._key)
+            odd |= strange_floats(array)
         if column.type == "float32":
             array, beyond = float32s(array)
             odd |= beyond

@@ -29,13 +29,10 @@ class RowDecoder(Protocol):
         ...
 
 
-def row_decoder(
-    columns: Sequence[Column], kinds: Mapping[str, Any], other: Any, *, exact: bool = False, key: Sequence[str] = ()
-) -> RowDecoder:
-    """`kinds`: column type → Python type. `exact`: an object has these columns, no other and none left out. `key`: the
-    columns in which the number -0 is 0 (see `strange_floats`)."""
+def row_decoder(columns: Sequence[Column], kinds: Mapping[str, Any], other: Any, *, exact: bool = False) -> RowDecoder:
+    """`kinds`: column type → Python type. `exact`: an object has these columns, no other and none left out."""
     plain = _plain_decoder(columns, kinds, other, exact)
-    signed = [(f"c{i}", c.name) for i, c in enumerate(columns) if c.type in FLOATS and c.name not in key]
+    signed = [(f"c{i}", c.name) for i, c in enumerate(columns) if c.type in FLOATS]
     return _SignedZeros(plain, signed) if signed else plain
 
 

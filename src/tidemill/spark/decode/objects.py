@@ -38,7 +38,7 @@ REFUSALS = 16
 
 _ROW = re.compile(r"in row (\d+)$")
 _NULL = msgspec.Raw(b"null")
-_EXPONENT, _MINUS_ZERO = np.uint64(0x7FF0000000000000), np.uint64(1 << 63)
+_EXPONENT = np.uint64(0x7FF0000000000000)
 
 
 class Dialect(Protocol):
@@ -176,16 +176,10 @@ def _fields_left_out(text: pa.Buffer, table: pa.Table) -> bool:
     return bool(quotes(np.frombuffer(text, dtype=np.uint8)) != 2 * strings)
 
 
-def strange_floats(array: pa.Array, *, of_key: bool) -> Mask:
-    """Which float64s are not finite, or −0 in a column of the key.
-
-    In PostgreSQL a key of −0 is that of 0, so the number -0 is 0 in a key's column for the other reader. Elsewhere both
-    readers keep the sign.
-    """
+def strange_floats(array: pa.Array) -> Mask:
+    """Which float64s are not finite."""
     bits = np.frombuffer(array.buffers()[1], dtype=np.uint64)[array.offset : array.offset + len(array)]
     found: Mask = (bits & _EXPONENT) == _EXPONENT
-    if of_key:
-        found |= bits == _MINUS_ZERO
     return found & bools(array.is_valid()) if array.null_count and found.any() else found
 
 

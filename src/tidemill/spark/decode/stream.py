@@ -70,8 +70,8 @@ class StreamDecoder:
         self._columns = schema.columns
         self._key_at = [i for i, c in enumerate(schema.columns) if c.name in schema.key]
         self._key_columns = [schema.columns[i] for i in self._key_at]
-        self._value = row_decoder(schema.columns, _FIELDS, Decimal | None, key=schema.key)
-        self._key = row_decoder(self._key_columns, _FIELDS, Decimal | None, key=schema.key)
+        self._value = row_decoder(schema.columns, _FIELDS, Decimal | None)
+        self._key = row_decoder(self._key_columns, _FIELDS, Decimal | None)
         self._one_key = len(self._key_columns) == 1
         dialect = Declared(schema.key, (FIRST_US, LAST_US))
         self._objects = ObjectReader(schema.columns, dialect) if Declared.reads(schema.columns) else None
