@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.marks import LIVES, Mark, Report, State, Tracker, argmin, derive, derive_all
+from tidemill.base.marks import LIVES, Mark, Report, State, Tracker, argmin, behind, behind_text, derive, derive_all
 
 
 def state_of(mark: Mark, *, at_ms: int = 10_000, now_ms: int = 10_000) -> State:
@@ -54,6 +54,13 @@ def test_what_a_process_stands_on_is_never_merged_with_what_others_stand_on() ->
     found = derive_all(reports, 9_000)
     assert found["objects@a"].state is State.IDLE
     assert found["objects@b"].state is State.STUCK
+
+
+def test_a_stage_without_any_time_yet_is_not_behind_by_the_years_since_1970() -> None:
+    assert (behind(Mark("m", 0, 1_795_748_893_662, unit="ms")), behind(Mark("m", 0, 0, unit="ms"))) == (None, 0)
+    assert behind_text(Mark("m", 0, 1_795_748_893_662, unit="ms")) == "no time yet"
+    assert behind_text(Mark("m", 1_795_748_893_000, 1_795_748_893_662, unit="ms")) == "662 ms"
+    assert (behind(Mark("m", 0, 7)), behind_text(Mark("m", 0, 7)), behind(Mark("m", 9, 7))) == (7, "7", 0)
 
 
 def test_progress_is_movement_though_the_position_stands() -> None:

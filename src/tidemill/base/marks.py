@@ -131,6 +131,20 @@ def derive(mark: Mark, process: str, at_ms: int, now_ms: int, moved_recently_ms:
     return Derived(mark, process, state, standing_ms, age_ms)
 
 
+def behind(mark: Mark) -> int | None:
+    """How far a stage is from its target, in its unit; None for one in ms that has no time yet: the years since 1970
+    are no delay."""
+    if mark.unit == "ms" and mark.position <= 0 < mark.target:
+        return None
+    return max(0, mark.target - mark.position)
+
+
+def behind_text(mark: Mark) -> str:
+    """The same for people, with its unit."""
+    found = behind(mark)
+    return "no time yet" if found is None else f"{found:,} {mark.unit}".rstrip()
+
+
 PROCESS = "process:"
 OWN = ("objects", "consensus", "metastore")
 """What each process stands on, by its own experience: these marks are never merged, but `name@process` each."""
