@@ -6,6 +6,7 @@ import datetime
 import json
 import math
 import struct
+from collections.abc import Callable
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
@@ -192,6 +193,21 @@ def test_texts_that_look_like_exponents_are_read_by_columns(monkeypatch: pytest.
     assert commands.rows.num_rows == 100 and dead.num_rows == 0
 
 
+def deeper(frames: int, call: Callable[[], Any]) -> Any:
+    return deeper(frames - 1, call) if frames else call()
+
+
+@pytest.mark.parametrize("kind", ["json", "long"])
+@pytest.mark.parametrize(("levels", "good"), [(450, True), (499, True), (500, False), (900, False), (100_000, False)])
+def test_how_deep_a_value_may_be_nested_does_not_depend_on_the_caller(kind: str, levels: int, good: bool) -> None:
+    """A driver decodes with another stack than a task of Spark's."""
+    nested = "[" * levels + '"]]]]"' + "]" * levels
+    value = nested if kind == "json" else f'1,"x":{nested}'
+    wanted = DEAD if not good else nested if kind == "json" else 1
+    for frames in (0, 200, 400):
+        assert deeper(frames, lambda: both(kind, value)) == wanted
+
+
 signs, digits = st.sampled_from(["", "-"]), st.text("0123456789", min_size=1, max_size=42)
 exponents = st.just("") | st.integers(-80, 80).map("e{}".format) | st.integers(-(2**31) + 1, 2**31).map("E{}".format)
 numbers = st.builds(
@@ -206,7 +222,7 @@ def test_a_decimal_is_exact_or_a_dead_letter(number: str, form: tuple[int, int],
     precision, scale = form
     found = both(f"decimal({precision},{scale})", f'"{number}"' if quoted else number, "0" if around == "1" else around)
     whole = _scaled(number, scale)
-    assert found == (DEAD if whole is None or abs(whole) >= 10**precision else Decimal(whole).scaleb(-scale))
+    assert found == (DEAD if whole is None or abs(whole) >= 10**precision else Decimal(f"{whole}e-{scale}"))
 
 
 def _scaled(number: str, scale: int) -> int | None:

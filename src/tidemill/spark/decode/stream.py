@@ -29,7 +29,7 @@ from tidemill.shards.front import Column, ShardSchema
 from tidemill.shards.schema import arrow_type
 from tidemill.spark.decode.build import command_table
 from tidemill.spark.decode.declared import Declared
-from tidemill.spark.decode.fields import columns_of_rows, row_decoder
+from tidemill.spark.decode.fields import check_nesting, columns_of_rows, row_decoder
 from tidemill.spark.decode.letters import Letter, letter_table
 from tidemill.spark.decode.lines import Places
 from tidemill.spark.decode.objects import Block, ObjectReader, in_order, texts_as_they_are
@@ -95,6 +95,7 @@ class StreamDecoder:
             value = columns.value(at)
             try:
                 if value is not None:
+                    check_nesting(value)
                     row = self._value.decode(value)
                     if any(getattr(row, name) in _NULLS for name in key_fields):
                         raise _Unreadable("a key column is null or absent")
@@ -137,6 +138,7 @@ class StreamDecoder:
                 raise _Unreadable("the key of a deletion is not UTF-8") from error
         elif self._one_key and not key.lstrip().startswith(b"{"):
             key = b"{" + msgspec.json.encode(name) + b":" + key + b"}"
+        check_nesting(key)
         found = self._key.decode(key)
         if any(getattr(found, f"c{i}") in _NULLS for i in range(len(self._key_columns))):
             raise _Unreadable("a key column of a deletion is null or absent")
