@@ -39,6 +39,19 @@ def test_the_furthest_of_the_living_speaks_for_a_stage_and_a_peer_in_trouble_sta
         assert found["shard:m@a"].state is State.STUCK
 
 
+def test_a_failure_that_lies_in_the_data_is_the_stages_though_a_peer_has_not_met_it() -> None:
+    tracker = Tracker()
+    tracker.set("shard:m", 9, 9, now_ms=9_000)
+    tracker.fail("shard:m", "its newest records are all dead letters", now_ms=9_000, of_data=True)
+    met, other = tracker.report("a", 9_000), Report("b", 9_000, (Mark("shard:m", 9, 9),))
+    for order in ([met, other], [other, met]):
+        assert derive_all(order, 9_000)["shard:m"].state is State.WAITING
+    passed = Report("b", 9_000, (Mark("shard:m", 10, 10),))
+    assert derive_all([met, passed], 9_000)["shard:m"].state is State.IDLE
+    tracker.fail("shard:m", "its own trouble", now_ms=9_000)
+    assert derive_all([tracker.report("a", 9_000), other], 9_000)["shard:m"].state is State.IDLE
+
+
 def test_a_frozen_process_is_blind_by_its_own_name_though_its_peer_works() -> None:
     now_ms = MARK_BLIND_AFTER_MS + 9_000
     frozen = Report("pipeline:p:1", 1_000, (Mark("shard:m", 8, 9),), pid=7, host="h")

@@ -32,11 +32,12 @@ class DeadRun:
 
     def passed(self, commands: Commands | None, letters: pa.Table) -> None:
         """What one step came to, in order of time; `commands` None: no record of it was good."""
+        if not letters.num_rows:
+            self.count = 0 if commands else self.count
+            return
         good = _newest_good(commands, letters) if commands is not None else None
         if good is not None:
             self.count = 0
-        if not letters.num_rows:
-            return
         times, lasts = int64s(letters, TIME), int64s(letters, "last_offset")
         behind = np.ones(len(times), dtype=bool)
         if good is not None:
@@ -60,12 +61,10 @@ def _newest_good(commands: Commands, letters: pa.Table) -> tuple[int, int] | Non
     found = [(truncate.time_ms, truncate.order) for truncate in commands.truncates]
     rows = commands.rows
     if rows.num_rows:
-        times, orders = int64s(rows, TIME), int64s(rows, ORDER)
-        if letters.num_rows:
-            dead = int64s(letters, "offset") << _SHIFT | int64s(letters, "partition")
-            good = ~np.isin(orders << _SHIFT | int64s(rows, PARTITION), dead)
-            times, orders = times[good], orders[good]
+        dead = int64s(letters, "offset") << _SHIFT | int64s(letters, "partition")
+        good = ~np.isin(int64s(rows, ORDER) << _SHIFT | int64s(rows, PARTITION), dead)
+        times, orders = int64s(rows, TIME)[good], int64s(rows, ORDER)[good]
         if len(times):
-            at = int(np.lexsort((orders, times))[-1]) if letters.num_rows else int(np.argmax(times))
+            at = int(np.lexsort((orders, times))[-1])
             found.append((int(times[at]), int(orders[at])))
     return max(found, default=None)

@@ -181,8 +181,11 @@ class Derivation:
         if newest - end > LAG_MS:
             s = self._stores
             self._portal.call(advance_idle(s.catalogue, s.remap, slowest, end, newest - 1))
+        before = self.writer.upper
         self.writer.follow()
         lower = self.writer.upper
+        if lower > before:
+            self.left_out = ""  # a peer was first, and tells
         if end <= lower:
             return False
         for one in self._inputs:
@@ -210,6 +213,7 @@ class Derivation:
                 log.info("derived table is there", table=self.table.name, rows=len(pending.changes.hashes))
         else:
             self.writer.follow()
+            self.left_out = ""
         return won
 
     async def _append(self, lower: int, upper: int, updates: pa.Table) -> bool:

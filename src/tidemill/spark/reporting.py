@@ -222,7 +222,7 @@ class Reporter:
             return
         self._tracker.heal(mark)
         if said:
-            self._tracker.fail(mark, said, now_ms=self._runner.stores.clock.now_ms())
+            self._tracker.fail(mark, said, now_ms=self._runner.stores.clock.now_ms(), of_data=True)
 
     def _unclaimed(self, name: str) -> Place:
         """The catalogue has not said yet whether the pipeline may keep the table."""

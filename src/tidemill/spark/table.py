@@ -110,6 +110,8 @@ class TableWriter:
                 lower = self.operator.upper
                 rows = self.portal.call(self.shard.read_batch(batch, lower, batch.upper))
                 self.operator.feedback(rows, lower, batch.upper)
+                if rows.num_rows:
+                    self.dead_run = DeadRun()  # a peer met good records, and tells what came after them
         except HistoryLost:
             self._start_over()
 
