@@ -111,7 +111,7 @@ class Derivation:
                 if not self.left_out:
                     worked()
             except (Missing, Evolved) as error:
-                self.error = error.message
+                self.error, self.waits = error.message, False
                 # A shard may have been dropped: by name there is another one, some time. Or it has got columns.
                 self.writer = None
             except HistoryLost as error:
