@@ -9,18 +9,25 @@ import struct
 from collections.abc import Callable
 from decimal import Decimal
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import duckdb
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_spark_sink import dead_letters, writer
 
+from tidemill.base.histogram import Stages
 from tidemill.shards.front import Column, ShardSchema
+from tidemill.shards.open import open_remap
 from tidemill.spark.decode import ddl
 from tidemill.spark.decode import objects as objects_module
+from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.decode.records import Records
 from tidemill.spark.decode.stream import StreamDecoder
+from tidemill.spark.feeds import stream_feed
+from tidemill.spark.sink import FeedSink
 from tidemill.topics.batch.columns import of_fields
 
 DEAD = "a dead letter"
@@ -281,3 +288,39 @@ def test_an_engine_reads_the_same_json_and_decimals_from_the_record_itself() -> 
     theirs = con.execute(asked).fetchall()
     again = con.from_arrow(ours).project("k, json(j), d").fetchall()
     assert again == theirs
+
+
+def test_drivers_that_read_record_by_record_and_all_at_once_keep_one_table(harbour: Any, tmp_path: Path) -> None:
+    """On real stores and topics, beside what DuckDB reads of each record."""
+    schema = stream_schema("k string, d decimal(38,18), r float, j json", "k")
+    topic, s = harbour.create_topic("wide"), harbour.stores
+    remap = harbour.portal.call(open_remap(s.consensus, s.clock, s.rand, "topic/wide"))
+    feed = harbour.portal.call(stream_feed(s.catalogue, "wide", schema))
+    dead = dead_letters(harbour)
+
+    def sink(name: str) -> FeedSink:
+        table = writer(harbour, name, schema, tmp_path, feed)
+        return FeedSink(harbour.portal, s, "topic/wide", remap, [table], Stages(), dead_letters=dead, idle_move_s=0.0)
+
+    numbers = ("4e20", "1.5", "99999999999999999999.999999999999999999", "1e-2000000000", "-4e20", "1e20", "1e-18")
+    said = [(f"good{at}", str(at), "0.5", f'{{"at": [{at}]}}') for at in range(80)]
+    said += [(f"d{at}", number, "1", '"text"') for at, number in enumerate(numbers)]
+    said += [("r", "0", "1e39", "null"), ("s", "0", "-3.4028234663852886e38", "null")]
+    alone, together = sink("alone"), sink("together")
+    for at, (k, d, r, j) in enumerate(said):
+        harbour.produce(topic, [(b"", f'{{"k":"{k}","d":"{d}","r":{r},"j":{j}}}'.encode())])
+        if at >= 79:
+            harbour.mint("topic/wide", 1_000 + at, topic)
+            alone.process(alone.latest())
+    together.process(together.latest())
+    assert harbour.contents("alone") == harbour.contents("together")
+    assert sorted(row["offset"] for row in harbour.contents("p.dead_letters")) == [80, 83, 84, 85, 87]
+    con = duckdb.connect()
+    asked = "SELECT CAST(? AS DECIMAL(38,18)), CAST(? AS FLOAT), json(nullif(?, 'null'))"
+    rows = {row["k"]: row for row in harbour.contents("together")}
+    assert len(rows) == len(said) - 5
+    for k, d, r, j in said:
+        if k in rows:
+            (wanted,) = con.execute(asked, [d, r, j]).fetchall()
+            found = rows[k]["j"] and con.execute("SELECT json(?)", [rows[k]["j"]]).fetchall()[0][0]
+            assert (rows[k]["d"], rows[k]["r"], found) == wanted
