@@ -17,6 +17,7 @@ from tidemill.base.portal import Portal
 from tidemill.objects.store import Buffer
 from tidemill.shards.front import HistoryLost, Part, ShardSchema
 from tidemill.shards.handle import LogShard
+from tidemill.spark.dead_run import DeadRun
 from tidemill.spark.facts import Progress
 from tidemill.spark.feeds import TopicFeed
 from tidemill.spark.stores import Stores
@@ -55,6 +56,7 @@ class TableWriter:
         self.lost = 0
         self.rows = 0
         self.progress = Progress(stores.clock)
+        self.dead_run = DeadRun()
         self._fault = fault
         self._tokens = 0
         self._prefix = stores.rand.nonce()
@@ -108,6 +110,8 @@ class TableWriter:
                 lower = self.operator.upper
                 rows = self.portal.call(self.shard.read_batch(batch, lower, batch.upper))
                 self.operator.feedback(rows, lower, batch.upper)
+                if rows.num_rows:
+                    self.dead_run = DeadRun()  # a peer met good records, and tells what came after them
         except HistoryLost:
             self._start_over()
 
