@@ -153,6 +153,39 @@ def test_a_damaged_run_is_not_trusted(tmp_path: Path, kept: int) -> None:
     assert Mirror.load(tmp_path, SCHEMA, "shard-1", "boot-1") is None
 
 
+def flipped(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("where", [0.1, 0.4, 0.7, 0.95])
+def test_a_flipped_bit_of_a_saved_run_is_not_trusted(tmp_path: Path, where: float) -> None:
+    """In the rows, the hashes or the live bytes: the mirror is built again from the table."""
+    mirror = Mirror(SCHEMA, directory=tmp_path)
+    mirror.apply(delta(*[(k, k, 0, 1) for k in range(1000)]), 0, 1)
+    mirror.save("shard-1", "boot-1")
+    (run,) = tmp_path.glob("run-*.arrow")
+    assert Mirror.load(tmp_path, SCHEMA, "shard-1", "boot-1") is not None
+    flipped(run, int(run.stat().st_size * where))
+    assert Mirror.load(tmp_path, SCHEMA, "shard-1", "boot-1") is None
+
+
+def test_a_merge_of_a_damaged_run_is_corrupt_and_names_the_file(tmp_path: Path) -> None:
+    mirror = Mirror(SCHEMA, directory=tmp_path)
+    mirror.apply(delta(*[(k, k, 0, 1) for k in range(1000)]), 0, 1)
+    mirror.save("shard-1", "boot-1")
+    (run,) = tmp_path.glob("run-*.arrow")
+    flipped(run, 2000)
+    with pytest.raises(Corrupt, match=run.name):
+        until_merged(mirror)
+
+
+def until_merged(mirror: Mirror) -> None:
+    for time in range(1, 2 * RUNS_MAX):
+        mirror.apply(delta(*[(k, time, time, 1) for k in range(1000, 2000)]), time, time + 1)
+
+
 def test_a_run_of_the_form_before_is_made_anew(tmp_path: Path) -> None:
     mirror = Mirror(SCHEMA, directory=tmp_path)
     mirror.apply(delta(*[(k, k, 0, 1) for k in range(10)]), 0, 1)

@@ -43,6 +43,9 @@ FRAMES_MAX = 64
 """More frames that hold something: the JVM is asked to look which of them are still in use."""
 GLOB = set("*?[]{}\\")
 GONE = "_gone"
+VERIFY = "parquet.page.verify-checksum.enabled"
+"""Spark's Parquet reader has the checksums of pages, and verifies them only when it is told to. That of the footer is
+verified when the plan is made."""
 
 log = structlog.get_logger()
 
@@ -174,7 +177,7 @@ def _planned(spark: SparkSession, portal: Portal, stores: Stores, shard: LogShar
         return spark.createDataFrame(plan.live, columns)
     wanted = StructType([*columns.fields, StructField(TIME, LongType())])
     # Stored times count from 1970 in the one calendar; who wrote them is in no file that Spark would trust.
-    reader = spark.read.schema(wanted).option("datetimeRebaseMode", "CORRECTED")
+    reader = spark.read.schema(wanted).option("datetimeRebaseMode", "CORRECTED").option(VERIFY, "true")
     rows = reader.parquet(*(f"file://{directory}/{part.object_key}" for part in plan.settled))
     if plan.gone.num_rows:
         names = [f"{GONE}{place}" for place in range(plan.gone.num_columns)]

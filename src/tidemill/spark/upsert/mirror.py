@@ -169,7 +169,7 @@ class Mirror:
         path = self._new_file()
         try:
             write_pieces(self.schema, pieces, path)
-            run = open_run(self.schema, path)
+            run = open_run(self.schema, path, verify=False)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
