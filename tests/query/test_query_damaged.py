@@ -39,13 +39,14 @@ def flip(world: World, part: Part, at: Callable[[bytes], int], bit: int = 0) -> 
 
 
 def in_column(name: str) -> Callable[[bytes], int]:
-    """The middle of the first chunk of a column."""
+    """Near the end of the first chunk of a column."""
 
     def at(data: bytes) -> int:
         metadata = pq.read_metadata(pa.BufferReader(data))
         names = [metadata.schema.column(i).name for i in range(metadata.num_columns)]
         chunk = metadata.row_group(0).column(names.index(name))
-        return chunk.data_page_offset + chunk.total_compressed_size - 9
+        begin = chunk.dictionary_page_offset if chunk.has_dictionary_page else chunk.data_page_offset
+        return int(begin + chunk.total_compressed_size - 9)
 
     return at
 

@@ -119,7 +119,7 @@ class Reporter:
         for feed, told in zip(runner.feeds, self._look(runner.feeds), strict=True):
             for unit in feed.units:
                 if unit.name not in refused:
-                    self._table(places, unit.name, partial(self._unit, unit, *told))
+                    self._table(places, unit.name, partial(self._unit, unit, *told, feed.waits_to_start))
         for name in sorted(runner.pipeline.derived_tables.keys() - refused):
             self._table(places, name, partial(self._derived, name, runner.derivations.get(name)))
         if not places:
@@ -192,7 +192,7 @@ class Reporter:
             self._tracker.heal(mark)
         return True
 
-    def _unit(self, unit: TableUnit, newest: int | None, source: str, trouble: str) -> Place:
+    def _unit(self, unit: TableUnit, newest: int | None, source: str, trouble: str, queued: bool) -> Place:
         if unit.writer is None or unit.reason:
             # Whether a first snapshot stands still is for the capture's mark to say, to which `why` walks.
             work_ms = OTHERS_BUDGET_MS if unit.waits and unit.holder_tells else 0
@@ -200,7 +200,7 @@ class Reporter:
         upper, progress = unit.writer.upper, unit.writer.progress
         target = upper + 1 if newest is None else newest
         held_by = "" if newest is not None and upper < target else source
-        reason = trouble or progress.sentence()
+        reason = trouble or progress.sentence() or ("its streaming query waits for others to start" if queued else "")
         self._set(f"shard:{unit.name}", upper, target, held_by, reason, progress.read, unit.upstream)
         if newest is not None and unit.seated and 0 < target <= upper:
             self._tracker.heal(f"shard:{unit.name}")  # it failed where it stands now, and nothing is left there to do

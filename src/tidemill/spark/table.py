@@ -178,7 +178,7 @@ class TableWriter:
         self._forget_merged()
 
     def _forget_merged(self) -> None:
-        """Files that were merged into others go once they weigh something; a save makes the manifest name the others."""
+        """Files that were merged go once they weigh something: a save makes the manifest name what replaced them."""
         if self.operator.mirror.outdated:
             self.save()
 
