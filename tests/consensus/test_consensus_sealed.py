@@ -41,7 +41,7 @@ def damage(path: Path, table: str, column: str, what: bytes) -> None:
     raise AssertionError(f"{what!r} is not in {table}")
 
 
-def test_a_flipped_bit_of_a_settled_record_is_corrupt_for_its_log_alone(
+def test_f528_a_flipped_bit_of_a_settled_record_is_corrupt_for_its_log_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "consensus.db"

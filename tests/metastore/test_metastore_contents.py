@@ -40,7 +40,7 @@ async def checked(world: World, *, consensus: Any = None) -> Any:
     return (await deep_check(known, world.objects, world.clock, world.rand, contents=True)).findings
 
 
-def test_each_damaged_object_is_named_and_what_is_whole_is_not() -> None:
+def test_f529_each_damaged_object_is_named_and_what_is_whole_is_not() -> None:
     async def body(world: World) -> None:
         await moved(world)
         found = await checked(world)

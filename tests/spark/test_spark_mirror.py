@@ -160,7 +160,7 @@ def flipped(path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("where", [0.1, 0.4, 0.7, 0.95])
-def test_a_flipped_bit_of_a_saved_run_is_not_trusted(tmp_path: Path, where: float) -> None:
+def test_f332_a_flipped_bit_of_a_saved_run_is_not_trusted(tmp_path: Path, where: float) -> None:
     """In the rows, the hashes or the live bytes: the mirror is built again from the table."""
     mirror = Mirror(SCHEMA, directory=tmp_path)
     mirror.apply(delta(*[(k, k, 0, 1) for k in range(1000)]), 0, 1)

@@ -48,7 +48,7 @@ class Sink:
         self.forward += 1
 
 
-def test_queries_of_many_feeds_start_a_few_at_once_while_rows_of_all_come_forward(
+def test_f333_queries_of_many_feeds_start_a_few_at_once_while_rows_of_all_come_forward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(feeding, "STARTS", Starts(2))

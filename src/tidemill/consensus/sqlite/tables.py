@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import apsw
 
@@ -110,7 +111,7 @@ def connect(path: Path) -> apsw.Connection:
 
 
 def _seal_registers(connection: apsw.Connection) -> None:
-    rows = connection.execute("SELECT key, seq, nonce, data FROM registers").fetchall()
+    rows: list[Any] = connection.execute("SELECT key, seq, nonce, data FROM registers").fetchall()
     sealed = [(seal(data, context_of(key, seq, nonce)), key) for key, seq, nonce, data in rows]
     connection.executemany("UPDATE registers SET data = ? WHERE key = ?", sealed)
     connection.execute("UPDATE meta SET layout = ?", (LAYOUT_VERSION,))
