@@ -328,3 +328,28 @@ except TidemillError as error:
         "300 paid", 'polars is not installed. Install it: pip install "tidemill[polars]".',
     ], done.stderr  # fmt: skip
     assert done.returncode == 0 and world.portal.call(until_let_go(world)) == []
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        [("id", "=", 2**70)],
+        [("id", "in", [1, -(2**70)])],
+        pc.divide(pc.field("id"), 0) == 1,
+        pc.divide(pc.scalar(1), pc.field("id")) == 1,
+        pc.match_substring_regex(pc.field("status"), "("),
+        pc.field("status").cast(pa.int64()) == 1,
+    ],
+    ids=str,
+)
+def test_a_filter_that_cannot_be_evaluated_is_invalid_for_every_reader(world: World, where: Any) -> None:
+    filled(world)
+    orders = world.cluster.table("orders")
+    for read in (orders.to_arrow, orders.to_polars):
+        with pytest.raises(Invalid, match="the filter cannot be"):
+            read(["id"], where)
+    with pytest.raises(Invalid, match="the filter cannot be"):
+        orders.count(where)
+    with pytest.raises(Invalid, match="the filter cannot be"):
+        orders.to_batches(None, where).read_all()
+    assert world.holds() == [] and orders.count() == 300

@@ -18,9 +18,10 @@ import typer
 from tidemill.base.address import Address
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config import Config, exposed, load
-from tidemill.base.errors import TidemillError
+from tidemill.base.errors import Corrupt, TidemillError
 from tidemill.base.portal import Portal
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
+from tidemill.metastore.findings import Findings
 
 MINIMUM_FREE_BYTES = 2 << 30
 PROBE_TIMEOUT_S = 3.0
@@ -33,13 +34,16 @@ def doctor(
     deep: Annotated[
         bool, typer.Option("--deep", help="Walk everything stored instead, and name every broken reference.")
     ] = False,
+    contents: Annotated[
+        bool, typer.Option("--contents", help="With --deep: read every stored byte and verify its checksum.")
+    ] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check Python, Java, bash, disk, ports, bucket, consensus and Postgres; exit 1 when a check failed."""
     loaded = load(config)
-    if deep:
-        _deep(loaded, as_json)
+    if deep or contents:
+        _deep(loaded, as_json, contents)
     results = [_run(name, check, loaded) for name, check in _checks(loaded)] + _objects(loaded)
     if as_json:
         print_json(results)
@@ -50,7 +54,7 @@ def doctor(
     raise SystemExit(0 if all(r["ok"] for r in results) else 1)
 
 
-def _deep(config: Config, as_json: bool) -> NoReturn:
+def _deep(config: Config, as_json: bool, contents: bool) -> NoReturn:
     """Works with nodes up or down. Exit 0 clean, 1 with findings."""
     from tidemill.cli.progress import Bars
     from tidemill.consensus.open import open_consensus
@@ -62,7 +66,9 @@ def _deep(config: Config, as_json: bool) -> NoReturn:
         objects = portal.call(open_objects(config.objects_url, clock, rand))
         consensus = portal.call(open_consensus(config.consensus_url, clock, rand))
         try:
-            checked = portal.call(deep_check(consensus, objects, clock, rand, progress=bars.show))
+            checked = portal.call(deep_check(consensus, objects, clock, rand, contents=contents, progress=bars.show))
+            if contents:
+                _mirrors(config, checked.findings)
         finally:
             portal.call(consensus.aclose())
             portal.call(objects.aclose())
@@ -87,8 +93,23 @@ def _deep(config: Config, as_json: bool) -> NoReturn:
         if found.orphans:
             orphans = "  ".join(f"{name} {count:,}" for name, count in found.orphans.items())
             print(f"orphans {orphans}  bytes {found.orphan_bytes:,}")
-        print("clean" if found.clean else f"{len(found.broken)} broken references")
+        print("clean" if found.clean else f"{len(found.broken)} findings")
     raise SystemExit(0 if found.clean else 1)
+
+
+def _mirrors(config: Config, findings: Findings) -> None:
+    """Mirrors of pipelines that have their scratch directory below this node's data."""
+    from tidemill.spark.upsert.runs import verify_run
+
+    paths = sorted(Path(config.node.data).glob("**/mirrors/**/run-*.arrow"))
+    for number, path in enumerate(paths):
+        findings.progress("contents of mirrors", number, len(paths))
+        try:
+            verify_run(path)
+        except Corrupt as error:
+            if path.exists():  # else it was merged into another meanwhile
+                findings.add(f"mirror {path.parent.name}", str(path), error.message.rstrip("."), error.fix)
+        findings.walked["mirror files"] += 1
 
 
 def _run(name: str, check: Check, config: Config) -> Result:

@@ -123,7 +123,7 @@ class Reporter:
         for feed, told in zip(runner.feeds, self._look(runner.feeds), strict=True):
             for unit in feed.units:
                 if unit.name not in refused:
-                    self._table(places, unit.name, partial(self._unit, unit, *told))
+                    self._table(places, unit.name, partial(self._unit, unit, *told, feed.waits_to_start))
         for name in sorted(runner.pipeline.derived_tables.keys() - refused):
             self._table(places, name, partial(self._derived, name, runner.derivations.get(name)))
         if not places:
@@ -196,7 +196,7 @@ class Reporter:
             self._tracker.heal(mark)
         return True
 
-    def _unit(self, unit: TableUnit, newest: int | None, source: str, trouble: str) -> Place:
+    def _unit(self, unit: TableUnit, newest: int | None, source: str, trouble: str, queued: bool) -> Place:
         if unit.writer is None or unit.reason:
             # Whether a first snapshot stands still is for the capture's mark to say, to which `why` walks.
             work_ms = OTHERS_BUDGET_MS if unit.waits and unit.holder_tells else 0
@@ -204,7 +204,7 @@ class Reporter:
         upper, progress = unit.writer.upper, unit.writer.progress
         target = upper + 1 if newest is None else newest
         held_by = "" if newest is not None and upper < target else source
-        reason = trouble or progress.sentence()
+        reason = trouble or progress.sentence() or ("its streaming query waits for others to start" if queued else "")
         self._set(f"shard:{unit.name}", upper, target, held_by, reason, progress.read, unit.upstream)
         dead = unit.writer.dead_run.sentence(unit.writer.operator.mirror.empty)
         if not progress.read:  # as this driver's predecessor knew it: no record came since

@@ -110,6 +110,7 @@ class TableWriter:
                 lower = self.operator.upper
                 rows = self.portal.call(self.shard.read_batch(batch, lower, batch.upper))
                 self.operator.feedback(rows, lower, batch.upper)
+                self._forget_merged()
                 if rows.num_rows:
                     self.dead_run = DeadRun()  # a peer met good records, and tells what came after them
         except HistoryLost:
@@ -171,12 +172,19 @@ class TableWriter:
         self.rows += pending.updates.num_rows
         if self.won % SAVE_EVERY == 0:
             self.save()
+        self._forget_merged()
 
     def took(self, changes: KeyChanges, lower: int, upper: int, rows: int) -> None:
         """Our append [lower, upper) of what was computed elsewhere landed."""
         self.operator.mirror.advance(changes, lower, upper)
         self.operator.advance(upper)
         self.rows += rows
+        self._forget_merged()
+
+    def _forget_merged(self) -> None:
+        """Files that were merged go once they weigh something: a save makes the manifest name what replaced them."""
+        if self.operator.mirror.outdated:
+            self.save()
 
     def save(self) -> None:
         """Let other processes of this machine open the mirror."""

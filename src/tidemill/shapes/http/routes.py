@@ -334,7 +334,7 @@ class _ShapeEndpoint:
 
     async def _chunk(self, request: Request, shape: LiveShape, params: ShapeParams) -> Response:
         assert params.offset is not None
-        chunk = await shape.log.fetch(params.offset)
+        chunk = await shape.fetch(params.offset)
         if shape.gone:
             return await self._refetch(params)
         request.scope[_CHUNK] = chunk
@@ -373,7 +373,7 @@ class _ShapeEndpoint:
         self._check(params)
         if shape.gone:
             return await self._refetch(params)
-        chunk = await shape.log.fetch(params.offset)
+        chunk = await shape.fetch(params.offset)
         if shape.gone:
             return await self._refetch(params)
         return self._news(request, shape, params, chunk) if chunk.items or not chunk.complete else None
