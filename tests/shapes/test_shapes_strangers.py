@@ -296,6 +296,10 @@ class Told:
 
     def look(self) -> None: ...
 
+    def standing(self, schema: str, table: str) -> None: ...
+
+    settled = False
+
 
 def tables_of(*told: Told) -> TableShapes:
     """Nothing is compiled, so what would is closed at once."""

@@ -17,6 +17,7 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import Missing, TidemillError, Unavailable
 from tidemill.base.tasks import Tasks, is_own_fault, sentence
 from tidemill.capture.changes import Relation
+from tidemill.capture.standing import Standing
 from tidemill.capture.visibility import PgSnapshot
 from tidemill.shapes.budget import Budget
 from tidemill.shapes.compiling import Asked, CompilerThread
@@ -35,7 +36,7 @@ from tidemill.shapes.plan import (
     queryable_columns,
     split_table,
 )
-from tidemill.shapes.postgres_source import MadeAnew, PostgresSource
+from tidemill.shapes.postgres_source import Passing, PostgresSource
 from tidemill.shapes.rows import RowWriter
 from tidemill.shapes.shape import Replica, Source
 from tidemill.shapes.share import LoopShare
@@ -64,8 +65,12 @@ class Starting(Unavailable):
     """A capture does not say yet which tables it has."""
 
 
-class Passing(Unavailable):
-    """The capture just takes the table in, or as another one. Its own mark says so; whoever asks again is served."""
+class Parked(Unavailable):
+    """The table is captured, and carries nothing until it is copied. `retry_after_s`: when to ask again."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 def _look_failed(name: str, error: BaseException) -> None:
@@ -86,9 +91,25 @@ class Seeker(Protocol):
         """A captured table is another one now, or gone."""
         ...
 
+    def standing(self, schema: str, table: str) -> Standing | None:
+        """Why a table that carries nothing just now will again; None where nothing says so. Asks nobody."""
+        ...
+
+    @property
+    def settled(self) -> bool:
+        """It is known which tables are captured, be it none."""
+        ...
+
 
 class NotCaptured(FieldError):
     """No captured table has that name."""
+
+    def __init__(self, schema: str, table: str) -> None:
+        super().__init__(
+            "table",
+            f'Table "{schema}"."{table}" is not captured.',
+            fix="Check the name (quote it if it has capitals), and what `tidemill capture list` says of the table.",
+        )
 
 
 RESTORE_S = 20.0
@@ -113,7 +134,7 @@ class _Shown(NamedTuple):
 class _Database:
     def __init__(
         self,
-        source: PostgresSource,
+        dsn: str,
         relations: Relations,
         sink: ShapeSink,
         store: ShapeStore | None,
@@ -121,11 +142,11 @@ class _Database:
     ) -> None:
         self.store = store
         self.seeker = seeker
-        self.source = source
+        self.source = PostgresSource(dsn, self._look)
         self.relations = relations
         self.sink = sink
         self.suspended = False
-        self.old_rows = OldRows(source)
+        self.old_rows = OldRows(self.source)
         self.infos: dict[Relation, TableColumns] = {}
         """Of relations captured now; one that is not any more goes at the next look."""
         self.looked_at: Mapping[int, Relation] = {}
@@ -133,6 +154,19 @@ class _Database:
         self._by_oid: dict[int, Relation] = {}
         self._by_name: dict[tuple[str, str], Relation] = {}
         self._shown: dict[tuple[int, tuple[str, ...], Replica], _Shown] = {}
+
+    def _look(self) -> None:
+        """The database has another table than the captured one."""
+        if self.seeker is not None:
+            self.seeker.look()
+
+    @property
+    def starting(self) -> bool:
+        """It does not say yet which tables it has."""
+        return not self.captured() and (self.seeker is None or not self.seeker.settled)
+
+    def standing(self, schema: str, table: str) -> Standing | None:
+        return self.seeker.standing(schema, table) if self.seeker is not None else None
 
     def shown(self, info: TableColumns, columns: tuple[str, ...], replica: Replica) -> _Shown:
         """`columns` () = all."""
@@ -207,7 +241,7 @@ class TableShapes:
     ) -> ShapeSink:
         """The database's new sink; whoever adds it keeps its `run` running, behind a `restore`."""
         sink = ShapeSink(self._clock, self._share, self._backlog, consumer=f"shapes:{name}", store=store)
-        self._databases[name] = _Database(PostgresSource(dsn), relations, sink, store, seeker)
+        self._databases[name] = _Database(dsn, relations, sink, store, seeker)
         return sink
 
     def log(self, database: str, limits: LogLimits, budget: Budget) -> LogStorage:
@@ -224,10 +258,8 @@ class TableShapes:
             database.suspended = True
 
     def starting(self) -> bool:
-        """Is there a database that names no relations yet, or whose shapes are not back yet?"""
-        return any(
-            not each.suspended and (each.sink.restoring or not each.captured()) for each in self._databases.values()
-        )
+        """Is there a database that does not say yet which tables it has, or whose shapes are not back yet?"""
+        return any(not each.suspended and (each.sink.restoring or each.starting) for each in self._databases.values())
 
     def uncaptured(self) -> list[TableConsumer]:
         """Whose table is not among those captured now; none of a database where that is not known."""
@@ -270,8 +302,8 @@ class TableShapes:
         return 0 if registered is None else registered[1].pending_bytes
 
     def find(self, table: str) -> tuple[str, Relation]:
-        """The captured relation a table parameter names. Raises FieldError (NotCaptured where there is none), or
-        Unavailable while a capture starts."""
+        """The captured relation a table parameter names. Raises FieldError (NotCaptured where there is none), Parked,
+        or Unavailable while a capture starts."""
         asked, schema, name = self._asked(table)
         for database in asked:
             if self._databases[database].sink.restoring and not self._databases[database].suspended:
@@ -285,14 +317,15 @@ class TableShapes:
         schema, name = split_table(rest if chosen else table)
         return [prefix] if chosen else list(self._databases), schema, name
 
-    async def _found(self, table: str) -> tuple[str, Relation]:
-        """As `find`, and a table that was made a moment ago is waited for; so is, for less long, a capture between two
-        of its sessions."""
+    async def _found(self, table: str, *, waits: bool) -> tuple[str, Relation]:
+        """As `find`. Where it `waits`, a table that was made a moment ago is waited for; so is, for less long and
+        always, a capture between two of its sessions."""
         try:
             return self.find(table)
         except NotCaptured:
-            if not await self._sought(*self._asked(table)):
+            if not waits:
                 raise
+            await self._sought(*self._asked(table))
         except Starting:
             await self._sought(*self._asked(table), STARTING_S)
         return self.find(table)
@@ -325,22 +358,23 @@ class TableShapes:
         known = {database: self._databases[database].named() for database in asked}
         found = [(database, named[schema, name]) for database, named in known.items() if (schema, name) in named]
         if not found:
-            starting = [database for database, named in known.items() if not named]
+            for database in asked:
+                standing = self._databases[database].standing(schema, name)
+                if standing is not None and not standing.passing:
+                    raise Parked(standing.reason, standing.retry_after_s)
+            starting = [database for database in asked if self._databases[database].starting]
             if starting:
                 raise Starting(f"the capture is starting: database={starting[0]}.")
-            raise NotCaptured(
-                "table",
-                f'Table "{schema}"."{name}" is not captured.',
-                fix="Check the name (quote it if it has capitals), and what `tidemill capture list` says of the table.",
-            )
+            raise NotCaptured(schema, name)
         if len(found) > 1:
             names = ", ".join(f"{database}:{schema}.{name}" for database, _ in found)
             raise FieldError("table", f"the table is in several databases: tables={names}.", fix="Write one of these.")
         return found[0]
 
-    async def plan(self, request: ShapeRequest) -> Plan:
-        """Raises FieldError, Missing when the table is gone, Unavailable when the database is."""
-        return await self._plan(request, *(await self._found(request.table)))
+    async def plan(self, request: ShapeRequest, *, waits: bool = True) -> Plan:
+        """`waits`: for a table that is not captured yet. Raises FieldError; Unavailable for what passes (Parked where
+        the table is, Passing where it is another one than the captured one)."""
+        return await self._plan(request, *(await self._found(request.table, waits=waits)))
 
     async def _plan(self, request: ShapeRequest, database_name: str, relation: Relation) -> Plan:
         found, columns = await self._check(request, database_name, relation)
@@ -400,16 +434,10 @@ class TableShapes:
         database.sink.add(consumer)
         self._consumers[shape.handle] = (database.sink, consumer)
         with_rows = definition.log_mode == "full"
-        try:
-            snapshot = await database.source.load(shape, info, where, writer, must_see, with_rows, self._share)
-        except (Missing, MadeAnew):
-            if database.seeker is not None:
-                database.seeker.look()
-            raise
+        snapshot = await database.source.load(shape, info, where, writer, must_see, with_rows, self._share)
         if shape.gone:
             return
-        if with_rows:
-            shape.log.add_base([snapshot_end(snapshot.xmin, snapshot.xmax, sorted(snapshot.in_progress))])
+        shape.log.add_base([snapshot_end(snapshot.xmin, snapshot.xmax, sorted(snapshot.in_progress))])
         shape.log.seal_base()
         consumer.open(snapshot)
         await self._share.work(consumer.settle)
@@ -495,7 +523,10 @@ class TableShapes:
         relation = self._databases[name].still(kept.relation)
         if relation is None:
             raise Missing("its table is another one now.")
-        return _Found(saved, kept, relation, *await self._check(kept.request, name, relation))
+        try:
+            return _Found(saved, kept, relation, *await self._check(kept.request, name, relation))
+        except Passing as error:  # nothing that is worth a try until the deadline
+            raise Missing(error.message) from error
 
     def _take_back(
         self,

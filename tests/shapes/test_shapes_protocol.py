@@ -1,0 +1,98 @@
+"""Details of Electric's protocol that its own clients and test suites look at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from real_world import RealWorld
+from shape_world import ShapeWorld, eventually, run
+
+from tidemill.shapes import ShapeSettings
+from tidemill.shapes.settings import CacheAges
+
+pytestmark = pytest.mark.postgres
+
+DDL = "CREATE TABLE item (id int PRIMARY KEY, v text); INSERT INTO item VALUES (1, 'a'), (2, 'b')"
+
+
+@pytest.mark.parametrize("kept", ["memory", "disk"])
+def test_the_offset_behind_the_only_chunk_of_initial_rows_is_answered_with_what_follows(
+    postgres_dsn: str, tmp_path: Path, kept: str
+) -> None:
+    async def main() -> None:
+        directory = tmp_path if kept == "disk" else None
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=1.0, directory=directory)) as world:
+            if directory is not None:
+                world.sink.claim([])
+                world.sink.begin(_Deaf(), 0)
+            client = await world.sync(table="item")
+            before = await world.get(table="item", handle=client.handle, offset="0_0")
+            assert (before.items, before.controls) == ([], ["up-to-date"])
+            await world.db.execute("INSERT INTO item VALUES (3, 'c'); UPDATE item SET v = 'd' WHERE id = 1")
+            await client.follow_until(lambda: len(client.rows) == 3 and client.rows['"public"."item"/"1"']["v"] == "d")
+            for more in ({}, {"live": "true"}):
+                answer = await world.get(table="item", handle=client.handle, offset="0_0", **more)
+                operations = [(i["headers"]["operation"], i["value"]["id"]) for i in answer.items]
+                assert operations == [("insert", "3"), ("update", "1")]
+                assert answer.offset == client.offset and answer.controls == ["up-to-date"]
+
+    run(main())
+
+
+class _Deaf:
+    def flushed(self, *_: object) -> None: ...
+
+    async def name_taps(self) -> None: ...
+
+
+def test_the_snapshot_that_a_shape_follows_is_named_also_without_its_rows(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=1.0)) as world:
+            for log in ("full", "changes_only"):
+                answer = await world.get(table="item", offset="-1", log=log)
+                ends = [i["headers"] for i in answer.json if i["headers"].get("control") == "snapshot-end"]
+                assert len(ends) == 1 and ends[0].keys() == {"control", "xmin", "xmax", "xip_list"}
+                assert len(answer.items) == (2 if log == "full" else 0)
+
+    run(main())
+
+
+def test_how_long_a_stale_chunk_may_be_shown_is_configured(postgres_dsn: str) -> None:
+    async def main() -> None:
+        settings = ShapeSettings(cache=CacheAges(later_s=7, stale_s=11))
+        async with ShapeWorld(postgres_dsn, DDL, settings) as world:
+            client = await world.sync(table="item")
+            answer = await world.get(table="item", handle=client.handle, offset=client.offset)
+            assert answer.headers["cache-control"] == "public, max-age=7, stale-while-revalidate=11"
+
+    run(main())
+
+
+class Unpolled(RealWorld):
+    table_poll_s = 600.0
+
+
+def test_a_database_without_tables_is_active_once_that_is_known_and_serves_the_first_one(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with Unpolled(postgres_dsn, "SELECT 1", ShapeSettings(long_poll_s=0.5)) as world:
+
+            async def active() -> bool:
+                answer = await world.request("/v1/health", {})
+                assert (answer.status, answer.json["status"]) in ((202, "starting"), (200, "active"))
+                return answer.status == 200
+
+            await eventually(active)
+            assert (await world.get(table="none", offset="-1")).status in (400, 503)
+            await world.db.execute(DDL)
+
+            async def served() -> bool:
+                answer = await world.get(table="item", offset="-1")
+                assert answer.status in (200, 503)
+                return answer.status == 200
+
+            await eventually(served, 100)
+            client = await world.sync(table="item")
+            assert {(row["id"], row["v"]) for row in client.rows.values()} == await world.select("item")
+
+    run(main(), 150)
