@@ -96,3 +96,32 @@ def test_a_database_without_tables_is_active_once_that_is_known_and_serves_the_f
             assert {(row["id"], row["v"]) for row in client.rows.values()} == await world.select("item")
 
     run(main(), 150)
+
+
+def test_a_shape_without_the_column_that_came_or_was_widened_continues_and_others_are_409(
+    postgres_dsn: str,
+) -> None:
+    async def main() -> None:
+        ddl = "CREATE TABLE wide (id int PRIMARY KEY, v text, n int); INSERT INTO wide VALUES (1, 'a', 1)"
+        async with RealWorld(postgres_dsn, ddl, ShapeSettings(long_poll_s=0.5)) as world:
+            await eventually(lambda: world.capture.streaming)
+            chosen = await world.sync(table="wide", columns="id,v")
+            listed = await world.sync(table="wide", columns="id,v,n")
+            asking = await world.sync(table="wide", columns="id,v", where="n > 0")
+            whole = await world.sync(table="wide")
+            await world.db.execute("ALTER TABLE wide ADD COLUMN later text")
+            await world.db.execute("INSERT INTO wide VALUES (2, 'b', 2, 'x')")
+            for client in (chosen, listed, asking, whole):
+                await client.follow_until(lambda c=client: len(c.rows) == 2)  # type: ignore[misc]
+            assert [c.refetches for c in (chosen, listed, asking, whole)] == [0, 0, 0, 1]
+            await world.db.execute("ALTER TABLE wide ALTER n TYPE bigint")
+            await world.db.execute("UPDATE wide SET v = 'c' WHERE id = 1")
+            for client in (chosen, listed, asking, whole):
+                await client.follow_until(lambda c=client: {r["v"] for r in c.rows.values()} == {"b", "c"})  # type: ignore[misc]
+            assert [c.refetches for c in (chosen, listed, asking, whole)] == [0, 1, 1, 2]
+            for client, columns in ((chosen, "id, v"), (listed, "id, v, n")):
+                cursor = await world.db.execute(f"SELECT {columns} FROM wide")  # type: ignore[arg-type]
+                rows = {tuple(map(str, row)) for row in await cursor.fetchall()}
+                assert {tuple(row.values()) for row in client.rows.values()} == rows
+
+    run(main(), 150)

@@ -38,6 +38,7 @@ from tidemill.shapes.shape import HandleMint, ShapeDefinition
 from tidemill.shapes.shard_shapes import Build, ShardOpener, ShardShapes
 from tidemill.shapes.share import LoopShare
 from tidemill.shapes.sink import ShapeSink, broken
+from tidemill.shapes.sizes import clause_bytes, size_of
 from tidemill.shapes.store.disk_log import DiskLog
 from tidemill.shapes.store.file import Saved, ShapeFile
 from tidemill.shapes.store.kept import Kept, KeptShard
@@ -59,27 +60,9 @@ READERS = 2
 SHARDS_FILE = "%shards"
 """No capture's file has this name: a `%` of theirs is followed by two digits."""
 
-SHAPE_BYTES = 24 << 10
-"""What a shape takes beside its rows: definition, plan, compiled clause, task (measured: docs/shapes.md) …"""
-
-SMALL_CLAUSE_BYTES = 100
-CLAUSE_FACTOR = 200
-"""… and for each further byte of its clause and values: 600 terms of 11 bytes take 1.0 MiB, an array of 14 kB as a
-value 1.7 MiB, and a plan may be kept beside it."""
-
 SPELLINGS = 4
 LARGE_CLAUSE_BYTES = 1_000
 """Of one definition so many requests have their plans kept, and one where the clause is larger."""
-
-
-def size_of(definition: ShapeDefinition) -> int:
-    """Bytes that a shape takes beside its rows."""
-    return SHAPE_BYTES + CLAUSE_FACTOR * max(0, clause_bytes(definition) - SMALL_CLAUSE_BYTES)
-
-
-def clause_bytes(definition: ShapeDefinition) -> int:
-    """Of all that is compiled."""
-    return len(definition.within) + len(definition.where) + sum(map(len, definition.params))
 
 
 class ShapeService:

@@ -21,7 +21,7 @@ from tidemill.capture.standing import Standing
 from tidemill.capture.visibility import PgSnapshot
 from tidemill.shapes.budget import Budget
 from tidemill.shapes.compiling import Asked, CompilerThread
-from tidemill.shapes.consumer import TableConsumer, same_layout
+from tidemill.shapes.consumer import TableConsumer, needed_columns, same_layout
 from tidemill.shapes.describe import TableColumns
 from tidemill.shapes.items import snapshot_end
 from tidemill.shapes.live import LiveShape
@@ -186,11 +186,12 @@ class _Database:
         self._index()
         return self._by_oid
 
-    def still(self, relation: Relation) -> Relation | None:
-        """As it is captured now; None where it is not, or where its rows look otherwise to a client. Whoever begins to
-        follow a relation asks in that turn: `redefined` looks at those only who are there already."""
+    def still(self, relation: Relation, needed: frozenset[str] | None = None) -> Relation | None:
+        """As it is captured now; None where it is not, or where its rows look otherwise to a client of these columns
+        (None = all). Whoever begins to follow a relation asks in that turn: `redefined` looks at those only who are
+        there already."""
         now = self.captured().get(relation.oid)
-        return now if now is not None and same_layout(now, relation) else None
+        return now if now is not None and same_layout(now, relation, needed) else None
 
     def named(self) -> Mapping[tuple[str, str], Relation]:
         """(schema, table) → relation, as `captured`."""
@@ -280,7 +281,7 @@ class TableShapes:
             for oid in each.sink.router.oids:
                 relation = captured.get(oid)
                 if relation is not None and each.looked_at.get(oid) is not relation:
-                    found += [c for c in each.sink.router.of(oid) if not same_layout(relation, c.relation)]
+                    found += [c for c in each.sink.router.of(oid) if not same_layout(relation, c.relation, c.needed)]
             each.looked_at = captured
         return found
 
@@ -520,7 +521,9 @@ class TableShapes:
     async def _find_again(self, name: str, saved: Saved) -> _Found:
         """What the shape was of, as it is now. Raises what ends it."""
         kept = Kept.decode(saved.record)
-        relation = self._databases[name].still(kept.relation)
+        relation = self._databases[name].still(
+            kept.relation, needed_columns(kept.relation, kept.definition.columns, None)
+        )
         if relation is None:
             raise Missing("its table is another one now.")
         try:
@@ -545,7 +548,8 @@ class TableShapes:
             raise Missing("its table's description changed.")
         if relation.oid not in (sink.resumable or ()):
             raise Missing("changes of its table were left out.")
-        if self._databases[name].still(relation) is None:  # since it was found
+        needed = needed_columns(kept.relation, kept.definition.columns, where)
+        if self._databases[name].still(kept.relation, needed) is not relation:  # since it was found
             raise Missing("its table is another one now.")
         log = store.old_log(saved)
         try:
