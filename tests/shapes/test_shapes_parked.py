@@ -27,10 +27,6 @@ INSERT INTO p2 VALUES (101, 'b');
 """
 
 
-class Unpolled(RealWorld):
-    table_poll_s = 600.0
-
-
 class Polled(RealWorld):
     table_poll_s = 0.2
 
@@ -65,7 +61,7 @@ def holder(world: RealWorld, client: Client, **more: str) -> Any:
 
 def test_f121_a_table_that_was_made_anew_a_moment_ago_is_never_400(postgres_dsn: str) -> None:
     async def main() -> None:
-        async with Unpolled(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.5)) as world:
+        async with RealWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.5)) as world:
             await eventually(lambda: world.capture.streaming)
             await world.sync(table="t")
             for number in range(8):

@@ -9,7 +9,6 @@ from real_world import RealWorld
 from shape_world import ShapeWorld, eventually, run
 
 from tidemill.shapes import ShapeSettings
-from tidemill.shapes.settings import CacheAges
 
 pytestmark = pytest.mark.postgres
 
@@ -54,17 +53,6 @@ def test_the_snapshot_that_a_shape_follows_is_named_also_without_its_rows(postgr
                 ends = [i["headers"] for i in answer.json if i["headers"].get("control") == "snapshot-end"]
                 assert len(ends) == 1 and ends[0].keys() == {"control", "xmin", "xmax", "xip_list"}
                 assert len(answer.items) == (2 if log == "full" else 0)
-
-    run(main())
-
-
-def test_how_long_a_stale_chunk_may_be_shown_is_configured(postgres_dsn: str) -> None:
-    async def main() -> None:
-        settings = ShapeSettings(cache=CacheAges(later_s=7, stale_s=11))
-        async with ShapeWorld(postgres_dsn, DDL, settings) as world:
-            client = await world.sync(table="item")
-            answer = await world.get(table="item", handle=client.handle, offset=client.offset)
-            assert answer.headers["cache-control"] == "public, max-age=7, stale-while-revalidate=11"
 
     run(main())
 
@@ -123,5 +111,30 @@ def test_a_shape_without_the_column_that_came_or_was_widened_continues_and_other
                 cursor = await world.db.execute(f"SELECT {columns} FROM wide")  # type: ignore[arg-type]
                 rows = {tuple(map(str, row)) for row in await cursor.fetchall()}
                 assert {tuple(row.values()) for row in client.rows.values()} == rows
+
+    run(main(), 150)
+
+
+def test_a_column_that_came_a_moment_ago_is_never_400(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with Unpolled(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.5)) as world:
+            await eventually(lambda: world.capture.streaming)
+            await world.sync(table="item", columns="id,v")
+            await world.db.execute("ALTER TABLE item ADD COLUMN n int DEFAULT 7")
+            asked: list[dict[str, str]] = [
+                {"columns": "id,n", "offset": "-1"},
+                {"where": "n = 7", "offset": "-1"},
+                {"offset": "now", "subset__where": "n = 7"},
+            ]
+            for params in asked:
+
+                async def served(params: dict[str, str] = params) -> bool:
+                    answer = await world.get(table="item", **params)
+                    assert answer.status in (200, 503), answer.body
+                    return answer.status == 200
+
+                await eventually(served)
+            wrong = await world.get(table="item", offset="-1", columns="id,m")
+            assert (wrong.status, wrong.json["errors"].keys()) == (400, {"columns"})
 
     run(main(), 150)

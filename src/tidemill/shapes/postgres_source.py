@@ -112,6 +112,16 @@ class PostgresSource:
             except Missing as error:
                 raise Outdated(error.message) from error
 
+    async def columns(self, relation: Relation) -> frozenset[str]:
+        """Names of the table's columns, but for generated ones, which the stream need not carry. Raises Unavailable."""
+        async with self._connection(self._lookups) as connection:
+            cursor = await connection.execute(
+                "SELECT attname::text FROM pg_attribute WHERE attrelid = %s AND attnum > 0 AND NOT attisdropped"
+                " AND attgenerated = ''",
+                (relation.oid,),
+            )
+            return frozenset(str(name) for (name,) in await cursor.fetchall())
+
     async def says_old_rows(self, relation: Relation) -> bool:
         """Whether the stream says whole old rows of a table (old_rows.py). Raises Outdated, Unavailable."""
         async with self._connection(self._lookups) as connection:

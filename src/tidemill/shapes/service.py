@@ -25,6 +25,7 @@ from tidemill.base.marks import Tracker
 from tidemill.base.tasks import Tasks, is_own_fault, keep, sentence
 from tidemill.shapes.budget import Budget, Full
 from tidemill.shapes.compiling import CompilerThread
+from tidemill.shapes.database import Relations, Seeker
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.log import LogStorage
 from tidemill.shapes.offsets import LogOffset
@@ -43,7 +44,7 @@ from tidemill.shapes.store.disk_log import DiskLog
 from tidemill.shapes.store.file import Saved, ShapeFile
 from tidemill.shapes.store.kept import Kept, KeptShard
 from tidemill.shapes.store.store import ShapeStore
-from tidemill.shapes.table_shapes import NotCaptured, Parked, Relations, Seeker, TableShapes
+from tidemill.shapes.table_shapes import NotCaptured, Parked, TableShapes
 
 _log = structlog.get_logger()
 

@@ -7,8 +7,8 @@ V2  The consumer is registered with the router before the snapshot is taken, and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import structlog
 from msgspec.structs import replace
@@ -17,16 +17,17 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import Missing, TidemillError, Unavailable
 from tidemill.base.tasks import Tasks, is_own_fault, sentence
 from tidemill.capture.changes import Relation
-from tidemill.capture.standing import Standing
 from tidemill.capture.visibility import PgSnapshot
 from tidemill.shapes.budget import Budget
 from tidemill.shapes.compiling import Asked, CompilerThread
 from tidemill.shapes.consumer import TableConsumer, needed_columns, same_layout
+from tidemill.shapes.database import Database, Relations, Seeker
 from tidemill.shapes.describe import TableColumns
+from tidemill.shapes.held import HeldRows
 from tidemill.shapes.items import snapshot_end
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.log import LogLimits, LogStorage, MemoryLog
-from tidemill.shapes.old_rows import OldRows, needs_old_rows
+from tidemill.shapes.old_rows import needs_old_rows
 from tidemill.shapes.plan import (
     FieldError,
     Plan,
@@ -36,21 +37,19 @@ from tidemill.shapes.plan import (
     queryable_columns,
     split_table,
 )
-from tidemill.shapes.postgres_source import Passing, PostgresSource
-from tidemill.shapes.rows import RowWriter
-from tidemill.shapes.shape import Replica, Source
+from tidemill.shapes.postgres_source import Passing
+from tidemill.shapes.shape import Source
 from tidemill.shapes.share import LoopShare
 from tidemill.shapes.sink import BacklogLimits, ShapeSink
 from tidemill.shapes.store.disk_log import DiskLog
 from tidemill.shapes.store.file import Saved
 from tidemill.shapes.store.kept import Kept
 from tidemill.shapes.store.store import ShapeStore
+from tidemill.shapes.subset import Metadata, SubsetRequest
 from tidemill.shapes.table_subsets import subset_reader
 from tidemill.shapes.where import Type, Where
 
 _log = structlog.get_logger()
-
-Relations = Callable[[], Iterable[Relation]]
 
 SEEKING = 50
 """So many requests wait for new tables at once, a part of `max_initial`."""
@@ -79,28 +78,6 @@ def _look_failed(name: str, error: BaseException) -> None:
         _log.error("the look for a table failed", part=name, error=sentence(error), exc_info=error)
 
 
-class Seeker(Protocol):
-    """The capture, asked for what its next poll would find."""
-
-    async def sought(self, schema: str, table: str, timeout_s: float) -> bool:
-        """True once the table is captured, False when it is not going to be. Raises Unavailable when that is not known
-        in time."""
-        ...
-
-    def look(self) -> None:
-        """A captured table is another one now, or gone."""
-        ...
-
-    def standing(self, schema: str, table: str) -> Standing | None:
-        """Why a table that carries nothing just now will again; None where nothing says so. Asks nobody."""
-        ...
-
-    @property
-    def settled(self) -> bool:
-        """It is known which tables are captured, be it none."""
-        ...
-
-
 class NotCaptured(FieldError):
     """No captured table has that name."""
 
@@ -117,97 +94,6 @@ RESTORE_S = 20.0
 RESTORE_RETRY_S = 0.5
 RESTORED_AT_ONCE = 100
 """Compiled together, and taken in before others have their turn of the loop."""
-
-
-SHOWN_KEPT = 1_000
-"""Ways in which shapes show their tables, of one database, that those which come find made."""
-
-
-class _Shown(NamedTuple):
-    """What shapes that show the same columns of a table share."""
-
-    info: TableColumns
-    schema_json: bytes
-    writer: RowWriter
-
-
-class _Database:
-    def __init__(
-        self,
-        dsn: str,
-        relations: Relations,
-        sink: ShapeSink,
-        store: ShapeStore | None,
-        seeker: Seeker | None,
-    ) -> None:
-        self.store = store
-        self.seeker = seeker
-        self.source = PostgresSource(dsn, self._look)
-        self.relations = relations
-        self.sink = sink
-        self.suspended = False
-        self.old_rows = OldRows(self.source)
-        self.infos: dict[Relation, TableColumns] = {}
-        """Of relations captured now; one that is not any more goes at the next look."""
-        self.looked_at: Mapping[int, Relation] = {}
-        self._indexed: Iterable[Relation] = ()
-        self._by_oid: dict[int, Relation] = {}
-        self._by_name: dict[tuple[str, str], Relation] = {}
-        self._shown: dict[tuple[int, tuple[str, ...], Replica], _Shown] = {}
-
-    def _look(self) -> None:
-        """The database has another table than the captured one."""
-        if self.seeker is not None:
-            self.seeker.look()
-
-    @property
-    def starting(self) -> bool:
-        """It does not say yet which tables it has."""
-        return not self.captured() and (self.seeker is None or not self.seeker.settled)
-
-    def standing(self, schema: str, table: str) -> Standing | None:
-        return self.seeker.standing(schema, table) if self.seeker is not None else None
-
-    def shown(self, info: TableColumns, columns: tuple[str, ...], replica: Replica) -> _Shown:
-        """`columns` () = all."""
-        relation = info.relation
-        key = relation.oid, columns, replica
-        found = self._shown.get(key)
-        if found is None or found.info is not info:
-            if len(self._shown) >= SHOWN_KEPT:
-                self._shown.clear()
-            names = columns or info.names
-            writer = RowWriter(relation.schema, relation.table, names, info.key, info.booleans, replica)
-            found = self._shown[key] = _Shown(info, info.schema_json(columns), writer)
-        return found
-
-    def captured(self) -> Mapping[int, Relation]:
-        """oid → relation; the same mapping until one changes, where `relations` gives the same iterable until then."""
-        self._index()
-        return self._by_oid
-
-    def still(self, relation: Relation, needed: frozenset[str] | None = None) -> Relation | None:
-        """As it is captured now; None where it is not, or where its rows look otherwise to a client of these columns
-        (None = all). Whoever begins to follow a relation asks in that turn: `redefined` looks at those only who are
-        there already."""
-        now = self.captured().get(relation.oid)
-        return now if now is not None and same_layout(now, relation, needed) else None
-
-    def named(self) -> Mapping[tuple[str, str], Relation]:
-        """(schema, table) → relation, as `captured`."""
-        self._index()
-        return self._by_name
-
-    def _index(self) -> None:
-        relations = self.relations()
-        if relations is not self._indexed:
-            self._indexed = relations
-            self._by_oid = {relation.oid: relation for relation in relations}
-            self._by_name = {(relation.schema, relation.table): relation for relation in self._by_oid.values()}
-
-    def forget_others(self, relations: list[Relation]) -> None:
-        if len(self.infos) > len(relations):
-            self.infos = {relation: info for relation, info in self.infos.items() if relation in relations}
 
 
 class _Found(NamedTuple):
@@ -228,7 +114,7 @@ class TableShapes:
         self._share = share
         self._backlog = backlog
         self._compiler = compiler
-        self._databases: dict[str, _Database] = {}
+        self._databases: dict[str, Database] = {}
         self._seeking = 0
         self._consumers: dict[str, tuple[ShapeSink, TableConsumer]] = {}
 
@@ -242,7 +128,7 @@ class TableShapes:
     ) -> ShapeSink:
         """The database's new sink; whoever adds it keeps its `run` running, behind a `restore`."""
         sink = ShapeSink(self._clock, self._share, self._backlog, consumer=f"shapes:{name}", store=store)
-        self._databases[name] = _Database(dsn, relations, sink, store, seeker)
+        self._databases[name] = Database(dsn, relations, sink, store, seeker)
         return sink
 
     def log(self, database: str, limits: LogLimits, budget: Budget) -> LogStorage:
@@ -378,15 +264,19 @@ class TableShapes:
         return await self._plan(request, *(await self._found(request.table, waits=waits)))
 
     async def _plan(self, request: ShapeRequest, database_name: str, relation: Relation) -> Plan:
-        found, columns = await self._check(request, database_name, relation)
-        where = await self._compiler(request, found.where_types(), relation.schema, relation.table)
         database = self._databases[database_name]
+        try:
+            found, columns = await self._check(request, database_name, relation)
+            where = await self._compiler(request, found.where_types(), relation.schema, relation.table)
+        except FieldError:
+            await database.check_described(relation, self._clock.monotonic_s())
+            raise
         definition = definition_of(request, _source(database_name, relation), columns, where)
 
         async def build(shape: LiveShape) -> None:
             await self._build(shape, request, database_name, found, where)
 
-        read = subset_reader(
+        reader = subset_reader(
             database.source,
             found,
             where,
@@ -396,6 +286,14 @@ class TableShapes:
             self._share,
             lambda: database.sink.recent,
         )
+
+        async def read(request: SubsetRequest, rows: HeldRows, mark: int) -> Metadata:
+            try:
+                return await reader(request, rows, mark)
+            except FieldError:
+                await database.check_described(relation, self._clock.monotonic_s())
+                raise
+
         return Plan(definition, database.shown(found, columns, request.replica).schema_json, build, read, relation)
 
     async def _check(
