@@ -256,7 +256,7 @@ class Client:
         return answer
 
     async def catch_up(self) -> None:
-        while "up-to-date" not in (await self.step()).controls:
+        while (answer := await self.step()).status == 409 or "up-to-date" not in answer.controls:
             pass
 
     async def follow_until(self, check: Callable[[], bool]) -> None:

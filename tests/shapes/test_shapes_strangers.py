@@ -41,11 +41,11 @@ from tidemill.shapes.offsets import BASE_END, BEFORE_ALL, OP_INFINITY, LogOffset
 from tidemill.shapes.plan import ShapeRequest
 from tidemill.shapes.refusals import Refusals
 from tidemill.shapes.rows import RowWriter
-from tidemill.shapes.service import SHAPE_BYTES, size_of
 from tidemill.shapes.shape import ShapeDefinition, Source
 from tidemill.shapes.shard_subsets import SubsetRows, _Held
 from tidemill.shapes.share import LoopShare
 from tidemill.shapes.sink import BacklogLimits
+from tidemill.shapes.sizes import SHAPE_BYTES, size_of
 from tidemill.shapes.store.file import Flush, Item, Saved, ShapeFile, Written
 from tidemill.shapes.store.kept import Kept
 from tidemill.shapes.store.store import ShapeStore
@@ -296,6 +296,10 @@ class Told:
         return bool(self.says)
 
     def look(self) -> None: ...
+
+    def standing(self, schema: str, table: str) -> None: ...
+
+    settled = False
 
 
 def tables_of(*told: Told) -> TableShapes:

@@ -95,7 +95,7 @@ class HttpSection(Section):
     per_address: int = Field(1_000, ge=1, le=1_000_000)
     address_connections: int = Field(2_048, ge=1, le=1_000_000)
     header_timeout_s: float = Field(20.0, ge=0.1, le=3600.0)
-    header_kb: int = Field(128, ge=8, le=1_024)
+    header_kb: int = Field(64, ge=8, le=64)
     body_kb: int = Field(1_024, ge=1, le=1_048_576)
 
 

@@ -51,7 +51,7 @@ from tidemill.capture.own_row import OwnRow
 from tidemill.capture.progress import Steps
 from tidemill.capture.publication import create_publication, not_published, publish, published_tables
 from tidemill.capture.setup import ServerFacts, SlotState, check_slot, create_slot, slot_state, start_over
-from tidemill.capture.tables import Choice, Refusal, TableInfo, describe, list_tables, resolve
+from tidemill.capture.tables import Choice, NoTable, Refusal, TableInfo, describe, list_tables, resolve
 from tidemill.capture.topic_writer import CapturedTable
 from tidemill.capture.wire.connection import Wire, identifier
 from tidemill.capture.withdrawing import withdraw
@@ -382,5 +382,5 @@ async def _split(catalogue: Catalogue, own: OwnRow) -> CaptureRow | None:
 
 def _refuse_all(refused: Iterable[Refusal]) -> None:
     for why in refused:
-        raise Invalid(why.reason, fix=why.fix)
-    raise Invalid("the capture's patterns leave no table.", fix="Correct `tables` of this capture.")
+        raise NoTable(why.reason, fix=why.fix)
+    raise NoTable("the capture's patterns leave no table.", fix="Correct `tables` of this capture.")

@@ -359,7 +359,7 @@ class Session:
             queue_changes=config.queue_changes,
         )
         interval_s = keepalive_interval_s(facts.wal_sender_timeout_ms)
-        self._taps.begin(self, prepared.slot.confirmed_lsn - 1)
+        self._taps.begin(self, prepared.slot.confirmed_lsn - 1, prepared.slot.wal_end)
         self.streaming = True
         self._on_phase("", "")
         log.info("capture streams", capture=config.name, confirmed=prepared.slot.confirmed_lsn)

@@ -276,6 +276,10 @@ async def keyless(wire: Wire, oids: Sequence[int]) -> dict[int, list[str]]:
     return found
 
 
+class NoTable(Missing):
+    """There is nothing that the capture could take in: a table may be made any moment."""
+
+
 def resolve(
     patterns: Sequence[str],
     tables: Sequence[TableInfo],
@@ -285,8 +289,8 @@ def resolve(
     objections: Objections | None = None,
 ) -> Choice:
     """The tables that the patterns name. `whole`: each is given REPLICA IDENTITY FULL, else it is captured with the
-    one that it has. `objections`: what publications have against that. Raises Missing when the patterns name no table
-    at all."""
+    one that it has. `objections`: what publications have against that. Raises NoTable when the patterns name no
+    table at all."""
     chosen: dict[str, TableInfo] = {}
     refused: dict[str, Refusal] = {}
     excluded = [p[1:] for p in patterns if p.startswith("!")]
@@ -309,7 +313,7 @@ def resolve(
             elif refused.get(table.name, why).state != "refused" or table.name not in refused:
                 refused[table.name] = why
     if not chosen and all(r.reason.startswith("no such table") for r in refused.values()):
-        raise Missing(
+        raise NoTable(
             f"the capture's patterns name no table: table={','.join(patterns)}.",
             fix="Create it, or correct `tables` of this capture.",
         )

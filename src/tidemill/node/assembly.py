@@ -152,7 +152,6 @@ class Node:
                 self._clock,
                 within_tls=section.tls,
                 grants=self._grants,
-                origins=self._config.shapes.allowed_origins,
             )
         http = HttpServer(
             self._guard or door,
@@ -161,6 +160,7 @@ class Node:
             on_failure=self._task_failed,
             limits=http_limits(section),
             tls=tls_settings(self._config) if section.tls else None,
+            origins=self._config.shapes.allowed_origins,
         )
         async with AsyncExitStack() as stack:
             await http.start()
@@ -359,9 +359,7 @@ class Node:
         # Not before clients find it there: from now on partitions are this node's, and nobody else serves them.
         await self._begin("joining the others", membership.join)
         stack.push_async_callback(shapes.aclose)
-        door.app = routing = ShapeRouting(
-            app, catalogue, consensus, self._instance, clock, config.shapes.allowed_origins, self._grants
-        )
+        door.app = routing = ShapeRouting(app, catalogue, consensus, self._instance, clock, self._grants)
         if self._guard is not None:
             await self._begin("the proofs of HTTP", partial(_know, authenticator, rulebook))
             if not authorizes(config):

@@ -129,7 +129,7 @@ def shape_settings(section: ShapesSection, directory: Path | None = None) -> Sha
         loop_share=section.loop_share,
         limits=LogLimits(section.chunk_kb << 10, section.log_mb << 20, section.base_mb << 20),
         backlog=BacklogLimits(section.backlog_mb << 20, section.backlog_s),
-        cache=CacheAges(section.cache_initial_s, section.cache_later_s, section.cache_live_s),
+        cache=CacheAges(section.cache_initial_s, section.cache_later_s, section.cache_live_s, section.cache_stale_s),
     )
 
 

@@ -5,9 +5,9 @@ C1  Changes are evaluated as they come, also before the snapshot of the initial 
 C2  Items are staged in the log as they are made, and shown at their commit, all at once; a delivery that begins the
     same transaction anew discards what an interrupted one left behind.
 C3  A row that enters the filter is an insert, one that leaves it is a delete, a no-op is nothing.
-C4  Where the stream cannot be followed row by row (truncate, changed columns, a filter or replica=full and an old row
-    that is not whole, a changed key and a value that nobody said) the shape ends at that commit, and its clients
-    refetch. A filter that fails on a row ends it there too, and its clients are answered 400.
+C4  Where the stream cannot be followed row by row (truncate, another form of a column that the shape needs, a filter or
+    replica=full and an old row that is not whole, a changed key and a value that nobody said) the shape ends at that
+    commit, and its clients refetch. A filter that fails on a row ends it there too, and its clients are answered 400.
 C5  `seen` never goes back, and never passes a transaction whose effect is not in the log.
 C6  A log that comes from disk has whole transactions up to its end, and what the stream brings again of these is
     skipped. Of a later one that changes nothing in it nothing is known, and it is evaluated again, to the same end.
@@ -88,7 +88,7 @@ class TableConsumer:
 
     __slots__ = (
         "_at", "_current", "_filter", "_following", "_has_lsn", "_passed", "_spent_at", "_spent_s", "_staged",
-        "_waiting", "_where", "_writer", "floor", "inbox", "pending_bytes", "relation", "shape",
+        "_waiting", "_where", "_writer", "floor", "inbox", "needed", "pending_bytes", "relation", "shape",
     )  # fmt: skip
 
     def __init__(
@@ -97,6 +97,7 @@ class TableConsumer:
         """`has_lsn`: of the newest transaction in a log that comes from disk (C6)."""
         self.shape = shape
         self.relation = relation
+        self.needed = needed_columns(relation, shape.definition.columns, where)
         self.inbox: deque[Entry] = deque()
         self.floor = 0
         """While something is in the inbox: the newest transaction before it."""
@@ -304,7 +305,7 @@ class TableConsumer:
         if change.op == "truncate":
             return "the table was truncated"
         known, seen = self.relation, change.relation
-        if seen is not known and not same_layout(seen, known):
+        if seen is not known and not same_layout(seen, known, self.needed):
             return "the table's definition changed"
         self.relation = seen
         return "" if seen.old_rows == "whole" else self._unsaid(change)
@@ -397,10 +398,22 @@ def failed_on_a_row(where: str, error: EvaluationError) -> Invalid:
 SHOWN_CHARS = 200
 
 
-def same_layout(one: Relation, other: Relation) -> bool:
-    """Whether rows of both look alike to a client."""
-    return (one.schema, one.table, _layout(one)) == (other.schema, other.table, _layout(other))
+def needed_columns(relation: Relation, shown: Sequence[str], where: Where | None) -> frozenset[str] | None:
+    """What a shape must know of a row, where its client chose what is `shown`; None: all columns there are."""
+    if not shown:
+        return None
+    key = [column.name for column in relation.key_columns]
+    return frozenset((*shown, *key, *(where.columns if where is not None else ())))
 
 
-def _layout(relation: Relation) -> list[tuple[str, int, int]]:
-    return [(column.name, column.type_oid, column.key_index) for column in relation.columns]
+def same_layout(one: Relation, other: Relation, needed: frozenset[str] | None = None) -> bool:
+    """Whether rows of both look alike to a client of these columns (None = all)."""
+    return (one.schema, one.table, _layout(one, needed)) == (other.schema, other.table, _layout(other, needed))
+
+
+def _layout(relation: Relation, needed: frozenset[str] | None) -> list[tuple[str, int, int]]:
+    return [
+        (column.name, column.type_oid, column.key_index)
+        for column in relation.columns
+        if needed is None or column.name in needed or column.key_index >= 0
+    ]
