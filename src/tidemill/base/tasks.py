@@ -4,6 +4,7 @@
         whatever its body raises, of whatever type, ends that unit, is told under the unit's mark with the error of
         the last try, and is tried again after a pause. Nothing larger notices.
     U2  The age of a failure survives retries at the same place: it heals when the unit's position moves, or says so.
+        An error that means "stop" (`errors.ends_process`) is not a unit's own: it is told and raised, never retried.
     U3  A task tells its owner how it ended. `Tasks` asks for `on_failure`; there is no default that only logs.
 
 Ordering is decided before a task exists: `create_task` defers a coroutine's body, so a reservation
@@ -20,7 +21,7 @@ from typing import Any, Self
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.errors import Corrupt, Invalid, ends_process
 from tidemill.base.marks import Tracker
 
 FailureHandler = Callable[[str, BaseException], None]
@@ -180,7 +181,10 @@ def _of_a_unit(mark: str, tracker: Tracker, clock: Clock, restarts: Restarts | N
 
 
 async def until_it_returns(body: Callable[[], Awaitable[None]], attempts: Attempts) -> None:
-    """Run `body` again after each fault, of whatever type; a cancellation that leaked out of what it awaits is one."""
+    """Run `body` again after each fault, of whatever type; a cancellation that leaked out of what it awaits is one.
+
+    Raises an error that ends the process (`ends_process`).
+    """
     while True:
         try:
             return await body()
@@ -191,6 +195,8 @@ async def until_it_returns(body: Callable[[], Awaitable[None]], attempts: Attemp
                     raise asyncio.CancelledError from error
                 raise
             pause_s = attempts.failed(error)
+            if ends_process(error):
+                raise
         await asyncio.sleep(pause_s)
 
 
@@ -223,6 +229,7 @@ def keep_thread(
     """The twin of `keep` for a unit that is a thread: run its `body` until it returns or `ending` is set.
 
     Nobody cancels a thread, so whatever its body raises is its fault, also what a user's function raises to leave.
+    Raises an error that ends the process (`ends_process`).
     """
     attempts = _of_a_unit(mark, tracker, clock, restarts)
     while not ending.is_set():
@@ -231,7 +238,10 @@ def keep_thread(
         except BaseException as fault:
             if ending.is_set():
                 return
-            ending.wait(attempts.failed(fault))
+            pause_s = attempts.failed(fault)
+            if ends_process(fault):
+                raise
+            ending.wait(pause_s)
         else:
             tracker.heal(mark)
             return
