@@ -60,8 +60,9 @@ class Pair:
             connection.execute("SELECT pg_promote(true)")
 
     def close(self) -> None:
-        self.primary.stop()
-        self.standby.stop()
+        for server in (self.primary, self.standby):
+            if server.running:
+                kill(server)
 
 
 def kill(server: EmbeddedPostgres) -> None:

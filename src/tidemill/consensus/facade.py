@@ -1,11 +1,11 @@
-"""The contract's methods, once: each makes an operation, validates it, hands it to the backend's `_submit`, and compares
-the answer with what this client has heard before (`seen`)."""
+"""The contract's methods, once: each makes an operation, validates it, hands it to the backend's `_submit`, and
+compares the answer with what this client has heard before (`seen`)."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from tidemill.base.errors import Conflict, Fenced
 from tidemill.consensus import rules
@@ -30,6 +30,19 @@ from tidemill.consensus.commands import (
 from tidemill.consensus.seen import Seen
 
 
+class Owner(Protocol):
+    """Knows whether this process may still acknowledge anything."""
+
+    @property
+    def stale(self) -> bool:
+        """Must it be asked? A plain look at a clock."""
+        ...
+
+    async def assure(self) -> None:
+        """Raises what ends this process when it may not."""
+        ...
+
+
 class Facade(abc.ABC):
     """Implements `api.Consensus` over one method. `_submit` raises the outcome or returns the operation's result.
 
@@ -37,6 +50,11 @@ class Facade(abc.ABC):
     """
 
     seen: Seen
+    life: str = ""
+    """The server's, where commits may be lost between one and the next; what an earlier life accepted is in this one,
+    too, as far as this client had seen it."""
+    owner: Owner | None = None
+    """Asked before a write of a log or register is acknowledged, while it is stale (after a process was frozen)."""
 
     @abc.abstractmethod
     async def _submit(self, op: AnyOp) -> Any: ...
@@ -62,6 +80,8 @@ class Facade(abc.ABC):
             seen.check(op, floor, refused.current, done=False)
             raise
         seen.check(op, floor, answer, done=True)
+        if self.owner is not None and self.owner.stale and isinstance(op, Append | Cas):
+            await self.owner.assure()
         return answer
 
     async def head(self, key: str) -> Versioned | None:

@@ -23,12 +23,13 @@ from tidemill.consensus.commands import Acquire, AnyOp, Append, Cas, Drop, Fence
 
 UNSEEN = LogHead(0, 0, 0)
 
-REWRITTEN = "board/"
-"""Registers below this prefix may be dropped and created again by others: a low version proves nothing."""
+REWRITTEN = ("board/", "kafka/")
+"""Registers below these prefixes may be dropped and created again by others: a low version proves nothing. No process
+acts on what it remembers of them without asking."""
 
 FIX = (
-    "Nothing needs to be done by hand: this process ends and starts again from what exists."
-    " Make failovers lossless with synchronous_standby_names, and keep synchronous_commit on."
+    "Nodes and drivers start again by themselves and continue from what exists; start any other process again."
+    " Set synchronous_standby_names so that a failover loses nothing."
 )
 
 
@@ -58,7 +59,7 @@ class Seen:
         return None
 
     def check(self, op: AnyOp, floor: Any, answer: Any, *, done: bool) -> None:
-        """`answer`: the result of `op` (`done`), or the current state that its refusal carries. Raises MovedBack (SE1)."""
+        """`answer`: the result of `op` (`done`), or the current state that its refusal carries. Raises MovedBack."""
         match op, answer:
             case Append(log=log), LogHead():
                 self._head(log, floor, answer)
@@ -68,10 +69,15 @@ class Seen:
                 self._head(log, floor, answer.head)
                 if answer.records:
                     self._record(log, answer.records[-1].position, answer.records[-1].nonce)
-            case (HeadOfLog(log=log) | Fence(log=log) | Truncate(log=log)), LogHead():
+            case ((HeadOfLog(log=log) | Fence(log=log) | Truncate(log=log)), LogHead()):
                 self._head(log, floor, answer)
+            case Cas(key=key, expected_seq=0), Versioned() if done:
+                # Whoever creates it knew that it was absent: it had been dropped.
+                self._registers[key] = answer.seq, answer.nonce
             case (Cas(key=key) | Head(key=key)), Versioned():
                 self._register(key, floor, answer)
+            case Head(key=key), None:
+                self._registers.pop(key, None)
             case Acquire(), Lease():
                 self._lease(floor, answer)
             case Drop(key=key), _ if done:
@@ -92,9 +98,7 @@ class Seen:
     def _register(self, key: str, floor: tuple[int, str] | None, version: Versioned) -> None:
         if key.startswith(REWRITTEN):
             return
-        if floor is not None and (
-            version.seq < floor[0] or (version.seq == floor[0] and version.nonce != floor[1])
-        ):
+        if floor is not None and (version.seq < floor[0] or (version.seq == floor[0] and version.nonce != floor[1])):
             raise self.end(f"register={key!r} seen_version={floor[0]} found_version={version.seq}")
         known = self._registers.get(key)
         if known is None or version.seq > known[0]:
@@ -134,8 +138,8 @@ class Seen:
         registers: Mapping[str, Versioned],
         leases: Iterable[Lease],
     ) -> None:
-        """What is there now, asked while nothing else was: heads, with the nonce at the position that `logs` names (None
-        where there is no record), registers and leases. Raises MovedBack where it is not a continuation (SE1)."""
+        """What is there now, asked while nothing else was: heads, with the nonce at the position that `logs` names
+        (None where there is no record), registers and leases. Raises MovedBack where it is no continuation (SE1)."""
         for log, (head, nonce) in logs.items():
             known = self._heads[log]
             self._head(log, known, head)

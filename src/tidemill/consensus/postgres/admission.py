@@ -22,11 +22,12 @@ from tidemill.consensus.seen import Seen
 
 
 class Admission:
-    """One client's. `changed()` is called when the server has another life: whatever was cached of it is void."""
+    """One client's. `adopted(life)` is called when the server has another life than before, which was proved to be a
+    continuation: whatever else was cached of the server is void."""
 
-    def __init__(self, seen: Seen, changed: Callable[[], None]) -> None:
+    def __init__(self, seen: Seen, adopted: Callable[[str], None]) -> None:
         self._seen = seen
-        self._changed = changed
+        self._adopted = adopted
         self._life = ""
         self._one_at_a_time = asyncio.Lock()
 
@@ -40,8 +41,8 @@ class Admission:
                 return
             if self._life:
                 await self._prove(connection)
-                self._changed()
             self._life = life
+            self._adopted(life)
 
     async def _prove(self, connection: Connection) -> None:
         seen, asked = self._seen, self._seen.logs

@@ -56,7 +56,7 @@ class PostgresConsensus(Facade):
     def __init__(self, url: str, clock: Clock, rand: Rand) -> None:
         self._url = url
         self.seen = Seen(lanes.without_password(url))
-        admit = Admission(self.seen, self._another_life).admit
+        admit = Admission(self.seen, self._in_life).admit
         self._groups = _Line(Lane(url, rand, writes=True, admit=admit))
         self._singles = _Line(Lane(url, rand, writes=True, admit=admit))
         self._reads = _Line(Lane(url, rand, writes=False, admit=admit))
@@ -237,9 +237,12 @@ class PostgresConsensus(Facade):
     def _nothing_told(self) -> Differences:
         return Differences(self._rand.nonce(), self._sums, self._heads_after)
 
-    def _another_life(self) -> None:
-        """The server is another one, or was restarted: its logs may have other ids, and what changed is told from the
-        beginning. A lane that still has a session of the earlier life asks on a new one."""
+    def _in_life(self, life: str) -> None:
+        """The first one, or another: the server is another one, or was restarted. Its logs may have other ids, and what
+        changed is told from the beginning. A lane that still has a session of the earlier life asks on a new one."""
+        earlier, self.life = self.life, life
+        if not earlier:
+            return
         self._log_ids.clear()
         self._differences = self._nothing_told()
         for line in (self._groups, self._singles, self._reads):
