@@ -44,12 +44,13 @@ class Livelock(Exception):
 class Life:
     """One incarnation of an actor. `alive` turns False once, for good."""
 
-    __slots__ = ("alive", "name", "number")
+    __slots__ = ("alive", "frozen_until_s", "name", "number")
 
     def __init__(self, name: str, number: int) -> None:
         self.name = name
         self.number = number
         self.alive = True
+        self.frozen_until_s = 0.0
 
     def __str__(self) -> str:
         return f"{self.name}#{self.number}"
@@ -202,6 +203,9 @@ class SimLoop(asyncio.BaseEventLoop):
         life = chosen._context.get(LIFE)  # type: ignore[attr-defined]
         if life is not None and not life.alive:
             return
+        if life is not None and life.frozen_until_s > self._time_s:
+            self.call_at(life.frozen_until_s, _thawed, chosen, context=chosen._context)  # type: ignore[attr-defined]
+            return
         self.steps += 1
         if self.steps > self._steps_max:
             raise Livelock(f"no end after {self.steps} steps: time_s={self._time_s:.3f} {self.who_waits()}")
@@ -250,6 +254,11 @@ class SimLoop(asyncio.BaseEventLoop):
         self._ready.clear()
         self._scheduled.clear()
         self.close()
+
+
+def _thawed(handle: asyncio.Handle) -> None:
+    if not handle._cancelled:
+        handle._run()
 
 
 LAST_WORDS = 20

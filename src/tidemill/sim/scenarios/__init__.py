@@ -66,6 +66,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "replay-at-persisted": ("metastore", "a new leader takes the batch after the persisted seqno for persisted"),
     "silent-reject": ("metastore", "a manifest that the log refused is reported as written"),
     "gc-newer-epoch": ("metastore", "collection deletes files of a newer epoch"),
+    "moved-head": ("metastore", "nobody notices that consensus failed over to a standby that was behind"),
     "no-keeper": ("calendar", "nobody takes away what is no longer needed"),
     "unfenced-offset": ("groups", "offsets are written by whoever coordinated the group once: lost at a move"),
     "early-assignment": ("groups", "members are told their assignment before it is durable"),
