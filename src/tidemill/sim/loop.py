@@ -204,7 +204,8 @@ class SimLoop(asyncio.BaseEventLoop):
         if life is not None and not life.alive:
             return
         if life is not None and life.frozen_until_s > self._time_s:
-            self.call_at(life.frozen_until_s, _thawed, chosen, context=chosen._context)  # type: ignore[attr-defined]
+            # In nobody's context: it is looked at again then, and may be dead or frozen once more.
+            self.call_at(life.frozen_until_s, self._ready.append, chosen, context=contextvars.Context())
             return
         self.steps += 1
         if self.steps > self._steps_max:
@@ -254,11 +255,6 @@ class SimLoop(asyncio.BaseEventLoop):
         self._ready.clear()
         self._scheduled.clear()
         self.close()
-
-
-def _thawed(handle: asyncio.Handle) -> None:
-    if not handle._cancelled:
-        handle._run()
 
 
 LAST_WORDS = 20

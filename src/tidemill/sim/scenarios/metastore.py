@@ -93,9 +93,9 @@ class Shared:
         for key, calls in self.calls.items():
             self.initial[key] = rows.get(key, NO_ROW)
             self.calls[key] = [
-                Call(call.client, ("put", call.operation[-1]), self.moment())
+                Call(call.client, ("put", cast("tuple[Any, ...]", call.operation)[-1]), self.moment())
                 for call in calls
-                if call.operation[0] != "read" and (not call.known or call.end > since)
+                if cast("tuple[str, ...]", call.operation)[0] != "read" and (not call.known or call.end > since)
             ]
 
     def rule(self, state: DomainState, data: bytes, position: int, term: int, faults: Any = frozenset()) -> DomainState:
