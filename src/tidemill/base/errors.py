@@ -49,10 +49,6 @@ class Fenced(TidemillError):
         self.current = current
 
 
-class Replaced(Fenced):
-    """The bucket belongs to another cluster: this process must end and stay down. Never retried (`ends_process`)."""
-
-
 class Unavailable(TidemillError):
     """It did not happen; retrying later may succeed."""
 
@@ -74,6 +70,10 @@ class MovedBack(Closed):
 
     The process must end; a new one continues from what exists. Never retried (`ends_process`).
     """
+
+
+class Replaced(Closed):
+    """The bucket belongs to another cluster: this process must end and stay down. Never retried (`ends_process`)."""
 
 
 def ends_process(error: BaseException) -> bool:

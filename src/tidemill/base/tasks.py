@@ -89,8 +89,11 @@ class Tasks:
 
 def is_fault(error: BaseException) -> bool:
     """True for everything that is a unit's own failure: also types that nobody listed, and those that libraries derive
-    from BaseException (a panic of native code). False for what ends a process or a task on purpose."""
-    return not isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit | GeneratorExit)
+    from BaseException (a panic of native code). False for what ends a process or a task on purpose, and for errors that
+    say that this process must end (`errors.ends_process`): who asks this passes them on."""
+    if isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit | GeneratorExit):
+        return False
+    return not ends_process(error)
 
 
 def is_own_fault(error: BaseException) -> bool:
@@ -189,14 +192,15 @@ async def until_it_returns(body: Callable[[], Awaitable[None]], attempts: Attemp
         try:
             return await body()
         except BaseException as error:
+            if ends_process(error):
+                attempts.failed(error)
+                raise
             if not is_own_fault(error):
                 if is_fault(error):
                     log.error("unit failed as it ended", unit=attempts.name, error=sentence(error), exc_info=error)
                     raise asyncio.CancelledError from error
                 raise
             pause_s = attempts.failed(error)
-            if ends_process(error):
-                raise
         await asyncio.sleep(pause_s)
 
 

@@ -74,7 +74,7 @@ class Seen:
             case Cas(key=key, expected_seq=0), Versioned() if done:
                 # Whoever creates it knew that it was absent: it had been dropped.
                 self._registers[key] = answer.seq, answer.nonce
-            case (Cas(key=key) | Head(key=key)), Versioned():
+            case ((Cas(key=key) | Head(key=key)), Versioned()):
                 self._register(key, floor, answer)
             case Head(key=key), None:
                 self._registers.pop(key, None)

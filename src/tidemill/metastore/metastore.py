@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, Fenced, Invalid, Unavailable, Unknown
+from tidemill.base.errors import Closed, Fenced, Invalid, Unavailable, Unknown, ends_process
 from tidemill.base.tasks import Restarts, Tasks, sentence
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.cluster import Cluster, domain_of, open_cluster
@@ -243,6 +243,8 @@ class Metastore:
                 try:
                     opened.domains[index] = await self._open_domain(opened.cluster, index)
                 except Exception as error:  # of whatever type: the next try may meet something else
+                    if ends_process(error):
+                        raise
                     _log.warning("a domain cannot be opened anew", index=index, cause=sentence(error))
             opened.synced_s[index] = float("-inf")
 

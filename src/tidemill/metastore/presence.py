@@ -177,7 +177,6 @@ def check_not_replaced(found: Found | None, cluster_uuid: str, incarnation: int)
     raise Replaced(
         f"This cluster has been replaced: the bucket was restored into another consensus: cluster={cluster_uuid}"
         f" incarnation={incarnation} bucket_cluster={other.cluster_uuid} bucket_incarnation={other.incarnation}.",
-        current=other,
         fix=REPLACED_FIX,
     )
 

@@ -83,11 +83,11 @@ class Telling:
                 if round_number % LOOK_EVERY == 0:
                     await self._look(await self._board())
             except BaseException as error:
-                if not is_fault(error):
-                    raise
-                log.debug("nothing told", error=sentence(error))
                 if isinstance(error, Closed):
                     await self._reopen()
+                elif not is_fault(error):
+                    raise
+                log.debug("nothing told", error=sentence(error))
 
     async def _look(self, board: Board) -> None:
         reports = await board.reports()

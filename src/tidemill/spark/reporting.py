@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import structlog
 
-from tidemill.base.errors import ends_process
 from tidemill.base.histogram import SINCE_BOUND, Histogram, merged
 from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
 from tidemill.base.marks import argmin
@@ -86,7 +85,7 @@ class Reporter:
                 report = self._tracker.report(self._process, runner.stores.clock.now_ms(), self._facts())
                 runner.portal.call(self._board.publish(report), 5)
             except BaseException as error:
-                if not is_fault(error) or ends_process(error):
+                if not is_fault(error):
                     raise
                 # Whoever is not heard of shows as blind; that is no reason to stop the work.
                 log.warning("marks not published", error=sentence(error))
