@@ -110,7 +110,8 @@ class Ownership:
         self._cluster = cluster
         self._interval_s = interval_s
         self._known_s = clock.monotonic_s()
-        self._asking: asyncio.Task[None] | None = None
+        self._asked_s = float("-inf")
+        self._asking = asyncio.Lock()
 
     @property
     def stale(self) -> bool:
@@ -118,32 +119,30 @@ class Ownership:
         return self._clock.monotonic_s() - self._known_s > 3 * self._interval_s or self.replaced is not None
 
     async def assure(self, *, strictly: bool = False) -> None:
-        """Ask now. Raises Replaced; with `strictly` also Unavailable when the bucket does not say.
+        """Ask now, unless somebody just did. Raises Replaced; with `strictly` also Unavailable when the bucket does not
+        say.
 
         Not so otherwise: while the bucket is away nobody can have restored from it since it was asked last without
         asking it, and what needs no object goes on.
         """
-        if self._asking is None:
-            # One question for all that wait; none of them ends it by going away.
-            self._asking = asyncio.ensure_future(self.look())
-            self._asking.add_done_callback(self._asked)
-        done, _ = await asyncio.wait([self._asking], timeout=ASK_S)
+        cause: BaseException | None = None
+        async with self._asking:
+            if self.stale and self._clock.monotonic_s() - self._asked_s > RETRY_PAUSE_S:
+                try:
+                    async with asyncio.timeout(ASK_S):
+                        await self.look()
+                except (TidemillError, TimeoutError) as error:
+                    cause = error
+                self._asked_s = self._clock.monotonic_s()
         if self.replaced is not None:
             raise self.replaced
         if strictly and self.stale:
-            raise Unavailable("The bucket does not say whether it is still this cluster's.", fix="Retry.") from (
-                next(iter(done)).exception() if done else None
-            )
+            raise Unavailable("The bucket does not say whether it is still this cluster's.", fix="Retry.") from cause
 
     async def may_delete(self) -> None:
         """Raises Replaced; Unavailable when the bucket does not say."""
         if self.stale:
             await self.assure(strictly=True)
-
-    def _asked(self, asked: asyncio.Task[None]) -> None:
-        self._asking = None
-        if not asked.cancelled():
-            asked.exception()
 
     async def look(self) -> None:
         """Raises Replaced, Unavailable."""

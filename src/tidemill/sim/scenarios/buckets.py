@@ -14,6 +14,7 @@ import contextlib
 from typing import Any
 
 from tidemill.base.errors import Invalid, Replaced, TidemillError, Unavailable, Unknown
+from tidemill.base.tasks import Tasks
 from tidemill.consensus.leading import lead
 from tidemill.metastore import source as source_module
 from tidemill.metastore.claim import Ownership, claim, greatest_claim
@@ -52,6 +53,7 @@ class ClusterNode:
         self.objects = ResilientObjects(faulty, actor.clock, world.rand(), store="sim", budget_s=1.0)
         self.rand = world.rand()
         self.owner: Ownership | None = None
+        self._tasks = Tasks(lambda *_: None)
 
     async def start(self) -> None:
         fresh = Cluster(self.rand.uuid(), 1, self.clock.now_ms())
@@ -61,10 +63,8 @@ class ClusterNode:
         if self.shared.fault != "still-acknowledges":
             self.objects.may_delete = self.owner.may_delete
             self.consensus.owner = self.owner
-        loop = self.shared.world.loop
-        self.watching = loop.create_task(self.owner.run())
-        self.watching.add_done_callback(lambda done: done.cancelled() or done.exception())
-        loop.create_task(self._show(ClusterManifest(cluster.uuid, "", 1, ("d",), cluster.created_ms)))
+        self.watching = self._tasks.spawn(self.owner.run(), name="ownership")
+        self._tasks.spawn(self._show(ClusterManifest(cluster.uuid, "", 1, ("d",), cluster.created_ms)), name="presence")
 
     async def _show(self, manifest: ClusterManifest) -> None:
         presence = Presence(self.objects, self.clock, self.rand, self.name, interval_s=INTERVAL_S)
