@@ -10,7 +10,7 @@ import pytest
 from checkpoint_world import World, damage, keys, manifest_of, persisted
 
 from patience import until
-from tidemill.base.errors import Fenced, Invalid, Missing
+from tidemill.base.errors import Invalid, Missing, Replaced
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.keeper.machine import Keeping, check_bucket
 from tidemill.keeper.restore import Restorer
@@ -147,7 +147,7 @@ def test_a_cluster_that_was_replaced_stops_by_itself() -> None:
             with contextlib.suppress(Invalid):
                 await restorer.run()
                 restored = True
-        with pytest.raises(Fenced, match="has been replaced"):
+        with pytest.raises(Replaced, match="has been replaced"):
             await running
 
     run(body)
@@ -164,7 +164,7 @@ def test_no_process_starts_on_a_bucket_of_another_cluster() -> None:
         assert await fresh.scan("") == []
         await Restorer(fresh, world.objects, world.clock, world.rand).run()
         await check_bucket(fresh, world.objects)
-        with pytest.raises(Invalid, match="has been replaced"):
+        with pytest.raises(Replaced, match="has been replaced"):
             await check_bucket(world.consensus, world.objects)
 
     run(body)

@@ -17,6 +17,7 @@ from tidemill.shards.compaction import compact_once
 from tidemill.shards.front import Batch, Part
 from tidemill.shards.open import open_shard
 from tidemill.spark.table import TableWriter
+from tidemill.spark.tasks import saved_under
 from tidemill.spark.upsert import hydrate, mirror
 from tidemill.spark.upsert.hydrate import mirror_of
 from tidemill.spark.upsert.mirror import Mirror
@@ -217,3 +218,22 @@ def test_a_damaged_part_ends_the_hydration_of_its_table_with_the_objects_key_and
     flip()
     again = clicks_sink(harbour, tmp_path / "2").seats.tables[0].operator.mirror
     assert len(again.live_rows()) == 50
+
+
+def test_a_saved_mirror_is_not_trusted_under_another_life_of_consensus(harbour: Any, tmp_path: Path) -> None:
+    """Consensus failed over and lost what the mirror holds; others have appended up to its upper since."""
+    s = harbour.stores
+    shard = harbour.portal.call(open_shard(s.consensus, s.objects, s.clock, s.rand, "t", SCHEMA))
+    part = harbour.portal.call(shard.write_part(delta([(1, 10, 0, 1)])))
+    harbour.portal.call(shard.compare_and_append(0, 1, [part], ""))
+    gone = Mirror.hydrate(SCHEMA, pa.table({"k": [2], "v": [20]}), 1, directory=tmp_path / "mirror")
+    gone.save(shard.shard_id, saved_under(s.life))
+
+    def hydrated() -> dict[int, int]:
+        table = TableWriter(harbour.portal, s, harbour.shard("t"), tmp_path / "mirror")
+        table.hydrate()
+        return live(table.operator.mirror)
+
+    assert hydrated() == {2: 20}, "within one life what was saved is the truth"
+    s.consensus.life = "another"
+    assert hydrated() == {1: 10}

@@ -41,6 +41,7 @@ from tidemill.base.waiting import patiently
 from tidemill.capture.config import CaptureConfig
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.consensus.board import Board
+from tidemill.consensus.facade import Facade
 from tidemill.consensus.leading import Body, lead
 from tidemill.consensus.open import open_consensus
 from tidemill.kafka.server import KafkaServer
@@ -51,6 +52,8 @@ from tidemill.keeper.persisted import Persisted
 from tidemill.keeper.topic_holds import PipelineHolds
 from tidemill.keeper.upkeep import jobs
 from tidemill.metastore.catalogue import CaptureRow, Catalogue, TopicRow
+from tidemill.metastore.claim import Ownership
+from tidemill.metastore.cluster import Cluster
 from tidemill.metastore.lsm.compaction.open import open_merger
 from tidemill.metastore.open import NODE, metastore_on
 from tidemill.node.assignment import CaptureFirst
@@ -73,6 +76,7 @@ from tidemill.node.served import (
 from tidemill.node.shape_routing import ShapeRouting
 from tidemill.node.spreading import Spread, node_of
 from tidemill.objects.open import open_objects
+from tidemill.objects.resilient import ResilientObjects
 from tidemill.registry.http import registry_routes
 from tidemill.registry.machine import Registry
 from tidemill.registry.registrar import Registrar
@@ -344,6 +348,7 @@ class Node:
         stack.push_async_callback(metastore.aclose)
         stack.push_async_callback(keeping.leave)
         await self._begin("the metastore", metastore.start)
+        self._own(consensus, objects, await metastore.cluster())
         reporting.troubles["metastore"] = metastore.trouble
         # Before others count on this node: one that cannot read the catalogue would be given partitions all the same.
         await self._begin("the catalogue", lambda: catalogue.list(TopicRow))
@@ -399,6 +404,16 @@ class Node:
         self._waiting = ""
         self._marks.set(self._process, 1, 1, now_ms=clock.now_ms())
         log.info("node serves", node=config.node.name, http=config.node.http, kafka=config.node.kafka)
+
+    def _own(self, consensus: Consensus, objects: ResilientObjects, cluster: Cluster) -> None:
+        """From here on this node acknowledges and deletes only what its cluster may (`claim` CL4)."""
+        assert self._reporting is not None
+        owner = Ownership(objects, self._clock, cluster, interval_s=self._config.metastore.alive_interval_s)
+        self._reporting.troubles["objects"] = lambda: objects.trouble() or owner.trouble()
+        self._tasks.spawn(owner.run(), name="ownership")
+        objects.may_delete = owner.may_delete
+        if isinstance(consensus, Facade):
+            consensus.owner = owner
 
     async def _share(self, spread: Spread, consensus: Consensus, capture: str, url: str, body: Body) -> None:
         """Capture whenever it is this node's turn, until another one should."""

@@ -30,6 +30,8 @@ from tidemill.spark.table import TableWriter
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+MIRRORS = "mirrors"
+"""The directory of mirrors in a pipeline's scratch directory."""
 LOCK_ATTEMPTS = 50
 STORAGE_RETRY_S = 1.0
 
@@ -140,7 +142,7 @@ class Host:
         return f"pipeline:{self.settings.name}{REFUSED}{table}"
 
     def mirror_dir(self, name: str) -> Path:
-        return self.settings.scratch / "mirrors" / name
+        return self.settings.scratch / MIRRORS / name
 
 
 def _given_up(spark: SparkSession) -> bool:

@@ -21,7 +21,7 @@ from tidemill.spark.dead_run import DeadRun
 from tidemill.spark.facts import Progress
 from tidemill.spark.feeds import TopicFeed
 from tidemill.spark.stores import Stores
-from tidemill.spark.tasks import boot_id
+from tidemill.spark.tasks import saved_under
 from tidemill.spark.upsert.hydrate import mirror_of
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.operator import Fault, Upsert
@@ -78,7 +78,7 @@ class TableWriter:
     # following --------------------------------------------------------------------------------------
     def hydrate(self) -> None:
         """Bring the mirror to the shard's upper: from the cache on disk if there is one to trust, else anew."""
-        saved = Mirror.load(self.mirror_dir, self.schema, self.shard.shard_id, boot_id())
+        saved = Mirror.load(self.mirror_dir, self.schema, self.shard.shard_id, saved_under(self.stores.life))
         if saved is not None:
             self.operator = Upsert(self.schema, saved, fault=self._fault)
         self.operator.mirror.sweep()  # what an earlier life left: it may have been cut off again and again
@@ -188,4 +188,4 @@ class TableWriter:
 
     def save(self) -> None:
         """Let other processes of this machine open the mirror."""
-        self.operator.mirror.save(self.shard.shard_id, boot_id())
+        self.operator.mirror.save(self.shard.shard_id, saved_under(self.stores.life))

@@ -67,6 +67,8 @@ FAULTS: dict[str, tuple[str, str]] = {
     "replay-at-persisted": ("metastore", "a new leader takes the batch after the persisted seqno for persisted"),
     "silent-reject": ("metastore", "a manifest that the log refused is reported as written"),
     "gc-newer-epoch": ("metastore", "collection deletes files of a newer epoch"),
+    "moved-head": ("metastore", "nobody notices that consensus failed over to a standby that was behind"),
+    "still-acknowledges": ("buckets", "a node does not ask whose the bucket is before it acknowledges or deletes"),
     "no-keeper": ("calendar", "nobody takes away what is no longer needed"),
     "unfenced-offset": ("groups", "offsets are written by whoever coordinated the group once: lost at a move"),
     "early-assignment": ("groups", "members are told their assignment before it is durable"),
@@ -81,6 +83,7 @@ FAULTS: dict[str, tuple[str, str]] = {
 
 ROOMS = (
     "consensus",
+    "buckets",
     "metastore",
     "catalogue",
     "registry",
@@ -102,6 +105,10 @@ def scenario(room: str, fault: str = "") -> Scenario:
             from tidemill.sim.scenarios import consensus
 
             return lambda world: consensus.run(world, fault)
+        case "buckets":
+            from tidemill.sim.scenarios import buckets
+
+            return lambda world: buckets.run(world, fault)
         case "metastore":
             from tidemill.sim.scenarios import metastore
 
