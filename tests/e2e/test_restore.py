@@ -128,7 +128,7 @@ class Shop:
             uppers = {shard["name"]: shard["upper"] for shard in found["shards"]}
             return all(uppers.get(table, 0) > now_ms for table in TABLES)
 
-        eventually(covered, "the bucket covers the load", lambda: found)
+        eventually(covered, lambda: f"the bucket covers the load: {found}")
         return found
 
     def lose_consensus(self) -> None:
@@ -160,7 +160,7 @@ class Shop:
                 (v["missing"], v["extra"], v["different"]) == (0, 0, 0) and v["rows"] > 0 for v in found.values()
             )
 
-        eventually(clean, "verify is clean", lambda: self.command("verify", "--json").stdout[-3000:])
+        eventually(clean, lambda: f"verify is clean: {self.command('verify', '--json').stdout[-3000:]}")
 
     def consume(self, topic: str) -> list[tuple[int, int]]:
         """(partition, offset) of every record from offset 0, by a Kafka client."""

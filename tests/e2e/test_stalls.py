@@ -62,8 +62,8 @@ class Stalls:
         self.rows += 1
         self.execute(f"INSERT INTO orders VALUES ({self.rows}, 'a')")
 
-    def fresh(self, table: str = "orders", deadline_s: float = 120.0) -> None:
-        until(lambda: self.made.why(table)[0] == 0, lambda: self.made.why(table), deadline_s)
+    def fresh(self, table: str = "orders") -> None:
+        until(lambda: self.made.why(table)[0] == 0, lambda: self.made.why(table))
 
     def named(self, what: str, holder: Callable[[dict[str, Any]], bool], table: str = "orders") -> float:
         """Seconds until `why` exits 2 and names the holder; fails past the limit, with what it said instead."""

@@ -142,10 +142,12 @@ def cluster(directory: Path, toml: str = "", environ: Mapping[str, str] | None =
         made.close()
 
 
-def until(condition: Callable[[], object], otherwise: Callable[[], object] = str) -> float:
+def until(
+    condition: Callable[[], object], otherwise: Callable[[], object] = str, within_s: float = DEADLINE_S
+) -> float:
     """Seconds until it holds; fails with what `otherwise` says when it does not in time."""
     began_s = time.monotonic()
-    eventually(condition, otherwise)
+    eventually(condition, otherwise, within_s)
     return time.monotonic() - began_s
 
 
