@@ -71,7 +71,7 @@ class Seen:
                     self._record(log, answer.records[-1].position, answer.records[-1].nonce)
             case ((HeadOfLog(log=log) | Fence(log=log) | Truncate(log=log)), LogHead()):
                 self._head(log, floor, answer)
-            case Cas(key=key, expected_seq=0), Versioned() if done:
+            case Cas(key=key, expected_seq=0), Versioned() if done and not key.startswith(REWRITTEN):
                 # Whoever creates it knew that it was absent: it had been dropped.
                 self._registers[key] = answer.seq, answer.nonce
             case ((Cas(key=key) | Head(key=key)), Versioned()):

@@ -100,10 +100,9 @@ class Runner(Host):
         self.retried(reporter.adopt)
         proving = keep("objects", self.stores.objects.keep_proving, tracker=self.tracker, clock=self.stores.clock)
         self._proving = asyncio.run_coroutine_threadsafe(proving, self.portal.loop)
-        owning = keep(
-            f"pipeline:{self.settings.name}:bucket", self.stores.keep_owning,
-            tracker=self.tracker, clock=self.stores.clock,
-        )  # fmt: skip
+        mark = f"pipeline:{self.settings.name}:bucket"
+        own = partial(self.stores.keep_owning, partial(self.tracker.heal, mark))
+        owning = keep(mark, own, tracker=self.tracker, clock=self.stores.clock)
         self._owning = asyncio.run_coroutine_threadsafe(owning, self.portal.loop)
         self._owning.add_done_callback(self._owned_no_more)
         self._unit("catalogue", self._register)

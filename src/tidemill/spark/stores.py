@@ -7,6 +7,7 @@ A driver opens its own `Stores`. Spark's workers (planners, executors) share one
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -100,10 +101,11 @@ class Stores:
         """Did consensus return to an earlier state? Then these stores serve nothing any more."""
         return isinstance(self.consensus, Facade) and self.consensus.seen.lost is not None
 
-    async def keep_owning(self) -> None:
-        """Until the bucket belongs to another cluster: raises Replaced. From its first step on nothing is acknowledged
-        or deleted that is not this cluster's (`metastore.claim` CL4). Raises Unavailable, too, before that."""
+    async def keep_owning(self, begun: Callable[[], None]) -> None:
+        """Until the bucket belongs to another cluster: raises Replaced. From `begun()` on nothing is acknowledged or
+        deleted that is not this cluster's (`metastore.claim` CL4). Raises Unavailable, too, before that."""
         owner = Ownership(self.objects, self.clock, await self.metastore.cluster())
+        begun()
         self.objects.may_delete = owner.may_delete
         if isinstance(self.consensus, Facade):
             self.consensus.owner = owner
