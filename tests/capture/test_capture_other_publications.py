@@ -300,7 +300,7 @@ def test_f492_a_manual_capture_whose_publication_has_other_options_is_told_how_i
             assert failure is not None
             statements = failure.error.partition("Run ")[2].rstrip(";").split("; ")
             await world.sql(*statements, f"ALTER PUBLICATION {own} ADD TABLE ONLY good")
-            await until(lambda: capture.streaming, "the capture streams")
+        async with world.capture(manual=True):
             await world.flowing("good")
             await good_flows(world)
 

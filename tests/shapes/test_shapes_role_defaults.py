@@ -7,7 +7,7 @@ from shape_world import ShapeWorld, run
 
 pytestmark = pytest.mark.postgres
 
-ROWS = 30_000
+ROWS = 15_000
 DDL = f"""
 CREATE TABLE item (id int PRIMARY KEY, name text);
 INSERT INTO item SELECT n, repeat('n', 50) || n FROM generate_series(1, {ROWS}) n;
@@ -30,8 +30,8 @@ def test_f493_initial_rows_come_whatever_timeouts_are_the_database_s_defaults(po
                 await world.db.execute(f"ALTER DATABASE {database} SET {name} = '{value}'")
             client = await world.sync(table="item")
             assert len(client.rows) == ROWS
-            found = await world.post({"where": "id <= 20000", "order_by": "id", "limit": 20000}, table="item")
-            assert found.status == 200 and len(found.json["data"]) == 20000
+            found = await world.post({"where": "id <= 10000", "order_by": "id", "limit": 10000}, table="item")
+            assert found.status == 200 and len(found.json["data"]) == 10000
             for name in HASTY:
                 await world.db.execute(f"ALTER DATABASE {database} RESET {name}")
 

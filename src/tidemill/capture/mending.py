@@ -19,7 +19,7 @@ from tidemill.capture.others import Objections
 from tidemill.capture.publication import not_full, publish, unpublish
 from tidemill.capture.tables import Hazard, Refusal, TableInfo, hazards
 from tidemill.capture.wire.connection import Wire, identifier
-from tidemill.capture.withdrawing import withdraw
+from tidemill.capture.withdrawing import withdraw, withheld
 from tidemill.metastore.catalogue import CaptureTableRow
 
 log = structlog.get_logger()
@@ -46,12 +46,13 @@ class Mending:
         await self.withdraw(objected)
         for hazard in await self._hazards.now():
             row = self._desk.by_oid(hazard.oid)
-            if hazard.oid in objected and not (hazard.virtual or hazard.breaks):
+            objection = objected.get(hazard.oid)
+            if objection is not None and objection.refuses and not (hazard.virtual or hazard.breaks):
                 continue  # it must not have a whole identity
             if config.manual:
                 await self._tell_hazard(hazard, row)
                 continue
-            if row is not None and not hazard.virtual and config.whole and hazard.oid not in objected:
+            if row is not None and not hazard.virtual and config.whole and objection is None:
                 # Noted before the connection is asked to alter it: what consensus takes is no silence of PostgreSQL's.
                 earlier = await self._control.ask(lambda wire, oid=hazard.oid: not_full(wire, oid))  # type: ignore[misc]
                 await self._desk.note(row.table, earlier)
@@ -73,21 +74,23 @@ class Mending:
         if not config.manual:
             await self._unpublish_parked()
 
-    async def withdraw(self, objected: Objections) -> None:
-        """Raises Unavailable where a copy is in the way: the next session begins with it (withdrawing.py, W1)."""
+    async def withdraw(self, objected: Objections, *, streams: bool = True) -> None:
+        """`streams`: else nobody would know of a park, and the first row that lacks its old one brings it about. Raises
+        Unavailable where a copy is in the way: the next session begins with it (withdrawing.py, W1)."""
         if not objected:
             return
-        rows = self._desk.rows
-        left = await self._control.ask(lambda wire: withdraw(wire, self._config, rows.values(), objected))
+        rows, left = self._desk.rows, set()
+        for one in await self._control.ask(lambda wire: withheld(wire, self._config, rows.values(), objected)):
+            if not await self._control.ask(lambda wire, one=one: withdraw(wire, self._config, one)):  # type: ignore[misc]
+                left.add(one.row.table)
         for row in [row for row in rows.values() if row.oid in objected and objected[row.oid].refuses]:
             why = Refusal("refused", objected[row.oid].reason, objected[row.oid].fix, again=True)
-            copies = row.snapshot is None and row.state == "captured"
-            if row.flows:
+            if row.flows and streams:
                 await self._beside.park_refused(row.table, why)
-            elif copies:
+            elif row.snapshot is None and row.state == "captured":
                 await self._desk.refuse(row.table, why, row.oid)
-            if copies and row.table in left:
-                raise Unavailable(f"a copy stands in the way of the identity that a table must have: {why.reason}")
+                if row.table in left:
+                    raise Unavailable(f"a copy stands in the way of the identity that a table must have: {why.reason}")
 
     async def _ask_hazards(self, wire: Wire) -> list[Hazard]:
         return await hazards(wire, self._config.publication, self._config.whole)

@@ -54,7 +54,7 @@ from tidemill.capture.setup import ServerFacts, SlotState, check_slot, create_sl
 from tidemill.capture.tables import Choice, NoTable, Refusal, TableInfo, describe, list_tables, resolve
 from tidemill.capture.topic_writer import CapturedTable
 from tidemill.capture.wire.connection import Wire, identifier
-from tidemill.capture.withdrawing import withdraw
+from tidemill.capture.withdrawing import withdraw, withheld
 from tidemill.metastore.catalogue import (
     CaptureRow,
     CaptureTableRow,
@@ -113,7 +113,8 @@ async def prepare(
     objected = await objections(wire, config)
     if row is not None:
         # Before any lock is taken that would stand in the way (withdrawing.py, W1).
-        await withdraw(wire, config, await catalogue.tables(config.name), objected)
+        for one in await withheld(wire, config, await catalogue.tables(config.name), objected):
+            await withdraw(wire, config, one)
     found = await list_tables(wire)
     try:
         choice = resolve(config.tables, found, facts.version, whole=config.whole, objections=objected)

@@ -289,7 +289,7 @@ class Session:
         beside = Beside(self._config, self._control, self.desk, self._catalogue, self._parking)
         mending = Mending(beside)
         while True:
-            await mending.withdraw(await beside.objections())
+            await mending.withdraw(await beside.objections(), streams=False)
             await asyncio.sleep(HAZARD_POLL_S)
 
     async def _open_writer(self, prepared: Prepared) -> None:

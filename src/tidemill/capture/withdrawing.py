@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
 import structlog
 
 from tidemill.base.errors import Invalid
@@ -26,13 +27,22 @@ from tidemill.metastore.catalogue import CaptureTableRow
 log = structlog.get_logger()
 
 
-async def withdraw(
+class Withheld(msgspec.Struct, frozen=True):
+    """A table or partition that has FULL by the capture, though it must not."""
+
+    row: CaptureTableRow
+    oid: int
+    relation: str
+    before: str
+
+
+async def withheld(
     wire: Wire, config: CaptureConfig, rows: Iterable[CaptureTableRow], objections: Objections
-) -> list[str]:
-    """The tables that have FULL by the capture, though they must not, and whose lock could not be had just now."""
+) -> list[Withheld]:
+    """Of all that was noted (publication.py, P5); nothing of a capture that is manual."""
     must_not = {oid for each in objections.values() for oid in each.relations}
     noted = {
-        oid: (row, relation, before)
+        oid: Withheld(row, oid, relation, before)
         for row in rows
         for oid, (relation, before) in row.identities.items()
         if oid in must_not
@@ -41,33 +51,27 @@ async def withdraw(
         return []
     oids = ", ".join(str(int(oid)) for oid in noted)
     whole = await wire.query(f"SELECT oid FROM pg_class WHERE relreplident = 'f' AND oid IN ({oids}) ORDER BY oid")
-    left = []
-    for (oid,) in whole:
-        row, relation, before = noted[int(oid or 0)]
-        if not await _withdrawn(wire, config, row, int(oid or 0), relation, before):
-            left.append(row.table)
-    return left
+    return [noted[int(oid or 0)] for (oid,) in whole]
 
 
-async def _withdrawn(
-    wire: Wire, config: CaptureConfig, row: CaptureTableRow, oid: int, relation: str, before: str
-) -> bool:
+async def withdraw(wire: Wire, config: CaptureConfig, one: Withheld) -> bool:
+    """Give it the identity that it must have; False when its lock could not be had just now, or none would do."""
     why = ""
-    for identity in dict.fromkeys((before, "DEFAULT")):
+    for identity in dict.fromkeys((one.before, "DEFAULT")):
         try:
             try:
-                await give_back(wire, oid, identity, attempts=1)
+                await give_back(wire, one.oid, identity, attempts=1)
             except Needed as needed:
                 # While only the capture's own publication asks for another one, the table goes out of that.
-                if needed.publications != {config.publication} or not await _unpublished(wire, config, row):
+                if needed.publications != {config.publication} or not await _unpublished(wire, config, one.row):
                     raise
-                await give_back(wire, oid, identity, attempts=1)
+                await give_back(wire, one.oid, identity, attempts=1)
         except (SqlError, Invalid) as error:
             why = str(error)
             continue
-        log.warning("a whole identity is taken back", capture=config.name, relation=relation, has=identity)
+        log.warning("a whole identity is taken back", capture=config.name, relation=one.relation, has=identity)
         return True
-    log.warning("a whole identity is not taken back yet", capture=config.name, relation=relation, cause=why)
+    log.warning("a whole identity is not taken back yet", capture=config.name, relation=one.relation, cause=why)
     return False
 
 
