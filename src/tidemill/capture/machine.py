@@ -272,6 +272,7 @@ class Capture:
             self._settled, self._none_s = True, self._began_s
             raise
         finally:
+            self._settled = self.settled
             if self._told or not self._phase[0]:
                 # Who held what while it streamed holds nothing now.
                 self._set_phase("the session ended", f"postgres:{server(self.config.dsn)}" if self._told else "")
