@@ -16,7 +16,7 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.desk import Desk
 from tidemill.capture.entry import without_taken
 from tidemill.capture.looking import Tables
-from tidemill.capture.publication import published_tables
+from tidemill.capture.publication import Entry, published_tables
 from tidemill.capture.tables import Choice, TableInfo, resolve
 from tidemill.capture.watch import Control
 from tidemill.capture.wire.connection import Wire
@@ -37,10 +37,10 @@ class Beside:
         self.tables = Tables(control)
         self._resolved: tuple[list[TableInfo], Choice] | None = None
 
-    async def published(self) -> dict[int, str] | None:
+    async def published(self) -> dict[int, Entry] | None:
         return await self.control.ask(self.ask_published)
 
-    async def ask_published(self, wire: Wire) -> dict[int, str] | None:
+    async def ask_published(self, wire: Wire) -> dict[int, Entry] | None:
         return await published_tables(wire, self.config.publication, manual=self.config.manual)
 
     async def choice(self, found: list[TableInfo]) -> Choice:

@@ -9,6 +9,9 @@
 B1  Offsets and LSN of a binding describe one commit boundary: every transaction at or below `lsn` is in, none after.
 B2  No binding is minted below `gate` (from where on the newest table snapshot is exact): only from there on do all
     tables show one state of the database. Tags met before are carried by the first binding at or above it.
+B4  The LSN of the newest binding is the last one that is confirmed to PostgreSQL, that of idle WAL too (`on_stored`).
+    So a slot that is beyond it was moved by somebody else. Where the server asks for a reply the idle LSN is bound at
+    once: a server that shuts down waits for that.
 B3  After a binding is stored, and not before, its last commit is reported flushed (topic_writer W2). A marker is
     therefore minted even if the process dies right after its commit was written.
 
@@ -50,7 +53,8 @@ def where_to_start(
 
 
 class Binder:
-    """`on_bound(position)`: everything up to this commit boundary is covered by a stored binding."""
+    """`on_bound(position)`: everything up to this commit boundary is covered by a stored binding. `on_stored(lsn)`: of
+    each binding, as soon as it is."""
 
     def __init__(
         self,
@@ -61,8 +65,11 @@ class Binder:
         interval_ms: int = 50,
         idle_ms: int = 5_000,
         stages: Stages | None = None,
+        on_stored: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._clock = clock
+        self._on_stored = on_stored
+        self._hurried = False
         self._stages = stages or Stages()
         self._timed_ms = 0
         """Commit time that the newest binding has brought."""
@@ -71,6 +78,7 @@ class Binder:
         self._idle_ms = idle_ms
         self._offsets: dict[str, list[int]] = {}
         self._lsn = 0
+        self._era = 0
         self._source_time_ms = 0
         self._bound_to: ChangePosition | None = None
         self._early_tags: list[str] = []
@@ -86,7 +94,7 @@ class Binder:
         """Read the newest binding: where the previous session stopped."""
         latest = await self._minter.open()
         if latest is not None:
-            self._lsn = latest.lsn
+            self._lsn, self._era = latest.lsn, latest.era
             self._source_time_ms = self._timed_ms = latest.source_time_ms
         return latest
 
@@ -130,13 +138,18 @@ class Binder:
             await self._wake.wait()
             return
         try:
-            async with asyncio.timeout(self._minter.due_in_s(self._idle_ms)):
+            async with asyncio.timeout(0.0 if self._hurried else self._minter.due_in_s(self._idle_ms)):
                 await self._wake.wait()
         except TimeoutError:
             # The first one at or above the gate, as well as any: it carries the tags from below (B2).
             tags, self._early_tags = self._early_tags or [""], []
             for tag in tags:
                 await self._mint(tag)
+
+    def hurry(self) -> None:
+        """Bind the idle LSN as soon as it has moved (B4)."""
+        self._hurried = True
+        self._wake.set()
 
     def _moved(self) -> bool:
         if not self._offsets or self._lsn < self.gate:
@@ -210,7 +223,9 @@ class Binder:
     async def _mint(self, tag: str) -> None:
         """Store one binding for the boundary at hand."""
         time_ms = self._source_time_ms
-        await self._minter.mint(Binding(0, self._snapshot(), self._lsn, time_ms, tag))
+        await self._minter.mint(Binding(0, self._snapshot(), self._lsn, time_ms, tag, self._era))
+        self._hurried = False
+        self._on_stored(self._lsn)
         if time_ms > self._timed_ms:
             self._timed_ms = time_ms
             self._stages.add("bound", [time_ms], self._clock.now_ms())

@@ -156,6 +156,8 @@ class Capture:
             "snapshot_chunks_done": copy.chunks_done,
             "snapshot_table": copy.table,
             "snapshot_done": session.streaming or session.progress.done,
+            "recopied": session.recopied[0],
+            "recopied_ms": session.recopied[1],
             **self._set_aside(),
             **self._taps.facts(),
         }

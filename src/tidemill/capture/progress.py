@@ -23,6 +23,8 @@ class SnapshotProgress:
         self.chunks = 0
         self.chunks_done = 0
         self.table = ""
+        self.cause = ""
+        """Why tables are copied though they were captured before."""
         self.held_by = ""
         self.blocked = ""
         self.done = False
@@ -59,6 +61,10 @@ class SnapshotProgress:
 
     @property
     def sentence(self) -> str:
+        return f"{self._sentence}; {self.cause}" if self.cause else self._sentence
+
+    @property
+    def _sentence(self) -> str:
         if self.blocked:
             return f"the copy waits for another session: {self.blocked}"
         if not self.table:

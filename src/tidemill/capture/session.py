@@ -33,6 +33,7 @@ from tidemill.capture.holders import Holder, busy_walsender, slot_holder
 from tidemill.capture.joining import Joining
 from tidemill.capture.keeping import kept_for
 from tidemill.capture.locking import own_session, take_lock
+from tidemill.capture.moved import beyond
 from tidemill.capture.own_row import OwnRow
 from tidemill.capture.poison import Poisoned, take
 from tidemill.capture.prepare import Prepared, begin_anew, let_go, prepare
@@ -41,6 +42,7 @@ from tidemill.capture.retained import Retained
 from tidemill.capture.setup import ServerFacts, SlotState, check_server, slot_state
 from tidemill.capture.sinks import Sink
 from tidemill.capture.taps import Taps
+from tidemill.capture.timeline import Timeline, identify
 from tidemill.capture.topic_writer import CapturedTable, TopicWriter
 from tidemill.capture.unfit import Unfit
 from tidemill.capture.watch import (
@@ -48,6 +50,7 @@ from tidemill.capture.watch import (
     Answers,
     Control,
     StreamWatch,
+    answered,
     keep_beating,
     watch_set_up,
     watch_slot,
@@ -135,6 +138,7 @@ class Session:
         self._blocked_s = float("-inf")
         self._doing = ""
         self._watching: asyncio.Task[None] | None = None
+        self._line: Timeline | None = None
         self.generation = 0
         self._own = OwnRow(catalogue, config.name)
         self.seen_at_work = 0
@@ -169,6 +173,12 @@ class Session:
         """Of the copy that is under way, or was the last one: the first one, or one beside the stream."""
         beside = self.joining is not None and (self.joining.copying or self.joining.progress.table)
         return self.joining.progress if self.joining is not None and beside else self.progress
+
+    @property
+    def recopied(self) -> tuple[str, int]:
+        """Why tables were copied again last though nobody had asked, and when (ms); "" = never."""
+        row = self._own.row
+        return (row.recopied, row.recopied_ms) if row is not None else ("", 0)
 
     @property
     def topic_consumer(self) -> str:
@@ -252,16 +262,18 @@ class Session:
         )  # fmt: skip
         self._own.session = await self._control.ask(own_session)
         self._step(SETTING_UP)
-        latest = await self._remap.latest()
+        line = self._line = await self._identified()
+        if line.system_id != facts.system_id:
+            raise Unavailable(f"the DSN leads to more than one server: server={self._server}.")
         blocked = watch_set_up(lambda: self._connect("watch"), self.answers, config.name, self._blocked)
         self._watching = tasks.spawn(blocked, name="capture set-up watch")
         prepared = await prepare(
-            wire, config, facts, self._catalogue, self._own, latest, self.desk, self._topics, self._clock
+            wire, config, facts, self._catalogue, self._own, self._remap, line, self.desk, self._topics, self._clock
         )
         self.slot = prepared.slot
         self.generation = self._own.now.generation
         # No await from here until the relations are learned: who begins to follow one now follows this session's.
-        self._taps.claim(self._own.now.taps)
+        self._taps.claim(self._own.now.taps, self._own.now.era)
         left_out = {*prepared.fresh, *prepared.aside}
         self._taps.carried({table.oid for table in prepared.captured if table.name not in left_out})
         for relation in prepared.relations.values():
@@ -285,6 +297,7 @@ class Session:
             interval_ms=config.binding_interval_ms,
             idle_ms=config.idle_binding_ms,
             stages=self._stages,
+            on_stored=self._on_stored,
         )
         latest = await binder.open()
         if prepared.fresh:
@@ -306,6 +319,7 @@ class Session:
         fresh = [table for table in prepared.captured if table.name in prepared.fresh]
         tables = [table for table in prepared.tables if table.name in prepared.fresh]
         rows = self.desk.rows
+        self.progress.cause = next((rows[name].reason for name in prepared.fresh if rows[name].reason), "")
         targets = {table.name: copy_target(config, rows[table.name], table.topic, table.source) for table in fresh}
         done = await take_snapshot(
             config, tables, targets, self._topics, self.desk, self.progress, self._clock, self._rand
@@ -322,10 +336,13 @@ class Session:
         self._on_phase("starting the stream", self._server)
         wire = await self._connect("stream", replication=True)
         stream = self._stream = ReplicationStream(wire)
+        await self._check_server(wire)
         await self._start_when_free(stream)
         await self._check_confirmed()
         status = Status(prepared.slot.confirmed_lsn - 1)
         self._hold_for(status)
+        if self._copied:  # without a table there is no binding, and nothing to lose (bindings.py, B4)
+            status.bound = max(status.flushed, self._latest.lsn if self._latest is not None else -1)
         collector = self.collector = Collector(
             [self.writer, *self._sinks],
             status,
@@ -379,6 +396,19 @@ class Session:
                 self._wait_for(f"the slot is in use: slot={self._config.slot}", holder)
                 await asyncio.sleep(SLOT_BUSY_POLL_S)
 
+    async def _identified(self) -> Timeline:
+        wire = await self._connect("identify", replication=True)
+        try:
+            return await answered(wire, self.answers, "its timeline", identify)
+        finally:
+            await wire.aclose()
+
+    async def _check_server(self, wire: Wire) -> None:
+        """It is the one whose history was compared. Raises Unavailable."""
+        now, line = await answered(wire, self.answers, "its timeline", identify), self._line
+        if line is None or (now.system_id, now.history) != (line.system_id, line.history):
+            raise Unavailable(f"the DSN leads to another server by now: server={self._server} timeline={now.number}.")
+
     @property
     def _latest(self) -> Binding | None:
         return self.binder.latest if self.binder is not None else None
@@ -390,8 +420,13 @@ class Session:
         now = await self._control.ask(lambda wire: slot_state(wire, self._config.slot))
         bound = self._latest.offsets if self._latest is not None else {}
         for table in self._copied:
-            unbound = table.snapshot is not None and table.topic.topic_id not in bound
-            if now is None or (unbound and table.snapshot is not None and let_go(now, table.snapshot.told_from_lsn)):
+            if now is None or table.snapshot is None:
+                moved = now is None
+            elif self._latest is not None and table.topic.topic_id in bound:
+                moved = beyond(now, self._latest.lsn)
+            else:
+                moved = let_go(now, table.snapshot.told_from_lsn)
+            if moved:
                 raise Unavailable(f"another session confirmed WAL meanwhile: slot={self._config.slot}.")
 
     # the stream -----------------------------------------------------------------------------------
@@ -433,6 +468,8 @@ class Session:
         await self._may_go_on()
         if isinstance(item, Keepalive):
             collector.keepalive(item, inside_txn=self._converter.inside_txn)
+            if item.reply_requested and self.binder is not None:
+                self.binder.hurry()
             return
         try:
             out = take(item, self._converter)
@@ -489,6 +526,12 @@ class Session:
         if pinned_by is not None and (self.pinned_by is None or self.pinned_by.name != pinned_by.name):
             log.warning("a transaction that is open keeps WAL", bytes=state.pinned_bytes, held_by=str(pinned_by))
         self.pinned_by = pinned_by
+
+    def _on_stored(self, lsn: int) -> None:
+        """bindings.py, B4."""
+        if self.collector is not None and self.collector.status.bound is not None:
+            self.collector.status.bound = max(self.collector.status.bound, lsn)
+            self._status_due.set()
 
     def _on_bound(self, position: ChangePosition) -> None:
         self.flushed(self.topic_consumer, position)

@@ -94,6 +94,8 @@ class Database:
         """Of the newest commit; the next record begins behind it."""
         self.moved = asyncio.Event()
         self.publication: set[int] | None = None
+        self.history: tuple[tuple[int, int], ...] = ((1, 0),)
+        """Its timelines (capture/timeline.py)."""
         self.confirmed: int | None = None
         """What the slot was told, inclusive; None = there is no slot."""
         self.slot_lsn = 0

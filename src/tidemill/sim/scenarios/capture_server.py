@@ -11,7 +11,7 @@ import contextlib
 import re
 import struct
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Container, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Container, Iterator, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -34,9 +34,10 @@ from tidemill.capture import (
 from tidemill.capture.attributes import Attribute, Attributes
 from tidemill.capture.changes import Relation, Row
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.publication import Note, Published
+from tidemill.capture.publication import Entry, Note, Published
 from tidemill.capture.setup import ServerFacts, SlotState
 from tidemill.capture.tables import TableInfo
+from tidemill.capture.timeline import Timeline
 from tidemill.capture.wire.status import Keepalive
 from tidemill.capture.wire.stream import Framed
 from tidemill.sim.scenarios.capture_database import STRANGER, Contents, Database, Taken, messages
@@ -296,6 +297,11 @@ async def _check_server(wire: ServerWire, config: CaptureConfig) -> ServerFacts:
     return ServerFacts(wire.server_version, "sim", 60_000)
 
 
+async def _identify(wire: ServerWire) -> Timeline:
+    await wire.server.asked()
+    return Timeline("sim", wire.server.db.history, wire.server.db.lsn + 1)
+
+
 async def _yes(wire: ServerWire, config: CaptureConfig) -> bool:
     await wire.server.asked()
     return True
@@ -339,17 +345,17 @@ async def _create_publication(wire: ServerWire, publication: str) -> None:
     wire.server.db.publication = {STRANGER} & wire.server.db.relations.keys()
 
 
-async def _published_tables(wire: ServerWire, publication: str, *, manual: bool = False) -> dict[int, str] | None:
+async def _published_tables(wire: ServerWire, publication: str, *, manual: bool = False) -> dict[int, Entry] | None:
     await wire.server.asked()
     found = wire.server.db.publication
-    return None if found is None else {oid: f"t{oid}" for oid in sorted(found | wire.server.late)}
+    return None if found is None else {oid: Entry(f"t{oid}") for oid in sorted(found | wire.server.late)}
 
 
 async def _publish(
     wire: ServerWire,
     config: CaptureConfig,
     tables: Sequence[TableInfo],
-    published: dict[int, str],
+    published: Collection[int],
     *,
     attempts: int,
     note: Note,
@@ -357,7 +363,7 @@ async def _publish(
 ) -> Published:
     await wire.server.asked()
     failed = await wire.server.publish([table.oid for table in tables], settle)
-    newly = frozenset(table.oid for table in tables) - failed - published.keys()
+    newly = frozenset(table.oid for table in tables) - failed - {*published}
     locked = Unavailable("its lock cannot be had.")
     return Published(newly, {table.name: locked for table in tables if table.oid in failed})
 
@@ -432,7 +438,8 @@ def answering(server: Server) -> Iterator[None]:
         for module, names in (
             (session, {
                 "Wire": connections, "check_server": _check_server, "own_session": _no_name, "watch_set_up": _for_ever,
-                "busy_walsender": _nobody, "ReplicationStream": Stream, "slot_state": _slot_state,
+                "busy_walsender": _nobody, "identify": _identify, "ReplicationStream": Stream,
+                "slot_state": _slot_state,
             }),
             (locking, {"try_lock": _yes}),
             (descriptions, {"describe_after": _describe_after}),
