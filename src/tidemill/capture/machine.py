@@ -28,6 +28,7 @@ from tidemill.capture.registering import Schemas
 from tidemill.capture.session import Session
 from tidemill.capture.sinks import Sink
 from tidemill.capture.taps import Tap, Taps
+from tidemill.capture.timeline import History
 from tidemill.capture.wire.connection import server, where
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.shards.front import Remap
@@ -122,6 +123,12 @@ class Capture:
     @property
     def streaming(self) -> bool:
         return self._session is not None and self._session.streaming
+
+    def follows(self, history: History) -> bool:
+        """It streams from a server of this history."""
+        session = self._session
+        line = session.line if session is not None and session.streaming else None
+        return line is not None and line.history == history
 
     def health(self) -> str | None:
         """None while it streams or copies; else what its sessions fail with, or "" where nothing is known to fail: it

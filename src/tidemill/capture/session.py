@@ -138,7 +138,7 @@ class Session:
         self._blocked_s = float("-inf")
         self._doing = ""
         self._watching: asyncio.Task[None] | None = None
-        self._line: Timeline | None = None
+        self.line: Timeline | None = None
         self.generation = 0
         self._own = OwnRow(catalogue, config.name)
         self.seen_at_work = 0
@@ -262,7 +262,7 @@ class Session:
         )  # fmt: skip
         self._own.session = await self._control.ask(own_session)
         self._step(SETTING_UP)
-        line = self._line = await self._identified()
+        line = self.line = await self._identified()
         if line.system_id != facts.system_id:
             raise Unavailable(f"the DSN leads to more than one server: server={self._server}.")
         blocked = watch_set_up(lambda: self._connect("watch"), self.answers, config.name, self._blocked)
@@ -405,7 +405,7 @@ class Session:
 
     async def _check_server(self, wire: Wire) -> None:
         """It is the one whose history was compared. Raises Unavailable."""
-        now, line = await answered(wire, self.answers, "its timeline", identify), self._line
+        now, line = await answered(wire, self.answers, "its timeline", identify), self.line
         if line is None or (now.system_id, now.history) != (line.system_id, line.history):
             raise Unavailable(f"the DSN leads to another server by now: server={self._server} timeline={now.number}.")
 

@@ -40,7 +40,7 @@ from tidemill.capture.tables import TableInfo
 from tidemill.capture.timeline import Timeline
 from tidemill.capture.wire.status import Keepalive
 from tidemill.capture.wire.stream import Framed
-from tidemill.sim.scenarios.capture_database import STRANGER, Contents, Database, Taken, messages
+from tidemill.sim.scenarios.capture_database import STRANGER, Contents, Database, Standby, Taken, messages
 from tidemill.sim.world import swapped
 
 POLL_S = 0.02
@@ -61,6 +61,8 @@ class Server:
         self.looks = 0
         self.late: set[int] = set()
         """To be published once the snapshot was read: the planted fault."""
+        self.servers = 1
+        """How many there were behind this address."""
         self.cuts = self.world.source.choice((0.0, 0.0, 0.01, 0.04))
         self.unreadable = self.world.source.choice((0.0, 0.0, 0.3))
 
@@ -102,6 +104,12 @@ class Server:
                 published.add(oid)
         return failed
 
+    def fail_over(self, to: Standby) -> None:
+        """Every connection is cut, and the address leads to another server."""
+        self.servers += 1
+        self.late.clear()
+        self.db.fail_over(to)
+
     def publish_late(self) -> None:
         if self.db.publication is not None:
             self.db.publication |= self.late
@@ -116,7 +124,15 @@ class ServerWire:
     database = "sim"
 
     def __init__(self, server: Server) -> None:
-        self.server = server
+        self._server = server
+        self._number = server.servers
+
+    @property
+    def server(self) -> Server:
+        """Raises Unavailable when it is not the one any more that this connection led to."""
+        if self._number != self._server.servers:
+            raise Unavailable("the server is gone, and the connection with it.")
+        return self._server
 
     async def query(self, sql: str) -> list[tuple[str | None, ...]]:
         await self.server.asked()
@@ -146,11 +162,18 @@ class Stream:
     """In the place of ReplicationStream: from the slot's position on, in order, keepalives in between."""
 
     def __init__(self, wire: ServerWire) -> None:
-        self._server = wire.server
-        self._db = wire.server.db
+        self._wire = wire
         self._queue: deque[Framed | Keepalive] = deque()
         self._described: set[int] = set()
         self._closed = False
+
+    @property
+    def _server(self) -> Server:
+        return self._wire.server
+
+    @property
+    def _db(self) -> Database:
+        return self._wire.server.db
 
     async def start(self, slot: str, publication: str) -> None:
         await self._server.asked()
@@ -202,8 +225,9 @@ class Stream:
         world.loop.call_later(world.source.uniform(0, 0.05), self._told, flushed - 1)
 
     def _told(self, flushed: int) -> None:
-        if not self._closed and self._db.confirmed is not None:
-            self._db.confirmed = max(self._db.confirmed, flushed)
+        with contextlib.suppress(Unavailable):
+            if not self._closed and self._db.confirmed is not None:
+                self._db.confirmed = max(self._db.confirmed, flushed)
 
     async def aclose(self) -> None:
         self._closed = True
@@ -220,12 +244,16 @@ class ServerSnapshot:
     """In the place of copying.Snapshot."""
 
     def __init__(self, wire: ServerWire, tables: Sequence[TableInfo], progress: object) -> None:
-        self._server = wire.server
+        self._wire = wire
         self._taken: Taken | None = None
         self.tables = list(tables)
         self.relations: dict[int, Relation] = {}
         self.partitions: dict[int, tuple[int, ...]] = {}
         self.attributes: dict[int, Attributes] = {}
+
+    @property
+    def _server(self) -> Server:
+        return self._wire.server
 
     async def begin(self) -> dict[str, TidemillError]:
         await self._server.asked()
@@ -333,6 +361,7 @@ async def _create_slot(wire: ServerWire, config: CaptureConfig) -> SlotState:
     db.confirmed = None
     await wire.server.asked()
     await db.world.until(lambda: db.settled, every_s=0.001)
+    assert wire.server.db is db
     db.confirmed = db.slot_lsn = db.lsn
     db.world.trace(f"slot begins behind {db.lsn}")
     found = await _slot_state(wire, config.slot)
