@@ -15,7 +15,9 @@ from proxy import Proxy
 from standbys import copied_files, cut_off, primary, promote, signalled, standby
 from test_capture_tables import in_world
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import Corrupt, Invalid
+from tidemill.capture.config import CaptureConfig
+from tidemill.capture.rights import check_capture
 from tidemill.capture.timeline import fork, parse_history
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
@@ -246,7 +248,7 @@ def test_f491_a_database_that_is_restored_from_a_backup_is_copied_again(
                 await world.caught_up()
             with signalled(backup, "recovery") if recovered else backup:
                 await world.lead_to(backup)
-                async with world.capture():
+                async with world.capture():  # be it that it is a standby yet
                     await world.flowing(*TABLES)
                     await world.same_as_select(*TABLES)
                     assert len(await world.folded("a")) == 2
@@ -379,3 +381,40 @@ def test_f493_a_publication_that_is_altered_and_altered_back_has_the_table_copie
                     assert await world.topic_id("u") == u, "nobody altered what is published of it"
 
     in_world(postgres_dsn, scenario)
+
+
+# what is checked before ------------------------------------------------------------------------------
+@pytest.mark.postgres
+def test_doctor_names_a_standby_that_may_be_behind_what_is_captured_when_it_is_promoted(
+    server: EmbeddedPostgres, database: str
+) -> None:
+    async def scenario() -> None:
+        async with moving(server, database) as world:
+            slot = f"physical_{database}"
+            others = "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots"
+            await world.sql(f"{others} WHERE slot_type = 'physical' AND active_pid IS NULL")
+            config = world.config(failover=True)
+            assert "2 tables" in await check_capture(config)
+            await world.sql(f"SELECT pg_create_physical_replication_slot('{slot}')")
+            try:
+                with pytest.raises(Invalid, match="may be behind what is captured") as caught:
+                    await check_capture(config)
+                assert f"synchronized_standby_slots = '{slot}'" in caught.value.fix
+                await check_capture(world.config())
+                await world.sql(f"ALTER SYSTEM SET synchronized_standby_slots = '{slot}'", "SELECT pg_reload_conf()")
+                await until(lambda: passes(config), "it is well")
+                await world.sql(f"SELECT pg_drop_replication_slot('{slot}')")
+                with pytest.raises(Invalid, match=f"missing={slot}"):
+                    await check_capture(config)
+            finally:
+                await world.sql("ALTER SYSTEM RESET synchronized_standby_slots", "SELECT pg_reload_conf()")
+
+    run(scenario)
+
+
+async def passes(config: CaptureConfig) -> bool:
+    try:
+        await check_capture(config)
+    except Invalid:
+        return False
+    return True

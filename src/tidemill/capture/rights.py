@@ -54,6 +54,8 @@ async def check_capture(config: CaptureConfig) -> str:
     try:
         line, tables = await _looked_at(wire, config)
         missing = await statements(wire, config, tables)
+        if config.failover:
+            await check_standbys(wire)
     finally:
         await wire.aclose()
     if missing:
@@ -63,6 +65,33 @@ async def check_capture(config: CaptureConfig) -> str:
             fix="Have an administrator run: " + "; ".join(missing) + ";",
         )
     return line
+
+
+async def check_standbys(wire: Wire) -> None:
+    """Whether a standby may be behind what is captured when it is promoted: PostgreSQL tells a failover slot nothing
+    that the slots named in `synchronized_standby_slots` have not confirmed. Raises Invalid.
+    https://www.postgresql.org/docs/current/runtime-config-replication.html"""
+    named = await wire.value("SELECT current_setting('synchronized_standby_slots')") or ""
+    slots = {name or "" for (name,) in await wire.query("SELECT slot_name FROM pg_replication_slots"
+        " WHERE slot_type = 'physical' AND NOT temporary")}  # fmt: skip
+    wanted = {name.strip().strip('"') for name in named.split(",") if name.strip()}
+    if slots and not wanted:
+        raise Invalid(
+            f"a standby that is promoted may be behind what is captured: synchronized_standby_slots=''"
+            f" physical_slots={','.join(sorted(slots))}.",
+            fix=f"Run ALTER SYSTEM SET synchronized_standby_slots = {_list(slots)}; SELECT pg_reload_conf();"
+            " with the slots of the standbys that may be promoted.",
+        )
+    if wanted - slots:
+        raise Invalid(
+            "PostgreSQL sends the capture nothing while a standby's slot is missing:"
+            f" synchronized_standby_slots={named!r} missing={','.join(sorted(wanted - slots))}.",
+            fix="Create the physical slot for its standby, or take it out of synchronized_standby_slots.",
+        )
+
+
+def _list(slots: set[str]) -> str:
+    return ", ".join(literal(name).strip() for name in sorted(slots))
 
 
 async def _looked_at(wire: Wire, config: CaptureConfig) -> tuple[str, tuple[TableInfo, ...]]:

@@ -42,7 +42,7 @@ from tidemill.capture.retained import Retained
 from tidemill.capture.setup import ServerFacts, SlotState, check_server, slot_state
 from tidemill.capture.sinks import Sink
 from tidemill.capture.taps import Taps
-from tidemill.capture.timeline import Timeline, identify
+from tidemill.capture.timeline import Timeline
 from tidemill.capture.topic_writer import CapturedTable, TopicWriter
 from tidemill.capture.unfit import Unfit
 from tidemill.capture.watch import (
@@ -50,7 +50,8 @@ from tidemill.capture.watch import (
     Answers,
     Control,
     StreamWatch,
-    answered,
+    check_same,
+    identified,
     keep_beating,
     watch_set_up,
     watch_slot,
@@ -262,7 +263,7 @@ class Session:
         )  # fmt: skip
         self._own.session = await self._control.ask(own_session)
         self._step(SETTING_UP)
-        line = self.line = await self._identified()
+        line = self.line = await identified(lambda: self._connect("identify", replication=True), self.answers)
         if line.system_id != facts.system_id:
             raise Unavailable(f"the DSN leads to more than one server: server={self._server}.")
         blocked = watch_set_up(lambda: self._connect("watch"), self.answers, config.name, self._blocked)
@@ -336,7 +337,8 @@ class Session:
         self._on_phase("starting the stream", self._server)
         wire = await self._connect("stream", replication=True)
         stream = self._stream = ReplicationStream(wire)
-        await self._check_server(wire)
+        assert self.line is not None
+        await check_same(wire, self.answers, self.line)
         await self._start_when_free(stream)
         await self._check_confirmed()
         status = Status(prepared.slot.confirmed_lsn - 1)
@@ -395,19 +397,6 @@ class Session:
                 holder = await self._control.ask(lambda wire: slot_holder(wire, self._config.slot))
                 self._wait_for(f"the slot is in use: slot={self._config.slot}", holder)
                 await asyncio.sleep(SLOT_BUSY_POLL_S)
-
-    async def _identified(self) -> Timeline:
-        wire = await self._connect("identify", replication=True)
-        try:
-            return await answered(wire, self.answers, "its timeline", identify)
-        finally:
-            await wire.aclose()
-
-    async def _check_server(self, wire: Wire) -> None:
-        """It is the one whose history was compared. Raises Unavailable."""
-        now, line = await answered(wire, self.answers, "its timeline", identify), self.line
-        if line is None or (now.system_id, now.history) != (line.system_id, line.history):
-            raise Unavailable(f"the DSN leads to another server by now: server={self._server} timeline={now.number}.")
 
     @property
     def _latest(self) -> Binding | None:

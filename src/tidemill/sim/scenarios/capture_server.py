@@ -467,13 +467,12 @@ def answering(server: Server) -> Iterator[None]:
         for module, names in (
             (session, {
                 "Wire": connections, "check_server": _check_server, "own_session": _no_name, "watch_set_up": _for_ever,
-                "busy_walsender": _nobody, "identify": _identify, "ReplicationStream": Stream,
-                "slot_state": _slot_state,
+                "busy_walsender": _nobody, "ReplicationStream": Stream, "slot_state": _slot_state,
             }),
             (locking, {"try_lock": _yes}),
             (descriptions, {"describe_after": _describe_after}),
             (describing, {"attributes_of": _attributes_of, "describe": _describe, "heartbeat": _heartbeat}),
-            (watch, {"slot_state": _slot_state, "heartbeat": _heartbeat}),
+            (watch, {"slot_state": _slot_state, "heartbeat": _heartbeat, "identify": _identify}),
             (prepare, {
                 "slot_state": _slot_state, "create_slot": _create_slot, "create_publication": _create_publication,
                 "publish": _publish, "published_tables": _published_tables, "list_tables": _list_tables,
