@@ -59,7 +59,7 @@ class SlotState(msgspec.Struct, frozen=True):
 
 
 async def check_server(wire: Wire, config: CaptureConfig) -> ServerFacts:
-    """Raises Invalid, naming the setting or right that is missing and the statement that gives it."""
+    """Raises Invalid, naming the setting or right that is missing and the statement that gives it, and Unavailable."""
     if wire.server_version < OLDEST_VERSION:
         raise Invalid(f"PostgreSQL is too old: version={wire.server_version}.", fix="Use PostgreSQL 14 or newer.")
     rows = await wire.query(
@@ -80,7 +80,7 @@ async def check_server(wire: Wire, config: CaptureConfig) -> ServerFacts:
     if in_recovery == "t":
         # One that is promoted is no standby any more: nobody need do anything.
         raise Unavailable(
-            f"the server is a standby: server={wire.target}.",
+            f"the server is a standby: {wire.target}.",
             fix="Point the DSN at the primary, or promote the standby.",
         )
     if int(senders or 0) < 1:
