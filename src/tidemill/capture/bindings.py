@@ -3,7 +3,8 @@
     kind        when                                             what it covers
     busy        commits became durable; at most one per interval the newest durable commit
     marker      a commit with markers became durable             exactly up to that commit, one per tag
-    idle        only the LSN moved; at most one per idle_ms      the same offsets, the newest idle LSN
+    idle        only the LSN moved; at most one per idle_ms,     the same offsets, the newest idle LSN
+                the first one FIRST_IDLE_MS after a commit
     none        nothing moved                                    -
 
 B1  Offsets and LSN of a binding describe one commit boundary: every transaction at or below `lsn` is in, none after.
@@ -34,6 +35,8 @@ from tidemill.shards.front import Binding, Remap
 from tidemill.shards.minting import Minter
 
 MERGE_ABOVE = 256
+FIRST_IDLE_MS = 500
+"""After a commit the end of its WAL is bound so soon, and confirmed; later only every `idle_ms`."""
 
 
 def where_to_start(
@@ -75,7 +78,7 @@ class Binder:
         """Commit time that the newest binding has brought."""
         self._minter = Minter(remap, clock, interval_ms=interval_ms)
         self._on_bound = on_bound
-        self._idle_ms = idle_ms
+        self._idle_ms = self._pause_ms = idle_ms
         self._offsets: dict[str, list[int]] = {}
         self._lsn = 0
         self._era = 0
@@ -138,13 +141,14 @@ class Binder:
             await self._wake.wait()
             return
         try:
-            async with asyncio.timeout(0.0 if self._hurried else self._minter.due_in_s(self._idle_ms)):
+            async with asyncio.timeout(0.0 if self._hurried else self._minter.due_in_s(self._pause_ms)):
                 await self._wake.wait()
         except TimeoutError:
             # The first one at or above the gate, as well as any: it carries the tags from below (B2).
             tags, self._early_tags = self._early_tags or [""], []
             for tag in tags:
                 await self._mint(tag)
+            self._pause_ms = self._idle_ms
 
     def hurry(self) -> None:
         """Bind the idle LSN as soon as it has moved (B4)."""
@@ -165,6 +169,7 @@ class Binder:
             await self._mint("")
 
     async def _mint_ready(self) -> None:
+        self._pause_ms = min(self._idle_ms, FIRST_IDLE_MS)
         if not any(boundary.tags for boundary in self._ready):
             await self._minter.until_due()
         before = self.latest.lsn if self.latest is not None else -1
