@@ -28,6 +28,7 @@ import psycopg
 
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
 from cluster import Cluster, cluster, until
 
@@ -167,7 +168,7 @@ def run(seconds: float, seed: int) -> dict[str, Any]:
             stall_ms, memory = loop.get("longest_stall_cpu_ms", -1), facts.get("memory")
             marks = made.marks()
             capture = marks.get("capture:db", {})
-            until(lambda: made.state("capture:db") in ("idle", "moving"), made.marks, 30)
+            until(lambda: made.state("capture:db") in ("idle", "moving"), made.marks)
     if stall_ms > STALL_LIMIT_MS:
         failures.append(f"the loop stood still for {stall_ms} ms")
     return {

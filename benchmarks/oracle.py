@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1] / "tests"
-sys.path.insert(0, str(TESTS / "oracle"))
+sys.path[:0] = [str(TESTS / "oracle"), str(TESTS)]
 
 from oracle_world import Plan, world  # noqa: E402
 

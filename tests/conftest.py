@@ -6,7 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import psycopg
 import pytest
@@ -14,6 +14,8 @@ import structlog
 from hypothesis import HealthCheck, settings
 
 from tidemill.cli.demo.postgres import EmbeddedPostgres
+
+pytest_plugins = ("suite.selection", "suite.recording", "suite.leftovers")
 
 _numbers = itertools.count(1)
 
@@ -89,25 +91,33 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
         report.longrepr = f"skipped where nothing real may be skipped: {report.longrepr}"
 
 
-ONE_WORKER = ("tests/e2e/", "tests/spark/")
-"""One Spark session in the whole run, and never two demos at once on two cores: all these go to one worker."""
+SHARED: Final = {"tests/spark/": "spark", "tests/e2e/": "e2e"}
+"""Folders whose tests go to one worker each: one Spark session in the whole run, and never two demos at once. Of all
+other tests those of a file go to one worker, which makes the fixtures of a module once."""
 
 
-WAITING = ("tests/kafka/", "tests/faults/", "tests/metastore/", "tests/node/")
-"""They wait for leases, deadlines and clients for a third of their time: first, beside the worker that has Spark, which
-can use the cores meanwhile. All workers on them at once leave the cores idle."""
+ORDER: Final = (
+    "tests/spark/",
+    "tests/e2e/",
+    "tests/node/",
+    "tests/faults/",
+    "tests/kafka/",
+    "tests/capture/",
+    "tests/metastore/",
+    "tests/shapes/",
+)
+"""Folders with long tests come first, so that at the end of a run no worker waits for one of them."""
 
 
-BUSY = ("tests/faults/test_faults_chaos.py",)
-"""Three nodes under a load that takes a core: not beside the demos that the worker with Spark begins with, and not
-last, where the others would wait for it."""
+def _rank(item: pytest.Item) -> int:
+    return next((rank for rank, folder in enumerate(ORDER) if item.nodeid.startswith(folder)), len(ORDER))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: 1 if item.nodeid.startswith(BUSY) else 0 if item.nodeid.startswith(WAITING) else 2)
+    items.sort(key=_rank)
     for item in items:
-        if item.get_closest_marker("spark") and not item.nodeid.startswith(ONE_WORKER):
-            raise pytest.UsageError(f"a test marked spark lives elsewhere than in {ONE_WORKER}: {item.nodeid}")
+        if item.get_closest_marker("spark") and not item.nodeid.startswith(tuple(SHARED)):
+            raise pytest.UsageError(f"a test marked spark lives elsewhere than in {', '.join(SHARED)}: {item.nodeid}")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -117,6 +127,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc, no-any-unimported, unused-ignore]
         def _split_scope(self, nodeid: str) -> str:
-            return "spark" if nodeid.startswith(ONE_WORKER) else nodeid
+            shared = next((scope for folder, scope in SHARED.items() if nodeid.startswith(folder)), "")
+            return shared or nodeid.split("::")[0]
 
     return Scheduling(config, log)

@@ -256,13 +256,13 @@ def test_shapes_and_http_are_set_by_the_configuration(tmp_path: Path) -> None:
     path = tmp_path / "tidemill.toml"
     path.write_text(
         '[shapes]\nsecret = "${SHAPES}"\nallowed_origins = ["https://shop.example"]\nmemory_mb = 7\nchunk_kb = 3\n'
-        "cache_live_s = 9\nbacklog_s = 2.5\n[http]\nper_address = 5\nheader_kb = 16\n"
+        "cache_live_s = 9\ncache_stale_s = 8\nbacklog_s = 2.5\n[http]\nper_address = 5\nheader_kb = 16\n"
     )
     config = load(path, environ={"SHAPES": "s3"})
     settings = shape_settings(config.shapes)
     assert (settings.secret, settings.allowed_origins) == ("s3", ("https://shop.example",))
     assert (settings.memory_bytes, settings.limits.chunk_bytes) == (7 << 20, 3 << 10)
-    assert (settings.cache.live_s, settings.backlog.age_s) == (9, 2.5)
+    assert (settings.cache.live_s, settings.cache.stale_s, settings.backlog.age_s) == (9, 8, 2.5)
     limits = http_limits(config.http)
     assert (limits.per_address, limits.header_bytes) == (5, 16 << 10)
     assert shape_settings(ShapesSection()) == ShapeSettings(), "defaults of both are one"

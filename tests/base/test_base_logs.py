@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from patience import DEADLINE_S
+
 CHILD = """
 import sys, threading
 import structlog
@@ -27,12 +29,12 @@ def test_a_reader_of_the_logs_that_went_away_ends_nobody() -> None:
         child.stdin.write("\n")
         child.stdin.close()
         assert child.stdout.read() == "alive\n"
-        assert child.wait(20) == 0
+        assert child.wait(DEADLINE_S) == 0
 
 
 def test_a_closed_stderr_ends_nobody() -> None:
     child = subprocess.run(
         [sys.executable, "-c", CHILD.replace("sys.stdin.readline()", "sys.stderr.close()")],
-        capture_output=True, text=True, timeout=20, check=True,
+        capture_output=True, text=True, timeout=DEADLINE_S, check=True,
     )  # fmt: skip
     assert child.stdout == "alive\n"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.marks import LIVES, Mark, Report, State, Tracker, argmin, derive, derive_all
+from tidemill.base.marks import LIVES, Mark, Report, State, Tracker, argmin, behind, behind_text, derive, derive_all
 
 
 def state_of(mark: Mark, *, at_ms: int = 10_000, now_ms: int = 10_000) -> State:
@@ -39,6 +39,19 @@ def test_the_furthest_of_the_living_speaks_for_a_stage_and_a_peer_in_trouble_sta
         assert found["shard:m@a"].state is State.STUCK
 
 
+def test_a_failure_that_lies_in_the_data_is_the_stages_though_a_peer_has_not_met_it() -> None:
+    tracker = Tracker()
+    tracker.set("shard:m", 9, 9, now_ms=9_000)
+    tracker.fail("shard:m", "its newest records are all dead letters", now_ms=9_000, of_data=True)
+    met, other = tracker.report("a", 9_000), Report("b", 9_000, (Mark("shard:m", 9, 9),))
+    for order in ([met, other], [other, met]):
+        assert derive_all(order, 9_000)["shard:m"].state is State.WAITING
+    passed = Report("b", 9_000, (Mark("shard:m", 10, 10),))
+    assert derive_all([met, passed], 9_000)["shard:m"].state is State.IDLE
+    tracker.fail("shard:m", "its own trouble", now_ms=9_000)
+    assert derive_all([tracker.report("a", 9_000), other], 9_000)["shard:m"].state is State.IDLE
+
+
 def test_a_frozen_process_is_blind_by_its_own_name_though_its_peer_works() -> None:
     now_ms = MARK_BLIND_AFTER_MS + 9_000
     frozen = Report("pipeline:p:1", 1_000, (Mark("shard:m", 8, 9),), pid=7, host="h")
@@ -54,6 +67,13 @@ def test_what_a_process_stands_on_is_never_merged_with_what_others_stand_on() ->
     found = derive_all(reports, 9_000)
     assert found["objects@a"].state is State.IDLE
     assert found["objects@b"].state is State.STUCK
+
+
+def test_a_stage_without_any_time_yet_is_not_behind_by_the_years_since_1970() -> None:
+    assert (behind(Mark("m", 0, 1_795_748_893_662, unit="ms")), behind(Mark("m", 0, 0, unit="ms"))) == (None, 0)
+    assert behind_text(Mark("m", 0, 1_795_748_893_662, unit="ms")) == "no time yet"
+    assert behind_text(Mark("m", 1_795_748_893_000, 1_795_748_893_662, unit="ms")) == "662 ms"
+    assert (behind(Mark("m", 0, 7)), behind_text(Mark("m", 0, 7)), behind(Mark("m", 9, 7))) == (7, "7", 0)
 
 
 def test_progress_is_movement_though_the_position_stands() -> None:

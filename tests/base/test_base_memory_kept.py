@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from patience import DEADLINE_S
 from tidemill.base import memory
 from tidemill.base.memory import Rest, give_freed_memory_back, keep_freed_memory
 
@@ -40,7 +41,7 @@ glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C 
 
 def child(how: str, *kept_bytes: str) -> dict[str, list[int]]:
     run = subprocess.run(
-        [sys.executable, "-c", CHILD, how, *kept_bytes], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", CHILD, how, *kept_bytes], capture_output=True, text=True, check=True, timeout=DEADLINE_S
     )
     found: dict[str, list[int]] = json.loads(run.stdout)
     return found

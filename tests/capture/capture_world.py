@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import psycopg
 
+from patience import DEADLINE_S
+from patience import until as until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.frontier import ChangePosition
 from tidemill.base.marks import Tracker
@@ -27,18 +29,6 @@ from tidemill.shards.remap import LogRemap
 from tidemill.topics.batch import Record, decode_batch
 from tidemill.topics.front import FetchRead
 from tidemill.topics.log import LocalTopics
-
-
-async def until(holds: Callable[[], Awaitable[bool] | bool], what: str, timeout_s: float = 60.0) -> None:
-    """Poll until `holds()`; fail with `what` after the deadline."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout_s
-    while True:
-        found = holds()
-        if (isinstance(found, bool) and found) or (not isinstance(found, bool) and await found):
-            return
-        assert loop.time() < deadline, f"not within {timeout_s} s: {what}"
-        await asyncio.sleep(0.02)
 
 
 class World:
@@ -163,7 +153,7 @@ class World:
         """The topic as a table: key → value, by the rules of the record format."""
         return fold(await self.records(table, end))
 
-    async def bound(self, lsn: int, timeout_s: float = 60.0) -> Binding:
+    async def bound(self, lsn: int, timeout_s: float = DEADLINE_S) -> Binding:
         """The first binding found that covers `lsn`."""
         remap = self.remap()
         found: list[Binding] = []
@@ -181,13 +171,13 @@ class World:
         rows = await self.select("SELECT pg_current_wal_flush_lsn() - '0/0'")
         return int(rows[0][0])
 
-    async def caught_up(self, timeout_s: float = 60.0) -> Binding:
+    async def caught_up(self, timeout_s: float = DEADLINE_S) -> Binding:
         """Emit a marker now and wait for its binding: everything committed before is bound."""
         tag = self.rand.nonce()
         await self.sql(f"SELECT pg_logical_emit_message(true, 'tidemill', '{tag}')")
         return await self.tagged(tag, timeout_s)
 
-    async def tagged(self, tag: str, timeout_s: float = 60.0) -> Binding:
+    async def tagged(self, tag: str, timeout_s: float = DEADLINE_S) -> Binding:
         remap = self.remap()
         found: list[Binding] = []
 
@@ -206,7 +196,7 @@ class World:
     async def tables(self) -> dict[str, CaptureTableRow]:
         return {table.table: table for table in await self.catalogue.tables(self.name)}
 
-    async def flowing(self, *names: str, timeout_s: float = 60.0) -> None:
+    async def flowing(self, *names: str) -> None:
         """Until these tables of schema public flow: copied, and known to the newest binding."""
 
         async def holds() -> bool:
@@ -217,9 +207,9 @@ class World:
             topics = [await self.catalogue.get(TopicRow, row.topic) for row in found if row is not None]
             return all(topic is not None and topic.topic_id in latest.offsets for topic in topics)
 
-        await until(holds, f"tables flow: {names}", timeout_s)
+        await until(holds, f"tables flow: {names}")
 
-    async def parked(self, name: str, words: str = "", timeout_s: float = 60.0) -> CaptureTableRow:
+    async def parked(self, name: str, words: str = "") -> CaptureTableRow:
         """Until table `public.<name>` is parked (or `words` is a state); its row."""
         found: list[CaptureTableRow] = []
 
@@ -229,7 +219,7 @@ class World:
                 found.append(row)
             return bool(found)
 
-        await until(holds, f"table {name} is parked: {words}", timeout_s)
+        await until(holds, f"table {name} is parked: {words}")
         return found[0]
 
     async def table(self, name: str) -> CaptureTableRow | None:

@@ -17,6 +17,7 @@ from capture_world import World, until
 from test_capture_chunks import PROGRAM, as_folded
 from test_capture_resume import in_world
 
+from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.capture import topic_writer
 from tidemill.capture.appending import Appending
@@ -91,7 +92,7 @@ async def aside(world: World) -> SetAside | None:
 
 async def ends_well(world: World) -> None:
     """The table flows, is what SELECT says, and nothing is left of what was set aside."""
-    await world.flowing("a", timeout_s=120)
+    await world.flowing("a")
     await world.caught_up()
     row = await world.table("public.a")
     assert row is not None and row.flows and row.copy is None and row.aside is None
@@ -111,7 +112,7 @@ async def confirmed_beyond_the_copy(world: World) -> None:
         assert not row.aside.ends, "it is still copied"
         return await world.confirmed() > row.copy.lsn
 
-    await until(moved, "WAL is confirmed beyond where the copy began", 60)
+    await until(moved, "WAL is confirmed beyond where the copy began")
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -149,7 +150,7 @@ def test_wal_is_confirmed_while_a_table_is_copied_beside_the_stream_under_load(p
             assert found is not None and not found.ends, "it is still copied"
             facts = capture.facts()
             assert facts["set_aside_records"] and facts["set_aside_bytes"] and facts["wal_kept_for"] == []
-            await world.flowing("a", timeout_s=120)
+            await world.flowing("a")
             await until(lambda: load.transactions > before + 300, "others write once it has joined")
         async with world.capture(**SLOW):
             await ends_well(world)
@@ -189,13 +190,13 @@ def test_a_capture_that_is_killed_in_the_copy_and_in_the_append_is_exact(
                             found = await aside(world)
                             return found is not None and holds(found)
 
-                        await until(holding, what, 120)
+                        await until(holding, what)
 
                     async def copying() -> bool:
                         row = await world.table("public.a")
                         return row is not None and row.copy is not None
 
-                    await until(copying, "it is copied", 120)
+                    await until(copying, "it is copied")
                     killed(process)  # the first copy, before the stream: what changes since is set aside
                     process = start()
                     await known(lambda found: found.records > 0, "some is set aside")
@@ -205,7 +206,7 @@ def test_a_capture_that_is_killed_in_the_copy_and_in_the_append_is_exact(
                     await known(lambda found: bool(found.ends), "it is copied whole")
                     for n in range(2):
                         since = said.read_bytes().count(b"appending")
-                        await until(lambda: said.read_bytes().count(b"appending") > since, "it appends", 120)  # noqa: B023
+                        await until(lambda: said.read_bytes().count(b"appending") > since, "it appends")  # noqa: B023
                         await asyncio.sleep(rng.random() * 0.5)
                         found = await aside(world)
                         killed(process)
@@ -233,7 +234,7 @@ async def copied_aside(world: World, **settings: Any) -> None:
             row = await world.table("public.a")
             return row is not None and row.copy is not None
 
-        await until(told, "chunks are told to be done", 40)
+        await until(told, "chunks are told to be done")
 
 
 @contextlib.contextmanager
@@ -278,7 +279,7 @@ def test_f481_more_than_may_be_set_aside_keeps_wal_from_there_on_and_is_exact(
                 mark = world.tracker.mark(capture.config.mark)
                 return mark is not None and mark.held_by == capture.config.table_mark("public.a")
 
-            await until(named, "the capture's mark is held by the table's", 20)
+            await until(named, "the capture's mark is held by the table's")
             again = await aside(world)
             assert again is not None and again.records - found.records < 20_000
         async with world.capture(**{**settings, "copy_rows_per_s": 0}):
@@ -300,7 +301,7 @@ def test_what_befalls_a_table_while_it_is_appended(
         settings = {**SLOW, "copy_rows_per_s": 0}
         with append_waits(monkeypatch) as (begins, may):
             async with world.capture(**settings) as capture:
-                await asyncio.wait_for(begins.wait(), 60)
+                await asyncio.wait_for(begins.wait(), DEADLINE_S)
                 await world.sql("UPDATE a SET v = -v WHERE id % 100 = 1")
                 topic = await world.topic_id("a")
                 match what:
@@ -368,14 +369,14 @@ async def until_folded(world: World, rows: dict[str, dict[str, Any]]) -> None:
         found = await world.folded("a")
         return {key: {c: v for c, v in row.items() if v is not None} for key, row in found.items()} == rows
 
-    await until(same, "the topic is the table", 40)
+    await until(same, "the topic is the table")
 
 
 async def until_confirmed(world: World, lsn: int) -> None:
     async def confirmed() -> bool:
         return await world.confirmed() >= lsn
 
-    await until(confirmed, "WAL is let go", 40)
+    await until(confirmed, "WAL is let go")
 
 
 async def no_aside(world: World) -> bool:
@@ -396,7 +397,7 @@ def test_a_copy_that_waits_to_be_gone_on_with_lets_wal_go(postgres_dsn: str) -> 
                 row = await world.table("public.a")
                 return row is not None and row.copy is not None
 
-            await until(told, "chunks are told to be done", 40)
+            await until(told, "chunks are told to be done")
             async with await psycopg.AsyncConnection.connect(world.dsn) as other:
                 copies = "SELECT pid FROM pg_stat_activity WHERE application_name LIKE '%snapshot%' AND state <> 'idle'"
                 await other.execute(f"SELECT pg_terminate_backend(pid) FROM ({copies}) AS copies")

@@ -82,7 +82,7 @@ def test_f436_what_waits_is_bounded_and_the_bounds_are_facts(postgres_dsn: str, 
                 facts = capture.facts()
                 return any(facts[f"queue_{what}"] >= facts[f"queue_{what}_limit"] for what in ("changes", "fragments"))  # type: ignore[operator]
 
-            await until(full, "the queue is full, and the socket not read any more", 30)
+            await until(full, "the queue is full, and the socket not read any more")
             await asyncio.sleep(0.5)
             facts = capture.facts()
             numbers = {name: value for name, value in facts.items() if isinstance(value, int)}
@@ -93,7 +93,7 @@ def test_f436_what_waits_is_bounded_and_the_bounds_are_facts(postgres_dsn: str, 
             assert resident_mib() - before_mib < MEMORY_MIB
             assert await world.confirmed() <= await world.wal_end()
             gate.open()
-            await world.caught_up(60)
+            await world.caught_up()
             assert len(await world.records("a")) == ROWS
 
     in_world(postgres_dsn, scenario)

@@ -196,7 +196,7 @@ def test_f414_a_copy_that_is_killed_goes_on_at_the_first_chunk_that_was_not_told
                     copy = await copy_of(world)
                     return copy is not None and copy.done > 0
 
-                await until(told, "chunks are told to be done", 60)
+                await until(told, "chunks are told to be done")
                 process.kill()
                 process.wait()
                 copy = await copy_of(world)
@@ -208,8 +208,8 @@ def test_f414_a_copy_that_is_killed_goes_on_at_the_first_chunk_that_was_not_told
                     "UPDATE a SET id = id + 1000000 WHERE id % 900 = 1",
                 )
                 process = start()
-                await world.flowing("a", timeout_s=90)
-                binding = await world.caught_up(40)
+                await world.flowing("a")
+                binding = await world.caught_up()
                 row = await world.table("public.a")
                 assert row is not None and row.flows and row.copy is None and row.snapshot is not None
                 assert row.snapshot.lsn < row.snapshot.settled_lsn <= binding.lsn
@@ -325,7 +325,7 @@ def test_every_time_that_is_bound_shows_one_state_wherever_copies_were_cut_off(
 
             async with world.capture(wait=False, **settings) as capture:
                 if identity == "full":
-                    await until(further, "chunks are told to be done", 40)
+                    await until(further, "chunks are told to be done")
                     await asyncio.sleep(rng.random() * 0.1)
                 else:
                     await until(lambda: int(str(capture.facts().get("snapshot_chunks_done", 0))) > 3, "chunks are read")
@@ -336,14 +336,14 @@ def test_every_time_that_is_bound_shows_one_state_wherever_copies_were_cut_off(
         run = Binder.run
 
         async def run_late(self: Binder) -> None:
-            await until(flows, "the copy is done", 40)
+            await until(flows, "the copy is done")
             await run(self)
 
         if not aside:
             monkeypatch.setattr(Binder, "run", run_late)
         settings["copy_rows_per_s"] = 0
         async with world.capture(wait=False, **settings):
-            await world.flowing("a", timeout_s=40)
+            await world.flowing("a")
             await asyncio.sleep(0.3)
             for writer in writers:
                 writer.stop()
@@ -409,11 +409,11 @@ def test_a_table_that_was_written_anew_while_its_copy_was_cut_off_is_copied_from
             async def told() -> bool:
                 return await copy_of(world) is not None
 
-            await until(told, "chunks are told to be done", 40)
+            await until(told, "chunks are told to be done")
         old = await world.topic_id("a")
         await world.sql("DELETE FROM a WHERE id % 3 = 0", *statements)
         async with world.capture(wait=False, **SMALL):
-            await world.flowing("a", timeout_s=40)
+            await world.flowing("a")
             await world.caught_up()
             row = await world.table("public.a")
             assert row is not None and row.snapshot is not None and row.snapshot.settled_lsn == 0
@@ -440,16 +440,16 @@ def test_the_slot_is_let_go_when_a_table_whose_copy_was_cut_off_is_not_wanted_an
             async def told() -> bool:
                 return await copy_of(world) is not None
 
-            await until(told, "chunks are told to be done", 40)
+            await until(told, "chunks are told to be done")
         copy = await copy_of(world)
         assert copy is not None
         async with world.capture(wait=False, **{**SMALL, "tables": ("good",)}):
             await world.sql("INSERT INTO good VALUES (1, 1)")
-            await world.flowing("good", timeout_s=40)
+            await world.flowing("good")
 
             async def let_go() -> bool:
                 return await world.confirmed() > copy.lsn and await copy_of(world) is None
 
-            await until(let_go, "the slot goes on", 40)
+            await until(let_go, "the slot goes on")
 
     in_world(postgres_dsn, scenario)

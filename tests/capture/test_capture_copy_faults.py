@@ -87,7 +87,7 @@ async def cut_off(world: World, **settings: Any) -> str:
         async def told() -> bool:
             return await copy_of(world) is not None
 
-        await until(told, "chunks are told to be done", 40)
+        await until(told, "chunks are told to be done")
     return await world.topic_id("a")
 
 
@@ -199,7 +199,7 @@ def test_a_table_that_would_park_before_its_copy_is_exact_is_copied_anew(
                 found = await world.table("public.a")
                 return found is not None and found.flows and await world.topic_id("a") != topic
 
-            await until(anew, "it is copied anew", 40)
+            await until(anew, "it is copied anew")
             await world.flowing("a")
             await world.caught_up()
             assert await world.folded("a") == await as_folded(world)
@@ -262,7 +262,7 @@ def test_f480_a_copy_that_left_its_topic_empty_is_not_told_and_takes_no_other_wi
             patch.setattr(copying._Table, "settle", counted)
             patch.setattr(TopicWriter, "write_rows", never_of_b)
             async with world.capture(wait=False, copy_rows_per_s=4000, **settings):
-                await until(lambda: settled > 3, "chunks of b are done, again and again", 40)
+                await until(lambda: settled > 3, "chunks of b are done, again and again")
                 a, b = await world.table("public.a"), await world.table("public.b")
         assert b is not None and b.copy is None, "nobody could go on with it"
         assert a is not None and a.copy is not None

@@ -48,14 +48,14 @@ def test_kill_9_loses_and_doubles_nothing(postgres_dsn: str, tmp_path: Path) -> 
                         latest = await world.remap().latest()
                         return latest is not None and latest.time_ms > since + 200
 
-                    await until(moves, "the process binds", 40)
+                    await until(moves, "the process binds")
                     await asyncio.sleep(rng.random() * 0.3)
                     process.kill()
                     process.wait()
                     process = start()
                 writer.stop()
                 await writing
-                await world.caught_up(40)
+                await world.caught_up()
             finally:
                 process.kill()
                 process.wait()

@@ -116,7 +116,7 @@ def test_rc3_the_connection_survives_a_sink_that_blocks_longer_than_wal_sender_t
             await asyncio.sleep(2.5)
             assert pid == await world.select("SELECT active_pid FROM pg_replication_slots WHERE active_pid IS NOT NULL")
             sink.gate.set()
-            tag = asyncio.ensure_future(world.caught_up(60))
+            tag = asyncio.ensure_future(world.caught_up())
             await tag
             sink.flush()
 

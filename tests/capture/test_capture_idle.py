@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 from capture_world import World, until
 
+from patience import DEADLINE_S
 from tidemill.base.clock import SystemClock
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus
@@ -57,7 +59,7 @@ async def idle(dsn: str) -> dict[str, Any]:
                 await asyncio.sleep(2.0)
                 return before == written
 
-            await until(quiet, "what was begun is done", 30)
+            await until(quiet, "what was begun is done")
             consensus.written.clear()
             busy_s = time.process_time()
             await asyncio.sleep(IDLE_S)
@@ -80,7 +82,9 @@ def where_it_runs() -> list[str]:
 
 
 def test_an_idle_capture_of_many_tables_writes_nothing_and_takes_no_processor_time(postgres_dsn: str) -> None:
-    done = subprocess.run([sys.executable, __file__, postgres_dsn], capture_output=True, text=True, timeout=100)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, __file__, postgres_dsn]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["written"] == []

@@ -12,6 +12,7 @@ from capture_world import World, until
 from test_capture_schema import T
 from test_capture_tables import GOOD, good_flows, in_world, plain
 
+from patience import DEADLINE_S
 from tidemill.base.errors import Unknown
 from tidemill.base.marks import Derived, State, derive
 from tidemill.capture import session
@@ -58,7 +59,7 @@ def test_a_copy_that_is_recorded_flows_though_the_next_one_cannot_be_recorded(
 
             await until(carried, "what flows by the catalogue is carried")
             broken = False
-            await world.flowing("x", "y", timeout_s=40)
+            await world.flowing("x", "y")
             await good_flows(world)
             for table in "xy":
                 assert await world.folded(table) == await plain(world, table)
@@ -137,7 +138,7 @@ def test_nothing_beyond_a_park_at_the_wals_end_is_handed_on_before_the_park_is_d
             with monkeypatch.context() as patch:
                 patch.setattr(world.catalogue, "change_table", change_table)
                 await world.sql("ALTER TABLE p DETACH PARTITION p1")
-                await asyncio.wait_for(parking.wait(), 20)
+                await asyncio.wait_for(parking.wait(), DEADLINE_S)
                 await world.sql("INSERT INTO p VALUES (102, 2)")
                 with pytest.raises(AssertionError, match="a binding tagged"):
                     await world.caught_up(2.0)
@@ -238,8 +239,8 @@ def test_f409_a_copy_behind_a_lock_names_its_holder_and_does_not_keep_the_slot(p
                 await until(stuck, "it still is")
                 await other.rollback()
             # It flowed all the while as it was before: what tells that it is copied again is that nothing is told.
-            await until(lambda: told(world, capture, mark) is None, "its copy is not told any more", 40)
-            await world.flowing("t", timeout_s=40)
+            await until(lambda: told(world, capture, mark) is None, "its copy is not told any more")
+            await world.flowing("t")
             await good_flows(world)
             assert told(world, capture, mark) is None
 
@@ -265,7 +266,7 @@ def test_f409_a_first_copy_behind_a_lock_keeps_no_other_table_waiting(
             table = told(world, capture, capture.config.table_mark("public.t"))
             assert table is not None and table.mark.held_by == f"postgres-pid:{other.info.backend_pid}"
             await other.close()
-            await world.flowing("t", timeout_s=40)
+            await world.flowing("t")
             await good_flows(world)
 
     in_world(postgres_dsn, scenario)

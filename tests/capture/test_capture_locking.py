@@ -65,7 +65,7 @@ def test_f613_of_a_frozen_process_the_lock_and_the_stream_are_ended_where_names_
 
             await until(free, "the lock is free")
             if streams == "the same process":
-                await until(over, "the slot is free", 10)
+                await until(over, "the slot is free")
             else:
                 assert await world.select(there) == [(1,)]
         finally:

@@ -149,7 +149,7 @@ SYNCED = {"sync_replication_slots": "on"}
 
 # the database ---------------------------------------------------------------------------------------
 @pytest.mark.postgres
-def test_f490_a_failover_to_a_standby_that_is_behind_copies_the_tables_it_lost_rows_of(
+def test_f499_a_failover_to_a_standby_that_is_behind_copies_the_tables_it_lost_rows_of(
     server: EmbeddedPostgres, database: str, tmp_path: Path
 ) -> None:
     async def scenario() -> None:
@@ -232,7 +232,7 @@ def test_a_failover_to_a_standby_without_the_slot_copies_all_tables(
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("recovered", [True, False], ids=["to a point in time", "as its files were"])
-def test_f491_a_database_that_is_restored_from_a_backup_is_copied_again(
+def test_f482_a_database_that_is_restored_from_a_backup_is_copied_again(
     server: EmbeddedPostgres, database: str, tmp_path: Path, recovered: bool
 ) -> None:
     """`to a point in time` begins a new timeline; files that are put back as they were go on with the old one."""
@@ -274,7 +274,7 @@ ONE = ("CREATE TABLE t (id int PRIMARY KEY, v int)", "INSERT INTO t VALUES (1, 1
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("how", ["made again", "advanced"])
-def test_f492_a_slot_that_somebody_moved_while_nothing_captured_has_the_tables_copied_again(
+def test_f483_a_slot_that_somebody_moved_while_nothing_captured_has_the_tables_copied_again(
     postgres_dsn: str, how: str
 ) -> None:
     async def scenario(world: World) -> None:
@@ -349,7 +349,7 @@ ALTERED = {
 @pytest.mark.postgres
 @pytest.mark.parametrize("captures", [True, False], ids=["while it streams", "while nothing captures"])
 @pytest.mark.parametrize("how", ALTERED)
-def test_f493_a_publication_that_is_altered_and_altered_back_has_the_table_copied_again(
+def test_f484_a_publication_that_is_altered_and_altered_back_has_the_table_copied_again(
     postgres_dsn: str, how: str, captures: bool
 ) -> None:
     async def scenario(world: World) -> None:

@@ -13,6 +13,7 @@ from test_capture_joining import told
 from test_capture_schema import T
 from test_capture_tables import GOOD, good_flows, in_world
 
+from patience import DEADLINE_S
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.marks import State
 from tidemill.base.tasks import Restarts
@@ -80,7 +81,7 @@ def test_a_table_left_out_of_a_copy_says_so_while_its_neighbours_are_copied(
             await other.close()
             monkeypatch.undo()
             may_write.set()
-            await world.flowing("t", "a", timeout_s=40)
+            await world.flowing("t", "a")
             await good_flows(world)
             assert told(world, capture, capture.config.table_mark("public.a")) is None
 
@@ -128,7 +129,7 @@ def test_f409_a_parked_table_whose_copy_is_locked_names_the_holder_and_not_the_o
                 row = await world.table("public.t")
                 assert row is not None and row.state == "parked" and "locked" not in row.reason
                 await other.rollback()
-            await world.flowing("t", timeout_s=40)
+            await world.flowing("t")
             assert told(world, capture, mark) is None
 
     in_world(postgres_dsn, scenario)
@@ -163,13 +164,13 @@ def test_f413_a_copy_that_is_asked_for_and_fails_is_told_whatever_the_row_says(
                 assert row is not None and row.flows is not parked, "what flows goes on meanwhile"
                 await good_flows(world)
                 assert failing(), "it still is"
-            await world.flowing("t", timeout_s=40)
+            await world.flowing("t")
 
             async def copied() -> bool:
                 row = await world.table("public.t")
                 return row is not None and row.flows and row.generation == 1
 
-            await until(copied, "it is copied", 40)
+            await until(copied, "it is copied")
             await until(lambda: told(world, capture, mark) is None, "nothing is told of it")
 
     in_world(postgres_dsn, scenario)
@@ -197,9 +198,9 @@ def test_a_parked_table_that_is_copied_again_stays_published_while_its_neighbour
             with monkeypatch.context() as patch:
                 patch.setattr(joining, "publish", publish)
                 await ask(world.catalogue, world.name, "public.t")
-                await asyncio.wait_for(looked.wait(), 20)
+                await asyncio.wait_for(looked.wait(), DEADLINE_S)
             assert await world.select("SELECT FROM pg_publication_rel WHERE prrelid = 't'::regclass")
-            await world.flowing("t", timeout_s=40)
+            await world.flowing("t")
             await good_flows(world)
         async with world.capture(table_poll_s=0.1):
             await world.flowing("t")

@@ -93,7 +93,7 @@ def test_a_snapshot_beside_running_writers_loses_and_doubles_nothing(postgres_ds
         async with world.capture():
             await until(lambda: sum(w.transactions for w in writers) > 200, "writers go on")
             # One whose lock was not to be had at once is taken in beside the stream.
-            await world.flowing("a", "b", timeout_s=40)
+            await world.flowing("a", "b")
             for writer in writers:
                 writer.stop()
             await asyncio.gather(*running)

@@ -119,14 +119,14 @@ def test_f420_no_row_grows_with_the_number_of_tables_and_wide_ones_fit(postgres_
             for round_ in range(3):
                 names = [f"n{round_}_{n}" for n in range(20)]
                 await world.sql(*[f"CREATE TABLE {name} (id int PRIMARY KEY, v int)" for name in names])
-                await world.flowing(*names, timeout_s=60)
+                await world.flowing(*names)
                 await world.sql(*[f"DROP TABLE {name}" for name in names])
             await good_flows(world)
 
             async def the_rest_is_forgotten() -> bool:
                 return set(await world.tables()) == {"public.good", "public.wide"}
 
-            await until(the_rest_is_forgotten, "nothing is left of tables that are gone", 60)
+            await until(the_rest_is_forgotten, "nothing is left of tables that are gone")
             assert {t.name for t in await world.catalogue.list(TopicRow)} == {
                 f"{world.name}.public.good", f"{world.name}.public.wide",
             }  # fmt: skip
@@ -178,8 +178,8 @@ def test_f422_a_table_taken_out_of_the_publication_by_somebody_is_copied_again(p
             async def anew() -> bool:
                 return await world.topic_id("b") != old
 
-            await until(anew, "it is copied again", 30)
-            await world.flowing("b", timeout_s=30)
+            await until(anew, "it is copied again")
+            await world.flowing("b")
             await world.sql("INSERT INTO b VALUES (2, 2)")
             await good_flows(world)
             assert await world.folded("b") == await plain(world, "b")

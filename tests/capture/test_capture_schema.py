@@ -16,6 +16,7 @@ from capture_world import World
 from test_capture_resume import TABLES, Writer, assert_no_position_twice, table_as_folded
 from test_capture_tables import GOOD, good_flows, in_world, plain, stuck
 
+from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.capture import values
 from tidemill.capture.changes import Fragment
@@ -153,7 +154,7 @@ class Followed:
 
     def claim(self, last: Collection[str]) -> None: ...
 
-    def begin(self, stream: Stream, confirmed_lsn: int) -> None: ...
+    def begin(self, stream: Stream, confirmed_lsn: int, wal_end: int = 0) -> None: ...
 
 
 @pytest.mark.parametrize("rows", ["INSERT INTO t VALUES (3, 3, 'c', 3)", "SELECT 1"])
@@ -220,7 +221,7 @@ def test_f413_while_a_table_is_copied_the_others_flow_and_nothing_is_confirmed_b
 
             monkeypatch.setattr(TopicWriter, "write_rows", slowly)
             await recopy(world, "public.t")
-            await asyncio.wait_for(writing.wait(), 20)
+            await asyncio.wait_for(writing.wait(), DEADLINE_S)
             copied_at = await world.wal_end()
             for n in range(100, 110):
                 await world.sql(f"INSERT INTO good VALUES ({n}, 1)", f"INSERT INTO t VALUES ({n}, 1, 'x')")
@@ -258,8 +259,8 @@ def test_f414_tables_are_copied_beside_a_stream_under_load_and_lose_and_double_n
             for writer in writers:
                 writer.stop()
             await asyncio.gather(*running)
-            await world.flowing("a", "b", timeout_s=40)
-            await world.caught_up(40)
+            await world.flowing("a", "b")
+            await world.caught_up()
             for table in "ab":
                 assert await world.folded(table) == await table_as_folded(world, table)
                 assert_no_position_twice(
@@ -363,26 +364,26 @@ def test_f416_ddl_under_load_with_kills_ends_in_equal_tables_once_they_are_copie
 
             writing = asyncio.ensure_future(write())
             try:
-                await world.flowing("t", "good", timeout_s=40)
+                await world.flowing("t", "good")
                 for round_ in range(3):
                     await world.sql(f"ALTER TABLE t ADD x{round_} float DEFAULT random()")
                     await asyncio.sleep(rng.random() * 0.5)
                     process.kill()
                     process.wait()
                     process = start()
-                    await world.parked("t", f"'x{round_}'", timeout_s=40)
+                    await world.parked("t", f"'x{round_}'")
                     code, out = await command("capture", "recopy", "t", "--yes")
                     assert code == 0, out
                     await asyncio.sleep(rng.random() * 1.5)
                     process.kill()
                     process.wait()
                     process = start()
-                    await world.flowing("t", "good", timeout_s=40)
+                    await world.flowing("t", "good")
                 code, out = await command("capture", "list")
                 assert code == 0 and out.count("captured") == 2, out
                 stop.set()
                 await writing
-                await world.caught_up(40)
+                await world.caught_up()
             finally:
                 process.kill()
                 process.wait()

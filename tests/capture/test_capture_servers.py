@@ -19,6 +19,9 @@ from test_capture_resume import (
     test_h14_a_transaction_open_across_the_set_up_is_not_lost as test_open_writer,
 )
 from test_capture_rights import test_what_doctor_prints_is_all_that_an_administrator_has_to_run as test_rights
+from test_capture_rivals import (
+    test_f490_keys_that_move_within_a_statement_leave_the_topic_as_select_has_the_table as test_rivals,
+)
 from test_capture_stream import (
     test_a_key_change_is_a_tombstone_then_an_upsert_at_the_next_ordinal as test_key_change,
 )
@@ -51,7 +54,7 @@ SETTINGS = {"fsync": "off", "shared_buffers": "16MB"}
 
 __all__ = [
     "test_as_is", "test_drop", "test_identity", "test_key_change", "test_large_transaction", "test_open_writer",
-    "test_partitions", "test_refused", "test_resume", "test_rights", "test_toast", "test_truncate",
+    "test_partitions", "test_refused", "test_resume", "test_rights", "test_rivals", "test_toast", "test_truncate",
 ]  # fmt: skip
 
 

@@ -124,12 +124,12 @@ def test_f431_a_server_behind_a_black_hole_is_stuck_and_named_within_its_budget(
                 assert mark.target > mark.position, "never idle"
                 # Its age goes on while the session is given up and connecting anew hangs as well.
                 since_ms = mark.failing_since_ms
-                await until(lambda: mark_of(world, capture)[0].tries >= 2, "the session is given up", 20)
+                await until(lambda: mark_of(world, capture)[0].tries >= 2, "the session is given up")
                 assert mark_of(world, capture)[0].failing_since_ms == since_ms
                 assert mark_of(world, capture)[1] is State.STUCK
                 proxy.flow()
                 await world.sql("INSERT INTO a VALUES (1)")
-                await world.caught_up(40)
+                await world.caught_up()
                 await until(lambda: mark_of(world, capture)[0].error == "", "it heals")
             world.dsn = straight
 
@@ -209,8 +209,8 @@ def test_f432_a_walsender_that_works_through_what_nobody_captures_is_not_told_as
                 return binding.done()
 
             await world.sql("INSERT INTO other SELECT generate_series(1, 1000000)")
-            binding = asyncio.ensure_future(world.caught_up(120))
-            await until(passed, "the stream goes on behind it", 120)
+            binding = asyncio.ensure_future(world.caught_up())
+            await until(passed, "the stream goes on behind it")
             await binding
             ((pid,),) = await world.select(
                 f"SELECT active_pid FROM pg_replication_slots WHERE slot_name = 'tidemill_{world.name}'"

@@ -110,7 +110,7 @@ def test_f428_a_message_that_cannot_be_read_parks_the_capture_and_says_where_and
             assert await world.confirmed() <= await world.wal_end()
             assert len(await world.records("b")) == 0, "nothing of the transaction passes"
             readable = True
-            await until(lambda: mark_of(world, capture)[0].error == "", "it heals without a restart", 30)
+            await until(lambda: mark_of(world, capture)[0].error == "", "it heals without a restart")
             await world.caught_up()
             assert [r.key for r in await world.records("a")] == [b'{"id":1}', b'{"id":2}']
             assert len(await world.records("b")) == 1
@@ -200,7 +200,7 @@ def test_f430_a_server_that_is_down_is_named_with_host_and_port(tmp_path_factory
                     await asyncio.to_thread(server.start)
                     world.connection = await psycopg.AsyncConnection.connect(world.dsn, autocommit=True)
                     await world.sql("INSERT INTO a VALUES (1)")
-                    await world.caught_up(40)
+                    await world.caught_up()
                     assert mark_of(world, capture)[0].error == ""
 
         asyncio.run(scenario())
@@ -225,10 +225,10 @@ def test_a_large_transaction_and_a_first_copy_are_moving_and_never_stuck(postgre
                 await asyncio.sleep(0.02)
 
         async with world.capture(wait=False, budget_ms=1500) as capture:
-            copied = asyncio.ensure_future(until(lambda: capture.streaming, "it streams", 60))
+            copied = asyncio.ensure_future(until(lambda: capture.streaming, "it streams"))
             await watch(capture, copied)
             await world.sql("INSERT INTO a SELECT " + rows.format(200_001, 450_000))
-            tagged = asyncio.ensure_future(world.caught_up(60))
+            tagged = asyncio.ensure_future(world.caught_up())
             await watch(capture, tagged)
         assert State.MOVING in seen
         assert State.STUCK not in seen, f"stood for {longest_ms} ms"

@@ -317,7 +317,7 @@ def test_f409_a_table_behind_an_open_transaction_names_it_and_keeps_nobody_waiti
             async with await psycopg.AsyncConnection.connect(world.dsn) as holder:
                 await holder.execute("INSERT INTO t VALUES (1, 1)")
                 pid = holder.info.backend_pid
-                row = await world.parked("t", f"pid={pid}", timeout_s=30)
+                row = await world.parked("t", f"pid={pid}")
                 assert "INSERT INTO t" in row.reason
                 await good_flows(world)
                 # Writers beside it are held up by a lock that is waited for briefly and seldom only.
@@ -334,7 +334,7 @@ def test_f409_a_table_behind_an_open_transaction_names_it_and_keeps_nobody_waiti
                         slow = max(slow, took_s)
                 assert slow < 0.5
                 await holder.commit()
-            await world.flowing("t", timeout_s=40)
+            await world.flowing("t")
             await world.caught_up()
             assert await world.folded("t") == await plain(world, "t")
 

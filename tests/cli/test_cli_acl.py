@@ -11,6 +11,7 @@ from pathlib import Path
 from click.testing import Result
 from typer.testing import CliRunner
 
+from patience import DEADLINE_S
 from tidemill.base.errors import Invalid
 from tidemill.cli.main import application
 
@@ -43,7 +44,7 @@ def test_rules_are_added_listed_and_deleted(tmp_path: Path) -> None:
     ):
         assert isinstance(acl(tmp_path, *bad).exception, Invalid), bad
     command = [sys.executable, "-m", "tidemill", "acl", "add", "alice", "read", "topic:a"]
-    refused = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    refused = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr, refused.stderr
     assert acl(tmp_path, "delete", "User:alice", "read,write", "topic:orders:eu").exit_code == 0
     assert len(json.loads(acl(tmp_path, "list", "--principal", "User:alice", "--json").stdout.splitlines()[-1])) == 1

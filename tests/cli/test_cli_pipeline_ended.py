@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from patience import DEADLINE_S
 from tidemill.base.errors import Invalid
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.marks import Report, this_process
@@ -71,4 +72,4 @@ def test_drivers_that_were_scaled_away_after_a_crash_are_not_missed(tmp_path: Pa
                 left = {report.process for report in opened.portal.call(board.reports())}
                 opened.portal.call(asyncio.sleep(0.2))
             beside.terminate()
-            assert (beside.wait(30), left) == (0, {"pipeline:shop", "pipeline:shop:c"})
+            assert (beside.wait(DEADLINE_S), left) == (0, {"pipeline:shop", "pipeline:shop:c"})

@@ -6,6 +6,7 @@ import pytest
 
 from tidemill.base.marks import Derived, Mark, Report, derive, this_process
 from tidemill.cli.pipeline_view import View, _instance, instance_line, lag_text, table_row
+from tidemill.cli.why import line
 
 NOW_MS = 1_000_000_000
 
@@ -23,6 +24,14 @@ def test_a_lag_that_no_live_driver_tells_is_unknown_and_not_zero(mark: Derived |
     assert (row["lag_ms"], current["lag_ms"]) == (lag_ms, 0)
     assert View("p", tables=[current, row]).summary()["lag_ms"] == lag_ms
     assert lag_text(lag_ms) == ("unknown" if lag_ms is None else "400 ms")
+
+
+def test_a_table_without_any_time_yet_says_so_and_not_the_years_since_1970() -> None:
+    mark = derive(Mark("shard:orders", 0, 1_795_748_893_662, unit="ms"), "pipeline:p", NOW_MS, NOW_MS)
+    assert ", no time yet" in line(mark) and "behind" not in line(mark)
+    assert table_row("orders", "captured", 0, 0, mark, [])["lag_ms"] is None
+    late = derive(Mark("shard:orders", 5, 905, unit="ms"), "pipeline:p", NOW_MS, NOW_MS)
+    assert ", 900 ms behind" in line(late)
 
 
 @pytest.mark.parametrize(("changed_ms", "here", "older"), [(500, True, True), (300, True, False), (500, False, False)])

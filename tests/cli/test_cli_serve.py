@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from patience import DEADLINE_S
+
 ARROW = """
 import sys
 from tidemill.cli.serve import Without
@@ -18,7 +20,12 @@ sys.exit(("pandas" in loaded) + 2 * ("hypothesis" in loaded))
 
 
 def test_neither_pandas_nor_hypothesis_is_loaded_into_a_node() -> None:
-    done = subprocess.run([sys.executable, "-c", ARROW], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", ARROW], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
     assert done.returncode == 0, done.stderr
     without = ARROW.replace("sys.meta_path.insert(0, Without)\n", "")
-    assert subprocess.run([sys.executable, "-c", without], capture_output=True, timeout=60, check=False).returncode == 3
+    assert (
+        subprocess.run([sys.executable, "-c", without], capture_output=True, timeout=DEADLINE_S, check=False).returncode
+        == 3
+    )

@@ -11,6 +11,7 @@ from pathlib import Path
 from click.testing import Result
 from typer.testing import CliRunner
 
+from patience import DEADLINE_S
 from tidemill.access.scram import SCRAM_SHA_256, SCRAM_SHA_512, is_password
 from tidemill.access.users import Users
 from tidemill.base.errors import Invalid, Missing
@@ -44,7 +45,7 @@ def test_a_user_is_added_listed_changed_and_deleted(tmp_path: Path) -> None:
     ):
         assert isinstance(refused.exception, Invalid | Missing), refused.exception
     command = [sys.executable, "-m", "tidemill", "user", "delete", "bob"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert user(tmp_path, "delete", "alice").exit_code == 0
     assert json.loads(user(tmp_path, "list", "--json").stdout.splitlines()[-1]) == []

@@ -20,6 +20,7 @@ from typing import TypeVar
 import pytest
 
 from contracts.consensus import run
+from patience import until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.base.waiting import patiently
@@ -62,12 +63,6 @@ def child(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 def waited(opening: Callable[[], Awaitable[T]], said: list[str]) -> asyncio.Future[T]:
     return asyncio.ensure_future(patiently(opening, SystemClock(), waiting=said.append))
-
-
-async def until(condition: Callable[[], object], timeout_s: float = 60) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 def test_f510_a_file_locked_by_another_process_names_it_within_two_seconds_and_is_waited_for(tmp_path: Path) -> None:
@@ -131,7 +126,7 @@ def test_f511_a_stopped_host_is_named_within_two_seconds_and_waited_for(tmp_path
             assert asyncio.get_running_loop().time() - started_s < 2.5
             assert f"kill -CONT {host.pid}" in caught.value.fix
             asking = asyncio.ensure_future(served.head("k"))
-            await until(lambda: f"holder_pid={host.pid}" in served.trouble(), 5)
+            await until(lambda: f"holder_pid={host.pid}" in served.trouble())
             os.kill(host.pid, signal.SIGCONT)
             assert await asking is None and served.trouble() == ""
             await served.aclose()
@@ -337,7 +332,7 @@ def test_f513_a_real_postgres_that_is_stopped_and_started_is_waited_for_by_runni
         with pytest.raises((Unknown, Unavailable)):
             await one.append("log", 0, 1, [b"y"], "n1")
         reading = asyncio.ensure_future(one.log_head("log"))
-        await until(one.trouble, 10)
+        await until(one.trouble)
         assert "PostgreSQL" in one.trouble() and asyncio.get_running_loop().time() - started_s < 20
         await asyncio.to_thread(server.start)
         head = await reading

@@ -7,6 +7,7 @@ import psycopg
 import pytest
 
 from contracts.consensus import ConsensusContract, OpenClient
+from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.api import Consensus, LogHead, changes
 from tidemill.consensus.open import open_consensus
@@ -67,4 +68,4 @@ def test_of_thousands_of_logs_only_those_beside_a_changed_one_are_read(postgres_
         assert len(heads) == count == 3001
         await client.aclose()
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), DEADLINE_S))

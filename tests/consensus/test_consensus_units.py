@@ -15,6 +15,7 @@ import psycopg
 import pytest
 
 from contracts.consensus import run
+from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.consensus.api import LogHead
@@ -201,7 +202,7 @@ def test_f503_a_bad_answer_fails_its_calls_at_once_and_the_client_connects_again
             one._link.abort()
             while not fake.connections:
                 await asyncio.sleep(0.01)
-            async with asyncio.timeout(40):
+            async with asyncio.timeout(DEADLINE_S):
                 with pytest.raises(Unknown):
                     await one.append("log", 0, 1, [b"y"], "n1")
             knocks = fake.connections
@@ -229,7 +230,7 @@ def test_f503_a_silent_sequencer_ends_a_read_at_its_deadline_and_says_so_before(
             elsewhere.append(fake.path)
             one._link.abort()  # type: ignore[attr-defined]
             reading = asyncio.ensure_future(one.head("key"))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(DEADLINE_S):
                 while "slow to answer" not in one.trouble():
                     await asyncio.sleep(0.05)
                 with pytest.raises(Unavailable, match="does not answer"):
@@ -348,7 +349,7 @@ def test_f505_the_sequencer_survives_a_process_without_descriptors_and_takes_cli
             for position in range(1, 200):
                 await one.append("log", 0, position, [b"x"], f"n{position}")
             # Another process connects, and is served, while this one has nothing left.
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(DEADLINE_S):
                 while outside.poll() is None:
                     await asyncio.sleep(0.05)
             assert outside.returncode == 0
@@ -389,7 +390,7 @@ def test_f505_a_database_is_opened_again_from_the_reserve(tmp_path: Path, monkey
             for fd in hoard[:25]:
                 os.close(fd)
             del hoard[:25]
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(DEADLINE_S):
                 assert (await waiting).next == 2
         assert one.trouble() == ""
         await one.aclose()
@@ -442,12 +443,12 @@ def test_the_client_of_postgres_tells_its_trouble_while_the_server_is_away(postg
         assert isinstance(one, PostgresConsensus) and one.trouble() == ""
         await proxy.aclose()
         reading = asyncio.ensure_future(one.head("key"))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(DEADLINE_S):
             while "cannot be reached" not in one.trouble():
                 await asyncio.sleep(0.05)
         again = CuttingProxy((str(parts.hostname), int(parts.port or 0)))
         await again.serve_tcp(port)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(DEADLINE_S):
             assert await reading is None
         assert one.trouble() == ""
         await one.aclose()
@@ -485,7 +486,7 @@ def test_f517_a_sequencer_thread_that_dies_of_anything_is_replaced_and_the_clien
             dies[0] = 1
             with contextlib.suppress(Unknown):
                 await one.append("log", 0, head.next, [b"x"], f"n{number}")
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(DEADLINE_S):
                 while dies[0]:
                     await asyncio.sleep(0.01)
             assert (await other.log_head("log")).next in (head.next, head.next + 1)

@@ -20,6 +20,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from patience import DEADLINE_S
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(600)]
@@ -64,7 +65,7 @@ def demo(directory: Path, *options: str, nodes: int = 1, environ: dict[str, str]
         finally:
             if process.poll() is None:
                 process.terminate()
-            process.wait(60)
+            process.wait(DEADLINE_S)
 
 
 def report_of(process: subprocess.Popen[str], directory: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import pytest
 from confluent_kafka import Consumer, TopicPartition
 from test_e2e_demo import TABLES, ports, wait_until_ready
 
+from patience import DEADLINE_S, eventually
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.cli.demo.environment import Environment, prepare
@@ -31,7 +32,6 @@ from tidemill.objects.open import open_objects
 
 pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(600)]
 
-PATIENCE_S = 120.0
 SETTINGS = {
     "TIDEMILL_METASTORE__CHECKPOINT_INTERVAL_S": "1",
     "TIDEMILL_METASTORE__PERSIST_INTERVAL_S": "1",
@@ -81,7 +81,7 @@ class Shop:
                 os.kill(pid, signal.SIGKILL)
         self.running.wait()
         self.running = None
-        wait_for(lambda: not any(alive(pid) for pid in family), "everything is dead")
+        eventually(lambda: not any(alive(pid) for pid in family), "everything is dead")
 
     def load(self, seconds: float) -> dict[str, int]:
         """Shop transactions and clicks for so long; what was acknowledged."""
@@ -97,7 +97,7 @@ class Shop:
         counts: dict[str, int] = {}
         for process in running:
             process.terminate()
-            output, _ = process.communicate(timeout=60)
+            output, _ = process.communicate(timeout=DEADLINE_S)
             counts |= json.loads(output.decode().strip().splitlines()[-1])
         assert counts["transactions"] > 0 and counts["produced"] > 0 and counts["failed"] == 0
         return counts
@@ -128,7 +128,7 @@ class Shop:
             uppers = {shard["name"]: shard["upper"] for shard in found["shards"]}
             return all(uppers.get(table, 0) > now_ms for table in TABLES)
 
-        wait_for(covered, "the bucket covers the load", lambda: found)
+        eventually(covered, lambda: f"the bucket covers the load: {found}")
         return found
 
     def lose_consensus(self) -> None:
@@ -138,15 +138,8 @@ class Shop:
             path.unlink()
 
     def restore(self) -> Any:
-        """Refused while the bucket shows a sign of life; then done."""
-        before_s = time.monotonic()
-        while True:
-            done = self.command("restore", "--from", self.environment.config.objects_url, "--json")
-            if done.returncode == 0:
-                return json.loads(done.stdout.strip().splitlines()[-1])
-            assert done.returncode == 2 and "signs of life" in done.stderr, (done.stdout, done.stderr)
-            assert time.monotonic() - before_s < 30
-            time.sleep(0.5)
+        """Right after a kill: the bucket is watched for a new sign of life, and none comes."""
+        return self.answer("restore", "--from", self.environment.config.objects_url)
 
     def verify(self) -> None:
         """Every table equals its source, which takes as long as capture and pipelines need to get there."""
@@ -160,14 +153,14 @@ class Shop:
                 (v["missing"], v["extra"], v["different"]) == (0, 0, 0) and v["rows"] > 0 for v in found.values()
             )
 
-        wait_for(clean, "verify is clean", lambda: self.command("verify", "--json").stdout[-3000:])
+        eventually(clean, lambda: f"verify is clean: {self.command('verify', '--json').stdout[-3000:]}")
 
     def consume(self, topic: str) -> list[tuple[int, int]]:
         """(partition, offset) of every record from offset 0, by a Kafka client."""
         consumer = Consumer({"bootstrap.servers": self.kafka, "group.id": "again", "enable.auto.commit": False})
         try:
-            partitions = sorted(consumer.list_topics(topic, timeout=30).topics[topic].partitions)
-            ends = {p: consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=30) for p in partitions}
+            partitions = sorted(consumer.list_topics(topic, timeout=DEADLINE_S).topics[topic].partitions)
+            ends = {p: consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=DEADLINE_S) for p in partitions}
             consumer.assign([TopicPartition(topic, p, 0) for p in partitions])
             wanted = sum(high - low for low, high in ends.values())
             found: list[tuple[int, int]] = []
@@ -190,13 +183,6 @@ def shop(tmp_path: Path) -> Iterator[Shop]:
     finally:
         shop.kill_everything()
         shop.environment.postgres.stop()
-
-
-def wait_for(holds: Any, what: str, explain: Any = lambda: "") -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline_s, f"not in time: {what} {explain()}"
-        time.sleep(0.2)
 
 
 def children_of(pid: int) -> list[int]:

@@ -62,8 +62,8 @@ class Stalls:
         self.rows += 1
         self.execute(f"INSERT INTO orders VALUES ({self.rows}, 'a')")
 
-    def fresh(self, table: str = "orders", deadline_s: float = 120.0) -> None:
-        until(lambda: self.made.why(table)[0] == 0, lambda: self.made.why(table), deadline_s)
+    def fresh(self, table: str = "orders") -> None:
+        until(lambda: self.made.why(table)[0] == 0, lambda: self.made.why(table))
 
     def named(self, what: str, holder: Callable[[dict[str, Any]], bool], table: str = "orders") -> float:
         """Seconds until `why` exits 2 and names the holder; fails past the limit, with what it said instead."""
@@ -124,7 +124,7 @@ def test_f604_an_open_transaction_at_set_up_is_named(stalls: Stalls) -> None:
     stalls.named("open transaction at set-up", lambda told: str(pid) in str(told), "capture:shop")
     stalls.blocker.close()  # type: ignore[attr-defined]
     stalls.insert()
-    until(lambda: stalls.made.why("orders")[0] == 0, lambda: stalls.made.why("orders"), 180)
+    until(lambda: stalls.made.why("orders")[0] == 0, lambda: stalls.made.why("orders"))
 
 
 def test_f605_a_stopped_driver_is_named(stalls: Stalls) -> None:

@@ -16,10 +16,9 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
+from patience import DEADLINE_S, eventually
 from tidemill.cli.demo.ports import free_address
 from tidemill.node.supervise import launched
-
-DEADLINE_S = 120.0
 
 
 class Cluster:
@@ -115,7 +114,7 @@ class Cluster:
         assert self._process is not None
         for pid in (self._process.pid, *_children(self._process.pid)):
             _signal(pid, signal.SIGKILL)
-        self._process.wait(10)
+        self._process.wait(DEADLINE_S)
         self._process = None
 
     def close(self) -> None:
@@ -125,11 +124,11 @@ class Cluster:
             _signal(pid, signal.SIGCONT)
         _signal(self._process.pid, signal.SIGTERM)
         try:
-            self._process.wait(30)
+            self._process.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
             for pid in (*_children(self._process.pid), self._process.pid):
                 _signal(pid, signal.SIGKILL)
-            self._process.wait(10)
+            self._process.wait(DEADLINE_S)
         self._process = None
 
 
@@ -144,14 +143,11 @@ def cluster(directory: Path, toml: str = "", environ: Mapping[str, str] | None =
 
 
 def until(
-    condition: Callable[[], object], otherwise: Callable[[], object] = str, deadline_s: float = DEADLINE_S
+    condition: Callable[[], object], otherwise: Callable[[], object] = str, within_s: float = DEADLINE_S
 ) -> float:
     """Seconds until it holds; fails with what `otherwise` says when it does not in time."""
     began_s = time.monotonic()
-    while not condition():
-        if time.monotonic() - began_s > deadline_s:
-            raise AssertionError(f"not in {deadline_s} s: {otherwise()}")
-        time.sleep(0.1)
+    eventually(condition, otherwise, within_s)
     return time.monotonic() - began_s
 
 

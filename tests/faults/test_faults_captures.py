@@ -16,6 +16,7 @@ import psycopg
 import pytest
 from cluster import Cluster, until
 
+from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.open import open_consensus
@@ -23,7 +24,6 @@ from tidemill.consensus.open import open_consensus
 pytestmark = pytest.mark.postgres
 
 CAPTURES = 4
-WITHIN_S = 60.0
 """The lease, a look that finds it free, the session before ended, the next one set up; of a busy machine."""
 
 
@@ -46,14 +46,14 @@ class Database:
         slot = f"SELECT confirmed_flush_lsn FROM pg_replication_slots WHERE slot_name = 'tidemill_{self.name}'"
         until(lambda: self.sql.execute(slot).fetchone(), lambda: self.name)
         before = self.sql.execute(slot).fetchone()
-        until(lambda: self.sql.execute(slot).fetchone() != before, lambda: self.name, WITHIN_S)
+        until(lambda: self.sql.execute(slot).fetchone() != before, lambda: self.name)
 
     def confirmed(self) -> int:
         """All rows that are written now: PostgreSQL was told that they are durable."""
         self.write()
         (end,) = self.sql.execute("SELECT pg_current_wal_flush_lsn()").fetchone() or ("",)
         slot = f"SELECT confirmed_flush_lsn >= %s FROM pg_replication_slots WHERE slot_name = 'tidemill_{self.name}'"
-        until(lambda: self.sql.execute(slot, [end]).fetchone() == (True,), lambda: self.name, WITHIN_S)
+        until(lambda: self.sql.execute(slot, [end]).fetchone() == (True,), lambda: self.name)
         return self.last
 
 
@@ -72,7 +72,7 @@ def writing(databases: list[Database]) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        thread.join(60)
+        thread.join(DEADLINE_S)
 
 
 def owners(consensus_url: str) -> dict[str, str]:
@@ -134,7 +134,7 @@ def test_f613_captures_are_spread_move_from_a_frozen_and_a_killed_node_and_have_
             for database in databases:
                 database.moves()
             nodes["n1"].signal("node", signal.SIGSTOP)
-            until(lambda: held("n2") == CAPTURES, told, WITHIN_S)
+            until(lambda: held("n2") == CAPTURES, told)
         for database in databases:
             database.confirmed()
         before = {d.name: len(records(nodes["n2"].kafka, d)) for d in databases}
@@ -146,10 +146,10 @@ def test_f613_captures_are_spread_move_from_a_frozen_and_a_killed_node_and_have_
         # `status` names who captures.
         mark = f"capture:{databases[0].name}"
         owner = owners(consensus)[databases[0].name]
-        until(lambda: nodes["n1"].marks()[mark]["process"] == f"node:{owner}", nodes["n1"].marks, WITHIN_S)
+        until(lambda: nodes["n1"].marks()[mark]["process"] == f"node:{owner}", nodes["n1"].marks)
         with writing(databases):
             nodes["n2"].kill()
-            until(lambda: held("n1") == CAPTURES, told, WITHIN_S)
+            until(lambda: held("n1") == CAPTURES, told)
         for database in databases:
             last = database.confirmed()
             found = records(nodes["n1"].kafka, database)

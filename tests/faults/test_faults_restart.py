@@ -18,6 +18,8 @@ import psycopg
 import pytest
 from cluster import Cluster, cluster, until
 
+from patience import DEADLINE_S
+
 CLIENTS = Path(__file__).parents[1] / "clients"
 
 pytestmark = [pytest.mark.node, pytest.mark.postgres]
@@ -106,7 +108,7 @@ class Writer:
 
     def stop(self) -> None:
         self._stop.set()
-        self._thread.join(30)
+        self._thread.join(DEADLINE_S)
         assert self.error is None, self.error
 
 
@@ -135,7 +137,7 @@ def test_clients_go_on_under_their_handles_while_the_node_is_killed_again_and_ag
                 writer.stop()
                 for client, where in zip(clients, (*wheres, *wheres[:2]), strict=True):
                     due = select(connection, where)
-                    until(lambda c=client, d=due: c.rows == d, lambda c=client: (c.last, made.said[-3000:]), 60)  # type: ignore[misc]
+                    until(lambda c=client, d=due: c.rows == d, lambda c=client: (c.last, made.said[-3000:]))  # type: ignore[misc]
                 for client in clients:
                     assert (client.last["refetches"], len(client.handles)) == (0, 1), made.said[-3000:]
 

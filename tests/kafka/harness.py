@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fake_topics import FakeTopicLog
 
+from patience import eventually as eventually
+from patience import run as run
 from tidemill.access.rulebook import Rulebook
 from tidemill.access.users import Users
 from tidemill.base.clock import Rand, SystemClock
@@ -41,25 +41,6 @@ def rulebook_of(broker: RealBroker | FakeBroker) -> Rulebook | None:
     if broker.super_users is None:
         return None
     return Rulebook(broker.metastore, SystemClock(), broker.super_users)
-
-
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    async def bounded() -> T:
-        async with asyncio.timeout(30):
-            return await coroutine
-
-    return asyncio.run(bounded())
-
-
-def eventually(check: Callable[[], T], within_s: float = 40.0) -> T:
-    """The first true value of `check`, which is asked until the deadline."""
-    deadline = time.monotonic() + within_s
-    while True:
-        value = check()
-        if value or time.monotonic() > deadline:
-            assert value, "deadline passed"
-            return value
-        time.sleep(0.02)
 
 
 class RealBroker:

@@ -11,6 +11,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from patience import DEADLINE_S
+
 HERE = Path(__file__).parent
 
 
@@ -54,7 +56,7 @@ class Process:
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples, 0.0 when there are none."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=DEADLINE_S) as answer:
             lines = answer.read().decode().splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
@@ -73,4 +75,4 @@ class Process:
 
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
-        self._process.wait(10)
+        self._process.wait(DEADLINE_S)

@@ -47,7 +47,7 @@ class Worker:
     def kill(self) -> None:
         if self._process.poll() is None:
             os.kill(self._process.pid, signal.SIGKILL)
-            self._process.wait(30)
+            self._process.wait(DEADLINE_S)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_each_record_is_taken_over_once_whoever_comes_goes_or_dies(
 
     def until(check: Callable[[], object]) -> None:
         """There is always something to do."""
-        eventually(lambda: more() or check(), DEADLINE_S)
+        eventually(lambda: more() or check())
 
     def written() -> list[int]:
         return sorted(int(value) for value in shown(cluster.addresses, "out", PARTITIONS))
@@ -101,7 +101,7 @@ def test_each_record_is_taken_over_once_whoever_comes_goes_or_dies(
     did = second.did, third.did
     cluster.stop(cluster.nodes[0])
     until(lambda: second.did > did[0] and third.did > did[1])
-    eventually(lambda: len(written()) >= count, DEADLINE_S)
+    eventually(lambda: len(written()) >= count)
     assert written() == list(range(count))
     second.leave()
     third.leave()

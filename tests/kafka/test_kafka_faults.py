@@ -15,6 +15,7 @@ import pytest
 from harness import FakeBroker, RealBroker
 from processes import Process
 
+from patience import DEADLINE_S
 from tidemill.base.errors import Closed, Unavailable, Unknown
 from tidemill.objects.store import Buffer
 from tidemill.topics.front import NotLeader, ProduceResult, TopicLog
@@ -61,7 +62,9 @@ def stored(address: str, topic: str, expected: int) -> dict[int, list[bytes]]:
     reader = ck.Consumer(
         {"bootstrap.servers": address, "group.id": "check", "enable.auto.commit": False, "log_level": 0}
     )
-    ends = {p: reader.get_watermark_offsets(ck.TopicPartition(topic, p), timeout=20)[1] for p in range(PARTITIONS)}
+    ends = {
+        p: reader.get_watermark_offsets(ck.TopicPartition(topic, p), timeout=DEADLINE_S)[1] for p in range(PARTITIONS)
+    }
     reader.assign([ck.TopicPartition(topic, p, 0) for p in range(PARTITIONS)])
     found: dict[int, list[bytes]] = defaultdict(list)
     deadline = time.monotonic() + 30
@@ -177,7 +180,7 @@ def process(tmp_path: Path) -> Iterator[Process]:
 def test_kill_9_under_load_loses_and_repeats_nothing(process: Process) -> None:
     address = f"127.0.0.1:{process.port}"
     admin = ck.Producer({"bootstrap.servers": address, "log_level": 0})
-    admin.list_topics("t", timeout=30)
+    admin.list_topics("t", timeout=DEADLINE_S)
     sent: dict[int, list[bytes]] = {}
     failed: list[BaseException] = []
 

@@ -19,6 +19,7 @@ from confluent_kafka import ConsumerGroupState
 from confluent_kafka.admin import AdminClient
 from harness import Cluster, RealBroker, eventually
 
+from patience import DEADLINE_S
 from tidemill.kafka import KafkaSettings
 from tidemill.kafka.groups.consumer_state import ConsumerGroup
 
@@ -74,12 +75,12 @@ class Member:
 
     def leave(self) -> None:
         self._process.terminate()
-        self._process.wait(30)
+        self._process.wait(DEADLINE_S)
         self.assigned = []
 
     def kill(self) -> None:
         os.kill(self._process.pid, signal.SIGKILL)
-        self._process.wait(30)
+        self._process.wait(DEADLINE_S)
         self.assigned = []
 
     def end(self) -> None:
@@ -129,22 +130,22 @@ def test_f230_consumers_join_leave_and_die_and_every_record_is_read(
 
     def read(count: int) -> None:
         everything = {(n % PARTITIONS, n // PARTITIONS) for n in range(count)}
-        eventually(lambda: {place for member in members for place in member.got} >= everything, 60)
+        eventually(lambda: {place for member in members for place in member.got} >= everything)
 
     first = join()
-    eventually(lambda: shared(first), 60)
+    eventually(lambda: shared(first))
     produce(node.address, "t", 0, 80)
     read(80)
     second = join()
-    eventually(lambda: shared(first, second), 60)
+    eventually(lambda: shared(first, second))
     produce(node.address, "t", 80, 80)
     read(160)
     third = join()
-    eventually(lambda: shared(first, second, third), 60)
+    eventually(lambda: shared(first, second, third))
     first.leave()
-    eventually(lambda: shared(second, third), 60)
+    eventually(lambda: shared(second, third))
     second.kill()
-    eventually(lambda: shared(third), 60)
+    eventually(lambda: shared(third))
     produce(node.address, "t", 160, 80)
     read(240)
     # Offsets were committed before they were told: nothing told twice but what the killed one was about to tell.
@@ -154,12 +155,12 @@ def test_f230_consumers_join_leave_and_die_and_every_record_is_read(
     admin = AdminClient({"bootstrap.servers": node.address})
     empty = eventually(lambda: _state(admin, "g") is ConsumerGroupState.EMPTY or None)
     assert empty
-    assert admin.delete_consumer_groups(["g"])["g"].result(30) is None
-    assert "g" not in {group.group_id for group in admin.list_consumer_groups().result(30).valid}
+    assert admin.delete_consumer_groups(["g"])["g"].result(DEADLINE_S) is None
+    assert "g" not in {group.group_id for group in admin.list_consumer_groups().result(DEADLINE_S).valid}
 
 
 def _state(admin: AdminClient, group: str) -> Any:
-    return admin.describe_consumer_groups([group])[group].result(30).state
+    return admin.describe_consumer_groups([group])[group].result(DEADLINE_S).state
 
 
 def _generation(node: Any, name: str) -> int:
@@ -183,14 +184,14 @@ def test_a_coordinator_that_dies_costs_no_rebalance(members: list[Member], strat
         )
         for _ in range(2):
             members.append(Member("confluent", strategy, cluster.addresses, group, "t", patient=True))
-        eventually(lambda: shared(*members), 60)
+        eventually(lambda: shared(*members))
         produce(cluster.addresses, "t", 0, 40)
-        eventually(lambda: len({p for m in members for p in m.got}) == 40, 60)
+        eventually(lambda: len({p for m in members for p in m.got}) == 40)
         before = [member.assigned for member in members]
         generation = _generation(cluster.nodes[0], group)
         cluster.stop(cluster.nodes[0])
         produce(cluster.addresses, "t", 40, 40)
-        eventually(lambda: len({p for m in members for p in m.got}) == 80, 60)
+        eventually(lambda: len({p for m in members for p in m.got}) == 80)
         assert [member.assigned for member in members] == before
         assert _generation(cluster.nodes[1], group) == generation, "nobody was assigned anything anew"
         assert len([p for m in members for p in m.got]) == 80, "offsets moved with the group"
@@ -205,14 +206,14 @@ def test_a_static_member_that_comes_back_in_time_causes_no_rebalance(members: li
         node.create_topic("t", PARTITIONS)
         for instance in ("a", "b"):
             members.append(Member("confluent", strategy, node.address, "g", "t", instance, patient=True))
-        eventually(lambda: shared(*members), 60)
+        eventually(lambda: shared(*members))
         held, kept, generation = members[0].assigned, members[1].assigned, _generation(node, "g")
         if strategy == "consumer":
             members[0].leave()  # it says that it will be back; without a word its instance is not free before its time
         else:
             members[0].kill()
         members.append(Member("confluent", strategy, node.address, "g", "t", "a", patient=True))
-        eventually(lambda: members[2].assigned == held, 60)
+        eventually(lambda: members[2].assigned == held)
         assert members[1].assigned == kept
         # Not how often a member was told of something: the word of a round that is over may come after it.
         assert _generation(node, "g") == generation
@@ -226,12 +227,12 @@ def test_a_pattern_follows_the_topics_that_come_and_its_members_share_them(
     node.create_topic("t-1", PARTITIONS)
     for _ in range(2):
         members.append(Member("confluent", "consumer", node.address, "g", "^t-[0-9]$"))
-    eventually(lambda: shared(*members), 60)
+    eventually(lambda: shared(*members))
     node.create_topic("t-2", PARTITIONS)
     node.create_topic("t-10", PARTITIONS)
     for topic in ("t-1", "t-2", "t-10"):
         produce(node.address, topic, 0, 40)
-    eventually(lambda: len([place for member in members for place in member.got]) == 80, 60)
+    eventually(lambda: len([place for member in members for place in member.got]) == 80)
     assert {topic for member in members for topic in member.topics} == {"t-1", "t-2"}
 
 
@@ -242,11 +243,11 @@ def test_groups_and_offsets_outlive_every_node(members: list[Member], tmp_path: 
         member = Member("confluent", "eager", broker.address, "g", "t", patient=True)
         members.append(member)
         produce(broker.address, "t", 0, 40)
-        eventually(lambda: len(member.got) == 40, 60)
+        eventually(lambda: len(member.got) == 40)
         before = member.assignments
         broker.restart()
         produce(broker.address, "t", 40, 40)
-        eventually(lambda: len(member.got) == 80, 60)
+        eventually(lambda: len(member.got) == 80)
         assert member.assignments == before
     finally:
         broker.close()

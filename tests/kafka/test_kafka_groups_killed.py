@@ -30,7 +30,7 @@ def coordinated_by(node: str, prefix: str) -> str:
 def committed(addresses: str, group: str, topic: str) -> list[int]:
     client = ck.Consumer({"bootstrap.servers": addresses, "group.id": group})
     try:
-        found = client.committed([ck.TopicPartition(topic, p) for p in range(PARTITIONS)], timeout=30)
+        found = client.committed([ck.TopicPartition(topic, p) for p in range(PARTITIONS)], timeout=DEADLINE_S)
         return [place.offset for place in found]
     finally:
         client.close()
@@ -43,11 +43,11 @@ def test_groups_of_both_protocols_outlive_a_sigkill_of_their_coordinator(tmp_pat
     members: dict[str, list[Member]] = {}
     try:
         admin = AdminClient({"bootstrap.servers": addresses})
-        eventually(lambda: len(admin.list_topics(timeout=30).brokers) == len(NODES))
-        admin.create_topics([NewTopic("t", PARTITIONS)])["t"].result(30)
+        eventually(lambda: len(admin.list_topics(timeout=DEADLINE_S).brokers) == len(NODES))
+        admin.create_topics([NewTopic("t", PARTITIONS)])["t"].result(DEADLINE_S)
         for strategy, group in groups.items():
             members[strategy] = [Member("confluent", strategy, addresses, group, "t") for _ in range(2)]
-        eventually(lambda: all(shared(*two) for two in members.values()), DEADLINE_S)
+        eventually(lambda: all(shared(*two) for two in members.values()))
         produce(addresses, "t", 0, 80)
         places = {(n % PARTITIONS, n // PARTITIONS) for n in range(160)}
 
@@ -58,19 +58,19 @@ def test_groups_of_both_protocols_outlive_a_sigkill_of_their_coordinator(tmp_pat
             """With what was committed if its answer was lost with the node."""
             return {place for member in two for place in (*member.got, *member.unsure)}
 
-        eventually(lambda: all(len(told(two)) >= 40 for two in members.values()), DEADLINE_S)
+        eventually(lambda: all(len(told(two)) >= 40 for two in members.values()))
         nodes["n1"].kill()  # while they commit
         produce(addresses, "t", 80, 80)
-        eventually(lambda: all(read(two) == places for two in members.values()), DEADLINE_S)
+        eventually(lambda: all(read(two) == places for two in members.values()))
         for strategy, two in members.items():
-            eventually(lambda two=two: shared(*two), DEADLINE_S)
+            eventually(lambda two=two: shared(*two))
             # Only what was committed is told: nobody reads it again.
             assert len(told(two)) == len(set(told(two))), strategy
             assert committed(addresses, groups[strategy], "t") == [160 // PARTITIONS] * PARTITIONS
         nodes["n1"].start()
-        eventually(lambda: all(shared(*two) for two in members.values()), DEADLINE_S)
+        eventually(lambda: all(shared(*two) for two in members.values()))
         produce(addresses, "t", 160, 40)
-        eventually(lambda: all(len(read(two)) == 200 for two in members.values()), DEADLINE_S)
+        eventually(lambda: all(len(read(two)) == 200 for two in members.values()))
     finally:
         for two in members.values():
             for member in two:

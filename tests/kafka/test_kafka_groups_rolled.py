@@ -48,15 +48,15 @@ class Group:
     def rests(self, kind: ConsumerGroupType) -> None:
         """Everybody has a part, everything is committed, and the group is what it should be."""
         end = [self._count // PARTITIONS] * PARTITIONS
-        eventually(lambda: shared(*self.live), DEADLINE_S)
-        eventually(lambda: committed(self._addresses, "g", "t") == end, DEADLINE_S)
+        eventually(lambda: shared(*self.live))
+        eventually(lambda: committed(self._addresses, "g", "t") == end)
         admin = AdminClient({"bootstrap.servers": self._addresses})
 
         def stable() -> ConsumerGroupDescription | None:
-            found = admin.describe_consumer_groups(["g"])["g"].result(20)
+            found = admin.describe_consumer_groups(["g"])["g"].result(DEADLINE_S)
             return found if found.state is ConsumerGroupState.STABLE else None
 
-        found = eventually(stable, DEADLINE_S)
+        found = eventually(stable)
         assert found is not None
         assert found.type is kind and len(found.members) == len(self.live)
 
@@ -171,7 +171,7 @@ def test_a_node_that_upgrades_nothing_says_so() -> None:
             {"bootstrap.servers": broker.address, "group.id": "g", "group.protocol": "consumer"}
         )  # fmt: skip
         refused.subscribe(["t"])
-        told = eventually(lambda: (m := refused.poll(0.2)) is not None and m.error(), DEADLINE_S)
+        told = eventually(lambda: (m := refused.poll(0.2)) is not None and m.error())
         assert told.code() == ck.KafkaError._FATAL and "The group id does not exist" in told.str()
         refused.close()
         group.produce()

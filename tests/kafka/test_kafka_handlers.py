@@ -8,7 +8,7 @@ import uuid
 from typing import Any
 
 import pytest
-from harness import FakeBroker, eventually
+from harness import FakeBroker
 from kio.index import load_request_schema
 from raw import ZERO, RawClient, batch, decode, encode, example, fetch_body, fields, nested, produce_body, request_frame
 
@@ -62,7 +62,13 @@ SASL = (17, 36)
 REFUSED = {34: errors.LOG_DIR_NOT_FOUND, 43: errors.ELECTION_NOT_NEEDED}
 """What an API answers that is there to refuse by name."""
 
-EVERY = [(a.key, v) for a in APIS.values() if a.key not in SASL for v in range(a.min_version, a.max_version + 1)]
+EVERY = [
+    (a.key, v)
+    for a in APIS.values()
+    if a.key not in SASL
+    for v in range(a.min_version, a.max_version + 1)
+    if (a.key, v) != (18, 5)  # kio does not know it: `test_kafka_literals.py`
+]
 
 
 NOBODY = {
@@ -328,8 +334,7 @@ def test_fetch_tells_unknown_partitions_and_offsets_out_of_range(fake_broker: Fa
             asked = fetch_body("t", 7, 0, max_wait_ms=60_000)
             return int(client.ask(1, 4, asked).responses[0].partitions[0].error_code)
 
-        assert absent() == errors.NOT_LEADER_OR_FOLLOWER, "it may have come a moment ago: nobody has looked"
-        eventually(lambda: absent() == errors.UNKNOWN_TOPIC_OR_PARTITION)
+        assert absent() == errors.UNKNOWN_TOPIC_OR_PARTITION, "the first answer waits until the topic was looked for"
 
 
 def test_list_offsets_by_time_is_exact_to_the_record_in_every_codec(fake_broker: FakeBroker) -> None:

@@ -8,6 +8,8 @@ import subprocess
 import pytest
 from harness import RealBroker
 
+from patience import DEADLINE_S
+
 pytestmark = [
     pytest.mark.kcat,
     pytest.mark.skipif(shutil.which("kcat") is None, reason="kcat is not installed (Debian: apt-get install kcat)"),
@@ -15,7 +17,7 @@ pytestmark = [
 
 
 def kcat(*arguments: str, send: bytes = b"") -> bytes:
-    done = subprocess.run(["kcat", *arguments], input=send, capture_output=True, timeout=40, check=False)
+    done = subprocess.run(["kcat", *arguments], input=send, capture_output=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import struct
 from typing import Any
@@ -15,6 +16,7 @@ from kio.schema.errors import ErrorCode
 from kio.serial import entity_reader
 from schema_strategies import encoded, entities, plain
 
+from tidemill.kafka import errors
 from tidemill.kafka.handlers import APIS, compile_all
 from tidemill.kafka.schema import compiled, fetch, produce
 from tidemill.kafka.schema.wire import BadFrame, read_uvarint, skip_tags, write_uvarint
@@ -25,6 +27,7 @@ COLD_VERSIONS = [
     for api in APIS.values()
     if api.key not in HOT
     for version in range(api.min_version, api.max_version + 1)
+    if (api.key, version) != (18, 5)  # kio does not know it: `test_kafka_literals.py`
 ]
 PRODUCE_VERSIONS = range(3, 14)
 FETCH_VERSIONS = range(4, 18)
@@ -56,7 +59,19 @@ def test_requests_decode_as_kio_wrote_them(key: int, version: int, data: st.Data
 @given(data=st.data())
 def test_responses_are_encoded_byte_for_byte_as_kio_does(key: int, version: int, data: st.DataObject) -> None:
     entity = data.draw(entities(load_response_schema(key, version)))
-    assert bytes(compiled.encode_response(key, version, plain(entity))) == encoded(entity)
+    assert bytes(compiled.encode_response(key, version, plain(entity))) == encoded(with_texts(entity))
+
+
+def with_texts(entity: Any) -> Any:
+    """The response with a text in each refusal that has none."""
+    if isinstance(entity, tuple):
+        return tuple(with_texts(each) for each in entity)
+    if not dataclasses.is_dataclass(entity) or isinstance(entity, type):
+        return entity
+    values = {field.name: with_texts(getattr(entity, field.name)) for field in dataclasses.fields(entity)}
+    if values.get("error_code") and values.get("error_message", "") is None:
+        values["error_message"] = errors.text(int(values["error_code"]))
+    return type(entity)(**values)
 
 
 @pytest.mark.parametrize(("key", "version"), [(key, APIS[key].max_version) for key in sorted(APIS) if key not in HOT])
@@ -287,7 +302,7 @@ def test_nothing_is_compiled_on_the_loop_once_everything_was() -> None:
     before = [codec.cache_info().misses for codec in codecs]
     for api in APIS.values():
         for version in range(api.min_version, api.max_version + 1):
-            schema = load_request_schema(api.key, version)
+            schema = compiled._request_schema(api.key, version)
             assert compiled.is_flexible(api.key, version) == schema.__flexible__
             if api.key > 1:
                 compiled._request_reader(api.key, version)

@@ -157,6 +157,7 @@ def test_protobuf_goes_through_with_what_it_imports(shop: Shop) -> None:
     assert [reference.name for reference in stored.references or []] == ["inner.proto"]
 
 
+@pytest.mark.processes
 def test_a_text_of_protobuf_is_the_schema_that_its_descriptor_is(shop: Shop) -> None:
     text = 'syntax = "proto3"; package shop; message Line { string sku = 1; }'
     first = shop.client.register_schema("text", Schema(text, "PROTOBUF"))

@@ -17,6 +17,7 @@ from suites_node import NotHere, Outcome
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["kafka-python", pytest.param("librdkafka", marks=pytest.mark.node)])
+@pytest.mark.processes
 def test_a_clients_own_suite_passes_but_for_what_is_written_down(name: str, tmp_path: Path) -> None:
     suite = SUITES[name]
     try:

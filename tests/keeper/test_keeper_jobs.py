@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 
+from patience import until
 from tidemill.base import tasks
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Corrupt
@@ -19,12 +19,6 @@ from tidemill.keeper.told import TOLD_AT_ONCE, Told
 
 class Panic(BaseException):
     """What a library's native code raises: no Exception."""
-
-
-async def until(reached: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not reached():
-            await asyncio.sleep(0.01)
 
 
 def jobs_on(state: MemoryState, holder: str, tracker: Tracker, *jobs: Job) -> Jobs:

@@ -189,6 +189,32 @@ def test_f702_a_shard_that_cannot_be_read_stops_its_own_upkeep_only() -> None:
     run(scenario())
 
 
+def test_f331_a_damaged_part_stops_the_merges_of_its_table_only_and_its_mark_names_the_object() -> None:
+    async def scenario() -> None:
+        world = World(Retention(history_s=1, collect_after_s=1))
+        good, bad = await world.open("good"), await world.open("bad")
+        world.clock.advance(1000)
+        await world.write(bad, KEYS)
+        (part,) = bad.state.batches[-1].parts
+        data = bytearray(await world.objects.get(part.object_key))
+        data[len(data) // 3] ^= 1
+        await world.objects.delete(part.object_key)
+        await world.objects.put(part.object_key, bytes(data))
+        for _ in range(20):
+            world.clock.advance(10_000)
+            await world.write(good, KEYS)
+            await world.write(bad, range(200, 300))
+            await world.tend()
+        failure = world.tracker.failure("keeper:shards:bad")
+        assert failure is not None and part.object_key in failure.error and "damaged" in failure.error
+        with pytest.raises(Corrupt, match=part.object_key):
+            await bad.snapshot(bad.state.upper - 1)
+        await good.frontiers()
+        assert len(good.state.batches) < 10 and world.tracker.failure("keeper:shards:good") is None
+
+    run(scenario())
+
+
 # orphans ------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from patience import DEADLINE_S, SCENARIO_S
+from patience import until as until
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
@@ -101,20 +103,14 @@ async def rows_of(domain: Domain) -> dict[bytes, bytes]:
     return found
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
-def run(body: Body, world: DomainWorld, timeout_s: float = 60.0) -> None:
+def run(body: Body, world: DomainWorld, timeout_s: float = SCENARIO_S) -> None:
     async def bounded() -> None:
         try:
             async with asyncio.timeout(timeout_s):
                 await body(world)
         finally:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(DEADLINE_S):
                     await world.aclose()
 
     asyncio.run(bounded())

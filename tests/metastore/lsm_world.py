@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
+from patience import run as run
+from patience import until as eventually  # noqa: F401
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.files import Files
@@ -23,7 +25,6 @@ from tidemill.objects.store import Buffer, ObjectMeta, ObjectStore
 T = TypeVar("T")
 UUID = "6f1f8a0e-0000-4000-8000-000000000001"
 PREFIX = f"metastore/{UUID}/"
-DEADLINE_S = 60.0
 ANY_EPOCH = 10**9
 
 SMALL = Options(
@@ -42,20 +43,6 @@ SMALL = Options(
 """Many files and blocks from few rows."""
 
 Step = Callable[[str], Awaitable[None]]
-
-
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    async def bounded() -> T:
-        async with asyncio.timeout(DEADLINE_S):
-            return await coroutine
-
-    return asyncio.run(bounded())
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Poll until true; fails by the deadline of `run`."""
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 class Watched:

@@ -13,6 +13,7 @@ from domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run, until
 from lsm_world import Gate, Watched
 from msgspec.structs import replace
 
+from patience import DEADLINE_S
 from tidemill.base.errors import Conflict, Fenced, Invalid, Unavailable, Unknown
 from tidemill.metastore import persistence
 from tidemill.metastore.domain import Domain
@@ -415,7 +416,7 @@ def test_the_log_is_rolled_up_after_a_manifest_and_new_nodes_start_from_there(wo
             await leader.commit([(b"k%d" % i, b"v")])
         await leader.flush(20)
         await leader.commit([(b"after", b"v")])
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(DEADLINE_S):
             while (await client.log_head("metastore/main")).start == 0:
                 await asyncio.sleep(0.01)
         assert len(await rows_of(await world.node(FOLLOWS))) == 21

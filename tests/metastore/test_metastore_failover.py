@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from domain_world import DomainWorld, rows_of, run
 
+from patience import DEADLINE_S
 from tidemill.metastore.apply import apply
 from tidemill.metastore.codec import decode_state, encode_state
 from tidemill.metastore.settings import DomainSettings
@@ -64,7 +65,7 @@ class Child:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
-        self._reader.join(10)
+        self._reader.join(DEADLINE_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
 
@@ -164,11 +165,11 @@ def test_a_stopped_leader_that_wakes_up_again_finds_itself_deposed(url: str, tmp
     with hosted(url), children(url, bucket) as nodes:
         paused = Child(url, bucket)
         nodes.append(paused)
-        paused.wait(50)
+        paused.wait(DEADLINE_S)
         other = Child(url, bucket)
         nodes.append(other)
         paused.process.send_signal(signal.SIGSTOP)
-        other.wait(50)
+        other.wait(DEADLINE_S)
         paused.process.send_signal(signal.SIGCONT)
         before = len(paused.acknowledged)
         paused.wait(before + 20)  # through the request log now, or as leader again later

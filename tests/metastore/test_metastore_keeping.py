@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 from checkpoint_world import World, damage, keys, manifest_of, persisted
 
-from tidemill.base.errors import Fenced, Invalid, Missing
+from patience import until
+from tidemill.base.errors import Invalid, Missing, Replaced
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.keeper.machine import Keeping, check_bucket
 from tidemill.keeper.restore import Restorer
@@ -31,11 +32,6 @@ def keeping(world: World, metastore: Metastore | None = None, node: str = "n1") 
         world.consensus, world.objects, metastore or world.metastore, world.clock, world.rand,
         node=node, holder=node, tracker=world.tracker, checkpoint_interval_s=0.05, alive_interval_s=0.05,
     )  # fmt: skip
-
-
-async def until(holds: Callable[[], Awaitable[bool]]) -> None:
-    while not await holds():
-        await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("domains", [1, 3])
@@ -151,7 +147,7 @@ def test_a_cluster_that_was_replaced_stops_by_itself() -> None:
             with contextlib.suppress(Invalid):
                 await restorer.run()
                 restored = True
-        with pytest.raises(Fenced, match="has been replaced"):
+        with pytest.raises(Replaced, match="has been replaced"):
             await running
 
     run(body)
@@ -168,7 +164,7 @@ def test_no_process_starts_on_a_bucket_of_another_cluster() -> None:
         assert await fresh.scan("") == []
         await Restorer(fresh, world.objects, world.clock, world.rand).run()
         await check_bucket(fresh, world.objects)
-        with pytest.raises(Invalid, match="has been replaced"):
+        with pytest.raises(Replaced, match="has been replaced"):
             await check_bucket(world.consensus, world.objects)
 
     run(body)

@@ -16,6 +16,7 @@ from domain_killed_child import BUCKET_STEPS, LAST, LOG_STEPS, SETTINGS, last_nu
 from domain_world import DomainWorld, rows_of, run
 from lsm_killed_child import batch, state_at
 
+from patience import DEADLINE_S
 from tidemill.metastore.domain import Domain
 from tidemill.metastore.lsm.files import Files
 from tidemill.metastore.state import check_state
@@ -53,7 +54,7 @@ def check(url: str, bucket: Path, acked: int) -> None:
         await domain.commit([*batch(last + 1), (LAST, b"%d" % (last + 1))])
         await domain.flush(30)
         # It merges beside this: so until the bucket holds what the version names and nothing else.
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(DEADLINE_S):
             while await listed(database.files) != {file.number for file in database.version.files}:
                 done = await database.collect_garbage()
                 assert not done.missing and not done.skipped_newer_epoch

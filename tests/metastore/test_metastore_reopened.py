@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from domain_world import DomainWorld, run
 
@@ -72,9 +73,9 @@ def test_f506_a_damaged_record_is_trouble_until_it_is_mended_and_no_longer() -> 
                 await asyncio.sleep(0.01)
         with pytest.raises(Corrupt):
             await metastore.get_row(KEY)
-        # Mended, as an operator would: the record that nobody can read is taken back.
-        world.memory.records[log][:] = sound
-        world.memory.heads[log] = head
+        # Mended, as an operator would: one that says what an earlier one says stands in its place.
+        damaged = world.memory.records[log][-1]
+        world.memory.records[log][-1] = msgspec.structs.replace(damaged, data=sound[-1].data)
         await until_well(metastore)
         row = await metastore.get_row(KEY)
         assert row is not None and row.value == VALUE

@@ -12,6 +12,7 @@ import pytest
 from domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run, until
 from msgspec.structs import replace
 
+from patience import DEADLINE_S
 from tidemill.base.errors import Conflict, Invalid, Missing, Unavailable, Unknown
 from tidemill.consensus.api import LogHead, LogSlice
 from tidemill.consensus.memory import MemoryConsensus
@@ -131,7 +132,7 @@ def test_the_request_log_and_the_reply_log_do_not_grow(world: DomainWorld, monke
         follower, client = await world.node(FOLLOWS), await world.client()
         for i in range(150):
             await follower.commit([(b"k", b"%d" % i)])
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(DEADLINE_S):
             while True:
                 requests, replies = await client.log_head(REQUESTS), await client.log_head(REPLIES)
                 if requests.start == requests.next == 150 and replies.next - replies.start <= 2 * 20 + 256:
@@ -147,7 +148,7 @@ def test_a_request_outlives_the_leader_that_did_not_execute_it(world: DomainWorl
         follower = await world.node(FOLLOWS)
         waiting = asyncio.ensure_future(follower.commit([(b"a", b"1")]))
         client = await world.client()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(DEADLINE_S):
             while (await client.log_head(REQUESTS)).next == 0:
                 await asyncio.sleep(0.01)
         leader = await world.node()  # nobody led until now
@@ -179,8 +180,8 @@ def test_a_tool_leads_for_a_while_when_nobody_does_and_then_lets_go(world: Domai
         assert not tool.leading
         await tool.commit([(b"a", b"1")])
         assert await tool.get(b"a") == b"1"
-        await until(lambda: not tool.leading, 60)
-        async with asyncio.timeout(60):
+        await until(lambda: not tool.leading)
+        async with asyncio.timeout(DEADLINE_S):
             while await world.lease() is not None:
                 await asyncio.sleep(0.02)
         await tool.commit([(b"b", b"2")])  # and once more
@@ -372,7 +373,7 @@ def test_a_tool_that_leads_answers_what_it_executed_before_it_lets_go(what: str)
         assert tool.leading
         consensus.let_go.set()
         await waiting
-        await until(lambda: not tool.leading, 60)
+        await until(lambda: not tool.leading)
 
     run(body, DomainWorld())
 
@@ -415,7 +416,7 @@ def test_without_a_leader_the_answer_is_unknown_in_time_and_never_a_guess() -> N
         with pytest.raises(Unknown, match="No leader answered"):
             await follower.commit([(b"a", b"1")])
         node = await world.node()
-        await until(lambda: world.memory.heads[REQUESTS].start == 1, 10)
+        await until(lambda: world.memory.heads[REQUESTS].start == 1)
         assert await rows_of(node) == {b"a": b"1"}  # it was executed after all
 
     run(body, DomainWorld())
@@ -478,7 +479,7 @@ def test_answers_are_heard_though_consensus_was_away_when_the_log_was_found_cut(
         await world.node()
         consensus = Cut(world.clock, world.memory)
         follower = await world.node(FOLLOWS, consensus=consensus)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(DEADLINE_S):
             await follower.commit([(b"a", b"1")])
         assert consensus.told == 2
 
@@ -547,7 +548,7 @@ def test_closing_leaves_nobody_waiting() -> None:
     async def body(world: DomainWorld) -> None:
         follower = await world.node(FOLLOWS)
         waiting = asyncio.ensure_future(follower.commit([(b"a", b"1")]))
-        await until(lambda: REQUESTS in world.memory.heads, 5)
+        await until(lambda: REQUESTS in world.memory.heads)
         await follower.aclose()
         with pytest.raises(Unknown, match="closed"):
             await waiting
@@ -629,7 +630,7 @@ def test_f516_a_request_that_nobody_executed_in_time_is_refused_by_the_leader_th
             decoded = [msgspec.msgpack.decode(record.data, type=Reply) for record in found.records]
             return {reply.nonce: reply for reply in decoded}
 
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(DEADLINE_S):
             while len(await replies()) < 3:
                 await asyncio.sleep(0.02)
         told = await replies()
@@ -638,7 +639,7 @@ def test_f516_a_request_that_nobody_executed_in_time_is_refused_by_the_leader_th
         assert "flush" not in told
         assert await rows_of(leader) == {b"b": b"young", b"c": b"ageless"}
         # The position moved past them all: they are gone from the log for good.
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(DEADLINE_S):
             while (await consensus.log_head(REQUESTS)).start < len(asked):
                 await asyncio.sleep(0.02)
 

@@ -14,7 +14,7 @@ import pytest
 from checkpoint_world import World, damage, keys, manifest_of, persisted
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Corrupt, Fenced, Invalid, Missing, Unknown
+from tidemill.base.errors import Corrupt, Invalid, Missing, Replaced, Unknown
 from tidemill.consensus import leading
 from tidemill.consensus.api import LogHead, Versioned
 from tidemill.consensus.memory import MemoryConsensus
@@ -22,6 +22,7 @@ from tidemill.consensus.open import open_consensus
 from tidemill.keeper.restore import Restorer
 from tidemill.metastore import domain
 from tidemill.metastore.catalogue import CaptureRow, Catalogue, TableSnapshot, TopicRow
+from tidemill.metastore.claim import greatest_claim
 from tidemill.metastore.cluster import read_cluster
 from tidemill.metastore.lsm.files import FileName, Files
 from tidemill.metastore.metastore import Metastore
@@ -267,18 +268,70 @@ def test_consensus_that_is_not_empty_is_refused_and_named() -> None:
     run(body)
 
 
-def test_a_restore_beside_a_live_cluster_is_refused_with_what_to_do() -> None:
+class OtherMachine(SystemClock):
+    """Its wall clock differs from ours; its monotonic clock has nothing to do with ours anyway."""
+
+    def __init__(self, off_ms: int) -> None:
+        super().__init__()
+        self._off_ms = off_ms
+
+    def now_ms(self) -> int:
+        return super().now_ms() + self._off_ms
+
+
+@pytest.mark.parametrize("off_ms", [-600_000, 0, 600_000])
+def test_f520_a_restore_beside_a_live_cluster_is_refused_whatever_the_clocks_of_the_machines_say(off_ms: int) -> None:
     async def body(world: World) -> None:
         await persisted(world, 3)
-        presence = Presence(world.objects, world.clock, world.rand, "n1", interval_s=0.1)
-        await presence.round(await manifest_of(world))
+        manifest = await manifest_of(world)
+        presence = Presence(world.objects, OtherMachine(off_ms), world.rand, "n1", interval_s=0.1)
+        await presence.round(manifest)
+
+        async def live() -> None:
+            while True:
+                await asyncio.sleep(0.1)
+                await presence.round(manifest)
+
         fresh = MemoryConsensus(world.clock)
-        with pytest.raises(Invalid, match=r"signs of life.*node=n1.*limit_s=0\.3.*Stop every node") as refused:
+        living = asyncio.ensure_future(live())
+        with pytest.raises(Invalid, match=r"cluster is alive: it wrote a sign of life.*node=n1.*Stop every node"):
             await Restorer(fresh, world.objects, world.clock, world.rand).run()
-        assert "wait 0 s" in str(refused.value)
+        living.cancel()
+        await asyncio.gather(living, return_exceptions=True)
         assert await fresh.scan("") == []
-        await asyncio.sleep(0.35)
+        assert await greatest_claim(world.objects) == 0
+        # It is dead, and its last sign is watched for three of its intervals, also one that is "of tomorrow".
+        began_s = world.clock.monotonic_s()
         await Restorer(fresh, world.objects, world.clock, world.rand).run()
+        assert world.clock.monotonic_s() - began_s >= 0.3
+        assert await greatest_claim(world.objects) == 2
+
+    run(body)
+
+
+def test_of_two_restores_of_one_bucket_one_wins_and_the_other_writes_nothing_into_it() -> None:
+    async def body(world: World) -> None:
+        await persisted(world, 3)
+        uuid = (await manifest_of(world)).domains[0]
+        one, two = MemoryConsensus(world.clock), MemoryConsensus(world.clock)
+        lost: list[Replaced] = []
+
+        async def restore(into: MemoryConsensus) -> None:
+            try:
+                await Restorer(into, world.objects, world.clock, world.rand).run()
+            except Replaced as error:
+                lost.append(error)
+
+        await asyncio.gather(restore(one), restore(two))
+        [said] = lost
+        assert "The bucket belongs to another cluster" in str(said)
+        assert "bucket_incarnation=2" in str(said)
+        manifests = await keys(world, f"metastore/{uuid}/manifest/")
+        found = {each: await read_cluster(each) for each in (one, two)}
+        [loser] = [each for each, cluster in found.items() if cluster is None or cluster[0].restoring]
+        with pytest.raises(Replaced):
+            await Restorer(loser, world.objects, world.clock, world.rand).run()
+        assert await keys(world, f"metastore/{uuid}/manifest/") == manifests
 
     run(body)
 
@@ -288,7 +341,7 @@ def test_the_old_cluster_finds_that_it_was_replaced() -> None:
         await persisted(world, 3)
         mine = await manifest_of(world)
         await Restorer(MemoryConsensus(world.clock), world.objects, world.clock, world.rand).run()
-        with pytest.raises(Fenced, match=r"has been replaced.*incarnation=1.*bucket_incarnation=2"):
+        with pytest.raises(Replaced, match=r"has been replaced.*incarnation=1.*bucket_incarnation=2"):
             await Presence(world.objects, world.clock, world.rand, "n1").round(mine)
 
     run(body)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Conflict, Invalid, TidemillError
 from tidemill.consensus.api import Consensus
@@ -115,7 +116,7 @@ def on_a_log(url: str, body: Callable[[Machine], Awaitable[None]]) -> None:
             return logs[-1]
 
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(DEADLINE_S):
                 machine = Machine(await log(), await log())
                 await machine.lead(1)
                 await body(machine)

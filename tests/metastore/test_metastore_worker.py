@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from lsm_files import Shelf, in_loop
 
+from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Closed, Invalid, Missing, Unavailable
 from tidemill.metastore.lsm.compaction.merger import DEATHS_TOLERATED, ChoosingMerger, Progress
@@ -226,7 +227,7 @@ async def test_the_worker_does_not_outlive_a_killed_database(tmp_path: Path) -> 
     parent.kill()
     await parent.wait()
     # The merge itself would go on for some 25 seconds.
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(DEADLINE_S):
         await until_dead(pid)
 
 

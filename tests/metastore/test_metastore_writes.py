@@ -644,7 +644,7 @@ def test_a_row_is_persisted_within_the_interval_without_anybody_asking() -> None
         leader = await world.node(replace(LEADS, persist_interval_s=0.1))
         for _ in range(3):
             seqno = await leader.commit([(b"a", b"1")])
-            await until(lambda seqno=seqno: leader.state.persisted_seqno >= seqno, 5)  # type: ignore[misc]
+            await until(lambda seqno=seqno: leader.state.persisted_seqno >= seqno)  # type: ignore[misc]
         manifest = leader.state.manifest
         await asyncio.sleep(0.3)
         assert leader.state.manifest is manifest  # nothing new: nothing written
@@ -658,8 +658,8 @@ def test_a_full_write_buffer_is_persisted_and_trims_the_log() -> None:
         leader = await world.node(settings)
         for i in range(100):
             await leader.commit([(b"k%d" % i, b"x" * 5_000)])
-        await until(lambda: leader.state.persisted_seqno > 0, 10)
-        await until(lambda: world.memory.heads["metastore/main"].start > 0, 10)
+        await until(lambda: leader.state.persisted_seqno > 0)
+        await until(lambda: world.memory.heads["metastore/main"].start > 0)
         assert leader.state.volatile_bytes < 400_000
         check_state(leader.state)
         assert len(await rows_of(await world.node(FOLLOWS))) == 100
@@ -673,7 +673,7 @@ def test_commits_wait_for_room_while_the_bucket_is_down_and_go_on_when_it_is_bac
         leader = await world.node(replace(LEADS, volatile_bytes=50_000), objects=bucket)
         bucket.down.set()
         commits = [asyncio.ensure_future(leader.commit([(b"k%d" % i, b"x" * 5_000)])) for i in range(40)]
-        await until(lambda: sum(task.done() for task in commits) >= 8, 5)
+        await until(lambda: sum(task.done() for task in commits) >= 8)
         await asyncio.sleep(0.2)
         stuck = [task for task in commits if not task.done()]
         assert stuck and leader.leading

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from patience import DEADLINE_S
 from tidemill.cli.demo.ports import free_port
 
 CLIENTS = Path(__file__).parents[1] / "clients" / "java"
@@ -58,11 +59,11 @@ class StreamsApp:
         assert self._process.stdin is not None
         self._process.stdin.write("close\n")
         self._process.stdin.flush()
-        self._process.wait(60)
+        self._process.wait(DEADLINE_S)
 
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
-        self._process.wait(30)
+        self._process.wait(DEADLINE_S)
 
 
 class ConnectWorker:
@@ -96,7 +97,7 @@ class ConnectWorker:
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"http://{self.id}{path}", body, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
                 return json.loads(answer.read() or "true")
         except urllib.error.HTTPError as refused:
             print(method, path, refused.code, refused.read())
@@ -119,4 +120,4 @@ class ConnectWorker:
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
-        self._process.wait(30)
+        self._process.wait(DEADLINE_S)

@@ -7,17 +7,17 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import confluent_kafka as ck
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, NewTopic, ResourceType
 
+from patience import DEADLINE_S, eventually
 from tidemill.base.config import parse
 from tidemill.cli.demo.ports import free_port
 
-DEADLINE_S = 120.0
 QUIET = {"log_level": 0, "reconnect.backoff.max.ms": 200, "retry.backoff.ms": 20, "retry.backoff.max.ms": 200}
 PARTITIONS = 2
 
@@ -56,17 +56,17 @@ class Quick:
 
     def end(self, number: int = signal.SIGKILL) -> None:
         self._process.send_signal(number)
-        self._process.wait(60)
+        self._process.wait(DEADLINE_S)
 
     def make(self, topic: str, partitions: int = PARTITIONS, **config: str) -> None:
         configs = {name.replace("_", "."): value for name, value in config.items()}
         [made] = self.admin.create_topics([NewTopic(topic, partitions, config=configs)]).values()
-        made.result(30)
+        made.result(DEADLINE_S)
 
     def alter(self, topic: str, name: str, value: str) -> None:
         entry = ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
         resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[entry])
-        self.admin.incremental_alter_configs([resource])[resource].result(30)
+        self.admin.incremental_alter_configs([resource])[resource].result(DEADLINE_S)
 
     def producer(self, **more: Any) -> ck.Producer:
         return ck.Producer({"bootstrap.servers": self.address, "enable.idempotence": True, **QUIET, **more})
@@ -105,10 +105,3 @@ class Quick:
         finally:
             client.close()
         return dict(found)
-
-
-def eventually(reached: Callable[[], bool], otherwise: str = "deadline passed") -> None:
-    until_s = time.monotonic() + DEADLINE_S
-    while not reached():
-        assert time.monotonic() < until_s, otherwise
-        time.sleep(0.05)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from patience import DEADLINE_S, until
 from tidemill.base import tasks
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Corrupt, Unavailable
@@ -28,14 +29,6 @@ from tidemill.topics.leadership import Alone
 from tidemill.topics.log import LocalTopics
 from tidemill.topics.reader import PartitionReaderImpl
 from tidemill.topics.settings import TopicSettings
-
-DEADLINE_S = 60.0
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 class Led:

@@ -204,3 +204,41 @@ def test_f109_readers_that_never_read_cost_no_copy_of_their_answer_and_are_cut_o
         await server.aclose()
 
     run(main())
+
+
+ORIGIN = "Origin: http://localhost:5173"
+SHAPE = "GET /v1/shape{} HTTP/1.1\r\n" + ORIGIN
+
+
+def test_a_url_may_be_as_long_as_a_head_and_every_refusal_of_a_shape_says_so_to_its_page() -> None:
+    async def main() -> None:
+        async def shape(request: Request) -> Response:
+            return PlainTextResponse(str(len(request.url.query)))
+
+        limits = HttpLimits(per_address=1, body_bytes=10_000)
+        server = serve(limits, Route("/v1/shape", shape), Route("/v1/none", lambda _: Response(status_code=429)))
+        port = await server.start()
+        room = limits.header_bytes - 200
+        assert (await ask(port, SHAPE.format("?" + "a" * room))).endswith(str(room).encode())
+        refused = {
+            b"431": SHAPE.format("?" + "a" * 60_000) + "\r\nx-long: " + "b" * 60_000,
+            b"413": "POST /v1/shape HTTP/1.1\r\ncontent-length: 20000\r\n" + ORIGIN,
+            b"404": SHAPE.format("/none"),
+            b"405": "PUT /v1/shape HTTP/1.1\r\n" + ORIGIN,
+            b"429": "GET /v1/none HTTP/1.1\r\n" + ORIGIN,
+        }
+        answers = {status: await ask(port, head) for status, head in refused.items()}
+        server.bounded.under_way["127.0.0.1"] = 1
+        answers[b"503"] = await ask(port, SHAPE.format(""))
+        del server.bounded.under_way["127.0.0.1"]
+        for status, answer in answers.items():
+            head = answer.partition(b"\r\n\r\n")[0].lower()
+            assert head[9:12] == status
+            assert b"access-control-allow-origin: http://localhost:5173" in head, status
+            assert b"access-control-expose-headers: electric-cursor" in head and head.count(b"vary:") == 1
+        strange = await ask(port, "GET /v1/none HTTP/1.1\r\nOrigin: https://else.where")
+        assert b"access-control-allow-origin" not in strange
+        assert b"access-control" not in await ask(port, "GET /none HTTP/1.1\r\n" + ORIGIN)
+        await server.aclose()
+
+    run(main())

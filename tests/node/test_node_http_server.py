@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from patience import eventually
 from tidemill.base.errors import Invalid
 from tidemill.node.http import HttpServer
 
@@ -78,13 +78,6 @@ def test_at_its_end_no_thread_is_left_to_ask_for_connections() -> None:
     before = len(os.listdir("/proc/self/task"))
     run(main())
     eventually(lambda: len(os.listdir("/proc/self/task")) <= before)
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_taken_port_is_invalid_and_names_the_key() -> None:

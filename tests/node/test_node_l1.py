@@ -13,6 +13,8 @@ import confluent_kafka as ck
 import pytest
 from quick import PARTITIONS, Quick, eventually
 
+from patience import DEADLINE_S
+
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Quick]:
@@ -54,7 +56,7 @@ def test_what_was_written_is_read_from_l1_alone_with_its_times_and_without_what_
     client = node.consumer()
     for at in (0, 1, 299, 300, 777):
         wanted = [ck.TopicPartition("past", p, begin_ms + at) for p in range(PARTITIONS)]
-        for place in client.offsets_for_times(wanted, timeout=30):
+        for place in client.offsets_for_times(wanted, timeout=DEADLINE_S):
             client.assign([ck.TopicPartition("past", place.partition, place.offset)])
             message = client.poll(30)
             assert message is not None and message.error() is None
@@ -121,7 +123,7 @@ def test_retention_by_size_and_by_time_reaches_into_l1(node: Quick) -> None:
 
     def first(topic: str) -> int:
         client = node.consumer()
-        low, _ = client.get_watermark_offsets(ck.TopicPartition(topic, 0), timeout=30)
+        low, _ = client.get_watermark_offsets(ck.TopicPartition(topic, 0), timeout=DEADLINE_S)
         client.close()
         return int(low)
 

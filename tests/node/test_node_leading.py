@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from patience import DEADLINE_S, until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.marks import Tracker
@@ -22,13 +23,6 @@ from tidemill.objects.memory import MemoryObjects
 from tidemill.topics.leadership import Membership, NodeInfo
 
 TTL_MS = 300
-DEADLINE_S = 60.0
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def test_a_second_node_leads_only_after_the_first_has_let_go() -> None:

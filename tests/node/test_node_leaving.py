@@ -6,8 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import confluent_kafka as ck
 import pytest
 from confluent_kafka.admin import AdminClient, NewTopic
 
+from patience import eventually
 from tidemill.base.config import parse
 from tidemill.cli.demo.ports import free_port
 
@@ -45,7 +45,7 @@ class NodeProcess:
     def end(self, number: int) -> None:
         if self._process is not None:
             self._process.send_signal(number)
-            self._process.wait(60)
+            self._process.wait(DEADLINE_S)
             self._process = None
 
 
@@ -54,13 +54,6 @@ def brokers_of(admin: AdminClient) -> set[str]:
         return {f"{broker.host}:{broker.port}" for broker in admin.list_topics(timeout=2).brokers.values()}
     except ck.KafkaException:
         return set()
-
-
-def eventually(reached: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + DEADLINE_S
-    while not reached():
-        assert time.monotonic() < until_s, "deadline passed"
-        time.sleep(0.02)
 
 
 class Load:
@@ -161,7 +154,7 @@ def test_nodes_leave_come_and_are_killed_under_a_producer_and_nothing_is_lost(no
             load.goes_on()
 
         def leaders() -> set[int]:
-            return {p.leader for p in admin.list_topics("t", timeout=30).topics["t"].partitions.values()}
+            return {p.leader for p in admin.list_topics("t", timeout=DEADLINE_S).topics["t"].partitions.values()}
 
         eventually(lambda: len(leaders() - {-1}) == 2)  # what came back leads again
     finally:

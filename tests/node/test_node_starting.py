@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tidemill.node.assembly as assembly
+from patience import until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config import Config
 from tidemill.base.errors import Unavailable
@@ -44,12 +44,6 @@ class GoesAway:
             return await found(key, *more, **named)
 
         return call
-
-
-async def until(found: Callable[[], Any]) -> None:
-    async with asyncio.timeout(30):
-        while not found():
-            await asyncio.sleep(0.02)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ import jvm
 import pytest
 from quick import PARTITIONS, Quick, eventually
 
+from patience import DEADLINE_S
+
 pytestmark = pytest.mark.java
 
 WINDOW_MS = 1_000
@@ -89,7 +91,7 @@ def instance(node: Quick) -> Iterator[Callable[..., jvm.StreamsApp]]:
 
 def low(node: Quick, topic: str) -> list[int]:
     client = node.consumer()
-    ends = [client.get_watermark_offsets(ck.TopicPartition(topic, p), timeout=30) for p in range(PARTITIONS)]
+    ends = [client.get_watermark_offsets(ck.TopicPartition(topic, p), timeout=DEADLINE_S) for p in range(PARTITIONS)]
     client.close()
     return [end[0] for end in ends]
 
@@ -104,7 +106,7 @@ def test_every_word_is_counted_once_when_an_instance_is_killed_and_when_the_appl
     for _ in range(4):
         lines.say(100)
     lines.exact()
-    assert set(INTERNAL) <= node.admin.list_topics(timeout=30).topics.keys()
+    assert set(INTERNAL) <= node.admin.list_topics(timeout=DEADLINE_S).topics.keys()
     eventually(lambda: all(low(node, "app-words-repartition")), "what was repartitioned is not purged")
     words = len(lines.words)
 
@@ -123,8 +125,10 @@ def test_every_word_is_counted_once_when_an_instance_is_killed_and_when_the_appl
     second.close()
 
     reset = ("--bootstrap-server", node.address, "--application-id", "app", "--input-topics", "lines", "--force")
-    subprocess.run(jvm.command("kafka", "org.apache.kafka.tools.StreamsResetter", *reset), check=True, timeout=60)
-    assert not set(INTERNAL) & node.admin.list_topics(timeout=30).topics.keys()
+    subprocess.run(
+        jvm.command("kafka", "org.apache.kafka.tools.StreamsResetter", *reset), check=True, timeout=DEADLINE_S
+    )
+    assert not set(INTERNAL) & node.admin.list_topics(timeout=DEADLINE_S).topics.keys()
     third = instance()
     lines.exact(times=2)
     assert third.failed == []

@@ -7,25 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from patience import DEADLINE_S, until
 from tidemill.base.clock import SystemClock
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import Invalid, Replaced
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.marks import Report, State, derive, derive_all
 from tidemill.node.supervise import ChildSpec, Supervisor, launched
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
-DEADLINE_S = 60.0
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def alive(pid: int) -> bool:
@@ -50,6 +43,21 @@ def test_a_killed_child_comes_back_under_a_new_pid_and_stop_ends_it(tmp_path: Pa
         await supervisor.stop()
         assert not alive(second)
         assert failures == []
+
+    asyncio.run(scenario())
+
+
+def test_a_node_whose_cluster_was_replaced_ends_everything_also_after_it_ran_steadily(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        failures: list[BaseException] = []
+        supervisor = Supervisor(tmp_path, SystemClock(), failures.append)
+        said = "import sys; print('tidemill: The bucket belongs to another cluster.'); sys.exit(5)"
+        child = supervisor.add(ChildSpec("node", [sys.executable, "-c", said], vital=True))
+        child._steady = True
+        await until(lambda: failures)
+        assert isinstance(failures[0], Replaced)
+        assert "The bucket belongs to another cluster" in str(failures[0])
+        await supervisor.stop()
 
     asyncio.run(scenario())
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
-
 
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from moto_access import CREDENTIALS
 
-from conftest import CREDENTIALS
+from patience import until
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import Invalid, Missing, Unavailable
 from tidemill.base.waiting import patiently
@@ -40,12 +41,6 @@ def run(body: Callable[[], Awaitable[None]], timeout_s: float = 60) -> None:
 
 def waited(opening: Callable[[], Awaitable[T]], said: list[str]) -> asyncio.Future[T]:
     return asyncio.ensure_future(patiently(opening, SystemClock(), waiting=said.append))
-
-
-async def until(condition: Callable[[], object], timeout_s: float = 60) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 class Mount:
@@ -153,7 +148,7 @@ def test_f508_a_directory_that_goes_read_only_is_waited_for_and_told_and_heals(
         giving_up.cancel()
         small.read_only(False)
         proving = asyncio.ensure_future(store.keep_proving())
-        await until(lambda: not store.trouble(), 10)
+        await until(lambda: not store.trouble())
         proving.cancel()
         await store.aclose()
 
@@ -324,7 +319,7 @@ def test_f509_an_s3_endpoint_that_goes_away_later_is_waited_for_and_told(moto: M
         await store.put("a", b"1")
         await asyncio.to_thread(moto.stop)
         writing, reading = asyncio.ensure_future(store.put("b", b"2")), asyncio.ensure_future(store.get("a"))
-        await until(store.trouble, 5)
+        await until(store.trouble)
         assert moto.endpoint in store.trouble()
         await asyncio.to_thread(moto.start)
         await writing
@@ -352,7 +347,7 @@ def test_f509_rights_lost_later_are_waited_for_and_told(moto: Moto) -> None:
         )
         await asyncio.to_thread(client.delete_bucket, Bucket="taken-away")
         writing = asyncio.ensure_future(store.put("b", b"2"))
-        await until(store.trouble, 5)
+        await until(store.trouble)
         assert "does not exist" in store.trouble() and "Create it" in store.trouble()
         await asyncio.to_thread(moto.make_bucket, "taken-away")
         await writing

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from moto_access import CREDENTIALS
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.objects import MemoryObjects, ObjectStore, open_objects
@@ -16,8 +17,6 @@ from tidemill.objects.local import LocalObjects
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from contracts.objects import ObjectsContract, OpenStore
-
-CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
 
 
 class TestMemory(ObjectsContract):

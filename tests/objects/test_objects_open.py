@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from moto_access import CREDENTIALS
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Invalid, TidemillError, Unavailable
@@ -17,8 +18,6 @@ from tidemill.objects.coalesce import cut, plan_reads
 from tidemill.objects.open import parse_s3, redact
 from tidemill.objects.probe import probe_objects, probe_url
 from tidemill.objects.store import Buffer
-
-CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
 
 
 def test_each_form_of_the_url_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

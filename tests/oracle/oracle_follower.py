@@ -2,8 +2,8 @@
 
 It holds rows by key, and the server to the protocol: an insert is of a key that is not there, an update and a delete of
 one that is, an old value is what was, a handle is one's own until 409, an answer that says it is complete ends with the
-item that says so. What it must bear: 409 (start over), 503 and a server that is away (try again), and 400 while a table
-is not captured (try again from the start). An event stream may repeat the items of the last transaction.
+item that says so. What it must bear: 409 (start over), 503 and a server that is away (try again), and 400 while there
+is no such table (try again from the start). An event stream may repeat the items of the last transaction.
 """
 
 from __future__ import annotations

@@ -213,9 +213,9 @@ class Judge:
         flows = not table.gone and row is not None and row.flows
         if not flows:
             return [
-                f"{client.name} is not told that {shape} is over"
-                for client in shape.clients
-                if not client.view().refused
+                f"{client.name} is not told that {shape} is over: {_said(view)}"
+                for client, view in [(client, client.view()) for client in shape.clients]
+                if not view.refused and (view.rows or view.complete)
             ]
         if shape.over:
             return []

@@ -18,6 +18,7 @@ import pytest
 from query_world import ORDERS, World, make_consensus, rows_of
 
 import tidemill
+from patience import DEADLINE_S
 from tidemill.base.errors import Closed, Invalid, Missing, Unavailable
 from tidemill.shards.evolution import Changes
 from tidemill.shards.front import Column, HistoryLost, ShardSchema
@@ -72,7 +73,7 @@ async def until_let_go(world: World) -> list[str]:
     """The holds, once those that were let go of without waiting are gone."""
     import asyncio
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(DEADLINE_S):
         while True:
             shard = await world.stores.shard("orders")
             found = [h.reader for h in shard.state.holds if h.expires_ms]
@@ -327,3 +328,28 @@ except TidemillError as error:
         "300 paid", 'polars is not installed. Install it: pip install "tidemill[polars]".',
     ], done.stderr  # fmt: skip
     assert done.returncode == 0 and world.portal.call(until_let_go(world)) == []
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        [("id", "=", 2**70)],
+        [("id", "in", [1, -(2**70)])],
+        pc.divide(pc.field("id"), 0) == 1,
+        pc.divide(pc.scalar(1), pc.field("id")) == 1,
+        pc.match_substring_regex(pc.field("status"), "("),
+        pc.field("status").cast(pa.int64()) == 1,
+    ],
+    ids=str,
+)
+def test_a_filter_that_cannot_be_evaluated_is_invalid_for_every_reader(world: World, where: Any) -> None:
+    filled(world)
+    orders = world.cluster.table("orders")
+    for read in (orders.to_arrow, orders.to_polars):
+        with pytest.raises(Invalid, match="the filter cannot be"):
+            read(["id"], where)
+    with pytest.raises(Invalid, match="the filter cannot be"):
+        orders.count(where)
+    with pytest.raises(Invalid, match="the filter cannot be"):
+        orders.to_batches(None, where).read_all()
+    assert world.holds() == [] and orders.count() == 300

@@ -34,6 +34,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("kind", "text", "code"), HOSTILE)
+@pytest.mark.processes
 def test_f801_a_hostile_schema_ends_its_own_request(rest: Rest, kind: str, text: str, code: int) -> None:
     assert rest.error("POST", "/subjects/s/versions", {"schema": text, "schemaType": kind}) == code
     assert rest.ask("GET", "/subjects") == (200, [])
@@ -86,6 +87,7 @@ TEXT = 'syntax = "proto3"; message Fault { int32 a = 1; }'
         ("raise SystemExit(3)", Refused),
     ],
 )
+@pytest.mark.processes
 def test_f803_a_compiler_that_hangs_or_crashes_ends_the_request(
     monkeypatch: pytest.MonkeyPatch, child: str, error: type[Exception]
 ) -> None:
@@ -97,6 +99,7 @@ def test_f803_a_compiler_that_hangs_or_crashes_ends_the_request(
     assert understand(Given("PROTOBUF", TEXT), {}).descriptor
 
 
+@pytest.mark.processes
 def test_f803_a_compiler_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler.sys, "executable", "/nowhere/python")
     with pytest.raises(Unavailable, match="protoc"):

@@ -115,6 +115,7 @@ def test_a_deletion_hides_and_a_permanent_one_forgets(rest: Rest) -> None:
     assert rest.register("s", A) == second + 1, "an id is never given twice"
 
 
+@pytest.mark.processes
 def test_errors_of_bad_input_change_nothing(rest: Rest) -> None:
     for schema, kind in (
         ("{", "AVRO"),
@@ -260,6 +261,36 @@ def test_normalized_schemas_differ_in_what_they_mean_only(rest: Rest) -> None:
     assert rest.ask("POST", "/subjects/t/versions?normalize=true", {"schema": other})[1] == first
     assert rest.ask("PUT", "/config/u", {"normalize": True})[0] == 200
     assert rest.ask("POST", "/subjects/u/versions", {"schema": other})[1]["id"] == first["id"]
+
+
+def test_normalized_protobuf_schemas_have_their_fields_and_imports_in_order(rest: Rest) -> None:
+    head = 'syntax = "proto3";\npackage p;\n'
+    imports = ['import "google/protobuf/timestamp.proto";', 'import public "google/protobuf/duration.proto";']
+    fields = [
+        "string b = 2;",
+        "google.protobuf.Timestamp at = 9;",
+        "oneof o { int64 d = 7; google.protobuf.Duration e = 4; }",
+    ]
+    nested = [
+        "message N { int32 y = 2; int32 x = 1; reserved 9, 4; }",
+        "message N { reserved 4, 9; int32 x = 1; int32 y = 2; }",
+    ]
+
+    def text(imports: list[str], fields: list[str], nested: str) -> str:
+        return head + "\n".join(imports) + "\nmessage M { " + nested + " ".join(["int32 a = 1;", *fields]) + " }"
+
+    one = {"schemaType": "PROTOBUF", "schema": text(imports, fields, nested[0])}
+    other = {"schemaType": "PROTOBUF", "schema": text(imports[::-1], fields[::-1], nested[1])}
+    assert (
+        rest.ask("POST", "/subjects/plain/versions", one)[1] != rest.ask("POST", "/subjects/plain/versions", other)[1]
+    )
+    first = rest.ask("POST", "/subjects/normal/versions?normalize=true", one)
+    assert first[0] == 200
+    assert rest.ask("POST", "/subjects/normal/versions?normalize=true", other) == first
+    stored = rest.ask("GET", "/subjects/normal/versions/1")[1]["schema"]
+    assert stored.index("duration.proto") < stored.index("timestamp.proto")
+    assert stored.index("int32 x = 1;") < stored.index("int32 y = 2;"), stored
+    assert rest.ask("POST", "/subjects/normal?normalize=true", other)[1]["version"] == 1
 
 
 def test_lists_are_filtered_and_paged(rest: Rest) -> None:

@@ -13,6 +13,8 @@ from tidemill.registry.parsed import Parsed
 from tidemill.registry.protobuf import compile as compiler
 from tidemill.registry.protobuf.parse import serialized
 
+pytestmark = pytest.mark.processes
+
 _kept: dict[str, Parsed] = {}
 
 

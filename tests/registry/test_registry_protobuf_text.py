@@ -67,6 +67,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.processes
 def test_the_text_of_a_descriptor_is_the_schema_that_it_is(name: str) -> None:
     first = understand(Given("PROTOBUF", TEXTS[name]), {})
     given = understand(Given("PROTOBUF", serialized(first.descriptor)), {})

@@ -30,6 +30,7 @@ async def filled(cluster: Cluster) -> Registry:
     return registry
 
 
+@pytest.mark.processes
 def test_a_bucket_alone_brings_schemas_versions_and_configuration_back() -> None:
     async def body(cluster: Cluster) -> None:
         before = await filled(cluster)
@@ -65,6 +66,7 @@ def test_a_bucket_alone_brings_schemas_versions_and_configuration_back() -> None
         (REGISTRY_HEADS.key("head"), "is given already"),
     ],
 )
+@pytest.mark.processes
 def test_the_deep_check_names_every_broken_reference(key: object, found: str) -> None:
     async def body(cluster: Cluster) -> None:
         await filled(cluster)

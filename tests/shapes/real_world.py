@@ -26,6 +26,9 @@ from tidemill.topics.log import LocalTopics
 class RealWorld(ShapeWorld):
     table_poll_s = 5.0
     tables: tuple[str, ...] = ("*",)
+    fragment_changes = 5
+    copy_again = True
+    copy_again_pause_s = 300.0
 
     async def __aenter__(self) -> Self:
         clock, rand = SystemClock(), Rand()
@@ -37,8 +40,8 @@ class RealWorld(ShapeWorld):
         self.topics = LocalTopics(self.consensus, self.objects, catalogue, clock=clock, rand=rand)
         name = self.dsn.rpartition("/")[2]
         config = CaptureConfig(
-            name=name, dsn=self.dsn, tables=self.tables, binding_interval_ms=20, fragment_changes=5,
-            table_poll_s=self.table_poll_s,
+            name=name, dsn=self.dsn, tables=self.tables, binding_interval_ms=20, fragment_changes=self.fragment_changes,
+            table_poll_s=self.table_poll_s, copy_again=self.copy_again, copy_again_pause_s=self.copy_again_pause_s,
         )  # fmt: skip
         remap = LogRemap(self.consensus, config.remap, clock, rand)
         self.capture = Capture(

@@ -12,13 +12,16 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
 import psycopg
 from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
+from patience import DEADLINE_S
+from patience import run as run
+from patience import until as eventually  # noqa: F401
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.marks import Tracker
 from tidemill.base.tasks import Tasks
@@ -42,28 +45,6 @@ LEFT JOIN LATERAL unnest(i.indkey::int2[]) WITH ORDINALITY AS k(attnum, place) O
 WHERE c.relkind = 'r' AND n.nspname NOT IN ('pg_catalog', 'information_schema')
 ORDER BY c.oid, a.attnum
 """
-
-
-def run(main: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
-    async def bounded() -> T:
-        async with asyncio.timeout(timeout_s):
-            return await main
-
-    return asyncio.run(bounded())
-
-
-async def eventually(check: Callable[[], T | Awaitable[T]], timeout_s: float = 60.0) -> T:
-    """The first true result of `check`; fails after the timeout with the last result."""
-    deadline = asyncio.get_running_loop().time() + timeout_s
-    while True:
-        result: Any = check()
-        if asyncio.iscoroutine(result):
-            result = await result
-        if result:
-            return result  # type: ignore[no-any-return]
-        if asyncio.get_running_loop().time() > deadline:
-            raise AssertionError(f"did not become true: last={result!r}")
-        await asyncio.sleep(0.02)
 
 
 class Answer:
@@ -228,7 +209,7 @@ class ShapeWorld:
 def _fetch(url: str, headers: dict[str, str], method: str, body: bytes | None) -> Answer:
     request = urllib.request.Request(url, body, headers, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
             return Answer(answer.status, answer.headers, answer.read())
     except urllib.error.HTTPError as error:
         return Answer(error.code, error.headers, error.read())
@@ -275,10 +256,10 @@ class Client:
         return answer
 
     async def catch_up(self) -> None:
-        while "up-to-date" not in (await self.step()).controls:
+        while (answer := await self.step()).status == 409 or "up-to-date" not in answer.controls:
             pass
 
-    async def follow_until(self, check: Callable[[], bool], timeout_s: float = 15.0) -> None:
-        async with asyncio.timeout(timeout_s):
+    async def follow_until(self, check: Callable[[], bool]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
             while not check():
                 await self.step(live=self.offset not in ("-1",))

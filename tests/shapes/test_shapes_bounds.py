@@ -13,8 +13,8 @@ from tidemill.base.errors import Invalid, Missing
 from tidemill.shapes import LogLimits, ShapeSettings
 from tidemill.shapes.consumer import TableConsumer
 from tidemill.shapes.refusals import REFUSED_S, Refusals
-from tidemill.shapes.service import SHAPE_BYTES
 from tidemill.shapes.sink import BacklogLimits
+from tidemill.shapes.sizes import SHAPE_BYTES
 from tidemill.shards.front import Column, ShardSchema
 
 pytestmark = pytest.mark.postgres

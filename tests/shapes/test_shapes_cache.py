@@ -102,7 +102,7 @@ def test_nginx_serves_initial_rows_and_chunks_and_says_hit_stale_and_revalidated
             later = {"table": "item", "offset": first.offset, "handle": first.handle}
             assert [await cache.said(**later), await cache.said(**later)] == ["MISS", "HIT"]
             await eventually(lambda: is_said(cache, later, "STALE"))
-            await eventually(lambda: is_said(cache, later, "HIT"), 5)
+            await eventually(lambda: is_said(cache, later, "HIT"))
             await world.db.execute("DELETE FROM item WHERE id = 1")
             await eventually(lambda: bool(world.service.shapes()[0]["log_bytes"]))
             await eventually(lambda: shows_the_delete(cache, later))

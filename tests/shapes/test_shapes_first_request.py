@@ -140,7 +140,7 @@ def test_many_tables_that_come_are_asked_for_and_go_leave_nothing_behind(postgre
             for round_ in range(1, 3):
                 await churn(round_, 40)
             try:
-                await eventually(lambda: _not_more(world, before), 20)
+                await eventually(lambda: _not_more(world, before))
             except AssertionError:
                 assert await _left(world) == before
 

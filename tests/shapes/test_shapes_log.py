@@ -66,8 +66,9 @@ def test_an_empty_base_is_one_chunk_that_ends_at_its_end() -> None:
     log = MemoryLog()
     log.seal_base()
     first = log.read(BEFORE_ALL)
-    assert (list(first.items), first.end, first.complete) == ([], BASE_END, False)
-    assert log.read(BASE_END).complete
+    assert (list(first.items), first.end, first.complete) == ([], LogOffset(0, 0), False)
+    then = log.read(first.end)
+    assert (list(then.items), then.end, then.complete) == ([], BASE_END, True)
 
 
 def test_st5_chunks_close_by_json_bytes_and_chain_without_gaps() -> None:
@@ -81,7 +82,7 @@ def test_st5_chunks_close_by_json_bytes_and_chain_without_gaps() -> None:
         offset = chunk.end
         ends.append(str(offset))
         rows.extend(split_chunk(chunk.items))
-    assert ends == ["0_0", "0_1", "0_2", "0_inf"]
+    assert ends == ["0_0", "0_1", "0_2", "0_3", "0_inf"]
     assert rows == [b"%010d" % n for n in range(10)]
 
 

@@ -205,7 +205,7 @@ def test_the_stock_client_goes_on_after_its_shape_fell_behind(postgres_dsn: str)
             many = "INSERT INTO account SELECT n, 'x', n, true, '{}' FROM generate_series(1000, 6000) n"
             await world.db.execute(many)
             expected = await account_rows(world)
-            await eventually(lambda: client.last["upToDate"] and client.rows == expected, 30)
+            await eventually(lambda: client.last["upToDate"] and client.rows == expected)
             assert client.last["refetches"] >= 1
             assert world.service.facts()["fell_behind"] >= 1
 
@@ -220,7 +220,7 @@ def test_the_stock_client_waits_for_a_place_and_is_told_of_a_clause_that_failed(
             await world.get(table="account", offset="-1", where="id = 1")
             url = f"{world.server.url}/v1/shape"
             async with NodeClient(url, {"table": "account", "where": "1000 / balance >= 0"}) as client:
-                await eventually(lambda: client.last["upToDate"] and len(client.rows) == 200, 30)
+                await eventually(lambda: client.last["upToDate"] and len(client.rows) == 200)
                 await world.db.execute("INSERT INTO account VALUES (5000, 'zero', 0, true, '{}')")
                 await eventually(lambda: "error" in client.last)
                 assert client.last["status"] == 400

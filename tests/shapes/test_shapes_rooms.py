@@ -37,7 +37,7 @@ async def shown(world: ShapeWorld, where: str) -> dict[str, dict[str, Any]]:
 async def equal_in_the_end(world: ShapeWorld, client: Client, where: str) -> None:
     """Follow until a marker row has arrived, then compare with SELECT."""
     expected = await shown(world, where)
-    await client.follow_until(lambda: client.rows == expected, 20)
+    await client.follow_until(lambda: client.rows == expected)
 
 
 def test_clients_end_equal_to_select_while_the_replication_connection_breaks(postgres_dsn: str) -> None:

@@ -194,7 +194,7 @@ def test_the_stock_client_joins_subsets_of_a_shard_to_its_changes_exactly(postgr
                 rest = await client.ask(where="id > 100")
                 assert "error" not in rest
                 expected = {row["id"]: (row["project"], row["title"], row["done"]) for row in held.values()}
-                await eventually(lambda: client.rows == expected, 30)
+                await eventually(lambda: client.rows == expected)
                 assert client.last["duplicates"] == []
                 assert client.last["refetches"] == 0
                 assert not client.errors

@@ -84,3 +84,20 @@ def test_a_table_that_starts_over_alone_ends_its_own_shapes_and_no_others(postgr
             assert (gone.refetches, kept.refetches) == (1, 0)
 
     run(main())
+
+
+def test_what_was_written_while_no_session_ran_is_what_the_next_one_catches_up_with(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with RealWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.5)) as world:
+            await eventually(lambda: world.capture.streaming)
+            client = await world.sync(table="a")
+            await paused(world)
+            await world.db.execute("INSERT INTO a SELECT n, n FROM generate_series(2, 300) n")
+            cursor = await world.db.execute("SELECT (pg_current_wal_lsn() - '0/0')::bigint")
+            written = (await cursor.fetchone())[0]  # type: ignore[index]
+            resumed(world)
+            await client.follow_until(lambda: len(client.rows) == 300)
+            (sink,) = world.service._tables.sinks().values()
+            assert sink._catch_up_lsn >= written > 0 and client.refetches == 0
+
+    run(main())

@@ -6,7 +6,6 @@ import asyncio
 import random
 import sqlite3
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from shape_world import run
 
+from patience import until
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import Unavailable
 from tidemill.base.marks import Tracker
@@ -308,12 +308,6 @@ def saved_under(path: Path, row: list[str]) -> list[str]:
     with sqlite3.connect(f"file:{path}/db.db?mode=ro", uri=True) as file:
         (owner,) = file.execute("SELECT name FROM owner").fetchone()
         return [handle for (handle,) in file.execute("SELECT handle FROM shapes")] if owner in row else []
-
-
-async def until(check: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not check():
-            await asyncio.sleep(0.001)
 
 
 def test_another_process_may_not_open_the_file_and_one_that_cannot_be_read_is_thrown_away(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from starlette.applications import Starlette
 from test_shapes_consumer import TABLE
 from test_shapes_restored import INFO
 
+from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Invalid, TidemillError, Unavailable
 from tidemill.base.marks import Tracker
@@ -40,11 +41,11 @@ from tidemill.shapes.offsets import BASE_END, BEFORE_ALL, OP_INFINITY, LogOffset
 from tidemill.shapes.plan import ShapeRequest
 from tidemill.shapes.refusals import Refusals
 from tidemill.shapes.rows import RowWriter
-from tidemill.shapes.service import SHAPE_BYTES, size_of
 from tidemill.shapes.shape import ShapeDefinition, Source
 from tidemill.shapes.shard_subsets import SubsetRows, _Held
 from tidemill.shapes.share import LoopShare
 from tidemill.shapes.sink import BacklogLimits
+from tidemill.shapes.sizes import SHAPE_BYTES, size_of
 from tidemill.shapes.store.file import Flush, Item, Saved, ShapeFile, Written
 from tidemill.shapes.store.kept import Kept
 from tidemill.shapes.store.store import ShapeStore
@@ -296,6 +297,10 @@ class Told:
 
     def look(self) -> None: ...
 
+    def standing(self, schema: str, table: str) -> None: ...
+
+    settled = False
+
 
 def tables_of(*told: Told) -> TableShapes:
     """Nothing is compiled, so what would is closed at once."""
@@ -309,7 +314,7 @@ def tables_of(*told: Told) -> TableShapes:
 
 def test_a_capture_that_cannot_say_keeps_nobody_waiting_for_a_table_that_another_has() -> None:
     async def main() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE_S):
             assert await tables_of(Told(None), Told(True))._sought(["c0", "c1"], "public", "t")
             assert not await tables_of(Told(False), Told(False))._sought(["c0", "c1"], "public", "t")
             with pytest.raises(Unavailable, match="held"):

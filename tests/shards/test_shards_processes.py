@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shard_world import SCHEMA, append, contents_of, run
 
+from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.open import open_consensus
 from tidemill.objects.open import open_objects
@@ -42,7 +43,7 @@ def test_four_racing_processes_write_every_interval_exactly_once(tmp_path: Path)
             assert c.stdin is not None
             c.stdin.write("\n")
             c.stdin.flush()
-        printed = [c.communicate(timeout=60)[0].split("\n") for c in children]
+        printed = [c.communicate(timeout=DEADLINE_S)[0].split("\n") for c in children]
     finally:
         for c in children:
             c.kill()

@@ -68,6 +68,7 @@ SOON = {
     "late-name": (0, 16, 19),
     "late-publication": (7, 11, 15),
     "late-stop": (7, 25, 27),
+    "late-tombstone": (2, 7, 8),
     "lost-notice": (2, 7, 8),
     "marker-before-data": (2,),
     "near-miss": (4, 7, 10),
@@ -169,6 +170,7 @@ def test_many_seeds_are_reported_in_one_line(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.startswith("25 seeds clean in consensus: ")
 
 
+@pytest.mark.processes
 def test_processes_share_the_work(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--room", "consensus", "--seeds", "80", "--jobs", "2"]) == 0
     assert capsys.readouterr().out.startswith("80 seeds clean in consensus: ")

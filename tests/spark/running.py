@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from patience import DEADLINE_S
+from patience import eventually as until  # noqa: F401
 from tidemill.base.clock import Rand
 from tidemill.base.marks import Mark
 from tidemill.consensus.board import Board
@@ -38,18 +40,8 @@ def pipeline(harbour: Any, directory: Path, text: str) -> Iterator[Runner]:
         yield runner
     finally:
         stopping.set()
-        thread.join(30)
+        thread.join(DEADLINE_S)
     assert not thread.is_alive()
-
-
-def until(find: Any) -> Any:
-    waiting = threading.Event()
-    for _ in range(600):
-        found = find()
-        if found:
-            return found
-        waiting.wait(0.05)
-    raise AssertionError("not in time")
 
 
 def mark(harbour: Any, name: str) -> Mark | None:

@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from patience import eventually
 from tidemill.cli.demo.ports import free_port
 from tidemill.spark.home import spark_home
 from tidemill.spark.java import find_java
@@ -80,11 +80,14 @@ class Cluster:
             return ""
 
     def _until(self, process: subprocess.Popen[bytes], there: Callable[[], bool]) -> None:
-        until_s = time.monotonic() + 60
-        while not there():
-            said = (self._root / "cluster.log").read_text()[-3000:]
-            assert process.poll() is None and time.monotonic() < until_s, said
-            time.sleep(0.1)
+        def said() -> str:
+            return (self._root / "cluster.log").read_text()[-3000:]
+
+        def looked() -> bool:
+            assert process.poll() is None, said()
+            return there()
+
+        eventually(looked, said)
 
     def _java(self, name: str, main: str, *arguments: str, before: list[str] | None = None) -> Any:
         home = spark_home()

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from patience import DEADLINE_S
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
 from cluster import Cluster, cluster, until
@@ -148,6 +150,6 @@ def test_f314_of_two_drivers_one_may_freeze_or_die_the_table_goes_on_and_the_fro
             until(lambda: f"{FIRST}:b" in drivers(made, "starting") | drivers(made, "running"), said.read_text)
             pid = (drivers(made, "starting") | drivers(made, "running"))[f"{FIRST}:b"]
             beside.terminate()
-            assert beside.wait(30) == 0
+            assert beside.wait(DEADLINE_S) == 0
         assert not Path(f"/proc/{pid}").exists()
         assert f"{FIRST}:b" not in drivers(made, "silent") | drivers(made, "running"), "it is not missed"

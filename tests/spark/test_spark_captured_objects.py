@@ -33,20 +33,21 @@ SCHEMA = ShardSchema(
         Column("at", "timestamp"),
         Column("clock", "timestamp_ntz"),
         Column("price", "decimal(8,2)"),
+        Column("wide", "decimal(38,18)"),
     ),
     ("id", "name"),
 )
 USUAL = {
     "id": 7, "small": -3, "oid": "12345", "f": 1.5, "r": 0.1, "ok": True, "name": 'x "y" \\ é', "doc": '{"a": [1]}',
     "raw": "\\x0aFf", "day": "2026-11-22", "at": "2026-11-22 01:02:03.5+00", "price": "-12.50",
-    "clock": "2026-11-22 01:02:03.5",
+    "clock": "2026-11-22 01:02:03.5", "wide": "-99999999999999999999.999999999999999999",
 }  # fmt: skip
 ODD: dict[str, tuple[Any, ...]] = {
     "id": (None, "8", 2**63, 1.0, True, "x", [1]),
     "small": (None, 40_000, "5", "40000", 1e3),
     "oid": (None, 5, "-1", "x", ""),
     "f": (None, 2, -0.0, 12345678901234567890123, "NaN", "-Infinity", "1e5", "x", float("nan"), float("inf")),
-    "r": (None, 1e39, 16777217, "NaN", 1e-50),
+    "r": (None, 1e39, 16777217, "NaN", 1e-50, "1e39", "-Infinity", 3.4028235677973366e38, "3.4028235677973366e38"),
     "ok": (None, False, "t", "f", "yes", 1),
     "name": (None, "", "\n\t\x00", '":null,"', "NaN", 5, "\ud800", "\\" * 40 + '"', '\\"', "\\"),
     "doc": (None, "null", "", {"a": 1}, "[" * 300),
@@ -57,6 +58,9 @@ ODD: dict[str, tuple[Any, ...]] = {
     "clock": (None, "infinity", "-infinity", "0044-03-15 01:02:03 BC", "10000-01-01 00:00:00", "2026-11-22 01:02:03+00",
               "2026-11-22T01:02:03Z", "294276-12-31 00:00:00", "0044-03-15 01:02:03+00 BC", "", "x", "2026-11-22"),
     "price": (None, "NaN", "Infinity", "1.234", "1234567.00", "5", "-.5", "+1", "", "1e2", 5),
+    "wide": (None, "4e20", "400000000000000000000", "-400000000000000000000.0", "100000000000000000000",
+             "1e-2000000000", "0.0000000000000000001", "1.0000000000000000000000",
+             "99999999999999999999.9999999999999999999", "1_0"),
 }  # fmt: skip
 KEY = b'{"id":7,"name":"x"}'
 HEADERS = (("tm.pos", b"1_0"), ("tm.op", b"delete"))
@@ -160,6 +164,22 @@ def test_an_odd_value_among_usual_ones(column: str) -> None:
     for value in ODD[column]:
         rows, *_ = held([*usual(20), Record(KEY, row(**{column: value})), *usual(20)])
         assert sum(one["_live"] for one in rows) >= 40
+
+
+@pytest.mark.parametrize("few", [0, 1 << 62])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("wide", "400000000000000000000"), ("wide", "1e-2000000000"), ("r", 1e39), ("r", "1e39"), ("f", "1e999")],
+)
+def test_a_number_beyond_its_column_is_a_dead_letter_and_its_key_absent(
+    few: int, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects_module, "FEW", few)
+    found = read(CapturedDecoder(SCHEMA, "public.t"), [*usual(20), Record(KEY, row(**{name: value}))])
+    (letter,) = found.dead.to_pylist()
+    assert letter["offset"] == 30 and f"column={name}" in letter["reason"]
+    (last,) = (one for one in found.commands.rows.select(["id", "_live", "_order"]).to_pylist() if one["_order"] == 30)
+    assert last == {"id": 7, "_live": False, "_order": 30}
 
 
 @pytest.mark.parametrize("name", USUAL)

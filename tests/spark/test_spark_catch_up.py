@@ -140,6 +140,44 @@ def test_a_large_time_with_truncations_and_dead_letters_is_what_one_batch_would_
     assert not (tmp_path / "2" / "large").exists() or not list((tmp_path / "2" / "large").iterdir())
 
 
+def test_a_damaged_file_of_a_large_step_is_corrupt_and_nothing_of_the_step_is_appended(
+    harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from test_spark_sink import shop_sink
+
+    from tidemill.base.errors import Corrupt
+    from tidemill.spark import large, sink, steps
+
+    topic = harbour.capture("shop", {"public.t": [("id", "integer", 0), ("v", "integer", -1)]})["public.t"]
+    monkeypatch.setattr(steps, "STEP_RECORDS", 10)
+    monkeypatch.setattr(sink, "STEP_RECORDS", 10)
+    resolve = large.LargeStep._resolve
+    seen: list[str] = []
+
+    def damaged(step: Any, bury: Any) -> None:
+        path = step._file(0)
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(bytes(data))
+        try:
+            resolve(step, bury)
+        except Corrupt as error:
+            seen.append(str(error))
+            raise
+
+    monkeypatch.setattr(large.LargeStep, "_resolve", damaged)
+    harbour.produce(topic, [({"id": i}, {"id": i, "v": i}) for i in range(50)])
+    harbour.mint("capture/shop", 1000, topic)
+    feed = shop_sink(harbour, tmp_path / "1", ["t"])
+    deadline, pause = 1200, threading.Event()
+    while not seen:
+        feed.process(feed.latest())
+        deadline -= 1
+        assert deadline and not pause.wait(0.05)
+    assert "spilled records are damaged: path=" in seen[0] and "range-0.arrow" in seen[0]
+    assert harbour.upper("t") == 0
+
+
 def test_a_mirror_that_somebody_works_on_is_not_saved(harbour: Any, tmp_path: Path) -> None:
     """A manifest with the upper of a change and without its rows would be believed at the next start."""
     from test_spark_sink import clicks_sink

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 import tidemill
+from patience import DEADLINE_S, eventually
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Invalid
 from tidemill.cli.demo.ports import free_port
@@ -157,11 +157,14 @@ def test_f315_a_pipeline_runs_on_executors_that_have_nothing_of_ours_and_goes_on
     try:
 
         def until(there: Callable[[], object]) -> None:
-            until_s = time.monotonic() + 90
-            while not there():
-                said = (tmp_path / "driver.log").read_text()[-4000:]
-                assert driver.poll() is None and time.monotonic() < until_s, said
-                time.sleep(0.1)
+            def said() -> str:
+                return (tmp_path / "driver.log").read_text()[-4000:]
+
+            def looked() -> object:
+                assert driver.poll() is None, said()
+                return there()
+
+            eventually(looked, said)
 
         board = Board(harbour.stores.consensus, Rand())
         until(lambda: any(r.facts.get("spark") for r in harbour.portal.call(board.reports())))
@@ -191,7 +194,7 @@ def test_f315_a_pipeline_runs_on_executors_that_have_nothing_of_ours_and_goes_on
         said = "".join(path.read_text() for path in events.rglob("*") if path.is_file())
         assert "spark.master" in said and PASSWORD not in said and SECRET not in said
         driver.terminate()
-        assert driver.wait(30) == 0
+        assert driver.wait(DEADLINE_S) == 0
     finally:
         driver.kill()
         driver.wait()

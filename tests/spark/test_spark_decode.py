@@ -291,7 +291,7 @@ def test_deletions_of_a_stream_find_their_key() -> None:
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        (b'{"click_id":"a","more":' + b"[" * 200_000, "RecursionError"),
+        (b'{"click_id":"a","more":' + b"[" * 200_000, "nested deeper than 500"),
         (b'{"click_id":"a","at":"9999-12-31T23:59:59.999999-14:00"}', "years 1 and 9999"),
         (b'{"click_id":"a","at":253402300800000}', "years 1 and 9999"),
         (b'{"click_id":"a","at":99999999999999999999}', "at"),

@@ -14,6 +14,7 @@ from running import until
 from test_spark_sink import clicks_sink, dead_letters
 from upsert_world import SCHEMA
 
+from patience import eventually
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.marks import Tracker
@@ -214,13 +215,13 @@ def test_f306_a_derived_function_that_raises_is_told_and_tried_again(
     thread = threading.Thread(target=keep_thread, args=("shard:counts", body), kwargs=supervised)
     thread.start()
     try:
-        _until(lambda: (f := tracker.failure("shard:counts")) is not None and f.tries > 1)
+        eventually(lambda: (f := tracker.failure("shard:counts")) is not None and f.tries > 1)
         failure = tracker.failure("shard:counts")
         assert failure is not None
         assert "table=counts" in failure.error and type(raised).__name__ in failure.error
         assert not failure.parked
         broken.clear()
-        _until(lambda: derived.recomputed == 1 and tracker.failure("shard:counts") is None)
+        eventually(lambda: derived.recomputed == 1 and tracker.failure("shard:counts") is None)
     finally:
         ending.set()
         thread.join(10)
@@ -233,11 +234,11 @@ def test_an_input_that_does_not_exist_yet_is_waited_for_by_name(harbour: Any, tm
     thread = threading.Thread(target=derived.run, args=(stopping,))
     thread.start()
     try:
-        _until(lambda: "no such shard" in derived.error)
+        eventually(lambda: "no such shard" in derived.error)
         assert derived.waits_for == "shard:clicks"
         clicks = Clicks(harbour, tmp_path)
         clicks.say(("a", 1))
-        _until(lambda: derived.recomputed == 1)
+        eventually(lambda: derived.recomputed == 1)
     finally:
         stopping.set()
         thread.join(10)
@@ -249,15 +250,6 @@ def test_a_result_whose_key_repeats_or_is_null_is_refused(tmp_path: Path) -> Non
         difference(SCHEMA, pa.table({"k": [1, 1], "v": [1, 2]}), mirror, 5)
     with pytest.raises(Invalid, match="null"):
         difference(SCHEMA, pa.table({"k": pa.array([None], pa.int64()), "v": [1]}), mirror, 5)
-
-
-def _until(check: Callable[[], bool]) -> None:
-    waiting = threading.Event()
-    for _ in range(600):
-        if check():
-            return
-        waiting.wait(0.05)
-    raise AssertionError("not in time")
 
 
 def test_an_idle_input_does_not_hold_a_derived_table_back(harbour: Any, tmp_path: Path) -> None:

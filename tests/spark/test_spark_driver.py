@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from patience import DEADLINE_S
+
 PIPELINE = """
 def build(p):
     p.table("clicks", p.topic("clicks", key="click_id", schema="click_id string, product_id long"))
@@ -63,7 +65,9 @@ def test_a_wrong_configuration_is_one_sentence_and_exit_2(
     harbour: Any, tmp_path: Path, more: dict[str, str], text: str, said: str
 ) -> None:
     (tmp_path / "pipeline.py").write_text(text)
-    done = subprocess.run(command(harbour, tmp_path, **more), capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command(harbour, tmp_path, **more), capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     last = [line for line in done.stderr.splitlines() if line.strip()][-1]
@@ -74,7 +78,9 @@ def test_a_scratch_directory_in_use_is_refused(harbour: Any, tmp_path: Path) -> 
     from tidemill.spark.host import own_directory
 
     with own_directory(tmp_path / "scratch"):
-        done = subprocess.run(command(harbour, tmp_path), capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            command(harbour, tmp_path), capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
     assert done.returncode == 2
     assert "in use by another process" in done.stderr
 
@@ -118,6 +124,6 @@ def test_kill_9_at_any_moment_loses_and_doubles_nothing(
         assert time.monotonic() < until_s
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0
+    assert process.wait(DEADLINE_S) == 0
     assert {r["click_id"]: r["product_id"] for r in harbour.contents("clicks", at)} == expected
     assert len(harbour.contents("p.dead_letters")) == bad

@@ -64,7 +64,7 @@ def many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> RangeMirrors:
     """Executors on another machine: no mirror of the driver's is found there."""
-    monkeypatch.setattr(bytasks, "boot_id", lambda: "of the driver")
+    monkeypatch.setattr(bytasks, "saved_under", lambda _: "of the driver")
     monkeypatch.setattr(ranges, "KEPT", RangeMirrors())
     monkeypatch.setattr(exchange.os, "access", lambda *_: False)
     return ranges.KEPT
@@ -159,7 +159,7 @@ def test_an_executor_elsewhere_makes_its_ranges_once_and_follows_the_shard(
 
 
 def test_what_an_executor_keeps_is_bounded(harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bytasks, "boot_id", lambda: "of the driver")
+    monkeypatch.setattr(bytasks, "saved_under", lambda _: "of the driver")
     monkeypatch.setattr(ranges, "KEPT", RangeMirrors(most_bytes=1))
     clicks = Clicks(harbour)
     tasks = by_tasks(harbour, tmp_path / "1")

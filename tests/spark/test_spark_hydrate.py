@@ -17,6 +17,7 @@ from tidemill.shards.compaction import compact_once
 from tidemill.shards.front import Batch, Part
 from tidemill.shards.open import open_shard
 from tidemill.spark.table import TableWriter
+from tidemill.spark.tasks import saved_under
 from tidemill.spark.upsert import hydrate, mirror
 from tidemill.spark.upsert.hydrate import mirror_of
 from tidemill.spark.upsert.mirror import Mirror
@@ -183,3 +184,56 @@ def test_a_read_that_is_cut_off_leaves_no_files_however_often_it_is_tried(
     monkeypatch.setattr(type(shard), "fetch", None)
     again.hydrate()
     assert len(live(again.operator.mirror)) == 60_000, "sweeping keeps what is saved"
+
+
+def test_a_damaged_part_ends_the_hydration_of_its_table_with_the_objects_key_and_no_mirror_is_made(
+    harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from test_spark_sink import clicks_sink
+
+    from tidemill.shards import handle
+
+    monkeypatch.setattr(handle, "INLINE_PART_BYTES", 0)
+    topic = harbour.create_topic("clicks")
+    harbour.produce(topic, [(None, {"click_id": f"c{i}", "product_id": i}) for i in range(50)])
+    harbour.mint("topic/clicks", 1000, topic)
+    sink = clicks_sink(harbour, tmp_path / "1")
+    sink.process(sink.latest())
+    before = harbour.contents("clicks")
+    assert len(before) == 50
+    shard = harbour.shard("clicks")
+    harbour.portal.call(shard.frontiers())
+    (part,) = [part for batch in shard.state.batches for part in batch.parts]
+
+    def flip() -> None:
+        data = bytearray(harbour.portal.call(harbour.stores.objects.get(part.object_key)))
+        data[len(data) // 3] ^= 1
+        harbour.portal.call(harbour.stores.objects.delete(part.object_key))
+        harbour.portal.call(harbour.stores.objects.put(part.object_key, bytes(data)))
+
+    flip()
+    with pytest.raises(Corrupt, match=f"part is damaged: object={part.object_key}"):
+        clicks_sink(harbour, tmp_path / "2")
+    assert not list((tmp_path / "2").rglob("run-*.arrow"))
+    flip()
+    again = clicks_sink(harbour, tmp_path / "2").seats.tables[0].operator.mirror
+    assert len(again.live_rows()) == 50
+
+
+def test_a_saved_mirror_is_not_trusted_under_another_life_of_consensus(harbour: Any, tmp_path: Path) -> None:
+    """Consensus failed over and lost what the mirror holds; others have appended up to its upper since."""
+    s = harbour.stores
+    shard = harbour.portal.call(open_shard(s.consensus, s.objects, s.clock, s.rand, "t", SCHEMA))
+    part = harbour.portal.call(shard.write_part(delta([(1, 10, 0, 1)])))
+    harbour.portal.call(shard.compare_and_append(0, 1, [part], ""))
+    gone = Mirror.hydrate(SCHEMA, pa.table({"k": [2], "v": [20]}), 1, directory=tmp_path / "mirror")
+    gone.save(shard.shard_id, saved_under(s.life))
+
+    def hydrated() -> dict[int, int]:
+        table = TableWriter(harbour.portal, s, harbour.shard("t"), tmp_path / "mirror")
+        table.hydrate()
+        return live(table.operator.mirror)
+
+    assert hydrated() == {2: 20}, "within one life what was saved is the truth"
+    s.consensus.life = "another"
+    assert hydrated() == {1: 10}

@@ -13,6 +13,8 @@ import pytest
 from confluent_kafka.admin import AdminClient
 from connector import JARS
 
+from patience import DEADLINE_S
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "kafka"))
 
 pytestmark = pytest.mark.spark
@@ -109,7 +111,7 @@ def test_a_stream_from_topic_to_topic_goes_on_where_it_ended_and_sees_new_partit
     produce(broker, "from", 30, 10)
     admin = AdminClient({"bootstrap.servers": broker.address})
     for done in admin.create_partitions([ck.admin.NewPartitions("from", 3)]).values():
-        done.result(30)
+        done.result(DEADLINE_S)
     produce(broker, "from", 40, 9, partitions=3)
     run(**start)
     assert numbers(load(spark, broker, subscribe="to")) == [*range(10, 49)]
@@ -132,7 +134,7 @@ def test_lost_records_end_a_stream_or_not_as_it_was_told(spark: Any, broker: Any
     assert run("b", False) == [*range(10)]
     produce(broker, "cut", 10, 10, partitions=1)
     for done in admin.delete_records([ck.TopicPartition("cut", 0, 15)]).values():
-        assert done.result(30).low_watermark == 15
+        assert done.result(DEADLINE_S).low_watermark == 15
     assert run("b", False) == [*range(15, 20)]
     with pytest.raises(Exception, match=r"(?i)data.?loss|some data may have been lost|offset.*out of range"):
         run("a", True)

@@ -153,6 +153,70 @@ def test_a_damaged_run_is_not_trusted(tmp_path: Path, kept: int) -> None:
     assert Mirror.load(tmp_path, SCHEMA, "shard-1", "boot-1") is None
 
 
+def flipped(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("where", [0.1, 0.4, 0.7, 0.95])
+def test_f332_a_flipped_bit_of_a_saved_run_is_not_trusted(tmp_path: Path, where: float) -> None:
+    """In the rows, the hashes or the live bytes: the mirror is built again from the table."""
+    mirror = Mirror(SCHEMA, directory=tmp_path)
+    mirror.apply(delta(*[(k, k, 0, 1) for k in range(1000)]), 0, 1)
+    mirror.save("shard-1", "boot-1")
+    (run,) = tmp_path.glob("run-*.arrow")
+    assert Mirror.load(tmp_path, SCHEMA, "shard-1", "boot-1") is not None
+    flipped(run, int(run.stat().st_size * where))
+    assert Mirror.load(tmp_path, SCHEMA, "shard-1", "boot-1") is None
+
+
+def test_a_merge_of_a_damaged_run_is_corrupt_and_names_the_file(tmp_path: Path) -> None:
+    mirror = Mirror(SCHEMA, directory=tmp_path)
+    mirror.apply(delta(*[(k, k, 0, 1) for k in range(1000)]), 0, 1)
+    mirror.save("shard-1", "boot-1")
+    (run,) = tmp_path.glob("run-*.arrow")
+    flipped(run, 2000)
+    with pytest.raises(Corrupt, match=run.name):
+        until_merged(mirror)
+
+
+def until_merged(mirror: Mirror) -> None:
+    for time in range(1, 2 * RUNS_MAX):
+        mirror.apply(delta(*[(k, time, time, 1) for k in range(1000, 2000)]), time, time + 1)
+
+
+def stored_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.glob("run-*.arrow"))
+
+
+def test_files_of_merged_runs_go_at_once_but_for_those_that_are_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every run a file, every key written again and again: the directory stays within a multiple of what lives."""
+    monkeypatch.setattr(mirror_file, "SPILL_BYTES", 1)
+    mirror = Mirror(SCHEMA, directory=tmp_path)
+    live = [(k, 0) for k in range(4000)]
+    mirror.apply(delta(*[(k, v, 0, 1) for k, v in live]), 0, 1)
+    mirror.save("shard-1", "boot-1")
+    alone = stored_bytes(tmp_path)
+    saves = most = 0
+    for time in range(1, 120):
+        keys = [(time * 500 + n) % 4000 for n in range(500)]
+        changed = [(k, live[k][1], time, -1) for k in keys] + [(k, time, time, 1) for k in keys]
+        for k in keys:
+            live[k] = (k, time)
+        mirror.apply(delta(*changed), time, time + 1)
+        most = max(most, stored_bytes(tmp_path))
+        before = Mirror.load(tmp_path, SCHEMA, "shard-1", "boot-1")
+        assert before is not None and before.upper <= time + 1, "what was saved last can be opened all the while"
+        if mirror.outdated:
+            mirror.save("shard-1", "boot-1")
+            saves += 1
+    assert rows(mirror.live_rows()) == dict(live)
+    assert most < 3 * alone and 0 < saves < 60, (most / alone, saves)
+
+
 def test_a_run_of_the_form_before_is_made_anew(tmp_path: Path) -> None:
     mirror = Mirror(SCHEMA, directory=tmp_path)
     mirror.apply(delta(*[(k, k, 0, 1) for k in range(10)]), 0, 1)

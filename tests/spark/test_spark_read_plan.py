@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from structlog.testing import capture_logs
 from test_spark_streaming import until
@@ -195,3 +196,35 @@ def test_a_shard_that_was_never_written_is_an_empty_frame(harbour: Any, spark: A
     harbour.portal.call(harbour.stores.shard("e", SCHEMA))
     frame = read(spark, "e", objects=harbour.urls.objects, consensus=harbour.urls.consensus)
     assert (frame.columns, frame.count()) == ([c.name for c in COLUMNS], 0)
+
+
+def flip(harbour: Any, name: str, column: str) -> str:
+    """One bit of a column in the largest part; its key."""
+
+    async def run() -> str:
+        shard = await harbour.stores.shard(name)
+        largest = max((p for b in shard.state.batches for p in b.parts), key=lambda p: p.rows)
+        data = bytearray(await harbour.stores.objects.get(largest.object_key))
+        metadata = pq.read_metadata(pa.BufferReader(bytes(data)))
+        chunk = metadata.row_group(0).column(metadata.schema.to_arrow_schema().names.index(column))
+        begin = chunk.dictionary_page_offset if chunk.has_dictionary_page else chunk.data_page_offset
+        data[begin + chunk.total_compressed_size - 9] ^= 1
+        await harbour.stores.objects.delete(largest.object_key)
+        await harbour.stores.objects.put(largest.object_key, bytes(data))
+        return largest.object_key
+
+    key: str = harbour.portal.call(run())
+    return key
+
+
+def test_a_flipped_bit_of_a_part_is_an_error_that_names_its_file_for_the_plan_and_the_data_source(
+    harbour: Any, spark: Any, changed: dict[str, str]
+) -> None:
+    key = flip(harbour, "t", "m")
+    planned = read(spark, "t", as_of=9, **changed)
+    assert planned.selectExpr("sum(s)").collect(), "other columns are whole"
+    with pytest.raises(Exception, match=key.rpartition("/")[2]):
+        planned.selectExpr("sum(m)").collect()
+    source = spark.read.format("tidemill").options(shard="t", as_of="9", **changed).load()
+    with pytest.raises(Exception, match=f"part is damaged: object={key}|part is unreadable: object={key}"):
+        source.selectExpr("sum(m)").collect()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from patience import DEADLINE_S, eventually
 from tidemill.base.clock import Rand
 from tidemill.consensus.board import Board
 from tidemill.spark import register
@@ -47,12 +48,12 @@ ALIVE: list[threading.Thread] = []
 """Pipelines that should be running now."""
 
 
-def until(check: Callable[[], bool], what: str, timeout_s: float = 90.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not check():
-        assert time.monotonic() < deadline, f"not in time: {what}"
+def until(check: Callable[[], bool], what: str) -> None:
+    def looked() -> bool:
         assert all(thread.is_alive() for thread in ALIVE), f"a pipeline ended, waiting for: {what}"
-        time.sleep(0.05)
+        return check()
+
+    eventually(looked, what)
 
 
 @contextmanager
@@ -76,7 +77,7 @@ def running(harbour: Any, spark: Any, scratch: Path, file: Path, name: str = "p"
     finally:
         ALIVE.remove(thread)
         stopping.set()
-        thread.join(60)
+        thread.join(DEADLINE_S)
     assert not failures, failures
 
 

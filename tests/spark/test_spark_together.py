@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,14 +12,13 @@ from typing import Any
 
 import pytest
 
+from patience import DEADLINE_S, eventually
 from tidemill.base.clock import Rand
 from tidemill.base.config import parse
 from tidemill.base.marks import Report
 from tidemill.consensus.board import Board
 from tidemill.node.instances import beside
 from tidemill.node.processes import driver
-
-DEADLINE_S = 90.0
 
 CLICKS = """
 from pathlib import Path
@@ -116,12 +114,13 @@ class World:
         self.until(lambda: self.harbour.upper(table) > before, f"{table} moves")
 
     def until(self, check: Callable[[], Any], what: str) -> None:
-        until_s = time.monotonic() + DEADLINE_S
-        while not check():
-            self.come()
-            log = (self.directory / "driver.log").read_text()
-            assert time.monotonic() < until_s, f"not in time: {what}\n{log[-3000:]}"
-            time.sleep(0.1)
+        def looked() -> Any:
+            found = check()
+            if not found:
+                self.come()
+            return found
+
+        eventually(looked, lambda: f"{what}\n{(self.directory / 'driver.log').read_text()[-3000:]}")
 
 
 def jvms(pid: int) -> list[int]:
@@ -173,7 +172,7 @@ def test_f316_pipelines_of_one_driver_fail_alone_and_come_back_together_exact(ha
             world.until(lambda name=name: harbour.upper(f"copy_of_{name}") > 0, "Spark runs")  # type: ignore[misc]
         for pid in jvms(process.pid):
             os.kill(pid, signal.SIGKILL)
-        assert process.wait(60) == 1
+        assert process.wait(DEADLINE_S) == 1
 
     # Its directory is its own again; what came meanwhile is taken in, and nothing twice.
     world.file("late", "def build(p):\n    raise SystemExit(0)\n")
@@ -184,7 +183,7 @@ def test_f316_pipelines_of_one_driver_fail_alone_and_come_back_together_exact(ha
             world.moves(table)
         world.until(lambda: "its pipeline does not run" in world.error("shard:late"), "its table says why it stands")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(DEADLINE_S) == 0
     for table in ("clicks", "views"):
         at = world.harbour.upper(table) - 1
         assert {row[f"{table[:-1]}_id"]: row["n"] for row in harbour.contents(table, at)} == world.at(table, at)

@@ -34,9 +34,9 @@ COUNT = 20_000
 class Clicks:
     """A shard whose contents are known: id → product."""
 
-    def __init__(self, harbour: Any) -> None:
+    def __init__(self, harbour: Any, name: str = "clicks") -> None:
         self.harbour = harbour
-        self.shard = harbour.portal.call(harbour.stores.shard("clicks", SCHEMA))
+        self.shard = harbour.portal.call(harbour.stores.shard(name, SCHEMA))
         self.rows: dict[int, int] = {}
         self.upper = 0
 
@@ -69,7 +69,7 @@ class Clicks:
 
         async def run() -> None:
             stores = self.harbour.stores
-            shard = await stores.shard("clicks")
+            shard = await stores.shard(self.shard.name)
             await shard.downgrade_since("keeper", 1, since)
             await compact_once(shard, stores.objects, Rand())
             await collect(shard, stores.objects, SystemClock(), after_ms=-1, persisted=1 << 60)

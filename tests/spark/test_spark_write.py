@@ -20,7 +20,7 @@ from spark_harbour import Harbour
 from structlog.testing import capture_logs
 from test_spark_sink import clicks_sink
 
-from tidemill.base.errors import Conflict, Invalid, Missing, Unavailable
+from tidemill.base.errors import Conflict, Corrupt, Invalid, Missing, Unavailable
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.evolution import Changes
 from tidemill.shards.front import DIFF, HASH, TIME, Column, ShardSchema, staged_key
@@ -151,6 +151,18 @@ def test_large_tasks_stage_objects_and_small_ones_nothing() -> None:
     assert len(large.ends) == 4 and large.ends[-1] == len(memory.objects[large.object_key])
     quarter = staged_rows(PLAIN, [small, large], HashRange(1, 4), memory.get)
     assert 4_500 < quarter.num_rows < 5_500
+
+
+def test_a_flipped_bit_of_what_was_staged_is_corrupt_with_the_objects_key() -> None:
+    memory = Memory()
+    rows = [(k, f"value {k}") for k in range(20_000)]
+    (large,) = stage(PLAIN, batches(PLAIN, rows, 5_000), memory.put)
+    damaged = bytearray(memory.objects[large.object_key])
+    damaged[large.ends[0] - 2000] ^= 1
+    memory.objects[large.object_key] = bytes(damaged)
+    assert staged_rows(PLAIN, [large], HashRange(1, 4), memory.get).num_rows, "another chunk is whole"
+    with pytest.raises(Corrupt, match="staged chunk: object=o0 is damaged"):
+        staged_rows(PLAIN, [large], HashRange(0, 4), memory.get)
 
 
 @pytest.mark.parametrize("tasks", [([(1, "a"), (1, "a")],), ([(1, "a")], [(2, "b")], [(1, "c")])])

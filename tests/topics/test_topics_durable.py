@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from topics_world import batch, eventually, values_of
 
+from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.open import open_consensus
 from tidemill.metastore.catalogue import Catalogue
@@ -111,7 +112,7 @@ async def two_nodes(dsn: str, directory: Path) -> None:
             except NotLeader:
                 await asyncio.sleep(0.01)
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(DEADLINE_S):
         await asyncio.gather(*(produce(p, 0) for p in range(16)))
         assert {members[0].leader_of(row.topic_id, p) for p in range(16)} == {"a", "b"}
         await nodes[0].aclose()

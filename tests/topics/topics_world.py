@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
+from patience import run as run
+from patience import until as eventually
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.base.marks import Tracker
@@ -23,22 +25,6 @@ from tidemill.topics.reader import PartitionReaderImpl
 from tidemill.topics.settings import TopicSettings
 
 T = TypeVar("T")
-DEADLINE_S = 60.0
-
-
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    async def bounded() -> T:
-        async with asyncio.timeout(DEADLINE_S):
-            return await coroutine
-
-    return asyncio.run(bounded())
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Poll until true; fails by timeout."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 class GatedObjects(MemoryObjects):

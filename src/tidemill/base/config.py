@@ -9,12 +9,12 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
+from tidemill.base.address import Address
 from tidemill.base.avroforms import AVRO
 from tidemill.base.errors import Invalid, nearest
 from tidemill.base.section import NAME, NOT_A_NAME, Section
@@ -25,15 +25,13 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 def _host_and_port(value: str) -> str:
-    host, _, port = value.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError("write it as host:port, e.g. 127.0.0.1:8600")
+    Address.parse(value)
     return value
 
 
 def _reachable(value: str) -> str:
-    """What clients are told, if anything: an address that they can open."""
-    if value and (_host_and_port(value).rpartition(":")[2] == "0" or value.startswith(("0.0.0.0:", "[::]:"))):
+    """An address that clients can open, or ""."""
+    if value and (Address.parse(value).port == 0 or Address.parse(value).is_wildcard):
         raise ValueError("write it as host:port by which clients reach this node, e.g. kafka.example.com:9094")
     return value
 
@@ -97,7 +95,7 @@ class HttpSection(Section):
     per_address: int = Field(1_000, ge=1, le=1_000_000)
     address_connections: int = Field(2_048, ge=1, le=1_000_000)
     header_timeout_s: float = Field(20.0, ge=0.1, le=3600.0)
-    header_kb: int = Field(128, ge=8, le=1_024)
+    header_kb: int = Field(64, ge=8, le=64)
     body_kb: int = Field(1_024, ge=1, le=1_048_576)
 
 
@@ -362,12 +360,7 @@ def exposed(config: Config) -> list[str]:
             continue
         if protocol.startswith("sasl") or (protocol == "ssl" and certified):
             continue
-        host = address.rpartition(":")[0].strip("[]")
-        try:
-            loopback = ip_address(host).is_loopback
-        except ValueError:
-            loopback = host == "localhost"
-        if not loopback:
+        if not Address.parse(address).is_loopback:
             found.append(f"{key}={address}")
     return found
 

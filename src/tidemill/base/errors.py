@@ -65,6 +65,22 @@ class Closed(TidemillError):
     """The component was closed; the caller outlived it."""
 
 
+class MovedBack(Closed):
+    """A store returned to an earlier state: what this process holds in memory is of a history that is gone.
+
+    The process must end; a new one continues from what exists. Never retried (`ends_process`).
+    """
+
+
+class Replaced(Closed):
+    """The bucket belongs to another cluster: this process must end and stay down. Never retried (`ends_process`)."""
+
+
+def ends_process(error: BaseException) -> bool:
+    """True for errors that mean "stop": no loop may retry them, the process ends with them."""
+    return isinstance(error, MovedBack | Replaced)
+
+
 def mendable(error: TidemillError) -> Unavailable:
     """The same words as Unavailable: what was right when it was opened and is wrong now may be mended, so that it is
     waited for, and told, instead of ending whoever met it."""

@@ -8,7 +8,7 @@ M3  A process that does not report is *blind*; no report is never read as health
 M4  Where several processes each have a share of one stage (a topic's partitions), its mark is their sum, in the
     state of the worst of them: a share that stands still is not hidden behind one that moves. Where several
     processes report the same stage, the furthest of the living speaks for it, and each other that is in trouble
-    stands beside it as `name@process`.
+    stands beside it as `name@process`. A failure that lies in the data (`of_data`) is the stage's, whoever met it.
 M5  A unit that failed says so until its position moves past the place where it failed, or it heals: how often it was
     tried again does not make its failure younger. Parked (only an operator can mend it) is stuck at once.
 M6  Long work is *moving* while its progress counter moves, whatever its position does: a first snapshot and a
@@ -58,6 +58,7 @@ class Mark(msgspec.Struct, frozen=True):
     share       the place of this process's share only (M4)
     error       what the unit's last try ended with (M5); "" = it does not fail
     failing_since_ms, tries, parked   since when, how often, and whether trying again can help
+    of_data     the failure lies in what the stage is given (M4)
     restarts    how often the process was started anew while the position stood (M6)
     """
 
@@ -77,6 +78,7 @@ class Mark(msgspec.Struct, frozen=True):
     upstream: str = ""
     progress: int = 0
     restarts: int = 0
+    of_data: bool = False
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -88,6 +90,7 @@ class Failure(msgspec.Struct, frozen=True):
     parked: bool
     held_by: str
     position: int
+    of_data: bool = False
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -131,6 +134,20 @@ def derive(mark: Mark, process: str, at_ms: int, now_ms: int, moved_recently_ms:
     return Derived(mark, process, state, standing_ms, age_ms)
 
 
+def behind(mark: Mark) -> int | None:
+    """How far a stage is from its target, in its unit; None for one in ms that has no time yet: the years since 1970
+    are no delay."""
+    if mark.unit == "ms" and mark.position <= 0 < mark.target:
+        return None
+    return max(0, mark.target - mark.position)
+
+
+def behind_text(mark: Mark) -> str:
+    """The same for people, with its unit."""
+    found = behind(mark)
+    return "no time yet" if found is None else f"{found:,} {mark.unit}".rstrip()
+
+
 PROCESS = "process:"
 OWN = ("objects", "consensus", "metastore")
 """What each process stands on, by its own experience: these marks are never merged, but `name@process` each."""
@@ -160,9 +177,14 @@ def derive_all(reports: Iterable[Report], now_ms: int) -> dict[str, Derived]:
         elif live[-1].mark.share:
             found[name] = _whole(live)
         else:
-            found[name] = first = max(live, key=lambda one: (one.mark.position, not one.mark.error, one.mark.target))
+            found[name] = first = max(live, key=_speaks)
             found.update(_named(one for one in live if one is not first and one.state is State.STUCK))
     return found
+
+
+def _speaks(one: Derived) -> tuple[int, bool, bool, int]:
+    mark = one.mark
+    return mark.position, mark.of_data, not mark.error, mark.target
 
 
 def _named(each: Iterable[Derived]) -> dict[str, Derived]:
@@ -274,7 +296,9 @@ class Tracker:
             if failure is not None and position > failure.position:
                 del self._failures[name]
 
-    def fail(self, name: str, error: str, *, now_ms: int, parked: bool = False, held_by: str = "") -> None:
+    def fail(
+        self, name: str, error: str, *, now_ms: int, parked: bool = False, held_by: str = "", of_data: bool = False
+    ) -> None:
         """Unit `name` failed with `error`, one sentence. Its age is that of the first failure at its place (M5)."""
         with self._lock:
             mark, old, earlier = self._marks.get(name), self._failures.get(name), self._earlier.get(name)
@@ -290,6 +314,7 @@ class Tracker:
                 parked,
                 held_by or ("operator" if parked else ""),
                 old.position if old is not None else position,
+                of_data,
             )
 
     def heal(self, name: str) -> None:
@@ -344,6 +369,7 @@ def _failing(name: str, mark: Mark | None, failure: Failure) -> Mark:
         failing_since_ms=failure.since_ms,
         tries=failure.tries,
         parked=failure.parked,
+        of_data=failure.of_data,
     )
 
 

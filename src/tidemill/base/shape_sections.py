@@ -38,6 +38,7 @@ class ShapesSection(Section):
     cache_initial_s: int = Field(3_600, ge=0)
     cache_later_s: int = Field(60, ge=0)
     cache_live_s: int = Field(5, ge=0)
+    cache_stale_s: int = Field(300, ge=0)
 
     @field_validator("allowed_origins")
     @classmethod

@@ -4,6 +4,7 @@
         whatever its body raises, of whatever type, ends that unit, is told under the unit's mark with the error of
         the last try, and is tried again after a pause. Nothing larger notices.
     U2  The age of a failure survives retries at the same place: it heals when the unit's position moves, or says so.
+        An error that means "stop" (`errors.ends_process`) is not a unit's own: it is told and raised, never retried.
     U3  A task tells its owner how it ended. `Tasks` asks for `on_failure`; there is no default that only logs.
 
 Ordering is decided before a task exists: `create_task` defers a coroutine's body, so a reservation
@@ -20,7 +21,7 @@ from typing import Any, Self
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.errors import Corrupt, Invalid, ends_process
 from tidemill.base.marks import Tracker
 
 FailureHandler = Callable[[str, BaseException], None]
@@ -88,8 +89,11 @@ class Tasks:
 
 def is_fault(error: BaseException) -> bool:
     """True for everything that is a unit's own failure: also types that nobody listed, and those that libraries derive
-    from BaseException (a panic of native code). False for what ends a process or a task on purpose."""
-    return not isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit | GeneratorExit)
+    from BaseException (a panic of native code). False for what ends a process or a task on purpose, and for errors that
+    say that this process must end (`errors.ends_process`): who asks this passes them on."""
+    if isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit | GeneratorExit):
+        return False
+    return not ends_process(error)
 
 
 def is_own_fault(error: BaseException) -> bool:
@@ -180,11 +184,17 @@ def _of_a_unit(mark: str, tracker: Tracker, clock: Clock, restarts: Restarts | N
 
 
 async def until_it_returns(body: Callable[[], Awaitable[None]], attempts: Attempts) -> None:
-    """Run `body` again after each fault, of whatever type; a cancellation that leaked out of what it awaits is one."""
+    """Run `body` again after each fault, of whatever type; a cancellation that leaked out of what it awaits is one.
+
+    Raises an error that ends the process (`ends_process`).
+    """
     while True:
         try:
             return await body()
         except BaseException as error:
+            if ends_process(error):
+                attempts.failed(error)
+                raise
             if not is_own_fault(error):
                 if is_fault(error):
                     log.error("unit failed as it ended", unit=attempts.name, error=sentence(error), exc_info=error)
@@ -223,6 +233,7 @@ def keep_thread(
     """The twin of `keep` for a unit that is a thread: run its `body` until it returns or `ending` is set.
 
     Nobody cancels a thread, so whatever its body raises is its fault, also what a user's function raises to leave.
+    Raises an error that ends the process (`ends_process`).
     """
     attempts = _of_a_unit(mark, tracker, clock, restarts)
     while not ending.is_set():
@@ -231,7 +242,10 @@ def keep_thread(
         except BaseException as fault:
             if ending.is_set():
                 return
-            ending.wait(attempts.failed(fault))
+            pause_s = attempts.failed(fault)
+            if ends_process(fault):
+                raise
+            ending.wait(pause_s)
         else:
             tracker.heal(mark)
             return

@@ -4,6 +4,7 @@ read as where they lack one, and which files hold the rows.
     number     a rename keeps it; a column that was dropped and made anew has another
     missing    ADD COLUMN with a constant default writes nothing: rows of before are read with this value, for ever
     storage    another one: every row was written anew (a volatile default, an ALTER TYPE, VACUUM FULL, TRUNCATE)
+    types      what the columns' types are made of: an ALTER TYPE of one writes no row, and old ones read otherwise
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from tidemill.capture.depended import FIRST_OWN, types_of, written
 from tidemill.capture.tables import GENERATED_PUBLISHED
 from tidemill.capture.wire.connection import Wire
 
@@ -64,6 +66,14 @@ class Attributes(msgspec.Struct, frozen=True):
     dropped: int
     storage: str
     partitioned: bool = False
+    types: dict[int, dict[int, list[str]]] = {}
+    """Of the columns (depended.py)."""
+
+    @property
+    def copied_as(self) -> str:
+        """What a copy that goes on has to find as it was when it began."""
+        types = sorted(f"{oid} {written(members)}" for oid, members in self.types.items())
+        return " ".join([self.storage, *types])
 
     @property
     def by_name(self) -> dict[str, Attribute]:
@@ -91,7 +101,17 @@ async def attributes_of(wire: Wire, oids: Sequence[int]) -> dict[int, Attributes
                 int(key_index or "-1"), missing, int(kinds_ or 0) > 1,
             )
         )  # fmt: skip
-    return {oid: Attributes(tuple(columns[oid]), *tables[oid]) for oid in tables}
+    types = (
+        await types_of(wire, oids) if any(c.type_oid >= FIRST_OWN for some in columns.values() for c in some) else {}
+    )
+    return {
+        oid: Attributes(
+            tuple(columns[oid]),
+            *tables[oid],
+            {c.type_oid: types[c.type_oid] for c in columns[oid] if c.type_oid in types},
+        )
+        for oid in tables
+    }
 
 
 async def type_names(wire: Wire, types: Iterable[tuple[int, int]]) -> dict[tuple[int, int], str]:

@@ -15,9 +15,10 @@ from tidemill.base.frontier import Lsn
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.desk import Desk
 from tidemill.capture.entry import without_taken
-from tidemill.capture.looking import Tables
+from tidemill.capture.looking import Kept, Tables
+from tidemill.capture.others import Objections, objections
 from tidemill.capture.publication import Entry, published_tables
-from tidemill.capture.tables import Choice, TableInfo, resolve
+from tidemill.capture.tables import Choice, Refusal, TableInfo, resolve
 from tidemill.capture.watch import Control
 from tidemill.capture.wire.connection import Wire
 from tidemill.metastore.catalogue import Catalogue
@@ -35,7 +36,9 @@ class Beside:
         self.catalogue = catalogue
         self.parking = parking
         self.tables = Tables(control)
-        self._resolved: tuple[list[TableInfo], Choice] | None = None
+        self._objections = Kept(control, self._ask_objections)
+        self._objected: Objections = {}
+        self._resolved: tuple[list[TableInfo], Objections, Choice] | None = None
 
     async def published(self) -> dict[int, Entry] | None:
         return await self.control.ask(self.ask_published)
@@ -43,11 +46,23 @@ class Beside:
     async def ask_published(self, wire: Wire) -> dict[int, Entry] | None:
         return await published_tables(wire, self.config.publication, manual=self.config.manual)
 
+    async def objections(self) -> Objections:
+        """What publications have against tables (others.py): the very same object while it is the same."""
+        return await self._objections.now()
+
+    async def _ask_objections(self, wire: Wire) -> Objections:
+        found = await objections(wire, self.config)
+        if found != self._objected:
+            self._objected = found
+        return self._objected
+
     async def choice(self, found: list[TableInfo]) -> Choice:
         """`found`: of `tables`."""
-        if self._resolved is None or self._resolved[0] is not found:
-            self._resolved = found, await self.control.ask(lambda wire: _resolved(wire, self.config, found))
-        choice, rows = self._resolved[1], self.desk.rows
+        objected = await self.objections()
+        if self._resolved is None or self._resolved[0] is not found or self._resolved[1] is not objected:
+            choice = await self.control.ask(lambda wire: _resolved(wire, self.config, found, objected))
+            self._resolved = found, objected, choice
+        choice, rows = self._resolved[2], self.desk.rows
         fresh = tuple(t for t in choice.tables if t.name not in rows or rows[t.name].snapshot is None)
         if not fresh:
             return choice
@@ -55,10 +70,16 @@ class Beside:
         taken = set(checked.refused) - set(choice.refused)
         return Choice(tuple(t for t in choice.tables if t.name not in taken), checked.refused)
 
-    async def park(self, name: str, reason: str, fix: str = "", *, state: str = "parked", again: bool = False) -> None:
+    async def park(
+        self, name: str, reason: str, fix: str = "", *, state: str = "parked", again: bool = False, first: str = ""
+    ) -> None:
         """J3."""
         async with self.parking:
-            await self.desk.park(name, await self.wal_end(), reason, fix, state=state, again=again)
+            await self.desk.park(name, await self.wal_end(), reason, fix, state=state, again=again, first=first)
+
+    async def park_refused(self, name: str, why: Refusal) -> None:
+        """A table that flows, and is not to be captured as it is now."""
+        await self.park(name, why.reason, again=why.again, first=why.fix if why.again else "")
 
     async def wal_end(self) -> int:
         """Nothing that was received by now is at or above it."""
@@ -66,8 +87,8 @@ class Beside:
         return Lsn.parse(found or "0/0").value
 
 
-async def _resolved(wire: Wire, config: CaptureConfig, found: list[TableInfo]) -> Choice:
+async def _resolved(wire: Wire, config: CaptureConfig, found: list[TableInfo], objected: Objections) -> Choice:
     try:
-        return resolve(config.tables, found, wire.server_version, whole=config.whole)
+        return resolve(config.tables, found, wire.server_version, whole=config.whole, objections=objected)
     except Missing:
         return Choice((), {})

@@ -54,6 +54,8 @@ class Relation(msgspec.Struct, frozen=True):
     version: int = 1
     """Of its description (CaptureTableRow): what its records were written under."""
     old_rows: OldRows = "whole"
+    deferrable: bool = False
+    """Two rows may hold one primary key at once, inside a transaction (rivals.py)."""
 
     @property
     def name(self) -> str:
@@ -72,6 +74,8 @@ class Change(msgspec.Struct, frozen=True):
     """`old` has every column, or those of the primary key alone; an update that keeps its key may have none.
 
     `unchanged`: columns that `new` lacks. They hold what they held before, which is TOASTed and which nobody said.
+    `stays`: the row that holds the old key although this one has left it. `over`: the row that holds the new key still,
+    and leaves it later; `replaced`: this is that row, as its successor said (rivals.py).
     """
 
     relation: Relation
@@ -80,6 +84,9 @@ class Change(msgspec.Struct, frozen=True):
     new: Row | None = None
     old: Row | None = None
     unchanged: tuple[str, ...] = ()
+    stays: Row | None = None
+    over: Row | None = None
+    replaced: bool = False
 
 
 class Marker(msgspec.Struct, frozen=True):

@@ -32,6 +32,7 @@ from tidemill.capture.changes import ORDINAL_STEP, Change, Column, Fragment, Mar
 from tidemill.capture.segment import Changes, Part, Rows, Segment
 from tidemill.capture.tuples import change_of
 from tidemill.capture.wire.pgoutput import (
+    PREFIX_AT,
     Begin,
     Commit,
     Delete,
@@ -78,6 +79,8 @@ class Converter:
         self.changes = 0
         """Of `relations` and of what is parked, ever."""
         self.relations: dict[int, Relation] = {}
+        self.deferrable = False
+        """Of some relation (rivals.py)."""
         self._names: dict[int, tuple[str, ...]] = {}
         for relation in (relations or {}).values():
             self.learn(relation)
@@ -124,6 +127,7 @@ class Converter:
 
     def learn(self, relation: Relation) -> None:
         self.changes += 1
+        self.deferrable |= relation.deferrable
         self.relations[relation.oid] = relation
         self._names[relation.oid] = tuple(column.name for column in relation.columns)
 
@@ -203,6 +207,12 @@ class Converter:
         self._buffer_bytes += sums[stop] - sums[start]
         self._newest_bytes = sums[stop] - sums[stop - 1]
         return self._overflow(), stop
+
+    def leave_out(self, payload: bytes) -> None:
+        """A logical message that is too large to be read, of which only the head is here. One of another prefix is the
+        application's own; a marker of that size is none."""
+        if payload[1] & 1 and payload.startswith(f"{MARKER_PREFIX}\0".encode(), PREFIX_AT):
+            self.markers_left_out += 1
 
     def _mark(self, content: bytes) -> None:
         if len(content) > MARKER_BYTES or len(self._markers) >= MARKERS_PER_TXN:
@@ -320,14 +330,17 @@ def merge_relation(message: RelationMessage, known: Relation | None) -> Relation
                 not_null=old.not_null if old is not None else False,
             )
         )
-    return Relation(message.oid, message.schema, message.table, tuple(columns))
+    deferrable = known is not None and known.deferrable
+    return Relation(message.oid, message.schema, message.table, tuple(columns), deferrable=deferrable)
 
 
 def says_key(message: RelationMessage, relation: Relation) -> bool:
     """Whether the identity that the stream describes has every column of the primary key of `relation`, by name: then
-    each DELETE says whose row it takes, and each UPDATE of another key whose it was."""
+    each DELETE says whose row it takes, and each UPDATE of another key whose it was. Of a key that two rows may hold
+    at once only a whole row says that."""
     flagged = {column.name for column in message.columns if column.identity}
-    return message.identity == "f" or flagged >= {column.name for column in relation.key_columns}
+    keys = {column.name for column in relation.key_columns}
+    return message.identity == "f" or (flagged >= keys and not relation.deferrable)
 
 
 def _same_shape(known: Relation | None, message: RelationMessage) -> bool:

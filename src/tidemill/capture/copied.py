@@ -19,6 +19,7 @@ import numpy as np
 from tidemill.capture.changes import Relation, Row
 from tidemill.capture.segment import MOST_COLUMNS, Block
 from tidemill.capture.walk import INSERT, PAD_BYTES, Old, Values, Walker
+from tidemill.capture.wire.pgoutput import not_utf8
 
 LEAST_LINES = 48
 """Fewer are read and written faster one by one."""
@@ -32,14 +33,17 @@ _ESCAPES_BYTES = {name.encode(): byte.encode() for name, byte in _ESCAPES.items(
 
 
 def rows_of(relation: Relation, lines: Sequence[bytes]) -> list[Row]:
-    """One by one. Raises ValueError for a line with another number of values, or one that is no UTF-8."""
+    """One by one. Raises ValueError for a line with another number of values, Invalid for one that is not UTF-8."""
     names = [column.name for column in relation.columns]
     return [dict(zip(names, parse_copy_row(line), strict=True)) for line in lines]
 
 
 def parse_copy_row(line: bytes) -> list[str | None]:
     """One row of COPY's text format: tabs between values, \\N for NULL, backslash escapes."""
-    text = line.decode().removesuffix("\n")
+    try:
+        text = line.decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise not_utf8(error) from error
     values: list[str | None] = [*text.split("\t")]
     if "\\" not in text:
         return values

@@ -34,6 +34,7 @@ from tidemill.capture.chunks import Chunks, Prefix, cut
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.desk import Desk
 from tidemill.capture.entry import columns_of, refusal_of, says_whole_rows
+from tidemill.capture.evolution import types_as
 from tidemill.capture.lane import Lane
 from tidemill.capture.progress import SnapshotProgress
 from tidemill.capture.snapshot import Snapshot
@@ -119,7 +120,8 @@ async def take_snapshot(
     async with AsyncExitStack() as opened:
         opened.push_async_callback(writer.aclose)
         copied = []
-        for table in tables:
+        for number, table in enumerate(tables, 1):
+            progress.steps.step("topics are opened", number, len(tables))
             try:
                 await writer.open_table(captured[table.name], None)
                 copied.append(table)
@@ -163,16 +165,23 @@ class Copy:
         for table in tables:
             if table.name in unread:
                 await self._refuse(table, unread[table.name])
-        for table in snapshot.tables:
+        for number, table in enumerate(snapshot.tables, 1):
+            self._progress.steps.step("copies are planned", number, len(snapshot.tables))
             planned = await self._planned(snapshot, table)
             if planned is not None:
                 self._tables.append(planned)
                 self._progress.expect(planned.plan.rows, planned.plan.count, planned.plan.done)
         self._progress.estimate = await snapshot.estimate()
+        self._progress.steps.end()
         await self._read_all(snapshot, wire, opened)
         await snapshot.end()
         await self._writer.drained()
-        done = [table.info.name for table in self._tables if await self._complete(snapshot, table)]
+        done = []
+        for number, copied in enumerate(self._tables, 1):
+            self._progress.steps.step("copies are recorded", number, len(self._tables))
+            if await self._complete(snapshot, copied):
+                done.append(copied.info.name)
+        self._progress.steps.end()
         self._progress.finish()
         log.info("snapshot complete", capture=self._config.name, tables=len(done), rows=self._progress.rows)
         return sorted(done)
@@ -204,11 +213,11 @@ class Copy:
             seen = snapshot.seen
             plan = TableCopy(
                 seen.xmin, seen.xmax, tuple(sorted(seen.in_progress)), snapshot.lsn, 0, target.topic.topic_id,
-                chunks.step_blocks, chunks.count, 0, 0, found.storage, found.count,
+                chunks.step_blocks, chunks.count, 0, 0, found.copied_as, found.count,
             )  # fmt: skip
             return _Table(table, target, plan, tells=tells)
         plan = row.copy
-        same = as_begun and (found.storage, found.count) == (plan.storage, plan.attributes)
+        same = as_begun and (found.copied_as, found.count) == (plan.storage, plan.attributes)
         if not same or not tells or await snapshot.divided_since(table, plan.xmin):
             why = f"the table was altered or written anew while its copy was cut off: table={table.name}."
             await self._refuse(table, Invalid(why, fix="Its copy begins anew by itself."))
@@ -371,7 +380,7 @@ class Copy:
                 return found
             found = replace(
                 found, columns=columns, partitions=partitions, evolved=(), attributes=found_as.count,
-                storage=found_as.storage,
+                storage=found_as.storage, types=types_as(found_as),
             )  # fmt: skip
             if found.aside is not None:  # what it holds comes first (aside.py)
                 return replace(found, copy=now, aside=replace(found.aside, ends=ends))

@@ -23,7 +23,17 @@ from tidemill.capture.attributes import Attributes, attributes_of, type_names
 from tidemill.capture.changes import Relation
 from tidemill.capture.desk import Desk, accept
 from tidemill.capture.difference import against_catalogue, against_stream
-from tidemill.capture.evolution import Step, anew, described, next_version, targets, targets_of, version_of
+from tidemill.capture.evolution import (
+    Step,
+    anew,
+    described,
+    next_version,
+    reads_otherwise,
+    targets,
+    targets_of,
+    types_as,
+    version_of,
+)
 from tidemill.capture.setup import heartbeat
 from tidemill.capture.tables import describe
 from tidemill.capture.watch import Control
@@ -110,7 +120,7 @@ class Coming:
         found = (await self._control.ask(lambda wire: attributes_of(wire, [row.oid]))).get(row.oid)
         if found is None:
             return None
-        other = anew(row, found)
+        other = "; ".join(part for part in (anew(row, found), reads_otherwise(row, found)) if part)
         if other:
             return "; ".join(part for part in (other, difference) if part)
         step = next_version(row, targets_of(found), found) if difference else ""
@@ -140,7 +150,9 @@ class Coming:
             def settled(now: CaptureTableRow | None) -> CaptureTableRow | None:
                 if now is None or now.columns != row.columns or not now.flows:
                     return now
-                return replace(now, columns=seen.columns, attributes=seen.attributes, storage=seen.storage)
+                return replace(
+                    now, columns=seen.columns, attributes=seen.attributes, storage=seen.storage, types=seen.types
+                )
 
             await self._desk.change(name, settled)
         return ""
@@ -164,4 +176,4 @@ def _as_seen(row: CaptureTableRow, found: Attributes) -> CaptureTableRow:
             replace(c, attnum=now[c.name].attnum, type_oid=now[c.name].type_oid, type_mod=now[c.name].type_mod)
             for c in columns
         )
-    return replace(row, columns=columns, attributes=found.count, storage=found.storage)
+    return replace(row, columns=columns, attributes=found.count, storage=found.storage, types=types_as(found))

@@ -51,10 +51,10 @@ class Descriptions:
         if not self.whole(message.oid):
             described = await self._as_is(message, described, control)
         await self._compare_aside(described, xid, lsn)
-        was = (known.version, known.old_rows) if known is not None else None
-        if seen.changed or was != (version, described.old_rows):
+        was = (known.version, known.old_rows, known.deferrable) if known is not None else None
+        if seen.changed or was != (version, described.old_rows, described.deferrable):
             self._converter.learn(described)
-            log.info("table described anew", capture=self._config.name, table=f"{message.schema}.{message.table}")
+            log.info("table described anew", capture=self._config.name, table=described.name)
         row = self._desk.by_oid(message.oid, lsn)
         return row.schemas if row is not None else ()
 

@@ -29,6 +29,7 @@ from tidemill.capture.boundaries import in_snapshot
 from tidemill.capture.changes import NEVER
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.evolution import Step
+from tidemill.capture.naming import readable
 from tidemill.capture.progress import SnapshotProgress
 from tidemill.capture.publication import Identities
 from tidemill.capture.registering import NoSchemas, Schemas, registered
@@ -67,6 +68,12 @@ class Unrecorded(Unknown):
 
 class CopiedAnew(Unavailable):
     """What was copied of a table is no state of it (D6)."""
+
+
+def asked_of(row: CaptureTableRow, identities: Identities) -> CaptureTableRow:
+    """With what an administrator is asked to replace by FULL; what the capture was to give back anyhow stays that."""
+    new = {oid: noted for oid, noted in identities.items() if oid not in row.identities}
+    return replace(row, identities_asked={**row.identities_asked, **new})
 
 
 class Desk:
@@ -139,14 +146,22 @@ class Desk:
 
     # changing -------------------------------------------------------------------------------------
     async def park(
-        self, name: str, lsn: int, reason: str, fix: str = "", *, state: str = "parked", again: bool = False
+        self,
+        name: str,
+        lsn: int,
+        reason: str,
+        fix: str = "",
+        *,
+        state: str = "parked",
+        again: bool = False,
+        first: str = "",
     ) -> None:
-        """Carry no transaction of the table at or above `lsn` (D1). `again`: a copy makes it good (again.py). Raises
-        Unrecorded, CopiedAnew."""
+        """Carry no transaction of the table at or above `lsn` (D1). `again`: a copy makes it good (again.py), once
+        somebody has done what `first` says, if it says anything. Raises Unrecorded, CopiedAnew."""
         row = self.rows.get(name)
         if row is None or (row.parked_lsn and row.parked_lsn <= lsn):
             return
-        reason = f"{reason[:REASON_CHARS].rstrip('.')}: table={name} parked_at={Lsn(lsn)}."
+        reason = f"{readable(reason)[:REASON_CHARS].rstrip('.')}: table={name} parked_at={Lsn(lsn)}."
         self._on_park(row.oid, lsn)
         now_ms, pause_ms = self._clock.now_ms(), int(self._config.copy_again_pause_s * 1000)
         void = row.snapshot is not None and lsn < row.snapshot.exact_lsn
@@ -164,6 +179,7 @@ class Desk:
             from_ms = now_ms + max(0, min(pause_ms, found.again_last_ms + pause_ms - now_ms))
             again_ms = from_ms if again and self._config.copy_again else 0
             said = by_itself(again_ms, again_ms > now_ms) if again_ms else fix or recopy(name)
+            said = f"{first} {said}".strip()
             return replace(
                 found, state=state, reason=reason, fix=said, parked_lsn=lsn, since_ms=since_ms, again_ms=again_ms
             )
@@ -230,6 +246,16 @@ class Desk:
         def noted(found: CaptureTableRow | None) -> CaptureTableRow:
             found = found or CaptureTableRow(self._config.name, name)
             return replace(found, identities={**found.identities, **identities})
+
+        known = self.rows.get(name)
+        if known is None or noted(known) != known:
+            await self.change(name, noted)
+
+    async def asked(self, name: str, identities: Identities) -> None:
+        """What a table and its partitions have before an administrator is asked to give them REPLICA IDENTITY FULL."""
+
+        def noted(found: CaptureTableRow | None) -> CaptureTableRow:
+            return asked_of(found or CaptureTableRow(self._config.name, name), identities)
 
         known = self.rows.get(name)
         if known is None or noted(known) != known:
@@ -361,6 +387,7 @@ class Desk:
                 self._config.table_mark(name), progress.moved, max(progress.expected, progress.moved + 1),
                 now_ms=self._clock.now_ms(), held_by=progress.held_by, reason=self._sentence(name, progress),
                 budget_ms=self._config.budget_ms, unit="rows",
+                progress=progress.moved + progress.chunks_done + progress.steps.count,
             )  # fmt: skip
             self._told.add(name)
 

@@ -81,7 +81,8 @@ async def start_table(
         return CaptureTableRow(
             config.name, table.name, found.topic or config.topic_of(table.schema, table.table),
             generation=found.generation + (found.columns != () or found.snapshot is not None), oid=table.oid,
-            columns=columns, identities=found.identities, envelope=config.envelope, schemas=schemas,
+            columns=columns, identities=found.identities, identities_asked=found.identities_asked,
+            envelope=config.envelope, schemas=schemas,
             accepted=found.accepted if found.recopy or found.again_ms or found.snapshot is None else (),
             again_last_ms=now_ms if found.again_ms and not found.recopy else found.again_last_ms,
             identity="FULL" if config.whole else table.identity, publication=published.rows,

@@ -27,6 +27,8 @@ from tidemill.base.avroforms import AVRO
 from tidemill.base.errors import Invalid
 from tidemill.capture.attributes import Attributes
 from tidemill.capture.avro_schemas import key_kinds
+from tidemill.capture.depended import reads_alike, written
+from tidemill.capture.naming import odd
 from tidemill.capture.wire.pgoutput import RelationMessage
 from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow, FormerType
 from tidemill.shards.evolution import canonical_default, changes_to, evolved
@@ -119,12 +121,31 @@ def anew(row: CaptureTableRow, found: Attributes | None) -> str:
     return "; ".join(f"column {name!r} is another one of this name" for name in other)
 
 
+def types_as(found: Attributes) -> dict[int, str]:
+    """As CaptureTableRow has them."""
+    return {oid: written(members) for oid, members in found.types.items()}
+
+
+def reads_otherwise(row: CaptureTableRow, found: Attributes) -> str:
+    """The columns whose values of before read otherwise, for a type that they are made of was altered; "" = none."""
+    altered = [
+        c.name
+        for c in row.columns
+        if c.type_oid in row.types
+        and c.type_oid in found.types
+        and not reads_alike(row.types[c.type_oid], found.types[c.type_oid])
+    ]
+    return "; ".join(f"a type of column {name!r} was altered, and its old values read otherwise" for name in altered)
+
+
 def next_version(row: CaptureTableRow, target: Sequence[Target], found: Attributes | None) -> Step | str:
     """The step from the newest version to `target`, or why there is none ("" where the difference itself says it)."""
     if not row.attributes or not row.storage or any(not c.attnum or not c.type_oid for c in row.columns):
         return "it was described by an older tidemill, which did not keep what tells a new column from a renamed one"
     if found is None:
         return "and the table is gone meanwhile"
+    if any(map(odd, [text for t in target for text in (t.name, t.type_name)])):
+        return "and a name of them is not UTF-8"
     if [t.name for t in target[: len(row.columns)]] != [c.name for c in row.columns]:
         return ""
     if found.key != [c.name for c in sorted((c for c in row.columns if c.key_index >= 0), key=lambda c: c.key_index)]:
@@ -217,6 +238,8 @@ def _added(
                 " with values of which the stream says nothing"
             )
         kind = column_for(wanted.name, wanted.type_name).type
+        if odd(seen.missing or ""):
+            return f"the default of column {wanted.name!r} is not UTF-8"
         try:
             default = canonical_default(Column(wanted.name, kind, seen.missing))
         except Invalid as error:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tidemill.capture.naming import readable
 from tidemill.capture.wire.connection import SqlRow, Wire, literal
 
 QUERY_CHARS = 120
@@ -37,8 +38,30 @@ SELECT a.pid, a.application_name, coalesce(a.client_hostname, host(a.client_addr
 """
 
 
+_PREPARED = """
+SELECT p.gid, p.owner, extract(epoch FROM clock_timestamp() - p.prepared)::int, p.transaction
+  FROM pg_prepared_xacts p WHERE {condition} ORDER BY age(p.transaction) DESC LIMIT 1
+"""
+OF_PREPARED = (
+    "{lock}.pid IS NULL AND EXISTS (SELECT FROM pg_locks x WHERE x.pid IS NULL AND x.locktype = 'transactionid'"
+    " AND x.transactionid = p.transaction AND x.virtualtransaction = {lock}.virtualtransaction)"
+)
+"""A lock of a prepared transaction p, which has no session but keeps the virtual id that it had, and the lock on its
+own id. https://www.postgresql.org/docs/current/view-pg-locks.html"""
+
+
+_BLOCKS = """
+EXISTS (SELECT FROM pg_locks w JOIN pg_stat_activity a USING (pid) JOIN pg_locks h ON {of_prepared}
+    WHERE NOT w.granted AND h.granted AND starts_with(a.application_name, 'tidemill ')
+      AND split_part(a.application_name, ' ', 3) = {capture}
+      AND (h.locktype, h.database, h.relation, h.transactionid, h.classid, h.objid, h.objsubid) IS NOT DISTINCT FROM
+          (w.locktype, w.database, w.relation, w.transactionid, w.classid, w.objid, w.objsubid))
+"""
+
+
 class Holder(msgspec.Struct, frozen=True):
-    """`state`: of the session, or of its replication. `age_s`: of its transaction, or since its state changed."""
+    """A session, or with a `gid` a prepared transaction, which has none. `state`: of the session, or of its
+    replication. `age_s`: of its transaction, or since its state changed."""
 
     pid: int
     application: str
@@ -46,13 +69,26 @@ class Holder(msgspec.Struct, frozen=True):
     state: str
     age_s: int
     query: str
+    gid: str = ""
 
     @property
     def name(self) -> str:
-        """For `held_by` of a mark. A prepared transaction has no session."""
-        return f"postgres-pid:{self.pid}" if self.pid else "postgres-prepared"
+        """For `held_by` of a mark."""
+        return f"postgres-prepared:{self.gid}" if self.gid else f"postgres-pid:{self.pid}"
+
+    @property
+    def end(self) -> str:
+        """What an operator does about it."""
+        if not self.gid:
+            return "End that transaction"
+        return f"Run COMMIT PREPARED {literal(self.gid).strip()} or ROLLBACK PREPARED {literal(self.gid).strip()}"
 
     def __str__(self) -> str:
+        if self.gid:
+            return (
+                f"gid={self.gid!r} owner={self.application!r} state={self.state!r} for_s={self.age_s}"
+                f" ended_by={'COMMIT PREPARED ' + literal(self.gid).strip()!r}"
+            )
         query = f" query={self.query!r}" if self.query else ""
         return (
             f"pid={self.pid} application={self.application!r} client={self.client} state={self.state!r}"
@@ -101,13 +137,17 @@ async def table_holder(wire: Wire, oid: int) -> Holder | None:
     """Who holds a lock on a table or a partition of it: who excludes most, then the oldest. As of just after the wait,
     which was short."""
     rows = await wire.query(
-        "SELECT a.pid FROM pg_locks l JOIN pg_stat_activity a USING (pid) WHERE l.granted AND a.pid <> pg_backend_pid()"
-        " AND a.datname = current_database()"
+        "SELECT a.pid, p.gid FROM pg_locks l LEFT JOIN pg_stat_activity a USING (pid)"
+        f" LEFT JOIN pg_prepared_xacts p ON {OF_PREPARED.format(lock='l')}"
+        " WHERE l.granted AND l.locktype = 'relation' AND l.pid IS DISTINCT FROM pg_backend_pid()"
+        " AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())"
         f" AND l.relation IN (SELECT {oid} UNION SELECT relid FROM pg_partition_tree({oid}))"
         " ORDER BY l.mode = 'AccessExclusiveLock' DESC,"
-        f" l.mode IN ({_CONFLICTING}) DESC, a.xact_start LIMIT 1"
+        f" l.mode IN ({_CONFLICTING}) DESC, coalesce(a.xact_start, p.prepared) LIMIT 1"
     )
-    return next(iter(await sessions(wire, [int(pid or 0) for (pid,) in rows])), None)
+    if rows and rows[0][1] is not None:
+        return await _prepared(wire, f"p.gid = {literal(rows[0][1])}")
+    return next(iter(await sessions(wire, [int(pid or 0) for pid, _ in rows])), None)
 
 
 async def writers(wire: Wire, oid: int) -> frozenset[str]:
@@ -127,15 +167,9 @@ async def pinning(wire: Wire) -> Holder | None:
         "SELECT pid FROM pg_stat_activity WHERE backend_xid IS NOT NULL AND datname = current_database()"
         " ORDER BY age(backend_xid) DESC LIMIT 1"
     )
-    prepared = await wire.query(
-        "SELECT transaction, gid, extract(epoch FROM clock_timestamp() - prepared)::int, owner FROM pg_prepared_xacts"
-        " WHERE database = current_database() ORDER BY age(transaction) DESC LIMIT 1"
-    )
+    prepared = await _prepared(wire, "p.database = current_database()")
     found = next(iter(await sessions(wire, [int(pid or 0) for (pid,) in rows])), None)
-    if prepared and (found is None or int(prepared[0][2] or 0) > found.age_s):
-        xid, gid, age_s, owner = prepared[0]
-        return Holder(0, owner or "", "", "prepared transaction", int(age_s or 0), f"xid={xid} gid={gid}")
-    return found
+    return prepared if prepared is not None and (found is None or prepared.age_s > found.age_s) else found
 
 
 async def blockers(wire: Wire, capture: str) -> list[Holder]:
@@ -150,17 +184,28 @@ async def blockers(wire: Wire, capture: str) -> list[Holder]:
     pids = [int(found or 0) for (found,) in rows]
     found = await sessions(wire, [pid for pid in pids if pid])
     if not found and 0 in pids:
-        return [Holder(0, "", "", "prepared transaction", 0, "see pg_prepared_xacts")]
+        prepared = await _prepared(
+            wire, _BLOCKS.format(of_prepared=OF_PREPARED.format(lock="h"), capture=literal(capture))
+        )
+        return [prepared] if prepared is not None else []
     return found
+
+
+async def _prepared(wire: Wire, condition: str) -> Holder | None:
+    """The oldest prepared transaction p that meets a condition."""
+    for gid, owner, age_s, xid in await wire.query(_PREPARED.format(condition=condition)):
+        found = readable(gid or "")
+        return Holder(0, readable(owner or ""), "", "prepared transaction", int(age_s or 0), f"xid={xid}", gid=found)
+    return None
 
 
 def _holder(row: SqlRow) -> Holder:
     pid, application, client, state, age_s, query, replication = row
     return Holder(
         int(pid or 0),
-        application or "",
+        readable(application or ""),
         client or "",
         f"replication {replication}" if replication else state or "unknown",
         int(age_s or 0),
-        " ".join((query or "").split()),
+        readable(" ".join((query or "").split())),
     )

@@ -327,10 +327,10 @@ class Joining:
             relations = await describe(wire, [table.oid for table in left])
             entries = await self._beside.ask_published(wire) or {}
             taken, captured = [], {}
-            for table in left:
-                if (
-                    table.oid not in relations or table.oid not in entries
-                ):  # dropped meanwhile: what its old copy has flows on, up to there
+            for number, table in enumerate(left, 1):
+                self.progress.steps.step("topics are made", number, len(left))
+                if table.oid not in relations or table.oid not in entries:
+                    # Dropped meanwhile: what its old copy has flows on, up to there.
                     continue
                 row = self._desk.rows.get(table.name)
                 if row is not None and row.flows:
@@ -363,8 +363,10 @@ class Joining:
     ) -> list[TableInfo]:
         """Those that are published now; the others are refused."""
         done = await publish(
-            wire, self._config, tables, published, attempts=LOCK_ATTEMPTS, note=self._desk.note, settle=settle
-        )
+            wire, self._config, tables, published, attempts=LOCK_ATTEMPTS, note=self._desk.note, settle=settle,
+            asked=self._desk.asked,
+            done=lambda number: self.progress.steps.step("tables are published", number, len(tables)),
+        )  # fmt: skip
         for table in [table for table in tables if table.name in done.failed]:
             error = done.failed[table.name]
             await self._desk.refuse(table.name, refusal_of(error), table.oid, going_on=may_pass(error))

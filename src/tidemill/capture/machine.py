@@ -27,6 +27,8 @@ from tidemill.capture.naming import table_name
 from tidemill.capture.registering import Schemas
 from tidemill.capture.session import Session
 from tidemill.capture.sinks import Sink
+from tidemill.capture.standing import Standing, standing_of
+from tidemill.capture.tables import NoTable
 from tidemill.capture.taps import Tap, Taps
 from tidemill.capture.timeline import History
 from tidemill.capture.wire.connection import server, where
@@ -83,6 +85,9 @@ class Capture:
         self._phase = ("starting", "")
         self._running: asyncio.Task[object] | None = None
         self._closed = False
+        self._settled = False
+        self._none_s = float("-inf")
+        """When the last session began that found no table to capture."""
         self._told = ""
 
     # what others may ask --------------------------------------------------------------------------
@@ -105,15 +110,32 @@ class Capture:
         if self._session is not None and self._session.joining is not None:
             self._session.joining.look()
 
+    def standing(self, schema: str, table: str) -> Standing | None:
+        """Why a table that is not among `relations()` will be again; None where the desk says nothing of the kind."""
+        return standing_of(self._desk.rows.get(table_name(schema, table)), self._clock.now_ms())
+
+    @property
+    def settled(self) -> bool:
+        """It is known which tables there are, be it none: a session has streamed, or found nothing to capture."""
+        if self._session is not None and self._session.joining is not None:
+            self._settled = True
+        return self._settled
+
     async def sought(self, schema: str, table: str, timeout_s: float) -> bool:
         """Somebody asks for a table that is not among `relations()`: True once it is. False: there is none, or it is
-        not to be captured, or cannot be. Raises Unavailable when neither is known in time: it is copied, or held."""
-        name = table_name(schema, table)
+        not to be captured, or cannot be, or it parks (`standing`). Raises Unavailable when none of these is known in
+        time: it is copied, or held."""
+        name, asked_s = table_name(schema, table), self._clock.monotonic_s()
         try:
             async with asyncio.timeout(timeout_s):
                 while self.relation(schema, table) is None:
+                    if self._none_s >= asked_s:
+                        return False
+                    standing = self.standing(schema, table)
+                    if standing is not None and not standing.passing:
+                        return False
                     joining = self._session.joining if self._session is not None else None
-                    if joining is not None and await joining.seeks(name) is False:
+                    if joining is not None and await joining.seeks(name) is False and standing is None:
                         return self.relation(schema, table) is not None
                     await asyncio.sleep(SOUGHT_POLL_S)
         except TimeoutError as error:
@@ -255,7 +277,11 @@ class Capture:
         )
         try:
             await self._session.run()
+        except NoTable:
+            self._settled, self._none_s = True, self._began_s
+            raise
         finally:
+            self._settled = self.settled
             if self._told or not self._phase[0]:
                 # Who held what while it streamed holds nothing now.
                 self._set_phase("the session ended", f"postgres:{server(self.config.dsn)}" if self._told else "")
@@ -312,13 +338,15 @@ class Capture:
         copy = session.progress if session is not None else None
         if copy is not None and (copy.rows or copy.blocked) and not copy.done:
             reason, held_by = copy.sentence, copy.held_by or held_by
+        elif copy is not None and copy.steps.doing and not held_by:
+            reason = f"{reason}: {copy.steps.doing}"
         earlier = self._tracker.mark(self.config.mark)
         position = earlier.position if earlier is not None else 0
         slot = session.slot if session is not None and position else None
         self._tracker.set(
             self.config.mark, position, max(position + 1, slot.wal_end if slot else 0), now_ms=now_ms,
             held_by=held_by, reason=reason, budget_ms=self.config.budget_ms, unit="lsn",
-            progress=copy.rows if copy is not None else 0,
+            progress=copy.rows + copy.chunks_done + copy.steps.count if copy is not None else 0,
         )  # fmt: skip
 
     def _mark_stream(self, session: Session, collector: Collector) -> None:
@@ -331,7 +359,8 @@ class Capture:
         holder, copied_rows = collector.tracker.holder(), 0
         if session.joining is not None:
             session.joining.mark()
-            copied_rows = session.joining.progress.moved
+            copy = session.joining.progress
+            copied_rows = copy.moved + copy.chunks_done + copy.steps.count
             kept_for = session.joining.keeping.tables
             if collector.status.told < collector.status.flushed and kept_for:
                 holder = self.config.table_mark(kept_for[0])

@@ -1,7 +1,8 @@
 """Statements of the application: none fails because a table is published, and no row comes without its old one.
 
 Published tables whose statements would fail, or that lack old rows, are mended or taken out; by a capture that is
-manual they are parked, and told. What is parked is taken out of the publication.
+manual they are parked, and told. What is parked is taken out of the publication. Where somebody else's publication
+makes them fail, the identity that the capture gave is taken back (withdrawing.py).
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from collections.abc import Container
 
 import structlog
 
+from tidemill.base.errors import Unavailable
 from tidemill.capture.beside import Beside
 from tidemill.capture.desk import recopy
 from tidemill.capture.looking import Kept
+from tidemill.capture.others import Objections
 from tidemill.capture.publication import not_full, publish, unpublish
-from tidemill.capture.tables import Hazard, TableInfo, hazards
+from tidemill.capture.tables import Hazard, Refusal, TableInfo, hazards
 from tidemill.capture.wire.connection import Wire, identifier
+from tidemill.capture.withdrawing import withdraw, withheld
 from tidemill.metastore.catalogue import CaptureTableRow
 
 log = structlog.get_logger()
@@ -38,12 +42,17 @@ class Mending:
     async def mend(self) -> None:
         """No statement of the application fails because a table is published, and no row comes without its old one."""
         config = self._config
+        objected = await self._beside.objections()
+        await self.withdraw(objected)
         for hazard in await self._hazards.now():
             row = self._desk.by_oid(hazard.oid)
+            objection = objected.get(hazard.oid)
+            if objection is not None and objection.refuses and not (hazard.virtual or hazard.breaks):
+                continue  # it must not have a whole identity
             if config.manual:
                 await self._tell_hazard(hazard, row)
                 continue
-            if row is not None and not hazard.virtual and config.whole:
+            if row is not None and not hazard.virtual and config.whole and objection is None:
                 # Noted before the connection is asked to alter it: what consensus takes is no silence of PostgreSQL's.
                 earlier = await self._control.ask(lambda wire, oid=hazard.oid: not_full(wire, oid))  # type: ignore[misc]
                 await self._desk.note(row.table, earlier)
@@ -64,6 +73,24 @@ class Mending:
                 )  # fmt: skip
         if not config.manual:
             await self._unpublish_parked()
+
+    async def withdraw(self, objected: Objections, *, streams: bool = True) -> None:
+        """`streams`: else nobody would know of a park, and the first row that lacks its old one brings it about. Raises
+        Unavailable where a copy is in the way: the next session begins with it (withdrawing.py, W1)."""
+        if not objected:
+            return
+        rows, left = self._desk.rows, set()
+        for one in await self._control.ask(lambda wire: withheld(wire, self._config, rows.values(), objected)):
+            if not await self._control.ask(lambda wire, one=one: withdraw(wire, self._config, one)):  # type: ignore[misc]
+                left.add(one.row.table)
+        for row in [row for row in rows.values() if row.oid in objected and objected[row.oid].refuses]:
+            why = Refusal("refused", objected[row.oid].reason, objected[row.oid].fix, again=True)
+            if row.flows and streams:
+                await self._beside.park_refused(row.table, why)
+            elif row.snapshot is None and row.state == "captured":
+                await self._desk.refuse(row.table, why, row.oid)
+                if row.table in left:
+                    raise Unavailable(f"a copy stands in the way of the identity that a table must have: {why.reason}")
 
     async def _ask_hazards(self, wire: Wire) -> list[Hazard]:
         return await hazards(wire, self._config.publication, self._config.whole)

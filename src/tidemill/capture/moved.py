@@ -26,7 +26,7 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.setup import SlotState
 from tidemill.capture.tails import high_watermark, last_record
 from tidemill.capture.timeline import Timeline, fork
-from tidemill.capture.topic_writer import position_of
+from tidemill.capture.topic_writer import CapturedTable, position_of
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, TopicRow
 from tidemill.shards.front import Binding, Remap
 from tidemill.shards.minting import Minter
@@ -50,6 +50,20 @@ class Moved(msgspec.Struct, frozen=True):
 def beyond(slot: SlotState, bound_lsn: int) -> bool:
     """The slot is confirmed beyond what is bound, which no session of this capture tells it. Pure."""
     return slot.confirmed_lsn - 1 > bound_lsn
+
+
+def let_go(slot: SlotState, lsn: int) -> bool:
+    """Commits at or above `lsn` are confirmed already, so the stream may not tell them again."""
+    return slot.confirmed_lsn > lsn
+
+
+def unaccounted(slot: SlotState | None, table: CapturedTable, latest: Binding | None) -> bool:
+    """WAL is confirmed that neither the newest binding nor the table's own copy accounts for. Pure."""
+    if slot is None or table.snapshot is None:
+        return slot is None
+    if latest is not None and table.topic.topic_id in latest.offsets:
+        return beyond(slot, latest.lsn)
+    return let_go(slot, table.snapshot.told_from_lsn)
 
 
 async def compare(

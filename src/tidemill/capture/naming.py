@@ -6,6 +6,9 @@
              the hash of the whole; the catalogue says which table that is.
     aside    the topic's name and _xhaside: no table's, since what follows _xh there are hexadecimal digits
 
+A name that is not UTF-8 (a database with the encoding SQL_ASCII takes any bytes) is a text with a surrogate for each
+odd byte, so that SQL finds it; for people that byte is \\xHH. A table with such a name in it is not captured.
+
 Both are one to one, so no table's name is refused, and two tables never share a topic.
 """
 
@@ -25,7 +28,16 @@ ASIDE = "_xhaside"
 
 
 def table_name(schema: str, table: str) -> str:
-    return f"{_quoted(schema)}.{_quoted(table)}"
+    return readable(f"{_quoted(schema)}.{_quoted(table)}")
+
+
+def odd(text: str) -> bool:
+    """It stands for bytes that are not UTF-8."""
+    return not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text)
+
+
+def readable(text: str) -> str:
+    return text.encode(errors="surrogateescape").decode(errors="backslashreplace") if odd(text) else text
 
 
 def split_name(name: str) -> tuple[str, str]:

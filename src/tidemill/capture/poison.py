@@ -9,7 +9,7 @@ from tidemill.base.tasks import sentence
 from tidemill.capture.changes import Fragment
 from tidemill.capture.converter import Converter, RelationSeen
 from tidemill.capture.tuples import NoOldRow
-from tidemill.capture.wire.pgoutput import decode, kind_of, oid_of
+from tidemill.capture.wire.pgoutput import LOGICAL_MESSAGE, decode, kind_of, oid_of
 from tidemill.capture.wire.stream import MESSAGE_BYTES, Framed
 
 
@@ -32,6 +32,9 @@ class Poisoned(Corrupt):
 def take(item: Framed, converter: Converter) -> Fragment | RelationSeen | None:
     """Decode a message and feed it. Raises Poisoned, and nothing else, for whatever is wrong with it."""
     try:
+        if item.left_out and item.payload[:1] == LOGICAL_MESSAGE:
+            converter.leave_out(item.payload)
+            return None
         if item.left_out:
             raise Invalid(f"a row is too large to be carried: limit={MESSAGE_BYTES}.", fix="Shorten it.")
         return converter.feed(decode(item.payload), len(item.payload))

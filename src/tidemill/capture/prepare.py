@@ -46,14 +46,17 @@ from tidemill.capture.entry import (
     without_taken,
 )
 from tidemill.capture.evolution import next_version, targets_of
-from tidemill.capture.moved import Moved, begin_era, compare
+from tidemill.capture.moved import Moved, begin_era, compare, let_go
+from tidemill.capture.others import objections
 from tidemill.capture.own_row import OwnRow
+from tidemill.capture.progress import Steps
 from tidemill.capture.publication import Entry, create_publication, not_published, publish, published_tables
 from tidemill.capture.setup import ServerFacts, SlotState, check_slot, create_slot, slot_state, start_over
-from tidemill.capture.tables import Choice, Refusal, TableInfo, describe, list_tables, resolve
+from tidemill.capture.tables import Choice, NoTable, Refusal, TableInfo, describe, list_tables, resolve
 from tidemill.capture.timeline import Timeline
 from tidemill.capture.topic_writer import CapturedTable
 from tidemill.capture.wire.connection import Wire, identifier
+from tidemill.capture.withdrawing import withdraw, withheld
 from tidemill.metastore.catalogue import (
     CaptureRow,
     CaptureTableRow,
@@ -67,7 +70,7 @@ log = structlog.get_logger()
 
 FREE_POLL_S = 0.2
 FREE_ATTEMPTS = 400
-"""As a session that begins to stream waits (session.SLOT_BUSY_ATTEMPTS)."""
+"""As a session that begins to stream waits (locking.SLOT_ATTEMPTS)."""
 FIRST_ATTEMPTS = 3
 """For the lock of one table while the whole capture waits; it is tried again beside the stream."""
 
@@ -96,6 +99,7 @@ async def prepare(
     desk: Desk,
     topics: TopicLog,
     clock: Clock,
+    steps: Steps,
 ) -> Prepared:
     """`wire` has the capture's lock. `own`: the capture's row, which is claimed here. `line`: of the server.
 
@@ -109,9 +113,14 @@ async def prepare(
             f" recorded={row.system_id} found={facts.system_id}.",
             fix="Correct the DSN, or start the capture over.",
         )
+    objected = await objections(wire, config)
+    if row is not None:
+        # Before any lock is taken that would stand in the way (withdrawing.py, W1).
+        for one in await withheld(wire, config, await catalogue.tables(config.name), objected):
+            await withdraw(wire, config, one)
     found = await list_tables(wire)
     try:
-        choice = resolve(config.tables, found, facts.version, whole=config.whole)
+        choice = resolve(config.tables, found, facts.version, whole=config.whole, objections=objected)
     except Invalid:
         # With a slot there is WAL to let go of, and tables may come again.
         if row is None:
@@ -139,8 +148,8 @@ async def prepare(
             # What a predecessor told last may be on its way: where a table joins depends on it.
             slot = await _once_free(wire, config)
         await join_ended(config, catalogue, desk, topics, latest, slot, clock)
-        return await _go_on(wire, config, catalogue, desk, own, choice, found, slot)
-    return await _begin(wire, config, facts, line, catalogue, desk, own, choice, published)
+        return await _go_on(wire, config, catalogue, desk, own, choice, found, slot, steps)
+    return await _begin(wire, config, facts, line, catalogue, desk, own, choice, published, steps)
 
 
 async def begin_anew(wire: Wire, config: CaptureConfig, rows: Iterable[CaptureTableRow]) -> None:
@@ -173,6 +182,7 @@ async def _begin(
     own: OwnRow,
     choice: Choice,
     published: dict[int, Entry] | None,
+    steps: Steps,
 ) -> Prepared:
     """Nothing is there yet: publish, make the slot, and let everything be copied before the stream begins."""
     row = own.row
@@ -184,8 +194,10 @@ async def _begin(
     if published is None:
         await create_publication(wire, config.publication)
     done = await publish(
-        wire, config, choice.tables, published or {}, attempts=1, note=desk.note, settle=published or {}
-    )
+        wire, config, choice.tables, published or {}, attempts=1, note=desk.note, settle=published or {},
+        asked=desk.asked, done=lambda number: steps.step("tables are published", number, len(choice.tables)),
+    )  # fmt: skip
+    steps.end()
     refused = {n: e for n, e in done.failed.items() if isinstance(e, Invalid)}
     if row is None and choice.tables and len(refused) == len(choice.tables):
         if not config.manual:
@@ -196,8 +208,9 @@ async def _begin(
     # The slot has waited for the transactions that were open: what they held may be free by now.
     waiting = [t for t in choice.tables if isinstance(done.failed.get(t.name), Unavailable)]
     again = await publish(
-        wire, config, waiting, published or {}, attempts=FIRST_ATTEMPTS, note=desk.note, settle=published or {}
-    )
+        wire, config, waiting, published or {}, attempts=FIRST_ATTEMPTS, note=desk.note, settle=published or {},
+        asked=desk.asked, done=lambda number: steps.step("tables are published", number, len(waiting)),
+    )  # fmt: skip
     failed = {**refused, **again.failed}
     relations = await describe(wire, [table.oid for table in choice.tables])
     taken = []
@@ -220,7 +233,8 @@ async def _begin(
     await own.begin(begun)
     entries = await published_tables(wire, config.publication, manual=config.manual) or {}
     captured = []
-    for table in taken:
+    for number, table in enumerate(taken, 1):
+        steps.step("topics are made", number, len(taken))
         if table.oid not in entries:
             unpublished = f"the table was unpublished just now: table={table.name}."
             await desk.refuse(table.name, refusal_of(Unavailable(unpublished)), table.oid)
@@ -242,6 +256,7 @@ async def _go_on(
     choice: Choice,
     found: list[TableInfo],
     slot: SlotState,
+    steps: Steps,
 ) -> Prepared:
     """Some tables are there: stream these. The others are taken in beside it."""
     if not own.now.snapshot_done:
@@ -254,7 +269,8 @@ async def _go_on(
         if table.table not in wanted:
             why = choice.refused.get(table.table)
             if why is not None and any((t.name, t.oid) == (table.table, table.oid) for t in found):
-                await desk.park(table.table, wal_end, why.reason)
+                first = why.fix if why.again else ""
+                await desk.park(table.table, wal_end, why.reason, again=why.again, first=first)
             else:
                 await desk.park(table.table, wal_end, *gone(table, found), state="dropped")
         elif table.columns and table.oid in now:
@@ -269,7 +285,8 @@ async def _go_on(
     for name, why in choice.refused.items():
         await desk.refuse(name, why)
     captured, relations = [], {}
-    for table in desk.rows.values():
+    for number, table in enumerate(desk.rows.values(), 1):
+        steps.step("topics are looked up", number, len(desk.rows))
         beyond = table.parked_lsn and table.parked_lsn <= slot.confirmed_lsn
         if table.snapshot is None or beyond or table.state not in ("captured", "parked", "dropped"):
             continue
@@ -396,11 +413,6 @@ async def _once_free(wire: Wire, config: CaptureConfig) -> SlotState:
     raise Unavailable(f"the slot is in use: slot={config.slot} pid={slot.active_pid}.")
 
 
-def let_go(slot: SlotState, lsn: int) -> bool:
-    """Commits at or above `lsn` are confirmed already, so the stream may not tell them again."""
-    return slot.confirmed_lsn > lsn
-
-
 async def _split(catalogue: Catalogue, own: OwnRow) -> CaptureRow | None:
     """Give each table of an older version's row a row of its own, then empty its maps."""
     row = own.row
@@ -413,5 +425,5 @@ async def _split(catalogue: Catalogue, own: OwnRow) -> CaptureRow | None:
 
 def _refuse_all(refused: Iterable[Refusal]) -> None:
     for why in refused:
-        raise Invalid(why.reason, fix=why.fix)
-    raise Invalid("the capture's patterns leave no table.", fix="Correct `tables` of this capture.")
+        raise NoTable(why.reason, fix=why.fix)
+    raise NoTable("the capture's patterns leave no table.", fix="Correct `tables` of this capture.")

@@ -8,6 +8,22 @@ from tidemill.base.limits import MIB
 from tidemill.metastore.catalogue import SetAside
 
 
+class Steps:
+    """What a set-up or a copy does table by table before its rows and behind them: how much, and what just now."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.doing = ""
+
+    def step(self, what: str, number: int, of: int) -> None:
+        """The `number`th of so many tables begins."""
+        self.count += 1
+        self.doing = f"{what}: {number} of {of} tables"
+
+    def end(self) -> None:
+        self.doing = ""
+
+
 class SnapshotProgress:
     """Rows copied so far, rows expected (the planner's estimate, or what the chunks that are done lead to), rows per
     second since the start. `chunks_done` of `chunks`: of all its tables (chunks.py).
@@ -18,6 +34,7 @@ class SnapshotProgress:
         self._clock = clock
         self._started_s = clock.monotonic_s()
         self._ended_s: float | None = None
+        self.steps = Steps()
         self.rows = 0
         self.estimate = 0
         self.chunks = 0
@@ -67,6 +84,8 @@ class SnapshotProgress:
     def _sentence(self) -> str:
         if self.blocked:
             return f"the copy waits for another session: {self.blocked}"
+        if self.steps.doing:
+            return self.steps.doing
         if not self.table:
             return "waits to be copied"
         left_s = self.left_s

@@ -4,7 +4,8 @@ P1  A table is published and given REPLICA IDENTITY FULL in one transaction: pub
     UPDATEs and DELETEs would fail. Where identities are taken as they are (capture.NAME.identity) none is altered, and
     a table is published with one that says its key: looked at under the lock, which keeps it so. On PostgreSQL 18
     stored generated columns are published from the start, and a table with virtual ones is never given here
-    (tables.refusal): both would make UPDATEs and DELETEs fail, too.
+    (tables.refusal): both would make UPDATEs and DELETEs fail, too. So would other publications (others.py): where
+    one does not fit a whole identity, the table is not given it.
 P2  A lock comes first and waits out writers that began before the table was published: rows of theirs would be in
     neither snapshot nor stream (electric #4773). It is at once the strongest one that is needed, ACCESS EXCLUSIVE where
     an identity is altered, else SHARE: whoever has SHARE and waits for more is in a deadlock with each transaction that
@@ -20,6 +21,7 @@ P3  Whoever waits for a lock makes all who come later wait behind it, for ACCESS
 P4  One table's failure is that table's: it is told, and the others go on.
 P5  What identity a table had is written down before it is altered, so that `capture drop` can give it back whatever
     dies in between. Only FULL is ever taken back: another one has been set by somebody else since.
+    It is given back only where no publication makes UPDATE and DELETE fail with it (others.py).
 P7  The rows of the catalogue under which a table is published are recorded, by oid and xmin, before it is copied.
     Whatever is altered of a publication writes a row anew, be it altered back at once: from then on changes may be
     missing from the stream, and the table is copied again (moved.py).
@@ -39,6 +41,8 @@ import structlog
 from tidemill.base.errors import Invalid, TidemillError, Unavailable, Unknown
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.holders import Holder, table_holder, writers
+from tidemill.capture.others import Failing, failing, objections
+from tidemill.capture.statements import add_table, creation, statements, target, whole_identity, with_generated
 from tidemill.capture.tables import GENERATED_PUBLISHED, STATEMENTS, TableInfo, keyless
 from tidemill.capture.wire.connection import Wire, identifier, literal, qualified
 from tidemill.capture.wire.errors import SqlError
@@ -62,7 +66,7 @@ class Blocked(Unavailable):
     def __init__(self, table: TableInfo, holder: Holder | None) -> None:
         super().__init__(
             f"the table is locked by others: table={table.name} {holder or 'pid=gone'}.",
-            fix="End that transaction; the table is taken in as soon as the lock is free.",
+            fix=f"{holder.end if holder else 'End that transaction'}; the table is taken in once the lock is free.",
         )
         self.held_by = holder.name if holder is not None else ""
 
@@ -85,6 +89,22 @@ class Entry(NamedTuple):
 
     name: str
     rows: tuple[int, ...] = ()
+
+
+class Objected(Invalid):
+    """A publication makes the table's UPDATE and DELETE fail with the identity that it was to be given."""
+
+
+class Needed(Invalid):
+    """`publications` make UPDATE or DELETE of a relation fail with the identity that was to be given back to it."""
+
+    def __init__(self, relation: str, before: str, found: Sequence[Failing]) -> None:
+        self.publications = {each.publication for each in found}
+        super().__init__(
+            f"an UPDATE or DELETE would fail with the identity from before: relation={relation} identity={before!r}"
+            f" publications={','.join(sorted(self.publications))} cause={found[0].cause!r}.",
+            fix=f"Take it out of those publications, then run ALTER TABLE {relation} REPLICA IDENTITY {before};",
+        )
 
 
 class Published(msgspec.Struct, frozen=True):
@@ -110,7 +130,8 @@ async def published_tables(wire: Wire, publication: str, *, manual: bool = False
     if rows[0][:3] != ("t", "t", "f"):
         raise Invalid(
             f"a publication of this name exists with other options: publication={publication}.",
-            fix=f"Run DROP PUBLICATION {identifier(publication)}; it is created again as needed.",
+            fix=f"Run DROP PUBLICATION {identifier(publication)}; "
+            + (f"{creation(publication, wire.server_version)};" if manual else "it is created again as needed."),
         )
     if rows[0][3] != "t":
         # Made by an older version, or before the server was upgraded.
@@ -172,15 +193,18 @@ async def publish(
     attempts: int,
     note: Note,
     settle: Container[int] = (),
+    asked: Note | None = None,
+    done: Callable[[int], None] = lambda _: None,
 ) -> Published:
     """Publish each table that is not, with a whole identity (P1 to P5). `settle`: oids of those that are about to be
-    copied though they are published already. Raises only when the connection breaks, and what `note`
-    raises."""
+    copied though they are published already. `asked`: as `note`, of a table that an administrator is to give it (P6).
+    `done(n)`: the nth table begins. Raises only when the connection breaks, and what `note` and `asked` raise."""
     newly: set[int] = set()
     failed: dict[str, TidemillError] = {}
-    for table in tables:
+    for number, table in enumerate(tables, 1):
+        done(number)
         try:
-            locked = await _publish_table(wire, config, table, table.oid in published, attempts, note)
+            locked = await _publish_table(wire, config, table, table.oid in published, attempts, note, asked)
             if not locked and table.oid in settle:
                 await _settle(wire, table, attempts)
         except Unavailable as error:
@@ -190,20 +214,17 @@ async def publish(
         except Unknown:
             raise  # what is written down of it is not known: nothing about PostgreSQL
         except TidemillError as error:
-            failed[table.name] = error if isinstance(error, Unprepared) else _refused(config, table, error)
+            known = isinstance(error, Unprepared | Objected)
+            failed[table.name] = error if known else await _refused(wire, config, table, error)
         else:
             newly |= {table.oid} - {*published}
     return Published(frozenset(newly), failed)
 
 
-def _refused(config: CaptureConfig, table: TableInfo, error: TidemillError) -> Invalid:
-    statements = [add_table(config.publication, table)]
-    if config.whole:
-        statements.append(whole_identity(qualified(table.schema, table.table)))
-    return Invalid(
-        f"the table cannot be published: table={table.name} error={error.message}",
-        fix=f"Let the role own {table.name}, or have an administrator run: {'; '.join(statements)}.",
-    )
+async def _refused(wire: Wire, config: CaptureConfig, table: TableInfo, error: TidemillError) -> Invalid:
+    missing = await statements(wire, config, [table])
+    run = f"Let the role own {table.name}, or have an administrator run: {'; '.join(missing)};" if missing else ""
+    return Invalid(f"the table cannot be published: table={table.name} error={error.message}", fix=run or error.fix)
 
 
 async def unpublish(wire: Wire, config: CaptureConfig, name: str) -> bool:
@@ -221,21 +242,23 @@ async def unpublish(wire: Wire, config: CaptureConfig, name: str) -> bool:
 
 
 async def _publish_table(
-    wire: Wire, config: CaptureConfig, table: TableInfo, published: bool, attempts: int, note: Note
+    wire: Wire, config: CaptureConfig, table: TableInfo, published: bool, attempts: int, note: Note, asked: Note | None
 ) -> bool:
     """True when its lock was had, False when there was nothing to do. Raises Unprepared."""
-    name = _target(table)
+    name = target(table)
     for attempt in range(1, attempts + 1):
         earlier = await not_full(wire, table.oid) if config.whole else {}
         alter = [whole_identity(name) for name, _ in earlier.values()]
         add = [] if published else [add_table(config.publication, table)]
         if config.manual and (add or alter):
-            raise Unprepared(table, [*add, *alter])
+            if earlier and asked is not None:
+                await asked(table.name, earlier)
+            raise Unprepared(table, await statements(wire, config, [table]) or [*add, *alter])
         if not add and not alter:
             return False
         if earlier:
             await note(table.name, earlier)
-        sound = None if config.whole else partial(_check_identity, wire, table)
+        sound = partial(_check_others, wire, config, table) if config.whole else partial(_check_identity, wire, table)
         try:
             mode = "ACCESS EXCLUSIVE" if alter else "SHARE"
             await _once(wire, [f"LOCK TABLE {name} IN {mode} MODE", *add, *alter], sound)
@@ -249,36 +272,18 @@ async def _publish_table(
     return False
 
 
+async def _check_others(wire: Wire, config: CaptureConfig, table: TableInfo) -> None:
+    """Under the table's lock (others.py, O1). Raises Objected."""
+    objection = (await objections(wire, config)).get(table.oid)
+    if objection is not None and objection.refuses:
+        raise Objected(objection.reason, fix=objection.fix)
+
+
 async def _check_identity(wire: Wire, table: TableInfo) -> None:
     """Under the table's lock. Raises Unprepared when an UPDATE or DELETE of it would not say whose row it was."""
     missing = (await keyless(wire, [table.oid])).values()
     if missing:
         raise Unprepared(table, [statement for each in missing for statement in each])
-
-
-def _target(table: TableInfo) -> str:
-    """Without ONLY the tables that inherit from this one would be published too: without an identity (P1)."""
-    return ("" if table.kind == "p" else "ONLY ") + qualified(table.schema, table.table)
-
-
-def add_table(publication: str, table: TableInfo) -> str:
-    return f"ALTER PUBLICATION {identifier(publication)} ADD TABLE {_target(table)}"
-
-
-def whole_identity(relation: str) -> str:
-    return f"ALTER TABLE {relation} REPLICA IDENTITY FULL"
-
-
-def with_generated(publication: str) -> str:
-    return f"ALTER PUBLICATION {identifier(publication)} SET (publish_generated_columns = stored)"
-
-
-def creation(publication: str, version: int) -> str:
-    """The statement that makes the publication, of no table yet."""
-    options = "publish = 'insert, update, delete, truncate', publish_via_partition_root = true"
-    if version >= GENERATED_PUBLISHED:
-        options += ", publish_generated_columns = stored"
-    return f"CREATE PUBLICATION {identifier(publication)} WITH ({options})"
 
 
 async def _settle(wire: Wire, table: TableInfo, attempts: int) -> None:
@@ -315,8 +320,8 @@ async def not_full(wire: Wire, oid: int) -> Identities:
 
 async def give_back(wire: Wire, oid: int, before: str, *, attempts: int) -> str:
     """Set the identity that a table or partition had (P5): how SQL names it now, or "" when there is nothing to give
-    back: it is gone, or somebody set another one. Raises SqlError when its lock cannot be had, or PostgreSQL refuses
-    the identity."""
+    back: it is gone, or somebody set another one. Raises Needed, and SqlError when its lock cannot be had, or
+    PostgreSQL refuses the identity."""
     for attempt in range(1, attempts + 1):
         rows = await wire.query(
             "SELECT n.nspname, c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
@@ -325,14 +330,23 @@ async def give_back(wire: Wire, oid: int, before: str, *, attempts: int) -> str:
         if not rows:
             return ""
         name = qualified(rows[0][0] or "", rows[0][1] or "")
+        check = partial(_check_needed, wire, oid, name, before)
+        await check()  # nobody waits behind this one
         try:
-            await _once(wire, [f"ALTER TABLE {name} REPLICA IDENTITY {before}"])
+            lock = f"LOCK TABLE ONLY {name} IN ACCESS EXCLUSIVE MODE"
+            await _once(wire, [lock, f"ALTER TABLE ONLY {name} REPLICA IDENTITY {before}"], check)
             return name
         except SqlError as error:
             if error.sqlstate not in LOCKED or attempt == attempts:
                 raise
             await asyncio.sleep(LOCK_PAUSE_S)
     return ""
+
+
+async def _check_needed(wire: Wire, oid: int, name: str, before: str) -> None:
+    found = await failing(wire, [(oid, before)])
+    if found:
+        raise Needed(name, before, found)
 
 
 async def _once(wire: Wire, statements: Sequence[str], sound: Callable[[], Awaitable[None]] | None = None) -> None:

@@ -10,30 +10,19 @@ https://www.postgresql.org/docs/current/sql-createpublication.html, …/logical-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
+
+import msgspec
 
 from tidemill.base.errors import Invalid
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.publication import add_table, creation, whole_identity, with_generated
+from tidemill.capture.others import Objection, objections
+from tidemill.capture.publication import Identities, not_full
 from tidemill.capture.setup import check_server
-from tidemill.capture.tables import GENERATED_PUBLISHED, TableInfo, list_tables, resolve
-from tidemill.capture.wire.connection import Wire, identifier, literal, qualified
-
-_TABLES = """
-SELECT c.oid, pg_has_role(c.relowner, 'USAGE'), has_table_privilege(c.oid, 'SELECT'),
-       has_schema_privilege(c.relnamespace, 'USAGE'),
-       EXISTS (SELECT FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
-                WHERE p.pubname = {publication} AND r.prrelid = c.oid)
-  FROM pg_class c WHERE c.oid IN ({oids})
-"""
-
-_PARTIAL = """
-SELECT DISTINCT n.nspname, c.relname
-  FROM unnest(ARRAY[{oids}]::oid[]) o, LATERAL (SELECT o UNION SELECT relid FROM pg_partition_tree(o)) t(oid)
-  JOIN pg_class c USING (oid) JOIN pg_namespace n ON n.oid = c.relnamespace
- WHERE c.relreplident <> 'f' AND {mine} ORDER BY 1, 2
-"""
+from tidemill.capture.statements import statements, whole_identity
+from tidemill.capture.tables import TableInfo, list_tables, resolve
+from tidemill.capture.wire.connection import Wire, literal
 
 
 async def check_database(
@@ -43,28 +32,43 @@ async def check_database(
     wire = await Wire.connect(dsn, purpose="check")
     try:
         config = CaptureConfig(name="check", dsn=dsn, tables=tuple(tables), identity=identity)
-        return (await _looked_at(wire, config))[0]
+        return (await _looked_at(wire, config)).line
     finally:
         await wire.aclose()
 
 
-async def check_capture(config: CaptureConfig) -> str:
-    """The same for `tidemill doctor`, and that nothing is left for an administrator. Raises Invalid or Unavailable."""
+Keep = Callable[[dict[str, Identities]], Awaitable[None]]
+"""keep(by table, what it and its partitions have before an administrator gives them FULL)"""
+
+
+async def check_capture(config: CaptureConfig, keep: Keep | None = None) -> str:
+    """The same for `tidemill doctor`, and that nothing is left for an administrator. Raises Invalid or Unavailable, and
+    what `keep` raises."""
     wire = await Wire.connect(config.dsn, purpose="doctor")
     try:
-        line, tables = await _looked_at(wire, config)
-        missing = await statements(wire, config, tables)
+        found = await _looked_at(wire, config)
+        missing = await statements(wire, config, found.able)
+        full = {table.name: await not_full(wire, table.oid) for table in found.able} if config.whole and missing else {}
         if config.failover:
             await check_standbys(wire)
     finally:
         await wire.aclose()
+    asked = {name: _asked(identities, missing) for name, identities in full.items()}
+    asked = {name: identities for name, identities in asked.items() if identities}
+    if asked and keep is not None:
+        await keep(asked)
+    run = f"Have an administrator run: {'; '.join(missing)};" if missing else ""
+    if found.objected:
+        first, more = found.objected[0], len(found.objected) - 1
+        said = f"{first.reason.rstrip('.')} more={more}." if more else first.reason
+        raise Invalid(said, fix=f"{first.fix} {run}".strip())
     if missing:
         raise Invalid(
             f"the role {'is not to' if config.manual else 'may not'} do all that its capture needs:"
-            f" capture={config.name} statements={len(missing)}.",
-            fix="Have an administrator run: " + "; ".join(missing) + ";",
+            f" capture={config.name} statements={len(missing)}{_way_back(asked)}.",
+            fix=run,
         )
-    return line
+    return found.line
 
 
 async def check_standbys(wire: Wire) -> None:
@@ -94,54 +98,36 @@ def _list(slots: set[str]) -> str:
     return ", ".join(literal(name).strip() for name in sorted(slots))
 
 
-async def _looked_at(wire: Wire, config: CaptureConfig) -> tuple[str, tuple[TableInfo, ...]]:
-    """What is said of the database, and the tables that can be captured, be it with another identity first."""
+def _asked(identities: Identities, missing: Sequence[str]) -> Identities:
+    """Those that the statements replace."""
+    return {oid: (name, before) for oid, (name, before) in identities.items() if whole_identity(name) in missing}
+
+
+def _way_back(asked: dict[str, Identities]) -> str:
+    back = [
+        f"ALTER TABLE {name} REPLICA IDENTITY {before}" for each in asked.values() for name, before in each.values()
+    ]
+    return f" way_back={'; '.join(back)!r}" if back else ""
+
+
+class _Looked(msgspec.Struct, frozen=True):
+    """`line`: what is said of the database. `able`: tables that can be captured, be it with another identity first.
+    `objected`: why others cannot, as publications hold them."""
+
+    line: str
+    able: tuple[TableInfo, ...]
+    objected: list[Objection]
+
+
+async def _looked_at(wire: Wire, config: CaptureConfig) -> _Looked:
     facts, found = await check_server(wire, config), await list_tables(wire)
-    choice = resolve(config.tables, found, wire.server_version, whole=config.whole)
-    able = resolve(config.tables, found, wire.server_version).tables
+    objected = await objections(wire, config)
+    choice = resolve(config.tables, found, wire.server_version, whole=config.whole, objections=objected)
+    wanted = resolve(config.tables, found, wire.server_version).tables
+    refusing = {oid: each for oid, each in objected.items() if each.refuses}
     left = f", not captured: {', '.join(sorted(choice.refused))}" if choice.refused else ""
-    return f"PostgreSQL {facts.version // 10_000}.{facts.version % 10_000}, {len(choice.tables)} tables{left}", able
-
-
-async def statements(wire: Wire, config: CaptureConfig, tables: Sequence[TableInfo]) -> list[str]:
-    """For an administrator, in order; [] = the role can do all of it itself, or it is done. `tables`: such as can be
-    captured (resolve); of those whose identity is taken as it is and does not say the key, that is the first thing."""
-    if not tables:
-        return []
-    role = identifier(await wire.value("SELECT current_user") or "")
-    generated = "p.pubgencols = 's'" if wire.server_version >= GENERATED_PUBLISHED else "true"
-    found = await wire.query(
-        f"SELECT pg_has_role(p.pubowner, 'USAGE'), {generated} FROM pg_publication p"
-        f" WHERE p.pubname = {literal(config.publication)}"
+    return _Looked(
+        f"PostgreSQL {facts.version // 10_000}.{facts.version % 10_000}, {len(choice.tables)} tables{left}",
+        tuple(table for table in wanted if table.oid not in refusing),
+        [refusing[table.oid] for table in wanted if table.oid in refusing],
     )
-    may_create = await wire.value("SELECT has_database_privilege(current_database(), 'CREATE')") == "t"
-    may_create = may_create and not config.manual
-    may_alter = (found[0][0] == "t" if found else may_create) and not config.manual
-    oids = ", ".join(str(table.oid) for table in tables)
-    query = _TABLES.format(publication=literal(config.publication), oids=oids)
-    known = {int(oid or 0): [each == "t" for each in rest] for oid, *rest in await wire.query(query)}
-    by_oid = [(table, known[table.oid]) for table in tables if table.oid in known]
-    unusable = {table.schema for table, (_, _, usable, _) in by_oid if not usable}
-    out = [f"GRANT USAGE ON SCHEMA {identifier(schema)} TO {role}" for schema in sorted(unusable)]
-    out += [
-        f"GRANT SELECT ON {qualified(table.schema, table.table)} TO {role}"
-        for table, (_, readable, _, _) in by_oid
-        if not readable
-    ]
-    if not found and not may_create:
-        out.append(creation(config.publication, wire.server_version))
-    elif found and found[0][1] != "t" and not may_alter:
-        out.append(with_generated(config.publication))
-    if not config.whole:
-        # Before it is published: from then on its UPDATEs and DELETEs would fail.
-        out += [table.lacking for table in tables if table.lacking]
-    out += [
-        add_table(config.publication, table)
-        for table, (owned, _, _, published) in by_oid
-        if not published and not (owned and may_alter)
-    ]
-    if not config.whole:
-        return out
-    mine = "true" if config.manual else "NOT pg_has_role(c.relowner, 'USAGE')"
-    partial = await wire.query(_PARTIAL.format(oids=oids, mine=mine))
-    return out + [whole_identity(qualified(schema or "", name or "")) for schema, name in partial]

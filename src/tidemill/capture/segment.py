@@ -211,6 +211,17 @@ def first_position(changes: Sequence[Change]) -> ChangePosition | None:
     return None
 
 
+def relations_of(changes: Sequence[Change]) -> set[int]:
+    """Oids of the relations that they change; none is decoded."""
+    found: set[int] = set()
+    for part in parts_of(changes):
+        if isinstance(part, Rows):
+            found.update(block.relation.oid for block, _, _ in part.segment.ranges(part.start, part.end))
+        else:
+            found.add(part.relation.oid)
+    return found
+
+
 def by_relation(changes: Sequence[Change], oids: Collection[int]) -> dict[int, list[Change]]:
     """The changes of each of these relations, in order; no others are decoded."""
     found: dict[int, list[Change]] = {}

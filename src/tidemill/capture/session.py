@@ -19,9 +19,10 @@ from tidemill.base.frontier import ChangePosition
 from tidemill.base.histogram import Stages
 from tidemill.base.pace import Pace
 from tidemill.base.tasks import Tasks, sentence
+from tidemill.capture.beside import Beside
 from tidemill.capture.bindings import Binder, where_to_start
 from tidemill.capture.burst import Run, steps
-from tidemill.capture.changes import NEVER, Relation
+from tidemill.capture.changes import NEVER, Fragment, Relation, Row
 from tidemill.capture.collector import Collector
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.converter import Converter, RelationSeen
@@ -29,16 +30,19 @@ from tidemill.capture.copying import take_snapshot
 from tidemill.capture.descriptions import Descriptions
 from tidemill.capture.desk import Desk
 from tidemill.capture.entry import copy_target
-from tidemill.capture.holders import Holder, busy_walsender, slot_holder
-from tidemill.capture.joining import Joining
+from tidemill.capture.holders import Holder, busy_walsender
+from tidemill.capture.joining import HAZARD_POLL_S, Joining
 from tidemill.capture.keeping import kept_for
-from tidemill.capture.locking import own_session, take_lock
-from tidemill.capture.moved import beyond
+from tidemill.capture.locking import own_session, start_when_free, take_lock
+from tidemill.capture.mending import Mending
+from tidemill.capture.moved import unaccounted
 from tidemill.capture.own_row import OwnRow
 from tidemill.capture.poison import Poisoned, take
-from tidemill.capture.prepare import Prepared, begin_anew, let_go, prepare
+from tidemill.capture.prepare import Prepared, begin_anew, prepare
+from tidemill.capture.present import rows_now
 from tidemill.capture.progress import SnapshotProgress
 from tidemill.capture.retained import Retained
+from tidemill.capture.rivals import Rivals
 from tidemill.capture.setup import ServerFacts, SlotState, check_server, slot_state
 from tidemill.capture.sinks import Sink
 from tidemill.capture.taps import Taps
@@ -57,7 +61,7 @@ from tidemill.capture.watch import (
     watch_slot,
 )
 from tidemill.capture.wire.connection import BURST_BYTES, Wire, server, where
-from tidemill.capture.wire.errors import SqlError, Undecodable
+from tidemill.capture.wire.errors import Undecodable
 from tidemill.capture.wire.status import Keepalive, Status, keepalive_interval_s
 from tidemill.capture.wire.stream import Framed, ReplicationStream
 from tidemill.metastore.catalogue import Catalogue
@@ -66,17 +70,12 @@ from tidemill.topics.front import TopicLog
 
 log = structlog.get_logger()
 
-SLOT_BUSY_POLL_S = 0.2
-SLOT_BUSY_ATTEMPTS = 400
-"""A walsender whose client died holds the slot until wal_sender_timeout (60 s by default) has passed."""
 STATUS_MIN_INTERVAL_S = 0.02
 DENSE_FRAMES = 24
 """So many at hand at once are a flow: what follows is gathered for GATHER_S, and encoded by columns."""
 GATHER_S = 0.004
 SETTLE_S = 1.0
 """For one last binding while consensus answers; without it nobody waits."""
-_OBJECT_IN_USE = "55006"
-
 SETTING_UP = "setting up publication, slot and topics"
 
 
@@ -122,6 +121,7 @@ class Session:
         self._parking = asyncio.Lock()
         self._descriptions = Descriptions(config, desk, self._converter, self._parking)
         self._unfit = Unfit(desk, self._converter, taps, self._keep_wal)
+        self._rivals = Rivals(self._rows_now, self._unfit.undecided)
         self.answers = Answers(clock)
         self.collector: Collector | None = None
         self.writer: TopicWriter | None = None
@@ -248,7 +248,9 @@ class Session:
         # A long copy must not go on after its slot is lost.
         assert self._control is not None
         tasks.spawn(watch_slot(self._control, self._config, self._saw_slot, self._idle), name="capture slot")
+        guard = tasks.spawn(self._guard(), name="capture identities")
         await self._open_writer(prepared)
+        guard.cancel()
         await self._start_stream(prepared, facts, tasks)
 
     async def _prepare(self, tasks: Tasks) -> tuple[Prepared, ServerFacts]:
@@ -269,8 +271,9 @@ class Session:
         blocked = watch_set_up(lambda: self._connect("watch"), self.answers, config.name, self._blocked)
         self._watching = tasks.spawn(blocked, name="capture set-up watch")
         prepared = await prepare(
-            wire, config, facts, self._catalogue, self._own, self._remap, line, self.desk, self._topics, self._clock
-        )
+            wire, config, facts, self._catalogue, self._own, self._remap, line, self.desk, self._topics, self._clock,
+            self.progress.steps,
+        )  # fmt: skip
         self.slot = prepared.slot
         self.generation = self._own.now.generation
         # No await from here until the relations are learned: who begins to follow one now follows this session's.
@@ -287,6 +290,15 @@ class Session:
         # Before anything is confirmed that others who were named there have not seen (taps.py, X6).
         await self.name_taps()
         return prepared, facts
+
+    async def _guard(self) -> None:
+        """Until the stream begins, whose watch does it then: no identity may make the application's statements fail."""
+        assert self._control is not None
+        beside = Beside(self._config, self._control, self.desk, self._catalogue, self._parking)
+        mending = Mending(beside)
+        while True:
+            await mending.withdraw(await beside.objections(), streams=False)
+            await asyncio.sleep(HAZARD_POLL_S)
 
     async def _open_writer(self, prepared: Prepared) -> None:
         """Tails, snapshot of what is fresh, and where the count of offsets starts."""
@@ -308,7 +320,13 @@ class Session:
         writer = self.writer = TopicWriter(
             self.topic_consumer, copied, self._topics, self._rand, binder.durable, self._unfit.row
         )
-        await writer.open(latest.offsets if latest else {}, latest.lsn if latest else 0)
+        steps = self.progress.steps
+        await writer.open(
+            latest.offsets if latest else {},
+            latest.lsn if latest else 0,
+            lambda number: steps.step("topics are opened", number, len(copied)),
+        )
+        steps.end()
         snapshots = {table.topic.topic_id: table.snapshot for table in copied if table.snapshot is not None}
         binder.start_at(*where_to_start(snapshots, latest))
 
@@ -339,7 +357,10 @@ class Session:
         stream = self._stream = ReplicationStream(wire)
         assert self.line is not None
         await check_same(wire, self.answers, self.line)
-        await self._start_when_free(stream)
+        await start_when_free(
+            stream, self._control, config, self.answers,
+            lambda holder: self._wait_for(f"the slot is in use: slot={config.slot}", holder),
+        )  # fmt: skip
         await self._check_confirmed()
         status = Status(prepared.slot.confirmed_lsn - 1)
         self._hold_for(status)
@@ -355,7 +376,7 @@ class Session:
             queue_changes=config.queue_changes,
         )
         interval_s = keepalive_interval_s(facts.wal_sender_timeout_ms)
-        self._taps.begin(self, prepared.slot.confirmed_lsn - 1)
+        self._taps.begin(self, prepared.slot.confirmed_lsn - 1, prepared.slot.wal_end)
         self.streaming = True
         self._on_phase("", "")
         log.info("capture streams", capture=config.name, confirmed=prepared.slot.confirmed_lsn)
@@ -382,22 +403,6 @@ class Session:
         tasks.spawn(joining.watch(), name="capture tables")
         tasks.spawn(joining.take_in(), name="capture joining")
 
-    async def _start_when_free(self, stream: ReplicationStream) -> None:
-        """A predecessor's walsender may outlive its client for a moment. Raises SqlError when it stays."""
-        assert self._control is not None
-        for attempt in range(SLOT_BUSY_ATTEMPTS):
-            try:
-                # An answer to START_REPLICATION takes no longer than any other.
-                with self.answers.expected("the start of the stream"):
-                    await stream.start(self._config.slot, self._config.publication)
-                return
-            except SqlError as error:
-                if error.sqlstate != _OBJECT_IN_USE or attempt == SLOT_BUSY_ATTEMPTS - 1:
-                    raise
-                holder = await self._control.ask(lambda wire: slot_holder(wire, self._config.slot))
-                self._wait_for(f"the slot is in use: slot={self._config.slot}", holder)
-                await asyncio.sleep(SLOT_BUSY_POLL_S)
-
     @property
     def _latest(self) -> Binding | None:
         return self.binder.latest if self.binder is not None else None
@@ -407,16 +412,8 @@ class Session:
         tables were looked at may be missing in one that no binding has. Raises Unavailable."""
         assert self._control is not None and self.binder is not None
         now = await self._control.ask(lambda wire: slot_state(wire, self._config.slot))
-        bound = self._latest.offsets if self._latest is not None else {}
-        for table in self._copied:
-            if now is None or table.snapshot is None:
-                moved = now is None
-            elif self._latest is not None and table.topic.topic_id in bound:
-                moved = beyond(now, self._latest.lsn)
-            else:
-                moved = let_go(now, table.snapshot.told_from_lsn)
-            if moved:
-                raise Unavailable(f"another session confirmed WAL meanwhile: slot={self._config.slot}.")
+        if any(unaccounted(now, table, self._latest) for table in self._copied):
+            raise Unavailable(f"another session confirmed WAL meanwhile: slot={self._config.slot}.")
 
     # the stream -----------------------------------------------------------------------------------
     async def _read(self, stream: ReplicationStream, collector: Collector, watch: StreamWatch) -> None:
@@ -451,7 +448,7 @@ class Session:
                 continue
             fragment, at = self._converter.feed_rows(run.segment, at, run.end)
             if fragment is not None:
-                await collector.put(fragment)
+                await self._hand_on(fragment, collector)
 
     async def _read_one(self, item: Framed | Keepalive, collector: Collector) -> None:
         await self._may_go_on()
@@ -472,7 +469,15 @@ class Session:
             if self.writer is not None:
                 self.writer.described(out.message.oid, schemas)
         elif out is not None:
-            await collector.put(out)
+            await self._hand_on(out, collector)
+
+    async def _hand_on(self, fragment: Fragment, collector: Collector) -> None:
+        for each in await self._rivals.settle(fragment) if self._converter.deferrable else (fragment,):
+            await collector.put(each)
+
+    async def _rows_now(self, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
+        assert self._control is not None
+        return await self._control.ask(lambda wire: rows_now(wire, relation, rows))
 
     async def _may_go_on(self) -> None:
         if self._pace.due:

@@ -30,6 +30,9 @@ from tidemill.capture.visibility import PgSnapshot
 from tidemill.capture.wire.connection import BURST_BYTES, Wire, identifier, literal, scope
 from tidemill.capture.wire.errors import SqlError, may_pass
 
+DESCRIBED_AT_ONCE = 250
+"""Tables in one question, so that thousands of them are progress."""
+
 
 class Snapshot:
     """One open snapshot transaction on a connection of its own. Use as: begin, rows of each of `tables`, end."""
@@ -66,8 +69,11 @@ class Snapshot:
             await asyncio.sleep(LOCK_PAUSE_S)
         self._progress.held_by = self._progress.blocked = ""
         rows = await self._wire.query("SELECT pg_current_snapshot()::text, pg_current_wal_insert_lsn()::text")
-        self.relations = await describe(self._wire, [table.oid for table in self.tables])
-        self.attributes = await attributes_of(self._wire, [table.oid for table in self.tables])
+        for start in range(0, len(self.tables), DESCRIBED_AT_ONCE):
+            self._progress.steps.step("tables are described", start, len(self.tables))
+            oids = [table.oid for table in self.tables[start : start + DESCRIBED_AT_ONCE]]
+            self.relations |= await describe(self._wire, oids)
+            self.attributes |= await attributes_of(self._wire, oids)
         for table in self.tables:
             if table.kind == "p":
                 self.partitions[table.oid] = await list_partitions(self._wire, table.oid)
@@ -84,9 +90,10 @@ class Snapshot:
         await self._wire.query("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         await self._wire.query(f"SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}")
         # Locks first: the first query takes the snapshot, and no DDL may come between the two.
-        for table in self.tables:
+        for number, table in enumerate(self.tables, 1):
             if table.name in failed:
                 continue
+            self._progress.steps.step("tables are locked", number, len(self.tables))
             await self._wire.query("SAVEPOINT one_table")
             try:
                 await self._wire.query(f"LOCK TABLE {_scope(table)} IN ACCESS SHARE MODE")

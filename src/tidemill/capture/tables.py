@@ -20,7 +20,9 @@ import msgspec
 
 from tidemill.base.errors import Missing
 from tidemill.capture.changes import Column, Relation
-from tidemill.capture.naming import table_name
+from tidemill.capture.depended import FIRST_OWN, HASH
+from tidemill.capture.naming import odd, readable, table_name
+from tidemill.capture.others import Objections
 from tidemill.capture.wire.connection import Wire, literal, qualified
 
 GENERATED_PUBLISHED = 180_000
@@ -36,13 +38,15 @@ CASE m.relreplident
   WHEN 'd' THEN NOT EXISTS (SELECT FROM pg_index i WHERE i.indrelid = m.oid AND i.indisprimary AND i.indimmediate
                                AND i.indnkeyatts = i.indnatts)
   WHEN 'i' THEN NOT EXISTS (SELECT FROM pg_index i JOIN pg_index p ON p.indrelid = i.indrelid AND p.indisprimary
+                                                                      AND p.indimmediate
                              WHERE i.indrelid = m.oid AND i.indisreplident AND i.indisvalid
                                AND p.indkey::int2[] <@ (i.indkey::int2[])[0:i.indnkeyatts - 1])
   ELSE true END
 """
 """Whether the WAL of relation m does not say whose row an UPDATE or DELETE of it was: with NOTHING; with DEFAULT where
 the primary key may be deferred, which then is no identity, or includes columns that are none of it; with an index that
-lacks a column of the key (an UPDATE of that column alone would say nothing of the key before)."""
+lacks a column of the key (an UPDATE of that column alone would say nothing of the key before). Where the primary key
+may be deferred two rows hold it at once, and only a whole old row says which one of them left it (rivals.py)."""
 
 _IDENTITY = """
 CASE m.relreplident WHEN 'f' THEN 'FULL' WHEN 'd' THEN 'DEFAULT' WHEN 'i' THEN coalesce((
@@ -77,6 +81,8 @@ SELECT c.oid, n.nspname, c.relname, c.relkind, c.relpersistence, w.identity,
           FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped)
        || coalesce((SELECT i.indkey::text FROM pg_index i WHERE i.indrelid = c.oid AND i.indisprimary), '')
        || concat_ws(' ', '', c.relnatts, c.relfilenode)
+       || CASE WHEN EXISTS (SELECT FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+                               AND a.atttypid >= {FIRST_OWN}) THEN {HASH} ELSE '' END
        || CASE WHEN c.relkind = 'p' THEN coalesce((
            WITH RECURSIVE tree(oid) AS (SELECT i.inhrelid FROM pg_inherits i WHERE i.inhparent = c.oid UNION ALL
                 SELECT i.inhrelid FROM pg_inherits i JOIN tree t ON i.inhparent = t.oid)
@@ -130,7 +136,7 @@ SELECT t.root, {_GIVES_KEY} FROM tree t JOIN pg_class m USING (oid) WHERE {_LACK
 
 _COLUMNS = """
 SELECT c.oid, n.nspname, c.relname, a.attname, a.atttypid, a.atttypmod,
-       format_type(a.atttypid, a.atttypmod), coalesce(k.place - 1, -1), a.attnotnull
+       format_type(a.atttypid, a.atttypmod), coalesce(k.place - 1, -1), a.attnotnull, NOT coalesce(i.indimmediate, true)
   FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
   JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated IN ({kinds})
   LEFT JOIN pg_index i ON i.indrelid = c.oid AND i.indisprimary
@@ -145,9 +151,11 @@ class TableInfo(msgspec.Struct, frozen=True):
 
     identity        its REPLICA IDENTITY as SQL writes it; of it and its partitions, where they are of several kinds
     lacking         the statements that give it and its partitions an identity that says the primary key, "" = it is so
+    odd             what of its names is not UTF-8, "" = none
     generated       kinds of its generated columns: s stored, v virtual
     odd_partition   a partition that has no WAL, "" = none
-    digest          of its columns, key, partitions and the files of its rows: another one means to look closely
+    digest          of its columns, their types, its key, partitions and the files of its rows: another one means to
+                    look closely
     """
 
     oid: int
@@ -161,6 +169,7 @@ class TableInfo(msgspec.Struct, frozen=True):
     odd_partition: str = ""
     digest: str = ""
     lacking: str = ""
+    odd: str = ""
 
     @property
     def name(self) -> str:
@@ -169,12 +178,13 @@ class TableInfo(msgspec.Struct, frozen=True):
 
 class Refusal(msgspec.Struct, frozen=True):
     """Why a table is not captured. `state`: refused or left (CaptureTableRow). `held_by`: who is in the way, if not
-    the operator."""
+    the operator. `again`: of a table that was captured, once the reason is gone a copy makes it good."""
 
     state: str
     reason: str
     fix: str
     held_by: str = ""
+    again: bool = False
 
 
 class Hazard(msgspec.Struct, frozen=True):
@@ -212,14 +222,30 @@ async def list_tables_unless(wire: Wire, known: str, tables: list[TableInfo]) ->
     found = rows[0][0] or ""
     if found == known:
         return known, tables
+    odd_names = await _odd_names(wire) if wire.unchecked else {}
     return found, [
         TableInfo(
             int(r[1] or 0), r[2] or "", r[3] or "", r[4] or "", r[5] or "", r[6] or "", r[7] == "t", r[8] or "",
             r[9] or "", r[10] or "", r[11] or "",
+            next((readable(name) for name in [f"{r[2]}.{r[3]}", r[6] or ""] if odd(name)), "")
+            or odd_names.get(int(r[1] or 0), ""),
         )
         for r in rows
         if r[1] is not None  # there is none
     ]  # fmt: skip
+
+
+async def _odd_names(wire: Wire) -> dict[int, str]:
+    """By table: the name of a column, of its type or of a partition that is not UTF-8."""
+    rows = await wire.query(
+        "SELECT a.attrelid, a.attname, format_type(a.atttypid, a.atttypmod) FROM pg_attribute a"
+        " JOIN pg_class c ON c.oid = a.attrelid JOIN pg_namespace n ON n.oid = c.relnamespace"
+        " WHERE c.relkind IN ('r', 'p', 'f') AND a.attnum > 0 AND NOT a.attisdropped"
+        " AND n.nspname NOT IN ('pg_catalog', 'information_schema', 'tidemill')"
+        " UNION ALL SELECT pg_partition_root(c.oid)::oid, n.nspname, c.relname FROM pg_class c"
+        " JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.relispartition AND c.relkind IN ('r', 'p', 'f')"
+    )
+    return {int(oid or 0): readable(name or "") for oid, *names in rows for name in names if odd(name or "")}
 
 
 async def hazards(wire: Wire, publication: str, whole: bool) -> list[Hazard]:
@@ -250,9 +276,21 @@ async def keyless(wire: Wire, oids: Sequence[int]) -> dict[int, list[str]]:
     return found
 
 
-def resolve(patterns: Sequence[str], tables: Sequence[TableInfo], version: int, *, whole: bool = True) -> Choice:
+class NoTable(Missing):
+    """There is nothing that the capture could take in: a table may be made any moment."""
+
+
+def resolve(
+    patterns: Sequence[str],
+    tables: Sequence[TableInfo],
+    version: int,
+    *,
+    whole: bool = True,
+    objections: Objections | None = None,
+) -> Choice:
     """The tables that the patterns name. `whole`: each is given REPLICA IDENTITY FULL, else it is captured with the
-    one that it has. Raises Missing when the patterns name no table at all."""
+    one that it has. `objections`: what publications have against that. Raises NoTable when the patterns name no
+    table at all."""
     chosen: dict[str, TableInfo] = {}
     refused: dict[str, Refusal] = {}
     excluded = [p[1:] for p in patterns if p.startswith("!")]
@@ -267,12 +305,15 @@ def resolve(patterns: Sequence[str], tables: Sequence[TableInfo], version: int, 
             if any(_matches(table, e) for e in excluded):
                 continue
             why = refusal(table, version, named=bool(exact), whole=whole)
+            objection = objections.get(table.oid) if objections is not None else None
+            if why is None and objection is not None and objection.refuses:
+                why = Refusal("refused", objection.reason, objection.fix, again=True)
             if why is None:
                 chosen[table.name] = table
             elif refused.get(table.name, why).state != "refused" or table.name not in refused:
                 refused[table.name] = why
     if not chosen and all(r.reason.startswith("no such table") for r in refused.values()):
-        raise Missing(
+        raise NoTable(
             f"the capture's patterns name no table: table={','.join(patterns)}.",
             fix="Create it, or correct `tables` of this capture.",
         )
@@ -285,6 +326,12 @@ def refusal(table: TableInfo, version: int, *, named: bool = True, whole: bool =
     if table.kind == "f":
         return Refusal(
             other_kind, f"a foreign table has no WAL here: table={table.name}.", "Capture it where it lives."
+        )
+    if table.odd:
+        return Refusal(
+            other_kind,
+            f"a name is not UTF-8: table={table.name} name={table.odd}.",
+            "Rename it, or leave the table out.",
         )
     if table.persistence == "u":
         return Refusal(
@@ -315,7 +362,7 @@ def refusal(table: TableInfo, version: int, *, named: bool = True, whole: bool =
             "refused",
             "its replica identity does not say the primary key of a row that is changed or deleted:"
             f" table={table.name} identity={table.identity!r}.",
-            f"Run {table.lacking};",
+            f"Run {readable(table.lacking)};",
         )
     return None
 
@@ -388,9 +435,12 @@ async def describe(wire: Wire, oids: Sequence[int]) -> dict[int, Relation]:
     rows = await wire.query(_COLUMNS.format(kinds=kinds, oids=", ".join(str(int(oid)) for oid in oids)))
     names: dict[int, tuple[str, str]] = {}
     columns: dict[int, list[Column]] = {}
-    for oid, schema, table, name, type_oid, type_mod, type_name, key_index, not_null in rows:
+    deferrable: set[int] = set()
+    for oid, schema, table, name, type_oid, type_mod, type_name, key_index, not_null, deferred in rows:
         relation = int(oid or 0)
         names[relation] = (schema or "", table or "")
+        if deferred == "t":
+            deferrable.add(relation)
         columns.setdefault(relation, []).append(
             Column(
                 name=name or "",
@@ -401,7 +451,7 @@ async def describe(wire: Wire, oids: Sequence[int]) -> dict[int, Relation]:
                 not_null=not_null == "t",
             )
         )
-    return {oid: Relation(oid, *names[oid], tuple(cols)) for oid, cols in columns.items()}
+    return {oid: Relation(oid, *names[oid], tuple(cols), deferrable=oid in deferrable) for oid, cols in columns.items()}
 
 
 def _with_schema(pattern: str) -> str:

@@ -1,9 +1,10 @@
 """`capture drop`: everything that a capture made or changed, in PostgreSQL and here, is taken back.
 
-    publication      dropped first: without it no statement of the application needs an identity (publication.py, P1).
-                     One that was there when the capture began, as a manual one, is left
-    slot             dropped: PostgreSQL keeps no WAL for it any more
-    identities       each table and partition has the one that was written down before it was given FULL (P5)
+    slot             dropped first: PostgreSQL keeps no WAL for it any more
+    publication      dropped before any identity is altered: without it no statement needs one (publication.py, P1).
+                     One that was there when the capture began, as a manual one, or that its role may not drop, is left
+    identities       each table and partition has the one that was written down before it was given FULL (P5), unless
+                     another publication needs FULL, or the role may not alter it: then its statement is handed over
     topics, rows     deleted, the capture's own row last: what dies in between is done again by the next `drop`
 
 Refused, and nothing changed: while a session captures (its advisory lock is held), and while a pipeline reads it.
@@ -19,6 +20,7 @@ from tidemill.base.errors import Conflict, Invalid, Missing, TidemillError
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.entry import delete_topics
 from tidemill.capture.holders import lock_holder
+from tidemill.capture.others import failing
 from tidemill.capture.publication import LOCK_ATTEMPTS, give_back
 from tidemill.capture.setup import ADVISORY_CLASS, lock_key, slot_state, try_lock
 from tidemill.capture.wire.connection import Wire, identifier, literal
@@ -26,13 +28,15 @@ from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue,
 
 
 class TakenBack(msgspec.Struct):
-    """`publication_left`: it is not the capture's. `identities`: relation → what it has again. `left`: statement → why
-    it could not be carried out; while there is one, the capture's rows stay, and `drop` may be asked again."""
+    """`publication_left`: it is not the capture's. `identities`: relation → what it has again. `for_administrator`:
+    statement → why it is not the capture's to run. `left`: statement → why it could not be carried out; while there is
+    one, the capture's rows stay, and `drop` may be asked again."""
 
     publication: bool = False
     publication_left: bool = False
     slot: bool = False
     identities: dict[str, str] = {}
+    for_administrator: dict[str, str] = {}
     topics: list[str] = []
     left: dict[str, str] = {}
 
@@ -91,29 +95,59 @@ async def _check_cluster(wire: Wire, config: CaptureConfig, row: CaptureRow | No
 async def _from_postgres(
     wire: Wire, config: CaptureConfig, tables: Sequence[CaptureTableRow], done: TakenBack, *, given: bool
 ) -> None:
-    found = await wire.value(f"SELECT count(*) FROM pg_publication WHERE pubname = {literal(config.publication)}")
-    stays = done.publication_left = found == "1" and given
-    if found == "1" and not given:
-        statement = f"DROP PUBLICATION {identifier(config.publication)}"
-        done.publication = await _try(wire, statement, done)
-        if not done.publication:
-            return
     if await slot_state(wire, config.slot) is not None:
         done.slot = await _try(wire, f"SELECT pg_drop_replication_slot({literal(config.slot)})", done)
-    for table in tables:
-        for oid, (relation, before) in table.identities.items():
-            if stays and before == "NOTHING":
-                # Published without an identity, its UPDATEs and DELETEs would fail.
-                first = f"DROP PUBLICATION {identifier(config.publication)}"
-                done.left[f"{first}; ALTER TABLE {relation} REPLICA IDENTITY {before}"] = "the publication is not ours"
-                continue
-            try:
-                name = await give_back(wire, oid, before, attempts=LOCK_ATTEMPTS)
-            except TidemillError as error:
-                done.left[f"ALTER TABLE {relation} REPLICA IDENTITY {before}"] = error.message
-                continue
-            if name:
-                done.identities[name] = before
+    if await _publication_taken_back(wire, config, done, given):
+        for table in tables:
+            for oid, (relation, before) in table.identities.items():
+                await _identity_given_back(wire, oid, relation, before, done)
+        await _tell_asked(wire, tables, done)
+
+
+async def _publication_taken_back(wire: Wire, config: CaptureConfig, done: TakenBack, given: bool) -> bool:
+    """Whether it is dropped, or there to stay."""
+    statement = f"DROP PUBLICATION {identifier(config.publication)}"
+    rows = await wire.query(
+        "SELECT pg_has_role(pubowner, 'USAGE'), pg_get_userbyid(pubowner) FROM pg_publication"
+        f" WHERE pubname = {literal(config.publication)}"
+    )
+    if not rows:
+        return True
+    owned, owner = rows[0][0] == "t", rows[0][1]
+    if given or not owned:
+        done.publication_left = True
+        done.for_administrator[statement] = f"the publication was not made by the capture: owner={owner}"
+        return True
+    done.publication = await _try(wire, statement, done)
+    return done.publication
+
+
+async def _identity_given_back(wire: Wire, oid: int, relation: str, before: str, done: TakenBack) -> None:
+    statement = f"ALTER TABLE {relation} REPLICA IDENTITY {before}"
+    try:
+        name = await give_back(wire, oid, before, attempts=LOCK_ATTEMPTS)
+    except Invalid as error:  # Needed, no right to, an index that is gone: met again at every try
+        done.for_administrator[statement] = error.message
+    except TidemillError as error:
+        done.left[statement] = error.message
+    else:
+        if name:
+            done.identities[name] = before
+
+
+async def _tell_asked(wire: Wire, tables: Sequence[CaptureTableRow], done: TakenBack) -> None:
+    """Of identities that an administrator was asked to set, the way back."""
+    asked = {oid: noted for table in tables for oid, noted in table.identities_asked.items()}
+    if not asked:
+        return
+    oids = ", ".join(str(int(oid)) for oid in asked)
+    for (oid,) in await wire.query(f"SELECT oid FROM pg_class WHERE relreplident = 'f' AND oid IN ({oids}) ORDER BY 1"):
+        relation, before = asked[int(oid or 0)]
+        found = await failing(wire, [(int(oid or 0), before)])
+        why = f"an administrator gave it FULL for the capture: relation={relation}"
+        if found:
+            why += f" needed_by={','.join(sorted({each.publication for each in found}))}"
+        done.for_administrator[f"ALTER TABLE {relation} REPLICA IDENTITY {before}"] = why
 
 
 async def _try(wire: Wire, statement: str, done: TakenBack) -> bool:

@@ -65,8 +65,9 @@ class Tap(Protocol):
         """A session begins; the stream begins where the taps of these names have seen all before (X6)."""
         ...
 
-    def begin(self, stream: Stream, confirmed_lsn: int) -> None:
-        """The stream begins: every later commit comes, and those that were confirmed do not come again."""
+    def begin(self, stream: Stream, confirmed_lsn: int, wal_end: int = 0) -> None:
+        """The stream begins: every later commit comes, and those that were confirmed do not come again. What commits
+        below `wal_end` was written before: the stream catches up with it."""
         ...
 
     def take(self, fragment: Fragment) -> Collection[str]:
@@ -130,9 +131,9 @@ class Taps:
         for tap in [*self._active, *self._joining]:
             self._call(tap, lambda tap=tap: tap.claim(last))  # type: ignore[misc]
 
-    def begin(self, stream: Stream, confirmed_lsn: int) -> None:
+    def begin(self, stream: Stream, confirmed_lsn: int, wal_end: int = 0) -> None:
         for tap in [*self._active, *self._joining]:
-            self._call(tap, lambda tap=tap: tap.begin(stream, confirmed_lsn))  # type: ignore[misc]
+            self._call(tap, lambda tap=tap: tap.begin(stream, confirmed_lsn, wal_end))  # type: ignore[misc]
 
     def take(self, fragment: Fragment) -> set[str]:
         """Hand the fragment to every tap; returns who owes a notice for it. Raises nothing that a tap raises (X1), and

@@ -12,6 +12,7 @@
     insert, update      upsert
     key-changing update tombstone of the old key @n, upsert @n+1
     delete              tombstone
+      … of a key that another row holds by then (rivals.py): an upsert of that row in the place of the tombstone
     truncate            one record, key and value null, tm.op=truncate, in every partition: all keys are gone
 
 Where the table's envelope is Debezium's, values are events (events.py, in Avro avro.py) instead of rows:
@@ -19,6 +20,8 @@ Where the table's envelope is Debezium's, values are events (events.py, in Avro 
     insert, update      c, u                               @n
     key-changing update d and a tombstone of the old key @n, c of the new key @n+1; each names the other key
     delete              d and a tombstone                  @n
+      … of a key that another row holds by then: d and, in the place of the tombstone, u of that row, which changes
+        nothing in it
     truncate            t, without a key, in every partition
 
 Rows that a fragment carries as ranges are encoded by columns (encoded.py, ranges.py), with the same bytes; where that
@@ -185,12 +188,15 @@ class TopicWriter:
         """Of the description that the change at hand is written under."""
 
     # opening --------------------------------------------------------------------------------------
-    async def open(self, bound: dict[str, tuple[int, ...]], bound_lsn: int) -> None:
-        """Learn every partition's tail. `bound`: offsets and LSN of the newest binding.
+    async def open(
+        self, bound: dict[str, tuple[int, ...]], bound_lsn: int, done: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Learn every partition's tail. `bound`: offsets and LSN of the newest binding. `done(n)`: of the nth table.
 
         Raises Corrupt (a topic lost bound records), Missing (a topic is gone), Unavailable.
         """
-        for table in self._tables.values():
+        for number, table in enumerate(self._tables.values(), 1):
+            done(number)
             offsets = bound.get(table.topic.topic_id)
             if offsets is not None:
                 table.bound_lsn = bound_lsn
@@ -405,20 +411,23 @@ class TopicWriter:
         if change.op == "truncate":
             fresh = [self._record(lane, None, None, change.position, b"truncate", xid, at_ms) for lane in table.lanes]
             return any(fresh)
+        stays = encoder.value(change.stays) if change.stays is not None else None
+        left_op = b"delete" if stays is None else b"update"
         if change.op == "delete":
             assert change.old is not None
             key = encoder.key(change.old)
-            return self._record(table.lane_of(key), key, None, change.position, b"delete", xid, at_ms)
+            self._check_size(table, key, stays or b"")
+            return self._record(table.lane_of(key), key, stays, change.position, left_op, xid, at_ms)
         assert change.new is not None
         key, value = encoder.key(change.new), encoder.value(change.new, change.unchanged)
-        self._check_size(table, key, value)
+        self._check_size(table, key, max(value, stays or b"", key=len))
         position, fresh_tombstone = change.position, False
         more = _of_unchanged(change)
         # −0 and 0 are one key.
         old_key = encoder.key(change.old) if change.old is not None and key_changed(change) else key
         if old_key != key:
             more = (*more, (WAS_HEADER, old_key)) if more else ()
-            fresh_tombstone = self._record(table.lane_of(old_key), old_key, None, position, b"delete", xid, at_ms)
+            fresh_tombstone = self._record(table.lane_of(old_key), old_key, stays, position, left_op, xid, at_ms)
             position = ChangePosition(position.commit_lsn, position.ordinal + 1)
         lane = table.lane_of(key)
         return self._record(lane, key, value, position, change.op.encode(), xid, at_ms, more) or fresh_tombstone
@@ -437,18 +446,22 @@ class TopicWriter:
             return any(fresh)
         old_key = events.key(old) if old is not None and (new is None or key_changed(change)) else None
         gone = events.head(old, None) + tail.of(at.ordinal, OPS["delete"]) if old_key is not None else b""
+        stays = None
+        if change.stays is not None:
+            stays = events.head(change.stays, change.stays) + tail.of(at.ordinal, OPS["update"])
         key = value = b""
         after = ChangePosition(at.commit_lsn, at.ordinal + 1) if old_key is not None else at
         if new is not None:
             op = OPS["insert"] if old_key is not None else OPS[change.op]
             key = events.key(new)
             value = events.head(old if op == OPS["update"] else None, new) + tail.of(after.ordinal, op)
-        self._check_size(table, max(key, old_key or b"", key=len), max(value, gone, key=len))
+        self._check_size(table, max(key, old_key or b"", key=len), max(value, gone, stays or b"", key=len))
         fresh = []
         if old_key is not None:
             lane, moved = table.lane_of(old_key), ((NEW_KEY_HEADER, key),) if new is not None else ()
             fresh.append(self._record(lane, old_key, gone, at, b"delete", xid, at_ms, moved))
-            fresh.append(self._record(lane, old_key, None, at, b"delete", xid, at_ms))
+            left_op = b"delete" if stays is None else b"update"
+            fresh.append(self._record(lane, old_key, stays, at, left_op, xid, at_ms))
         if new is not None:
             moved = ((OLD_KEY_HEADER, old_key),) if old_key is not None else ()
             fresh.append(self._record(table.lane_of(key), key, value, after, change.op.encode(), xid, at_ms, moved))

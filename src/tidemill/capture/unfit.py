@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tidemill.base.errors import TidemillError
+from tidemill.base.errors import Invalid, TidemillError
 from tidemill.base.tasks import sentence
 from tidemill.capture.aside import first_snapshot
 from tidemill.capture.boundaries import in_snapshot
+from tidemill.capture.changes import Fragment, Relation
 from tidemill.capture.converter import Converter
 from tidemill.capture.desk import Desk, recopy
 from tidemill.capture.poison import Poisoned
@@ -32,17 +33,24 @@ class Unfit:
         if not poisoned.table or poisoned.position is None:
             raise poisoned
         lsn, xid = poisoned.position.commit_lsn, self._converter.xid
-        row, aside = self._desk.followed(poisoned.oid, xid, lsn), self._desk.aside(poisoned.oid)
+        await self._leave_out(poisoned.oid, xid, lsn, poisoned, again=poisoned.no_old_row)
+        self._converter.pass_over(item.payload)
+
+    async def undecided(self, relation: Relation, fragment: Fragment, error: TidemillError) -> None:
+        """Which row holds a key of this relation cannot be told (rivals.py): a copy tells."""
+        said = Invalid(f"the row that holds a deferrable key cannot be read: {error.message}")
+        await self._leave_out(relation.oid, fragment.xid, fragment.commit_lsn, said, again=True)
+
+    async def _leave_out(self, oid: int, xid: int, lsn: int, error: TidemillError, *, again: bool) -> None:
+        row, aside = self._desk.followed(oid, xid, lsn), self._desk.aside(oid)
         if aside is not None and not in_snapshot(xid, lsn, first_snapshot(aside, 0)):
-            await self._desk.set_aside_until(aside.table, lsn, poisoned.message)
+            await self._desk.set_aside_until(aside.table, lsn, error.message)
             self._keep_wal()
         elif row is not None:
-            way_out = _way_out(poisoned, row.table)
-            await self._desk.park(row.table, lsn, poisoned.message, way_out, again=poisoned.no_old_row)
+            await self._desk.park(row.table, lsn, error.message, _way_out(error, row.table), again=again)
         else:
             # No topic wants it, or has it already; whoever follows the stream alone lacks it.
-            self._taps.lose(poisoned.oid, poisoned.message)
-        self._converter.pass_over(item.payload)
+            self._taps.lose(oid, error.message)
 
     async def row(self, table: CapturedTable, lsn: int, error: BaseException) -> None:
         """The topic writer cannot write a row of this table (W3)."""

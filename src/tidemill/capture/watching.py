@@ -44,6 +44,8 @@ class Watching:
         self._flushed = flushed
         self._published = Kept(beside.control, beside.ask_published)
         self._digests: dict[int, str] = {}
+        self._kept_identities: dict[int, str] = {}
+        """What kept an identity from being given back the last time: it is tried again each time, and told once."""
 
     async def compare(self) -> list[TableInfo]:
         """All tables that there are. Raises what breaks the control connection or the catalogue."""
@@ -55,7 +57,7 @@ class Watching:
             if table is None:
                 why = choice.refused.get(row.table)
                 if why is not None and any((t.name, t.oid) == (row.table, row.oid) for t in found):
-                    await self._beside.park(row.table, why.reason)
+                    await self._beside.park_refused(row.table, why)
                 else:
                     await self._beside.park(row.table, *gone(row, found), state="dropped")
             elif table.oid == row.oid and self._digests.get(row.oid) != table.digest:
@@ -85,6 +87,9 @@ class Watching:
         for oid in self._digests.keys() - oids:
             del self._digests[oid]
         self._mending.forget_but(oids)
+        noted = {oid for row in self._desk.rows.values() for oid in row.identities}
+        for oid in self._kept_identities.keys() - noted:
+            del self._kept_identities[oid]
 
     async def _look_closely(self, name: str, table: TableInfo) -> None:
         now = (await self._control.ask(lambda wire: describe(wire, [table.oid]))).get(table.oid)
@@ -162,8 +167,11 @@ class Watching:
             try:
                 await self._control.ask(lambda wire, oid=oid, b=before: give_back(wire, oid, b, attempts=1))  # type: ignore[misc]
             except (SqlError, Invalid) as error:
-                log.warning("an identity is not given back yet", relation=relation, cause=str(error))
+                if self._kept_identities.get(oid) != str(error):
+                    log.warning("an identity is not given back yet", relation=relation, cause=str(error))
+                self._kept_identities[oid] = str(error)
                 return False
+            self._kept_identities.pop(oid, None)
         return True
 
 

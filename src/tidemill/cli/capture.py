@@ -49,6 +49,8 @@ def list_tables(capture: CaptureOption = "", config: ConfigOption = None, as_jso
             print(f"    {row.reason} {row.fix}".rstrip())
         for relation, before in row.identities.values():
             print(f"    {relation} was given REPLICA IDENTITY FULL; it had {before}")
+        for relation, before in row.identities_asked.values():
+            print(f"    {relation} had REPLICA IDENTITY {before} when an administrator was asked to give it FULL")
 
 
 @app.command("recopy")
@@ -128,7 +130,7 @@ def drop(
             question = f"Drop capture {capture}, its publication, slot and topics? Its shards stay."
             if not typer.confirm(question):
                 raise Invalid("nothing was done.", fix="Answer y, or add --yes.")
-        settings = CaptureConfig(name=capture, dsn=dsn)
+        settings = CaptureConfig(name=capture, dsn=dsn, manual=section is not None and section.manual)
         done = opened.portal.call(take_back(settings, opened.catalogue, really=really))
     if as_json:
         print_json(msgspec.to_builtins(done))
@@ -139,12 +141,14 @@ def drop(
 
 
 def _tell_taken_back(capture: str, done: TakenBack, configured: bool) -> None:
-    kept = "is left, it was not made by the capture" if done.publication_left else "was gone"
+    kept = "left, not ours" if done.publication_left else "was gone"
     print(f"publication {'dropped' if done.publication else kept}, slot {'dropped' if done.slot else 'was gone'}")
     for relation, before in done.identities.items():
         print(f"{relation} has REPLICA IDENTITY {before} again")
     for topic in done.topics:
         print(f"topic {topic} deleted")
+    for statement, why in done.for_administrator.items():
+        print(f"for an administrator: {statement}; -- {why}")
     for statement, why in done.left.items():
         print(f"not done: {statement}; -- {why}")
     if configured and not done.left:
@@ -207,6 +211,6 @@ def _described(row: CaptureTableRow) -> dict[str, object]:
         "recopy": row.recopy,
         "again_at_ms": row.again_ms or None,
         "identity": row.identity,
-        "identities_before": dict(row.identities.values()),
+        "identities_before": dict([*row.identities_asked.values(), *row.identities.values()]),
         "columns": [[c.name, c.type_name, c.key_index] for c in row.columns],
     }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from tidemill.base.address import Address
 from tidemill.base.errors import Invalid
 from tidemill.cli.context import JsonOption, print_json
 
@@ -78,12 +79,15 @@ def check_port(address: str, option: str) -> None:
     """Raises Invalid when the address cannot be bound, before anything was made."""
     import socket
 
-    host, _, port = address.rpartition(":")
-    with socket.socket() as probe:
+    try:
+        bound = Address.parse(address)
+    except ValueError as error:
+        raise Invalid(f"not an address: {option}={address}.", fix=f"{str(error).capitalize()}.") from error
+    with socket.socket(bound.family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, int(port)))
-        except (OSError, ValueError) as error:
+            probe.bind(bound)
+        except OSError as error:
             raise Invalid(
                 f"cannot listen: {option}={address} error={error}.",
                 fix=f"Stop what uses it, or choose another {option}.",

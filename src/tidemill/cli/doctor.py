@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import shutil
 import socket
@@ -14,11 +15,13 @@ from urllib.request import urlopen
 import msgspec
 import typer
 
+from tidemill.base.address import Address
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config import Config, exposed, load
-from tidemill.base.errors import TidemillError
+from tidemill.base.errors import Corrupt, TidemillError
 from tidemill.base.portal import Portal
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
+from tidemill.metastore.findings import Findings
 
 MINIMUM_FREE_BYTES = 2 << 30
 PROBE_TIMEOUT_S = 3.0
@@ -31,13 +34,16 @@ def doctor(
     deep: Annotated[
         bool, typer.Option("--deep", help="Walk everything stored instead, and name every broken reference.")
     ] = False,
+    contents: Annotated[
+        bool, typer.Option("--contents", help="With --deep: read every stored byte and verify its checksum.")
+    ] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check Python, Java, bash, disk, ports, bucket, consensus and Postgres; exit 1 when a check failed."""
     loaded = load(config)
-    if deep:
-        _deep(loaded, as_json)
+    if deep or contents:
+        _deep(loaded, as_json, contents)
     results = [_run(name, check, loaded) for name, check in _checks(loaded)] + _objects(loaded)
     if as_json:
         print_json(results)
@@ -48,7 +54,7 @@ def doctor(
     raise SystemExit(0 if all(r["ok"] for r in results) else 1)
 
 
-def _deep(config: Config, as_json: bool) -> NoReturn:
+def _deep(config: Config, as_json: bool, contents: bool) -> NoReturn:
     """Works with nodes up or down. Exit 0 clean, 1 with findings."""
     from tidemill.cli.progress import Bars
     from tidemill.consensus.open import open_consensus
@@ -60,7 +66,9 @@ def _deep(config: Config, as_json: bool) -> NoReturn:
         objects = portal.call(open_objects(config.objects_url, clock, rand))
         consensus = portal.call(open_consensus(config.consensus_url, clock, rand))
         try:
-            checked = portal.call(deep_check(consensus, objects, clock, rand, progress=bars.show))
+            checked = portal.call(deep_check(consensus, objects, clock, rand, contents=contents, progress=bars.show))
+            if contents:
+                _mirrors(config, checked.findings)
         finally:
             portal.call(consensus.aclose())
             portal.call(objects.aclose())
@@ -85,8 +93,23 @@ def _deep(config: Config, as_json: bool) -> NoReturn:
         if found.orphans:
             orphans = "  ".join(f"{name} {count:,}" for name, count in found.orphans.items())
             print(f"orphans {orphans}  bytes {found.orphan_bytes:,}")
-        print("clean" if found.clean else f"{len(found.broken)} broken references")
+        print("clean" if found.clean else f"{len(found.broken)} findings")
     raise SystemExit(0 if found.clean else 1)
+
+
+def _mirrors(config: Config, findings: Findings) -> None:
+    """Mirrors of pipelines that have their scratch directory below this node's data."""
+    from tidemill.spark.upsert.runs import verify_run
+
+    paths = sorted(Path(config.node.data).glob("**/mirrors/**/run-*.arrow"))
+    for number, path in enumerate(paths):
+        findings.progress("contents of mirrors", number, len(paths))
+        try:
+            verify_run(path)
+        except Corrupt as error:
+            if path.exists():  # else it was merged into another meanwhile
+                findings.add(f"mirror {path.parent.name}", str(path), error.message.rstrip("."), error.fix)
+        findings.walked["mirror files"] += 1
 
 
 def _run(name: str, check: Check, config: Config) -> Result:
@@ -138,11 +161,11 @@ def _disk(config: Config) -> str:
 
 
 def _port(config: Config, address: str, key: str) -> str:
-    host, _, port = address.rpartition(":")
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+    bound = Address.parse(address)
+    with socket.socket(bound.family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host.strip("[]"), int(port)))
+            probe.bind(bound)
         except OSError as error:
             pid = own_node(config) if error.errno == errno.EADDRINUSE else 0
             if pid:
@@ -168,8 +191,9 @@ class Processes(msgspec.Struct):
 
 
 def _reachable(address: str) -> str:
-    host, _, port = address.rpartition(":")
-    return f"{'127.0.0.1' if host in ('0.0.0.0', '[::]', '::') else host}:{port}"
+    found = Address.parse(address)
+    loopback = "::1" if found.family == socket.AF_INET6 else "127.0.0.1"
+    return str(Address(loopback, found.port) if found.is_wildcard else found)
 
 
 def _exposure(config: Config) -> str:
@@ -210,4 +234,36 @@ def _capture(config: Config, name: str) -> str:
             name, section.dsn, tuple(section.tables), identity=section.identity, manual=section.manual,
             failover=section.failover, envelope=section.envelope, cleanup=section.cleanup,
         )  # fmt: skip
-        return portal.call(check_capture(settings))
+        return portal.call(check_capture(settings, lambda asked: _keep(config, name, asked)))
+
+
+async def _keep(config: Config, capture: str, asked: dict[str, dict[int, tuple[str, str]]]) -> None:
+    """What tables have before an administrator gives them FULL, for `capture list` and `capture drop`. Where the stores
+    do not answer it is printed only."""
+    from tidemill.capture.desk import asked_of
+    from tidemill.consensus.open import open_consensus
+    from tidemill.metastore.catalogue import CaptureTableRow, Catalogue
+    from tidemill.metastore.open import metastore_on
+    from tidemill.objects.open import open_objects
+
+    clock, rand = SystemClock(), Rand()
+    with contextlib.suppress(TidemillError):
+        async with contextlib.AsyncExitStack() as opened:
+            consensus = await open_consensus(config.consensus_url, clock, rand)
+            opened.push_async_callback(consensus.aclose)
+            objects = await open_objects(config.objects_url, clock, rand)
+            opened.push_async_callback(objects.aclose)
+            metastore = metastore_on(consensus, objects, clock, rand, domains=config.metastore.domains)
+            opened.push_async_callback(metastore.aclose)
+            catalogue = Catalogue(metastore, clock, rand)
+            for table, identities in asked.items():
+
+                def noted(
+                    found: CaptureTableRow | None, name: str = table, seen: dict[int, tuple[str, str]] = identities
+                ) -> CaptureTableRow:
+                    return asked_of(found or CaptureTableRow(capture, name, state="refused", reason=ASKED), seen)
+
+                await catalogue.change_table(capture, table, noted)
+
+
+ASKED = "an administrator was asked to prepare it"

@@ -6,8 +6,10 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.marks import Derived, Report, State, derive_all, this_process
+from tidemill.base.marks import Derived, Report, State, behind, derive_all, this_process
 from tidemill.cli.context import Stores
 from tidemill.consensus.board import Board
 from tidemill.metastore.catalogue import PipelineRow
@@ -94,9 +96,9 @@ def read_view(opened: Stores) -> dict[str, View]:
 def table_row(
     name: str, fed_by: str, upper: int, stored: int, mark: Derived | None, reports: list[Report]
 ) -> dict[str, Any]:
-    """lag_ms: how much newer than the table its inputs are, None while no driver tells; rows: what the drivers that
-    report have written in this life; updates: what the shard stores; seats: the processes in which the table takes
-    part."""
+    """lag_ms: how much newer than the table its inputs are, None while it has no time or nobody tells; rows: what the
+    drivers that report have written in this life; updates: what the shard stores; seats: the processes in which the
+    table takes part."""
     told = mark is not None and mark.state is not State.BLIND
     facts = {r.process: _tables(r)[name] for r in reports if name in _tables(r)}
     return {
@@ -104,7 +106,7 @@ def table_row(
         "input": fed_by,
         "upper": upper,
         "state": str(mark.state) if mark is not None else "",
-        "lag_ms": max(0, mark.mark.target - max(upper, mark.mark.position)) if mark is not None and told else None,
+        "lag_ms": behind(replace(mark.mark, position=max(upper, mark.mark.position))) if mark and told else None,
         "held_by": mark.mark.held_by if mark is not None else "",
         "reason": mark.mark.reason if mark is not None else "",
         "updates": stored,

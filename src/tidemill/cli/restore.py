@@ -9,6 +9,7 @@ import typer
 
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.config import load
+from tidemill.base.directories import make_private_directory
 from tidemill.base.errors import Invalid
 from tidemill.base.logs import configure_logs
 from tidemill.base.portal import Portal
@@ -71,7 +72,7 @@ def restore(
 def _create_parent(url: str) -> None:
     """The data directory may be gone with everything in it."""
     if url.startswith("sqlite:///"):
-        Path(url.removeprefix("sqlite://")).parent.mkdir(parents=True, exist_ok=True)
+        make_private_directory(Path(url.removeprefix("sqlite://")).parent)
 
 
 async def _plan(

@@ -1,4 +1,7 @@
-"""`python -m tidemill.cli.serve RESOLVED.json`: the node process. Exit 2 = bad configuration, in one sentence."""
+"""`python -m tidemill.cli.serve RESOLVED.json`: the node process. Its last line says in one sentence why it ended.
+
+exit  0  stopped    1  ended, to be started again    2  bad configuration    5  the cluster was replaced, stay down
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ from pathlib import Path
 from tidemill.base import descriptors
 from tidemill.base.clock import MOVED
 from tidemill.base.config import Config
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import Invalid, MovedBack, Replaced
 from tidemill.base.garbage import keep_pauses_short
 from tidemill.base.limits import MIB
 from tidemill.base.logs import configure_logs
 from tidemill.base.memory import keep_freed_memory
 from tidemill.console.app import console_routes
+from tidemill.node.supervise import EXIT_CONFIGURATION, EXIT_REPLACED
 
 KEPT_BYTES = 64 * MIB
 """What was freed and stays with the process, at most: a node's largest buffers come and go with each request, and to
@@ -72,7 +76,14 @@ def main() -> int:
             runner.run(_serve(config))
     except Invalid as error:
         print(f"tidemill: {error}", file=sys.stderr)
-        return 2
+        return EXIT_CONFIGURATION
+    except Replaced as error:
+        print(f"tidemill: {error}", file=sys.stderr)
+        return EXIT_REPLACED
+    except MovedBack as error:
+        # Another process continues from what exists: nothing in the memory of this one may.
+        print(f"tidemill: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

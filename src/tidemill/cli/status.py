@@ -8,7 +8,7 @@ import typer
 
 from tidemill.base.chain import EXIT_BY_STATE
 from tidemill.base.limits import MIB
-from tidemill.base.marks import Derived, Report, State, as_row, derive_all, trouble
+from tidemill.base.marks import Derived, Report, State, as_row, behind_text, derive_all, trouble
 from tidemill.cli.context import ConfigOption, ConsensusOnly, JsonOption, consensus_only, print_json
 from tidemill.cli.latency import show_latency
 
@@ -102,7 +102,7 @@ def table(marks: dict[str, Derived], title: str = "") -> Any:
         view.add_row(
             Text(name),
             Text(str(derived.state), style=colours[derived.state]),
-            f"{max(0, mark.target - mark.position):,} {mark.unit}".rstrip(),
+            behind_text(mark),
             f"{derived.report_age_ms / 1000:.1f} s",
             Text(" ".join(part for part in (mark.held_by, mark.reason) if part)),
         )

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tidemill.base.address import Address, bare
 from tidemill.base.config import Config, load
 from tidemill.base.errors import Invalid
 from tidemill.cli.context import ConfigOption
@@ -93,8 +94,8 @@ def _client_settings(bootstrap: str, client: list[str] | None, path: Path | None
 
 def address(config: Config) -> str:
     """Where clients find the node of this configuration."""
-    host, _, port = config.node.kafka.rpartition(":")
-    return config.kafka.advertised or f"{config.node.advertised_host or host}:{port}"
+    bound = Address.parse(config.node.kafka)
+    return config.kafka.advertised or str(Address(bare(config.node.advertised_host) or bound.host, bound.port))
 
 
 def _pair(text: str, what: str) -> tuple[str, str]:

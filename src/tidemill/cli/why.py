@@ -11,7 +11,7 @@ from tidemill.base.chain import Verdict, table_mark, verdict
 from tidemill.base.config import Config
 from tidemill.base.errors import Missing
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
-from tidemill.base.marks import Derived, as_row, trouble
+from tidemill.base.marks import Derived, as_row, behind, behind_text, trouble
 from tidemill.cli.context import ConfigOption, JsonOption, consensus_only, print_json
 from tidemill.cli.status import read_marks
 
@@ -71,8 +71,8 @@ def lines(found: Verdict, exit_code: int) -> list[str]:
 
 def line(derived: Derived) -> str:
     mark = derived.mark
-    behind = f"{max(0, mark.target - mark.position):,} {mark.unit} behind".replace("  ", " ")
+    place = behind_text(mark) if behind(mark) is None else f"{behind_text(mark)} behind"
     tries = f" (try {mark.tries})" if mark.tries > 1 else ""
     holder = f", held by {mark.held_by}" if mark.held_by else ""
     reason = f": {mark.reason}{tries}" if mark.reason else ""
-    return f"{mark.name}  {derived.state} for {derived.standing_ms / 1000:.1f} s, {behind}{holder}{reason}"
+    return f"{mark.name}  {derived.state} for {derived.standing_ms / 1000:.1f} s, {place}{holder}{reason}"

@@ -1,11 +1,13 @@
-"""The contract's methods, once: each makes an operation, validates it and hands it to the backend's `_submit`."""
+"""The contract's methods, once: each makes an operation, validates it, hands it to the backend's `_submit`, and
+compares the answer with what this client has heard before (`seen`)."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
+from tidemill.base.errors import Conflict, Fenced
 from tidemill.consensus import rules
 from tidemill.consensus.api import Changes, Lease, LogHead, LogSlice, Versioned
 from tidemill.consensus.commands import (
@@ -25,10 +27,34 @@ from tidemill.consensus.commands import (
     Truncate,
     Wait,
 )
+from tidemill.consensus.seen import Seen
+
+
+class Owner(Protocol):
+    """Knows whether this process may still acknowledge anything."""
+
+    @property
+    def stale(self) -> bool:
+        """Must it be asked? A plain look at a clock."""
+        ...
+
+    async def assure(self) -> None:
+        """Raises what ends this process when it may not."""
+        ...
 
 
 class Facade(abc.ABC):
-    """Implements `api.Consensus` over one method. `_submit` raises the outcome or returns the operation's result."""
+    """Implements `api.Consensus` over one method. `_submit` raises the outcome or returns the operation's result.
+
+    Every method also raises MovedBack, for ever, once the engine returned to an earlier state (`seen`, SE1).
+    """
+
+    seen: Seen
+    life: str = ""
+    """The server's, where commits may be lost between one and the next; what an earlier life accepted is in this one,
+    too, as far as this client had seen it."""
+    owner: Owner | None = None
+    """Asked before a write of a log or register is acknowledged, while it is stale (after a process was frozen)."""
 
     @abc.abstractmethod
     async def _submit(self, op: AnyOp) -> Any: ...
@@ -44,7 +70,19 @@ class Facade(abc.ABC):
 
     async def _checked(self, op: AnyOp) -> Any:
         rules.validate(op)
-        return await self._submit(op)
+        seen = self.seen
+        if seen.lost is not None:
+            raise seen.lost
+        floor = seen.floor(op)
+        try:
+            answer = await self._submit(op)
+        except (Conflict, Fenced) as refused:
+            seen.check(op, floor, refused.current, done=False)
+            raise
+        seen.check(op, floor, answer, done=True)
+        if self.owner is not None and self.owner.stale and isinstance(op, Append | Cas):
+            await self.owner.assure()
+        return answer
 
     async def head(self, key: str) -> Versioned | None:
         return cast("Versioned | None", await self._checked(Head(key)))
@@ -81,6 +119,8 @@ class Facade(abc.ABC):
             return (await self.log_head(log)).next > beyond
         op = Wait(log, beyond)
         rules.validate(op)
+        if self.seen.lost is not None:
+            raise self.seen.lost
         return await self._wait(op, timeout_s)
 
     async def acquire(self, name: str, holder: str, ttl_ms: int, info: bytes = b"") -> Lease:

@@ -35,6 +35,7 @@ from tidemill.consensus.commands import (
 from tidemill.consensus.facade import Facade
 from tidemill.consensus.journal import Journal
 from tidemill.consensus.rules import UNWRITTEN, LeaseRow
+from tidemill.consensus.seen import Seen
 
 
 class MemoryState:
@@ -127,6 +128,7 @@ class MemoryConsensus(Facade):
         self._clock = EngineClock(clock)
         self._waiting: set[asyncio.Future[None]] = set()
         self._closed = False
+        self.seen = Seen("memory:")
 
     async def _submit(self, op: AnyOp) -> Any:
         self._check_open()
@@ -166,6 +168,8 @@ class MemoryConsensus(Facade):
                     future.set_result(None)
 
     def trouble(self) -> str:
+        if self.seen.lost is not None:
+            return self.seen.lost.message
         return "The consensus client was closed." if self._closed else ""
 
     def _check_open(self) -> None:

@@ -22,7 +22,7 @@ from starlette.staticfiles import StaticFiles
 from tidemill.base.chain import table_mark, verdict
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
-from tidemill.base.marks import Report, State, as_row, derive_all
+from tidemill.base.marks import Report, State, as_row, behind, derive_all
 from tidemill.base.pace import Pace
 
 STATIC = Path(__file__).with_name("static")
@@ -79,8 +79,9 @@ def console_routes(reports: Reports, trouble: Callable[[], str], clock: Clock) -
         lines = ["# HELP tidemill_mark_behind how far a stage is from its input, in the mark's own unit"]
         lines.append("# TYPE tidemill_mark_behind gauge")
         for name, derived in marks.items():
-            behind = max(0, derived.mark.target - derived.mark.position)
-            lines.append(f'tidemill_mark_behind{{mark="{_label(name)}",state="{derived.state}"}} {behind}')
+            far = behind(derived.mark)
+            value = "NaN" if far is None else far
+            lines.append(f'tidemill_mark_behind{{mark="{_label(name)}",state="{derived.state}"}} {value}')
         return Response(generate_latest() + ("\n".join(lines) + "\n").encode(), media_type=CONTENT_TYPE_LATEST)
 
     async def home(_: Request) -> Response:

@@ -1,18 +1,19 @@
 """Who may come in: connections in all, and from one address. Pure but for the limit of files, which it reads once.
 
 D1  A refused connection is accepted and closed at once: left in the backlog it would only hold the next one up.
-D2  Half of the files this process may open are never for clients: the sequencer, the bucket and HTTP need theirs.
+D2  Clients of Kafka have a share of the files this process may open (`base.descriptors`): the sequencer, the bucket and
+    HTTP need theirs.
 """
 
 from __future__ import annotations
 
-import resource
 from collections import Counter
 
 import structlog
 from prometheus_client import Counter as Count
 from prometheus_client import Gauge
 
+from tidemill.base import descriptors
 from tidemill.kafka.settings import KafkaSettings
 
 log = structlog.get_logger()
@@ -26,8 +27,7 @@ _REFUSED = Count("tidemill_kafka_connections_refused", "Connections refused at a
 
 class Door:
     def __init__(self, settings: KafkaSettings) -> None:
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self.connections_max = min(settings.connections_max, files // 2) if files > 0 else settings.connections_max
+        self.connections_max = min(settings.connections_max, descriptors.current().kafka)
         self._per_address_max = settings.connections_per_address_max
         self._addresses: Counter[str] = Counter()
         self._told_s = -TELL_EVERY_S

@@ -103,6 +103,15 @@ UNSUPPORTED_ASSIGNOR: Final = 112
 STALE_MEMBER_EPOCH: Final = 113
 TRANSACTION_ABORTABLE: Final = 120
 INVALID_REGULAR_EXPRESSION: Final = 128
+REBOOTSTRAP_REQUIRED: Final = 129
+
+_NAMES: Final = {value: name for name, value in list(globals().items()) if name.isupper() and isinstance(value, int)}
+
+
+def text(code: int) -> str:
+    """The text of a refusal that has no other: the name of its code in words."""
+    return f"{_NAMES.get(code, f'error_code_{code}').replace('_', ' ').capitalize()}."
+
 
 _CODES: Final[tuple[tuple[type[BaseException], int], ...]] = (
     # Subclasses first: the first line that matches wins.

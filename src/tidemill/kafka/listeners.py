@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from tidemill.base.address import Address
 from tidemill.base.errors import Invalid
 from tidemill.kafka.gate import Gate
 
@@ -35,12 +36,12 @@ class Listener(msgspec.Struct, frozen=True):
 
     def bind(self) -> socket.socket:
         """Raises Invalid, with the key to change."""
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        found = socket.socket(family, socket.SOCK_STREAM)
+        bound = Address(self.host, self.port)
+        found = socket.socket(bound.family, socket.SOCK_STREAM)
         try:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             found.setblocking(False)
-            found.bind((self.host.strip("[]"), self.port))
+            found.bind(bound)
             found.listen(_BACKLOG)
         except OSError as error:
             found.close()

@@ -16,12 +16,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 import structlog
+from msgspec.structs import replace
 
 from tidemill.access.audit import Audit
 from tidemill.access.quotabook import Quotabook
 from tidemill.access.rulebook import Rulebook
 from tidemill.access.tls import Certificates
 from tidemill.access.users import Users
+from tidemill.base.address import Address
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.marks import Tracker
 from tidemill.base.memory import Budget as Memory
@@ -157,6 +159,7 @@ class KafkaServer:
         cache = TopicCache(self._catalogue, self._clock)
         await asyncio.gather(cache.refresh(), asyncio.to_thread(handlers.compile_all))
         await carry_over(self._consensus, self._catalogue.metastore, self._clock.now_ms())
+        self._settings = replace(self._settings, cluster_id=(await self._catalogue.metastore.cluster()).uuid)
         members = self._nodes.members() if self._nodes is not None else ()
         node_id = next((member.node_id for member in members if member.name == self._name), node_id or self._node_id)
         gates = {id(listener.gate): listener.gate for listener in self._listeners}.values()
@@ -222,8 +225,8 @@ class KafkaServer:
         return self.port
 
     def _advertised(self, listener: Listener, told: Broker) -> Advertised:
-        bound = f"{listener.host}:{self.ports[listener.name]}"
-        return Advertised(listener.name, bound, f"{told.host}:{told.port}", listener.gate.protocol)
+        bound = Address(listener.host, self.ports[listener.name])
+        return Advertised(listener.name, str(bound), str(Address(told.host, told.port)), listener.gate.protocol)
 
     def _unbind(self) -> None:
         bound, self._bound = self._bound, {}

@@ -74,7 +74,8 @@ class KafkaSettings(msgspec.Struct, frozen=True):
     an open transaction may hold back what read_committed consumers, and tables, are shown."""
     transactional_id_expires_ms: int = 7 * 24 * 3_600_000
     """A transactional id without a transaction for so long is forgotten (transactional.id.expiration.ms)."""
-    cluster_id: str = "tidemill"
+    cluster_id: str = ""
+    """The cluster's own, from the metastore: the server sets it when it starts."""
 
     @property
     def reads_at_once(self) -> int:

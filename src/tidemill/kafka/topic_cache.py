@@ -3,7 +3,8 @@
 Filled at start, by every Metadata answer and by a refresh every few seconds; a miss asks for a refresh.
 
 C1  A name, or a partition of it, is called unknown only after a refresh that began after it was missed: the topic may
-    have been created, or grown, through another node a moment ago.
+    have been created, or grown, through another node a moment ago. A request that can wait waits for that refresh
+    (`settle`), so its first answer is the right one, however rarely the client asks.
 C2  Refreshes are shared and take a fraction of the time: what clients ask for that does not exist, or for all topics
     again and again, never costs a reading of the catalogue each.
 """
@@ -11,14 +12,21 @@ C2  Refreshes are shared and take a fraction of the time: what clients ask for t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeVar
 
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import TidemillError
+from tidemill.base.errors import Missing, TidemillError
 from tidemill.kafka import errors
 from tidemill.metastore.catalogue import Catalogue, TopicRow
+
+SETTLE_S = 5.0
+"""The longest wait of a request for a refresh: well below the 30 s after which clients give a request up."""
+
+SETTLE_ROUNDS = 2
+"""The first refresh may bring a topic, the second one a partition of it that was added since."""
 
 _ABSENT_FOR_S = 0.5
 _ABSENT_COUNT_MAX = 10_000
@@ -27,6 +35,8 @@ _REST_FACTOR = 3
 """After a refresh on demand, rest for so many times as long as it took."""
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 
 class TopicCache:
@@ -103,12 +113,57 @@ class TopicCache:
         row = self.find(topic, is_id=is_id)
         return errors.NOT_LEADER_OR_FOLLOWER if row is None else row
 
+    async def with_row(self, name: str, partition: int, work: Callable[[TopicRow], Awaitable[T]]) -> T | int:
+        """The result of `work` for the topic's row, or the error code where there is no such topic or partition.
+
+        A row can be stale: its topic was deleted through another node, and perhaps created again under its name. Then
+        `work` raises Missing, and is called again with the row of the next refresh. Raises what `work` raises."""
+        row = self._row_of(name, partition)
+        if isinstance(row, int):
+            return row
+        try:
+            return await work(row)
+        except Missing:
+            if self._by_name.get(name) == row:
+                self.forget(name)
+            await self.settle([(name, partition)], is_id=False)
+            row = self._row_of(name, partition)
+            return row if isinstance(row, int) else await work(row)
+
+    def _row_of(self, name: str, partition: int) -> TopicRow | int:
+        row = self.resolve(name, is_id=False)
+        if isinstance(row, int) or 0 <= partition < row.partitions:
+            return row
+        return self.no_partition(row, partition)
+
     def looked(self) -> asyncio.Future[None]:
         """Ends with the next successful refresh that begins after this call."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._looking.append(future)
         self._wake.set()
         return future
+
+    async def settle(self, asked: Iterable[tuple[str, int]], *, is_id: bool) -> None:
+        """Before a request resolves topics, each given with the highest partition that it names: wait for one shared
+        refresh if any of them is missing here and was not looked for (C1)."""
+        places = list(asked)
+        for _ in range(SETTLE_ROUNDS):
+            if not any([self._is_missed(topic, partition, is_id=is_id) for topic, partition in places]):
+                return
+            await self.settled()
+
+    def _is_missed(self, topic: str, partition: int, *, is_id: bool) -> bool:
+        row = self.find(topic, is_id=is_id)
+        if isinstance(row, TopicRow):
+            return partition >= row.partitions and self.grown(row) is None
+        return row is None
+
+    async def settled(self) -> None:
+        """Wait for the next refresh, at most SETTLE_S: without a catalogue nothing is called unknown."""
+        future = self.looked()
+        await asyncio.wait([future], timeout=SETTLE_S)
+        if not future.done():
+            self._looking.remove(future)
 
     def learn(self, row: TopicRow) -> None:
         old = self._by_name.get(row.name)

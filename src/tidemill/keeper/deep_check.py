@@ -2,8 +2,9 @@
 
     consensus   cluster register ─► domains ─► the manifest each has replicated
     bucket      cluster manifest ─► domains ─► every retained manifest ─► files ─► blocks
-    rows        every row and what it refers to, down to objects (metastore.checker, node.checks)
-    logs        every partition's and shard's log, from its rollup on (node.logcheck)
+    rows        every row and what it refers to, down to objects (metastore.checker, keeper.rowcheck)
+    logs        every partition's and shard's log, from its rollup on (keeper.logcheck)
+    contents    with `--contents`: every part, record batch and index against its checksum (keeper.contents_check)
 
 Reads only, leads nothing: nodes may be up or down. Without consensus the bucket alone is walked.
 """
@@ -18,6 +19,7 @@ import msgspec
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Corrupt, Invalid, Missing, TidemillError, Unavailable
 from tidemill.consensus.api import Consensus
+from tidemill.keeper.contents_check import check_contents
 from tidemill.keeper.logcheck import check_logs
 from tidemill.keeper.rowcheck import check_rows
 from tidemill.metastore import presence
@@ -57,9 +59,12 @@ async def deep_check(
     clock: Clock,
     rand: Rand,
     *,
+    contents: bool = False,
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> Checked:
-    """Raises Missing when there is neither a cluster in consensus nor one in the bucket, Unavailable."""
+    """`contents`: every stored byte is read and verified as well, which takes as long as reading the bucket does.
+
+    Raises Missing when there is neither a cluster in consensus nor one in the bucket, Unavailable."""
     findings = Findings(progress)
     found = await _cluster_manifest(objects, findings)
     known = await read_cluster(consensus)
@@ -93,6 +98,8 @@ async def deep_check(
         findings.include(walk)
         gathered_ms = checker.gathered_ms if checker is not None else 0
         await references.check(objects, findings, clock.now_ms())
+        if contents:
+            await check_contents(objects, findings, consensus if known is not None else None, rows)
     cluster = known[0] if known is not None else None
     return Checked(
         findings,

@@ -15,12 +15,13 @@ import contextlib
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, Corrupt, Fenced, Invalid, Missing, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import Closed, Corrupt, Missing, TidemillError, Unavailable, Unknown
 from tidemill.base.marks import Tracker
 from tidemill.base.tasks import Tasks
 from tidemill.consensus.api import Consensus
 from tidemill.keeper.checkpoint import checkpointer
 from tidemill.metastore import presence
+from tidemill.metastore.claim import check_unclaimed
 from tidemill.metastore.cluster import read_cluster
 from tidemill.metastore.domain import Domain
 from tidemill.metastore.metastore import Metastore
@@ -35,20 +36,17 @@ log = structlog.get_logger()
 
 
 async def check_bucket(consensus: Consensus, objects: ObjectStore) -> None:
-    """Before anything is created or served. Raises Invalid when bucket and consensus belong to different clusters,
-    or a restore has not finished; Corrupt, Unavailable."""
+    """Before anything is created or served. Raises Invalid when consensus is empty and the bucket is not, Replaced when
+    they belong to different clusters; Corrupt, Unavailable."""
     known = await read_cluster(consensus)
     if known is None:
-        await presence.check_unclaimed(objects)
+        await check_unclaimed(objects)
         return
-    try:
-        presence.check_not_replaced(await presence.newest_manifest(objects), known[0].uuid, known[0].incarnation)
-    except Fenced as error:
-        raise Invalid(error.message, fix=error.fix) from error
+    presence.check_not_replaced(await presence.newest_manifest(objects), known[0].uuid, known[0].incarnation)
 
 
 class Keeping:
-    """`run` until cancelled. Raises Fenced when the cluster was replaced; what passes by is tried again."""
+    """`run` until cancelled. Raises Replaced when the cluster was; what passes by is tried again."""
 
     def __init__(
         self,

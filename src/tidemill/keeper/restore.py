@@ -1,10 +1,11 @@
 """A cluster brought back from its bucket alone, into empty consensus (RFC 0002 §6): all rooms' parts in order.
 
-    1  claim        consensus is empty, the bucket's cluster shows no sign of life
+    1  claim        consensus is empty, the bucket's cluster shows no sign of life while it is watched, and the bucket
+                    is claimed: what is left of the old cluster stops, and any other restore
     2  domains      each goes on from its newest manifest, reopened
     3  logs         partitions, bindings and shards are written back from rows, as rollups
     4  rows         what only the old consensus could vouch for is marked to be looked at again
-    5  bucket       the new incarnation is shown: what is left of the old cluster stops
+    5  bucket       the new incarnation is shown
     6  walk         every reference is checked
     7  open         nodes may start
 
@@ -32,7 +33,16 @@ from tidemill.metastore.domain import Domain
 from tidemill.metastore.findings import Findings
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.objectcheck import References
-from tidemill.metastore.restore import Attempt, begin, finish, read_attempt, reset_domain, take_bucket
+from tidemill.metastore.restore import (
+    Attempt,
+    begin,
+    finish,
+    has_claim,
+    read_attempt,
+    reset_domain,
+    take_bucket,
+    take_claim,
+)
 from tidemill.metastore.rows import (
     ABORTED,
     BINDINGS,
@@ -108,11 +118,14 @@ class Restorer:
         return await find_source(self._objects, self._rand, manifests, attempt.cluster_manifest)
 
     async def run(self, chosen: Sequence[str] = ()) -> Restored:
-        """Raises Invalid (not empty, alive), Corrupt (naming the object), Missing, Unavailable, Unknown."""
+        """Raises Invalid (not empty, alive), Replaced (another restore was first), Corrupt (naming the object),
+        Missing, Unavailable, Unknown."""
         source = await self.source(chosen)
-        check_not_alive(source, self._clock.now_ms())
+        if not await has_claim(self._consensus, self._objects):
+            await check_not_alive(self._objects, source, self._clock, self._progress)
         self._progress("claim", 0, 1)
         attempt = await begin(self._consensus, self._clock, self._rand, source)
+        incarnation = (await take_claim(self._consensus, self._objects, self._clock)).incarnation
         async with AsyncExitStack() as stack:
             rows = await BucketRows.open(self._objects, source, self._clock, self._rand)
             stack.push_async_callback(rows.aclose)
@@ -120,13 +133,13 @@ class Restorer:
             partitions, ends = await self._partitions(rows, attempt)
             bindings = await self._bindings(rows, attempt)
             shards = await self._shards(rows, attempt)
-            await self._registers(rows, source)
+            await self._registers(rows, incarnation)
             await self._grow_topics(rows, source, domains, ends)
             captures = await self._mark_captures(rows, source, domains, ends)
             cut = await self._groups(rows, source, domains, ends)
             await self._schema_ids(rows, source, domains)
             cluster = await take_bucket(self._consensus, self._objects, self._clock, self._rand, source)
-            findings = await self._walk(rows, cluster.incarnation - 1)
+            findings = await self._walk(rows, source.cluster.incarnation)
         cluster = await finish(self._consensus, self._rand)
         return Restored(cluster, attempt, partitions, bindings, shards, captures, cut, findings)
 
@@ -197,9 +210,8 @@ class Restorer:
         self._progress("shards", len(wanted), len(wanted))
         return len(wanted)
 
-    async def _registers(self, rows: BucketRows, source: Source) -> None:
+    async def _registers(self, rows: BucketRows, incarnation: int) -> None:
         node_ids = {row.name: row.node_id for row in await rows.rows(NODES) if row.node_id > 0}
-        incarnation = source.cluster.incarnation + 1
         await restore_registers(self._consensus, self._objects, self._rand, incarnation=incarnation, node_ids=node_ids)
 
     # rows -----------------------------------------------------------------------------------------

@@ -66,8 +66,8 @@ def _alive(source: Source, now_ms: int) -> dict[str, Any] | None:
     if not source.signs:
         return None
     sign = source.signs[-1]
-    age_ms = max(0, now_ms - sign.at_ms)
-    return {"node": sign.node, "age_ms": age_ms, "refused_for_ms": max(0, int(sign.young_s * 1000) - age_ms)}
+    age_ms = max(0, now_ms - sign.at_ms)  # to be shown only: the two clocks may differ
+    return {"node": sign.node, "age_ms": age_ms, "watched_for_ms": int(sign.young_s * 1000)}
 
 
 async def _rows(rows: BucketRows, now_ms: int) -> dict[str, Any]:

@@ -65,10 +65,16 @@ Change = Sequence[tuple[bytes, bytes]]
 _FAMILIES: dict[type, Family[Any]] = {TopicRow: TOPICS, CaptureRow: CAPTURES, PipelineRow: PIPELINES}
 
 
+INTERNAL_TOPICS = ("__consumer_offsets", "__transaction_state", "__share_group_state", "__cluster_metadata")
+"""Kafka's internal topics. Their contents lie in the metastore here, and clients take such topics for internal."""
+
+
 def check_topic_name(name: str) -> None:
     """Kafka's rule for topic names. Raises Invalid."""
     if not name or len(name) > TOPIC_NAME_LENGTH or name in (".", "..") or not set(name) <= TOPIC_NAME_CHARS:
         raise Invalid(f"bad topic name: topic={name!r}.", fix="Use 1 to 249 of a-z A-Z 0-9 . _ -")
+    if name in INTERNAL_TOPICS:
+        raise Invalid(f"the name is reserved for an internal topic of Kafka: topic={name}.", fix="Use another name.")
 
 
 def grown(row: TopicRow, partitions: int) -> TopicRow:

@@ -19,7 +19,7 @@ from functools import partial
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, Fenced, Invalid, Missing, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import Closed, Fenced, Invalid, Missing, TidemillError, Unavailable, Unknown, ends_process
 from tidemill.base.marks import Tracker
 from tidemill.base.tasks import Tasks
 from tidemill.consensus.api import Consensus, Lease
@@ -306,6 +306,8 @@ class Domain(Reading):
                     if self.failed is None:
                         pause_s = RETRY_FIRST_S
                 except TidemillError as error:
+                    if ends_process(error):
+                        raise
                     self._note(error)
                     _log.warning("could not lead", domain=self.name, cause=error.message)
                 await asyncio.sleep(grounds.rand.uniform(pause_s / 2, pause_s))

@@ -5,6 +5,8 @@ LD2  It stops at the first group or manifest that was refused, fenced or has no 
      on nothing more is proposed; what was proposed learns its own outcome.
 LD3  It knows nothing about other terms but this: when its replica shows that another one persisted a manifest it
      has not applied, or renamed the domain, it is over.
+LD4  Its epoch is greater than that of any manifest in the bucket: where consensus lost terms, what was written in them
+     is older from then on, also for a restore. A term that is not is given up for the next one.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from tidemill.consensus.statelog import StateLog
 from tidemill.metastore.codec import encode_command
 from tidemill.metastore.commands import ResetManifest, SetDomainUuid
 from tidemill.metastore.lsm.database import Database
-from tidemill.metastore.persistence import ReplicatedManifests
+from tidemill.metastore.persistence import ANY_EPOCH, ReplicatedManifests
 from tidemill.metastore.settings import Grounds
 from tidemill.metastore.state import DomainState, PersistedManifest, VolatileBatch
 from tidemill.metastore.writing import Writing
@@ -76,6 +78,7 @@ class Leader:
 
     async def _open(self) -> None:
         grounds, state, uuid = self._grounds, self._log.state, self._domain_uuid
+        await self._check_epoch(state.epoch(self.term))
         manifests = ReplicatedManifests(
             self._log,
             grounds.bucket(uuid),
@@ -115,6 +118,17 @@ class Leader:
         except BaseException:
             await self.aclose()
             raise
+
+    async def _check_epoch(self, epoch: int) -> None:
+        """LD4. Raises Fenced, Unavailable."""
+        newest = await self._grounds.bucket(self._domain_uuid).newest(ANY_EPOCH)
+        if newest is not None and newest.epoch >= epoch:
+            raise Fenced(
+                f"The bucket holds a manifest of this epoch or a newer one, for consensus lost terms: domain="
+                f"{self._grounds.name} epoch={epoch} manifest={newest.key}.",
+                current=newest.epoch,
+                fix="Lead in a later term.",
+            )
 
     # the database -------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, Fenced, Invalid, Unavailable, Unknown
+from tidemill.base.errors import Closed, Fenced, Invalid, Unavailable, Unknown, ends_process
 from tidemill.base.tasks import Restarts, Tasks, sentence
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.cluster import Cluster, domain_of, open_cluster
@@ -43,7 +43,8 @@ class _Opened:
 
 
 class Metastore:
-    """Reads may raise Unavailable (retry), Closed, Corrupt; the first use also Invalid (the cluster differs)."""
+    """Reads may raise Unavailable (retry), Closed, Corrupt; the first use also Invalid (the cluster differs) and
+    Replaced (the bucket is another cluster's)."""
 
     def __init__(
         self,
@@ -54,8 +55,11 @@ class Metastore:
         *,
         domains: int = 0,
         before_create: Callable[[], Awaitable[None]] | None = None,
+        claim: Callable[[Cluster], Awaitable[None]] | None = None,
     ) -> None:
-        """`domains` 0 = as the cluster has; a new cluster gets one, unless `before_create` raises."""
+        """`domains` 0 = as the cluster has; a new cluster gets one, unless `before_create` raises. `claim(cluster)`
+        comes before anything is read or written: it raises where the bucket is another cluster's."""
+        self._claim = claim
         self._consensus = consensus
         self._open_domain = open_domain
         self._clock = clock
@@ -207,6 +211,8 @@ class Metastore:
             if self._opened is not None:
                 return self._opened
             cluster = await open_cluster(self._consensus, self._clock, self._rand, self._asked, self._before_create)
+            if self._claim is not None:
+                await self._claim(cluster)
             domains: list[Rows] = []
             try:
                 for index in range(cluster.domains):
@@ -237,6 +243,8 @@ class Metastore:
                 try:
                     opened.domains[index] = await self._open_domain(opened.cluster, index)
                 except Exception as error:  # of whatever type: the next try may meet something else
+                    if ends_process(error):
+                        raise
                     _log.warning("a domain cannot be opened anew", index=index, cause=sentence(error))
             opened.synced_s[index] = float("-inf")
 

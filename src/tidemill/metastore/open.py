@@ -2,7 +2,7 @@
 
 A node leads (`NODE`): it tries for every domain's lease as long as it runs. A tool follows (`TOOL`) and sends its
 commits to whoever leads; where nobody does, it leads for a moment itself. Neither creates a cluster on a bucket
-that holds one already.
+that holds one already, and both claim the bucket before they read or write anything (`claim` CL2).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import os
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.marks import Tracker
 from tidemill.consensus.api import Consensus
+from tidemill.metastore.claim import check_unclaimed, claim
 from tidemill.metastore.cluster import Cluster, domain_name
 from tidemill.metastore.domain import Domain
 from tidemill.metastore.front import Rows
 from tidemill.metastore.lsm.compaction.merger import Merger
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.presence import check_unclaimed
 from tidemill.metastore.settings import DomainSettings
 from tidemill.objects.store import ObjectStore
 
@@ -62,7 +62,10 @@ def metastore_on(
     async def before_create() -> None:
         await check_unclaimed(objects)
 
-    return Metastore(consensus, open_domain, clock, rand, domains=domains, before_create=before_create)
+    async def claimed(cluster: Cluster) -> None:
+        await claim(objects, clock, cluster)
+
+    return Metastore(consensus, open_domain, clock, rand, domains=domains, before_create=before_create, claim=claimed)
 
 
 async def open_metastore(
@@ -76,7 +79,7 @@ async def open_metastore(
     holder: str = "",
     tracker: Tracker | None = None,
 ) -> Metastore:
-    """As `metastore_on`, opened now. Raises Invalid (another number of domains), Unavailable, Corrupt."""
+    """As `metastore_on`, opened now. Raises Invalid (another number of domains), Replaced, Unavailable, Corrupt."""
     metastore = metastore_on(
         consensus, objects, clock, rand, domains=domains, settings=settings, holder=holder, tracker=tracker
     )

@@ -18,7 +18,7 @@ import crc32c
 import msgspec
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Corrupt, Fenced, Invalid, Missing
+from tidemill.base.errors import Corrupt, Invalid, Missing, Replaced
 from tidemill.objects.store import ObjectStore
 
 CLUSTER_PREFIX = "metastore/cluster/"
@@ -28,6 +28,7 @@ FORMAT = 1
 
 ALIVE_INTERVAL_S = 30.0
 MANIFESTS_KEPT = 3
+REPLACED_FIX = "Stop this cluster, or give it a bucket of its own."
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -80,13 +81,13 @@ async def load_manifest(objects: ObjectStore, key: str) -> Found:
     number = key.removeprefix(CLUSTER_PREFIX).partition("-")[0]
     if not key.startswith(CLUSTER_PREFIX) or not number.isdigit():
         raise Corrupt(f"Not a cluster manifest's name: object={key}.", fix="Remove it from the bucket.")
-    return Found(_decode(await objects.get(key), key, ClusterManifest), key, int(number))
+    return Found(decode(await objects.get(key), key, ClusterManifest), key, int(number))
 
 
 async def upload_manifest(objects: ObjectStore, rand: Rand, manifest: ClusterManifest, number: int) -> str:
     """Its key. Older ones are removed but for MANIFESTS_KEPT. Raises Unavailable, Unknown."""
     key = f"{CLUSTER_PREFIX}{number:020d}-{rand.nonce()}"
-    await objects.put(key, _encode(manifest))
+    await objects.put(key, encode(manifest))
     names = [found.key async for found in objects.list(CLUSTER_PREFIX)]
     for old in names[:-MANIFESTS_KEPT]:
         await objects.delete(old)
@@ -96,12 +97,12 @@ async def upload_manifest(objects: ObjectStore, rand: Rand, manifest: ClusterMan
 async def write_alive(objects: ObjectStore, rand: Rand, alive: Alive) -> None:
     """Say that the cluster lives; earlier signs of the same incarnation or older are removed, and unreadable ones."""
     key = f"{ALIVE_PREFIX}{alive.at_ms:020d}-{rand.nonce()}"
-    await objects.put(key, _encode(alive))
+    await objects.put(key, encode(alive))
     for name in [found.key async for found in objects.list(ALIVE_PREFIX)]:
         if name == key:
             continue
         try:
-            newer = _decode(await objects.get(name), name, Alive).incarnation > alive.incarnation
+            newer = decode(await objects.get(name), name, Alive).incarnation > alive.incarnation
         except (Missing, Corrupt):
             newer = False
         if not newer:
@@ -113,7 +114,7 @@ async def signs_of_life(objects: ObjectStore) -> AsyncIterator[tuple[Alive, str]
     names = [found.key async for found in objects.list(ALIVE_PREFIX)]
     for name in names:
         try:
-            yield _decode(await objects.get(name), name, Alive), name
+            yield decode(await objects.get(name), name, Alive), name
         except Missing:
             continue
 
@@ -134,7 +135,7 @@ class Presence:
     async def round(self, manifest: ClusterManifest) -> None:
         """Show the manifest if the bucket has another one, then that the cluster lives.
 
-        Raises Fenced when the bucket has been restored into another consensus (P1), Corrupt, Unavailable, Unknown.
+        Raises Replaced when the bucket has been restored into another consensus (P1), Corrupt, Unavailable, Unknown.
         """
         try:
             found = await newest_manifest(self._objects)
@@ -167,17 +168,16 @@ class Presence:
 
 
 def check_not_replaced(found: Found | None, cluster_uuid: str, incarnation: int) -> None:
-    """P1. Raises Fenced."""
+    """P1. Raises Replaced."""
     if found is None:
         return
     other = found.manifest
     if (other.incarnation, other.cluster_uuid) == (incarnation, cluster_uuid) or other.incarnation < incarnation:
         return
-    raise Fenced(
+    raise Replaced(
         f"This cluster has been replaced: the bucket was restored into another consensus: cluster={cluster_uuid}"
         f" incarnation={incarnation} bucket_cluster={other.cluster_uuid} bucket_incarnation={other.incarnation}.",
-        current=other,
-        fix="Stop this cluster, or give it a bucket of its own.",
+        fix=REPLACED_FIX,
     )
 
 
@@ -192,12 +192,12 @@ async def check_unclaimed(objects: ObjectStore) -> None:
         )
 
 
-def _encode(struct: msgspec.Struct) -> bytes:
+def encode(struct: msgspec.Struct) -> bytes:
     data = MAGIC + FORMAT.to_bytes(2, "little") + msgspec.msgpack.encode(struct)
     return data + int(crc32c.crc32c(data)).to_bytes(4, "little")
 
 
-def _decode(data: bytes, key: str, kind: type[S]) -> S:
+def decode(data: bytes, key: str, kind: type[S]) -> S:
     head = len(MAGIC) + 2
     if not data.startswith(MAGIC) or int(crc32c.crc32c(data[:-4])).to_bytes(4, "little") != data[-4:]:
         raise Corrupt(f"The object is damaged: object={key} size_bytes={len(data)}.", fix=_FIX)

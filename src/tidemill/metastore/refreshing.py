@@ -7,7 +7,7 @@ from typing import Protocol
 
 import structlog
 
-from tidemill.base.errors import TidemillError
+from tidemill.base.errors import TidemillError, ends_process
 
 log = structlog.get_logger()
 
@@ -25,4 +25,6 @@ async def refresh_for_ever(held: Refreshed, every_s: float, not_read: str) -> No
         try:
             await held.refresh(fresh=False)
         except TidemillError as error:
+            if ends_process(error):
+                raise
             log.warning(not_read, error=str(error))

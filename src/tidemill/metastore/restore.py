@@ -1,8 +1,9 @@
 """The consensus half of a restore (RFC 0002 §6): claim it, make the domains go on, open the cluster.
 
     begin          claim empty consensus for one attempt
+    take_claim     the bucket belongs to the new incarnation, before anything is written into it (`claim` CL3)
     reset_domain   a domain goes on from its manifest
-    take_bucket    the bucket belongs to the new incarnation
+    take_bucket    and says so in its manifest
     finish         consensus is free for its nodes
 
 RS1  Nothing is written into consensus that knows anything else: `read_attempt` names what it found.
@@ -20,6 +21,7 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Conflict, Corrupt, Invalid, Unknown
 from tidemill.consensus.api import Consensus
 from tidemill.metastore import presence
+from tidemill.metastore.claim import claim, claimed_by
 from tidemill.metastore.cluster import REGISTER, Cluster, read_cluster, write_cluster
 from tidemill.metastore.domain import Domain
 from tidemill.metastore.lsm.files import Files
@@ -91,12 +93,28 @@ async def begin(consensus: Consensus, clock: Clock, rand: Rand, source: Source) 
             len(manifest.domains),
             clock.now_ms(),
             label=manifest.cluster_uuid,
-            incarnation=manifest.incarnation + 1,
+            incarnation=source.claimed + 1,
             imported=True,
             restoring=attempt.nonce,
         )
         await write_cluster(consensus, rand, cluster, 0)
     return attempt
+
+
+async def has_claim(consensus: Consensus, objects: ObjectStore) -> bool:
+    """Has an attempt that stands here taken the bucket already? Then the old cluster has stopped, or does so."""
+    found = await read_cluster(consensus)
+    return found is not None and await claimed_by(objects, found[0])
+
+
+async def take_claim(consensus: Consensus, objects: ObjectStore, clock: Clock) -> Cluster:
+    """From here on what is left of the old cluster stops, and no other restore of this bucket goes on. Idempotent.
+
+    Raises Replaced when another restore was first, Unavailable, Unknown.
+    """
+    cluster, _ = await _claimed(consensus)
+    await claim(objects, clock, cluster)
+    return cluster
 
 
 async def reset_domain(objects: ObjectStore, rand: Rand, domain: Domain, source: DomainSource) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -11,6 +12,7 @@ import msgspec
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Corrupt, Invalid, Missing
 from tidemill.metastore import presence
+from tidemill.metastore.claim import greatest_claim
 from tidemill.metastore.cluster import domain_of
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.files import Files
@@ -26,6 +28,8 @@ from tidemill.objects.store import ObjectStore
 
 _ANY_EPOCH = 10**20 - 1
 _MANIFEST_KEY = re.compile(r"metastore/([^/]+)/manifest/[^/]+")
+LOOK_S = 1.0
+"""So often the bucket is looked at for a new sign of life."""
 R = TypeVar("R", bound=msgspec.Struct)
 
 
@@ -44,6 +48,8 @@ class Source(msgspec.Struct, frozen=True):
     domains: tuple[DomainSource, ...]
     signs: tuple[Alive, ...]
     """Signs of life of the newest incarnation, oldest first."""
+    claimed: int
+    """The greatest incarnation that the bucket knows: of its manifest, or of a restore that began."""
 
     @property
     def cluster(self) -> ClusterManifest:
@@ -78,7 +84,8 @@ async def find_source(objects: ObjectStore, rand: Rand, chosen: Sequence[str] = 
     domains = [await _domain_source(objects, rand, uuid, by_domain.get(uuid)) for uuid in found.manifest.domains]
     signs = [sign async for sign, _ in presence.signs_of_life(objects)]
     newest = max((sign.incarnation for sign in signs), default=0)
-    return Source(found, tuple(domains), tuple(sign for sign in signs if sign.incarnation == newest))
+    claimed = max(found.manifest.incarnation, await greatest_claim(objects))
+    return Source(found, tuple(domains), tuple(sign for sign in signs if sign.incarnation == newest), claimed)
 
 
 async def _domain_source(objects: ObjectStore, rand: Rand, uuid: str, chosen: str | None) -> DomainSource:
@@ -100,18 +107,38 @@ async def _domain_source(objects: ObjectStore, rand: Rand, uuid: str, chosen: st
     return DomainSource(uuid, chosen, manifest)
 
 
-def check_not_alive(source: Source, now_ms: int) -> None:
-    """Raises Invalid while the cluster may be alive: two clusters on one bucket would destroy each other's work."""
+async def check_not_alive(
+    objects: ObjectStore, source: Source, clock: Clock, progress: Callable[[str, int, int], None] = lambda *_: None
+) -> None:
+    """Raises Invalid while the cluster may be alive: two clusters on one bucket would destroy each other's work.
+
+    A cluster that lives writes a new sign within a third of what its signs name. So the bucket is watched for as long
+    as they name, by this machine's monotonic clock: the clocks of two machines are never compared. Without a sign,
+    after an orderly end, nothing is waited for.
+    """
     if not source.signs:
         return
     sign = source.signs[-1]
-    age_s = max(0.0, (now_ms - sign.at_ms) / 1000)
-    if age_s < sign.young_s:
-        raise Invalid(
-            "The bucket's cluster shows signs of life: "
-            f"cluster={sign.cluster_uuid} node={sign.node} age_s={age_s:.0f} limit_s={sign.young_s:g}.",
-            fix=f"Stop every node of it; if none runs any more, wait {sign.young_s - age_s:.0f} s and try again.",
-        )
+    watch_s = max(each.young_s for each in source.signs)
+    before = {key async for key in _signs_of(objects, sign.incarnation)}
+    began_s = clock.monotonic_s()
+    while (passed_s := clock.monotonic_s() - began_s) < watch_s:
+        progress("signs of life", int(passed_s), max(1, int(watch_s)))
+        await asyncio.sleep(min(LOOK_S, watch_s / 10))
+        if new := [key async for key in _signs_of(objects, sign.incarnation) if key not in before]:
+            raise Invalid(
+                "The bucket's cluster is alive: it wrote a sign of life while this command watched:"
+                f" cluster={sign.cluster_uuid} node={sign.node} watched_s={clock.monotonic_s() - began_s:.0f}"
+                f" object={new[0]}.",
+                fix="Stop every node of it and try again.",
+            )
+    progress("signs of life", max(1, int(watch_s)), max(1, int(watch_s)))
+
+
+async def _signs_of(objects: ObjectStore, incarnation: int) -> AsyncIterator[str]:
+    async for sign, key in presence.signs_of_life(objects):
+        if sign.incarnation >= incarnation:
+            yield key
 
 
 class BucketRows:

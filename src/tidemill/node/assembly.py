@@ -29,6 +29,7 @@ from tidemill.access.rulebook import Rulebook
 from tidemill.access.sasl import Authenticator
 from tidemill.access.users import Users
 from tidemill.base import descriptors
+from tidemill.base.address import Address, bare
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.config import CaptureSection, Config, authorizes
 from tidemill.base.errors import Conflict, Invalid, Unavailable
@@ -40,6 +41,7 @@ from tidemill.base.waiting import patiently
 from tidemill.capture.config import CaptureConfig
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.consensus.board import Board
+from tidemill.consensus.facade import Facade
 from tidemill.consensus.leading import Body, lead
 from tidemill.consensus.open import open_consensus
 from tidemill.kafka.server import KafkaServer
@@ -50,6 +52,8 @@ from tidemill.keeper.persisted import Persisted
 from tidemill.keeper.topic_holds import PipelineHolds
 from tidemill.keeper.upkeep import jobs
 from tidemill.metastore.catalogue import CaptureRow, Catalogue, TopicRow
+from tidemill.metastore.claim import Ownership
+from tidemill.metastore.cluster import Cluster
 from tidemill.metastore.lsm.compaction.open import open_merger
 from tidemill.metastore.open import NODE, metastore_on
 from tidemill.node.assignment import CaptureFirst
@@ -72,6 +76,7 @@ from tidemill.node.served import (
 from tidemill.node.shape_routing import ShapeRouting
 from tidemill.node.spreading import Spread, node_of
 from tidemill.objects.open import open_objects
+from tidemill.objects.resilient import ResilientObjects
 from tidemill.registry.http import registry_routes
 from tidemill.registry.machine import Registry
 from tidemill.registry.registrar import Registrar
@@ -143,7 +148,7 @@ class Node:
         descriptors.raise_limit()
         early = Starlette(routes=[*self._more_routes(self._reports, self.trouble, self._clock), *_not_yet()])
         door = Door(early)
-        host, _, port = self._config.node.http.rpartition(":")
+        host, port = Address.parse(self._config.node.http)
         section = self._config.http
         if section.authenticate:
             self._guard = Guard(
@@ -151,15 +156,15 @@ class Node:
                 self._clock,
                 within_tls=section.tls,
                 grants=self._grants,
-                origins=self._config.shapes.allowed_origins,
             )
         http = HttpServer(
             self._guard or door,
             host,
-            int(port),
+            port,
             on_failure=self._task_failed,
             limits=http_limits(section),
             tls=tls_settings(self._config) if section.tls else None,
+            origins=self._config.shapes.allowed_origins,
         )
         async with AsyncExitStack() as stack:
             await http.start()
@@ -250,9 +255,9 @@ class Node:
         catalogue = Catalogue(metastore, clock, rand)
         authenticator = authenticator_of(config, Users(metastore, clock), clock, rand)
         listener, *more_listeners = kafka_listeners(config, authenticator)
-        http_host, _, http_port = config.node.http.rpartition(":")
+        http = Address.parse(config.node.http)
         scheme = "https" if config.http.tls else "http"
-        url = f"{scheme}://{config.node.advertised_host or http_host}:{http_port}"
+        url = f"{scheme}://{Address(bare(config.node.advertised_host) or http.host, http.port)}"
         told = {each.name: (each.advertised_host, each.advertised_port) for each in more_listeners}
         info = NodeInfo(listener.advertised_host, listener.advertised_port, url, told, tuple(config.capture))
         membership = Membership(consensus, config.node.name, info, clock, rand, tracker=self._marks)
@@ -343,6 +348,7 @@ class Node:
         stack.push_async_callback(metastore.aclose)
         stack.push_async_callback(keeping.leave)
         await self._begin("the metastore", metastore.start)
+        self._own(consensus, objects, await metastore.cluster())
         reporting.troubles["metastore"] = metastore.trouble
         # Before others count on this node: one that cannot read the catalogue would be given partitions all the same.
         await self._begin("the catalogue", lambda: catalogue.list(TopicRow))
@@ -358,9 +364,7 @@ class Node:
         # Not before clients find it there: from now on partitions are this node's, and nobody else serves them.
         await self._begin("joining the others", membership.join)
         stack.push_async_callback(shapes.aclose)
-        door.app = routing = ShapeRouting(
-            app, catalogue, consensus, self._instance, clock, config.shapes.allowed_origins, self._grants
-        )
+        door.app = routing = ShapeRouting(app, catalogue, consensus, self._instance, clock, self._grants)
         if self._guard is not None:
             await self._begin("the proofs of HTTP", partial(_know, authenticator, rulebook))
             if not authorizes(config):
@@ -400,6 +404,16 @@ class Node:
         self._waiting = ""
         self._marks.set(self._process, 1, 1, now_ms=clock.now_ms())
         log.info("node serves", node=config.node.name, http=config.node.http, kafka=config.node.kafka)
+
+    def _own(self, consensus: Consensus, objects: ResilientObjects, cluster: Cluster) -> None:
+        """From here on this node acknowledges and deletes only what its cluster may (`claim` CL4)."""
+        assert self._reporting is not None
+        owner = Ownership(objects, self._clock, cluster, interval_s=self._config.metastore.alive_interval_s)
+        self._reporting.troubles["objects"] = lambda: objects.trouble() or owner.trouble()
+        self._tasks.spawn(owner.run(), name="ownership")
+        objects.may_delete = owner.may_delete
+        if isinstance(consensus, Facade):
+            consensus.owner = owner
 
     async def _share(self, spread: Spread, consensus: Consensus, capture: str, url: str, body: Body) -> None:
         """Capture whenever it is this node's turn, until another one should."""

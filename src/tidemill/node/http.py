@@ -10,17 +10,19 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from tidemill.access.tls import Certificates, TlsSettings
+from tidemill.base.address import Address
 from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.limits import LOOPBACK_ORIGINS
 from tidemill.base.tasks import FailureHandler, Tasks, sentence
 from tidemill.node.http_crowds import CHECK_S, close_connections, close_crowds, connections
-from tidemill.node.http_limits import Bounded, HttpLimits
+from tidemill.node.http_limits import HEAD_BYTES, Bounded, HttpLimits
 
 _log = structlog.get_logger()
 
@@ -47,11 +49,13 @@ class HttpServer:
         on_failure: FailureHandler,
         limits: HttpLimits | None = None,
         tls: TlsSettings | None = None,
+        origins: Sequence[str] = LOOPBACK_ORIGINS,
     ) -> None:
+        """`origins`: of pages that may read why they are refused."""
         self._tls = tls
         self._certificates = Certificates(tls) if tls is not None else None
         self._limits = limits or HttpLimits()
-        self.bounded = Bounded(app, self._limits)
+        self.bounded = Bounded(app, self._limits, origins)
         self._host = host
         self.port = port
         self._socket: socket.socket | None = None
@@ -64,21 +68,20 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http{'s' if self._tls else ''}://{host}:{self.port}"
+        return f"http{'s' if self._tls else ''}://{Address(self._host, self.port)}"
 
     def _bind(self) -> socket.socket:
         """Raises Invalid when the address is not ours to take."""
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listening = socket.socket(family, socket.SOCK_STREAM)
+        address = Address(self._host, self.port)
+        listening = socket.socket(address.family, socket.SOCK_STREAM)
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((self._host, self.port))
+            listening.bind(address)
             listening.listen(BACKLOG)
         except OSError as error:
             listening.close()
             raise Invalid(
-                f"cannot listen: key=node.http address={self._host}:{self.port} error={error.strerror}.",
+                f"cannot listen: key=node.http address={address} error={error.strerror}.",
                 fix="Set node.http to a free address, or stop what listens there.",
             ) from error
         listening.setblocking(False)
@@ -107,7 +110,7 @@ class HttpServer:
             backpressure=self._limits.within_descriptors(),
             http1_settings=HTTP1Settings(
                 header_read_timeout=int(self._limits.header_timeout_s * 1000),
-                max_buffer_size=self._limits.header_bytes,
+                max_buffer_size=HEAD_BYTES,
             ),
             log_enabled=False,
             **_ssl(self._tls),

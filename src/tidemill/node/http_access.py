@@ -37,11 +37,8 @@ from tidemill.access.sasl import Authenticator
 from tidemill.access.scram import Refused
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
-from tidemill.base.limits import LOOPBACK_ORIGINS
 from tidemill.shapes.http.grants import ASKER, NAME, Grants, host_of, is_signed
-from tidemill.shapes.http.origins import Origins
 from tidemill.shapes.http.params import BadRequest
-from tidemill.shapes.http.respond import EXPOSED
 from tidemill.shapes.rights import Asker, Denied
 
 OPEN: Final = frozenset({"/healthz", "/readyz", "/v1/health"})
@@ -87,10 +84,8 @@ class Guard:
         *,
         within_tls: bool,
         grants: Grants | None = None,
-        origins: Sequence[str] = LOOPBACK_ORIGINS,
     ) -> None:
         self._app = app
-        self._origins = Origins(origins)
         self._clock = clock
         self._within_tls = within_tls
         self._grants = grants or Grants(clock)
@@ -150,10 +145,6 @@ class Guard:
             (b"cache-control", b"no-store"),
             *more,
         ]
-        if scope["path"] == SHAPE:  # a page that may read shapes is told why it does not
-            origin = dict(scope["headers"]).get(b"origin", b"").decode("latin-1")
-            told = {**self._origins.headers(origin), "access-control-expose-headers": EXPOSED}
-            headers += [(name.encode(), value.encode("latin-1")) for name, value in told.items()]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 

@@ -2,20 +2,31 @@
 
 connections         granian stops accepting at `connections`; the rest waits in the kernel's queue
 header_timeout_s    a connection without a whole request head for so long is closed, idle ones too (slow loris)
-header_bytes        request line and headers, 431 beyond; a URL of more than 64 KiB is 414
+header_bytes        request line and headers, 431 beyond, so a URL may be nearly as long. The server below reads
+                    HEAD_BYTES and URLs of 64 KiB at most: it answers 431 and 414 beyond by itself
 body_bytes          of a request, 413 beyond
 address_connections connections of one address; what is beyond is closed within a second (http_crowds)
 per_address         requests of one address under way at once, 503 beyond, long polls and streams included
+
+A page that may read shapes may read why it does not: every answer under /v1/ that is no success carries the headers of
+CORS, whoever gives it, be it these limits, the guard, the routing or the router.
 """
 
 from __future__ import annotations
 
-import resource
+from collections.abc import Sequence
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tidemill.base import descriptors
+from tidemill.base.limits import LOOPBACK_ORIGINS
+from tidemill.shapes.http.origins import Origins
+from tidemill.shapes.http.respond import EXPOSED
+
 RETRY_AFTER_S = 5
+HEAD_BYTES = 256 << 10
+SHAPES = "/v1/"
 
 
 class HttpLimits(msgspec.Struct, frozen=True):
@@ -23,20 +34,20 @@ class HttpLimits(msgspec.Struct, frozen=True):
     per_address: int = 1_000
     address_connections: int = 2_048
     header_timeout_s: float = 20.0
-    header_bytes: int = 128 << 10
+    header_bytes: int = 64 << 10
     body_bytes: int = 1 << 20
 
     def within_descriptors(self) -> int:
-        """Connections that leave half of the process's descriptors to everything else (objects, Postgres, Kafka)."""
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return self.connections if soft == resource.RLIM_INFINITY else max(16, min(self.connections, soft // 2))
+        """Connections within the share that HTTP has of the process's descriptors."""
+        return min(self.connections, descriptors.current().http)
 
 
 class Bounded:
-    """ASGI middleware: `per_address` and `body_bytes`."""
+    """ASGI middleware, the outermost: `header_bytes`, `per_address` and `body_bytes`, and CORS of what is refused."""
 
-    def __init__(self, app: ASGIApp, limits: HttpLimits) -> None:
+    def __init__(self, app: ASGIApp, limits: HttpLimits, origins: Sequence[str] = LOOPBACK_ORIGINS) -> None:
         self._app = app
+        self._origins = Origins(origins)
         self._limits = limits
         self.under_way: dict[str, int] = {}
         self.refused = 0
@@ -44,6 +55,11 @@ class Bounded:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        if scope["path"].startswith(SHAPES):
+            send = _Told(send, scope, self._origins).send
+        if _head_bytes(scope) > self._limits.header_bytes:
+            await _refuse(send, 431, b'{"message":"The request head is too large."}')
             return
         if _declared(scope) > self._limits.body_bytes:
             await _too_large(send)
@@ -64,6 +80,25 @@ class Bounded:
                 self.under_way[address] = left
             else:
                 del self.under_way[address]
+
+
+class _Told:
+    """Adds the headers of CORS to an answer that is no success and has none."""
+
+    def __init__(self, send: Send, scope: Scope, origins: Origins) -> None:
+        self._send = send
+        self._scope = scope
+        self._origins = origins
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] >= 300:
+            headers = [*message["headers"]]
+            if not any(name.lower() == b"access-control-expose-headers" for name, _ in headers):
+                origin = next((value for name, value in self._scope["headers"] if name == b"origin"), b"")
+                told = {**self._origins.headers(origin.decode("latin-1")), "access-control-expose-headers": EXPOSED}
+                headers += [(name.encode(), value.encode("latin-1")) for name, value in told.items()]
+                message = {**message, "headers": headers}
+        await self._send(message)
 
 
 class _Body:
@@ -90,6 +125,12 @@ class _Body:
             await self._send(message)
         elif message["type"] == "http.response.start":
             await _too_large(self._send)
+
+
+def _head_bytes(scope: Scope) -> int:
+    """As it was sent, but for the version and spaces."""
+    line = len(scope["method"]) + len(scope.get("raw_path") or scope["path"]) + len(scope["query_string"]) + 14
+    return line + sum([len(name) + len(value) + 4 for name, value in scope["headers"]])
 
 
 def _declared(scope: Scope) -> int:

@@ -12,8 +12,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tidemill.base.address import Address
 from tidemill.base.clock import Clock
 from tidemill.base.config import Config, ConsensusSection, ObjectsSection, drivers
+from tidemill.base.directories import make_private_directory
 from tidemill.base.errors import Invalid
 from tidemill.node.instances import DRIVER_MODULE, instance_name, process_of
 from tidemill.node.supervise import ChildSpec, Supervisor
@@ -84,7 +86,7 @@ def make_supervisor(
 
 def write_private(path: Path, text: str) -> None:
     """Nobody else may read it at any moment: it holds the URLs and DSNs with their passwords. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private_directory(path.parent)
     fresh = path.with_name(f"{path.name}.new")
     fresh.unlink(missing_ok=True)
     with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
@@ -111,8 +113,8 @@ def beside(config: Config, number: int) -> Config:
 
 
 def next_port(address: str, by: int) -> str:
-    host, _, port = address.rpartition(":")
-    return f"{host}:{int(port) + by}"
+    host, port = Address.parse(address)
+    return str(Address(host, port + by))
 
 
 def driver(config: Config, names: Sequence[str], instance: str = "") -> ChildSpec:

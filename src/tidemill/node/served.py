@@ -11,6 +11,7 @@ from tidemill.access.sasl import Authenticator
 from tidemill.access.tls import Certificates, TlsSettings
 from tidemill.access.tokens import Tokens, TokenSettings
 from tidemill.access.users import Users
+from tidemill.base.address import Address, bare
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.config import (
     Config,
@@ -64,21 +65,21 @@ def kafka_settings(config: Config) -> KafkaSettings:
 def kafka_listeners(config: Config, authenticator: Authenticator) -> list[Listener]:
     """All of the node's, the one of node.kafka first; those of one protocol share a gate. Raises Invalid."""
     gates = {protocol: kafka_gate(config, protocol, authenticator) for protocol in protocols(config)}
-    host, _, port = config.node.kafka.rpartition(":")
-    told_host, told_port = told_at(config.kafka.advertised, (config.node.advertised_host or host, int(port)))
-    found = [Listener(DEFAULT, host, int(port), told_host, told_port, gates[config.kafka.security])]
+    bound, own_host = Address.parse(config.node.kafka), bare(config.node.advertised_host)
+    advertised = advertised_at(config.kafka.advertised, own_host, bound)
+    found = [Listener(DEFAULT, *bound, *advertised, gates[config.kafka.security])]
     for name, section in config.kafka.listeners.items():
-        host, _, port = section.address.rpartition(":")
-        told_host, told_port = told_at(section.advertised, (config.node.advertised_host or host, int(port)))
+        bound = Address.parse(section.address)
+        advertised = advertised_at(section.advertised, own_host, bound)
         gate = gates[section.security or config.kafka.security]
         key = f"kafka.listeners.{name}.address"
-        found.append(Listener(name, host, int(port), told_host, told_port, gate, key))
+        found.append(Listener(name, *bound, *advertised, gate, key))
     return found
 
 
-def told_at(advertised: str, otherwise: tuple[str, int]) -> tuple[str, int]:
-    host, _, port = advertised.rpartition(":")
-    return (host, int(port)) if advertised else otherwise
+def advertised_at(advertised: str, own_host: str, bound: Address) -> Address:
+    """The address that clients are given: the configured one, else the node's advertised host and the bound port."""
+    return Address.parse(advertised) if advertised else Address(own_host or bound.host, bound.port)
 
 
 def kafka_gate(config: Config, protocol: str, authenticator: Authenticator) -> Gate:
@@ -128,7 +129,7 @@ def shape_settings(section: ShapesSection, directory: Path | None = None) -> Sha
         loop_share=section.loop_share,
         limits=LogLimits(section.chunk_kb << 10, section.log_mb << 20, section.base_mb << 20),
         backlog=BacklogLimits(section.backlog_mb << 20, section.backlog_s),
-        cache=CacheAges(section.cache_initial_s, section.cache_later_s, section.cache_live_s),
+        cache=CacheAges(section.cache_initial_s, section.cache_later_s, section.cache_live_s, section.cache_stale_s),
     )
 
 

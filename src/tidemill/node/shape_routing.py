@@ -7,7 +7,6 @@ Any other node answers 307 with that node's address; browsers and the published 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import structlog
 from starlette.datastructures import QueryParams
@@ -16,13 +15,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Invalid, TidemillError
-from tidemill.base.limits import LOOPBACK_ORIGINS
 from tidemill.capture.naming import table_name, topic_name
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.node.spreading import node_of
 from tidemill.shapes.http.grants import NAME, Grants
-from tidemill.shapes.http.origins import Origins
 from tidemill.shapes.plan import shard_name, split_table
 
 CACHE_S = 1.0
@@ -46,12 +43,10 @@ class ShapeRouting:
         consensus: Consensus,
         holder: str,
         clock: Clock,
-        origins: Sequence[str] = LOOPBACK_ORIGINS,
         grants: Grants | None = None,
     ) -> None:
         self._app = app
         self._grants = grants or Grants(clock)
-        self._origins = Origins(origins)
         self._catalogue = catalogue
         self._consensus = consensus
         self._holder = holder
@@ -71,16 +66,14 @@ class ShapeRouting:
         query = scope["query_string"].decode("latin-1")
         asked = QueryParams(query)
         table = self._grants.table_of(asked)
-        origin = dict(scope["headers"]).get(b"origin", b"").decode("latin-1")
-        headers = {**NO_STORE, **self._origins.headers(origin)}
         owner = await self._owner(table) if table and not table.startswith(SHARD_PREFIXES) else ""
         if owner is None:
             name = f"shape={asked[NAME]}" if NAME in asked else f"table={table}"
             message = {"message": f"no node captures this table just now: {name}"}
-            response = JSONResponse(message, 503, headers={**headers, "retry-after": str(RETRY_AFTER_S)})
+            response = JSONResponse(message, 503, headers={**NO_STORE, "retry-after": str(RETRY_AFTER_S)})
             await response(scope, receive, send)
         elif owner:
-            await RedirectResponse(f"{owner}/v1/shape?{query}", 307, headers=headers)(scope, receive, send)
+            await RedirectResponse(f"{owner}/v1/shape?{query}", 307, headers=NO_STORE)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 

@@ -3,7 +3,8 @@
 A child is a unit of failure: it ends alone. What it said last is told under its marks (`pipeline:NAME`, `node:NAME`)
 with an age that survives its restarts, until it has run steadily again. A child that exits with code 2 has said in
 one sentence what is wrong with its configuration: it is parked, and tried again when its file changes or after
-PARKED_PAUSE_S. Only a node that refuses its configuration before it ever ran ends everything: there is nothing yet.
+PARKED_PAUSE_S. Two things end everything: a node that refuses its configuration before it ever ran, for there is
+nothing yet, and one that exits with code 5, for the bucket belongs to another cluster now.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Invalid
+from tidemill.base.directories import make_private_directory
+from tidemill.base.errors import Invalid, Replaced
 from tidemill.base.marks import Tracker
 from tidemill.base.tasks import Tasks, sentence
 from tidemill.node import launch
@@ -30,6 +32,7 @@ BACKOFF_S = (0.1, 0.5, 1.0, 2.0, 5.0)
 STABLE_AFTER_S = 20.0
 STOP_TIMEOUT_S = 20.0
 EXIT_CONFIGURATION = 2
+EXIT_REPLACED = 5
 PARKED_PAUSE_S = 10.0
 LOOK_S = 0.5
 BUDGET_MS = 30_000
@@ -88,7 +91,8 @@ class Child:
         return True
 
     async def run(self) -> None:
-        """Start and restart for ever. Raises Invalid when a vital child refuses its configuration at once."""
+        """Start and restart for ever. Raises Invalid when a vital child refuses its configuration at once, Replaced
+        when a child says that its cluster was."""
         attempt = 0
         while True:
             started_s = self._clock.monotonic_s()
@@ -99,6 +103,8 @@ class Child:
                 code, words = 1, f"{self.spec.name} cannot be started: {sentence(error)}"
             if code == EXIT_CONFIGURATION and self.spec.vital and not self._steady:
                 raise Invalid(words)
+            if code == EXIT_REPLACED:
+                raise Replaced(words)
             self.restarts += 1
             if code != 0:  # else it was asked to end: `tidemill pipeline restart`
                 self._told(words, code)
@@ -154,7 +160,7 @@ class Child:
 
     # one life ---------------------------------------------------------------------------------------
     async def _once(self) -> int:
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        make_private_directory(self.log_path.parent)
         self._rotate()
         with self.log_path.open("ab") as output:
             self._log_from = self.log_path.stat().st_size

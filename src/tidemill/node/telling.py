@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import TidemillError
+from tidemill.base.errors import Closed, TidemillError
 from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
 from tidemill.base.marks import Report, Tracker
 from tidemill.base.tasks import is_fault, sentence
@@ -83,7 +83,9 @@ class Telling:
                 if round_number % LOOK_EVERY == 0:
                     await self._look(await self._board())
             except BaseException as error:
-                if not is_fault(error):
+                if isinstance(error, Closed):
+                    await self._reopen()
+                elif not is_fault(error):
                     raise
                 log.debug("nothing told", error=sentence(error))
 
@@ -112,6 +114,12 @@ class Telling:
     async def aclose(self) -> None:
         if self._consensus is not None:
             await self._consensus.aclose()
+
+    async def _reopen(self) -> None:
+        """What is told here rests on nothing that consensus may have lost: a client that ended is opened again."""
+        ended, self._consensus = self._consensus, None
+        if ended is not None:
+            await ended.aclose()
 
     async def _board(self) -> Board:
         if self._consensus is None:

@@ -84,6 +84,8 @@ class ResilientObjects:
         self._coalesce = coalesce
         self._patient = patient
         self._health = Health(clock)
+        self.may_delete: Callable[[], Awaitable[None]] | None = None
+        """Called before each delete; raises where this process may delete nothing (any more)."""
         self._meters = {operation: _Meter(store, operation) for operation in _OPERATIONS}
 
     @property
@@ -150,6 +152,8 @@ class ResilientObjects:
                 meter.retries.inc()
 
     async def delete(self, key: str) -> None:
+        if self.may_delete is not None:
+            await self.may_delete()
         # Unknown is retried too: a delete that lands twice is one delete.
         await self._metered(
             "delete", lambda: self._retried("delete", lambda: self._inner.delete(key), (Unavailable, Unknown))

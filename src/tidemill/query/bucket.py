@@ -13,6 +13,7 @@ from tidemill.base.portal import Portal
 from tidemill.objects.files import ObjectFile
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.front import Part
+from tidemill.shards.verified_file import VerifiedFile
 
 _numbers = count(1)
 
@@ -20,7 +21,9 @@ NEVER_CHANGES = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Bucket(AbstractFileSystem):  # type: ignore[misc]
-    """Paths are `PROTOCOL://SIZE/KEY`: the size is known, so that opening an object asks for nothing.
+    """Paths are `PROTOCOL://SIZE.CRC.FOOTER_CRC/KEY`: what is known of a part, so that opening it needs no look-up.
+
+    DuckDB verifies no checksums, so the file does (`VerifiedFile`).
 
     `protocol` is this bucket's alone in the process, for DuckDB remembers what it read by its path.
     """
@@ -34,16 +37,17 @@ class Bucket(AbstractFileSystem):  # type: ignore[misc]
         self._objects = objects
 
     def path_of(self, part: Part) -> str:
-        return f"{self.protocol}://{part.size_bytes}/{part.object_key}"
+        return f"{self.protocol}://{part.size_bytes}.{part.crc}.{part.footer_crc}/{part.object_key}"
 
-    def _open(self, path: str, mode: str = "rb", **_: Any) -> ObjectFile:
+    def _open(self, path: str, mode: str = "rb", **_: Any) -> ObjectFile | VerifiedFile:
         if mode != "rb":
             raise Invalid(f"objects are read only: mode={mode}.")
-        size, key = self._split(path)
-        return ObjectFile(self._portal, self._objects, key, size)
+        part = self._part_of(path)
+        file = ObjectFile(self._portal, self._objects, part.object_key, part.size_bytes)
+        return file if part.crc < 0 else VerifiedFile(part, file)
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        return {"name": path, "size": self._split(path)[0], "type": "file"}
+        return {"name": path, "size": self._part_of(path).size_bytes, "type": "file"}
 
     def glob(self, path: str, **_: Any) -> list[str]:
         """Every path is one object's."""
@@ -53,6 +57,8 @@ class Bucket(AbstractFileSystem):  # type: ignore[misc]
         """Objects never change (O1)."""
         return NEVER_CHANGES
 
-    def _split(self, path: str) -> tuple[int, str]:
-        size, _, key = path.removeprefix(f"{self.protocol}://").partition("/")
-        return int(size), key
+    def _part_of(self, path: str) -> Part:
+        """What the path says of it."""
+        known, _, key = path.removeprefix(f"{self.protocol}://").partition("/")
+        size, crc, footer_crc = map(int, known.split("."))
+        return Part(0, size, object_key=key, crc=crc, footer_crc=footer_crc)

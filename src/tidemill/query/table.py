@@ -212,7 +212,7 @@ class Table:
         def batches() -> Iterator[pa.RecordBatch]:
             try:
                 for table in tables:
-                    rows = table if only is None else table.filter(only.expression).select(names)
+                    rows = table if only is None else only.passing(table).select(names)
                     yield from rows.to_batches()
             finally:
                 end()

@@ -29,9 +29,23 @@ class Filter(msgspec.Struct, frozen=True):
     names: tuple[str, ...]
     hashes: list[int] | None
 
+    def passing(self, rows: pa.Table) -> pa.Table:
+        """Raises Invalid: it cannot be evaluated on one of them (a division by zero, a text that is no number)."""
+        try:
+            return rows.filter(self.expression)
+        except pa.ArrowException as error:
+            raise Invalid(
+                f"the filter cannot be evaluated on a row: {_said(error)}.",
+                fix="Write one that has a result for every row of the table.",
+            ) from error
+
+
+def _said(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300].rstrip(".")
+
 
 def filter_of(schema: ShardSchema, where: Where) -> Filter:
-    """Raises Invalid: a column that is not there, a comparison that Arrow does not know."""
+    """Raises Invalid: a column that is not there, a comparison or a value that Arrow does not know."""
     conditions: list[Condition] = []
     try:
         if isinstance(where, pc.Expression):
@@ -48,14 +62,14 @@ def filter_of(schema: ShardSchema, where: Where) -> Filter:
         empty = contents_schema(schema).empty_table()
         empty.filter(expression)
         names = tuple(n for n in empty.column_names if _looks_at(expression, empty.drop_columns([n])))
-    except (pa.ArrowException, TypeError, ValueError, KeyError) as error:
-        said, have = " ".join(str(error).split())[:300], ", ".join(contents_schema(schema).names)
+        only = {column: value if op == "in" else [value] for column, op, value in conditions if op in ("=", "==", "in")}
+        return Filter(expression, names, key_hashes(schema, only) if conditions else None)
+    except Exception as error:  # values are the caller's objects: what comparing or converting one raises is any type
+        have = ", ".join(contents_schema(schema).names)
         raise Invalid(
-            f"the filter cannot be applied: {said}.",
+            f"the filter cannot be applied: {_said(error)}.",
             fix=f'Write [("column", "=", value)] or an expression of pyarrow.compute, of the columns {have}.',
         ) from error
-    only = {column: value if op == "in" else [value] for column, op, value in conditions if op in ("=", "==", "in")}
-    return Filter(expression, names, key_hashes(schema, only) if conditions else None)
 
 
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')

@@ -5,9 +5,9 @@ C1  Changes are evaluated as they come, also before the snapshot of the initial 
 C2  Items are staged in the log as they are made, and shown at their commit, all at once; a delivery that begins the
     same transaction anew discards what an interrupted one left behind.
 C3  A row that enters the filter is an insert, one that leaves it is a delete, a no-op is nothing.
-C4  Where the stream cannot be followed row by row (truncate, changed columns, a filter or replica=full and an old row
-    that is not whole, a changed key and a value that nobody said) the shape ends at that commit, and its clients
-    refetch. A filter that fails on a row ends it there too, and its clients are answered 400.
+C4  Where the stream cannot be followed row by row (truncate, another form of a column that the shape needs, a filter or
+    replica=full and an old row that is not whole, a changed key and a value that nobody said) the shape ends at that
+    commit, and its clients refetch. A filter that fails on a row ends it there too, and its clients are answered 400.
 C5  `seen` never goes back, and never passes a transaction whose effect is not in the log.
 C6  A log that comes from disk has whole transactions up to its end, and what the stream brings again of these is
     skipped. Of a later one that changes nothing in it nothing is known, and it is evaluated again, to the same end.
@@ -88,7 +88,7 @@ class TableConsumer:
 
     __slots__ = (
         "_at", "_current", "_filter", "_following", "_has_lsn", "_passed", "_spent_at", "_spent_s", "_staged",
-        "_waiting", "_where", "_writer", "floor", "inbox", "pending_bytes", "relation", "shape",
+        "_waiting", "_where", "_writer", "floor", "inbox", "needed", "pending_bytes", "relation", "shape",
     )  # fmt: skip
 
     def __init__(
@@ -97,6 +97,7 @@ class TableConsumer:
         """`has_lsn`: of the newest transaction in a log that comes from disk (C6)."""
         self.shape = shape
         self.relation = relation
+        self.needed = needed_columns(relation, shape.definition.columns, where)
         self.inbox: deque[Entry] = deque()
         self.floor = 0
         """While something is in the inbox: the newest transaction before it."""
@@ -304,7 +305,7 @@ class TableConsumer:
         if change.op == "truncate":
             return "the table was truncated"
         known, seen = self.relation, change.relation
-        if seen is not known and not same_layout(seen, known):
+        if seen is not known and not same_layout(seen, known, self.needed):
             return "the table's definition changed"
         self.relation = seen
         return "" if seen.old_rows == "whole" else self._unsaid(change)
@@ -323,7 +324,9 @@ class TableConsumer:
         offset = LogOffset(change.position.commit_lsn, FIRST_OP + change.position.ordinal)
         writer, where = self._writer, self._where
         new, old = change.new, change.old
-        if change.op == "insert":
+        if change.over is not None or change.stays is not None:
+            self._rival(change, offset, headers, items)
+        elif change.op == "insert":
             assert new is not None
             if where is None or where.matches(new):
                 items.append(writer.insert(offset, new, headers))
@@ -334,6 +337,31 @@ class TableConsumer:
         else:
             assert new is not None
             self._update(offset, old, new, headers, items)
+
+    def _rival(self, change: Change, offset: LogOffset, headers: Headers, items: list[LogItem]) -> None:
+        """Two rows hold a key of it at once (capture/rivals.py): a client has one row a key, so the key is updated."""
+        writer, matches = self._writer, self._matches
+        old, new, stays = change.old, change.new, change.stays
+        after = LogOffset(offset.tx, offset.op + 1)
+        if old is not None and stays is None and matches(old):
+            items.append(writer.delete(offset, old, headers))
+        elif old is not None and stays is not None and not change.replaced:
+            if matches(stays):
+                items += _made(writer.update(offset, None, stays, headers))
+            elif matches(old):
+                items.append(writer.delete(offset, old, headers))
+        if new is None:
+            return
+        over = change.over if change.over is not None and matches(change.over) else None
+        if over is None:
+            items += [writer.insert(after, new, headers)] if matches(new) else []
+        elif matches(new):
+            items += _made(writer.update(after, over, new, headers))
+        else:
+            items.append(writer.delete(after, over, headers))
+
+    def _matches(self, row: Row) -> bool:
+        return self._where is None or self._where.matches(row)
 
     def _update(self, offset: LogOffset, old: Row | None, new: Row, headers: Headers, items: list[LogItem]) -> None:
         """Without the old row (C4: and without a filter) every column counts as changed but those that nobody said."""
@@ -356,6 +384,10 @@ class TableConsumer:
             items.append(writer.delete(offset, old, headers))
 
 
+def _made(item: LogItem | None) -> list[LogItem]:
+    return [] if item is None else [item]
+
+
 def failed_on_a_row(where: str, error: EvaluationError) -> Invalid:
     shown = where if len(where) <= SHOWN_CHARS else where[:SHOWN_CHARS] + "…"
     return Invalid(
@@ -366,10 +398,22 @@ def failed_on_a_row(where: str, error: EvaluationError) -> Invalid:
 SHOWN_CHARS = 200
 
 
-def same_layout(one: Relation, other: Relation) -> bool:
-    """Whether rows of both look alike to a client."""
-    return (one.schema, one.table, _layout(one)) == (other.schema, other.table, _layout(other))
+def needed_columns(relation: Relation, shown: Sequence[str], where: Where | None) -> frozenset[str] | None:
+    """What a shape must know of a row, where its client chose what is `shown`; None: all columns there are."""
+    if not shown:
+        return None
+    key = [column.name for column in relation.key_columns]
+    return frozenset((*shown, *key, *(where.columns if where is not None else ())))
 
 
-def _layout(relation: Relation) -> list[tuple[str, int, int]]:
-    return [(column.name, column.type_oid, column.key_index) for column in relation.columns]
+def same_layout(one: Relation, other: Relation, needed: frozenset[str] | None = None) -> bool:
+    """Whether rows of both look alike to a client of these columns (None = all)."""
+    return (one.schema, one.table, _layout(one, needed)) == (other.schema, other.table, _layout(other, needed))
+
+
+def _layout(relation: Relation, needed: frozenset[str] | None) -> list[tuple[str, int, int]]:
+    return [
+        (column.name, column.type_oid, column.key_index)
+        for column in relation.columns
+        if needed is None or column.name in needed or column.key_index >= 0
+    ]

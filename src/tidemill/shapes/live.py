@@ -11,12 +11,16 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple
 
-from tidemill.base.errors import TidemillError
+import structlog
+
+from tidemill.base.errors import Corrupt, TidemillError
 from tidemill.shapes.budget import Full
 from tidemill.shapes.items import LogItem
-from tidemill.shapes.log import LogStorage
+from tidemill.shapes.log import Chunk, LogStorage
 from tidemill.shapes.offsets import LogOffset
 from tidemill.shapes.shape import ShapeDefinition
+
+_log = structlog.get_logger()
 
 
 class Told(NamedTuple):
@@ -108,6 +112,15 @@ class LiveShape:
             self.last_seen = last_seen
         if self.log.publish(mark=mark) and self._waiters:
             self._wake()
+
+    async def fetch(self, after: LogOffset) -> Chunk:
+        """As the log's. Where what is stored of it is damaged the shape ends: look at `gone` then."""
+        try:
+            return await self.log.fetch(after)
+        except Corrupt as error:
+            _log.error("a shape's stored log is damaged", handle=self.handle, error=str(error))
+            self.drop(error.message)
+            return Chunk((), after, False)
 
     def subscribe(self) -> asyncio.Future[None]:
         """A future that resolves at the next change of log or state. Register, then look again (H2)."""

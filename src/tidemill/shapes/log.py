@@ -240,14 +240,13 @@ class MemoryLog:
         """Nothing of it is kept."""
 
     def read(self, after: LogOffset) -> Chunk:
-        """The next chunk behind `after`. The base is read chunk by chunk: -1 → 0_0 → … → 0_inf."""
+        """The next chunk behind `after`. The base is read chunk by chunk, -1 → 0_0 → 0_1 → …; behind it comes 0_inf."""
         if after < BASE_END:
             index = 0 if after == BEFORE_ALL else after.op + 1
-            if index >= len(self._base):
-                return Chunk((), BASE_END, not self._shown)
-            is_last = index == len(self._base) - 1
-            joined = self._base[index]
-            return Chunk((joined,) if joined else (), BASE_END if is_last else LogOffset(0, index), False)
+            if index < len(self._base):
+                joined = self._base[index]
+                return Chunk((joined,) if joined else (), LogOffset(0, index), False)
+            after = BASE_END  # a reader that names the last chunk has all of it
         start = bisect_right(self._offsets, after.read, hi=self._shown)
         stop, size = start, 0
         while stop < self._shown and size < self._limits.chunk_bytes:

@@ -34,7 +34,7 @@ class OldRows:
         """oid → (its identity is FULL, until when that is believed). A table that nobody asks for is not among them."""
 
     async def check(self, relation: Relation, request: ShapeRequest, now_s: float) -> None:
-        """Raises FieldError where the stream does not say what the shape must know; Unavailable, Missing."""
+        """Raises FieldError where the stream does not say what the shape must know; Unavailable."""
         known, until_s = self._known.get(relation.oid, (False, 0.0))
         if now_s >= until_s:
             if until_s:

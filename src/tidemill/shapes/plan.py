@@ -149,7 +149,8 @@ def queryable_columns(request: ShapeRequest, names: tuple[str, ...], key: tuple[
 
 
 def _existing(field: str, wanted: tuple[str, ...], names: tuple[str, ...], key: tuple[str, ...]) -> tuple[str, ...]:
-    """The wanted columns in table order; () when all are wanted."""
+    """The wanted columns in table order; () when none are named. One who names all of them does not want those to
+    come."""
     if not wanted:
         return ()
     unknown = [name for name in wanted if name not in names]
@@ -158,8 +159,7 @@ def _existing(field: str, wanted: tuple[str, ...], names: tuple[str, ...], key: 
     missing = ", ".join(name for name in key or names if name not in wanted)
     if missing:
         raise FieldError(field, f"The list of columns must include all primary key columns, missing: {missing}")
-    shown = tuple(name for name in names if name in wanted)
-    return () if shown == names else shown
+    return tuple(name for name in names if name in wanted)
 
 
 class Compiler(Protocol):

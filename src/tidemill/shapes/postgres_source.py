@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING
 
 from tidemill.base.errors import Invalid, Missing, Unavailable
 from tidemill.capture.visibility import PgSnapshot
-from tidemill.capture.wire.connection import DISPLAY_SETTINGS, identifier, qualified
+from tidemill.capture.wire.connection import (
+    DISPLAY_SETTINGS,
+    identifier,
+    qualified,
+    session_settings,
+    settings_statement,
+)
 from tidemill.shapes.describe import DESCRIBE_SQL, ColumnInfo, TableColumns, table_columns
 from tidemill.shapes.held import HeldRows
 from tidemill.shapes.live import LiveShape
@@ -37,11 +43,8 @@ if TYPE_CHECKING:
     from tidemill.capture.changes import Relation
 
 STATEMENT_TIMEOUT_S = 30
-SESSION_SETTINGS = {
-    **DISPLAY_SETTINGS,
-    "statement_timeout": f"{STATEMENT_TIMEOUT_S}s",
-    "idle_in_transaction_session_timeout": "0",
-}
+SESSION_SETTINGS = {**DISPLAY_SETTINGS, "statement_timeout": f"{STATEMENT_TIMEOUT_S}s"}
+"""Besides those of every session on a captured database."""
 FETCH_BYTES = 1 << 20
 FIRST_ROWS = 50
 MOST_ROWS = 5_000
@@ -58,15 +61,21 @@ LOOKUPS_AT_ONCE = 2
 """Of the catalogue; they do not wait for snapshots."""
 
 
-class MadeAnew(Unavailable):
-    """The name means another table than the captured one."""
+class Passing(Unavailable):
+    """The capture is about to take the table in, or as another one: a client that asks again is served."""
+
+
+class Outdated(Passing):
+    """The database has another table under the name than the one that is captured, or none. The capture finds out."""
 
 
 class PostgresSource:
     """One captured database: catalogue look-ups and snapshots over ordinary connections."""
 
-    def __init__(self, dsn: str) -> None:
+    def __init__(self, dsn: str, outdated: Callable[[], None] = lambda: None) -> None:
+        """`outdated()`: called whenever Outdated is raised."""
         self._dsn = dsn
+        self._outdated = outdated
         self._snapshots = asyncio.Semaphore(SNAPSHOTS_AT_ONCE)
         self._lookups = asyncio.Semaphore(LOOKUPS_AT_ONCE)
         self._subsets = asyncio.Semaphore(SUBSETS_AT_ONCE)
@@ -76,16 +85,20 @@ class PostgresSource:
         """Raises Unavailable when the database does not answer or fails while in use."""
         import psycopg
 
-        options = " ".join(f"-c {name}={value.replace(' ', chr(92) + ' ')}" for name, value in SESSION_SETTINGS.items())
         async with slots:
             try:
                 connection = await psycopg.AsyncConnection.connect(
-                    self._dsn, autocommit=True, options=options, application_name="tidemill shapes"
+                    self._dsn, autocommit=True, application_name="tidemill shapes"
                 )
             except psycopg.Error as error:
                 raise Unavailable(f"the database does not answer: error={str(error).strip()!r}.") from error
             try:
+                settings = {**session_settings(connection.info.server_version), **SESSION_SETTINGS}
+                await connection.execute(settings_statement(settings).encode())
                 yield connection
+            except Outdated:
+                self._outdated()
+                raise
             except psycopg.Error as error:
                 if (error.sqlstate or "")[:2] in REFUSALS:
                     raise Invalid(_message(error)) from error
@@ -94,20 +107,34 @@ class PostgresSource:
                 await connection.close()
 
     async def describe(self, relation: Relation) -> TableColumns:
+        """Raises Outdated, Unavailable."""
         async with self._connection(self._lookups) as connection:
             cursor = await connection.execute(DESCRIBE_SQL, (relation.oid,))
             rows = [ColumnInfo(*row) for row in await cursor.fetchall()]  # type: ignore[arg-type]
-        return table_columns(relation, rows)
+            try:
+                return table_columns(relation, rows)
+            except Missing as error:
+                raise Outdated(error.message) from error
+
+    async def columns(self, relation: Relation) -> frozenset[str]:
+        """Names of the table's columns, but for generated ones, which the stream need not carry. Raises Unavailable."""
+        async with self._connection(self._lookups) as connection:
+            cursor = await connection.execute(
+                "SELECT attname::text FROM pg_attribute WHERE attrelid = %s AND attnum > 0 AND NOT attisdropped"
+                " AND attgenerated = ''",
+                (relation.oid,),
+            )
+            return frozenset(str(name) for (name,) in await cursor.fetchall())
 
     async def says_old_rows(self, relation: Relation) -> bool:
-        """Whether the stream says whole old rows of a table (old_rows.py). Raises Missing, Unavailable."""
+        """Whether the stream says whole old rows of a table (old_rows.py). Raises Outdated, Unavailable."""
         async with self._connection(self._lookups) as connection:
             cursor = await connection.execute(
                 "SELECT relreplident = 'f' AND relkind <> 'p' FROM pg_class WHERE oid = %s", (relation.oid,)
             )
             row = await cursor.fetchone()
-        if row is None:
-            raise Missing(f"the table is gone: table={relation.name}.")
+            if row is None:
+                raise Outdated(f"the table is gone: table={relation.name}.")
         return bool(row[0])
 
     async def load(
@@ -167,8 +194,8 @@ class PostgresSource:
 async def _open_snapshot(
     connection: psycopg.AsyncConnection[tuple[object, ...]], info: TableColumns, must_see: frozenset[int]
 ) -> PgSnapshot:
-    """BEGIN, with a snapshot that sees `must_see`: a commit is in the WAL shortly before it is visible. Raises Missing,
-    MadeAnew, Unavailable.
+    """BEGIN, with a snapshot that sees `must_see`: a commit is in the WAL shortly before it is visible. Raises
+    Outdated, Unavailable.
 
     The lock comes first: TRUNCATE, and whatever writes a table anew, leave it empty for who reads it with an older
     snapshot (https://www.postgresql.org/docs/current/mvcc-caveats.html), while the stream still brings what changed
@@ -212,9 +239,9 @@ async def _lock(connection: psycopg.AsyncConnection[tuple[object, ...]], info: T
     try:
         await connection.execute(f"LOCK TABLE {info.scope} IN ACCESS SHARE MODE".encode())
     except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName) as error:
-        raise Missing(f"the table is gone: table={info.relation.name}.") from error
+        raise Outdated(f"the table is gone: table={info.relation.name}.") from error
     except psycopg.errors.WrongObjectType as error:
-        raise MadeAnew(f"the table was made anew and is not captured yet: table={info.relation.name}.") from error
+        raise Outdated(f"the table was made anew and is not captured yet: table={info.relation.name}.") from error
 
 
 async def _check_identity(connection: psycopg.AsyncConnection[tuple[object, ...]], relation: Relation) -> None:
@@ -224,9 +251,9 @@ async def _check_identity(connection: psycopg.AsyncConnection[tuple[object, ...]
     row = await cursor.fetchone()
     oid = row[0] if row else None
     if oid is None:
-        raise Missing(f"the table is gone: table={relation.name}.")
+        raise Outdated(f"the table is gone: table={relation.name}.")
     if oid != relation.oid:
-        raise MadeAnew(f"the table was made anew and is not captured yet: table={relation.name} oid={oid}.")
+        raise Outdated(f"the table was made anew and is not captured yet: table={relation.name} oid={oid}.")
 
 
 class _Rendering:

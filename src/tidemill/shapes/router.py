@@ -46,6 +46,8 @@ class _Column:
                 del self._by_value[value]
 
     def find(self, change: Change) -> Iterable[TableConsumer]:
+        if change.stays is not None or change.over is not None:
+            return self.members  # a third row is among them
         try:
             if change.new is None or change.old is None:
                 if change.op == "update":

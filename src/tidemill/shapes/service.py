@@ -25,11 +25,13 @@ from tidemill.base.marks import Tracker
 from tidemill.base.tasks import Tasks, is_own_fault, keep, sentence
 from tidemill.shapes.budget import Budget, Full
 from tidemill.shapes.compiling import CompilerThread
+from tidemill.shapes.database import Relations, Seeker
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.log import LogStorage
 from tidemill.shapes.offsets import LogOffset
 from tidemill.shapes.old_rows import needs_old_rows
 from tidemill.shapes.plan import Plan, ShapeRequest, shard_name
+from tidemill.shapes.postgres_source import Passing
 from tidemill.shapes.refusals import Refusals
 from tidemill.shapes.reporting import LOOKED_AT, SHARDS, Largest, Reporter, Source, mark_of, show
 from tidemill.shapes.settings import ShapeSettings
@@ -37,11 +39,12 @@ from tidemill.shapes.shape import HandleMint, ShapeDefinition
 from tidemill.shapes.shard_shapes import Build, ShardOpener, ShardShapes
 from tidemill.shapes.share import LoopShare
 from tidemill.shapes.sink import ShapeSink, broken
+from tidemill.shapes.sizes import clause_bytes, size_of
 from tidemill.shapes.store.disk_log import DiskLog
 from tidemill.shapes.store.file import Saved, ShapeFile
 from tidemill.shapes.store.kept import Kept, KeptShard
 from tidemill.shapes.store.store import ShapeStore
-from tidemill.shapes.table_shapes import NotCaptured, Passing, Relations, Seeker, TableShapes
+from tidemill.shapes.table_shapes import NotCaptured, Parked, TableShapes
 
 _log = structlog.get_logger()
 
@@ -58,27 +61,9 @@ READERS = 2
 SHARDS_FILE = "%shards"
 """No capture's file has this name: a `%` of theirs is followed by two digits."""
 
-SHAPE_BYTES = 24 << 10
-"""What a shape takes beside its rows: definition, plan, compiled clause, task (measured: docs/shapes.md) …"""
-
-SMALL_CLAUSE_BYTES = 100
-CLAUSE_FACTOR = 200
-"""… and for each further byte of its clause and values: 600 terms of 11 bytes take 1.0 MiB, an array of 14 kB as a
-value 1.7 MiB, and a plan may be kept beside it."""
-
 SPELLINGS = 4
 LARGE_CLAUSE_BYTES = 1_000
 """Of one definition so many requests have their plans kept, and one where the clause is larger."""
-
-
-def size_of(definition: ShapeDefinition) -> int:
-    """Bytes that a shape takes beside its rows."""
-    return SHAPE_BYTES + CLAUSE_FACTOR * max(0, clause_bytes(definition) - SMALL_CLAUSE_BYTES)
-
-
-def clause_bytes(definition: ShapeDefinition) -> int:
-    """Of all that is compiled."""
-    return len(definition.within) + len(definition.where) + sum(map(len, definition.params))
 
 
 class ShapeService:
@@ -331,8 +316,9 @@ class ShapeService:
         """
         return offset <= shape.log.end or offset.tx <= self.last_seen(shape)
 
-    async def plan(self, request: ShapeRequest) -> Plan:
-        """Check a request against its table or shard. Raises FieldError, Invalid or Unavailable.
+    async def plan(self, request: ShapeRequest, *, waits: bool = True) -> Plan:
+        """Check a request against its table or shard; where it `waits`, a young table is waited for. Raises FieldError,
+        Invalid or Unavailable.
 
         A live client asks the same again and again, so a plan is kept for as long as it is true.
         """
@@ -342,7 +328,10 @@ class ShapeService:
         plan = self._plans.get(request)
         if plan is not None and self._still_true(plan, request):
             return plan
-        plan = await (self._tables.plan(request) if name is None else self._shards.plan(request, name))
+        if name is None:
+            plan = await self._tables.plan(request, waits=waits)
+        else:
+            plan = await self._shards.plan(request, name)
         if self.current(plan.definition) is not None:
             self._remember(request, plan)
         return plan
@@ -355,7 +344,7 @@ class ShapeService:
             return False  # the stream may not say them any more, which is why it ended
         try:
             return self._tables.find(request.table)[1] == plan.relation
-        except NotCaptured:
+        except (NotCaptured, Parked):
             return False
 
     def _remember(self, request: ShapeRequest, plan: Plan) -> None:
@@ -370,6 +359,10 @@ class ShapeService:
 
     def _forget_plans(self) -> None:
         self._plans, self._asked = {}, {}
+
+    def successor(self, handle: str) -> str:
+        """A handle for a client whose shape is over, while there is no other shape to name. No shape ever has it."""
+        return self._handles.after(handle)
 
     def open(self, plan: Plan) -> LiveShape:
         """The live shape of a plan; starts one when there is none (V1). Plain def: the place is taken at once.

@@ -13,11 +13,13 @@ from tidemill.shapes.sink import BacklogLimits
 
 
 class CacheAges(msgspec.Struct, frozen=True):
-    """Seconds that caches may keep answers: the initial rows (shared caches), later chunks, live answers."""
+    """Seconds that caches may keep answers: the initial rows (shared caches), later chunks, live answers. `stale_s`:
+    for how long they may show a later chunk that is not fresh while they ask for it again."""
 
     initial_s: int = 3_600
     later_s: int = 60
     live_s: int = 5
+    stale_s: int = 300
 
 
 class ShapeSettings(msgspec.Struct, frozen=True):

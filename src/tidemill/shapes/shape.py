@@ -50,6 +50,10 @@ class ShapeDefinition(msgspec.Struct, frozen=True):
         return str(int.from_bytes(hashlib.blake2b(msgspec.json.encode(self), digest_size=5).digest(), "big"))
 
 
+DIGEST_DIGITS = 20
+"""At most, of a handle."""
+
+
 class HandleMint:
     """Makes handles that no other call of this or any other process makes, whatever the clocks say (H1): within a life
     of the mint they grow, and 64 random bits keep lives apart."""
@@ -60,5 +64,13 @@ class HandleMint:
         self._last_ms = 0
 
     def mint(self, definition: ShapeDefinition) -> str:
+        return self._mint(definition.digest())
+
+    def after(self, handle: str) -> str:
+        """Another one of the definition that `handle` is of."""
+        digest = handle.partition("-")[0]
+        return self._mint(digest if digest.isascii() and digest.isdigit() and len(digest) <= DIGEST_DIGITS else "0")
+
+    def _mint(self, digest: str) -> str:
         self._last_ms = max(self._clock.now_ms(), self._last_ms + 1)
-        return f"{definition.digest()}-{self._last_ms << 64 | self._rand.below(1 << 64)}"
+        return f"{digest}-{self._last_ms << 64 | self._rand.below(1 << 64)}"

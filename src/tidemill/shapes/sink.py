@@ -3,9 +3,10 @@
     take (capture's turn)        arrivals ──route──► inboxes of the consumers they can match ──evaluate──► logs
                                           (the pump: slices of LoopShare, consumers in turns of QUANTUM_S)
 
-K1  `take` only puts into a queue, whatever shapes have to do. Where their logs are kept over a restart (`store`), each
-    commit is owed: the LSN that is confirmed waits until it was evaluated and what came of it is durable, a second or
-    so. K5 bounds the first; a disk that fails is given up (store.py, T3). Without a store nothing waits for shapes.
+K1  `take` only puts into a queue, whatever shapes have to do; where the queue is full it routes as well (K5). Where
+    their logs are kept over a restart (`store`), each commit is owed: the LSN that is confirmed waits until it was
+    evaluated and what came of it is durable, a second or so. K5 bounds the first; a disk that fails is given up
+    (store.py, T3). Without a store nothing waits for shapes.
 K2  A transaction at or below the last committed one is a replay and is dropped; a transaction that begins
     again after an interrupted delivery discards what the first attempt left.
 K3  `recent` names the transactions delivered lately, the one under way included. A snapshot taken for a
@@ -13,7 +14,10 @@ K3  `recent` names the transactions delivered lately, the one under way included
     real: a commit is decoded from the WAL before it becomes visible to new snapshots.
 K4  Whatever evaluation raises for one consumer, of whatever type, ends its shape and nothing else.
 K5  What is not evaluated is bounded: in bytes (whoever holds the oldest fragment ends) and in age (the dearest of those
-    that are late end first). Clients of an ended shape refetch.
+    that are late end first). Clients of an ended shape refetch. A bound ends only the shapes that exceed it: a fragment
+    is routed before anybody ends for it, so a large transaction costs no shape of a table that it does not touch.
+K7  Age counts only while the stream is live. It starts again when logs were restored, with each fragment of what had
+    been written before the session began, and after a pause of the whole process.
 K6  Until the logs of an earlier life are restored nothing is routed, but kept (K5). What the stream says meanwhile
     about relations is kept too: `resumable` are those that a restored log may still be of.
 """
@@ -31,6 +35,7 @@ from tidemill.base.errors import TidemillError, Unavailable
 from tidemill.base.frontier import ChangePosition
 from tidemill.base.tasks import is_fault, is_own_fault, sentence
 from tidemill.capture.changes import Fragment
+from tidemill.capture.segment import relations_of
 from tidemill.capture.taps import Stream
 from tidemill.shapes.consumer import Entry, TableConsumer, Transaction, Work
 from tidemill.shapes.router import Router
@@ -50,6 +55,9 @@ LAST_ORDINAL = (1 << 62) - 1
 
 CROWD = 10
 """Of the shapes that are late, one in so many ends at a time: the others may catch up without it."""
+
+PAUSE_S = 5.0
+"""`end_the_late` is called once a second. After a longer gap the process stood still, and no shape was late for it."""
 
 
 class BacklogLimits(msgspec.Struct, frozen=True):
@@ -107,6 +115,13 @@ class ShapeSink:
         self._recent: deque[int] = deque(maxlen=RECENT_TRANSACTIONS)
         self.held_bytes = 0
         self.fell_behind = 0
+        self._catch_up_lsn = 0
+        """The end of the WAL when the session began."""
+        self._age_from_s = 0.0
+        """K7: no change is older than since then."""
+        self._looked_s = 0.0
+        self._leaves_out = False
+        """While logs are restored: of what arrives, only what concerns resumable tables is kept."""
         self.taken = 0
         """Commit LSN of the last whole transaction that arrived."""
         self.routed = 0
@@ -131,9 +146,10 @@ class ShapeSink:
                 self._end(consumer, "changes were confirmed that this process has not seen")
         self.name = self.store.owner
 
-    def begin(self, stream: Stream, confirmed_lsn: int) -> None:
+    def begin(self, stream: Stream, confirmed_lsn: int, wal_end: int = 0) -> None:
         """Whatever was confirmed is in the logs, or concerns none."""
         self._stream = stream
+        self._catch_up_lsn = wal_end
         if not self._arrivals:
             self.routed = max(self.routed, confirmed_lsn)
         if self._restored_from is None:
@@ -170,12 +186,13 @@ class ShapeSink:
             if fragment.commits:
                 self.routed = fragment.commit_lsn
             return
-        size = CHANGE_BYTES * (1 + len(fragment.changes)) + BYTES_FACTOR * fragment.size_bytes
-        work = Work(size, self._clock.monotonic_s(), before)
-        self._arrivals.append((fragment, work))
-        self._works.append(work)
-        work.left = 1
-        self.held_bytes += size
+        kept = self._to_keep(fragment) if self.restoring and self._leaves_out else fragment
+        if kept is None:
+            return
+        now_s = self._clock.monotonic_s()
+        if fragment.commit_lsn < self._catch_up_lsn:
+            self._age_from_s = now_s
+        self._keep(kept, now_s, before)
         if self.held_bytes > self._limits.size_bytes:
             self._shed()
         self._arrived.set()
@@ -261,6 +278,9 @@ class ShapeSink:
     def restored(self) -> None:
         """K6: what was kept meanwhile is routed now."""
         self.restoring = False
+        self._age_from_s = self._clock.monotonic_s()
+        if not self._arrivals:  # what was left out concerns nobody
+            self.routed = max(self.routed, self.taken)
         self._arrived.set()
         self._settle()
 
@@ -305,8 +325,7 @@ class ShapeSink:
         now_s = self._clock.monotonic_s()
         first_half = Turn(self._clock, (now_s + turn.until_s) / 2)
         while self._arrivals:
-            self._route(*self._arrivals[0])
-            self._arrivals.popleft()
+            self._route_next()
             if first_half.over:
                 break
         now_s, quantum = self._clock.monotonic_s(), Turn(self._clock, turn.until_s)
@@ -324,6 +343,12 @@ class ShapeSink:
         self._trim()
         self._settle()
         return bool(self._arrivals or self._ready)
+
+    def _route_next(self) -> None:
+        self._route(*self._arrivals[0])
+        self._arrivals.popleft()
+        if not self._arrivals:
+            self.routed = max(self.routed, self.taken)
 
     def _route(self, fragment: Fragment, work: Work) -> None:
         transaction = self._transaction
@@ -376,22 +401,62 @@ class ShapeSink:
         """End who holds the oldest fragments, until what is left fits (K5)."""
         while self.held_bytes > self._limits.size_bytes and self._works:
             oldest = self._works[0]
-            holders = [each for each in self._behind if each.inbox[0].work is oldest]
-            if not holders:  # not even routed
-                holders = self.router.consumers()
-                self.resumable = frozenset()
-                self._arrivals.clear()
-                self._works.clear()
-                self._touched.clear()
-                self.held_bytes, self.routed = 0, self.taken
-            self.fell_behind += len(holders)
-            for consumer in holders:
-                self._end(consumer, f"it fell behind: backlog_bytes={self._limits.size_bytes}")
+            if self._arrivals and self._arrivals[0][1] is oldest:
+                if self.restoring:
+                    self._leave_out()
+                else:
+                    self._route_next()
+            else:
+                holders = [each for each in self._behind if each.inbox[0].work is oldest]
+                self.fell_behind += len(holders)
+                for consumer in holders:
+                    self._end(consumer, f"it fell behind: backlog_bytes={self._limits.size_bytes}")
+            self._trim()
+
+    def _leave_out(self) -> None:
+        """While logs are restored nothing is routed. Of the tables that may be resumed, the one that takes most of the
+        backlog is not, until the rest fits."""
+        resumable = self.resumable or frozenset()
+        weights: dict[int, int] = {}
+        for fragment, work in self._arrivals:
+            for oid in relations_of(fragment.changes) & resumable:
+                weights[oid] = weights.get(oid, 0) + work.size_bytes
+        over = max(weights, key=weights.__getitem__, default=0)
+        self.resumable, self._leaves_out = resumable - {over}, True
+        self.fell_behind += len(self.router.of(over))
+        self._end_all(over, f"it fell behind: backlog_bytes={self._limits.size_bytes}")
+        arrived, self._arrivals, self._works, self.held_bytes = self._arrivals, deque(), deque(), 0
+        for fragment, work in arrived:
+            found = self._to_keep(fragment)
+            if found is not None:
+                self._keep(found, work.arrived_s, work.before)
+
+    def _to_keep(self, fragment: Fragment) -> Fragment | None:
+        """What may concern a resumable table: its changes, and the end of a transaction that has some."""
+        if not (self.resumable or frozenset()).isdisjoint(relations_of(fragment.changes)):
+            return fragment
+        if fragment.commits and self._arrivals and self._arrivals[-1][0].commit_lsn == fragment.commit_lsn:
+            return msgspec.structs.replace(fragment, changes=(), size_bytes=0)
+        return None
+
+    def _keep(self, fragment: Fragment, arrived_s: float, before: int) -> None:
+        size = CHANGE_BYTES * (1 + len(fragment.changes)) + BYTES_FACTOR * fragment.size_bytes
+        work = Work(size, arrived_s, before)
+        work.left = 1
+        self._arrivals.append((fragment, work))
+        self._works.append(work)
+        self.held_bytes += size
 
     def end_the_late(self) -> None:
         """Once a second: of those whose oldest change waits too long, the dearest end (K5)."""
         now_s, tick = self._clock.monotonic_s(), self._tick
-        late = [each for each in self._behind if now_s - each.inbox[0].work.arrived_s > self._limits.age_s]
+        if self._looked_s and now_s - self._looked_s > PAUSE_S:
+            self._age_from_s = now_s
+        self._looked_s = now_s
+        before_s = now_s - self._limits.age_s
+        late: list[TableConsumer] = []
+        if before_s > self._age_from_s:
+            late = [each for each in self._behind if each.inbox[0].work.arrived_s < before_s]
         late.sort(key=lambda consumer: consumer.spent_s(tick), reverse=True)
         ending = late[: -(-len(late) // CROWD)]
         self.fell_behind += len(ending)

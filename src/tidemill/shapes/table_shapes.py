@@ -7,8 +7,8 @@ V2  The consumer is registered with the router before the snapshot is taken, and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import structlog
 from msgspec.structs import replace
@@ -20,12 +20,14 @@ from tidemill.capture.changes import Relation
 from tidemill.capture.visibility import PgSnapshot
 from tidemill.shapes.budget import Budget
 from tidemill.shapes.compiling import Asked, CompilerThread
-from tidemill.shapes.consumer import TableConsumer, same_layout
+from tidemill.shapes.consumer import TableConsumer, needed_columns, same_layout
+from tidemill.shapes.database import Database, Relations, Seeker
 from tidemill.shapes.describe import TableColumns
+from tidemill.shapes.held import HeldRows
 from tidemill.shapes.items import snapshot_end
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.log import LogLimits, LogStorage, MemoryLog
-from tidemill.shapes.old_rows import OldRows, needs_old_rows
+from tidemill.shapes.old_rows import needs_old_rows
 from tidemill.shapes.plan import (
     FieldError,
     Plan,
@@ -35,21 +37,19 @@ from tidemill.shapes.plan import (
     queryable_columns,
     split_table,
 )
-from tidemill.shapes.postgres_source import MadeAnew, PostgresSource
-from tidemill.shapes.rows import RowWriter
-from tidemill.shapes.shape import Replica, Source
+from tidemill.shapes.postgres_source import Passing
+from tidemill.shapes.shape import Source
 from tidemill.shapes.share import LoopShare
 from tidemill.shapes.sink import BacklogLimits, ShapeSink
 from tidemill.shapes.store.disk_log import DiskLog
 from tidemill.shapes.store.file import Saved
 from tidemill.shapes.store.kept import Kept
 from tidemill.shapes.store.store import ShapeStore
+from tidemill.shapes.subset import Metadata, SubsetRequest
 from tidemill.shapes.table_subsets import subset_reader
 from tidemill.shapes.where import Type, Where
 
 _log = structlog.get_logger()
-
-Relations = Callable[[], Iterable[Relation]]
 
 SEEKING = 50
 """So many requests wait for new tables at once, a part of `max_initial`."""
@@ -64,8 +64,12 @@ class Starting(Unavailable):
     """A capture does not say yet which tables it has."""
 
 
-class Passing(Unavailable):
-    """The capture just takes the table in, or as another one. Its own mark says so; whoever asks again is served."""
+class Parked(Unavailable):
+    """The table is captured, and carries nothing until it is copied. `retry_after_s`: when to ask again."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 def _look_failed(name: str, error: BaseException) -> None:
@@ -74,21 +78,15 @@ def _look_failed(name: str, error: BaseException) -> None:
         _log.error("the look for a table failed", part=name, error=sentence(error), exc_info=error)
 
 
-class Seeker(Protocol):
-    """The capture, asked for what its next poll would find."""
-
-    async def sought(self, schema: str, table: str, timeout_s: float) -> bool:
-        """True once the table is captured, False when it is not going to be. Raises Unavailable when that is not known
-        in time."""
-        ...
-
-    def look(self) -> None:
-        """A captured table is another one now, or gone."""
-        ...
-
-
 class NotCaptured(FieldError):
     """No captured table has that name."""
+
+    def __init__(self, schema: str, table: str) -> None:
+        super().__init__(
+            "table",
+            f'Table "{schema}"."{table}" is not captured.',
+            fix="Check the name (quote it if it has capitals), and what `tidemill capture list` says of the table.",
+        )
 
 
 RESTORE_S = 20.0
@@ -96,83 +94,6 @@ RESTORE_S = 20.0
 RESTORE_RETRY_S = 0.5
 RESTORED_AT_ONCE = 100
 """Compiled together, and taken in before others have their turn of the loop."""
-
-
-SHOWN_KEPT = 1_000
-"""Ways in which shapes show their tables, of one database, that those which come find made."""
-
-
-class _Shown(NamedTuple):
-    """What shapes that show the same columns of a table share."""
-
-    info: TableColumns
-    schema_json: bytes
-    writer: RowWriter
-
-
-class _Database:
-    def __init__(
-        self,
-        source: PostgresSource,
-        relations: Relations,
-        sink: ShapeSink,
-        store: ShapeStore | None,
-        seeker: Seeker | None,
-    ) -> None:
-        self.store = store
-        self.seeker = seeker
-        self.source = source
-        self.relations = relations
-        self.sink = sink
-        self.suspended = False
-        self.old_rows = OldRows(source)
-        self.infos: dict[Relation, TableColumns] = {}
-        """Of relations captured now; one that is not any more goes at the next look."""
-        self.looked_at: Mapping[int, Relation] = {}
-        self._indexed: Iterable[Relation] = ()
-        self._by_oid: dict[int, Relation] = {}
-        self._by_name: dict[tuple[str, str], Relation] = {}
-        self._shown: dict[tuple[int, tuple[str, ...], Replica], _Shown] = {}
-
-    def shown(self, info: TableColumns, columns: tuple[str, ...], replica: Replica) -> _Shown:
-        """`columns` () = all."""
-        relation = info.relation
-        key = relation.oid, columns, replica
-        found = self._shown.get(key)
-        if found is None or found.info is not info:
-            if len(self._shown) >= SHOWN_KEPT:
-                self._shown.clear()
-            names = columns or info.names
-            writer = RowWriter(relation.schema, relation.table, names, info.key, info.booleans, replica)
-            found = self._shown[key] = _Shown(info, info.schema_json(columns), writer)
-        return found
-
-    def captured(self) -> Mapping[int, Relation]:
-        """oid → relation; the same mapping until one changes, where `relations` gives the same iterable until then."""
-        self._index()
-        return self._by_oid
-
-    def still(self, relation: Relation) -> Relation | None:
-        """As it is captured now; None where it is not, or where its rows look otherwise to a client. Whoever begins to
-        follow a relation asks in that turn: `redefined` looks at those only who are there already."""
-        now = self.captured().get(relation.oid)
-        return now if now is not None and same_layout(now, relation) else None
-
-    def named(self) -> Mapping[tuple[str, str], Relation]:
-        """(schema, table) → relation, as `captured`."""
-        self._index()
-        return self._by_name
-
-    def _index(self) -> None:
-        relations = self.relations()
-        if relations is not self._indexed:
-            self._indexed = relations
-            self._by_oid = {relation.oid: relation for relation in relations}
-            self._by_name = {(relation.schema, relation.table): relation for relation in self._by_oid.values()}
-
-    def forget_others(self, relations: list[Relation]) -> None:
-        if len(self.infos) > len(relations):
-            self.infos = {relation: info for relation, info in self.infos.items() if relation in relations}
 
 
 class _Found(NamedTuple):
@@ -193,7 +114,7 @@ class TableShapes:
         self._share = share
         self._backlog = backlog
         self._compiler = compiler
-        self._databases: dict[str, _Database] = {}
+        self._databases: dict[str, Database] = {}
         self._seeking = 0
         self._consumers: dict[str, tuple[ShapeSink, TableConsumer]] = {}
 
@@ -207,7 +128,7 @@ class TableShapes:
     ) -> ShapeSink:
         """The database's new sink; whoever adds it keeps its `run` running, behind a `restore`."""
         sink = ShapeSink(self._clock, self._share, self._backlog, consumer=f"shapes:{name}", store=store)
-        self._databases[name] = _Database(PostgresSource(dsn), relations, sink, store, seeker)
+        self._databases[name] = Database(dsn, relations, sink, store, seeker)
         return sink
 
     def log(self, database: str, limits: LogLimits, budget: Budget) -> LogStorage:
@@ -224,10 +145,8 @@ class TableShapes:
             database.suspended = True
 
     def starting(self) -> bool:
-        """Is there a database that names no relations yet, or whose shapes are not back yet?"""
-        return any(
-            not each.suspended and (each.sink.restoring or not each.captured()) for each in self._databases.values()
-        )
+        """Is there a database that does not say yet which tables it has, or whose shapes are not back yet?"""
+        return any(not each.suspended and (each.sink.restoring or each.starting) for each in self._databases.values())
 
     def uncaptured(self) -> list[TableConsumer]:
         """Whose table is not among those captured now; none of a database where that is not known."""
@@ -248,7 +167,7 @@ class TableShapes:
             for oid in each.sink.router.oids:
                 relation = captured.get(oid)
                 if relation is not None and each.looked_at.get(oid) is not relation:
-                    found += [c for c in each.sink.router.of(oid) if not same_layout(relation, c.relation)]
+                    found += [c for c in each.sink.router.of(oid) if not same_layout(relation, c.relation, c.needed)]
             each.looked_at = captured
         return found
 
@@ -270,8 +189,8 @@ class TableShapes:
         return 0 if registered is None else registered[1].pending_bytes
 
     def find(self, table: str) -> tuple[str, Relation]:
-        """The captured relation a table parameter names. Raises FieldError (NotCaptured where there is none), or
-        Unavailable while a capture starts."""
+        """The captured relation a table parameter names. Raises FieldError (NotCaptured where there is none), Parked,
+        or Unavailable while a capture starts."""
         asked, schema, name = self._asked(table)
         for database in asked:
             if self._databases[database].sink.restoring and not self._databases[database].suspended:
@@ -285,14 +204,15 @@ class TableShapes:
         schema, name = split_table(rest if chosen else table)
         return [prefix] if chosen else list(self._databases), schema, name
 
-    async def _found(self, table: str) -> tuple[str, Relation]:
-        """As `find`, and a table that was made a moment ago is waited for; so is, for less long, a capture between two
-        of its sessions."""
+    async def _found(self, table: str, *, waits: bool) -> tuple[str, Relation]:
+        """As `find`. Where it `waits`, a table that was made a moment ago is waited for; so is, for less long and
+        always, a capture between two of its sessions."""
         try:
             return self.find(table)
         except NotCaptured:
-            if not await self._sought(*self._asked(table)):
+            if not waits:
                 raise
+            await self._sought(*self._asked(table))
         except Starting:
             await self._sought(*self._asked(table), STARTING_S)
         return self.find(table)
@@ -325,33 +245,38 @@ class TableShapes:
         known = {database: self._databases[database].named() for database in asked}
         found = [(database, named[schema, name]) for database, named in known.items() if (schema, name) in named]
         if not found:
-            starting = [database for database, named in known.items() if not named]
+            for database in asked:
+                standing = self._databases[database].standing(schema, name)
+                if standing is not None and not standing.passing:
+                    raise Parked(standing.reason, standing.retry_after_s)
+            starting = [database for database in asked if self._databases[database].starting]
             if starting:
                 raise Starting(f"the capture is starting: database={starting[0]}.")
-            raise NotCaptured(
-                "table",
-                f'Table "{schema}"."{name}" is not captured.',
-                fix="Check the name (quote it if it has capitals), and what `tidemill capture list` says of the table.",
-            )
+            raise NotCaptured(schema, name)
         if len(found) > 1:
             names = ", ".join(f"{database}:{schema}.{name}" for database, _ in found)
             raise FieldError("table", f"the table is in several databases: tables={names}.", fix="Write one of these.")
         return found[0]
 
-    async def plan(self, request: ShapeRequest) -> Plan:
-        """Raises FieldError, Missing when the table is gone, Unavailable when the database is."""
-        return await self._plan(request, *(await self._found(request.table)))
+    async def plan(self, request: ShapeRequest, *, waits: bool = True) -> Plan:
+        """`waits`: for a table that is not captured yet. Raises FieldError; Unavailable for what passes (Parked where
+        the table is, Passing where it is another one than the captured one)."""
+        return await self._plan(request, *(await self._found(request.table, waits=waits)))
 
     async def _plan(self, request: ShapeRequest, database_name: str, relation: Relation) -> Plan:
-        found, columns = await self._check(request, database_name, relation)
-        where = await self._compiler(request, found.where_types(), relation.schema, relation.table)
         database = self._databases[database_name]
+        try:
+            found, columns = await self._check(request, database_name, relation)
+            where = await self._compiler(request, found.where_types(), relation.schema, relation.table)
+        except FieldError:
+            await database.check_described(relation, self._clock.monotonic_s())
+            raise
         definition = definition_of(request, _source(database_name, relation), columns, where)
 
         async def build(shape: LiveShape) -> None:
             await self._build(shape, request, database_name, found, where)
 
-        read = subset_reader(
+        reader = subset_reader(
             database.source,
             found,
             where,
@@ -361,6 +286,14 @@ class TableShapes:
             self._share,
             lambda: database.sink.recent,
         )
+
+        async def read(request: SubsetRequest, rows: HeldRows, mark: int) -> Metadata:
+            try:
+                return await reader(request, rows, mark)
+            except FieldError:
+                await database.check_described(relation, self._clock.monotonic_s())
+                raise
+
         return Plan(definition, database.shown(found, columns, request.replica).schema_json, build, read, relation)
 
     async def _check(
@@ -400,16 +333,10 @@ class TableShapes:
         database.sink.add(consumer)
         self._consumers[shape.handle] = (database.sink, consumer)
         with_rows = definition.log_mode == "full"
-        try:
-            snapshot = await database.source.load(shape, info, where, writer, must_see, with_rows, self._share)
-        except (Missing, MadeAnew):
-            if database.seeker is not None:
-                database.seeker.look()
-            raise
+        snapshot = await database.source.load(shape, info, where, writer, must_see, with_rows, self._share)
         if shape.gone:
             return
-        if with_rows:
-            shape.log.add_base([snapshot_end(snapshot.xmin, snapshot.xmax, sorted(snapshot.in_progress))])
+        shape.log.add_base([snapshot_end(snapshot.xmin, snapshot.xmax, sorted(snapshot.in_progress))])
         shape.log.seal_base()
         consumer.open(snapshot)
         await self._share.work(consumer.settle)
@@ -492,10 +419,15 @@ class TableShapes:
     async def _find_again(self, name: str, saved: Saved) -> _Found:
         """What the shape was of, as it is now. Raises what ends it."""
         kept = Kept.decode(saved.record)
-        relation = self._databases[name].still(kept.relation)
+        relation = self._databases[name].still(
+            kept.relation, needed_columns(kept.relation, kept.definition.columns, None)
+        )
         if relation is None:
             raise Missing("its table is another one now.")
-        return _Found(saved, kept, relation, *await self._check(kept.request, name, relation))
+        try:
+            return _Found(saved, kept, relation, *await self._check(kept.request, name, relation))
+        except Passing as error:  # nothing that is worth a try until the deadline
+            raise Missing(error.message) from error
 
     def _take_back(
         self,
@@ -514,7 +446,8 @@ class TableShapes:
             raise Missing("its table's description changed.")
         if relation.oid not in (sink.resumable or ()):
             raise Missing("changes of its table were left out.")
-        if self._databases[name].still(relation) is None:  # since it was found
+        needed = needed_columns(kept.relation, kept.definition.columns, where)
+        if self._databases[name].still(kept.relation, needed) is not relation:  # since it was found
             raise Missing("its table is another one now.")
         log = store.old_log(saved)
         try:

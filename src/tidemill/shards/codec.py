@@ -18,7 +18,8 @@
     column   = [name, type, default, version, retired]              default nil = null, retired absent = 0
     batch    = [lower, upper, writer, token, [part…], summed_to, schema_version]
                                                                     summed_to absent = -1, schema_version absent = 1
-    part     = [rows, size_bytes, bucket, object_key, inline, min_hash, max_hash]
+    part     = [rows, size_bytes, bucket, object_key, inline, min_hash, max_hash, crc, footer_crc]
+                                                                    the last two absent = written without checksums
     rollup   = [2, name, shard_id, schema, since, upper, closed, version,
                 [[reader, since, expires_ms, epoch, version]…], [[writer, token, lower, upper]…], [batch…],
                 [[version, at_ms, size_bytes, [object_key…]]…], swept_ms, dropped,
@@ -240,12 +241,16 @@ def _version_out(v: SchemaVersion, lost: bool) -> list[Any]:
 
 
 def _batch_out(batch: Batch) -> list[Any]:
-    parts = [[p.rows, p.size_bytes, p.bucket, p.object_key, p.inline, p.min_hash, p.max_hash] for p in batch.parts]
-    out = [batch.lower, batch.upper, batch.writer, batch.token, parts, batch.summed_to]
+    out = [batch.lower, batch.upper, batch.writer, batch.token, [_part_out(p) for p in batch.parts], batch.summed_to]
     return out if batch.schema_version == 1 else [*out, batch.schema_version]
 
 
+def _part_out(p: Part) -> list[Any]:
+    out = [p.rows, p.size_bytes, p.bucket, p.object_key, p.inline, p.min_hash, p.max_hash]
+    return out if p.crc < 0 else [*out, p.crc, p.footer_crc]
+
+
 def _batch_in(fields: list[Any]) -> Batch:
-    parts = tuple(Part(p[0], p[1], p[2], p[3], p[4], p[5], p[6]) for p in fields[4])
+    parts = tuple(Part(*p[:9]) for p in fields[4])
     summed_to = fields[5] if len(fields) > 5 else -1
     return Batch(fields[0], fields[1], parts, fields[2], fields[3], summed_to, fields[6] if len(fields) > 6 else 1)

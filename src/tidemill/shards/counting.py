@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from tidemill.base.errors import Corrupt
+from tidemill.shards.checksums import open_part
 from tidemill.shards.front import DIFF, TIME, Batch
 from tidemill.shards.parts import within
-from tidemill.shards.ranges import Fetch, opened
+from tidemill.shards.ranges import Fetch
 
 
 def count_rows(batches: Sequence[Batch], as_of: int, fetch: Fetch) -> int:
@@ -23,7 +23,7 @@ def count_rows(batches: Sequence[Batch], as_of: int, fetch: Fetch) -> int:
     for batch in batches:
         for part in batch.parts:
             try:
-                file = pq.ParquetFile(opened(fetch(part)), pre_buffer=True)
+                file = open_part(part, fetch(part))
                 for group in range(file.metadata.num_row_groups):
                     rows = file.read_row_group(group, columns=[TIME, DIFF], use_threads=False)
                     rows = within(rows, batch.lower, min(batch.upper, as_of + 1))

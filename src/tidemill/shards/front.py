@@ -80,7 +80,10 @@ def written_ms(object_key: str) -> int:
 
 
 class Part(msgspec.Struct, frozen=True):
-    """An immutable run of rows: an object, or the Parquet bytes themselves when small (`inline`)."""
+    """An immutable run of rows: an object, or the Parquet bytes themselves when small (`inline`).
+
+    `crc`, `footer_crc`: CRC32C of all bytes and of the Parquet footer (`checksums`); -1 = it was written without.
+    """
 
     rows: int
     size_bytes: int
@@ -89,6 +92,8 @@ class Part(msgspec.Struct, frozen=True):
     inline: bytes = b""
     min_hash: int = 0
     max_hash: int = 0
+    crc: int = -1
+    footer_crc: int = -1
 
 
 class Batch(msgspec.Struct, frozen=True):

@@ -1,14 +1,23 @@
-"""From values of a key's columns to the hashes of the keys. Pure; says too little rather than too much."""
+"""Keys: the one spelling of each, and from values of a key's columns to hashes. Pure.
+
+S7  A key has one spelling. Floats that every engine calls equal are one key: −0.0 is 0.0, a NaN of any bits is the one
+    NaN. Commands are made with such keys, whatever they are made of: records, tombstones, a function's rows, a
+    DataFrame's. Text is compared byte by byte: PostgreSQL says the key that a row had as the row spelled it, where its
+    own equality is wider (citext, a collation that is not deterministic, numeric without a scale, jsonb).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from itertools import product
 from math import prod
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
+from tidemill.shards.decimals import of_decimals
 from tidemill.shards.front import ShardSchema
 from tidemill.shards.hashing import hash_rows
 from tidemill.shards.schema import contents_schema
@@ -18,7 +27,8 @@ KEYS_MAX = 1_000
 
 
 def key_hashes(schema: ShardSchema, values: Mapping[str, Sequence[Any]]) -> list[int] | None:
-    """The hashes of all keys whose columns have one of their `values`, sorted; None = any key may.
+    """The hashes of all keys whose columns have one of their `values`, sorted; None = any key may: too many rather than
+    too few.
 
     Only equality with every column of the key says something: the hash knows no order.
     """
@@ -29,9 +39,35 @@ def key_hashes(schema: ShardSchema, values: Mapping[str, Sequence[Any]]) -> list
     combined = list(product(*(values[name] for name in schema.key)))
     try:
         columns = [
-            pa.array([row[at] for row in combined], contents_schema(schema).field(name).type)
+            _array([row[at] for row in combined], contents_schema(schema).field(name).type)
             for at, name in enumerate(schema.key)
         ]
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError):
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, ValueError, OverflowError):
         return None  # a value that the column cannot hold; what that means is the engine's to say
     return sorted(set(hash_rows(pa.table(columns, names=list(schema.key)), schema.key).tolist()))
+
+
+def normal_keys(rows: pa.Table, key: Sequence[str]) -> pa.Table:
+    """The rows with the one spelling of their keys (S7); the same table when they have it."""
+    for name in key:
+        index = rows.schema.get_field_index(name)
+        field = rows.schema.field(index)
+        if pa.types.is_floating(field.type):
+            column = pa.chunked_array([_normal_floats(chunk) for chunk in rows.column(index).chunks], field.type)
+            rows = rows.set_column(index, field, column)
+    return rows
+
+
+def _normal_floats(array: pa.Array) -> pa.Array:
+    values = array.to_numpy(zero_copy_only=False)
+    strange = np.isnan(values) | ((values == 0) & np.signbit(values))  # null is NaN there
+    if not strange.any():
+        return array
+    one = np.where(np.isnan(values), values.dtype.type(np.nan), values + values.dtype.type(0))
+    return pa.array(one, array.type, mask=array.is_null().to_numpy(zero_copy_only=False), from_pandas=False)
+
+
+def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    if pa.types.is_decimal(kind) and all(value is None or isinstance(value, Decimal | int) for value in values):
+        return of_decimals([None if value is None else Decimal(value) for value in values], kind)
+    return pa.array(values, kind)

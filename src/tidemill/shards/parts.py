@@ -23,6 +23,7 @@ from tidemill.base.clock import Rand
 from tidemill.base.errors import Corrupt, Invalid
 from tidemill.base.limits import INLINE_PART_BYTES, MIB
 from tidemill.objects.store import ObjectStore
+from tidemill.shards.checksums import checksums_of, open_part
 from tidemill.shards.cpu import Cpu, inline_cpu
 from tidemill.shards.evolution import under
 from tidemill.shards.front import DIFF, HASH, TIME, Part, ShardSchema, part_key
@@ -41,10 +42,16 @@ Encoded bytes bound nothing: a long text that comes again and again is a few of 
 class Encoded:
     """One encoded part, not yet stored. `data` is a readable buffer."""
 
-    __slots__ = ("data", "max_hash", "min_hash", "rows")
+    __slots__ = ("data", "max_hash", "min_hash", "rows", "sums")
 
     def __init__(self, data: pa.Buffer, rows: int, min_hash: int, max_hash: int) -> None:
         self.data, self.rows, self.min_hash, self.max_hash = data, rows, min_hash, max_hash
+        self.sums = checksums_of(data)
+
+    def part(self, bucket: int = 0, object_key: str = "") -> Part:
+        """As the state of its shard names it; without a key the bytes go with it."""
+        inline = b"" if object_key else self.data.to_pybytes()
+        return Part(self.rows, self.data.size, bucket, object_key, inline, self.min_hash, self.max_hash, *self.sums)
 
 
 def sort_updates(rows: pa.Table, hashes: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, Any] | None:
@@ -95,6 +102,7 @@ def encode_part(schema: ShardSchema, rows: pa.Table, codec: Codec = "lz4") -> En
         use_dictionary=[TIME, DIFF] if codec == "lz4" else True,
         write_statistics=[TIME, HASH, *schema.key],
         store_schema=True,
+        write_page_checksum=True,
     ) as writer:
         for start, end in pairwise(cuts):
             writer.write_table(table.slice(start, end - start), row_group_size=end - start)
@@ -106,7 +114,7 @@ def decode_part(schema: ShardSchema, data: Any, part: Part) -> pa.Table:
     where = part.object_key or "inline"
     try:
         # Not read_table: it imports the data sets of Arrow, and pandas, a second of a process's start.
-        table = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
+        table = open_part(part, data).read(use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise Corrupt(f"part is unreadable: object={where} ({error}).") from error
     if table.num_rows != part.rows:
@@ -148,8 +156,7 @@ async def store_part(
     encoded = await cpu(lambda: encode_part(schema, rows, codec))
     size = encoded.data.size
     if size <= min(inline_bytes, INLINE_PART_BYTES):
-        data = encoded.data.to_pybytes()
-        return Part(encoded.rows, size, bucket, "", data, encoded.min_hash, encoded.max_hash)
+        return encoded.part(bucket)
     key = part_key(shard_id, writer, now_ms, rand.nonce())
     await objects.put(key, memoryview(encoded.data))
-    return Part(encoded.rows, size, bucket, key, b"", encoded.min_hash, encoded.max_hash)
+    return encoded.part(bucket, key)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from decimal import Decimal
 from typing import TypeVar
 
 import numpy as np
@@ -28,6 +29,8 @@ from msgspec.structs import replace
 
 from tidemill.base.errors import Invalid
 from tidemill.base.pgtext import names_zone, read_bytea, read_date, read_timestamp, read_timestamptz
+from tidemill.shards.decimals import of_decimals, of_texts
+from tidemill.shards.floats import infinite
 from tidemill.shards.front import Column, ShardSchema
 from tidemill.shards.schema import TIMESTAMPS, arrow_type, canonical_type
 
@@ -46,6 +49,9 @@ _PLAIN = {
 }
 _NUMERIC = re.compile(r"numeric\((\d+),(-?\d+)\)")
 _TIMESTAMP = re.compile(r"timestamp(?:\(\d\))?( with time zone| without time zone)?")
+
+_DIGITS = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+_INFINITY = "^[+-]?inf(inity)?$"
 
 TIMESTAMP_INFINITY = 2**63 - 1
 DATE_INFINITY = 2**31 - 1
@@ -116,7 +122,14 @@ def cast_text(text: pa.Array, kind: str) -> pa.Array:
             return text.cast(target)
         except pa.ArrowInvalid:
             return text.cast(pa.timestamp("us")).cast(target)
-    return text.cast(target)
+    if pa.types.is_decimal(target):
+        return of_texts(text, target)
+    found = text.cast(target)
+    if pa.types.is_floating(target) and (beyond := infinite(found)).any():
+        said = text.filter(pa.array(beyond))
+        if not pc.all(pc.match_substring_regex(said, _INFINITY, ignore_case=True)).as_py():
+            raise pa.ArrowInvalid(f"beyond a {kind}")
+    return found
 
 
 def _bytea(text: pa.Array) -> pa.Array:
@@ -157,6 +170,10 @@ def _slowly(values: Sequence[str | None], column: Column, kind: str, target: pa.
         return pa.array(numbers, pa.int32()).view(target)
     if kind == "binary":
         return pa.array([None if v is None else _each(read_bytea, v, column) for v in values], target)
+    if pa.types.is_decimal(target):
+        return pa.concat_arrays(
+            [pa.nulls(1, target) if v is None else _each(lambda v: _decimal(v, target), v, column) for v in values]
+        )
     for value in values:
         if value is not None:
             _each(lambda v: cast_text(pa.array([v], pa.string()), kind), value, column)
@@ -171,6 +188,12 @@ def _each(parse: Callable[[str], T], value: str, column: Column) -> T:
             f"not a {column.type}: column={column.name} value={value[:80]!r}.",
             fix="Give the column a type that holds the value, or string.",
         ) from error
+
+
+def _decimal(text: str, kind: pa.Decimal128Type) -> pa.Array:
+    if _DIGITS.fullmatch(text) is None:
+        raise ValueError("no digits")
+    return of_decimals([Decimal(text)], kind)
 
 
 def _number(value: int | float, infinity: int) -> int:

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from tidemill.base.errors import Corrupt
 from tidemill.base.limits import MIB
 from tidemill.base.portal import Portal
 from tidemill.objects.store import ObjectStore
+from tidemill.shards.checksums import open_part
 from tidemill.shards.consolidate import contents
 from tidemill.shards.difference import last_states
 from tidemill.shards.evolution import check_known
 from tidemill.shards.fetching import fetching
 from tidemill.shards.front import DIFF, HASH, TIME, Batch, Part, ShardSchema
-from tidemill.shards.ranges import Fetch, opened
+from tidemill.shards.ranges import Fetch
 from tidemill.shards.reading import PartReader
 from tidemill.shards.schema import contents_schema, part_schema
 
@@ -116,7 +116,7 @@ def _insertions(part: Part, schema: ShardSchema, fetch: Fetch) -> tuple[int, int
 
 def _look(part: Part, schema: ShardSchema, fetch: Fetch) -> tuple[int, int] | None:
     try:
-        file = pq.ParquetFile(opened(fetch(part)), pre_buffer=True)
+        file = open_part(part, fetch(part))
         if not file.schema_arrow.equals(part_schema(schema)):
             return None
         read = file.read(columns=[TIME, DIFF], use_threads=False)

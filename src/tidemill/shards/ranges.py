@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from tidemill.base.errors import Corrupt
 from tidemill.base.limits import MIB
+from tidemill.shards.checksums import open_part
 from tidemill.shards.consolidate import contents, newest
 from tidemill.shards.evolution import check_known, under
 from tidemill.shards.front import DIFF, HASH, Batch, Part, ShardSchema
@@ -38,11 +38,6 @@ HASH_MAX = (1 << 64) - 1
 
 Fetch = Callable[[Part], Any]
 """The encoded bytes of a part, or a binary file of them, which may be read in pieces. Raises Missing, Unavailable."""
-
-
-def opened(found: Any) -> Any:
-    """What `Fetch` gave, for Arrow to read."""
-    return found if hasattr(found, "seek") else pa.BufferReader(found)
 
 
 class Range(msgspec.Struct, frozen=True):
@@ -233,7 +228,7 @@ class _Read(msgspec.Struct, frozen=True):
         """Updates of a part that are in the range, its batch's bounds and at most `as_of`: none empty, by hash."""
         schema, target = self.schema, part_schema(self.schema)
         try:
-            file = pq.ParquetFile(opened(self.fetch(part)), pre_buffer=True)
+            file = open_part(part, self.fetch(part))
             column = file.schema_arrow.get_field_index(HASH)
             for group in range(file.metadata.num_row_groups):
                 if not _may_hold(file.metadata.row_group(group).column(column).statistics, self.chosen):

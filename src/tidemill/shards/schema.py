@@ -24,6 +24,7 @@ from functools import lru_cache
 import pyarrow as pa
 
 from tidemill.base.errors import Invalid
+from tidemill.shards.decimals import rescaled
 from tidemill.shards.front import DIFF, HASH, TIME, Column, ShardSchema
 
 _PLAIN: dict[str, pa.DataType] = {
@@ -163,7 +164,8 @@ def conform(rows: pa.Table, target: pa.Schema) -> pa.Table:
             try:
                 if pa.types.is_timestamp(field.type) and bool(field.type.tz) != bool(getattr(column.type, "tz", "")):
                     raise pa.ArrowInvalid("only one of the two has a zone")
-                column = column.cast(field.type)
+                both = pa.types.is_decimal(field.type) and pa.types.is_decimal(column.type)
+                column = rescaled(column, field.type) if both else column.cast(field.type)
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
                 raise Invalid(
                     f"column does not fit: column={field.name} type={field.type} got={column.type} ({error}).",

@@ -14,6 +14,7 @@ compare-and-set must be refused by its expected position, and is delivered to pr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from enum import StrEnum
@@ -21,8 +22,27 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tidemill.base.errors import Closed, TidemillError, Unavailable, Unknown
-from tidemill.consensus.api import Changes, Consensus, Lease, LogHead, LogSlice, Versioned
+from tidemill.base.errors import Closed, MovedBack, TidemillError, Unavailable, Unknown
+from tidemill.consensus.api import Consensus, LogHead
+from tidemill.consensus.commands import (
+    Acquire,
+    AnyOp,
+    Append,
+    Cas,
+    Changed,
+    Drop,
+    Fence,
+    Head,
+    HeadOfLog,
+    Leases,
+    Read,
+    Release,
+    Scan,
+    Truncate,
+    Wait,
+)
+from tidemill.consensus.facade import Facade
+from tidemill.consensus.seen import Seen
 from tidemill.objects.store import Buffer, ObjectMeta, ObjectStore
 
 T = TypeVar("T")
@@ -203,66 +223,87 @@ class FaultyObjects:
         return await self._faults.call(self._who, what, effect, writes=writes, late=late)
 
 
-class FaultyConsensus:
-    """One actor's client of the shared engine."""
+class FaultyConsensus(Facade):
+    """One actor's client of the shared engine. It lives as long as its process, and remembers what it heard (`seen`).
 
-    def __init__(self, inner: Consensus, faults: Faults, who: str) -> None:
+    An engine that went back to an earlier state (`World.lose_commits`) has broken every connection: what was under way
+    did not happen, or has no known outcome, and nobody hears of the state that is gone.
+    """
+
+    def __init__(self, inner: Consensus, faults: Faults, who: str, *, blind: bool = False) -> None:
+        """`blind`: planted; it does not compare what it hears with what it heard before."""
         self._inner = inner
         self._faults = faults
         self._who = who
         self._closed = False
+        self.seen = Blind("sim") if blind else Seen("sim")
 
-    async def head(self, key: str) -> Versioned | None:
-        return await self._call(f"head {key}", lambda: self._inner.head(key))
+    async def _submit(self, op: AnyOp) -> Any:
+        life = self._engine_life()
 
-    async def cas(self, key: str, expected_seq: int, data: bytes, nonce: str) -> Versioned:
-        what = f"cas {key} {expected_seq} {nonce[:6]}"
-        return await self._call(what, lambda: self._inner.cas(key, expected_seq, data, nonce), writes=True)
+        async def effect() -> Any:
+            if self._engine_life() != life:
+                raise Unavailable(f"The simulated engine is another one: actor={self._who}.")
+            return await self._asked(op)
 
-    async def drop(self, key: str, expected_seq: int) -> None:
-        what = f"drop {key} {expected_seq}"
-        await self._call(what, lambda: self._inner.drop(key, expected_seq), writes=True, again=False)
+        # A renewal delivered again would give a released lease back to its holder: real engines end an attempt first.
+        again = not isinstance(op, Drop | Acquire)
+        answer = await self._call(_said(op), effect, writes=op.writes, again=again)
+        if self._engine_life() != life:
+            if op.writes:
+                raise Unknown(f"The simulated engine went away: actor={self._who}.")
+            raise Unavailable(f"The simulated engine went away: actor={self._who}.")
+        return answer
 
-    async def scan(self, prefix: str) -> list[tuple[str, Versioned]]:
-        return await self._call(f"scan {prefix}", lambda: self._inner.scan(prefix))
+    def _engine_life(self) -> int:
+        return getattr(self._inner, "lives", 0)
 
-    async def log_head(self, log: str) -> LogHead:
-        return await self._call(f"log_head {log}", lambda: self._inner.log_head(log))
-
-    async def fence(self, log: str, term: int) -> LogHead:
-        return await self._call(f"fence {log} term={term}", lambda: self._inner.fence(log, term), writes=True)
+    async def _asked(self, op: AnyOp) -> Any:
+        inner = self._inner
+        match op:
+            case Head(key=key):
+                return await inner.head(key)
+            case Cas(key=key, expected_seq=seq, data=data, nonce=nonce):
+                return await inner.cas(key, seq, data, nonce)
+            case Drop(key=key, expected_seq=seq):
+                return await inner.drop(key, seq)
+            case Scan(prefix=prefix):
+                return await inner.scan(prefix)
+            case HeadOfLog(log=log):
+                return await inner.log_head(log)
+            case Fence(log=log, term=term):
+                return await inner.fence(log, term)
+            case Append(log=log, term=term, expected_next=at, records=records, nonce=nonce):
+                return await inner.append(log, term, at, records, nonce)
+            case Read(log=log, start=start, limit_records=limit_records, limit_bytes=limit_bytes):
+                return await inner.read(log, start, limit_records, limit_bytes)
+            case Changed(prefix=prefix, since=since):
+                return await inner.changed(prefix, since)
+            case Truncate(log=log, before=before):
+                return await inner.truncate(log, before)
+            case Acquire(name=name, holder=holder, ttl_ms=ttl_ms, info=info):
+                return await inner.acquire(name, holder, ttl_ms, info)
+            case Release(name=name, holder=holder, term=term):
+                return await inner.release(name, holder, term)
+            case Leases(prefix=prefix):
+                return await inner.leases(prefix)
+            case Wait():
+                raise AssertionError("waits go by _wait")
 
     async def append(self, log: str, term: int, expected_next: int, records: Sequence[bytes], nonce: str) -> LogHead:
-        kept = tuple(bytes(record) for record in records)
-        what = f"append {log} term={term} at={expected_next} ×{len(kept)} {nonce[:6]}"
-        return await self._call(what, lambda: self._inner.append(log, term, expected_next, kept, nonce), writes=True)
-
-    async def read(self, log: str, start: int, limit_records: int = 1000, limit_bytes: int = 4 << 20) -> LogSlice:
-        return await self._call(f"read {log} {start}", lambda: self._inner.read(log, start, limit_records, limit_bytes))
-
-    async def changed(self, prefix: str, since: str = "") -> Changes:
-        return await self._call(f"changed {prefix} {since}", lambda: self._inner.changed(prefix, since))
-
-    async def truncate(self, log: str, before: int) -> LogHead:
-        return await self._call(f"truncate {log} {before}", lambda: self._inner.truncate(log, before), writes=True)
+        return await super().append(log, term, expected_next, tuple(bytes(record) for record in records), nonce)
 
     async def wait(self, log: str, beyond: int, timeout_s: float) -> bool:
         """A hint: it may come late, and it may be refused."""
+        if self.seen.lost is not None:
+            raise self.seen.lost
         return await self._call(f"wait {log} {beyond}", lambda: self._inner.wait(log, beyond, timeout_s))
 
-    async def acquire(self, name: str, holder: str, ttl_ms: int, info: bytes = b"") -> Lease:
-        what = f"acquire {name} {holder[:20]}"
-        # A renewal delivered again would give a released lease back to its holder: real engines end an attempt first.
-        return await self._call(what, lambda: self._inner.acquire(name, holder, ttl_ms, info), writes=True, again=False)
-
-    async def release(self, name: str, holder: str, term: int) -> None:
-        await self._call(f"release {name} {term}", lambda: self._inner.release(name, holder, term), writes=True)
-
-    async def leases(self, prefix: str) -> list[Lease]:
-        return await self._call(f"leases {prefix}", lambda: self._inner.leases(prefix))
+    async def _wait(self, op: Wait, timeout_s: float) -> bool:
+        raise AssertionError("`wait` is overridden")
 
     def trouble(self) -> str:
-        return self._inner.trouble()
+        return self.seen.lost.message if self.seen.lost is not None else self._inner.trouble()
 
     async def aclose(self) -> None:
         self._closed = True
@@ -273,3 +314,49 @@ class FaultyConsensus:
         if self._closed:
             raise Closed(f"This consensus client was closed: actor={self._who}.")
         return await self._faults.call(self._who, what, effect, writes=writes, repeatable=again)
+
+
+class Blind(Seen):
+    """Planted: whatever it hears, it goes on."""
+
+    def end(self, what: str) -> MovedBack:
+        raise _Unseen
+
+    def check(self, op: AnyOp, floor: Any, answer: Any, *, done: bool) -> None:
+        with contextlib.suppress(_Unseen):
+            super().check(op, floor, answer, done=done)
+
+
+class _Unseen(Exception):
+    pass
+
+
+def _said(op: AnyOp) -> str:
+    """An operation in the trace."""
+    match op:
+        case Head(key=key):
+            return f"head {key}"
+        case Cas(key=key, expected_seq=seq, nonce=nonce):
+            return f"cas {key} {seq} {nonce[:6]}"
+        case Drop(key=key, expected_seq=seq):
+            return f"drop {key} {seq}"
+        case Scan(prefix=prefix) | Leases(prefix=prefix):
+            return f"{type(op).__name__.lower()} {prefix}"
+        case HeadOfLog(log=log):
+            return f"log_head {log}"
+        case Fence(log=log, term=term):
+            return f"fence {log} term={term}"
+        case Append(log=log, term=term, expected_next=at, records=records, nonce=nonce):
+            return f"append {log} term={term} at={at} ×{len(records)} {nonce[:6]}"
+        case Read(log=log, start=start):
+            return f"read {log} {start}"
+        case Changed(prefix=prefix, since=since):
+            return f"changed {prefix} {since}"
+        case Truncate(log=log, before=before):
+            return f"truncate {log} {before}"
+        case Acquire(name=name, holder=holder):
+            return f"acquire {name} {holder[:20]}"
+        case Release(name=name, term=term):
+            return f"release {name} {term}"
+        case Wait(log=log, beyond=beyond):
+            return f"wait {log} {beyond}"

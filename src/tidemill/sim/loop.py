@@ -44,12 +44,13 @@ class Livelock(Exception):
 class Life:
     """One incarnation of an actor. `alive` turns False once, for good."""
 
-    __slots__ = ("alive", "name", "number")
+    __slots__ = ("alive", "frozen_until_s", "name", "number")
 
     def __init__(self, name: str, number: int) -> None:
         self.name = name
         self.number = number
         self.alive = True
+        self.frozen_until_s = 0.0
 
     def __str__(self) -> str:
         return f"{self.name}#{self.number}"
@@ -201,6 +202,10 @@ class SimLoop(asyncio.BaseEventLoop):
             return
         life = chosen._context.get(LIFE)  # type: ignore[attr-defined]
         if life is not None and not life.alive:
+            return
+        if life is not None and life.frozen_until_s > self._time_s:
+            # In nobody's context: it is looked at again then, and may be dead or frozen once more.
+            self.call_at(life.frozen_until_s, self._ready.append, chosen, context=contextvars.Context())
             return
         self.steps += 1
         if self.steps > self._steps_max:

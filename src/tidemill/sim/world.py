@@ -15,15 +15,18 @@ import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, MutableMapping, Sequence
 from functools import cached_property, partial
 from types import ModuleType
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 from structlog import DropEvent
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import TidemillError
-from tidemill.consensus.api import LogHead, LogRecord
+from tidemill.consensus.api import LogHead, LogRecord, Versioned
+from tidemill.consensus.journal import Journal
 from tidemill.consensus.memory import MemoryConsensus
+from tidemill.consensus.rules import UNWRITTEN, LeaseRow
+from tidemill.consensus.seen import Seen
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.resilient import ResilientObjects
 from tidemill.objects.store import ObjectStore
@@ -80,6 +83,8 @@ class Engine(MemoryConsensus):
         self.landed: dict[str, list[bytes]] = {}
         self.placed: dict[str, list[LogRecord]] = {}
         """The same with the position and term of each."""
+        self.lives = 0
+        """How often commits were lost."""
 
     async def append(self, log: str, term: int, expected_next: int, records: Sequence[bytes], nonce: str) -> LogHead:
         head = await super().append(log, term, expected_next, records, nonce)
@@ -87,6 +92,32 @@ class Engine(MemoryConsensus):
         placed = self.placed.setdefault(log, [])
         placed += [LogRecord(expected_next + i, term, nonce, data) for i, data in enumerate(records)]
         return head
+
+    def snapshot(self) -> Snapshot:
+        """What a standby has now."""
+        state = self.state
+        records = {log: list(found) for log, found in state.records.items()}
+        return Snapshot(dict(state.registers), dict(state.heads), records, dict(state.leases))
+
+    def lose_commits(self, standby: Snapshot) -> None:
+        """A failover to a standby that is behind: what was committed since is gone, and so are all connections."""
+        self.lives += 1
+        self.seen = Seen("sim")  # of the engine's own, which oracles ask
+        state = self.state
+        state.registers, state.heads, state.leases = dict(standby.registers), dict(standby.heads), dict(standby.leases)
+        state.records = {log: list(found) for log, found in standby.records.items()}
+        state.journal = Journal(f"memory-{self.lives}")
+        for log, placed in self.placed.items():
+            end = state.heads.get(log, UNWRITTEN).next
+            self.placed[log] = [record for record in placed if record.position < end]
+            self.landed[log] = [record.data for record in self.placed[log]]
+
+
+class Snapshot(NamedTuple):
+    registers: dict[str, Versioned]
+    heads: dict[str, LogHead]
+    records: dict[str, list[LogRecord]]
+    leases: dict[str, LeaseRow]
 
 
 class World:
@@ -105,6 +136,8 @@ class World:
         self.consensus = Engine(self.clock)
         """The engines themselves, without faults: what oracles read."""
         self.actors: list[Actor[Any]] = []
+        self.blind = False
+        """Planted: no client notices that consensus lost commits."""
 
     @cached_property
     def filler(self) -> str:
@@ -213,6 +246,8 @@ class Actor(Generic[Node]):
         self.life = Life(name, 0)
         self.life.alive = False
         self.links: list[Link[Node]] = []
+        self.clients: list[FaultyConsensus] = []
+        """Of consensus, of this life."""
         self.requests: set[asyncio.Future[Any]] = set()
         """What this life has not answered yet, whether or not its client still waits."""
         self._build = build
@@ -245,7 +280,20 @@ class Actor(Generic[Node]):
         return ResilientObjects(faulty, self.clock, self.world.rand(), store="sim", budget_s=5.0)
 
     def consensus(self) -> FaultyConsensus:
-        return FaultyConsensus(self.world.consensus, self.world.faults, str(self.life))
+        client = FaultyConsensus(self.world.consensus, self.world.faults, str(self.life), blind=self.world.blind)
+        self.clients.append(client)
+        return client
+
+    @property
+    def ended(self) -> bool:
+        """Has it found that consensus moved back? Its process ends then: a supervisor starts another."""
+        return any(client.seen.lost is not None for client in self.clients)
+
+    def freeze(self, for_s: float) -> None:
+        """SIGSTOP, and SIGCONT after so long: meanwhile nothing of this life runs, and its clocks go on."""
+        if self.life.alive:
+            self.world.trace(f"{self.life} frozen for {for_s:.3f}")
+            self.life.frozen_until_s = self.world.loop.time() + for_s
 
     async def start(self) -> None:
         """A new life. Start-up that fails for want of a store is tried again, as a supervisor would.
@@ -254,6 +302,7 @@ class Actor(Generic[Node]):
         """
         while True:
             self.life = life = Life(self.name, self.life.number + 1)
+            self.clients = []
             self._context = contextvars.copy_context()
             self._context.run(LIFE.set, life)
             self.world.trace(f"{life} start")

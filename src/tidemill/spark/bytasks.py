@@ -20,7 +20,7 @@ from tidemill.spark.exchange import PENDING, Piece, Plan, RangeResult, read, res
 from tidemill.spark.steps import Step, pieces
 from tidemill.spark.stores import Stores
 from tidemill.spark.table import TableWriter
-from tidemill.spark.tasks import boot_id, from_ipc
+from tidemill.spark.tasks import from_ipc, saved_under
 from tidemill.spark.upsert.commands import BEFORE_ALL
 from tidemill.spark.upsert.resolve import KeyChanges, no_changes
 from tidemill.spark.upsert.runs import Run, open_run
@@ -89,7 +89,7 @@ class ByTasks:
             min(RANGES_MAX, slots),
             self._stores.urls,
             str(table.mirror_dir),
-            boot_id(),
+            saved_under(self._stores.life),
         )
 
     def append(self, table: TableWriter, step: Step, found: Results) -> None:

@@ -28,19 +28,19 @@ import structlog
 
 from tidemill.base.errors import Invalid, Missing, TidemillError
 from tidemill.base.portal import Portal
-from tidemill.shards.front import Evolved, ShardSchema
+from tidemill.shards.front import Evolved, HistoryLost, ShardSchema
 from tidemill.shards.handle import LogShard
 from tidemill.shards.hashing import U64
-from tidemill.shards.schema import checked, conform, contents_schema, update_schema
+from tidemill.shards.schema import checked, update_schema
 from tidemill.spark.advance import LAG_MS, advance_idle
 from tidemill.spark.groups import NO_GROUPS, groups_of
 from tidemill.spark.inputs import GroupedInput, Input
 from tidemill.spark.pipeline import DerivedTable
+from tidemill.spark.results import commands_of, is_frame, no_frame, stored_rows
 from tidemill.spark.stores import Stores
 from tidemill.spark.table import TableWriter
 from tidemill.spark.types import columns_of, spark_schema
 from tidemill.spark.upsert.commands import Commands
-from tidemill.spark.upsert.contents import difference
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import resolve
 
@@ -65,6 +65,10 @@ class Derivation:
         self.target = 0
         self.error = ""
         self.waits_for = ""
+        self.waits = False
+        """For the input that `waits_for` names: it comes to where the others are readable by itself."""
+        self.left_out = ""
+        """Which rows of the last result have no key of their own."""
         self.recomputed = 0
         self.took_s = 0.0
         """The last round that recomputed."""
@@ -90,7 +94,8 @@ class Derivation:
         return self.writer.upper if self.writer is not None else 0
 
     def run(self, stopping: threading.Event, worked: Callable[[], None] = lambda: None) -> None:
-        """Until `stopping`; `worked` after every round that did. Raises whatever goes wrong: call it again later.
+        """Until `stopping`; `worked` after every round that left nothing out. Raises whatever goes wrong: call it again
+        later.
 
         An input that does not exist yet is waited for. What the user's function raised leaves the inputs open; after
         anything else they are opened anew.
@@ -102,12 +107,17 @@ class Derivation:
                 if self.writer is None:
                     self.open()
                 self.round()
-                self.error = ""
-                worked()
+                self.error, self.waits = "", False
+                if not self.left_out:
+                    worked()
             except (Missing, Evolved) as error:
-                self.error = error.message
+                self.error, self.waits = error.message, False
                 # A shard may have been dropped: by name there is another one, some time. Or it has got columns.
                 self.writer = None
+            except HistoryLost as error:
+                # One input is behind what another one remembers: it is advanced, or its feed comes, by itself.
+                self.error = f"its inputs have no time in common that is still readable: {error.message}"
+                self.waits = True
             except FunctionRaised:
                 raise
             except BaseException:
@@ -171,8 +181,11 @@ class Derivation:
         if newest - end > LAG_MS:
             s = self._stores
             self._portal.call(advance_idle(s.catalogue, s.remap, slowest, end, newest - 1))
+        before = self.writer.upper
         self.writer.follow()
         lower = self.writer.upper
+        if lower > before:
+            self.left_out = ""  # a peer was first, and tells
         if end <= lower:
             return False
         for one in self._inputs:
@@ -184,7 +197,7 @@ class Derivation:
                 self.writer.operator.feedback(update_schema(self.writer.schema).empty_table(), lower, end)
             return won
         groups, because = self._touched()
-        commands = self._whole(end) if groups is None else self._by_group(groups, lower, end)
+        commands, left_out = self._whole(end) if groups is None else self._by_group(groups, lower, end)
         pending = resolve(self.writer.schema, commands, self.writer.operator.mirror, lower, end)
         won = self._portal.call(self._append(lower, end, pending.updates))
         if won:
@@ -194,11 +207,13 @@ class Derivation:
             self.recomputed += 1
             self.groups = None if groups is None else len(groups)
             self.whole_because = because
+            self.left_out = left_out
             self._opened = False
             if self.recomputed == 1:
                 log.info("derived table is there", table=self.table.name, rows=len(pending.changes.hashes))
         else:
             self.writer.follow()
+            self.left_out = ""
         return won
 
     async def _append(self, lower: int, upper: int, updates: pa.Table) -> bool:
@@ -222,12 +237,12 @@ class Derivation:
             found = np.union1d(found, one.touched)
         return found, ""
 
-    def _whole(self, end: int) -> Commands:
+    def _whole(self, end: int) -> tuple[Commands, str]:
         assert self.writer is not None
         result = self._compute(end, None)
-        return difference(self.writer.schema, result, self.writer.operator.mirror, end - 1)
+        return commands_of(self.table.name, self.writer.schema, result, self.writer.operator.mirror, end - 1)
 
-    def _by_group(self, groups: U64, lower: int, end: int) -> Commands:
+    def _by_group(self, groups: U64, lower: int, end: int) -> tuple[Commands, str]:
         """Raises Invalid where the function does not keep to the groups."""
         assert self.writer is not None and self._output is not None
         schema = self.writer.schema
@@ -239,7 +254,7 @@ class Derivation:
             )
         self._output.move_to(lower - 1)
         here = Mirror.hydrate(schema, self._output.rows_of(groups), lower)
-        return difference(schema, result, here, end - 1)
+        return commands_of(self.table.name, schema, result, here, end - 1)
 
     def _compute(self, end: int, groups: U64 | None) -> pa.Table:
         """The function's rows at end - 1, made of the rows of these groups or of all; inputs are held until then."""
@@ -254,7 +269,7 @@ class Derivation:
                 for one in self._inputs
             ]
             rows = self._called(frames, lambda result: result.toArrow())
-        return conform(rows, contents_schema(self.writer.schema))
+        return stored_rows(self.table.name, rows, self.writer.schema)
 
     def _frame(self, one: Input, at: int) -> DataFrame:
         """All rows of an input, which Spark reads for itself where it can."""
@@ -271,9 +286,12 @@ class Derivation:
     def _called(self, frames: Sequence[Any], then: Callable[[Any], Any] = lambda result: result) -> Any:
         """The user's function on the frames; Spark is lazy, so `then` may run it. Raises FunctionRaised."""
         try:
-            return then(self.table.function(self._spark, *frames))
+            result = self.table.function(self._spark, *frames)
+            if is_frame(result):
+                return then(result)
         except BaseException as error:  # the function is the user's: whatever it raises is shown, and tried again
             raise FunctionRaised(f"derived function raised: table={self.table.name} {_first_line(error)}") from error
+        raise no_frame(self.table.name, result)
 
 
 class FunctionRaised(TidemillError):

@@ -26,7 +26,7 @@ import pyarrow as pa
 import structlog
 
 from tidemill.base import descriptors
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import Invalid, MovedBack, Replaced
 from tidemill.base.garbage import keep_pauses_short
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.logs import configure_logs
@@ -98,9 +98,12 @@ def main(arguments: list[str] | None = None) -> int:
             Runner(pipelines[0], stopping).run()
         else:
             Together(pipelines, settings(options.session.name, Path(), options.session), stopping).run()
-    except Invalid as error:
+    except (Invalid, Replaced) as error:
         print(str(error), file=sys.stderr, flush=True)
         return EXIT_CONFIGURATION
+    except MovedBack as error:
+        print(str(error), file=sys.stderr, flush=True)
+        return 1
     except Exception:
         traceback.print_exc()
         return 1

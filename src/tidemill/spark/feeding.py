@@ -26,6 +26,7 @@ from tidemill.spark.growing import has_grown
 from tidemill.spark.host import Host
 from tidemill.spark.pipeline import CapturedTable, Input
 from tidemill.spark.sink import FeedSink
+from tidemill.spark.starting import STARTS
 from tidemill.spark.unit import TableUnit
 
 WARM_POLL_S = 0.15
@@ -114,7 +115,18 @@ class Feed:
         if lost and not host.ending.is_set():
             raise lost[0]
 
+    @property
+    def waits_to_start(self) -> bool:
+        """Do other queries start before this feed's may? Its rows are brought forward without one."""
+        return STARTS.waits(self)
+
     def _run(self) -> None:
+        try:
+            self._feed()
+        finally:
+            STARTS.end(self)
+
+    def _feed(self) -> None:
         host = self._host
         if self.sink is None:
             remap = host.portal.call(host.stores.remap(self.source))
@@ -150,7 +162,12 @@ class Feed:
     def _query_is_due(self, sink: FeedSink, pause_s: float) -> Callable[[], bool]:
         clock, ready = self._host.stores.clock, self._host.session_ready
         from_s = clock.monotonic_s() + pause_s
-        return lambda: ready.is_set() and bool(sink.seats.tables) and clock.monotonic_s() >= from_s
+
+        def due() -> bool:
+            now_s = clock.monotonic_s()
+            return ready.is_set() and bool(sink.seats.tables) and now_s >= from_s and STARTS.begin(self, now_s)
+
+        return due
 
     def _bring_forward(self, sink: FeedSink, done: Callable[[], bool]) -> None:
         """Process from this thread while there is no query."""
@@ -178,6 +195,7 @@ class Feed:
             ended = self._end_of(query, sink)
             # A query takes seconds to its first batch (planner, first plan): rows do not wait for it.
             self._bring_forward(sink, lambda: sink.called.is_set() or ended.is_set())
+            STARTS.end(self)
             log.info("query runs", source=self.source, tables=len(sink.seats.tables))
             self._follow(sink, ended)
             began_s = host.stores.clock.monotonic_s()
@@ -198,6 +216,8 @@ class Feed:
                 sink.seats.changed.clear()
         except Exception as error:  # py4j and Spark raise what they like
             return " ".join(str(error).split())[:500]
+        finally:
+            STARTS.end(self)
         return ""
 
     def _end_of(self, query: Any, sink: FeedSink) -> threading.Event:

@@ -14,6 +14,7 @@ import structlog
 from msgspec.structs import replace
 
 from tidemill.base.chain import REFUSED
+from tidemill.base.directories import make_private_directory
 from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.base.histogram import Stages
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
@@ -29,6 +30,8 @@ from tidemill.spark.table import TableWriter
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+MIRRORS = "mirrors"
+"""The directory of mirrors in a pipeline's scratch directory."""
 LOCK_ATTEMPTS = 50
 STORAGE_RETRY_S = 1.0
 
@@ -139,7 +142,7 @@ class Host:
         return f"pipeline:{self.settings.name}{REFUSED}{table}"
 
     def mirror_dir(self, name: str) -> Path:
-        return self.settings.scratch / "mirrors" / name
+        return self.settings.scratch / MIRRORS / name
 
 
 def _given_up(spark: SparkSession) -> bool:
@@ -160,7 +163,7 @@ def own_directory(scratch: Path) -> Iterator[None]:
     Raises Invalid when it is taken or cannot be written. A predecessor that is just ending is waited for.
     """
     try:
-        scratch.mkdir(parents=True, exist_ok=True)
+        make_private_directory(scratch)
         lock = (scratch / "lock").open("w")
     except OSError as error:
         raise Invalid(

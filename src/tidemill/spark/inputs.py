@@ -144,10 +144,7 @@ class GroupedInput(Input):
                 continue
             rows = self._portal.call(self.shard.read_batch(batch, lower, upper))
             self._touch(rows)
-            merges = self._mirror.merges
             self._mirror.apply(rows, lower, upper)
-            if self._mirror.merges > merges:
-                self._mirror.sweep()
 
     def _touch(self, rows: pa.Table) -> None:
         if not rows.num_rows:

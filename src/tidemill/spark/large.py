@@ -15,6 +15,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from tidemill.base.errors import Corrupt
+from tidemill.shards.checksums import checksum
 from tidemill.shards.front import TIME, Part
 from tidemill.shards.hashing import U64, bucket_of, hash_rows
 from tidemill.shards.rows import Index, int64s
@@ -58,6 +60,8 @@ class LargeStep:
         self._progressed = progressed
         self._ranges = max(1 + step.records // RANGE_RECORDS, 1 + step.bytes // RANGE_BYTES)
         self._truncates: list[Truncate] = []
+        self._crcs: list[int] = []
+        """Of the files of ranges, once they are written."""
         self.stop: Stop | None = None
         self.upper = step.upper
         self.parts: list[Part] = []
@@ -97,6 +101,9 @@ class LargeStep:
             for writer, sink in zip(writers, sinks, strict=True):
                 writer.close()
                 sink.close()
+        for number in range(self._ranges):
+            with pa.memory_map(str(self._file(number)), "rb") as written:
+                self._crcs.append(checksum(written.read_buffer()))
         return True
 
     def _write(self, rows: pa.Table, writers: Sequence[Any]) -> None:
@@ -118,12 +125,15 @@ class LargeStep:
         schema, mirror = self._table.schema, self._table.operator.mirror
         for number in range(self._ranges):
             with pa.memory_map(str(self._file(number)), "rb") as source:
-                rows = pa.ipc.open_stream(source).read_all()
+                data = source.read_buffer()
+                if checksum(data) != self._crcs[number]:
+                    raise Corrupt(f"spilled records are damaged: path={self._file(number)}.", fix="Check the disk.")
+                rows = pa.ipc.open_stream(data).read_all()
                 commands = Commands(rows, tuple(self._truncates))
                 commands = select(commands, times_of(commands) < self.upper)
                 view = _RangeOf(mirror, schema.key, number, self._ranges)
                 resolved = resolve(schema, commands, view, self._step.lower, self.upper)
-                del rows, commands
+                del rows, commands, data
             bury(lost_letters(self._feed, resolved.lost))
             self.parts += self._table.portal.call(self._table.write(resolved.updates))
             self.rows += resolved.updates.num_rows

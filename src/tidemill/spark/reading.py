@@ -4,16 +4,20 @@ What the plan is made of is in `shards.plan`. Where a plan cannot be exact, or S
 is read by the data source, at the same time, and the log says why.
 
 The parts are held for as long as a plan of Spark's may read them: the hold ends when the JVM has let go of the last
-frame that was made from this one.
+frame that was made from this one. Under Spark Connect plans are trees of the client's, so it ends LINGER_S after the
+client has let go of the last of them, for the server may be at work on it; a view that the server keeps is held with
+the frames of the client alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 from pyspark.sql.functions import broadcast, col
@@ -27,6 +31,7 @@ from tidemill.shards.moments import as_of_ms
 from tidemill.shards.plan import NoPlan, plan_parts
 from tidemill.shards.schema import part_schema
 from tidemill.spark.cluster import find_cluster
+from tidemill.spark.python import data_source_found
 from tidemill.spark.source import registered_with
 from tidemill.spark.source.batch import readable_at
 from tidemill.spark.stores import Stores, shared
@@ -39,10 +44,15 @@ if TYPE_CHECKING:
 
 WATCH_S = 5.0
 """How often a hold looks whether anybody can still read what it holds."""
+LINGER_S = 300.0
+"""Of Spark Connect: how long a job may go on whose frame its client has forgotten."""
 FRAMES_MAX = 64
-"""More frames that hold something: the JVM is asked to look which of them are still in use."""
+"""More frames that hold something: Python and the JVM are asked to look which of them are still in use."""
 GLOB = set("*?[]{}\\")
 GONE = "_gone"
+VERIFY = "parquet.page.verify-checksum.enabled"
+"""Spark's Parquet reader has the checksums of pages, and verifies them only when it is told to. That of the footer is
+verified when the plan is made."""
 
 log = structlog.get_logger()
 
@@ -69,9 +79,11 @@ def read(
     at = readable_at(portal, shard, as_of_ms(as_of))
     if at is None:
         return spark.createDataFrame([], spark_schema(shard.schema.columns))
-    if len(_holds) >= FRAMES_MAX and hasattr(spark, "_jvm"):
-        spark._jvm.System.gc()
-    release: Future[Callable[[], bool]] = Future()
+    if len(_holds) >= FRAMES_MAX:
+        gc.collect()
+        if hasattr(spark, "_jvm"):
+            spark._jvm.System.gc()
+    release: Future[_Use] = Future()
     held: Future[None] = Future()
     asyncio.run_coroutine_threadsafe(_hold(shard, at, held, release), portal.loop)
     held.result()
@@ -81,7 +93,7 @@ def read(
             log.warning("read through the data source", shard=name, as_of=at, because=because)
         in_use = _in_use(frame)
     except BaseException:
-        release.set_result(lambda: False)
+        release.set_result(NO_USE)
         raise
     release.set_result(in_use)
     return frame
@@ -106,21 +118,33 @@ def frame_at(
         return _planned(spark, portal, stores, shard, at, again), ""
     except NoPlan as why:
         reader = spark.read.format("tidemill").schema(spark_schema(shard.schema.columns))
-        return reader.options(shard=shard.name, as_of=str(at), **where).load(), str(why)
+        with data_source_found():
+            return reader.options(shard=shard.name, as_of=str(at), **where).load(), str(why)
 
 
-async def _hold(shard: LogShard, at: int, held: Future[None], release: Future[Callable[[], bool]]) -> None:
+class _Use(NamedTuple):
+    """`goes_on`: may anybody still read? `linger_s`: how long after that somebody may."""
+
+    goes_on: Callable[[], bool]
+    linger_s: float = 0.0
+
+
+NO_USE = _Use(lambda: False)
+
+
+async def _hold(shard: LogShard, at: int, held: Future[None], release: Future[_Use]) -> None:
     """Hold until nobody can read any more. `held` ends when it is in force, or says why it is not."""
     name = shard.reader_name("dataframe")
     try:
         async with holding(shard, name, at):
             _holds.add(name)
             held.set_result(None)
-            in_use = await asyncio.wrap_future(release)
+            use = await asyncio.wrap_future(release)
             while True:
-                if not await asyncio.to_thread(in_use):
-                    return
+                if not await asyncio.to_thread(use.goes_on):
+                    break
                 await asyncio.sleep(WATCH_S)
+            await asyncio.sleep(use.linger_s)
     except TidemillError as error:
         if held.done():
             raise
@@ -130,18 +154,20 @@ async def _hold(shard: LogShard, at: int, held: Future[None], release: Future[Ca
         await shard.aclose()
 
 
-def _in_use(frame: DataFrame) -> Callable[[], bool]:
-    """May a plan in the JVM still read what this frame reads? By a weak reference to what every copy of the plan's leaf
-    shares: the list of files, or the table of the data source."""
+def _in_use(frame: DataFrame) -> _Use:
+    """Of what this frame reads. By a weak reference to what every copy of the plan's leaf in the JVM shares: the list
+    of files, or the table of the data source. Under Spark Connect, to the frame's plan, which is a node of the plan of
+    every frame that is made from it."""
     from py4j.protocol import Py4JError
 
     plan = getattr(frame, "_jdf", None)
     if plan is None:
-        return lambda: False  # Spark Connect: the plan is somebody else's, and the data source holds for itself
+        node = weakref.ref(frame._plan)
+        return _Use(lambda: node() is not None, LINGER_S)
     leaf = plan.queryExecution().analyzed().collectLeaves().apply(0)
     kind = leaf.getClass().getSimpleName()
     if kind not in ("LogicalRelation", "DataSourceV2Relation"):
-        return lambda: False  # rows that are in the plan itself
+        return NO_USE  # rows that are in the plan itself
     weak = frame.sparkSession._jvm.java.lang.ref.WeakReference(
         leaf.relation().location() if kind == "LogicalRelation" else leaf.table()
     )
@@ -152,7 +178,7 @@ def _in_use(frame: DataFrame) -> Callable[[], bool]:
         except (Py4JError, OSError):
             return False  # the session has ended
 
-    return in_use
+    return _Use(in_use)
 
 
 def _why_no_files(directory: str | None, schema: ShardSchema) -> str:
@@ -174,7 +200,7 @@ def _planned(spark: SparkSession, portal: Portal, stores: Stores, shard: LogShar
         return spark.createDataFrame(plan.live, columns)
     wanted = StructType([*columns.fields, StructField(TIME, LongType())])
     # Stored times count from 1970 in the one calendar; who wrote them is in no file that Spark would trust.
-    reader = spark.read.schema(wanted).option("datetimeRebaseMode", "CORRECTED")
+    reader = spark.read.schema(wanted).option("datetimeRebaseMode", "CORRECTED").option(VERIFY, "true")
     rows = reader.parquet(*(f"file://{directory}/{part.object_key}" for part in plan.settled))
     if plan.gone.num_rows:
         names = [f"{GONE}{place}" for place in range(plan.gone.num_columns)]

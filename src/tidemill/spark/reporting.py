@@ -29,7 +29,9 @@ from tidemill.base.marks import argmin
 from tidemill.base.memory import Rest, give_freed_memory_back, resident_bytes
 from tidemill.base.tasks import is_fault, sentence
 from tidemill.consensus.board import Board
+from tidemill.spark.dead_run import DEAD
 from tidemill.spark.executors import mark_of
+from tidemill.spark.results import LEFT_OUT
 from tidemill.spark.steps import STEP_BYTES
 from tidemill.spark.unit import TableUnit
 
@@ -74,6 +76,7 @@ class Reporter:
         self._process = runner.settings.process
         self._began_ms = runner.stores.clock.now_ms()
         self._rest = Rest(REST_S)
+        self._dead_before: dict[str, str] = {}
 
     def run(self) -> None:
         """Until the pipeline ends; publishes once more then."""
@@ -107,6 +110,7 @@ class Reporter:
                 recent = now_ms - report.at_ms < RECENT_MS
                 marks = tuple(mark for mark in report.marks if recent or mark.error)
                 self._tracker.adopt(msgspec.structs.replace(report, marks=marks))
+                self._dead_before = {mark.name: mark.error for mark in marks if mark.error.startswith(DEAD)}
 
     # marks ------------------------------------------------------------------------------------------
     def _mark(self) -> None:
@@ -119,7 +123,7 @@ class Reporter:
         for feed, told in zip(runner.feeds, self._look(runner.feeds), strict=True):
             for unit in feed.units:
                 if unit.name not in refused:
-                    self._table(places, unit.name, partial(self._unit, unit, *told))
+                    self._table(places, unit.name, partial(self._unit, unit, *told, feed.waits_to_start))
         for name in sorted(runner.pipeline.derived_tables.keys() - refused):
             self._table(places, name, partial(self._derived, name, runner.derivations.get(name)))
         if not places:
@@ -192,7 +196,7 @@ class Reporter:
             self._tracker.heal(mark)
         return True
 
-    def _unit(self, unit: TableUnit, newest: int | None, source: str, trouble: str) -> Place:
+    def _unit(self, unit: TableUnit, newest: int | None, source: str, trouble: str, queued: bool) -> Place:
         if unit.writer is None or unit.reason:
             # Whether a first snapshot stands still is for the capture's mark to say, to which `why` walks.
             work_ms = OTHERS_BUDGET_MS if unit.waits and unit.holder_tells else 0
@@ -200,11 +204,25 @@ class Reporter:
         upper, progress = unit.writer.upper, unit.writer.progress
         target = upper + 1 if newest is None else newest
         held_by = "" if newest is not None and upper < target else source
-        reason = trouble or progress.sentence()
+        reason = trouble or progress.sentence() or ("its streaming query waits for others to start" if queued else "")
         self._set(f"shard:{unit.name}", upper, target, held_by, reason, progress.read, unit.upstream)
-        if newest is not None and unit.seated and 0 < target <= upper:
+        dead = unit.writer.dead_run.sentence(unit.writer.operator.mirror.empty)
+        if not progress.read:  # as this driver's predecessor knew it: no record came since
+            dead = dead or self._dead_before.get(f"shard:{unit.name}", "")
+        if newest is not None and unit.seated and 0 < target <= upper and not dead:
             self._tracker.heal(f"shard:{unit.name}")  # it failed where it stands now, and nothing is left there to do
+        self._flawed(f"shard:{unit.name}", dead, DEAD)
         return upper, target
+
+    def _flawed(self, mark: str, said: str, kind: str) -> None:
+        """A unit that works, but not on everything it is given: it fails with that where it fails with nothing else.
+        `kind` begins the sentence."""
+        failure = self._tracker.failure(mark)
+        if failure is not None and (not failure.error.startswith(kind) or failure.error == said):
+            return
+        self._tracker.heal(mark)
+        if said:
+            self._tracker.fail(mark, said, now_ms=self._runner.stores.clock.now_ms(), of_data=True)
 
     def _unclaimed(self, name: str) -> Place:
         """The catalogue has not said yet whether the pipeline may keep the table."""
@@ -224,9 +242,12 @@ class Reporter:
         inputs = found.table.inputs
         # A slow function is at work for as long as it takes; its first round has Spark's first plan to wait for.
         work_ms = int((SLOW_ROUNDS * found.took_s + found.table.every_s) * 1000)
+        if found.waits:
+            work_ms = OTHERS_BUDGET_MS
         progress = 0 if found.recomputed else self._patience()
         up = f"shard:{inputs[0]}"
         self._set(f"shard:{name}", upper, target, found.waits_for, found.error, progress, up, work_ms)
+        self._flawed(f"shard:{name}", found.left_out, LEFT_OUT)
         return upper, target
 
     def _opening(

@@ -8,6 +8,7 @@ The run ends by `stopping`, or when Spark's JVM is gone: only a new process gets
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -27,7 +28,7 @@ from tidemill.spark.decode.letters import DEAD_LETTERS
 from tidemill.spark.derived import Derivation
 from tidemill.spark.executors import keep_work_going
 from tidemill.spark.feeding import Feed, SessionLost
-from tidemill.spark.host import Host, Settings, own_directory
+from tidemill.spark.host import MIRRORS, Host, Settings, own_directory
 from tidemill.spark.opening import Opening, wait_for_jvm
 from tidemill.spark.pipeline import DerivedTable, Pipeline, load_pipeline
 from tidemill.spark.reporting import Reporter
@@ -64,6 +65,7 @@ class Runner(Host):
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
         self._proving: Future[None] | None = None
+        self._owning: Future[None] | None = None
 
     def run(self) -> None:
         try:
@@ -98,6 +100,11 @@ class Runner(Host):
         self.retried(reporter.adopt)
         proving = keep("objects", self.stores.objects.keep_proving, tracker=self.tracker, clock=self.stores.clock)
         self._proving = asyncio.run_coroutine_threadsafe(proving, self.portal.loop)
+        mark = f"pipeline:{self.settings.name}:bucket"
+        own = partial(self.stores.keep_owning, partial(self.tracker.heal, mark))
+        owning = keep(mark, own, tracker=self.tracker, clock=self.stores.clock)
+        self._owning = asyncio.run_coroutine_threadsafe(owning, self.portal.loop)
+        self._owning.add_done_callback(self._owned_no_more)
         self._unit("catalogue", self._register)
         self._thread(SESSION_THREAD, self._live_session)
         if not is_local(self.settings.master):
@@ -132,16 +139,21 @@ class Runner(Host):
             for feed in self.feeds
             if feed.sink is not None and feed.sink.idle.wait(max(0.1, until_s - clock.monotonic_s()))
         ]
+        if self.stores.moved_back:
+            # What mirrors hold may be of commits that are gone, also what was saved of them before.
+            shutil.rmtree(self.settings.scratch / MIRRORS, ignore_errors=True)
+            rested = []
         for feed in rested:  # before Spark, which may take longer than the supervisor waits
             for table in feed.sink.resting if feed.sink is not None else ():
                 _quietly(table.save)
         alive = {thread.name for thread in self._threads if thread.is_alive()}
         for name, derivation in self.derivations.items():
-            if derivation.writer is not None and f"derived-{name}" not in alive:
+            if derivation.writer is not None and f"derived-{name}" not in alive and not self.stores.moved_back:
                 _quietly(derivation.writer.save)
         bounded([feed.query.stop for feed in rested if feed.query is not None], clock, STOP_TIMEOUT_S)
-        if self._proving is not None:
-            self._proving.cancel()
+        for background in (self._proving, self._owning):
+            if background is not None:
+                background.cancel()
         if self._own_session:
             bounded([self._opening.stop], clock, STOP_TIMEOUT_S)
         _quietly(lambda: self.portal.call(self.stores.aclose(), STOP_TIMEOUT_S))
@@ -176,6 +188,10 @@ class Runner(Host):
             self._failure = self._failure or error
         self.ending.set()
         self._stopping.set()
+
+    def _owned_no_more(self, owning: Future[None]) -> None:
+        if not owning.cancelled() and (error := owning.exception()) is not None:
+            self._end("bucket", error)
 
     def tables(self) -> list[TableWriter]:
         """Every table that is open, derived ones too."""

@@ -45,6 +45,8 @@ STREAMING_SETTINGS: dict[str, str] = {
     "spark.sql.shuffle.partitions": "2",
     # Adaptive planning costs more than it saves on micro-batches.
     "spark.sql.adaptive.enabled": "false",
+    # A Python process that has started has so long to say who it is (default 15 s): machines are busy at a start.
+    "spark.python.authenticate.socketTimeout": "60s",
     # How long an idle query sleeps between two looks at its source (default 10 ms).
     "spark.sql.streaming.pollingDelay": "1ms",
     # Progress objects kept per query; we publish our own marks.

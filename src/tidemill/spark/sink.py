@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pyarrow as pa
 
 from tidemill.base.errors import Invalid, TidemillError
 from tidemill.base.histogram import Stages
@@ -32,6 +33,7 @@ from tidemill.spark.ahead import Ahead
 from tidemill.spark.bytasks import ByTasks
 from tidemill.spark.dead_letters import DeadLetters
 from tidemill.spark.decode.captured import Stop
+from tidemill.spark.decode.letters import no_dead_letters
 from tidemill.spark.growing import Grown
 from tidemill.spark.large import LargeStep
 from tidemill.spark.lost import lost_letters
@@ -40,6 +42,7 @@ from tidemill.spark.steps import STEP_BYTES, STEP_RECORDS, Planner, Step
 from tidemill.spark.stores import Stores
 from tidemill.spark.table import TableWriter
 from tidemill.spark.tasks import DECODERS, Batches, Decoded, decode, fetch
+from tidemill.spark.upsert.commands import Commands
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -61,6 +64,9 @@ class _Work(msgspec.Struct):
     upper: int
     decoded: Decoded | None = None
     pending: Any = None
+    commands: Commands | None = None
+    dead: Any = None
+    """What was read and what could not be, until the step is in the table."""
 
     @property
     def table(self) -> TableWriter:
@@ -263,6 +269,7 @@ class FeedSink:
         table, decoded = item.table, item.decoded
         assert decoded is not None
         item.decoded = None  # the operator has it from here on
+        item.commands, item.dead = decoded.commands, decoded.dead
         if decoded.stop is not None:
             item.upper = _before(decoded.stop, item.step.lower)
         self._bury(decoded.dead)
@@ -284,6 +291,8 @@ class FeedSink:
             item.table.committed(item.pending)
         elif not won:
             item.table.follow()
+        item.table.dead_run.passed(item.commands, item.dead)
+        item.commands = item.dead = None
         self.seats.went_on(item.seat, item.step, item.step.records)
 
     def _in_spark(self, work: Sequence[_Work]) -> None:
@@ -297,6 +306,7 @@ class FeedSink:
             if found.inline:
                 over.append(item)
             elif self.seats.alone(item.seat, partial(self._take_results, item, found)):
+                item.table.dead_run.of_many(item.step.records, found.dead)
                 self.seats.went_on(item.seat, item.step, item.step.records)
         self._inline(over)
 
@@ -326,8 +336,15 @@ class FeedSink:
         scratch = (self._scratch or table.mirror_dir.parent.parent) / "large" / seat.name
         table.progress.begin(step.records + step.to_go)
         large = LargeStep(self._stores, table, step, scratch, table.progress.add)
-        if not large.run(self._bury, self._stopping.is_set):
+        dead: list[pa.Table] = []
+
+        def bury(letters: pa.Table) -> None:
+            self._bury(letters)
+            dead.append(letters)
+
+        if not large.run(bury, self._stopping.is_set):
             return
+        table.dead_run.of_many(step.records, pa.concat_tables([no_dead_letters(), *dead]))
         if large.stop is not None:
             large.upper = _before(large.stop, step.lower)
         if self._portal.call(table.append(step.lower, large.upper, large.parts)):

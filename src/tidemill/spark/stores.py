@@ -7,6 +7,7 @@ A driver opens its own `Stores`. Spark's workers (planners, executors) share one
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,10 @@ from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.errors import Invalid
 from tidemill.base.portal import Portal
 from tidemill.consensus.api import Consensus
+from tidemill.consensus.facade import Facade
 from tidemill.consensus.open import open_consensus
 from tidemill.metastore.catalogue import Catalogue
+from tidemill.metastore.claim import Ownership
 from tidemill.metastore.open import metastore_on
 from tidemill.objects.open import local_directory, open_objects
 from tidemill.objects.resilient import ResilientObjects
@@ -88,6 +91,26 @@ class Stores:
 
         return await open_remap(self.consensus, self.clock, self.rand, name)
 
+    @property
+    def life(self) -> str:
+        """Names the life of consensus that this process has seen to be a continuation of what it knew before."""
+        return self.consensus.life if isinstance(self.consensus, Facade) else ""
+
+    @property
+    def moved_back(self) -> bool:
+        """Did consensus return to an earlier state? Then these stores serve nothing any more."""
+        return isinstance(self.consensus, Facade) and self.consensus.seen.lost is not None
+
+    async def keep_owning(self, begun: Callable[[], None]) -> None:
+        """Until the bucket belongs to another cluster: raises Replaced. From `begun()` on nothing is acknowledged or
+        deleted that is not this cluster's (`metastore.claim` CL4). Raises Unavailable, too, before that."""
+        owner = Ownership(self.objects, self.clock, await self.metastore.cluster())
+        begun()
+        self.objects.may_delete = owner.may_delete
+        if isinstance(self.consensus, Facade):
+            self.consensus.owner = owner
+        await owner.run()
+
     async def aclose(self) -> None:
         self._threads.shutdown(wait=False)
         await self.metastore.aclose()
@@ -128,6 +151,9 @@ def _here() -> _Shared:
 def shared(urls: Urls) -> tuple[Portal, Stores]:
     """This process's portal and stores, opened once."""
     here, urls = _here(), urls.here()
+    if urls in here.stores and here.stores[urls].moved_back:
+        # Readers hold nothing across their calls: they go on with what exists.
+        here.portal.call(here.stores.pop(urls).aclose())
     if urls not in here.stores:
         here.stores[urls] = here.portal.call(open_stores(urls))
     return here.portal, here.stores[urls]

@@ -17,10 +17,11 @@ from tidemill.base.portal import Portal
 from tidemill.objects.store import Buffer
 from tidemill.shards.front import HistoryLost, Part, ShardSchema
 from tidemill.shards.handle import LogShard
+from tidemill.spark.dead_run import DeadRun
 from tidemill.spark.facts import Progress
 from tidemill.spark.feeds import TopicFeed
 from tidemill.spark.stores import Stores
-from tidemill.spark.tasks import boot_id
+from tidemill.spark.tasks import saved_under
 from tidemill.spark.upsert.hydrate import mirror_of
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.operator import Fault, Upsert
@@ -55,6 +56,7 @@ class TableWriter:
         self.lost = 0
         self.rows = 0
         self.progress = Progress(stores.clock)
+        self.dead_run = DeadRun()
         self._fault = fault
         self._tokens = 0
         self._prefix = stores.rand.nonce()
@@ -76,7 +78,7 @@ class TableWriter:
     # following --------------------------------------------------------------------------------------
     def hydrate(self) -> None:
         """Bring the mirror to the shard's upper: from the cache on disk if there is one to trust, else anew."""
-        saved = Mirror.load(self.mirror_dir, self.schema, self.shard.shard_id, boot_id())
+        saved = Mirror.load(self.mirror_dir, self.schema, self.shard.shard_id, saved_under(self.stores.life))
         if saved is not None:
             self.operator = Upsert(self.schema, saved, fault=self._fault)
         self.operator.mirror.sweep()  # what an earlier life left: it may have been cut off again and again
@@ -108,6 +110,9 @@ class TableWriter:
                 lower = self.operator.upper
                 rows = self.portal.call(self.shard.read_batch(batch, lower, batch.upper))
                 self.operator.feedback(rows, lower, batch.upper)
+                self._forget_merged()
+                if rows.num_rows:
+                    self.dead_run = DeadRun()  # a peer met good records, and tells what came after them
         except HistoryLost:
             self._start_over()
 
@@ -167,13 +172,20 @@ class TableWriter:
         self.rows += pending.updates.num_rows
         if self.won % SAVE_EVERY == 0:
             self.save()
+        self._forget_merged()
 
     def took(self, changes: KeyChanges, lower: int, upper: int, rows: int) -> None:
         """Our append [lower, upper) of what was computed elsewhere landed."""
         self.operator.mirror.advance(changes, lower, upper)
         self.operator.advance(upper)
         self.rows += rows
+        self._forget_merged()
+
+    def _forget_merged(self) -> None:
+        """Files that were merged go once they weigh something: a save makes the manifest name what replaced them."""
+        if self.operator.mirror.outdated:
+            self.save()
 
     def save(self) -> None:
         """Let other processes of this machine open the mirror."""
-        self.operator.mirror.save(self.shard.shard_id, boot_id())
+        self.operator.mirror.save(self.shard.shard_id, saved_under(self.stores.life))

@@ -168,3 +168,9 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
+
+
+def saved_under(life: str) -> str:
+    """What a mirror on disk is saved under, and trusted by: this boot of this machine, and this life of consensus. What
+    another one accepted may not be a continuation of what the mirror holds."""
+    return f"{boot_id()} {life}".strip()

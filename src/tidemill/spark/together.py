@@ -20,7 +20,7 @@ from pathlib import Path
 import structlog
 
 from tidemill.base.clock import SystemClock
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import Invalid, ends_process
 from tidemill.base.tasks import Restarts, parks, sentence
 from tidemill.spark.feeding import SessionLost
 from tidemill.spark.host import Settings, own_directory
@@ -91,7 +91,11 @@ class Together:
                 runner = Runner(settings, self._life(settings.name), self._opening)
                 runner.run()
             except BaseException as fault:  # also what the user's file raises to leave
-                if isinstance(fault, SessionLost) or (runner is not None and runner.session_is_lost()):
+                if (
+                    isinstance(fault, SessionLost)
+                    or ends_process(fault)
+                    or (runner is not None and runner.session_is_lost())
+                ):
                     return self._end(fault)
                 pause_s = restarts.pause_s(self._clock.monotonic_s() - began_s, parked=parks(fault))
                 log.error("unit failed", unit=f"pipeline:{settings.name}", error=sentence(fault), parked=parks(fault))

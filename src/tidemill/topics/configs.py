@@ -41,7 +41,7 @@ class TopicConfig(msgspec.Struct, frozen=True):
     retention_ms: int = -1
     retention_bytes: int = -1
     append_time: bool = False
-    ahead_max_ms: int = _LONG
+    ahead_max_ms: int = 3_600_000
     codec: int = AS_SENT
     cleanup: tuple[str, ...] = ("delete",)
     delete_retention_ms: int = 86_400_000
@@ -189,7 +189,7 @@ SETTINGS: Final[dict[str, Setting]] = {
         "max_message_bytes", BATCH_BYTES_MIN, KAFKA_REQUEST_BYTES, broker="message.max.bytes",
     ),
     "message.timestamp.after.max.ms": Setting(
-        str(_LONG), "long", "A batch with a record later than now by more is refused (INVALID_TIMESTAMP).",
+        "3600000", "long", "A batch with a record later than now by more is refused (INVALID_TIMESTAMP).",
         "ahead_max_ms", 0, _LONG, broker="log.message.timestamp.after.max.ms",
     ),
     "message.timestamp.before.max.ms": Setting(

@@ -11,7 +11,7 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, Missing, TidemillError, Unavailable
+from tidemill.base.errors import Closed, Missing, TidemillError, Unavailable, ends_process
 from tidemill.base.marks import Tracker
 from tidemill.base.pace import Pace
 from tidemill.base.tasks import Tasks, keep, sentence
@@ -407,6 +407,8 @@ class LocalTopics:
             try:
                 await self.refresh()
             except TidemillError as error:
+                if ends_process(error):
+                    raise
                 _log.warning("catalogue not read", cause=str(error))
             else:
                 self._works("topics:catalogue")

@@ -31,6 +31,10 @@ DISPLAY_SETTINGS: Mapping[str, str] = {
 }
 """Whoever reads rows of a captured database sets these, or snapshot and stream differ in their text."""
 
+UNCHECKED = "SQL_ASCII"
+"""A database of this encoding holds any bytes. To a client of any other encoding PostgreSQL refuses what is not that: a
+single value would end the stream of all tables. As they are, each value can be looked at for itself."""
+
 NO_TIMEOUTS: Mapping[str, tuple[int, str]] = {
     "statement_timeout": (0, "0"),
     "lock_timeout": (0, "0"),
@@ -40,6 +44,15 @@ NO_TIMEOUTS: Mapping[str, tuple[int, str]] = {
 }
 """Setting → (server version that knows it, value). A default of the role or database would cut a long copy short or
 end the session that holds the capture's lock; where a time limit is wanted it is set for that statement."""
+
+PLAIN_STATEMENTS: Mapping[str, str] = {
+    "default_transaction_read_only": "off",
+    "default_transaction_isolation": "read committed",
+    "default_transaction_deferrable": "off",
+    "quote_all_identifiers": "off",
+}
+"""A default of the role or database would refuse the set-up's statements, let a transaction see the catalogue of
+before it had its lock, or spell the names of types otherwise."""
 
 CONNECT_TIMEOUT_S = 10
 TCP: Mapping[str, int] = {
@@ -116,6 +129,17 @@ def application_name(purpose: str, capture: str = "") -> str:
     return " ".join(filter(None, words))[:_APPLICATION_NAME_BYTES]
 
 
+def session_settings(version: int) -> dict[str, str]:
+    """For every session on a captured database, whatever the defaults of its role and database are."""
+    untimed = {name: value for name, (since, value) in NO_TIMEOUTS.items() if version >= since}
+    return {**DISPLAY_SETTINGS, **PLAIN_STATEMENTS, **untimed}
+
+
+def settings_statement(settings: Mapping[str, str]) -> str:
+    """Sets them for the rest of the session. (Not as `options` of the connection, which the DSN may have, too.)"""
+    return f"SELECT {', '.join(f'set_config({literal(n)}, {literal(v)}, false)' for n, v in settings.items())}"
+
+
 class Wire:
     def __init__(self, connection: Any, target: str) -> None:
         self._connection = connection
@@ -127,8 +151,8 @@ class Wire:
 
     @classmethod
     async def connect(cls, dsn: str, *, replication: bool = False, purpose: str, capture: str = "") -> Self:
-        """Connect and set DISPLAY_SETTINGS. `purpose` and the name of the capture that it is for, if any, are told to
-        PostgreSQL. Raises Invalid (DSN, credentials, database) or Unavailable."""
+        """Connect, and set `session_settings`. PostgreSQL sees `purpose` and the name of the capture that it is for, if
+        any. Raises Invalid (DSN, credentials, database) or Unavailable."""
         import psycopg
 
         target, given = where(dsn), _parts(dsn)
@@ -143,9 +167,8 @@ class Wire:
             raise connect_error(str(error), target) from error
         wire = cls(connection, target)
         try:
-            known = {n: value for n, (version, value) in NO_TIMEOUTS.items() if wire.server_version >= version}
-            for name, value in {**DISPLAY_SETTINGS, **known}.items():
-                await wire.query(f"SET {name} = {literal(value)}")
+            encoding = {"client_encoding": UNCHECKED} if wire.unchecked else {}
+            await wire.query(settings_statement({**session_settings(wire.server_version), **encoding}))
         except BaseException:
             await wire.aclose()
             raise
@@ -166,12 +189,19 @@ class Wire:
         return self._pgconn.db.decode()
 
     @property
+    def unchecked(self) -> bool:
+        """Of the encoding that holds any bytes."""
+        return self._pgconn.parameter_status(b"server_encoding") == UNCHECKED.encode()
+
+    @property
     def server_version(self) -> int:
         """E.g. 180006 for 18.6."""
         return self._pgconn.server_version
 
     async def query(self, sql: str) -> list[SqlRow]:
-        """Run one statement, return its rows as text. Raises by SQLSTATE (wire/errors.py); the wire stays usable
+        """Run one statement, return its rows as text; a byte that is not UTF-8 is a surrogate.
+
+        Raises by SQLSTATE (wire/errors.py); the wire stays usable
         after a failed statement, not after a cancelled call."""
         from psycopg.pq import ExecStatus
 
@@ -249,7 +279,7 @@ class Wire:
 
         self._copy_ended = False
         try:
-            self._pgconn.send_query(sql.encode())
+            self._pgconn.send_query(sql.encode(errors="surrogateescape"))
         except psycopg.Error as error:
             raise self._broken(error) from error
 
@@ -366,5 +396,5 @@ def _text_rows(result: PGresult) -> list[SqlRow]:
     rows: list[SqlRow] = []
     for row in range(result.ntuples):
         values = (result.get_value(row, column) for column in columns)
-        rows.append(tuple(None if value is None else value.decode() for value in values))
+        rows.append(tuple(None if value is None else value.decode(errors="surrogateescape") for value in values))
     return rows

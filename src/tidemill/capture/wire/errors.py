@@ -8,12 +8,18 @@ _CONNECT_FIXES: tuple[tuple[str, str], ...] = (
     ("password authentication failed", "Correct the user or password in the DSN."),
     ("no password supplied", "Put a password into the DSN, PGPASSWORD or ~/.pgpass."),
     ("no pg_hba.conf entry", "Allow this host, user and database (and `replication`) in pg_hba.conf."),
+    ("pg_hba.conf rejects", "Allow this host, user and database (and `replication`) in pg_hba.conf."),
+    ("is not permitted to log in", "Run ALTER ROLE … LOGIN for this role, or correct the user in the DSN."),
+    ("permission denied for database", "Run GRANT CONNECT ON DATABASE … TO this role."),
+    ("must be superuser or replication role", "Run ALTER ROLE … REPLICATION for this role."),
+    ("permission denied to start WAL sender", "Run ALTER ROLE … REPLICATION for this role."),
+    ("not currently accepting connections", "Run ALTER DATABASE … ALLOW_CONNECTIONS true, or correct the DSN."),
+    ("cannot connect to invalid database", "Drop the database and create it again, or correct its name in the DSN."),
     ("role", "Create the role, or correct the user in the DSN."),
     ("database", "Create the database, or correct its name in the DSN."),
-    ("permission denied", "Grant the role CONNECT on the database."),
-    ("must be superuser or replication role", "Run ALTER ROLE <user> REPLICATION."),
-    ("permission denied to start WAL sender", "Run ALTER ROLE <user> REPLICATION."),
+    ("permission denied", "Grant the role what the message says."),
 )
+"""The first that the message has, so what a general one would cover stands before it."""
 _TRANSIENT_CONNECT = (
     "Connection refused",
     "could not translate host name",

@@ -12,6 +12,9 @@
     Type      Y  int32 oid   cstring schema   cstring name            Origin  O  int64 lsn   cstring name
     tuple        int16 n   n × ('n' null | 'u' unchanged TOAST | 't' int32 length, text)
 
+A value that is not UTF-8 cannot be read (of a database whose encoding is SQL_ASCII); in a name each such byte becomes a
+surrogate (naming.py).
+
 Integers are big-endian, times are µs since 2000-01-01 UTC. Begin.final_lsn equals Commit.commit_lsn: the
 start of the commit record. https://www.postgresql.org/docs/current/protocol-logicalrep-message-formats.html
 """
@@ -23,7 +26,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import Corrupt, Invalid
 
 POSTGRES_EPOCH_MS: Final = 946_684_800_000
 
@@ -133,7 +136,8 @@ _TEXT, _NULL, _UNCHANGED = b"tnu"
 
 
 def decode(data: bytes) -> Message:
-    """One message. Raises Corrupt on anything that is not exactly one well-formed message."""
+    """One message. Raises Corrupt on anything that is not exactly one well-formed message, Invalid on a value that is
+    not UTF-8."""
     try:
         kind = data[:1]
         match kind:
@@ -173,9 +177,16 @@ def decode(data: bytes) -> Message:
                 name, end = _cstring(data, 9)
                 _expect(end == len(data), data)
                 return Origin(_I64.unpack_from(data, 1)[0], name)
+    except UnicodeDecodeError as error:
+        raise not_utf8(error) from error
     except (struct.error, IndexError, ValueError) as error:
         raise Corrupt(f"malformed pgoutput message: head={data[:24].hex()} size={len(data)}.") from error
     raise Corrupt(f"unknown pgoutput message: kind={kind!r} size={len(data)}.")
+
+
+def not_utf8(error: UnicodeDecodeError) -> Invalid:
+    odd = error.object[error.start : error.start + 8].hex()
+    return Invalid(f"a value is not UTF-8: bytes={odd}.", fix="Write it as UTF-8.")
 
 
 _KINDS = {
@@ -183,6 +194,9 @@ _KINDS = {
     b"T": "truncate", b"M": "message", b"Y": "type", b"O": "origin",
 }  # fmt: skip
 _OF_ONE_TABLE = (b"R", b"I", b"U", b"D")
+LOGICAL_MESSAGE = b"M"
+PREFIX_AT = 10
+"""Of a logical message."""
 
 
 def kind_of(data: bytes) -> str:
@@ -251,7 +265,7 @@ def _relation(data: bytes) -> RelationMessage:
 
 def _logical_message(data: bytes) -> LogicalMessage:
     flags, lsn = _MESSAGE_HEAD.unpack_from(data, 1)
-    prefix, at = _cstring(data, 10)
+    prefix, at = _cstring(data, PREFIX_AT)
     (size,) = _U32.unpack_from(data, at)
     _expect(at + 4 + size == len(data), data)
     return LogicalMessage(bool(flags & 1), lsn, prefix, data[at + 4 :])
@@ -259,7 +273,7 @@ def _logical_message(data: bytes) -> LogicalMessage:
 
 def _cstring(data: bytes, at: int) -> tuple[str, int]:
     end = data.index(0, at)
-    return data[at:end].decode(), end + 1
+    return data[at:end].decode(errors="surrogateescape"), end + 1
 
 
 def _time_ms(postgres_us: int) -> int:

@@ -13,6 +13,7 @@ from http.client import HTTPConnection, HTTPException
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
+from tidemill.base.address import Address
 from tidemill.base.clock import Clock
 
 Row = dict[str, str | None]
@@ -30,8 +31,7 @@ class Follower:
         clock: Clock,
         on_row: Callable[[str, Row, int], None] = lambda *_: None,
     ) -> None:
-        host, _, port = address.rpartition(":")
-        self._home = (host, int(port))
+        self._home = Address.parse(address)
         self._host, self._port = self._home
         self._parameters = parameters
         self._clock = clock

@@ -19,6 +19,7 @@ from importlib.metadata import version
 
 import msgspec
 
+from tidemill.base.address import Address
 from tidemill.base.chain import walk
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.errors import Invalid, Missing, Unavailable
@@ -163,9 +164,8 @@ class Runner:
             await asyncio.sleep(0.1)
 
     async def _answers(self) -> bool:
-        host, _, port = self.environment.config.node.http.rpartition(":")
         try:
-            _, writer = await asyncio.open_connection(host, int(port))
+            _, writer = await asyncio.open_connection(*Address.parse(self.environment.config.node.http))
         except OSError:
             return False
         writer.close()

@@ -13,8 +13,8 @@ from tidemill.base.errors import Unavailable
 from tidemill.cli.verify.compare import Row
 from tidemill.cli.verify.spool import Spool
 from tidemill.shards.front import DIFF, Shard
-from tidemill.shards.schema import conform, contents_schema
 from tidemill.spark.pipeline import DerivedTable
+from tidemill.spark.results import is_frame, no_frame, stored_rows
 from tidemill.spark.types import spark_schema
 
 ATTEMPTS = 20
@@ -57,4 +57,7 @@ class Recomputed:
             self._spark.createDataFrame(table, spark_schema(shard.schema.columns))
             for table, shard in zip(contents, self._inputs, strict=True)
         ]
-        return conform(self._table.function(self._spark, *frames).toArrow(), contents_schema(self._output.schema))
+        result = self._table.function(self._spark, *frames)
+        if not is_frame(result):
+            raise no_frame(self._table.name, result)
+        return stored_rows(self._table.name, result.toArrow(), self._output.schema)

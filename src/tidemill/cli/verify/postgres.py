@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tidemill.base.errors import Invalid, Missing, Unavailable
 from tidemill.base.frontier import Lsn
+from tidemill.capture.holders import OF_PREPARED
 from tidemill.capture.naming import split_name
-from tidemill.capture.wire.connection import DISPLAY_SETTINGS, qualified, where
+from tidemill.capture.wire.connection import qualified, session_settings, settings_statement, where
 from tidemill.cli.verify.canonical import fix_floats, order_expression, ordered_columns, select_expression
 from tidemill.cli.verify.compare import Row
 from tidemill.shards.front import ShardSchema
@@ -174,12 +175,13 @@ async def _mark(dsn: str, tables: Sequence[str], nonce: str, reader: psycopg.Asy
 
 
 async def _connect(dsn: str) -> psycopg.AsyncConnection[Any]:
-    """In REPEATABLE READ, with the display settings of the stream. Raises Unavailable."""
+    """In REPEATABLE READ, with the settings of the stream's sessions. Raises Unavailable."""
     import psycopg
 
-    options = " ".join(f"-c {k}={str(v).replace(' ', chr(92) + ' ')}" for k, v in DISPLAY_SETTINGS.items())
     try:
-        connection = await psycopg.AsyncConnection.connect(dsn, options=options, connect_timeout=10)
+        connection = await psycopg.AsyncConnection.connect(dsn, connect_timeout=10)
+        await connection.execute(settings_statement(session_settings(connection.info.server_version)).encode())
+        await connection.commit()
     except psycopg.Error as error:
         raise Unavailable(
             f"the source cannot be reached: server={where(dsn)} ({_said(error)}).", fix="Start it, or correct the DSN."
@@ -189,17 +191,22 @@ async def _connect(dsn: str) -> psycopg.AsyncConnection[Any]:
 
 
 async def _holder(reader: psycopg.AsyncConnection[Any], tables: Sequence[str]) -> str:
-    """The oldest transaction that writes one of the tables: pid, age, query."""
+    """The oldest transaction that writes one of the tables: pid, age, query; of a prepared one its gid."""
     cursor = await reader.execute(
-        "SELECT a.pid, extract(epoch FROM clock_timestamp() - a.xact_start)::int, left(a.query, 120)"
-        " FROM pg_locks l JOIN pg_stat_activity a USING (pid)"
+        "SELECT a.pid, extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, p.prepared))::int,"
+        " left(a.query, 120), p.gid FROM pg_locks l LEFT JOIN pg_stat_activity a USING (pid) LEFT JOIN"
+        f" pg_prepared_xacts p ON {OF_PREPARED.format(lock='l')}"
         " WHERE l.granted AND l.relation = ANY(%s::regclass[]) AND l.mode <> 'AccessShareLock'"
-        " ORDER BY a.xact_start LIMIT 1",
+        " ORDER BY coalesce(a.xact_start, p.prepared) LIMIT 1",
         ([_quoted(table) for table in tables],),
     )
     found = await cursor.fetchone()
     await reader.rollback()
-    return f"pid={found[0]} for_s={found[1]} query={found[2]!r}" if found else "pid=gone"
+    if found is None:
+        return "pid=gone"
+    if found[3] is not None:
+        return f"gid={found[3]!r} for_s={found[1]} ended_by='COMMIT PREPARED or ROLLBACK PREPARED'"
+    return f"pid={found[0]} for_s={found[1]} query={found[2]!r}"
 
 
 def _quoted(table: str) -> str:

@@ -26,10 +26,12 @@ from tidemill.consensus.commands import AnyOp, Append, Cas, Changed, Truncate, W
 from tidemill.consensus.facade import Facade
 from tidemill.consensus.kept import kept
 from tidemill.consensus.postgres import groups, lanes, schema, singles, statements
+from tidemill.consensus.postgres.admission import Admission
 from tidemill.consensus.postgres.changes import Differences
 from tidemill.consensus.postgres.groups import Queued
 from tidemill.consensus.postgres.lanes import Connection, Lane
 from tidemill.consensus.postgres.wakeups import Wakeups
+from tidemill.consensus.seen import Seen
 
 READ_GROUP_OPS = 256
 
@@ -53,13 +55,16 @@ class PostgresConsensus(Facade):
 
     def __init__(self, url: str, clock: Clock, rand: Rand) -> None:
         self._url = url
-        self._groups = _Line(Lane(url, rand, writes=True))
-        self._singles = _Line(Lane(url, rand, writes=True))
-        self._reads = _Line(Lane(url, rand, writes=False))
+        self.seen = Seen(lanes.without_password(url))
+        admit = Admission(self.seen, self._in_life).admit
+        self._groups = _Line(Lane(url, rand, writes=True, admit=admit))
+        self._singles = _Line(Lane(url, rand, writes=True, admit=admit))
+        self._reads = _Line(Lane(url, rand, writes=False, admit=admit))
         self._log_ids: dict[str, int] = {}
         self._tasks = Tasks(self._task_failed)
         self._wakeups = Wakeups(url, rand, self._notify, self._heads, self._told)
-        self._differences = Differences(rand.nonce(), self._sums, self._heads_after)
+        self._rand = rand
+        self._differences = self._nothing_told()
         self._fault = ""
         self._sweeping: set[str] = set()
         self._closed: TidemillError | None = None
@@ -229,9 +234,25 @@ class PostgresConsensus(Facade):
         finally:
             self._sweeping.discard(log_name)
 
+    def _nothing_told(self) -> Differences:
+        return Differences(self._rand.nonce(), self._sums, self._heads_after)
+
+    def _in_life(self, life: str) -> None:
+        """The first one, or another: the server is another one, or was restarted. Its logs may have other ids, and what
+        changed is told from the beginning. A lane that still has a session of the earlier life asks on a new one."""
+        earlier, self.life = self.life, life
+        if not earlier:
+            return
+        self._log_ids.clear()
+        self._differences = self._nothing_told()
+        for line in (self._groups, self._singles, self._reads):
+            line.lane.renew()
+
     # the end -------------------------------------------------------------------------------------
 
     def trouble(self) -> str:
+        if self.seen.lost is not None:
+            return self.seen.lost.message
         if self._closed is not None:
             return self._closed.message
         lanes = [line.lane for line in (self._groups, self._singles, self._reads)]

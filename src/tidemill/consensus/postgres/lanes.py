@@ -58,8 +58,12 @@ async def connect(url: str) -> Connection:
 
 
 class Lane:
-    def __init__(self, url: str, rand: Rand, *, writes: bool) -> None:
+    def __init__(
+        self, url: str, rand: Rand, *, writes: bool, admit: Callable[[Connection], Awaitable[None]] | None = None
+    ) -> None:
+        """`admit(connection)` comes before anything else on a new session. Raises psycopg.Error, or TidemillError."""
         self._url = url
+        self._admit = admit
         self._rand = rand
         self._writes = writes
         # Names this lane's sessions to each other, on the server.
@@ -68,6 +72,7 @@ class Lane:
         self._previous_backend = 0
         self._one_at_a_time = asyncio.Lock()
         self.owing = False
+        self._renew = False
         self.refusal = ""
         """What the server said to the last work; "" when it did it."""
         self.away = ""
@@ -126,6 +131,10 @@ class Lane:
         return None
 
     async def _connected(self, deadline_s: float) -> Connection:
+        if self._renew:
+            # Between two pieces of work: the session owes nothing.
+            self._renew = False
+            await self._drop(owing=False)
         if self._connection is not None and not self._connection.closed:
             return self._connection
         loop = asyncio.get_running_loop()
@@ -133,6 +142,7 @@ class Lane:
         while True:
             try:
                 self._connection = await self.reconnect()
+                self._renew = False
                 return self._connection
             except (psycopg.Error, TimeoutError, OSError) as error:
                 # It was right at the start: what is wrong now may be mended, so it is waited for.
@@ -144,12 +154,14 @@ class Lane:
             backoff_s = min(backoff_s * 2, BACKOFF_MOST_S)
 
     async def reconnect(self) -> Connection:
-        """A new session; for a writing lane, one that proves the previous session has ended."""
+        """A new session, admitted; for a writing lane, one that proves the previous session has ended."""
         async with asyncio.timeout(CONNECT_S * 2):
             connection = await connect(self._url)
-            if not self._writes:
-                return connection
             try:
+                if self._admit is not None:
+                    await self._admit(connection)
+                if not self._writes:
+                    return connection
                 if self._previous_backend:
                     # Only an acceleration, and only of our own: the lock below is the proof.
                     await connection.execute(
@@ -164,6 +176,10 @@ class Lane:
             self._previous_backend = connection.info.backend_pid
             self.owing = False
             return connection
+
+    def renew(self) -> None:
+        """Use no session of before now for the next work."""
+        self._renew = True
 
     async def _drop(self, *, owing: bool) -> None:
         connection, self._connection = self._connection, None
@@ -190,7 +206,7 @@ def translate(error: psycopg.Error) -> TidemillError:
 def translate_connect(error: BaseException, url: str) -> TidemillError:
     """Why there is no connection. libpq gives no code here, so rights and names are told by the server's words."""
     reason = _first_line(error)
-    where = _without_password(url)
+    where = without_password(url)
     wrong = (
         "authentication failed", "no password supplied", "does not exist", "no pg_hba.conf entry", "permission denied",
         "invalid", "missing \"=\"", "not permitted to log in",
@@ -209,7 +225,8 @@ def translate_connect(error: BaseException, url: str) -> TidemillError:
     )
 
 
-def _without_password(url: str) -> str:
+def without_password(url: str) -> str:
+    """The URL as sentences may name it."""
     try:
         parts = psycopg.conninfo.conninfo_to_dict(url)
     except psycopg.Error:

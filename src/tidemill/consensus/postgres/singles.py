@@ -7,7 +7,7 @@ from typing import Any
 
 from tidemill.base.errors import Unavailable
 from tidemill.consensus import rules
-from tidemill.consensus.api import LogHead, LogRecord, LogSlice, Versioned
+from tidemill.consensus.api import Lease, LogHead, LogRecord, LogSlice, Versioned
 from tidemill.consensus.commands import (
     Acquire,
     Drop,
@@ -95,6 +95,11 @@ async def _read(connection: Connection, op: Read) -> Any:
     if op.start < head.start:
         return rules.truncated(head, op)
     return LogSlice(tuple(LogRecord(*row[3:]) for row in rows if row[3] is not None), head)
+
+
+async def leases(connection: Connection, names: list[str]) -> list[Lease]:
+    """Of these, those that there are."""
+    return [_lease(row) for row in await _rows(connection, statements.LEASES_NAMED, (names,))]
 
 
 async def sums(connection: Connection, prefix: str) -> dict[int, int]:

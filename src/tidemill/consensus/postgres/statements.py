@@ -135,3 +135,22 @@ LEASES = (
 )
 
 NOTIFY = "SELECT pg_notify('tidemill', p) FROM unnest(%b::text[]) AS p"
+
+# Whether it is a standby, and the server's life: its process, by when that began, and the timeline that it writes.
+LIFE = (
+    "SELECT pg_is_in_recovery(), CASE WHEN pg_is_in_recovery() THEN '' ELSE"
+    " extract(epoch FROM pg_postmaster_start_time())::text || '/' ||"
+    " left(pg_walfile_name(pg_current_wal_insert_lsn()), 8) END"
+)
+
+# Parameters: names of logs, a position of each. Its head (zero when there is none), and the nonce there or null.
+HISTORY = """
+SELECT i.name, coalesce(l.term, 0), coalesce(l.start, 0), coalesce(l.next, 0), r.nonce
+FROM unnest(%b::text[], %b::int8[]) AS i (name, position)
+LEFT JOIN tidemill.logs l ON l.name = i.name
+LEFT JOIN tidemill.log_records r ON r.log = l.id AND r.position = i.position AND r.position < l.next
+"""
+
+LEASES_NAMED = (
+    f"SELECT name, holder, term, ttl_ms, expires_ms, info, {NOW_MS} FROM tidemill.leases WHERE name = ANY(%b::text[])"
+)

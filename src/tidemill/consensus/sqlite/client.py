@@ -22,6 +22,7 @@ from tidemill.base.tasks import Tasks
 from tidemill.consensus.commands import AnyOp, HeadOfLog, Wait
 from tidemill.consensus.facade import Facade
 from tidemill.consensus.kept import kept
+from tidemill.consensus.seen import Seen
 from tidemill.consensus.sqlite import address, frames, holders, hosting
 from tidemill.consensus.sqlite.link import Link, connect
 
@@ -78,6 +79,7 @@ class SqliteConsensus(Facade):
         self._reason = ""
         self._refusal = ""
         self._closed = False
+        self.seen = Seen(f"sqlite:{self._database}")
         self._broken: TidemillError | None = None
         self._tasks = Tasks(self._task_failed)
         self._seat: hosting.Seat | None = None
@@ -347,6 +349,8 @@ class SqliteConsensus(Facade):
         self._unsent.clear()
 
     def trouble(self) -> str:
+        if self.seen.lost is not None:
+            return self.seen.lost.message
         if self._closed or self._broken is not None:
             return self._broken.message if self._broken is not None else "The consensus client was closed."
         now_s = self._loop.time()

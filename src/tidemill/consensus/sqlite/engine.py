@@ -43,6 +43,7 @@ from tidemill.consensus.journal import Journal
 from tidemill.consensus.rules import UNWRITTEN, LeaseRow
 from tidemill.consensus.sqlite import tables
 from tidemill.consensus.sqlite.records import LOG_IDS, Placed, Records
+from tidemill.consensus.sqlite.sealing import context_of, seal, unsealed_register
 
 Outcome = Any
 """A result, or the TidemillError that is the operation's outcome."""
@@ -233,7 +234,11 @@ class Engine:
             execute(
                 "INSERT INTO registers (key, seq, nonce, data) VALUES (?, ?, ?, ?)"
                 " ON CONFLICT (key) DO UPDATE SET seq = excluded.seq, nonce = excluded.nonce, data = excluded.data",
-                [(key, v.seq, v.nonce, v.data) for key, v in staged.registers.items() if v is not None],
+                [
+                    (key, v.seq, v.nonce, seal(v.data, context_of(key, v.seq, v.nonce)))
+                    for key, v in staged.registers.items()
+                    if v is not None
+                ],
             )
             execute("DELETE FROM registers WHERE key = ?", [(key,) for key, v in staged.registers.items() if v is None])
         if staged.leases:
@@ -294,7 +299,10 @@ class Engine:
                 case Scan(prefix=prefix):
                     sql = "SELECT key, seq, nonce, data FROM registers WHERE {} ORDER BY key"
                     rows = self._prefixed(sql, "key", prefix)
-                    return [(key, Versioned(seq, data, nonce)) for key, seq, nonce, data in rows]
+                    return [
+                        (key, Versioned(seq, unsealed_register(key, seq, nonce, data), nonce))
+                        for key, seq, nonce, data in rows
+                    ]
                 case Leases(prefix=prefix):
                     now_ms = self._clock.now_ms()
                     sql = "SELECT name, holder, term, ttl_ms, expires_ms, info FROM leases WHERE {} ORDER BY name"
@@ -346,7 +354,10 @@ class Engine:
         if cached is not None:
             return cached
         rows = self._rows("SELECT seq, data, nonce FROM registers WHERE key = ?", (key,))
-        return Versioned(*rows[0]) if rows else None
+        if not rows:
+            return None
+        seq, data, nonce = rows[0]
+        return Versioned(seq, unsealed_register(key, seq, nonce, data), nonce)
 
     def _lease(self, name: str) -> LeaseRow | None:
         rows = self._rows("SELECT name, holder, term, ttl_ms, expires_ms, info FROM leases WHERE name = ?", (name,))

@@ -4,9 +4,9 @@
     settle → settled    some of the oldest groups, cut into one chunk per log
     sweep  → gone       chunks that lie below their log's start, a bounded number per commit
 
-    recent.body     msgpack [[log id, position, term, nonce, data], …] in order
+    recent.body     sealed (`sealing`) msgpack [[log id, position, term, nonce, data], …] in order
     settled.id      log id × 2^40 + position of the chunk's first record
-    settled.body    msgpack [[term, nonce, data], …], consecutive positions; settled.count = how many
+    settled.body    sealed msgpack [[term, nonce, data], …], consecutive positions; settled.count = how many
 
 So a commit of many logs writes few pages and one row; a table keyed by log would dirty a page per log. Per log,
 positions below the first recent one are settled or swept, the rest is recent and served from memory. A log's row
@@ -25,6 +25,7 @@ import msgspec
 from tidemill.base.errors import Corrupt
 from tidemill.base.limits import MIB
 from tidemill.consensus.api import LogHead, LogRecord
+from tidemill.consensus.sqlite.sealing import seal, unseal
 
 POSITION_BITS = 40
 LOG_IDS = 1 << (63 - POSITION_BITS)
@@ -104,7 +105,7 @@ class Records:
         self._next_id = 1
         for group_id, body in self._rows("SELECT id, body FROM recent ORDER BY id"):
             try:
-                records = _decode_group(body)
+                records = _decode_group(unseal(body, f"A group of records is damaged: id={group_id}"))
             except msgspec.MsgspecError as error:
                 raise Corrupt(f"A group of records cannot be read: id={group_id} reason={error}.") from error
             self._remember(_Group(group_id, records, _size(records)))
@@ -124,7 +125,7 @@ class Records:
         """Each log's records consecutive and following what it has."""
         group_id = self._next_id
         for part in _parts(records):
-            self._db.execute("INSERT INTO recent (id, body) VALUES (?, ?)", (group_id, _encode(part)))
+            self._db.execute("INSERT INTO recent (id, body) VALUES (?, ?)", (group_id, seal(_encode(part))))
             self._staged.append(_Group(group_id, part, _size(part)))
             group_id += 1
 
@@ -148,7 +149,7 @@ class Records:
             kept = [record for record in logs[log_id] if record.position >= start]
             for at in range(0, len(kept), CHUNK_RECORDS):
                 part = kept[at : at + CHUNK_RECORDS]
-                body = _encode([(record.term, record.nonce, record.data) for record in part])
+                body = seal(_encode([(record.term, record.nonce, record.data) for record in part]))
                 chunks.append(((log_id << POSITION_BITS) | part[0].position, len(part), body))
         self._db.executemany("INSERT INTO settled (id, count, body) VALUES (?, ?, ?)", chunks)
         self._db.executemany(
@@ -240,7 +241,7 @@ class Records:
         )
         for chunk_id, body in chunks:
             try:
-                rows = _decode_chunk(body)
+                rows = _decode_chunk(unseal(body, f"A chunk of records is damaged: id={chunk_id}"))
             except msgspec.MsgspecError as error:
                 raise Corrupt(f"A chunk of records cannot be read: id={chunk_id} reason={error}.") from error
             for position, (term, nonce, data) in enumerate(rows, chunk_id - base):

@@ -1,7 +1,7 @@
 """The database file: opening it, its layout, and the statements the engine runs.
 
 meta           one row: layout version, the last time the engine's clock is known to have shown
-registers      one row per key: its current version
+registers      one row per key: its current version, sealed (`sealing`)
 logs           one row per log: term, [start, next), and `swept`: rows below it are physically gone
 log_records    one row per record, in order of arrival, so that a group commit of many logs fills few pages
 leases         one row per lease; a released one has holder ''
@@ -12,13 +12,18 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import apsw
 
+from tidemill.base.directories import make_private_directory
 from tidemill.base.errors import Corrupt, Invalid, TidemillError, Unavailable
 from tidemill.consensus.sqlite import holders
+from tidemill.consensus.sqlite.sealing import context_of, seal
 
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
+UNSEALED_LAYOUT = 3
+"""Without checksums. It is brought to this one when it is opened; an older version then refuses the file."""
 OLDEST_SQLITE = (3, 51, 3)
 """3.7.0 to 3.51.2 can corrupt a database whose connections write and checkpoint a WAL at once (WAL-reset bug)."""
 
@@ -37,7 +42,7 @@ OPEN_FLAGS = apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE | apsw.SQLITE_
 LAYOUT = """
 CREATE TABLE IF NOT EXISTS meta (
     id INTEGER PRIMARY KEY CHECK (id = 1), layout INTEGER NOT NULL, clock_ms INTEGER NOT NULL);
-INSERT OR IGNORE INTO meta (id, layout, clock_ms) VALUES (1, 3, 0);
+INSERT OR IGNORE INTO meta (id, layout, clock_ms) VALUES (1, 4, 0);
 CREATE TABLE IF NOT EXISTS registers (
     key TEXT PRIMARY KEY, seq INTEGER NOT NULL, nonce TEXT NOT NULL, data BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS logs (
@@ -87,6 +92,9 @@ def connect(path: Path) -> apsw.Connection:
         connection.execute("BEGIN IMMEDIATE")
         made = connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'meta'").fetchall()
         layout = connection.execute("SELECT layout FROM meta").fetchall()[0][0] if made else LAYOUT_VERSION
+        if layout == UNSEALED_LAYOUT:
+            _seal_registers(connection)
+            layout = LAYOUT_VERSION
         if layout != LAYOUT_VERSION:
             raise Invalid(
                 f"The database has another layout: path={path} layout={layout} known={LAYOUT_VERSION}.",
@@ -101,6 +109,13 @@ def connect(path: Path) -> apsw.Connection:
         connection.close(True)
         raise
     return connection
+
+
+def _seal_registers(connection: apsw.Connection) -> None:
+    rows: list[Any] = connection.execute("SELECT key, seq, nonce, data FROM registers").fetchall()
+    sealed = [(seal(data, context_of(key, seq, nonce)), key) for key, seq, nonce, data in rows]
+    connection.executemany("UPDATE registers SET data = ? WHERE key = ?", sealed)
+    connection.execute("UPDATE meta SET layout = ?", (LAYOUT_VERSION,))
 
 
 def translate(error: apsw.Error, path: Path, *, opening: bool = False) -> TidemillError:
@@ -138,18 +153,8 @@ def translate_os(error: OSError, what: str, path: Path) -> TidemillError:
 
 def make_directory(directory: Path) -> None:
     """mkdir -p whose new entries survive power loss and are nobody else's to look into. Raises Invalid, Unavailable."""
-    missing = []
     try:
-        while not directory.exists():
-            missing.append(directory)
-            directory = directory.parent
-        for child in reversed(missing):
-            child.mkdir(mode=0o700, exist_ok=True)
-            fd = os.open(child.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+        make_private_directory(directory)
     except OSError as error:
         raise translate_os(error, "The directory of consensus.url cannot be made", directory) from error
 

@@ -18,6 +18,7 @@ from tidemill.kafka import errors
 from tidemill.kafka.context import Context
 from tidemill.kafka.gate import Visitor
 from tidemill.kafka.schema.fetch import FetchPartition, FetchRequest, FetchTopic, PartitionRecords
+from tidemill.kafka.topic_cache import SETTLE_ROUNDS
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.front import Fetched, FetchRead
 
@@ -64,6 +65,22 @@ class Interest:
                 self._put(topic.topic, row, asked)
                 if pace.due:
                     await pace.rest()
+        await self._settle()
+
+    async def _settle(self) -> None:
+        """Topics and partitions that are missing here are looked for before a client hears of them: the right answer to
+        its first request is UNKNOWN_TOPIC_ID or UNKNOWN_TOPIC_OR_PARTITION, or records (KIP-516)."""
+        for _ in range(SETTLE_ROUNDS):
+            if not (missing := self._missing()):
+                return
+            await self._put_again(missing)
+            if not (missing := self._missing()):
+                return
+            await self._context.cache.settled()
+            await self._put_again(missing)
+
+    def _missing(self) -> list[tuple[Key, FetchPartition]]:
+        return [(key, asked) for key, (asked, code) in self._refused.items() if code == errors.NOT_LEADER_OR_FOLLOWER]
 
     async def forget(self, topics: Iterable[tuple[str, list[int]]]) -> None:
         pace = self._context.pace
@@ -82,6 +99,9 @@ class Interest:
         if rules is not self._rules:
             self._rules = rules
             again += [(cast(Key, key), _asked(read)) for key, read in self._following.reads()]
+        await self._put_again(again)
+
+    async def _put_again(self, again: Iterable[tuple[Key, FetchPartition]]) -> None:
         rows: dict[str, TopicRow | int] = {}
         for (topic, _), asked in again:
             if topic not in rows:
@@ -106,10 +126,15 @@ class Interest:
         if any(answer.error_code not in _FOR_GOOD for answer in found.values()):
             max_wait_s = 0.0
         pace = self._context.pace
-        for key, got in await self._read(fetch, max_wait_s):
+        answered = await self._read(fetch, max_wait_s)
+        for key, got in answered:
             found[cast(Key, key)] = self._answer(cast(Key, key), got)
             if pace.due:
                 await pace.rest()
+        if any(isinstance(got.error, Missing) for _, got in answered):
+            await self._settle()
+            gone = [cast(Key, key) for key, got in answered if isinstance(got.error, Missing)]
+            found |= {key: PartitionRecords(key[1], self._refused[key][1]) for key in gone if key in self._refused}
         return found
 
     def close(self) -> None:

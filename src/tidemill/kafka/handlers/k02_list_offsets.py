@@ -21,6 +21,7 @@ from tidemill.kafka import errors
 from tidemill.kafka.context import Context
 from tidemill.kafka.request import Api, Request, cold, each
 from tidemill.kafka.schema.compiled import Body
+from tidemill.metastore.catalogue import TopicRow
 
 LATEST: Final = -1
 EARLIEST: Final = -2
@@ -39,6 +40,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     committed = body.get("isolation_level", 0) == READ_COMMITTED
     places = [(asked["name"], partition) for asked in body["topics"] for partition in asked["partitions"]]
     named = Counter((name, partition["partition_index"]) for name, partition in places)
+    await context.cache.settle(named, is_id=False)
 
     async def answer(place: tuple[str, Body]) -> Body:
         name, asked = place
@@ -73,17 +75,14 @@ def _answer(asked: Body, **values: int) -> Body:
 
 async def _partition(context: Context, name: str, asked: Body, until_s: float, *, committed: bool) -> Body:
     index, timestamp_ms = asked["partition_index"], asked["timestamp"]
-    row = context.cache.resolve(name, is_id=False)
-    if isinstance(row, int):
-        return _answer(asked, error_code=row)
-    if not 0 <= index < row.partitions:
-        return _answer(asked, error_code=context.cache.no_partition(row, index))
-    try:
+    topics = context.topics
+
+    async def look(row: TopicRow) -> Body:
         if timestamp_ms == LATEST:
-            offsets = await context.topics.offsets(row.topic_id, index)
+            offsets = await topics.offsets(row.topic_id, index)
             return _answer(asked, offset=offsets.last_stable if committed else offsets.high_watermark)
         if timestamp_ms in (EARLIEST, EARLIEST_LOCAL):
-            return _answer(asked, offset=(await context.topics.offsets(row.topic_id, index)).log_start_offset)
+            return _answer(asked, offset=(await topics.offsets(row.topic_id, index)).log_start_offset)
         if timestamp_ms == LATEST_TIERED:
             return _answer(asked)
         if timestamp_ms < 0 and timestamp_ms != MAX_TIMESTAMP:
@@ -91,15 +90,19 @@ async def _partition(context: Context, name: str, asked: Body, until_s: float, *
         if context.clock.monotonic_s() > until_s:
             return _answer(asked, error_code=errors.REQUEST_TIMED_OUT)
         if timestamp_ms == MAX_TIMESTAMP:
-            found = await context.topics.newest_time(row.topic_id, index)
+            found = await topics.newest_time(row.topic_id, index)
         else:
-            found = await context.topics.offset_for_time(row.topic_id, index, timestamp_ms)
+            found = await topics.offset_for_time(row.topic_id, index, timestamp_ms)
         if committed and found is not None:
-            stable = (await context.topics.offsets(row.topic_id, index)).last_stable
+            stable = (await topics.offsets(row.topic_id, index)).last_stable
             found = found if found[0] < stable else None
         return _answer(asked) if found is None else _answer(asked, offset=found[0], timestamp=found[1])
+
+    try:
+        found = await context.cache.with_row(name, index, look)
     except TidemillError as error:
-        return _answer(asked, error_code=errors.code_of(error))
+        found = errors.code_of(error)
+    return _answer(asked, error_code=found) if isinstance(found, int) else found
 
 
 API = Api(2, "list_offsets", 1, 10, cold(handle, failed), abandon=True, at_once=4)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from tidemill.base.errors import TidemillError
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
 from tidemill.kafka.groups.consumer_state import ConsumerGroup
@@ -81,13 +80,8 @@ async def _commit(context: Context, version: int, group: str, body: Body, rows: 
 
 
 async def look_for(context: Context, topics: list[Body], *, by_id: bool) -> None:
-    """Read the catalogue once if a topic was never looked for: it may have been made elsewhere a moment ago."""
-    names = [topic["topic_id"] if by_id else topic["name"] for topic in topics]
-    if any(context.cache.find(name, is_id=by_id) is None for name in names):
-        try:
-            await context.cache.refresh()
-        except TidemillError:
-            return
+    """Wait for one shared refresh of the topics if one of them is missing here and was not looked for."""
+    await context.cache.settle(((topic["topic_id"] if by_id else topic["name"], 0) for topic in topics), is_id=by_id)
 
 
 def find(context: Context, topic: Body, *, by_id: bool) -> Any:

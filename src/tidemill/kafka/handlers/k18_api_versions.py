@@ -1,7 +1,8 @@
-"""ApiVersions (18), versions 0 to 4.
+"""ApiVersions (18), versions 0 to 5.
 
-The body of the request is not read: nothing in it matters, and a client that speaks a newer version must get an
-answer it can read. Any other version is answered with UNSUPPORTED_VERSION in a body of version 0 that still
+Of the body only the cluster id and the node id of version 5 are read (KIP-1242): a client that was routed to another
+cluster or node is answered with REBOOTSTRAP_REQUIRED, and one that names only one of the two with INVALID_REQUEST. Any
+other version is answered with UNSUPPORTED_VERSION in a body of version 0 that still
 lists the ranges, and the response header is v0 always (both KIP-511). From version 3 on it names the features that
 clients may count on (KIP-584): the consumer protocol (KIP-848) and transactions of version 2 (KIP-890).
 """
@@ -16,6 +17,10 @@ from tidemill.kafka import errors
 from tidemill.kafka.context import Context
 from tidemill.kafka.request import API_VERSIONS, Api, Reply, Request
 from tidemill.kafka.schema.compiled import Body, encode_response
+from tidemill.kafka.schema.wire import read_i32, read_string
+
+FIRST_WITH_CLUSTER: Final = 5
+NO_NODE: Final = -1
 
 _ranges: list[Body] = []
 FEATURES: Final = {"group.version": 1, "transaction.version": 2}
@@ -31,22 +36,38 @@ def advertise(apis: Iterable[Api]) -> None:
 
 
 async def begin(context: Context, request: Request) -> Reply:
-    return [_answer(request.version)]
+    code = _misrouted(context, request) if request.version >= FIRST_WITH_CLUSTER else errors.NONE
+    return [_answer(request.version, code)]
+
+
+def _misrouted(context: Context, request: Request) -> int:
+    """The error code for the cluster and the node that the client means. Raises BadFrame."""
+    _, position = read_string(request.view, request.position, compact=True)
+    _, position = read_string(request.view, position, compact=True)
+    cluster_id, position = read_string(request.view, position, compact=True)
+    node_id, _ = read_i32(request.view, position)
+    if cluster_id is None and node_id == NO_NODE:
+        return errors.NONE
+    if cluster_id is None or node_id == NO_NODE:
+        return errors.INVALID_REQUEST
+    is_here = (cluster_id, node_id) == (context.settings.cluster_id, context.own.node_id)
+    return errors.NONE if is_here else errors.REBOOTSTRAP_REQUIRED
 
 
 @cache
-def _answer(version: int) -> bytes:
-    body: Body = {"error_code": 0, "api_keys": _ranges}
+def _answer(version: int, code: int) -> bytes:
+    """A response of version 5 has the layout of version 4."""
+    body: Body = {"error_code": code, "api_keys": _ranges}
     body["supported_features"] = [{"name": name, "min_version": 1, "max_version": v} for name, v in FEATURES.items()]
     body["finalized_features_epoch"] = 0
     body["finalized_features"] = [
         {"name": name, "min_version_level": v, "max_version_level": v} for name, v in FEATURES.items()
     ]
-    return bytes(encode_response(API_VERSIONS, version, body))
+    return bytes(encode_response(API_VERSIONS, min(version, FIRST_WITH_CLUSTER - 1), body))
 
 
 def unsupported_version() -> bytearray:
     return encode_response(API_VERSIONS, 0, {"error_code": errors.UNSUPPORTED_VERSION, "api_keys": _ranges})
 
 
-API = Api(API_VERSIONS, "api_versions", 0, 4, begin)
+API = Api(API_VERSIONS, "api_versions", 0, FIRST_WITH_CLUSTER, begin)

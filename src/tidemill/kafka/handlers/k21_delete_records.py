@@ -17,6 +17,7 @@ from tidemill.kafka import errors
 from tidemill.kafka.context import Context
 from tidemill.kafka.request import Api, Request, cold, each, within
 from tidemill.kafka.schema.compiled import Body
+from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.front import StillRead
 
 log = structlog.get_logger()
@@ -25,6 +26,7 @@ log = structlog.get_logger()
 async def handle(context: Context, request: Request, body: Body) -> Body:
     places = [(topic["name"], asked) for topic in body["topics"] for asked in topic["partitions"]]
     named = Counter((name, asked["partition_index"]) for name, asked in places)
+    await context.cache.settle(named, is_id=False)
 
     async def answer(place: tuple[str, Body]) -> Body:
         name, asked = place
@@ -41,13 +43,13 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
 
 async def _delete(context: Context, name: str, asked: Body) -> Body:
     index = asked["partition_index"]
-    row = context.cache.resolve(name, is_id=False)
-    if isinstance(row, int):
-        return _answer(asked, row)
-    if not 0 <= index < row.partitions:
-        return _answer(asked, context.cache.no_partition(row, index))
-    try:
+
+    async def delete(row: TopicRow) -> Body:
         return _answer(asked, 0, await context.topics.delete_records(row.topic_id, index, asked["offset"]))
+
+    try:
+        found = await context.cache.with_row(name, index, delete)
+        return _answer(asked, found) if isinstance(found, int) else found
     except StillRead as error:
         # The answer has no place for it.
         log.warning("kafka.records_not_deleted", topic=name, partition=index, cause=str(error))

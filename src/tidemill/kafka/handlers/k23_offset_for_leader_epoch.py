@@ -14,9 +14,14 @@ from tidemill.kafka import errors
 from tidemill.kafka.context import Context
 from tidemill.kafka.request import Api, Request, cold, each
 from tidemill.kafka.schema.compiled import Body
+from tidemill.metastore.catalogue import TopicRow
+from tidemill.topics.front import PartitionOffsets
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
+    places = ((asked["topic"], partition["partition"]) for asked in body["topics"] for partition in asked["partitions"])
+    await context.cache.settle(places, is_id=False)
+
     async def topic(asked: Body) -> Body:
         name = asked["topic"]
         one = partial(_partition, context, name)
@@ -40,15 +45,16 @@ def failed(body: Body, code: int) -> Body:
 async def _partition(context: Context, name: str, asked: Body) -> Body:
     index = asked["partition"]
     answer: Body = {"error_code": 0, "partition": index}
-    row = context.cache.resolve(name, is_id=False)
-    if isinstance(row, int):
-        return {**answer, "error_code": row}
-    if not 0 <= index < row.partitions:
-        return {**answer, "error_code": context.cache.no_partition(row, index)}
+
+    async def look(row: TopicRow) -> PartitionOffsets:
+        return await context.topics.offsets(row.topic_id, index, proved=True)
+
     try:
-        offsets = await context.topics.offsets(row.topic_id, index, proved=True)
+        offsets = await context.cache.with_row(name, index, look)
     except TidemillError as error:
-        return {**answer, "error_code": errors.code_of(error)}
+        offsets = errors.code_of(error)
+    if isinstance(offsets, int):
+        return {**answer, "error_code": offsets}
     return {**answer, "leader_epoch": asked["leader_epoch"], "end_offset": offsets.high_watermark}
 
 

@@ -22,6 +22,8 @@ FIRST_THAT_BUMPS: Final = 2
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
+    topics = [topic for asked in body["markers"] for topic in asked["topics"]]
+    await context.cache.settle(((t["name"], index) for t in topics for index in t["partition_indexes"]), is_id=False)
     answers = []
     for asked in body["markers"]:
         marker = Marker(

@@ -12,6 +12,8 @@ from tidemill.kafka.schema.compiled import Body
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
+    topics = [topic for directory in body["dirs"] for topic in directory["topics"]]
+    await context.cache.settle(((t["name"], index) for t in topics for index in t["partitions"]), is_id=False)
     results = []
     for directory in body["dirs"]:
         known = directory["path"] == BUCKET

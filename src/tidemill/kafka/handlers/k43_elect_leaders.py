@@ -13,8 +13,10 @@ MESSAGE = "Leaders follow the nodes that live; there is nothing to elect."
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
+    topics = body["topic_partitions"] or ()
+    await context.cache.settle(((t["topic"], index) for t in topics for index in t["partitions"]), is_id=False)
     results = []
-    for topic in body["topic_partitions"] or ():
+    for topic in topics:
         found = []
         for index in topic["partitions"]:
             row = context.cache.resolve(topic["topic"], is_id=False)

@@ -25,7 +25,7 @@ from tidemill.kafka.request import Api, Request, cold, each
 from tidemill.kafka.schema.compiled import Body
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics import altering
-from tidemill.topics.altering import BadRequest, Kind, altered
+from tidemill.topics.altering import BadRequest, Kind, Op, altered
 
 log = structlog.get_logger()
 
@@ -67,7 +67,8 @@ async def _alter(
         if named[kind, name] > 1:
             raise BadRequest("the request names this resource twice.")
         if kind == BROKER:
-            refuse_change(context, name, [config["name"] for config in asked["configs"]])
+            deleted = [c["name"] for c in asked["configs"] if c.get("config_operation") == Op.DELETE]
+            refuse_change(context, name, [c["name"] for c in asked["configs"] if c["name"] not in deleted], deleted)
         elif kind not in (TOPIC, GROUP) or not name:
             raise BadRequest(
                 f"only configs of topics, groups and brokers are served: resource_type={kind} name={name!r}."

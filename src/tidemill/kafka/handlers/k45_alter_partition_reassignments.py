@@ -19,6 +19,8 @@ MESSAGE = "Records are in the bucket and leaders follow the nodes that live: the
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
+    places = ((t["name"], p["partition_index"]) for t in body["topics"] for p in t["partitions"])
+    await context.cache.settle(places, is_id=False)
     node_ids = {broker.name: broker.node_id for broker in context.brokers()}
 
     def code(name: str, partition: Body) -> int:

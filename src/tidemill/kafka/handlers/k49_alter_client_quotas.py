@@ -6,6 +6,8 @@ INVALID_REQUEST, with those that are known; so is an entity that is named twice.
 
 from __future__ import annotations
 
+from typing import Final
+
 from tidemill.access.quotas import NOBODY, Quota, check_quota, named
 from tidemill.base.errors import Invalid, TidemillError
 from tidemill.kafka import errors
@@ -13,6 +15,9 @@ from tidemill.kafka.context import Context
 from tidemill.kafka.handlers.k48_describe_client_quotas import CLIENT, USER
 from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
+
+NOT_SERVED: Final = ("controller_mutation_rate", "connection_creation_rate")
+"""Quotas of Kafka's that cannot be set here: none is there, so removing one changes nothing (KIP-599, KIP-612)."""
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
@@ -59,7 +64,7 @@ def _changes(user: str, client: str, ops: list[Body]) -> tuple[list[Quota], list
     if len({op["key"] for op in ops}) < len(ops):
         raise Invalid("a quota is named twice.")
     put = [Quota(user, client, op["key"], op["value"]) for op in ops if not op["remove"]]
-    removed = [Quota(user, client, op["key"], 1.0) for op in ops if op["remove"]]
+    removed = [Quota(user, client, op["key"], 1.0) for op in ops if op["remove"] and op["key"] not in NOT_SERVED]
     for quota in (*put, *removed):
         check_quota(quota)
     return put, removed

@@ -12,9 +12,13 @@ from tidemill.kafka import errors
 from tidemill.kafka.context import Context
 from tidemill.kafka.request import Api, Request, cold, each
 from tidemill.kafka.schema.compiled import Body
+from tidemill.metastore.catalogue import TopicRow
+from tidemill.topics.front import ProducerStatus
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
+    places = ((topic["name"], index) for topic in body["topics"] for index in topic["partition_indexes"])
+    await context.cache.settle(places, is_id=False)
     topics = []
     for topic in body["topics"]:
         one = partial(_partition, context, topic["name"])
@@ -27,11 +31,14 @@ def _answer(index: int, code: int, message: str | None = None) -> Body:
 
 
 async def _partition(context: Context, name: str, index: int) -> Body:
-    row = context.cache.resolve(name, is_id=False)
-    if isinstance(row, int) or not 0 <= index < row.partitions:
-        return _answer(index, row if isinstance(row, int) else errors.UNKNOWN_TOPIC_OR_PARTITION)
+
+    async def look(row: TopicRow) -> list[ProducerStatus]:
+        return await context.topics.producers(row.topic_id, index)
+
     try:
-        found = await context.topics.producers(row.topic_id, index)
+        found = await context.cache.with_row(name, index, look)
+        if isinstance(found, int):
+            return _answer(index, found)
     except TidemillError as error:
         return _answer(index, errors.code_of(error), str(error))
     producers = [

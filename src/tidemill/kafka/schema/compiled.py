@@ -21,9 +21,10 @@ from functools import cache
 from types import NoneType
 from typing import Any, get_args
 
-from kio.index import load_request_schema, load_response_schema
+from kio import index
 from kio.serial._introspect import classify_field, get_field_tag, get_schema_field_type, is_optional
 
+from tidemill.kafka.errors import text
 from tidemill.kafka.schema import fetch, produce
 from tidemill.kafka.schema.wire import (
     BadFrame,
@@ -62,6 +63,17 @@ _FIXED = {
 _MISSING = object()
 _BY_HAND = {0: produce.FIRST_FLEXIBLE, 1: fetch.FIRST_FLEXIBLE}
 """First flexible version of the APIs that have codecs of their own: kio's schemas of them are never loaded."""
+_LATEST = {18: 4}
+"""The newest version that kio knows, where a newer one is served: ApiVersions 5 adds fields to the end of the request,
+which its handler reads, and has the response of version 4 (KIP-1242)."""
+
+
+def _request_schema(key: int, version: int) -> Any:
+    return index.load_request_schema(key, min(version, _LATEST.get(key, version)))
+
+
+def _response_schema(key: int, version: int) -> Any:
+    return index.load_response_schema(key, min(version, _LATEST.get(key, version)))
 
 
 def decode_request(key: int, version: int, view: memoryview, position: int) -> Body:
@@ -99,19 +111,19 @@ def compile_codecs(key: int, version: int) -> None:
 
 @cache
 def _request_reader(key: int, version: int) -> Read:
-    schema: Any = load_request_schema(key, version)
+    schema: Any = _request_schema(key, version)
     return _struct_reader(schema)
 
 
 @cache
 def _response_writer(key: int, version: int) -> Write:
-    schema: Any = load_response_schema(key, version)
+    schema: Any = _response_schema(key, version)
     return _struct_writer(schema)
 
 
 @cache
 def _writer_of(key: int, version: int, path: tuple[str, ...]) -> Write:
-    schema: Any = load_response_schema(key, version)
+    schema: Any = _response_schema(key, version)
     for name in path:
         field = next(each for each in dataclasses.fields(schema) if each.name == name)
         flexible, schema = schema.__flexible__, classify_field(field).type_
@@ -123,14 +135,14 @@ def is_flexible(key: int, version: int) -> bool:
     """True when the request carries header v2 (tagged fields)."""
     if key in _BY_HAND:
         return version >= _BY_HAND[key]
-    return bool(load_request_schema(key, version).__flexible__)
+    return bool(_request_schema(key, version).__flexible__)
 
 
 @cache
 def throttle_at(key: int, version: int) -> int:
     """Where a response has `throttle_time_ms`, in bytes; −1 where it has none, or not at a fixed place."""
     at = 0
-    for field in dataclasses.fields(load_response_schema(key, version)):
+    for field in dataclasses.fields(_response_schema(key, version)):
         if field.name == "throttle_time":
             return at
         fixed = _FIXED.get(field.metadata.get("kafka_type", ""))
@@ -142,7 +154,7 @@ def throttle_at(key: int, version: int) -> int:
 
 def response_fields(key: int, version: int) -> dict[str, Any]:
     """Names of a response's fields as a tree, for the test that no handler misspells one."""
-    return _names(load_response_schema(key, version))
+    return _names(_response_schema(key, version))
 
 
 def _names(schema: Any) -> dict[str, Any]:
@@ -294,8 +306,12 @@ def _struct_writer(schema: Any) -> Write:
         else:
             plain.append((field.name, default, writer))
     tagged.sort(key=lambda entry: entry[0])
+    refuses = {"error_code", "error_message"} <= {name for name, _, _ in plain}
 
     def write(out: bytearray, body: Body) -> None:
+        if refuses and body.get("error_code") and body.get("error_message") is None:
+            # librdkafka 2.x dereferences the message of some refusals, which Kafka never leaves null.
+            body = {**body, "error_message": text(body["error_code"])}
         for name, default, writer in plain:
             value = body.get(name, default)
             if value is _MISSING:

@@ -229,6 +229,11 @@ class CaptureTableRow(msgspec.Struct, frozen=True):
     """Of one that has no `snapshot` yet: how far its copy has come; None = nothing that could be gone on with"""
     aside: SetAside | None = None
     """Of one whose copy goes on while WAL is confirmed"""
+    types: dict[int, str] = {}
+    """oid of a column's type → what that was made of when the table was last seen as described (capture/depended.py)"""
+    identities_asked: dict[int, tuple[str, str]] = {}
+    """As `identities`, of those that an administrator was asked to give FULL. The capture gives none of them back; it
+    says how it is done"""
     publication: tuple[int, ...] = ()
     """oid and xmin of the rows of pg_publication and pg_publication_rel that its changes since its copy were published
     under (capture/publication.py); () = not known"""

@@ -37,7 +37,6 @@ KNOWN = {
 
 def parse(text: str, references: Sequence[Reference], resolved: Sequence[Resolved], normalize: bool) -> Parsed:
     """`resolved`: everything that is referred to, what is imported before what imports it. Raises Refused."""
-    del normalize  # the descriptor is normal already
     imported = []
     for found in resolved:
         if found.parsed.kind != "PROTOBUF":
@@ -49,6 +48,8 @@ def parse(text: str, references: Sequence[Reference], resolved: Sequence[Resolve
     descriptor = given if given is not None else _compiled(text, imported)
     name = descriptor.name
     descriptor.name = OWN_NAME
+    if normalize:
+        _sort(descriptor)
     imported = [*_known(descriptor, imported), *imported]
     linked = _linked(descriptor, imported)
     _without_derived(linked)
@@ -56,9 +57,37 @@ def parse(text: str, references: Sequence[Reference], resolved: Sequence[Resolve
     meaning = linked.SerializeToString(deterministic=True)
     linked.name = name if given is not None and name else OWN_NAME
     model = model_of(linked, imported)
-    stored = text if given is None else text_of(linked) or ""
+    stored = text if given is None and not normalize else text_of(linked) or ""
     digest = digest_of("PROTOBUF", meaning, references)
     return Parsed("PROTOBUF", stored, tuple(references), model, digest, linked.SerializeToString(deterministic=True))
+
+
+def _sort(file: Any) -> None:
+    """Normal order, as Confluent's registry has it: imports by name, fields and reserved ranges by number. The order of
+    enum values stays: the first one is the default."""
+    public = {file.dependency[index] for index in file.public_dependency}
+    weak = {file.dependency[index] for index in file.weak_dependency}
+    names = sorted(file.dependency)
+    file.dependency[:] = names
+    file.public_dependency[:] = [index for index, name in enumerate(names) if name in public]
+    file.weak_dependency[:] = [index for index, name in enumerate(names) if name in weak]
+    _sort_by(file.extension, "number")
+    for message in file.message_type:
+        _sort_message(message)
+
+
+def _sort_message(message: Any) -> None:
+    _sort_by(message.field, "number")
+    _sort_by(message.extension, "number")
+    _sort_by(message.reserved_range, "start")
+    _sort_by(message.extension_range, "start")
+    message.reserved_name.sort()
+    for nested in message.nested_type:
+        _sort_message(nested)
+
+
+def _sort_by(items: Any, name: str) -> None:
+    items.sort(key=lambda item: getattr(item, name))
 
 
 def serialized(descriptor: bytes) -> str:

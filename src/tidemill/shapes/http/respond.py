@@ -1,7 +1,7 @@
 """Answers of the shape endpoint: bodies, headers, and how long a cache may keep them (notes/electric.md §3).
 
 offset -1                public, max-age=604800, s-maxage=3600, stale-while-revalidate=2629746    cache.initial_s
-later, not live          public, max-age=60, stale-while-revalidate=300                           cache.later_s
+later, not live          public, max-age=60, stale-while-revalidate=300                  cache.later_s, .stale_s
 live long poll           public, max-age=5, stale-while-revalidate=5                              cache.live_s
 live event stream        public, max-age = its length − 1
 409                      public, max-age=60 (1 without a handle in the request), must-revalidate
@@ -48,7 +48,7 @@ def cache_control(params: ShapeParams, ages: CacheAges) -> str:
         return f"public, max-age={ages.live_s}, stale-while-revalidate={ages.live_s}"
     if params.initial:
         return f"public, max-age=604800, s-maxage={ages.initial_s}, stale-while-revalidate=2629746"
-    return f"public, max-age={ages.later_s}, stale-while-revalidate={5 * ages.later_s}"
+    return f"public, max-age={ages.later_s}, stale-while-revalidate={ages.stale_s}"
 
 
 def fresh_until(header: str, left_s: float) -> str:

@@ -23,16 +23,16 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Invalid, Missing, TidemillError, Unavailable
-from tidemill.base.tasks import is_fault, sentence
+from tidemill.base.errors import Unavailable
 from tidemill.shapes.budget import Full
 from tidemill.shapes.held import HeldRows
 from tidemill.shapes.http import sse, subsets
 from tidemill.shapes.http.admission import Admission, Slot
 from tidemill.shapes.http.disconnect import Disconnect, wait_any
-from tidemill.shapes.http.grants import NAME, NARROWING, Grants, asker_of, host_of, is_signed
+from tidemill.shapes.http.grants import NAME, Grants, asker_of, host_of, is_signed
 from tidemill.shapes.http.origins import Origins
 from tidemill.shapes.http.params import BadRequest, ShapeParams, check_text, parse
+from tidemill.shapes.http.refusing import Refusing, holds, note_holder, note_right, right_of
 from tidemill.shapes.http.respond import (
     BASE_HEADERS,
     error_response,
@@ -47,7 +47,6 @@ from tidemill.shapes.items import up_to_date
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.log import Chunk
 from tidemill.shapes.offsets import LogOffset
-from tidemill.shapes.plan import FieldError
 from tidemill.shapes.rights import Denied, Right
 from tidemill.shapes.service import ShapeService
 from tidemill.shapes.shape import ShapeDefinition
@@ -109,7 +108,6 @@ class _Served:
 
 
 _HELD = "tidemill.shapes.held"
-_RIGHT = "tidemill.shapes.right"
 _CHUNK = "tidemill.shapes.chunk"
 """What is read for an answer is counted for as long as somebody has it, which is until its last byte has gone out."""
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]+( *, *[A-Za-z0-9-]+){0,63}")
@@ -124,6 +122,7 @@ class _ShapeEndpoint:
     def __init__(self, service: ShapeService, grants: Grants) -> None:
         self._service = service
         self._grants = grants
+        self._refusing = Refusing(service, grants)
         self._settings = service.settings
         self._admission = Admission(service.settings.max_initial, service.settings.max_existing)
         self._quiet_answers = 0
@@ -134,27 +133,8 @@ class _ShapeEndpoint:
         async def handle(request: Request) -> Response:
             try:
                 return self._aged(request, await handler(request))
-            except Denied as error:
-                return error_response(error.status, str(error))
-            except BadRequest as error:
-                return error_response(400, "Invalid request", error.errors)
-            except Invalid as error:
-                return self._invalid(request, error)
-            except Full as error:
-                return error_response(503, str(error), retry_after_s=error.retry_after_s)
-            except Unavailable as error:
-                # A fault may quote a row, which is not for who does not say which rows there are.
-                right: Right = request.scope.get(_RIGHT, Right())
-                said = "This shape cannot be served just now." if right.defined else str(error)
-                return error_response(503, said, retry_after_s=1)
-            except TidemillError as error:
-                _log.error("shape request failed", error=str(error))
-                return error_response(500, "Internal error")
             except BaseException as error:  # THE boundary of a request: whatever it is, it is this request's
-                if not is_fault(error):
-                    raise
-                _log.error("shape request failed", error=sentence(error), exc_info=error)
-                return error_response(500, "Internal error")
+                return self._refusing.answer(request, error)
 
         return handle
 
@@ -170,32 +150,12 @@ class _ShapeEndpoint:
             self._check_secret(request)
         check_text(request.scope["query_string"])
         right = self._grants.right(query, asker_of(request.scope), host_of(request.scope))
-        request.scope[_RIGHT] = right
+        note_right(request, right)
         return right
-
-    def _invalid(self, request: Request, error: Invalid) -> Response:
-        """A definition that its client did not write is not the client's to mend, and why it fails not always its to
-        know: of a row that the shape does not show, the database may quote a value."""
-        right: Right = request.scope.get(_RIGHT, Right())
-        field = error.field if isinstance(error, FieldError) else ""
-        if isinstance(error, Missing):
-            field = "table"
-        elif not field:
-            # What the database refuses while it reads the initial rows: the clause compiled, a row breaks it.
-            field = "where" if request.query_params.get("where") else "table"
-            if right.signed or (right.narrowed and field == "where"):
-                return error_response(400, "Invalid request", {"where": ["A row cannot be read with this clause."]})
-        if right.takes and field in ("where", "params"):
-            return error_response(400, "Invalid request", {"params": ["The values do not fit this shape."]})
-        own = field.startswith("subset__") or (right.narrowed and field in (*NARROWING, "params"))
-        if not right.name or own:
-            return error_response(400, "Invalid request", {field: [str(error)]})
-        self._grants.audit.refused("shape.not_as_defined", (right.name, field), shape=right.name, reason=str(error))
-        return error_response(503, "This shape cannot be served as it is defined.", retry_after_s=5)
 
     def _aged(self, request: Request, response: Response) -> Response:
         """No cache keeps an answer for longer than the right to it."""
-        right: Right | None = request.scope.get(_RIGHT)
+        right = right_of(request)
         if right is None or right.fresh_ms is None:
             return response
         kept = response.headers.get("cache-control")
@@ -204,8 +164,8 @@ class _ShapeEndpoint:
             response.headers["cache-control"] = fresh_until(kept, left_s)
         return response
 
-    def _busy(self, message: str) -> Response:
-        return error_response(503, message, retry_after_s=6 + self._service.rand.below(5))
+    def _busy(self, message: str) -> Full:
+        return Full(message, 6 + self._service.rand.below(5))
 
     async def options(self, request: Request) -> Response:
         asked = request.headers.get("access-control-request-headers", "")
@@ -258,33 +218,30 @@ class _ShapeEndpoint:
 
     async def get(self, request: Request) -> Response:
         params = parse(request.query_params, right=self._right(request))
-        initial = params.initial or params.offset is None or params.subset is not None
-        return self._admit(request, initial) or await self._get(request, params)
+        self._admit(request, params.initial or params.offset is None or params.subset is not None)
+        return await self._get(request, params)
 
     async def post(self, request: Request) -> Response:
         """Always a subset: its parameters are in the body, which may be longer than a URL."""
         right = self._right(request)
-        refused = self._admit(request, True)
-        if refused is not None:
-            return refused
+        self._admit(request, True)
         try:
             async with asyncio.timeout(BODY_S):
                 body = await _body(request)
-        except TimeoutError:
-            return error_response(408, "The body did not come.")
+        except TimeoutError as error:
+            raise Unavailable("the body did not come in time.") from error
         except ClientDisconnect:
             return error_response(400, "The body was cut off.")
         if body is None:
             return error_response(413, f"The body is too large: limit_bytes={BODY_BYTES}.")
         return await self._get(request, parse(request.query_params, body, right))
 
-    def _admit(self, request: Request, initial: bool) -> Response | None:
-        """None when there is a place, which the request then has to its end."""
+    def _admit(self, request: Request, initial: bool) -> None:
+        """The request has a place from here to its end. Raises Full."""
         slot = self._admission.take(initial)
         if slot is None:
-            return self._busy(f"Concurrent {'initial' if initial else 'existing'} requests exceeded.")
+            raise self._busy(f"Concurrent {'initial' if initial else 'existing'} requests exceeded.")
         _holds(request, slot)
-        return None
 
     async def _get(self, request: Request, params: ShapeParams) -> Response:
         if params.subset is not None:
@@ -292,14 +249,15 @@ class _ShapeEndpoint:
             _holds(request, rows)
             try:
                 return await subsets.respond(self._service, request, params, rows)
-            except TimeoutError:
-                return self._busy("The subset was not read in time.")
-        plan = await self._service.plan(params.request)
+            except TimeoutError as error:
+                raise self._busy("The subset was not read in time.") from error
+        note_holder(request, params)
+        plan = await self._service.plan(params.request, waits=not holds(params))
         shape = self._service.open(plan)
         if params.handle and params.handle != shape.handle:
             return must_refetch(shape.handle, True)
         if not await shape.wait_loaded(self._settings.load_timeout_s):
-            return error_response(503, "The initial rows are not ready yet.", retry_after_s=1)
+            raise Unavailable("the initial rows are not ready yet.")
         self._check(params)
         if shape.error is not None:
             raise shape.error
@@ -321,7 +279,7 @@ class _ShapeEndpoint:
 
     async def _refetch(self, params: ShapeParams) -> Response:
         """Planned anew: what ended the shape may be that its table is another one now, or none."""
-        plan = await self._service.plan(params.request)
+        plan = await self._service.plan(params.request, waits=not holds(params))
         return must_refetch(self._service.open(plan).handle, bool(params.handle))
 
     def _headers(self, shape: LiveShape, params: ShapeParams, end: LogOffset, current: bool) -> dict[str, str]:
@@ -334,7 +292,7 @@ class _ShapeEndpoint:
 
     async def _chunk(self, request: Request, shape: LiveShape, params: ShapeParams) -> Response:
         assert params.offset is not None
-        chunk = await shape.log.fetch(params.offset)
+        chunk = await shape.fetch(params.offset)
         if shape.gone:
             return await self._refetch(params)
         request.scope[_CHUNK] = chunk
@@ -373,7 +331,7 @@ class _ShapeEndpoint:
         self._check(params)
         if shape.gone:
             return await self._refetch(params)
-        chunk = await shape.log.fetch(params.offset)
+        chunk = await shape.fetch(params.offset)
         if shape.gone:
             return await self._refetch(params)
         return self._news(request, shape, params, chunk) if chunk.items or not chunk.complete else None

@@ -133,7 +133,7 @@ async def _events(service: ShapeService, shape: LiveShape, offset: LogOffset, ri
                     offset = told.end
                     yield told.frames
                 elif behind is None or shape.log.end > offset.read:
-                    chunk = await shape.log.fetch(offset)
+                    chunk = await shape.fetch(offset)
                     if shape.gone:
                         return
                     if behind is None:

@@ -20,12 +20,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tidemill.base.errors import Invalid, Missing
+from tidemill.base.errors import Invalid, Missing, Unavailable
 from tidemill.base.tasks import Tasks
 from tidemill.shapes.held import HeldRows
 from tidemill.shapes.http.disconnect import Disconnect, wait_any
 from tidemill.shapes.http.params import BadRequest, ShapeParams
-from tidemill.shapes.http.respond import BASE_HEADERS, error_response, must_refetch
+from tidemill.shapes.http.respond import BASE_HEADERS, must_refetch
 from tidemill.shapes.http.sending import ItemsResponse
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.offsets import LogOffset
@@ -47,7 +47,7 @@ async def respond(service: ShapeService, request: Request, params: ShapeParams, 
         live = service.open(plan)  # another one, where the table is not what it was
     if live is not None and params.handle in ("", live.handle):
         if not await live.wait_loaded(service.settings.load_timeout_s):
-            return error_response(503, "The initial rows are not ready yet.", retry_after_s=1)
+            raise Unavailable("the initial rows are not ready yet.")
         params.right.check(service.clock.now_ms())
         if live.error is not None:
             raise live.error

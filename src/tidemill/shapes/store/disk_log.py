@@ -277,7 +277,10 @@ class DiskLog:
     async def fetch(self, after: LogOffset) -> Chunk:
         """See MemoryLog.read. Raises Unavailable when the file cannot be read, Full when too much is read (E4)."""
         if after < BASE_END:
-            return await self._read_base(0 if after == BEFORE_ALL else after.op + 1)
+            index = 0 if after == BEFORE_ALL else after.op + 1
+            if index < len(self._base):
+                return await self._read_base(index)
+            after = BASE_END  # a reader that names the last chunk has all of it
         if after.read < self._on_disk:
             upto = self._on_disk
             found = await self._keeper.items(self.key, after.read, upto, self._limits.chunk_bytes)
@@ -304,9 +307,6 @@ class DiskLog:
         return low
 
     async def _read_base(self, index: int) -> Chunk:
-        if index >= len(self._base):
-            return Chunk((), BASE_END, self._end == BASE_END)
-        is_last = index == len(self._base) - 1
         joined = self._base[index]
         items = await self._keeper.base(self.key, index) if joined is None else (joined,) if joined else ()
-        return Chunk(items, BASE_END if is_last else LogOffset(0, index), False)
+        return Chunk(items, LogOffset(0, index), False)

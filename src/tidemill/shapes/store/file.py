@@ -5,11 +5,14 @@
             later · chunks of the base · newest item's place · sizes
     base    id · chunk → JSON objects, joined
     items   id · tx · op → JSON object
+    crc     in each row of the three: CRC32C of its record or JSON and of its place, for SQLite has no checksums
 
 D1  A flush is one transaction, and durable when it returns: new shapes with their base, items, ends, the owner's name.
 D2  A shape is there when its row is. Rows of `base` and `items` without it are leftovers: nobody reads them, ids are
     not given twice while there are any, and `clear` takes them away a little at a time.
 D3  A file that cannot be read, or is of another layout, is thrown away: what it held can be fetched again.
+D5  What was damaged is never read as something else: a shape whose record is ends when it is restored, one whose rows
+    are ends with the first read of them (Corrupt).
 D4  One process at a time: the lock beside the file goes with its process.
 """
 
@@ -24,17 +27,19 @@ from pathlib import Path
 from typing import Any
 
 import apsw
+import crc32c
 import msgspec
 
-from tidemill.base.errors import Unavailable
+from tidemill.base.directories import make_private_directory
+from tidemill.base.errors import Corrupt, Unavailable
 
-LAYOUT = 2
+LAYOUT = 3
 TABLES = """
 CREATE TABLE owner (one INTEGER PRIMARY KEY CHECK (one = 1), layout INTEGER, name TEXT);
 CREATE TABLE shapes (id INTEGER PRIMARY KEY, handle TEXT, record BLOB, snapshot TEXT, chunks INTEGER,
-                     tx INTEGER, op INTEGER, base_bytes INTEGER, log_bytes INTEGER);
-CREATE TABLE base (id INTEGER, chunk INTEGER, json BLOB, PRIMARY KEY (id, chunk));
-CREATE TABLE items (id INTEGER, tx INTEGER, op INTEGER, json BLOB, PRIMARY KEY (id, tx, op)) WITHOUT ROWID;
+                     tx INTEGER, op INTEGER, base_bytes INTEGER, log_bytes INTEGER, crc INTEGER);
+CREATE TABLE base (id INTEGER, chunk INTEGER, json BLOB, crc INTEGER, PRIMARY KEY (id, chunk));
+CREATE TABLE items (id INTEGER, tx INTEGER, op INTEGER, json BLOB, crc INTEGER, PRIMARY KEY (id, tx, op)) WITHOUT ROWID;
 """
 LEFTOVERS = """
 WITH RECURSIVE seen(id) AS (
@@ -49,6 +54,9 @@ CLEARED_ROWS = 2_000
 
 VACUUM_PAGES = 256
 """Given back to the file system after each of these."""
+
+DAMAGED = b""
+"""In place of a record that is not what was written: no record reads like that."""
 
 BUSY_MS = 5_000
 
@@ -110,7 +118,7 @@ class ShapeFile:
         self.next_id = 1
         """Above every id that anything in the file had then (D2)."""
         try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private_directory(path.parent)
             self._lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise Unavailable(f"shapes cannot be kept: path={path} error={error.strerror!r}.") from error
@@ -181,12 +189,15 @@ class ShapeFile:
 
     def saved(self) -> list[Saved]:
         rows: list[tuple[Any, ...]] = self._run(
-            "SELECT id, handle, record, snapshot, chunks, tx, op, base_bytes, log_bytes FROM shapes ORDER BY id"
+            "SELECT id, handle, record, snapshot, chunks, tx, op, base_bytes, log_bytes, crc FROM shapes ORDER BY id"
         )
         return [
-            Saved(key, handle, bytes(record), snapshot, chunks, (tx, op), base_bytes, log_bytes)
-            for key, handle, record, snapshot, chunks, tx, op, base_bytes, log_bytes in rows
-        ]
+            Saved(
+                key, handle, record if _crc(record, key) == crc else DAMAGED, snapshot, chunks, (tx, op), base_bytes,
+                log_bytes,
+            )
+            for key, handle, record, snapshot, chunks, tx, op, base_bytes, log_bytes, crc in rows
+        ]  # fmt: skip
 
     # -- writing -----------------------------------------------------------------------------------------------
 
@@ -211,16 +222,20 @@ class ShapeFile:
     @staticmethod
     def _write(writer: apsw.Connection, written: Sequence[Written]) -> None:
         """Of all of them together: a statement for each would cost more than the rows."""
-        bases = [(each.id, n, json) for each in written for n, json in each.base]
-        writer.executemany("INSERT OR REPLACE INTO base VALUES (?, ?, ?)", bases)
-        items = [(each.id, item.tx, item.op, item.json) for each in written for item in each.items]
-        writer.executemany("INSERT OR REPLACE INTO items VALUES (?, ?, ?, ?)", items)
+        bases = [(each.id, n, json, _crc(json, each.id, n)) for each in written for n, json in each.base]
+        writer.executemany("INSERT OR REPLACE INTO base VALUES (?, ?, ?, ?)", bases)
+        items = [
+            (each.id, item.tx, item.op, item.json, _crc(item.json, each.id, item.tx, item.op))
+            for each in written
+            for item in each.items
+        ]
+        writer.executemany("INSERT OR REPLACE INTO items VALUES (?, ?, ?, ?, ?)", items)
         rows = [
-            (s.id, s.handle, s.record, s.snapshot, s.chunks, *s.end, s.base_bytes, s.log_bytes)
+            (s.id, s.handle, s.record, s.snapshot, s.chunks, *s.end, s.base_bytes, s.log_bytes, _crc(s.record, s.id))
             for s in (each.saved for each in written)
             if s is not None
         ]
-        writer.executemany("INSERT OR REPLACE INTO shapes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        writer.executemany("INSERT OR REPLACE INTO shapes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
         known = [each for each in written if each.saved is None]
         ends = [(each.items[-1].tx, each.items[-1].op, each.log_bytes, each.id) for each in known if each.items]
         writer.executemany("UPDATE shapes SET tx = ?, op = ?, log_bytes = ? WHERE id = ?", ends)
@@ -256,20 +271,28 @@ class ShapeFile:
     # -- reading -----------------------------------------------------------------------------------------------
 
     def base(self, key: int, chunk: int) -> bytes:
-        """b"" when it is gone: its shape is over."""
-        found = self._run("SELECT json FROM base WHERE id = ? AND chunk = ?", (key, chunk))
-        return bytes(found[0][0]) if found else b""
+        """b"" when it is gone: its shape is over. Raises Corrupt as well."""
+        found = self._run("SELECT json, crc FROM base WHERE id = ? AND chunk = ?", (key, chunk))
+        if not found:
+            return b""
+        json, crc = found[0]
+        if _crc(json, key, chunk) != crc:
+            raise self._damaged(f"id={key} chunk={chunk}")
+        return bytes(json)
 
     def items(self, key: int, after: tuple[int, int], upto: tuple[int, int], size_bytes: int) -> list[Item]:
-        """In order, later than `after` and not later than `upto`, until they are `size_bytes`; at least one, if any."""
+        """In order, later than `after` and not later than `upto`, until they are `size_bytes`; at least one, if any.
+        Raises Corrupt as well."""
         connection, found, size = self._reading(), list[Item](), 0
         try:
             rows = connection.execute(
-                "SELECT tx, op, json FROM items WHERE id = ? AND (tx, op) > (?, ?) AND (tx, op) <= (?, ?)"
+                "SELECT tx, op, json, crc FROM items WHERE id = ? AND (tx, op) > (?, ?) AND (tx, op) <= (?, ?)"
                 " ORDER BY tx, op",
                 (key, *after, *upto),
             )
-            for tx, op, json in rows:
+            for tx, op, json, crc in rows:
+                if _crc(json, key, tx, op) != crc:
+                    raise self._damaged(f"id={key} tx={tx} op={op}")
                 found.append(Item(tx, op, bytes(json)))
                 size += len(json)
                 if size >= size_bytes:
@@ -340,10 +363,19 @@ class ShapeFile:
         except apsw.Error as error:
             raise self._failed(error) from error
 
+    def _damaged(self, where: str) -> Corrupt:
+        return Corrupt(
+            f"a shape's stored log is damaged: path={self.path} {where}.", fix="Check the health of its disk."
+        )
+
     def _failed(self, error: Exception) -> Unavailable:
         return Unavailable(
             f"the shapes' file failed: path={self.path} error={error}.", fix="Check the space and health of its disk."
         )
+
+
+def _crc(data: bytes, *place: int) -> int:
+    return int(crc32c.crc32c(data, sum(place) & 0xFFFFFFFF))
 
 
 def _number(db: apsw.Connection, sql: str) -> int:

@@ -58,6 +58,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "unseen-fork": ("capture", "nobody compares the history of the database with the one that was captured"),
     "kept-positions": ("capture", "shapes go on with the positions of a history that is over"),
     "lost-notice": ("capture", "now and then a flush notice of the topic writer gets lost"),
+    "late-tombstone": ("capture", "a row that leaves a key writes a tombstone, whatever row has taken the key by then"),
     "confirm-before-flush": ("capture", "what a flush of shape logs takes counts as durable before it is"),
     "trusted-file": ("capture", "a file of shape logs is restored, whoever captured in between"),
     "late-name": ("capture", "the names of who follows are written some time after the stream began"),
@@ -68,6 +69,8 @@ FAULTS: dict[str, tuple[str, str]] = {
     "replay-at-persisted": ("metastore", "a new leader takes the batch after the persisted seqno for persisted"),
     "silent-reject": ("metastore", "a manifest that the log refused is reported as written"),
     "gc-newer-epoch": ("metastore", "collection deletes files of a newer epoch"),
+    "moved-head": ("metastore", "nobody notices that consensus failed over to a standby that was behind"),
+    "still-acknowledges": ("buckets", "a node does not ask whose the bucket is before it acknowledges or deletes"),
     "no-keeper": ("calendar", "nobody takes away what is no longer needed"),
     "unfenced-offset": ("groups", "offsets are written by whoever coordinated the group once: lost at a move"),
     "early-assignment": ("groups", "members are told their assignment before it is durable"),
@@ -82,6 +85,7 @@ FAULTS: dict[str, tuple[str, str]] = {
 
 ROOMS = (
     "consensus",
+    "buckets",
     "metastore",
     "catalogue",
     "registry",
@@ -103,6 +107,10 @@ def scenario(room: str, fault: str = "") -> Scenario:
             from tidemill.sim.scenarios import consensus
 
             return lambda world: consensus.run(world, fault)
+        case "buckets":
+            from tidemill.sim.scenarios import buckets
+
+            return lambda world: buckets.run(world, fault)
         case "metastore":
             from tidemill.sim.scenarios import metastore
 

@@ -5,6 +5,7 @@ slot, snapshots; and what every reader of it has to come to.
 
 Commits are in the order of LSNs, xids in that of beginnings, visibility in any: two that do not conflict may become
 visible the other way round. A change is carried by the stream where its table was published when it was written.
+In some worlds keys are deferrable: rows swap and rotate theirs, and two hold one key in between.
 A standby that is behind may take the place of the database (`standby`, `fail_over`): what committed since is gone, xids
 and LSNs are given once more.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import struct
 import zlib
 from collections.abc import Iterable, Mapping
@@ -69,6 +71,11 @@ class Txn:
         self.tag = ""
         self.sent = False
         """The stream tells it: it has something that is published, or a message."""
+        self.taken: set[tuple[int, str]] = set()
+        """Keys, with their tables, that rows took in it: these rows leave them no more, or only the database knew."""
+
+    def of(self, oid: int) -> list[Edit]:
+        return [edit for edit in self.edits if edit.oid == oid]
 
     def truncates(self, oid: int) -> bool:
         return any(edit.oid == oid and edit.op == "truncate" for edit in self.edits)
@@ -96,9 +103,12 @@ class Standby(NamedTuple):
 
 
 class Database:
-    def __init__(self, world: World, tables: int) -> None:
+    def __init__(self, world: World, tables: int, *, deferrable: bool = False) -> None:
         self.world = world
-        self.relations = {oid: Relation(oid, "public", f"t{oid}", COLUMNS) for oid in range(1, tables + 1)}
+        self.rivals = random.Random(f"rivals {world.seed}") if deferrable else None
+        self.relations = {
+            oid: Relation(oid, "public", f"t{oid}", COLUMNS, deferrable=deferrable) for oid in range(1, tables + 1)
+        }
         self.captured = list(self.relations)
         if world.source.random() < 0.5:
             self.relations[STRANGER] = Relation(STRANGER, "public", f"t{STRANGER}", COLUMNS)
@@ -158,19 +168,41 @@ class Database:
         if old is None:
             new: Row = {"id": str(number), "v": text, "b": source.choice((None, "b" * 30))}
             self._edit(txn, Edit(oid, "insert", None, new, self._carried(oid)))
-        elif source.random() < 0.3:
-            self._edit(txn, Edit(oid, "delete", old, None, self._carried(oid)))
-        else:
-            free = [n for n in range(writer, KEYS, WRITERS) if str(n) not in rows]
+        elif (stays := (oid, str(number)) in txn.taken) or source.random() >= 0.3:
+            free = [n for n in range(writer, KEYS, WRITERS) if str(n) not in rows and not stays]
             moved = {"id": str(source.choice(free))} if free and source.random() < 0.3 else {}
             self._edit(txn, Edit(oid, "update", old, {**old, "v": text, **moved}, self._carried(oid)))
+        else:
+            self._edit(txn, Edit(oid, "delete", old, None, self._carried(oid)))
+
+    def permute(self, txn: Txn, writer: int, text: str) -> None:
+        """One statement that gives the writer's rows each other's keys, in any order: the key is checked at its end."""
+        if self.rivals is None or self.rivals.random() < 0.5 or not self.lives(txn):
+            return
+        source, oid = self.rivals, self.rivals.choice(self.captured)
+        if any(other.truncates(oid) for other in self.writers_of(oid) if other is not txn):
+            return
+        own, rows = [str(n) for n in range(writer, KEYS, WRITERS)], self._current[oid]
+        moving = [k for k in own if k in rows and (oid, k) not in txn.taken and rows[k]["v"] not in (WIDE, VANISHING)]
+        targets = source.sample([k for k in own if k in moving or k not in rows], len(moving))
+        source.shuffle(moving)
+        edits = [
+            Edit(oid, "update", rows[k], {**rows[k], "id": target, "v": f"{text}.{k}"}, self._carried(oid))
+            for k, target in zip(moving, targets, strict=True)
+        ]
+        self._edit(txn, *[edit for edit in edits if edit.old is not None and edit.new is not None])
 
     def _carried(self, oid: int) -> bool:
         return self.publication is not None and oid in self.publication
 
-    def _edit(self, txn: Txn, edit: Edit) -> None:
-        txn.edits.append(edit)
-        applied(self._current[edit.oid], edit)
+    def _edit(self, txn: Txn, *edits: Edit) -> None:
+        """Of one table, by one statement."""
+        for edit in edits:
+            txn.edits.append(edit)
+            if self.rivals is not None and edit.new is not None and (edit.old or {}).get("id") != edit.new["id"]:
+                txn.taken.add((edit.oid, edit.new["id"] or ""))
+        if edits:
+            applied(self._current[edits[0].oid], edits)
 
     def commit(self, txn: Txn, *, message: bool = False) -> None:
         if not self.lives(txn):
@@ -188,8 +220,8 @@ class Database:
             return
         del self._running[txn.xid]
         self._shown.add(txn.xid)
-        for edit in txn.edits:
-            applied(self._visible[edit.oid], edit)
+        for oid, rows in self._visible.items():
+            applied(rows, txn.of(oid))
 
     def mend(self) -> None:
         """Rows that nobody can copy are taken away, so that in the end every table can be captured."""
@@ -249,9 +281,7 @@ class Database:
         rows: Contents = {}
         for txn in self.log:
             if txn.lsn <= lsn or txn.xid in also:
-                for edit in txn.edits:
-                    if edit.oid == oid:
-                        applied(rows, edit)
+                applied(rows, txn.of(oid))
         return rows
 
     def wanted(self, oid: int, held: frozenset[int], end_lsn: int, partitions: int) -> list[list[Wanted]]:
@@ -263,7 +293,9 @@ class Database:
             row = None if value is None else _json({**value, "id": int(value["id"] or 0)})
             found[zlib.crc32(data) % partitions].append(Wanted(at, data, row))
 
+        rows: Contents = {}
         for txn in self.log:
+            stay = iter(applied(rows, txn.of(oid)))
             if txn.lsn >= end_lsn or txn.xid in held:
                 continue
             ordinal = 0
@@ -272,26 +304,39 @@ class Database:
                 ordinal += 2 * edit.carried
                 if edit.oid != oid:
                     continue
+                stays = next(stay)
                 if edit.op == "truncate":
                     for partition in found:
                         partition.append(Wanted(at, None, None))
                 elif edit.new is None:
-                    put(at, edit.old or {}, None)
+                    put(at, edit.old or {}, stays)
                 else:
                     if edit.old is not None and edit.old["id"] != edit.new["id"]:
-                        put(at, edit.old, None)
+                        put(at, edit.old, stays)
                         at = ChangePosition(at.commit_lsn, at.ordinal + 1)
                     put(at, edit.new, edit.new)
         return found
 
 
-def applied(rows: Contents, edit: Edit) -> None:
-    if edit.op == "truncate":
-        rows.clear()
-    if edit.old is not None:
-        del rows[edit.old["id"] or ""]
-    if edit.new is not None:
-        rows[edit.new["id"] or ""] = edit.new
+def applied(rows: Contents, edits: Iterable[Edit]) -> list[Row | None]:
+    """Change the rows; of each edit, the row that holds the key that it leaves. In between two may hold one."""
+    holders = {key: [row] for key, row in rows.items()}
+    stay: list[Row | None] = []
+    for edit in edits:
+        if edit.op == "truncate":
+            holders.clear()
+        if edit.old is not None:
+            left = holders[edit.old["id"] or ""]
+            left.remove(edit.old)
+        stay.append(left[-1] if edit.old is not None and left else None)
+        if edit.new is not None:
+            holders.setdefault(edit.new["id"] or "", []).append(edit.new)
+    rows.clear()
+    for key, found in holders.items():
+        assert len(found) < 2, f"two rows have one key: {found}"
+        if found:
+            rows[key] = found[0]
+    return stay
 
 
 def _json(row: Mapping[str, object]) -> bytes:

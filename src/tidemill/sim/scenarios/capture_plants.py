@@ -15,6 +15,7 @@ from tidemill.capture.changes import Fragment
 from tidemill.capture.collector import Collector
 from tidemill.capture.consumer import FragmentConsumer
 from tidemill.capture.converter import Converter
+from tidemill.capture.rivals import Rivals
 from tidemill.capture.topic_writer import TopicWriter
 from tidemill.capture.wire.status import Status
 from tidemill.sim.world import World, swapped
@@ -29,6 +30,7 @@ FAULTS = (
     "early-confirm",
     "early-boundary",
     "lost-notice",
+    "late-tombstone",
 )
 
 
@@ -67,6 +69,13 @@ class EagerCollector(Collector):
         await super()._fragment(fragment)
 
 
+class BlindRivals(Rivals):
+    """Plants late-tombstone: who leaves a key leaves a tombstone, whoever has taken it."""
+
+    async def settle(self, fragment: Fragment) -> list[Fragment]:
+        return [fragment]
+
+
 def _forgetful(world: World) -> Callable[..., Binder]:
     """Plants lost-notice: now and then nobody is told that a commit is bound."""
 
@@ -91,6 +100,7 @@ def planted(world: World, fault: str) -> Iterator[None]:
         "early-confirm": ("Binder", EagerBinder),
         "early-boundary": ("TopicWriter", EagerWriter),
         "lost-notice": ("Binder", _forgetful(world)),
+        "late-tombstone": ("Rivals", BlindRivals),
     }
     if fault not in places:
         yield

@@ -34,6 +34,7 @@ from tidemill.capture import (
 from tidemill.capture.attributes import Attribute, Attributes
 from tidemill.capture.changes import Relation, Row
 from tidemill.capture.config import CaptureConfig
+from tidemill.capture.others import Objection
 from tidemill.capture.publication import Entry, Note, Published
 from tidemill.capture.setup import ServerFacts, SlotState
 from tidemill.capture.tables import TableInfo
@@ -343,6 +344,10 @@ async def _nobody(wire: ServerWire, *_: object) -> None:
     await wire.server.asked()
 
 
+async def _rows_now(wire: ServerWire, *_: object) -> None:
+    raise AssertionError("rows of this world have different contents")
+
+
 async def _for_ever(*_: object) -> None:
     await asyncio.get_running_loop().create_future()
 
@@ -389,6 +394,8 @@ async def _publish(
     attempts: int,
     note: Note,
     settle: Container[int] = (),
+    asked: Note | None = None,
+    done: Callable[[int], None] = lambda _: None,
 ) -> Published:
     await wire.server.asked()
     failed = await wire.server.publish([table.oid for table in tables], settle)
@@ -446,6 +453,10 @@ def attributes(relation: Relation) -> Attributes:
     return Attributes(columns, len(columns), 0, "files")
 
 
+async def _objections(wire: ServerWire, config: CaptureConfig) -> dict[int, Objection]:
+    return {}
+
+
 async def _hazards(wire: ServerWire, publication: str, whole: bool) -> list[Any]:
     await wire.server.asked()
     return []
@@ -468,6 +479,7 @@ def answering(server: Server) -> Iterator[None]:
             (session, {
                 "Wire": connections, "check_server": _check_server, "own_session": _no_name, "watch_set_up": _for_ever,
                 "busy_walsender": _nobody, "ReplicationStream": Stream, "slot_state": _slot_state,
+                "rows_now": _rows_now,
             }),
             (locking, {"try_lock": _yes}),
             (descriptions, {"describe_after": _describe_after}),
@@ -476,9 +488,9 @@ def answering(server: Server) -> Iterator[None]:
             (prepare, {
                 "slot_state": _slot_state, "create_slot": _create_slot, "create_publication": _create_publication,
                 "publish": _publish, "published_tables": _published_tables, "list_tables": _list_tables,
-                "describe": _describe, "attributes_of": _attributes_of,
+                "describe": _describe, "attributes_of": _attributes_of, "objections": _objections,
             }),
-            (beside, {"published_tables": _published_tables}),
+            (beside, {"published_tables": _published_tables, "objections": _objections}),
             (mending, {"publish": _publish, "unpublish": _unpublish, "hazards": _hazards}),
             (looking, {"list_tables_unless": _list_tables_unless, "visible": _visible}),
             (watching, {"describe": _describe, "attributes_of": _attributes_of}),

@@ -19,7 +19,7 @@ from tidemill.base.tasks import Tasks
 from tidemill.capture.changes import Relation
 from tidemill.capture.machine import Capture
 from tidemill.capture.visibility import PgSnapshot
-from tidemill.shapes import table_shapes
+from tidemill.shapes import database as database_module
 from tidemill.shapes.budget import Budget
 from tidemill.shapes.compiling import Asked, compile_each
 from tidemill.shapes.consumer import TableConsumer
@@ -156,11 +156,11 @@ class Shapes:
         kind: Callable[..., TableShapes] = LateShapes if late else TableShapes
         self._tables = kind(ticking, LoopShare(ticking), BacklogLimits(), Compiler())
         self._handles = 0
-        with swapped(table_shapes, "PostgresSource", self._source):
+        with swapped(database_module, "PostgresSource", self._source):
             self._sink = self._tables.add("sim", DSN, capture.relations, store)
         capture.add_tap(self._sink)
 
-    def _source(self, dsn: str) -> ModelSource:
+    def _source(self, dsn: str, _: Callable[[], None]) -> ModelSource:
         self.source = ModelSource(self._db, dsn)
         return self.source
 

@@ -2,7 +2,8 @@
 
 Faults: every store fault; every node dies at any step; leases are short, so two believe to lead at once; an old
 manifest is proposed again late; the log refuses some manifests; a collection that a dead leader had begun ends
-after its death; in some worlds consensus is lost between two halves and the domain goes on from its bucket.
+after its death; in some worlds consensus fails over to a standby that is behind, and loses its newest commits; in some
+consensus is lost between two halves and the domain goes on from its bucket.
 Oracle: the log alone, replayed by the faultless rules, says what the rows are (`oracles.metastore`): after all
 leaders died and one came back they are exactly that, and those of a restore are exactly the manifest's. The
 history of each key is linearizable, outcomes never learned included; rows written together are read together;
@@ -13,10 +14,13 @@ Replay: python -m tidemill.sim --room metastore --seed K --trace
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
+
+import msgspec
 
 from tidemill.base.errors import Closed, Conflict, Fenced, Invalid, Unavailable, Unknown
 from tidemill.consensus import staterecords
@@ -65,6 +69,14 @@ class Shared:
         self.moments = 0
         self.refuses = world.source.choice((0, 0, 3, 5))
         self.options = drawn_options(world, fault)
+        self.moves = random.Random(f"moves {world.seed}")
+        """Of their own, so that the other worlds stay what they are."""
+        self.moves_back = fault == "moved-head" or (not fault and self.moves.random() < 0.25)
+        self.histories = 0
+        """How often commits were lost: what was called before says little about what is there after it."""
+        if self.moves_back:
+            # A standby is never as far behind as collection waits.
+            self.options = msgspec.structs.replace(self.options, gc_delay_ms=60_000)
 
     def value(self, size: int = 0) -> bytes:
         self.numbers += 1
@@ -73,6 +85,18 @@ class Shared:
     def moment(self) -> int:
         self.moments += 1
         return self.moments
+
+    def moved(self, rows: dict[bytes, Found], since: int) -> None:
+        """Consensus has `rows` again, as of the moment `since`. Writes that were not over then may land once more."""
+        self.histories += 1
+        self.flushed = []
+        for key, calls in self.calls.items():
+            self.initial[key] = rows.get(key, NO_ROW)
+            self.calls[key] = [
+                Call(call.client, ("put", cast("tuple[Any, ...]", call.operation)[-1]), self.moment())
+                for call in calls
+                if cast("tuple[str, ...]", call.operation)[0] != "read" and (not call.known or call.end > since)
+            ]
 
     def rule(self, state: DomainState, data: bytes, position: int, term: int, faults: Any = frozenset()) -> DomainState:
         """The log's own rules, and one more: some positions take no manifest. Every replica refuses the same ones."""
@@ -104,6 +128,7 @@ def drawn_options(world: World, fault: str) -> Options:
 
 async def run(world: World, fault: str = "") -> None:
     shared = Shared(world, fault)
+    world.blind = fault == "moved-head"
     with ExitStack() as stack:
         stack.enter_context(swapped(domain_module, "apply", shared.rule))
         stack.enter_context(swapped(gc_module, "PAUSE_MIN_S", 0.1))
@@ -161,6 +186,8 @@ async def half(shared: Shared, start: dict[bytes, Found]) -> dict[bytes, Found]:
         meanwhile = [crew.spawn(keep_up(shared, actor, stop)) for actor in actors]
         if source.random() < 0.6:
             meanwhile.append(crew.spawn(late_manifests(shared, stop)))
+        if shared.moves_back:
+            meanwhile.append(crew.spawn(fail_over(shared, start)))
         for _ in range(source.choice((0, 1, 2, 4))):
             await asyncio.sleep(source.uniform(0, 1.5))
             victim = source.choice(actors)
@@ -187,6 +214,8 @@ async def half(shared: Shared, start: dict[bytes, Found]) -> dict[bytes, Found]:
 async def keep_up(shared: Shared, actor: Actor[Domain], stop: asyncio.Future[None]) -> None:
     """A supervisor: what died is started again after a while."""
     while not stop.done():
+        if actor.up and actor.ended:
+            actor.crash()
         if not actor.up:
             await asyncio.sleep(shared.world.source.choice((0.0, 0.2, 1.0)))
             if not stop.done():
@@ -200,6 +229,7 @@ async def keep_up(shared: Shared, actor: Actor[Domain], stop: asyncio.Future[Non
 async def client(shared: Shared, actors: list[Actor[Domain]], name: str) -> None:
     source = shared.world.source
     seen: dict[bytes, Found] = {}
+    history = shared.histories
     for _ in range(source.randint(4, 12)):
         act = source.choice((read, read, write, write, swap, swap, pair, pair_read, flush))
         while True:
@@ -207,6 +237,9 @@ async def client(shared: Shared, actors: list[Actor[Domain]], name: str) -> None
             if not actor.up:
                 await asyncio.sleep(0.1)
                 continue
+            if shared.histories != history:
+                history = shared.histories
+                seen.clear()  # a client of this kind lives in a process that ended
             try:
                 await act(shared, actor, name, seen)
                 break
@@ -223,19 +256,24 @@ async def call(
 
     A connection that broke (Down) says nothing about a write, so it stands in the history as never learned.
     """
-    entry.start = shared.moment()
+    entry.start, history = shared.moment(), shared.histories
     shared.calls[key].append(entry)
     shared.world.trace(f"{entry.client} {actor.life} asks {entry.operation}")
     try:
         result = await actor.enter(work)
     except (Unavailable, Fenced, Closed):
-        shared.calls[key].remove(entry)
+        if shared.histories == history:
+            shared.calls[key].remove(entry)
         raise
     except (Unknown, Down):
         return None
     except Conflict as conflict:
+        if shared.histories != history:
+            return None
         current = cast("dict[bytes, Any]", conflict.current)
         result = ("conflict", found_of(current[key]))
+    if shared.histories != history:
+        return None
     match result:
         case ("ok", int()):
             learned: Any = "ok"
@@ -328,6 +366,19 @@ def row_model(state: Any, operation: Any) -> tuple[Any, Any]:
     raise AssertionError(f"unknown operation: {operation}")
 
 
+async def fail_over(shared: Shared, start: dict[bytes, Found]) -> None:
+    """Some times, consensus has the state of a moment ago."""
+    world, moves = shared.world, shared.moves
+    for _ in range(moves.choice((1, 1, 2))):
+        await asyncio.sleep(moves.uniform(0.05, 1.5))
+        standby, since = world.consensus.snapshot(), shared.moment()
+        await asyncio.sleep(moves.uniform(0.05, 1.0))
+        world.consensus.lose_commits(standby)
+        rows = Shadow(world.consensus.placed.get(LOG, []), shared.rule).rows(start)
+        shared.moved(rows, since)
+        world.trace(f"consensus failed over: head={standby.heads.get(LOG)}")
+
+
 # what else goes on ------------------------------------------------------------------------------
 
 
@@ -391,6 +442,9 @@ async def lose_consensus(shared: Shared, rows: dict[bytes, Found]) -> dict[bytes
     if name is None:
         return {}
     newest = await bucket.load(name.key)
+    if shared.moves_back and (newest.epoch, newest.last_seqno) not in before.persisted:
+        # Nothing was persisted since commits were lost: the newest manifest is of the history that is gone.
+        return {}
     domain = await Domain.open(
         world.consensus, world.objects, NAME, holder="restorer", clock=world.clock, rand=world.rand(),
         settings=DomainSettings(lease_ttl_ms=1_000, options=shared.options),

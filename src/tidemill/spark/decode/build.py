@@ -1,4 +1,4 @@
-"""Decoded columns → one command table: live rows, then deletions that carry their key columns only."""
+"""Decoded columns → one command table: live rows, then deletions with their key columns only; keys as S7 has them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tidemill.shards.front import TIME, ShardSchema
+from tidemill.shards.keys import normal_keys
 from tidemill.spark.decode.records import Records
 from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, command_schema
 
@@ -41,4 +42,4 @@ def command_table(
             below = absent[field.name] if field.name in absent else pa.nulls(gone, field.type)
             column = pa.concat_arrays([column, below])
         arrays.append(column)
-    return pa.Table.from_arrays(arrays, schema=target)
+    return normal_keys(pa.Table.from_arrays(arrays, schema=target), schema.key)

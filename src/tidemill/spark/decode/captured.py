@@ -28,8 +28,10 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from msgspec.structs import replace
 
 from tidemill.base.tasks import is_fault, sentence
+from tidemill.shards.floats import float32s
 from tidemill.shards.front import Column, ShardSchema
 from tidemill.shards.pgtypes import cast_text, parse_column
 from tidemill.shards.schema import TIMESTAMPS, arrow_type
@@ -110,7 +112,7 @@ class CapturedDecoder:
         self.table = table
         self._events = forms is not None
         self._forms = forms or {}
-        exact, partial = (_Carried(schema.key, self._forms, exact=exact) for exact in (True, False))
+        exact, partial = (_Carried(self._forms, exact=exact) for exact in (True, False))
         self._generations = Generations(schema, known, _NATIVE, exact, partial, self._forms, avro)
 
     def decode(self, records: Records) -> Captured:
@@ -325,9 +327,8 @@ class CapturedDecoder:
 class _Carried:
     """See objects.Dialect: columns as capture writes them."""
 
-    def __init__(self, key: Sequence[str], forms: Mapping[str, str], *, exact: bool) -> None:
+    def __init__(self, forms: Mapping[str, str], *, exact: bool) -> None:
         self.exact = exact
-        self._key = frozenset(key)
         self._forms = forms
 
     def read_as(self, column: Column, seen: bytes) -> pa.DataType:
@@ -351,8 +352,11 @@ class _Carried:
                     array = pc.if_else(pa.array(strange), None, array)
             return cast_text(array, column.type)
         if column.type in FLOATS:
-            odd |= strange_floats(array, of_key=column.name in self._key)
-        return array.cast(pa.float32(), safe=False) if column.type == "float32" else array
+            odd |= strange_floats(array)
+        if column.type == "float32":
+            array, beyond = float32s(array)
+            odd |= beyond
+        return array
 
 
 def _unusual(texts: pa.Array, *, moment: bool) -> Mask:
@@ -407,9 +411,17 @@ def _start_over(table: str) -> str:
 def _array(values: Sequence[Any], column: Column) -> pa.Array:
     if column.type not in _NATIVE:
         return parse_column(values, column)
+    kind = "float64" if column.type == "float32" else column.type
     if any(type(v) is str for v in values):  # NaN, Infinity, an oid: text where JSON has no number
-        return parse_column([None if v is None else _text(v) for v in values], column)
-    return pa.array(values, arrow_type(column.type))
+        found = parse_column([None if v is None else _text(v) for v in values], replace(column, type=kind))
+    else:
+        found = pa.array(values, arrow_type(kind))
+    if kind == column.type:
+        return found
+    narrow, beyond = float32s(found)
+    if beyond.any():
+        raise ValueError("beyond a float32")
+    return narrow
 
 
 def _text(value: object) -> str:

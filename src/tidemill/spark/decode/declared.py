@@ -10,6 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tidemill.shards.decimals import DIGITS
+from tidemill.shards.floats import float32s
 from tidemill.shards.front import Column
 from tidemill.shards.schema import TIMESTAMPS, arrow_type
 from tidemill.spark.decode.lines import Mask
@@ -44,7 +46,10 @@ class Declared:
     def read_as(self, column: Column, seen: bytes) -> pa.DataType:
         if column.type in _FORMS:
             return pa.int64() if column.type == "timestamp" and _NUMBER.match(seen) else pa.string()
-        return pa.float64() if column.type == "float32" else arrow_type(column.type)
+        kind = arrow_type(column.type)
+        if pa.types.is_decimal(kind):
+            return pa.decimal256(DIGITS, kind.scale)  # which holds every product of Arrow's reader: no number wraps
+        return pa.float64() if column.type == "float32" else kind
 
     def typed(self, column: Column, array: pa.Array, odd: Mask) -> pa.Array:
         if array.null_count and column.name in self._key:
@@ -54,10 +59,13 @@ class Declared:
                 return _millis(array, self._us_range, odd)
             return _moments(array, column.type, self._us_range, odd)
         if pa.types.is_decimal(array.type):
-            array.validate(full=True)  # Arrow's reader looks at the digits before it rescales, not at those after
+            return array.cast(arrow_type(column.type))
         if column.type in ("float32", "float64"):
-            odd |= strange_floats(array, of_key=column.name in self._key)
-        return array.cast(pa.float32(), safe=False) if column.type == "float32" else array
+            odd |= strange_floats(array)
+        if column.type == "float32":
+            array, beyond = float32s(array)
+            odd |= beyond
+        return array
 
 
 def _moments(texts: pa.Array, kind: str, us_range: tuple[int, int], odd: Mask) -> pa.Array:

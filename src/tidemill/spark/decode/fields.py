@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 
 from tidemill.base.tasks import is_fault, sentence
@@ -18,6 +19,10 @@ from tidemill.shards.front import Column
 from tidemill.shards.schema import arrow_type
 
 FLOATS = frozenset({"float32", "float64"})
+NESTED_MAX = 500
+"""A value nested deeper is refused. msgspec has a limit that depends on the stack of the caller, which differs between
+a driver and a task."""
+_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _MINUS_ZERO = re.compile(rb"-0\s*[,}]")
 
 ToArrow = Callable[[Sequence[Any], Column], pa.Array]
@@ -29,13 +34,20 @@ class RowDecoder(Protocol):
         ...
 
 
-def row_decoder(
-    columns: Sequence[Column], kinds: Mapping[str, Any], other: Any, *, exact: bool = False, key: Sequence[str] = ()
-) -> RowDecoder:
-    """`kinds`: column type → Python type. `exact`: an object has these columns, no other and none left out. `key`: the
-    columns in which the number -0 is 0 (see `strange_floats`)."""
+def check_nesting(data: bytes) -> None:
+    """Raises ValueError for JSON that is nested deeper than NESTED_MAX."""
+    if data.count(b"[") + data.count(b"{") <= NESTED_MAX:
+        return
+    text = np.frombuffer(_STRINGS.sub(b"", data), dtype=np.uint8) | 0x20  # [ and {, ] and } differ in this bit
+    steps = (text == ord("{")).astype(np.int32) - (text == ord("}"))
+    if int(steps.cumsum().max(initial=0)) > NESTED_MAX:
+        raise ValueError(f"nested deeper than {NESTED_MAX}")
+
+
+def row_decoder(columns: Sequence[Column], kinds: Mapping[str, Any], other: Any, *, exact: bool = False) -> RowDecoder:
+    """`kinds`: column type → Python type. `exact`: an object has these columns, no other and none left out."""
     plain = _plain_decoder(columns, kinds, other, exact)
-    signed = [(f"c{i}", c.name) for i, c in enumerate(columns) if c.type in FLOATS and c.name not in key]
+    signed = [(f"c{i}", c.name) for i, c in enumerate(columns) if c.type in FLOATS]
     return _SignedZeros(plain, signed) if signed else plain
 
 

@@ -57,8 +57,8 @@ class Generation:
             self.value = self.values = AvroReader(avro.row, self.columns, exact, forms)
             self.key = self.keys = AvroReader(avro.key, self.key_columns, some, forms, prefix(avro.key_id))
         else:
-            self.value = row_decoder(_as_numbers(self.columns, forms), kinds, str | None, exact=True, key=schema.key)
-            self.key = row_decoder(_as_numbers(self.key_columns, forms), kinds, str | None, key=schema.key)
+            self.value = row_decoder(_as_numbers(self.columns, forms), kinds, str | None, exact=True)
+            self.key = row_decoder(_as_numbers(self.key_columns, forms), kinds, str | None)
             self.values = ObjectReader(self.columns, exact)
             self.keys = ObjectReader(self.key_columns, some)
         self._wider = {c.name: c.type for c in schema.columns if c.name in here and here[c.name].type != c.type}

@@ -35,16 +35,28 @@ _BEFORE_VALUES[list(b":,[")] = True
 _SKIPPED = np.zeros(256, dtype=bool)
 _SKIPPED[list(b" \t\r\n-")] = True
 _SKIPPED_MAX = 64
+_MINUS, _E = b"-e"
+_DIGIT = np.zeros(256, dtype=bool)
+_DIGIT[list(b"0123456789")] = True
+_IN_NUMBERS = _DIGIT.copy()
+_IN_NUMBERS[list(b"+-.")] = True
+_BEFORE_NUMBERS = _BEFORE_VALUES.copy()
+_BEFORE_NUMBERS[list(b'" \t\r\n')] = True
+_ESCAPED = (b"2d", b"2D", b"45", b"65", *(b"3%d" % digit for digit in range(10)))
+_OF_NUMBERS = np.array([int.from_bytes(pair) for pair in _ESCAPED])
+"""What stands behind \\u00 of a minus, an E, an e and the digits."""
 _WORDS = (b"NaN", b"Inf")
 _QUOTE, _ESCAPE = b'"\\'
 _ESCAPES_MAX = 32
 
 
 class Lines:
-    """Objects that Arrow's reader may see: UTF-8, not too deep, without a number that is none. `places[i]` is the
-    record of line i, `left_out` those of the other values."""
+    """Objects that Arrow's reader may see: UTF-8, not too deep, without a number that is none; where it reads decimals,
+    without an exponent that it does not check. `places[i]` is the record of line i, `left_out` those of the other
+    values."""
 
-    def __init__(self, body: pa.Buffer, at: Places, sizes: Places, places: Places) -> None:
+    def __init__(self, body: pa.Buffer, at: Places, sizes: Places, places: Places, *, decimals: bool = False) -> None:
+        self._checks = (_not_text, _too_deep, _no_numbers, *((_small_exponents,) if decimals else ()))
         data = np.frombuffer(body, dtype=np.uint8)
         # A byte that is looked at for too short a value is anyone's, and does not count.
         good = (sizes >= 2) & (data[at] == _OPENING) & (data[at + sizes - 1] == _CLOSING)
@@ -69,19 +81,18 @@ class Lines:
 
     def _odd(self) -> Mask | None:
         """Which lines only the other reader may see; None where there are none."""
-        checks = (_not_text, _too_deep, _no_numbers)
-        found = [odd for odd in (check(self._text, self._offsets) for check in checks) if odd is not None]
+        found = [odd for odd in (check(self._text, self._offsets) for check in self._checks) if odd is not None]
         return np.logical_or.reduce(found) if found else None
 
 
-def stretches(body: pa.Buffer, at: Places, sizes: Places, places: Places) -> Iterator[Lines]:
+def stretches(body: pa.Buffer, at: Places, sizes: Places, places: Places, *, decimals: bool = False) -> Iterator[Lines]:
     """The values that begin at `at`, ascending, in order."""
     ends = at + sizes
     first, most = 0, -(-len(at) // max(1, -(-len(at) // LINES)))  # all of about one size
     while first < len(at):
         reached = int(np.searchsorted(ends, at[first] + SPAN_BYTES, side="right"))
         last = min(first + most, max(reached, first + 1))
-        yield Lines(body, at[first:last], sizes[first:last], places[first:last])
+        yield Lines(body, at[first:last], sizes[first:last], places[first:last], decimals=decimals)
         first = last
 
 
@@ -139,11 +150,34 @@ def _no_numbers(text: Bytes, offsets: Offsets) -> Mask | None:
     if not len(at):
         return None
     rows, before = _rows(offsets, at), at - 1  # within the row, whose first byte is none of those
-    odd = np.zeros(len(offsets) - 1, dtype=bool)
+    return _begun(text, rows, before, _BEFORE_VALUES, _SKIPPED, len(offsets) - 1)
+
+
+def _small_exponents(text: Bytes, offsets: Offsets) -> Mask | None:
+    """Rows with a number, or a text of one, that has an exponent of -10 or less: Arrow does not check the power of ten
+    that it looks up for a decimal (shards/decimals.py). A digit, e or - that is escaped in a string may be of one."""
+    last = len(text) - 1
+    small = np.flatnonzero(text == _MINUS) - 1  # no row begins with it
+    small = small[(text[small] | 0x20) == _E]
+    small = small[_DIGIT[text[np.minimum(small + 2, last)]] & _DIGIT[text[np.minimum(small + 3, last)]]]
+    odd = _begun(text, _rows(offsets, small), small - 1, _BEFORE_NUMBERS, _IN_NUMBERS, len(offsets) - 1)
+    escaped = _found(text, b"\\u00")
+    if len(escaped):
+        pairs = text[np.minimum(escaped + 4, last)].astype(np.uint16) << 8 | text[np.minimum(escaped + 5, last)]
+        odd = np.zeros(len(offsets) - 1, dtype=bool) if odd is None else odd
+        odd[_rows(offsets, escaped[np.isin(pairs, _OF_NUMBERS)])] = True
+    return odd if odd is not None and odd.any() else None
+
+
+def _begun(text: Bytes, rows: Places, before: Places, begins: Mask, skipped: Mask, count: int) -> Mask | None:
+    """Rows with one of `begins` before these places, behind any of `skipped`; where that takes long to say, too."""
+    odd = np.zeros(count, dtype=bool)
     for _ in range(_SKIPPED_MAX):
-        odd[rows[_BEFORE_VALUES[text[before]]]] = True
-        skipped = _SKIPPED[text[before]]
-        rows, before = rows[skipped], before[skipped] - 1
+        if not len(rows):
+            break
+        odd[rows[begins[text[before]]]] = True
+        go_on = skipped[text[before]]
+        rows, before = rows[go_on], before[go_on] - 1
     odd[rows] = True
     return odd if odd.any() else None
 

@@ -7,7 +7,8 @@ A line is one object for certain when it begins with { and ends with }: a string
 closing bracket no other one may open. Where the readers differ otherwise:
 
     a field twice, another type, a surrogate without its pair, a number out of range     refused by Arrow
-    NaN and Infinity, nesting that ends the other reader, bytes that are no UTF-8         looked for in the text
+    NaN and Infinity, nesting that ends the other reader, bytes that are no UTF-8,
+    exponents of decimals that Arrow does not check                                       looked for in the text
     a field that is left out, where that is not null                                     the text's quotes are counted
     what is particular to a column: a null key, a number that is not finite, …           looked for by the dialect
 """
@@ -37,7 +38,7 @@ REFUSALS = 16
 
 _ROW = re.compile(r"in row (\d+)$")
 _NULL = msgspec.Raw(b"null")
-_EXPONENT, _MINUS_ZERO = np.uint64(0x7FF0000000000000), np.uint64(1 << 63)
+_EXPONENT = np.uint64(0x7FF0000000000000)
 
 
 class Dialect(Protocol):
@@ -72,6 +73,7 @@ class ObjectReader:
     def __init__(self, columns: Sequence[Column], dialect: Dialect) -> None:
         self._columns = columns
         self._dialect = dialect
+        self._decimals = any(pa.types.is_decimal(dialect.read_as(column, b"")) for column in columns)
 
     def read(self, body: bytes, at: Places, sizes: Places, places: Places) -> tuple[list[Block], Places]:
         """(what was read, places that only the slow path may judge) of the values that lie at `at` in `body`; their
@@ -80,7 +82,7 @@ class ObjectReader:
             return [], places
         blocks: list[Block] = []
         slow = [places[:0]]
-        for lines in stretches(pa.py_buffer(body), at, sizes, places):
+        for lines in stretches(pa.py_buffer(body), at, sizes, places, decimals=self._decimals):
             slow.append(lines.left_out)
             if len(lines.places):
                 self._stretch(lines, blocks, slow)
@@ -174,16 +176,10 @@ def _fields_left_out(text: pa.Buffer, table: pa.Table) -> bool:
     return bool(quotes(np.frombuffer(text, dtype=np.uint8)) != 2 * strings)
 
 
-def strange_floats(array: pa.Array, *, of_key: bool) -> Mask:
-    """Which float64s are not finite, or −0 in a column of the key.
-
-    In PostgreSQL a key of −0 is that of 0, so the number -0 is 0 in a key's column for the other reader. Elsewhere both
-    readers keep the sign.
-    """
+def strange_floats(array: pa.Array) -> Mask:
+    """Which float64s are not finite."""
     bits = np.frombuffer(array.buffers()[1], dtype=np.uint64)[array.offset : array.offset + len(array)]
     found: Mask = (bits & _EXPONENT) == _EXPONENT
-    if of_key:
-        found |= bits == _MINUS_ZERO
     return found & bools(array.is_valid()) if array.null_count and found.any() else found
 
 

@@ -5,7 +5,8 @@ value    JSON object. A field that is absent or null is null; unknown fields are
 null     deletion of the record's key: the text itself for one string column, else JSON (a scalar for
          one column, an object for several)
 types    timestamp: RFC 3339 text (a zone has minutes; none = UTC) or integer milliseconds, years 1 to 9999;
-         timestamp_ntz: such text without a zone; date: ISO 8601 text; decimal: number or text, exact within its scale
+         timestamp_ntz: such text without a zone; date: ISO 8601 text; decimal: number or text, exact within its scale;
+         json: any JSON value, as its text in the record
 
 Whatever reading one record raises, of whatever type, makes that record a dead letter and harms no other.
 """
@@ -22,11 +23,13 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.base.tasks import is_fault, sentence
+from tidemill.shards.decimals import of_decimals
+from tidemill.shards.floats import float32s
 from tidemill.shards.front import Column, ShardSchema
 from tidemill.shards.schema import arrow_type
 from tidemill.spark.decode.build import command_table
 from tidemill.spark.decode.declared import Declared
-from tidemill.spark.decode.fields import columns_of_rows, row_decoder
+from tidemill.spark.decode.fields import check_nesting, columns_of_rows, row_decoder
 from tidemill.spark.decode.letters import Letter, letter_table
 from tidemill.spark.decode.lines import Places
 from tidemill.spark.decode.objects import Block, ObjectReader, in_order, texts_as_they_are
@@ -56,8 +59,9 @@ _FIELDS: dict[str, Any] = {
     "date": datetime.date | None,
     "timestamp": datetime.datetime | int | None,
     "timestamp_ntz": Annotated[datetime.datetime, msgspec.Meta(tz=False)] | None,
-    "json": msgspec.Raw | None,
+    "json": msgspec.Raw,
 }
+_NULLS = (None, msgspec.Raw(b"null"))
 
 
 class StreamDecoder:
@@ -66,8 +70,8 @@ class StreamDecoder:
         self._columns = schema.columns
         self._key_at = [i for i, c in enumerate(schema.columns) if c.name in schema.key]
         self._key_columns = [schema.columns[i] for i in self._key_at]
-        self._value = row_decoder(schema.columns, _FIELDS, Decimal | None, key=schema.key)
-        self._key = row_decoder(self._key_columns, _FIELDS, Decimal | None, key=schema.key)
+        self._value = row_decoder(schema.columns, _FIELDS, Decimal | None)
+        self._key = row_decoder(self._key_columns, _FIELDS, Decimal | None)
         self._one_key = len(self._key_columns) == 1
         dialect = Declared(schema.key, (FIRST_US, LAST_US))
         self._objects = ObjectReader(schema.columns, dialect) if Declared.reads(schema.columns) else None
@@ -91,8 +95,9 @@ class StreamDecoder:
             value = columns.value(at)
             try:
                 if value is not None:
+                    check_nesting(value)
                     row = self._value.decode(value)
-                    if any(getattr(row, name) is None for name in key_fields):
+                    if any(getattr(row, name) in _NULLS for name in key_fields):
                         raise _Unreadable("a key column is null or absent")
                     rows.append(row)
                     live_at.append(at)
@@ -133,8 +138,9 @@ class StreamDecoder:
                 raise _Unreadable("the key of a deletion is not UTF-8") from error
         elif self._one_key and not key.lstrip().startswith(b"{"):
             key = b"{" + msgspec.json.encode(name) + b":" + key + b"}"
+        check_nesting(key)
         found = self._key.decode(key)
-        if any(getattr(found, f"c{i}") is None for i in range(len(self._key_columns))):
+        if any(getattr(found, f"c{i}") in _NULLS for i in range(len(self._key_columns))):
             raise _Unreadable("a key column of a deletion is null or absent")
         return found
 
@@ -151,9 +157,17 @@ def _array(values: Sequence[Any], column: Column) -> pa.Array:
     if column.type == "timestamp":
         micros = [None if v is None else _timestamp_us(v) for v in values]
         return pa.array(micros, pa.int64()).cast(arrow_type(column.type))
+    kind = arrow_type(column.type)
     if column.type == "json":
-        return pa.array([None if v is None else bytes(v).decode() for v in values], pa.string())
-    return pa.array(values, arrow_type(column.type))
+        return pa.array([None if v in _NULLS else bytes(v).decode() for v in values], pa.string())
+    if pa.types.is_decimal(kind):
+        return of_decimals(values, kind)
+    if pa.types.is_float32(kind):
+        found, beyond = float32s(pa.array(values, pa.float64()))
+        if beyond.any():
+            raise ValueError("beyond a float32")
+        return found
+    return pa.array(values, kind)
 
 
 def _timestamp_us(value: datetime.datetime | int) -> int:

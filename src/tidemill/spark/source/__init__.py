@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, DataSourceWriter
 
 from tidemill.base.errors import Invalid
+from tidemill.spark.python import check_python
 from tidemill.spark.source.batch import ShardReader, shard_schema
 from tidemill.spark.source.catalogue import keep_options, table_options
 from tidemill.spark.source.changes import META, ChangesReader
@@ -38,7 +39,11 @@ __all__ = ["DESCRIPTOR_COLUMNS", "TidemillSource", "register"]
 
 
 def register(spark: SparkSession, objects: str = "", consensus: str = "") -> None:
-    """Give the session the URLs of a cluster once, so that its reads need not name one."""
+    """Give the session the URLs of a cluster once, so that its reads need not name one.
+
+    Raises Invalid where the Python that Spark runs has no tidemill.
+    """
+    check_python(spark)
     given = {key: value for key, value in (("objects", objects), ("consensus", consensus)) if value}
 
     class Configured(TidemillSource):  # travels to workers by value, so its URLs do too

@@ -11,6 +11,7 @@ import pyarrow as pa
 from tidemill.base.errors import Invalid
 from tidemill.shards.front import TIME, ShardSchema
 from tidemill.shards.hashing import hash_rows
+from tidemill.shards.keys import normal_keys
 from tidemill.shards.rows import Mask, one_chunk, rows_at, shown
 from tidemill.spark.upsert.arrays import group_by_key
 from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, Commands, command_schema
@@ -19,12 +20,13 @@ from tidemill.spark.upsert.runs import Run
 
 
 def distinct(schema: ShardSchema, rows: pa.Table) -> Run:
-    """Rows of any columns beside the key's, by hash. Raises Invalid: a key is null, or comes twice."""
+    """Rows of any columns beside the key's, by hash; keys as S7 has them. Raises Invalid: a key is null, or comes
+    twice."""
     key = schema.key
     for name in key:
         if rows.column(name).null_count:
             raise Invalid(f"a key column is null: column={name}.", fix="Filter such rows out, or give a value.")
-    rows = one_chunk(rows)
+    rows = one_chunk(normal_keys(rows, key))
     hashes = hash_rows(rows, key)
     order, starts = group_by_key(rows, hashes, key)
     if not starts.all():

@@ -67,6 +67,8 @@ class Mirror:
         self.upper = upper
         self.runs: list[Run] = []
         self.merges = 0
+        self._saved: dict[str, int] = {}
+        """Files that the manifest on disk names, and their bytes: others may open them until the next `save`."""
         self._hasher = hasher
         self._directory = directory
         self._columns: list[str] = contents_schema(schema).names
@@ -169,7 +171,7 @@ class Mirror:
         path = self._new_file()
         try:
             write_pieces(self.schema, pieces, path)
-            run = open_run(self.schema, path)
+            run = open_run(self.schema, path, verify=False)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
@@ -256,6 +258,17 @@ class Mirror:
             merged = merge(self.schema, old, drop_absent=first == 0, path=self._new_file() if large else None)
             self.runs[first:] = [merged] if len(merged) else []
             self.merges += 1
+            for gone in old:
+                if gone.path is not None and gone.path.name not in self._saved:
+                    gone.path.unlink(missing_ok=True)
+
+    @property
+    def outdated(self) -> bool:
+        """Merged files that the manifest keeps weigh as much as half of what lives: time for `save`, which deletes
+        them. So the directory holds at most the runs, half as much again, and SPILL_BYTES."""
+        mine = {run.path.name for run in self.runs if run.path is not None}
+        stale = sum(size for name, size in self._saved.items() if name not in mine)
+        return stale > max(SPILL_BYTES, sum(run.size_bytes for run in self.runs if run.path is not None) // 2)
 
     def _due(self) -> int | None:
         """Index of the oldest run to merge with all newer ones, or None: few runs, none much rewritten."""
@@ -296,6 +309,7 @@ class Mirror:
         fresh = self._directory / f"{MANIFEST}.new"
         fresh.write_bytes(msgspec.json.encode(manifest))
         fresh.replace(self._directory / MANIFEST)
+        self._saved = {run.path.name: run.path.stat().st_size for run in self.runs if run.path is not None}
         self.sweep()
 
     def sweep(self) -> None:
@@ -311,6 +325,7 @@ class Mirror:
         saved = _read_manifest(self._directory)
         if saved is not None and not {path.name for path in gone}.isdisjoint(name for name, _ in saved.runs):
             (self._directory / MANIFEST).unlink(missing_ok=True)
+            self._saved = {}
         for path in gone:
             path.unlink(missing_ok=True)
 
@@ -333,7 +348,8 @@ class Mirror:
                 mirror.runs.append(
                     open_run(schema, path) if old == schema else renew_run(old, schema, path, mirror._new_file())
                 )
-        except Corrupt:
+            mirror._saved = {name: (directory / name).stat().st_size for name, _ in manifest.runs}
+        except (Corrupt, OSError):
             return None
         if [len(run) for run in mirror.runs] != [rows for _, rows in manifest.runs]:
             return None

@@ -8,16 +8,21 @@ may be in several chunks; none ends between two rows of one hash.
            the shard's columns, an Arrow IPC file without compression, filled up to 8 bytes
            hash of each row, uint64
            is it live, one byte a row
-           bytes of the first section, rows, FORM: 8 bytes each
+           bytes of the first section, rows, CRC32C of all before these three, FORM: 8 bytes each
 
-           Little-endian. It is a cache of one machine: a file of another form is made anew.
+           Little-endian. It is a cache of one machine: a file of another form, or a damaged one, is built again.
+
+    The checksum is verified when a process opens a file of an earlier one and before a merge reads it whole. Between
+    these the mapped pages are trusted as memory is: a look-up touches a few of them.
 """
 
 from __future__ import annotations
 
+import mmap
 import shutil
 import struct
 import tempfile
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -25,6 +30,7 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.base.errors import Corrupt
+from tidemill.shards.checksums import checksum
 from tidemill.shards.evolution import under
 from tidemill.shards.front import ShardSchema
 from tidemill.shards.hashing import U64
@@ -32,8 +38,10 @@ from tidemill.shards.rows import Index, Mask, one_chunk, rows_at, rows_equal
 from tidemill.shards.schema import contents_schema
 from tidemill.spark.upsert.arrays import exact_keys, group_by_key
 
-FORM = b"tm-run-2"
-_END = struct.Struct("<QQ8s")
+FORM = b"tm-run-3"
+_END = struct.Struct("<QQQ8s")
+
+FIX = "It is a cache, and is built again from the table: check the disk."
 
 PIECE_ROWS = 64 << 10
 """Runs are merged so many rows at a time: what a piece needs stays in the cache, and memory holds one."""
@@ -115,12 +123,16 @@ class Run:
 def merge(schema: ShardSchema, runs: Sequence[Run], *, drop_absent: bool, path: Path | None = None) -> Run:
     """One run with the newest state of every key; `runs` newest first. `drop_absent` when none is older.
 
-    Piece by piece, each a range of hashes; with a path into that file, so that memory holds one piece.
+    Piece by piece, each a range of hashes; with a path into that file, so that memory holds one piece. Raises Corrupt
+    when the file of a run is damaged.
     """
+    for run in runs:
+        if run.path is not None and run.path.exists():  # what was deleted under us is still mapped
+            verify_run(run.path)
     pieces = (_merged(schema, piece, drop_absent) for piece in pieces_of(runs))
     if path is not None:
         write_pieces(schema, pieces, path)
-        return open_run(schema, path)
+        return open_run(schema, path, verify=False)
     found = list(pieces)
     rows = pa.concat_tables([piece.rows for piece in found])
     return Run(rows, np.concatenate([p.hashes for p in found]), np.concatenate([p.live for p in found]))
@@ -156,7 +168,7 @@ def _merged(schema: ShardSchema, runs: Sequence[Run], drop_absent: bool) -> Run:
 def write_run(schema: ShardSchema, run: Run, path: Path) -> Run:
     """Store a run and return it memory-mapped. Not synced: a mirror is a cache."""
     write_pieces(schema, [run], path)
-    return open_run(schema, path)
+    return open_run(schema, path, verify=False)
 
 
 def write_pieces(schema: ShardSchema, pieces: Iterable[Run], path: Path) -> None:
@@ -165,7 +177,7 @@ def write_pieces(schema: ShardSchema, pieces: Iterable[Run], path: Path) -> None
     with (
         tempfile.TemporaryFile(dir=path.parent) as hashes,
         tempfile.TemporaryFile(dir=path.parent) as live,
-        path.open("wb") as file,
+        path.open("w+b") as file,
     ):
         with pa.ipc.new_file(file, target) as writer:
             for piece in pieces:
@@ -179,7 +191,10 @@ def write_pieces(schema: ShardSchema, pieces: Iterable[Run], path: Path) -> None
         for section in (hashes, live):
             section.seek(0)
             shutil.copyfileobj(section, file, 1 << 20)
-        file.write(_END.pack(size_bytes, count, FORM))
+        file.flush()
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
+            crc = checksum(whole)
+        file.write(_END.pack(size_bytes, count, crc, FORM))
 
 
 def renew_run(old: ShardSchema, schema: ShardSchema, path: Path, into: Path) -> Run:
@@ -194,21 +209,54 @@ def renew_run(old: ShardSchema, schema: ShardSchema, path: Path, into: Path) -> 
     return open_run(schema, into)
 
 
-def open_run(schema: ShardSchema, path: Path) -> Run:
-    """Map a stored run. Raises Corrupt when the file is not one of this schema."""
+def verify_run(path: Path) -> None:
+    """Raises Corrupt unless the file holds what was written. Reads all of it."""
     try:
         data = pa.memory_map(str(path), "rb").read_buffer()
-        size_bytes, count, form = _END.unpack(data[-_END.size :])
+        crc = _END.unpack(data[-_END.size :])[2]
+    except (OSError, struct.error, pa.ArrowException) as error:
+        raise Corrupt(f"mirror run is unreadable: path={path} ({error}).", fix=FIX) from error
+    if (computed := checksum(data[: -_END.size])) != crc:
+        raise Corrupt(
+            f"mirror run is damaged: path={path} stored_crc32c={crc:08x} computed_crc32c={computed:08x}.", fix=FIX
+        )
+
+
+_verified: OrderedDict[tuple[str, int, int], None] = OrderedDict()
+"""Path, inode and time of files that this process has verified: a task opens the same mirror at every step."""
+VERIFIED_MAX = 1024
+
+
+def _verify_once(path: Path) -> None:
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise Corrupt(f"mirror run is unreadable: path={path} ({error}).", fix=FIX) from error
+    identity = str(path), found.st_ino, found.st_mtime_ns
+    if identity not in _verified:
+        verify_run(path)
+        _verified[identity] = None
+        if len(_verified) > VERIFIED_MAX:
+            _verified.popitem(last=False)
+
+
+def open_run(schema: ShardSchema, path: Path, *, verify: bool = True) -> Run:
+    """Map a stored run; `verify`: another process wrote it. Raises Corrupt: it is damaged, or of another schema."""
+    if verify:
+        _verify_once(path)
+    try:
+        data = pa.memory_map(str(path), "rb").read_buffer()
+        size_bytes, count, _, form = _END.unpack(data[-_END.size :])
         hashes_at = size_bytes + -size_bytes % 8
         live_at = hashes_at + 8 * count
         if form != FORM or data.size != live_at + count + _END.size:
-            raise Corrupt(f"mirror run has another form: path={path}.", fix="It is a cache: delete it.")
+            raise Corrupt(f"mirror run has another form: path={path}.", fix=FIX)
         table = pa.ipc.open_file(data.slice(0, size_bytes)).read_all()
         rows = table.select(contents_schema(schema).names).cast(contents_schema(schema))
         hashes = np.frombuffer(data, dtype=np.uint64, count=count, offset=hashes_at)
         live = np.frombuffer(data, dtype=bool, count=count, offset=live_at)
         if rows.num_rows != count:
-            raise Corrupt(f"mirror run is cut off: path={path}.", fix="It is a cache: delete it.")
+            raise Corrupt(f"mirror run is cut off: path={path}.", fix=FIX)
         return Run(rows, hashes, live, path)
     except (OSError, struct.error, pa.ArrowException, KeyError) as error:
-        raise Corrupt(f"mirror run is unreadable: path={path} ({error}).", fix="It is a cache: delete it.") from error
+        raise Corrupt(f"mirror run is unreadable: path={path} ({error}).", fix=FIX) from error

@@ -1,6 +1,7 @@
 """Staging: the rows of a task, sorted by hash, in chunks that a commit reads by hash range.
 
-    object   chunk ‖ chunk ‖ …    each an Arrow IPC stream, lz4: the DataFrame's columns, `_live` bool, `_hash` uint64
+    object   chunk ‖ chunk ‖ …    each an Arrow IPC stream, lz4: the DataFrame's columns, `_live` bool, `_hash` uint64;
+                                  sealed: its CRC32C behind it
 
 A chunk holds the rows of one of `count` equal hash ranges, `count` a power of two, so that ranges nest: whoever reads
 one of any number of them reads no more of an object than it needs. Small ones travel in the message itself.
@@ -16,6 +17,7 @@ import pyarrow as pa
 
 from tidemill.base.errors import Corrupt, Invalid
 from tidemill.base.limits import INLINE_PART_BYTES, MIB
+from tidemill.shards.checksums import sealed, unsealed
 from tidemill.shards.front import HASH
 from tidemill.shards.hashing import bucket_of, hash_rows
 from tidemill.shards.rows import Index, one_chunk, rows_at, to_mask
@@ -129,11 +131,13 @@ def _encoded(rows: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, rows.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
         writer.write_table(rows)
-    return bytes(sink.getvalue().to_pybytes())
+    return sealed(sink.getvalue())
 
 
 def _decoded(data: bytes, staged: Staged) -> pa.Table:
+    where = f"object={staged.object_key or 'inline'}"
+    body = unsealed(data, f"staged chunk: {where}")
     try:
-        return pa.ipc.open_stream(data).read_all()
+        return pa.ipc.open_stream(pa.py_buffer(body)).read_all()
     except (pa.ArrowException, OSError) as error:
-        raise Corrupt(f"staged rows are unreadable: object={staged.object_key or 'inline'} ({error}).") from error
+        raise Corrupt(f"staged rows are unreadable: {where} ({error}).") from error

@@ -18,7 +18,8 @@ def conform(pending: Pending, config: TopicConfig, now_ms: int) -> None:
         )
     if config.append_time:
         pending.stamp(now_ms)
-    elif pending.max_timestamp_ms - config.ahead_max_ms > now_ms:
+    elif pending.max_timestamp_ms - config.ahead_max_ms > now_ms and not config.captured:
+        # A captured record has the time of its commit: the database's clock may not stop its capture.
         raise InvalidTimestamp(
             f"a record's time is too far ahead: timestamp_ms={pending.max_timestamp_ms}"
             f" message.timestamp.after.max.ms={config.ahead_max_ms}."

@@ -1,0 +1,60 @@
+"""A host and a port as configuration, command line and URLs write them: `host:port`, `[IPv6]:port` (RFC 3986)."""
+
+from __future__ import annotations
+
+import socket
+from ipaddress import ip_address
+from typing import NamedTuple
+
+PORT_MAX = 65535
+
+
+class Address(NamedTuple):
+    """`host` has no brackets: sockets, certificates and Kafka's metadata take it as it is."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Raises ValueError with the way to write it."""
+        host, _, port = text.rpartition(":")
+        bracketed = host.startswith("[") and host.endswith("]")
+        bare = host[1:-1] if bracketed else host
+        if not bare or not port.isascii() or not port.isdigit() or int(port) > PORT_MAX:
+            raise ValueError("write it as host:port, e.g. 127.0.0.1:8600 or [::1]:8600")
+        if bracketed != (":" in bare) or "[" in bare or "]" in bare:
+            raise ValueError("write an IPv6 address in brackets, e.g. [::1]:8600")
+        return cls(bare, int(port))
+
+    def __str__(self) -> str:
+        return f"{bracketed(self.host)}:{self.port}"
+
+    @property
+    def family(self) -> socket.AddressFamily:
+        return socket.AF_INET6 if ":" in self.host else socket.AF_INET
+
+    @property
+    def is_wildcard(self) -> bool:
+        """True for an address to listen at that no client can connect to."""
+        try:
+            return ip_address(self.host).is_unspecified
+        except ValueError:
+            return False
+
+    @property
+    def is_loopback(self) -> bool:
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+def bracketed(host: str) -> str:
+    """The host as a URL has it."""
+    return f"[{host}]" if ":" in host else host
+
+
+def bare(host: str) -> str:
+    """A host that may be written in brackets, without them."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host

@@ -1,0 +1,44 @@
+"""The rows that a table has now under some primary keys, in the text of the stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tidemill.capture.changes import Relation, Row
+from tidemill.capture.wire.connection import SqlRow, Wire, identifier, literal, scope
+
+ASKED_AT_ONCE = 500
+LOCK_TIMEOUT_MS = 1_000
+
+
+async def rows_now(wire: Wire, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
+    """One for each of `rows`, by its key; None where the table has none. Raises SqlError, Invalid or Missing when the
+    table cannot be read as `relation` describes it, or its lock cannot be had just now."""
+    found: list[Row | None] = []
+    for at in range(0, len(rows), ASKED_AT_ONCE):
+        found += await _some(wire, relation, rows[at : at + ASKED_AT_ONCE])
+    return found
+
+
+async def _some(wire: Wire, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
+    keys, names = relation.key_columns, [column.name for column in relation.columns]
+    asked = ", ".join(
+        f"({number}, {', '.join(literal(row[c.name] or '') for c in keys)})" for number, row in enumerate(rows)
+    )
+    columns = ", ".join(f"t.{identifier(c.name)}::{c.type_name}" for c in relation.columns)
+    same = " AND ".join(f"t.{identifier(c.name)} = k.k{n}::{c.type_name}" for n, c in enumerate(keys))
+    await wire.query("BEGIN READ ONLY")
+    try:
+        await wire.query(f"SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}")
+        kind = await wire.value(f"SELECT relkind FROM pg_class WHERE oid = {relation.oid}")
+        table = scope(relation.schema, relation.table, partitioned=kind == "p")
+        answered = await wire.query(
+            f"SELECT k.number, {columns} FROM (VALUES {asked})"
+            f" AS k(number, {', '.join(f'k{n}' for n in range(len(keys)))}) JOIN {table} t ON {same}"
+        )
+    finally:
+        await wire.query("ROLLBACK")
+    by_number: dict[int, SqlRow] = {int(answer[0] or 0): answer[1:] for answer in answered}
+    return [
+        dict(zip(names, by_number[number], strict=True)) if number in by_number else None for number in range(len(rows))
+    ]

@@ -1,0 +1,200 @@
+"""`tidemill doctor --deep --contents`: every stored byte is read and compared with its checksum.
+
+    tables   the parts of each shard, inline ones too: of its log in consensus, else of the rows of the checkpoint
+    l0       footer, and every record batch of every region
+    l1       footer, indexes, and every record batch of every region
+
+Blocks of the metastore's files, manifests and rollups are read by the deep check itself. A part that was written before
+parts had checksums is decoded. What was collected under the walk is no finding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import TypeVar
+
+import crc32c
+import pyarrow as pa
+
+from tidemill.base.errors import Corrupt, Invalid, Missing
+from tidemill.consensus.api import Consensus
+from tidemill.metastore.findings import Findings, RowSource
+from tidemill.metastore.rows import SHARD_BATCHES
+from tidemill.objects.store import Buffer, ObjectMeta, ObjectStore
+from tidemill.shards.checksums import open_part
+from tidemill.shards.codec import decode_batch
+from tidemill.shards.front import Batch, Part
+from tidemill.shards.machine import shard_replica
+from tidemill.shards.open import created_shards
+from tidemill.topics.batch import parse_header
+from tidemill.topics.batch.header import CRC_START
+from tidemill.topics.l0 import format as l0
+from tidemill.topics.l1 import format as l1
+
+T = TypeVar("T")
+
+AT_ONCE = 4
+"""Objects read at once; memory holds so many, of parts and L0 objects whole."""
+READ_BYTES = 8 << 20
+"""Of an L1 region read at once, but for a larger batch."""
+FIX = "Bring the object back from a copy of the bucket; what refers to it cannot be read until then."
+
+
+async def check_contents(
+    objects: ObjectStore, findings: Findings, consensus: Consensus | None, rows: RowSource | None
+) -> None:
+    """`consensus`: where the state of shards is; None = `rows` say it. Raises Unavailable; damage is a finding."""
+    if consensus is not None:
+        await _shards(consensus, objects, findings)
+    elif rows is not None:
+        await _parts(objects, findings, "", [batch async for batch in _batches_of(rows)])
+    await _listed(objects, findings, l0.PREFIX, "L0 object", _check_l0)
+    await _listed(objects, findings, "l1/", "L1 object", _check_l1)
+
+
+# tables -----------------------------------------------------------------------------------------------
+
+
+async def _shards(consensus: Consensus, objects: ObjectStore, findings: Findings) -> None:
+    for create in await created_shards(consensus):
+        replica = shard_replica(consensus, create.shard_id)
+        try:
+            await replica.catch_up()
+            if replica.state is None:
+                continue
+            for key in await _parts(objects, findings, f"table {create.name}", replica.state.batches):
+                await replica.catch_up()
+                if any(part.object_key == key for batch in replica.state.batches for part in batch.parts):
+                    findings.add(f"table {create.name}", key, "the object is missing", FIX)
+        except Corrupt:
+            continue  # its log is a finding of `logcheck`
+
+
+async def _batches_of(rows: RowSource) -> AsyncIterator[Batch]:
+    async for keys, values in rows.prefix(SHARD_BATCHES.prefix()):
+        for key, value in zip(keys, values, strict=True):
+            try:
+                yield decode_batch(SHARD_BATCHES.decode(key, value).batch)
+            except (Corrupt, Invalid):
+                continue  # a finding of `rowcheck`
+
+
+async def _parts(objects: ObjectStore, findings: Findings, subject: str, batches: Iterable[Batch]) -> list[str]:
+    """Keys of parts that are not there."""
+    missing: list[str] = []
+    parts = [part for batch in batches for part in batch.parts]
+
+    async def check(part: Part) -> None:
+        try:
+            data = await objects.get(part.object_key) if part.object_key else part.inline
+            await asyncio.to_thread(_check_part, part, data)
+        except Missing:
+            missing.append(part.object_key)
+        except Corrupt as error:
+            findings.add(subject or "table", part.object_key or "inline part", error.message.rstrip("."), FIX)
+        findings.walked["parts"] += 1
+        findings.walked["part bytes"] += part.size_bytes
+        findings.progress(f"contents of {subject or 'tables'}", findings.walked["parts"], 0)
+
+    await _each(parts, check)
+    return missing
+
+
+def _check_part(part: Part, data: Buffer) -> None:
+    """Raises Corrupt."""
+    try:
+        file = open_part(part, data)
+        rows = file.metadata.num_rows if part.crc >= 0 else file.read(use_threads=False).num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise Corrupt(f"part is unreadable: object={part.object_key or 'inline'} ({error}).") from error
+    if rows != part.rows:
+        raise Corrupt(f"part has other rows: object={part.object_key or 'inline'} rows={rows} want={part.rows}.")
+
+
+# topics -----------------------------------------------------------------------------------------------
+
+Check = Callable[[ObjectStore, ObjectMeta], Awaitable[None]]
+
+
+async def _listed(objects: ObjectStore, findings: Findings, prefix: str, what: str, check: Check) -> None:
+    found = [meta async for meta in objects.list(prefix)]
+
+    async def one(meta: ObjectMeta) -> None:
+        try:
+            await check(objects, meta)
+        except Missing:
+            return  # collected meanwhile; what refers to one that is not there is a finding of `objectcheck`
+        except Corrupt as error:
+            findings.add(what, meta.key, error.message.rstrip("."), FIX)
+        findings.walked[f"{what}s"] += 1
+        findings.walked[f"{what.split()[0]} bytes"] += meta.size_bytes
+        findings.progress(f"contents of {what}s", findings.walked[f"{what}s"], len(found))
+
+    await _each(found, one)
+
+
+async def _check_l0(objects: ObjectStore, meta: ObjectMeta) -> None:
+    data = memoryview(await objects.get(meta.key))
+    for region in l0.decode_footer(data):
+        where = f"partition={region.topic_id}/{region.partition}"
+        at, end = region.position, region.position + region.length
+        while at < end:
+            at += _check_batch(data[at:end], where, at)
+
+
+async def _check_l1(objects: ObjectStore, meta: ObjectMeta) -> None:
+    tail: Buffer = b""
+    while isinstance(footer := l1.parse_tail(tail, meta.size_bytes), int):
+        tail = await objects.get(meta.key, meta.size_bytes - len(tail) - footer)
+    for region in footer.regions:
+        where = f"partition={footer.topic_id}/{region.partition}"
+        stored = await objects.get(meta.key, region.index_byte, region.index_byte + region.index_bytes)
+        index = l1.decode_index(stored, region)
+        ends = (index.starts + index.sizes).tolist()
+        first = 0
+        while first < len(index):
+            start = int(index.starts[first])
+            last = first
+            while last + 1 < len(index) and ends[last + 1] - start <= READ_BYTES:
+                last += 1
+            read = await objects.get(meta.key, region.first_byte + start, region.first_byte + ends[last])
+            view = memoryview(read)
+            for number in range(first, last + 1):
+                at = int(index.starts[number]) - start
+                batch = view[at : at + int(index.sizes[number])]
+                place = region.first_byte + start + at
+                if _check_batch(batch, where, place) != len(batch):
+                    raise Corrupt(f"record batch has another size than its index says: {where} byte={place}.")
+                if parse_header(batch).base_offset != int(index.bases[number]):
+                    raise Corrupt(f"record batch has another offset than its index says: {where} byte={place}.")
+            first = last + 1
+
+
+def _check_batch(data: memoryview, where: str, byte: int) -> int:
+    """Size of the batch that `data` begins with. Raises Corrupt."""
+    try:
+        header = parse_header(data)
+    except Invalid as error:
+        raise Corrupt(f"record batch is unreadable: {where} byte={byte} ({error.message}).") from error
+    size = header.size_bytes
+    if not CRC_START < size <= len(data):
+        raise Corrupt(f"record batch has an impossible size: {where} byte={byte} bytes={size}.")
+    computed = crc32c.crc32c(data[CRC_START:size])
+    if computed != header.crc:
+        raise Corrupt(
+            f"record batch is damaged: {where} byte={byte} stored_crc32c={header.crc:08x} "
+            f"computed_crc32c={computed:08x}."
+        )
+    return size
+
+
+async def _each(items: Iterable[T], check: Callable[[T], Awaitable[None]]) -> None:
+    """All of them, AT_ONCE at a time."""
+    left = iter(items)
+
+    async def some() -> None:
+        for item in left:
+            await check(item)
+
+    await asyncio.gather(*(some() for _ in range(AT_ONCE)))

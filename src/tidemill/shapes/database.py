@@ -1,0 +1,148 @@
+"""One captured database as its shapes see it: which relations are captured, how they look, and what its capture says of
+tables that are not among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, Protocol
+
+from tidemill.capture.changes import Relation
+from tidemill.capture.standing import Standing
+from tidemill.shapes.consumer import same_layout
+from tidemill.shapes.describe import TableColumns
+from tidemill.shapes.old_rows import OldRows
+from tidemill.shapes.postgres_source import Outdated, PostgresSource
+from tidemill.shapes.rows import RowWriter
+from tidemill.shapes.shape import Replica
+from tidemill.shapes.sink import ShapeSink
+from tidemill.shapes.store.store import ShapeStore
+
+Relations = Callable[[], Iterable[Relation]]
+
+UNLIKE_S = 30.0
+"""A capture finds out within so long that a table has other columns; one that does not carries some of them only."""
+
+SHOWN_KEPT = 1_000
+"""Ways in which shapes show their tables, of one database, that those which come find made."""
+
+
+class Seeker(Protocol):
+    """The capture, asked for what its next poll would find."""
+
+    async def sought(self, schema: str, table: str, timeout_s: float) -> bool:
+        """True once the table is captured, False when it is not going to be. Raises Unavailable when that is not known
+        in time."""
+        ...
+
+    def look(self) -> None:
+        """A captured table is another one now, or gone."""
+        ...
+
+    def standing(self, schema: str, table: str) -> Standing | None:
+        """Why a table that carries nothing just now will again; None where nothing says so. Asks nobody."""
+        ...
+
+    @property
+    def settled(self) -> bool:
+        """It is known which tables are captured, be it none."""
+        ...
+
+
+class Shown(NamedTuple):
+    """What shapes that show the same columns of a table share."""
+
+    info: TableColumns
+    schema_json: bytes
+    writer: RowWriter
+
+
+class Database:
+    def __init__(
+        self,
+        dsn: str,
+        relations: Relations,
+        sink: ShapeSink,
+        store: ShapeStore | None,
+        seeker: Seeker | None,
+    ) -> None:
+        self.store = store
+        self.seeker = seeker
+        self.source = PostgresSource(dsn, self._look)
+        self.relations = relations
+        self.sink = sink
+        self.suspended = False
+        self.old_rows = OldRows(self.source)
+        self.infos: dict[Relation, TableColumns] = {}
+        """Of relations captured now; one that is not any more goes at the next look."""
+        self.looked_at: Mapping[int, Relation] = {}
+        self._unlike: dict[Relation, float] = {}
+        """Relations that the database describes otherwise, and since when that is known."""
+        self._indexed: Iterable[Relation] = ()
+        self._by_oid: dict[int, Relation] = {}
+        self._by_name: dict[tuple[str, str], Relation] = {}
+        self._shown: dict[tuple[int, tuple[str, ...], Replica], Shown] = {}
+
+    def _look(self) -> None:
+        """The database has another table than the captured one."""
+        if self.seeker is not None:
+            self.seeker.look()
+
+    @property
+    def starting(self) -> bool:
+        """It does not say yet which tables it has."""
+        return not self.captured() and (self.seeker is None or not self.seeker.settled)
+
+    def standing(self, schema: str, table: str) -> Standing | None:
+        return self.seeker.standing(schema, table) if self.seeker is not None else None
+
+    async def check_described(self, relation: Relation, now_s: float) -> None:
+        """A request was refused for what it says of this relation. Raises Outdated where the database describes it
+        otherwise since a moment ago: the capture is told, and the request is right once that has looked."""
+        known = frozenset(column.name for column in relation.columns)
+        if await self.source.columns(relation) == known:
+            self._unlike.pop(relation, None)
+        elif now_s < self._unlike.setdefault(relation, now_s) + UNLIKE_S:
+            self._look()
+            raise Outdated(f"the table is described anew: table={relation.name}.")
+
+    def shown(self, info: TableColumns, columns: tuple[str, ...], replica: Replica) -> Shown:
+        """`columns` () = all."""
+        relation = info.relation
+        key = relation.oid, columns, replica
+        found = self._shown.get(key)
+        if found is None or found.info is not info:
+            if len(self._shown) >= SHOWN_KEPT:
+                self._shown.clear()
+            names = columns or info.names
+            writer = RowWriter(relation.schema, relation.table, names, info.key, info.booleans, replica)
+            found = self._shown[key] = Shown(info, info.schema_json(columns), writer)
+        return found
+
+    def captured(self) -> Mapping[int, Relation]:
+        """oid → relation; the same mapping until one changes, where `relations` gives the same iterable until then."""
+        self._index()
+        return self._by_oid
+
+    def still(self, relation: Relation, needed: frozenset[str] | None = None) -> Relation | None:
+        """As it is captured now; None where it is not, or where its rows look otherwise to a client of these columns
+        (None = all). Whoever begins to follow a relation asks in that turn: `redefined` looks at those only who are
+        there already."""
+        now = self.captured().get(relation.oid)
+        return now if now is not None and same_layout(now, relation, needed) else None
+
+    def named(self) -> Mapping[tuple[str, str], Relation]:
+        """(schema, table) → relation, as `captured`."""
+        self._index()
+        return self._by_name
+
+    def _index(self) -> None:
+        relations = self.relations()
+        if relations is not self._indexed:
+            self._indexed = relations
+            self._by_oid = {relation.oid: relation for relation in relations}
+            self._by_name = {(relation.schema, relation.table): relation for relation in self._by_oid.values()}
+
+    def forget_others(self, relations: list[Relation]) -> None:
+        self._unlike = {relation: since_s for relation, since_s in self._unlike.items() if relation in relations}
+        if len(self.infos) > len(relations):
+            self.infos = {relation: info for relation, info in self.infos.items() if relation in relations}

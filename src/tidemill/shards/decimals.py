@@ -1,0 +1,83 @@
+"""Decimals into Arrow: exactly, or not at all. Pure.
+
+Arrow (26) checks two things too little when it changes a decimal's scale:
+
+    the factor    10^n is looked up in a table without a look at its end: 1e-2000000000 ends the process
+    the product   a product beyond 2^128 is refused only where the wrapped one is smaller: 4e20 as decimal(38,18) is not
+
+So Arrow rescales here only what fits: texts without an exponent, by a factor and to a product that it can hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from decimal import Context, Decimal, DecimalException, Inexact, InvalidOperation
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+DIGITS = 38
+"""Of a decimal128: whatever has so many digits in all does not wrap."""
+_WIDE_DIGITS = 76
+
+
+def wide(kind: pa.Decimal128Type) -> pa.DataType:
+    """The type to which any decimal of 38 digits can be rescaled without a wrap: 10^38 · 10^38 < 2^256."""
+    return pa.decimal256(_WIDE_DIGITS, kind.scale)
+
+
+def of_decimals(values: Sequence[Decimal | None], kind: pa.Decimal128Type) -> pa.Array:
+    """Raises ValueError for a value that the type does not hold exactly."""
+    return pa.array([None if v is None else _exactly(v, kind) for v in values], kind)
+
+
+def of_texts(texts: pa.Array, kind: pa.Decimal128Type) -> pa.Array:
+    """By columns, for plain digits. Raises ArrowInvalid where one of the texts is something else, or may be too large:
+    `of_decimals` decides then."""
+    _, offsets, data = texts.buffers()
+    places = np.frombuffer(offsets, dtype=np.int32)[texts.offset : texts.offset + len(texts) + 1]
+    if data is None or not len(texts) or places[0] == places[-1]:
+        return texts.cast(kind)
+    characters = np.frombuffer(data, dtype=np.uint8)[places[0] : places[-1]]
+    if ((characters | 0x20) == ord("e")).any():
+        raise pa.ArrowInvalid("a decimal with an exponent")
+    if int(np.diff(places).max()) + kind.scale > DIGITS:
+        seen = pc.min_max(pc.abs(texts.cast(pa.float64())))["max"].as_py()
+        # A product below 2 · 10^38 does not wrap, and Arrow compares it with the precision.
+        if not seen < 2 * 10.0 ** (DIGITS - kind.scale):
+            raise pa.ArrowInvalid("a decimal that may be too large")
+    return texts.cast(kind)
+
+
+def rescaled(column: Any, kind: pa.Decimal128Type) -> Any:
+    """Decimals under another precision and scale. Raises ArrowInvalid where a value does not stay what it is."""
+    if pa.types.is_decimal256(column.type):
+        column = column.cast(pa.decimal128(DIGITS, column.type.scale))
+    return column.cast(wide(kind)).cast(kind)
+
+
+def _exactly(value: Decimal, kind: pa.Decimal128Type) -> Decimal:
+    try:
+        if value.is_finite():
+            return value.quantize(_unit(kind.scale), context=_context(kind.precision))
+    except DecimalException:
+        pass
+    raise ValueError(f"not a decimal({kind.precision},{kind.scale}): value={_shown(value)}")
+
+
+def _shown(value: Decimal) -> str:
+    return f"{value}"[:80]
+
+
+@lru_cache(maxsize=64)
+def _unit(scale: int) -> Decimal:
+    return Decimal(1).scaleb(-scale)
+
+
+@lru_cache(maxsize=64)
+def _context(precision: int) -> Context:
+    """Each thread changes only the flags of it, which nobody reads."""
+    return Context(prec=precision, traps=[Inexact, InvalidOperation])

@@ -1,0 +1,190 @@
+"""One bucket and those who want it: clusters that begin on it at once, and a restore beside a cluster that was frozen.
+
+Faults: every store fault; wall clocks up to ten minutes apart; nodes that are frozen for any time and go on, or die.
+Oracle: of clusters that begin at once exactly one serves. A restore is refused while a node lives. From the moment that
+a restore has claimed the bucket no node of the old cluster acknowledges an append or begins a delete, and every one
+that goes on ends within a moment.
+Replay: python -m tidemill.sim --room buckets --seed K --trace
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+from tidemill.base.errors import Invalid, Replaced, TidemillError, Unavailable, Unknown
+from tidemill.base.tasks import Tasks
+from tidemill.consensus.leading import lead
+from tidemill.metastore import source as source_module
+from tidemill.metastore.claim import Ownership, claim, greatest_claim
+from tidemill.metastore.cluster import Cluster, write_cluster
+from tidemill.metastore.presence import ClusterManifest, Found, Presence, signs_of_life
+from tidemill.metastore.source import Source, check_not_alive
+from tidemill.objects.resilient import ResilientObjects
+from tidemill.sim.faults import FaultyConsensus, FaultyObjects, Rates
+from tidemill.sim.world import Actor, Crew, Down, Engine, Violated, World, swapped
+
+INTERVAL_S = 1.0
+LEASE_TTL_MS = 600
+LOG = "log"
+SKEW_MS = 600_000
+
+
+class Shared:
+    def __init__(self, world: World, fault: str) -> None:
+        self.world = world
+        self.fault = fault
+        self.claimed_s = float("inf")
+        """When a restore had the bucket."""
+        self.numbers = 0
+
+
+class ClusterNode:
+    """What a node does of all this: claim, own, show signs of life while it leads; appends and deletes for clients."""
+
+    def __init__(self, shared: Shared, actor: Actor[Any], engine: Engine) -> None:
+        world = shared.world
+        self.shared = shared
+        self.clock = actor.clock
+        self.name = str(actor.life)
+        self.consensus = FaultyConsensus(engine, world.faults, self.name)
+        faulty = FaultyObjects(world.objects, world.faults, self.name)
+        self.objects = ResilientObjects(faulty, actor.clock, world.rand(), store="sim", budget_s=1.0)
+        self.rand = world.rand()
+        self.owner: Ownership | None = None
+        self._tasks = Tasks(lambda *_: None)
+
+    async def start(self) -> None:
+        fresh = Cluster(self.rand.uuid(), 1, self.clock.now_ms())
+        cluster = await write_cluster(self.consensus, self.rand, fresh, 0)
+        await claim(self.objects, self.clock, cluster)
+        self.owner = Ownership(self.objects, self.clock, cluster, interval_s=INTERVAL_S)
+        if self.shared.fault != "still-acknowledges":
+            self.objects.may_delete = self.owner.may_delete
+            self.consensus.owner = self.owner
+        self.watching = self._tasks.spawn(self.owner.run(), name="ownership")
+        self._tasks.spawn(self._show(ClusterManifest(cluster.uuid, "", 1, ("d",), cluster.created_ms)), name="presence")
+
+    async def _show(self, manifest: ClusterManifest) -> None:
+        presence = Presence(self.objects, self.clock, self.rand, self.name, interval_s=INTERVAL_S)
+
+        async def show(_: Any) -> None:
+            while True:
+                pause_s = INTERVAL_S
+                try:
+                    await presence.round(manifest)
+                except (Unavailable, Unknown):
+                    pause_s = 0.2
+                await asyncio.sleep(pause_s)
+
+        while True:
+            try:
+                await lead(self.consensus, "metastore/0", self.name, b"", show, ttl_ms=LEASE_TTL_MS)
+            except Replaced:
+                return
+            except TidemillError:
+                await asyncio.sleep(0.1)
+
+    async def produce(self) -> None:
+        """An object, its place in the log, then the acknowledgement."""
+        self.shared.numbers += 1
+        await self.objects.put(f"l0/{self.shared.numbers}", b"records")
+        head = await self.consensus.log_head(LOG)
+        await self.consensus.append(LOG, 0, head.next, [b"placeholder"], self.rand.nonce())
+        self._must_not("acknowledged an append")
+
+    async def delete(self) -> None:
+        began_s = self.shared.world.loop.time()
+        await self.objects.delete(f"l0/{self.shared.numbers}")
+        if began_s > self.shared.claimed_s:
+            self._must_not("deleted an object")
+
+    def _must_not(self, what: str) -> None:
+        now_s = self.shared.world.loop.time()
+        if now_s > self.shared.claimed_s:
+            raise Violated(f"a replaced cluster {what}: node={self.name} after_s={now_s - self.shared.claimed_s:.3f}")
+
+
+async def run(world: World, fault: str = "") -> None:
+    world.faults.rates = Rates(0.02, 0.02, 0.02, 0.01, 0.5, 0.02, 0.01, 0.3)
+    shared, source = Shared(world, fault), world.source
+    engines = [world.consensus, Engine(world.clock)][: 1 if fault else source.choice((1, 2))]
+    actors: list[list[Actor[ClusterNode]]] = []
+    for number, engine in enumerate(engines):
+
+        async def build(actor: Actor[ClusterNode], engine: Engine = engine) -> ClusterNode:
+            actor.clock.skew_ms = source.randint(-SKEW_MS, SKEW_MS)
+            node = ClusterNode(shared, actor, engine)
+            try:
+                await node.start()
+            except Replaced as error:
+                world.trace(f"{actor.life} refused {error.message}")
+            return node
+
+        actors.append([Actor(world, f"cluster-{number}-{i}", build) for i in range(source.randint(1, 3))])
+    with swapped(source_module, "LOOK_S", 0.2):
+        await asyncio.gather(*(actor.start() for cluster in actors for actor in cluster))
+        serving = [cluster for cluster in actors if any(actor.node.owner is not None for actor in cluster)]
+        if len(serving) != 1 or any(actor.node.owner is None for actor in serving[0]):
+            raise Violated(f"of {len(actors)} clusters that began on one bucket {len(serving)} serve")
+        await replace(shared, serving[0])
+    for cluster in actors:
+        for actor in cluster:
+            actor.crash()
+
+
+async def replace(shared: Shared, nodes: list[Actor[ClusterNode]]) -> None:
+    world, source = shared.world, shared.world.source
+    stop: asyncio.Future[None] = world.loop.create_future()
+    async with Crew() as crew:
+        clients = [crew.spawn(client(shared, nodes, stop)) for _ in range(3)]
+        while True:
+            if [sign async for sign, _ in signs_of_life(world.objects)]:
+                break
+            await asyncio.sleep(0.1)
+        with contextlib.suppress(Invalid):
+            await restore(shared)
+            raise Violated("a restore was let beside a living cluster")
+        frozen_s = [source.choice((0.5, 3.5, 6.0)) * source.uniform(1.0, 1.5) for _ in nodes]
+        for actor, for_s in zip(nodes, frozen_s, strict=True):
+            if source.random() < 0.2:
+                actor.crash()
+            else:
+                actor.freeze(for_s)
+        while shared.claimed_s == float("inf"):
+            try:
+                await restore(shared)
+            except Invalid:
+                # Somebody went on in time: then all are frozen once more, for longer than the bucket is watched.
+                for actor in nodes:
+                    actor.freeze(source.uniform(4.0, 6.0))
+        await asyncio.sleep(16.0)  # longer than any is frozen
+        for actor in nodes:
+            if actor.up and not actor.node.watching.done():
+                raise Violated(f"a node of a replaced cluster goes on: node={actor.node.name}")
+        stop.set_result(None)
+        await asyncio.wait(clients)
+
+
+async def restore(shared: Shared) -> None:
+    """The steps of a restore that decide whose the bucket is. Raises Invalid."""
+    world = shared.world
+    signs = tuple([sign async for sign, _ in signs_of_life(world.objects)])
+    manifest = ClusterManifest("old", "", 1, ("d",), 0)
+    await check_not_alive(world.objects, Source(Found(manifest, "", 1), (), signs, 1), world.clock)
+    incarnation = await greatest_claim(world.objects) + 1
+    await claim(world.objects, world.clock, Cluster("restored", 1, world.clock.now_ms(), incarnation=incarnation))
+    shared.claimed_s = world.loop.time()
+    world.trace("the bucket is claimed by a restore")
+
+
+async def client(shared: Shared, nodes: list[Actor[ClusterNode]], stop: asyncio.Future[None]) -> None:
+    source = shared.world.source
+    while not stop.done():
+        actor = source.choice(nodes)
+        if actor.up:
+            deletes = source.random() < 0.3
+            with contextlib.suppress(TidemillError, Down):
+                await actor.enter(lambda node, deletes=deletes: node.delete() if deletes else node.produce())  # type: ignore[misc]
+        await asyncio.sleep(source.uniform(0, 0.3))

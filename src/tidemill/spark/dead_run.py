@@ -1,0 +1,70 @@
+"""Whether the newest records of a table are all dead letters: it is at its target, and holds none of them. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+from tidemill.shards.front import TIME
+from tidemill.shards.rows import int64s
+from tidemill.spark.upsert.commands import ORDER, PARTITION, Commands
+
+RECORDS = 10
+"""So many in a row, without a good one among them, are no accident; of a table that holds nothing one is enough."""
+DEAD = "its newest records are all dead letters"
+_SHIFT = 20
+
+
+class DeadRun:
+    """`count`: dead letters behind the newest good record; `last`: where the newest of them is, and why."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last = ""
+
+    def of_many(self, records: int, letters: pa.Table) -> None:
+        """A step whose commands were elsewhere: with fewer letters than records there was a good one."""
+        dead = int((int64s(letters, "last_offset") - int64s(letters, "offset") + 1).sum())
+        if dead < records:
+            self.count = 0
+        else:
+            self.passed(None, letters)
+
+    def passed(self, commands: Commands | None, letters: pa.Table) -> None:
+        """What one step came to, in order of time; `commands` None: no record of it was good."""
+        if not letters.num_rows:
+            self.count = 0 if commands else self.count
+            return
+        good = _newest_good(commands, letters) if commands is not None else None
+        if good is not None:
+            self.count = 0
+        times, lasts = int64s(letters, TIME), int64s(letters, "last_offset")
+        behind = np.ones(len(times), dtype=bool)
+        if good is not None:
+            behind = (times > good[0]) | ((times == good[0]) & (lasts > good[1]))
+        self.count += int((lasts - int64s(letters, "offset") + 1)[behind].sum())
+        if behind.any():
+            at = int(np.lexsort((lasts, times))[-1])
+            row = letters.slice(at, 1).select(["topic", "partition", "offset", "reason"]).to_pylist()[0]
+            place = f"topic={row['topic']} partition={row['partition']} offset={row['offset']}"
+            self.last = f"{place} reason=[{row['reason'][:200]}]"
+
+    def sentence(self, empty: bool) -> str:
+        """ "" while there is nothing to say. `empty`: the table holds no row."""
+        if not self.count or (self.count < RECORDS and not empty):
+            return ""
+        return f"{DEAD}: count={self.count} {self.last}"
+
+
+def _newest_good(commands: Commands, letters: pa.Table) -> tuple[int, int] | None:
+    """(time, order) of the newest record that is no dead letter. A captured row that is one leaves a deletion."""
+    found = [(truncate.time_ms, truncate.order) for truncate in commands.truncates]
+    rows = commands.rows
+    if rows.num_rows:
+        dead = int64s(letters, "offset") << _SHIFT | int64s(letters, "partition")
+        good = ~np.isin(int64s(rows, ORDER) << _SHIFT | int64s(rows, PARTITION), dead)
+        times, orders = int64s(rows, TIME)[good], int64s(rows, ORDER)[good]
+        if len(times):
+            at = int(np.lexsort((orders, times))[-1])
+            found.append((int(times[at]), int(orders[at])))
+    return max(found, default=None)

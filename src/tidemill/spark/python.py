@@ -1,0 +1,57 @@
+"""The Python that Spark runs for a session: it looks there for data sources, and runs their planners and tasks.
+
+A session that `build_session` makes runs the driver's own. Any other runs what PYSPARK_PYTHON named when its JVM was
+started, else `python3` of PATH, which need not have tidemill.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from tidemill.base.errors import Invalid
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+PROBE_TIMEOUT_S = 60
+FIX = (
+    "Set PYSPARK_PYTHON to the Python that runs this program before its session is made"
+    ' (`os.environ["PYSPARK_PYTHON"] = sys.executable`), or make the session with `tidemill.spark.build_session`.'
+)
+
+
+@contextmanager
+def data_source_found() -> Iterator[None]:
+    """Raises Invalid where Spark says that there is no data source `tidemill`."""
+    try:
+        yield
+    except Exception as error:  # py4j's own in a classic session, PySpark's under Connect
+        if "[DATA_SOURCE_NOT_FOUND]" not in str(error):
+            raise
+        raise Invalid('the Python that Spark runs has no data source "tidemill".', fix=FIX) from error
+
+
+def check_python(spark: SparkSession) -> None:
+    """Raises Invalid where the Python of this session cannot import the data source. Under Spark Connect it is the
+    server's, which nobody here can ask."""
+    context = getattr(spark, "_sc", None)
+    python = shutil.which(context.pythonExec) if context is not None else None
+    if python is not None and python != sys.executable and not _imports(python):
+        raise Invalid(f"the Python that Spark runs has no tidemill: python={python}.", fix=FIX)
+
+
+@lru_cache
+def _imports(python: str) -> bool:
+    done = subprocess.run(
+        [python, "-c", "import pyspark_tidemill; pyspark_tidemill.DefaultSource"],
+        capture_output=True,
+        timeout=PROBE_TIMEOUT_S,
+        check=False,
+    )
+    return done.returncode == 0

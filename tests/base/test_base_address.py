@@ -1,0 +1,45 @@
+"""Addresses: one notation in, one notation out, and no host with brackets where a socket or a client takes it."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from tidemill.base.address import Address
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port", "family"),
+    [
+        ("127.0.0.1:8600", "127.0.0.1", 8600, socket.AF_INET),
+        ("kafka.example.com:9092", "kafka.example.com", 9092, socket.AF_INET),
+        ("[::1]:8600", "::1", 8600, socket.AF_INET6),
+        ("[fe80::1%eth0]:1", "fe80::1%eth0", 1, socket.AF_INET6),
+        ("0.0.0.0:0", "0.0.0.0", 0, socket.AF_INET),
+    ],
+)
+def test_an_address_is_read_and_written_alike(text: str, host: str, port: int, family: socket.AddressFamily) -> None:
+    found = Address.parse(text)
+    assert found == (host, port)
+    assert found.family == family
+    assert str(found) == text
+
+
+@pytest.mark.parametrize("text", ["", "host", ":1", "host:", "host:x", "host:65536", "host:²", "[]:1", "host:-1"])
+def test_text_without_a_host_or_a_port_is_refused_with_the_way_to_write_it(text: str) -> None:
+    with pytest.raises(ValueError, match="host:port"):
+        Address.parse(text)
+
+
+@pytest.mark.parametrize("text", ["::1:8600", "[host]:1", "[::1:1", "::1]:1"])
+def test_an_ipv6_address_without_its_brackets_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="in brackets"):
+        Address.parse(text)
+
+
+def test_wildcards_and_loopback_are_known_in_both_families() -> None:
+    assert Address.parse("[::]:1").is_wildcard and Address.parse("0.0.0.0:1").is_wildcard
+    assert not Address.parse("[::1]:1").is_wildcard and not Address.parse("localhost:1").is_wildcard
+    assert all(Address.parse(text).is_loopback for text in ("[::1]:1", "127.0.0.9:1", "localhost:1"))
+    assert not Address.parse("[2001:db8::1]:1").is_loopback

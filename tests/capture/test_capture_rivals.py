@@ -1,0 +1,366 @@
+"""Primary keys that two rows hold at once inside a transaction: of every envelope, the last record of a key says the
+row that SELECT has under it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import random
+import struct
+from collections.abc import Sequence
+
+import fastavro
+import psycopg
+import pytest
+from capture_world import World, until
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_capture_columns import INT4, TEXT, Log, Notices, bursts, feed, framed, message
+from test_capture_tables import in_world
+
+from tidemill.base.clock import Rand
+from tidemill.base.errors import TidemillError
+from tidemill.capture import rivals
+from tidemill.capture.avro_schemas import schemas_of
+from tidemill.capture.changes import Column, Fragment, Relation, Row
+from tidemill.capture.events import Source
+from tidemill.capture.rivals import Rivals
+from tidemill.capture.topic_writer import CapturedTable, TopicWriter
+from tidemill.capture.wire.errors import SqlError
+from tidemill.metastore.catalogue import TopicRow
+from tidemill.topics.batch import Record, decode_batch
+
+D = Relation(
+    1, "public", "d", (Column("v", TEXT, -1, "", -1), Column("id", INT4, -1, "integer", 0)), deferrable=True
+)  # fmt: skip
+AVRO = Source("shop", "db", ((5, 6),))
+KEY_SCHEMA, VALUE_SCHEMA = (fastavro.parse_schema(json.loads(text)) for text in schemas_of("shop.public.d", D.columns))
+Table = dict[str, str]
+"""id → v."""
+
+
+class Model:
+    """A table whose key is checked at the commit only, and the frames that tell what happens to it."""
+
+    def __init__(self, rand: random.Random) -> None:
+        self.rand = rand
+        self.rows: list[list[str]] = []
+        self.out: list[bytes] = []
+        self.states: list[Table] = []
+        self.lsn = 100
+
+    def _say(self, kind: str, old: list[str] | None, new: list[str] | None) -> None:
+        self.out.append(framed(self.lsn, message(kind, 1, old, new)))
+
+    def transaction(self) -> None:
+        rand = self.rand
+        self.lsn += 100
+        xid = 7 + self.lsn
+        self.out.append(framed(self.lsn, b"B" + struct.pack(">qqI", self.lsn, 0, xid)))
+        for _ in range(rand.choice([0, 1, 2, 5, 30])):
+            self._step()
+        while True:
+            taken = [row[1] for row in self.rows]
+            twice = [row for row in self.rows if taken.count(row[1]) > 1]
+            if not twice:
+                break
+            row = rand.choice(twice)
+            if rand.random() < 0.3:
+                self._say("D", row, None)
+                self.rows.remove(row)
+            else:
+                self._move(row, str(rand.randint(1, 40)))
+        self.out.append(framed(self.lsn, b"C" + struct.pack(">Bqqq", 0, self.lsn, self.lsn + 8, 0)))
+        self.states.append({key: value for value, key in self.rows})
+
+    def _move(self, row: list[str], key: str) -> None:
+        new = [row[0] if self.rand.random() < 0.7 else self.rand.choice("ab"), key]
+        self._say("U", row, new)
+        self.rows[next(n for n, each in enumerate(self.rows) if each is row)] = new
+
+    def _step(self) -> None:
+        rand = self.rand
+        match rand.choice(["insert", "delete", "update", "move", "move", "shift", "permute", "truncate"]):
+            case "insert":
+                new = [rand.choice("ab"), str(rand.randint(1, 12))]
+                self._say("I", None, new)
+                self.rows.append(new)
+            case "delete" if self.rows:
+                row = self.rows.pop(rand.randrange(len(self.rows)))
+                self._say("D", row, None)
+            case "update" if self.rows:
+                row = rand.choice(self.rows)
+                self._move(row, row[1])
+            case "move" if self.rows:
+                self._move(rand.choice(self.rows), str(rand.randint(1, 12)))
+            case "shift":
+                by = rand.choice([1, -1])
+                for row in list(self.rows):
+                    self._move(row, str(int(row[1]) + by))
+            case "permute":
+                keys = [row[1] for row in self.rows]
+                rand.shuffle(keys)
+                for row, key in zip(list(self.rows), keys, strict=True):
+                    self._move(row, key)
+            case "truncate" if rand.random() < 0.1:
+                self.out.append(framed(self.lsn, b"T" + struct.pack(">IBI", 1, 0, 1)))
+                self.rows.clear()
+            case _:
+                pass
+
+
+def settled(
+    fragments: Sequence[Fragment], now: dict[int, Table], asked: list[int], limit: int = 1 << 20
+) -> list[Fragment]:
+    """`now`: commit LSN → what the database answers with while that transaction is at hand."""
+    at = [0]
+
+    async def ask(relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
+        asked.append(len(rows))
+        table = now[at[0]]
+        return [{"v": table[row["id"]], "id": row["id"]} if row["id"] in table else None for row in rows]
+
+    async def refuse(*_: object) -> None:
+        raise AssertionError
+
+    async def run() -> list[Fragment]:
+        out = []
+        pure = Rivals(ask, refuse, remembered_bytes=limit, waiting_bytes=limit)
+        for fragment in fragments:
+            at[0] = fragment.commit_lsn
+            out += await pure.settle(fragment)
+        return out
+
+    return asyncio.run(run())
+
+
+def written(fragments: Sequence[Fragment], partitions: int, source: Source | None) -> list[list[Record]]:
+    """The records of each partition."""
+
+    async def run() -> list[list[Record]]:
+        log = Log()
+        table = CapturedTable(
+            "public.d", TopicRow(name="d", topic_id="d", partitions=partitions), 5, oid=1, source=source
+        )
+        writer = TopicWriter("w", [table], log, Rand(1), lambda _: None)  # type: ignore[arg-type]
+        for lane in table.lanes:
+            lane.start_at(0, 0, None)
+        for fragment in fragments:
+            await writer.deliver(fragment, Notices())
+        await writer.drained()
+        await writer.aclose()
+        return [
+            [record for batch in log.batches.get(("d", p), []) for record in decode_batch(batch).records]
+            for p in range(partitions)
+        ]
+
+    return asyncio.run(run())
+
+
+def row_of(record: Record, source: Source | None) -> tuple[str, str | None, str]:
+    """(id, v or None, op) of a record."""
+    assert record.key is not None
+    if source is AVRO:
+        key = fastavro.schemaless_reader(io.BytesIO(record.key[5:]), KEY_SCHEMA)
+        if record.value is None:
+            return str(key["id"]), None, "tombstone"
+        event = fastavro.schemaless_reader(io.BytesIO(record.value[5:]), VALUE_SCHEMA)
+    else:
+        key = json.loads(record.key)
+        if record.value is None:
+            return str(key["id"]), None, "tombstone"
+        event = json.loads(record.value)
+    if source is None:
+        return str(key["id"]), event["v"], "row"
+    return str(key["id"]), event["after"]["v"] if event["after"] else None, event["op"]
+
+
+def folded(parts: Sequence[Sequence[Record]], source: Source | None, end_lsn: int) -> Table:
+    """Whoever keeps the last record of each key has this, as of a commit."""
+    table: Table = {}
+    for part in parts:
+        mine: Table = {}
+        for record in part:
+            if int(dict(record.headers)["tm.pos"].split(b"_")[0]) > end_lsn:  # type: ignore[union-attr]
+                break
+            if dict(record.headers)["tm.op"] == b"truncate":
+                mine.clear()
+                continue
+            key, value, _ = row_of(record, source)
+            if value is None:
+                mine.pop(key, None)
+            else:
+                mine[key] = value
+        table |= mine
+    return table
+
+
+@settings(max_examples=150)
+@given(
+    st.integers(0, 1 << 32), st.sampled_from([1, 3]), st.sampled_from([None, Source("shop", "db"), AVRO]),
+    st.sampled_from([1 << 20, 1 << 20, 2_000]),
+)  # fmt: skip
+def test_after_each_transaction_the_last_record_of_a_key_is_the_row_that_the_table_has(
+    seed: int, partitions: int, source: Source | None, limit: int
+) -> None:
+    """Swaps, chains, cycles, permutations, rows of equal content, deletes and inserts of the same key, truncates; in
+    fragments, by columns and one by one, and where too much is to be remembered."""
+    rand = random.Random(seed)
+    model = Model(rand)
+    for _ in range(rand.randint(2, 7)):
+        model.transaction()
+    by_rows = feed(model.out, None, 1, relations={1: D})[0]
+    by_columns = feed(model.out, bursts(rand, len(model.out)), 1, relations={1: D})[0]
+    lsns = sorted({fragment.commit_lsn for fragment in by_rows})
+    now = dict(zip(lsns, model.states, strict=True))
+    parts = written(settled(by_rows, now, [], limit), partitions, source)
+    assert written(settled(by_columns, now, [], limit), partitions, source) == parts
+    for lsn, state in now.items():
+        assert folded(parts, source, lsn) == state
+    # Answers of the future come true, and change no offset.
+    later = written(settled(by_rows, dict.fromkeys(lsns, model.states[-1]), [], limit), partitions, source)
+    assert folded(later, source, lsns[-1]) == model.states[-1]
+    assert [[r.key for r in part] for part in later] == [[r.key for r in part] for part in parts]
+
+
+def one(*messages: bytes, lsn: int = 100) -> list[bytes]:
+    begin = framed(lsn, b"B" + struct.pack(">qqI", lsn, 0, 7))
+    return [begin, *[framed(lsn, m) for m in messages], framed(lsn, b"C" + struct.pack(">Bqqq", 0, lsn, lsn + 8, 0))]
+
+
+def test_events_of_a_key_that_is_taken_add_up_and_end_with_the_row_that_took_it() -> None:
+    frames = one(message("U", 1, ["a", "1"], ["a", "2"]), message("U", 1, ["b", "2"], ["b", "3"]))
+    asked: list[int] = []
+    (part,) = written(settled(feed(frames, None, 1, relations={1: D})[0], {}, asked), 1, AVRO)
+    assert [row_of(record, AVRO) for record in part] == [
+        ("1", None, "d"), ("1", None, "tombstone"), ("2", "a", "c"),
+        ("2", None, "d"), ("2", "a", "u"), ("3", "b", "c"),
+    ]  # fmt: skip
+    assert not asked, "rows of different content are told apart"
+
+
+def test_rows_of_equal_content_are_asked_for_once_a_fragment_and_immediate_keys_never() -> None:
+    moves = [message("U", 1, ["x", str(n)], ["x", str(n + 1)]) for n in range(1, 10)]
+    asked: list[int] = []
+    (part,) = written(settled(feed(one(*moves), None, 1, relations={1: D})[0], {100: {"10": "x"}}, asked), 1, None)
+    assert asked == [8]
+    assert folded([part], None, 100) == {"10": "x"}, "one row went all the way"
+    immediate = Relation(1, "public", "d", D.columns)
+    fragments = feed(one(*moves), None, 1, relations={1: immediate})[0]
+    asked.clear()
+    assert settled(fragments, {}, asked) == fragments and not asked
+
+
+@pytest.mark.parametrize("kinds", ["I", "D", "U", "DI"])
+def test_a_flow_without_rivals_stays_by_columns_and_nothing_of_it_is_decoded(
+    kinds: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {"I": (None, ["a", "{}"]), "D": (["a", "{}"], None), "U": (["a", "{}"], ["b", "{}"])}
+
+    def of(kind: str, n: int) -> bytes:
+        old, new = rows[kind]
+        return message(kind, 1, *[each and [t.format(n) for t in each] for each in (old, new)])
+
+    frames = [f for k, kind in enumerate(kinds) for f in one(*[of(kind, n) for n in range(300)], lsn=100 + 100 * k)]
+    fragments = feed(frames, [len(frames)], 1, relations={1: D})[0]
+
+    def decoded(_: object) -> None:
+        raise AssertionError("a row was decoded")
+
+    monkeypatch.setattr(rivals, "changes_of", decoded)
+    assert all(a is b for a, b in zip(settled(fragments, {}, []), fragments, strict=True))
+
+
+def test_what_cannot_be_asked_for_refuses_its_table_alone() -> None:
+    async def ask(relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
+        raise SqlError("no lock.", sqlstate="55P03")
+
+    refused: list[str] = []
+
+    async def refuse(relation: Relation, fragment: Fragment, error: TidemillError) -> None:
+        refused.append(f"{relation.name} {fragment.commit_lsn} {error.message}")
+
+    frames = one(message("I", 1, None, ["a", "1"]), message("D", 1, ["a", "1"], None))
+    (fragment,) = feed(frames, None, 1, relations={1: D})[0]
+    assert asyncio.run(Rivals(ask, refuse).settle(fragment)) == [fragment]
+    assert refused == ["public.d 100 no lock."]
+
+
+# against PostgreSQL ---------------------------------------------------------------------------------
+
+TABLES = (
+    "CREATE TABLE {} (id int PRIMARY KEY DEFERRABLE, v text)",
+    "CREATE TABLE {} (a int, b text, v text, PRIMARY KEY (b, a) DEFERRABLE INITIALLY DEFERRED)",
+    "CREATE TABLE {} (id int PRIMARY KEY DEFERRABLE)",
+)
+
+
+async def as_selected(world: World, *tables: str) -> None:
+    await world.caught_up()
+    for table in tables:
+        rows = [json.loads(row) for (row,) in await world.select(f"SELECT row_to_json(t)::text FROM {table} t")]
+        held = list((await world.folded(table)).values())
+        assert sorted(map(str, held)) == sorted(map(str, rows)), table
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("identity", ["full", "as-is"])
+def test_f490_keys_that_move_within_a_statement_leave_the_topic_as_select_has_the_table(
+    postgres_dsn: str, identity: str
+) -> None:
+    async def scenario(world: World) -> None:
+        for n, table in enumerate(TABLES):
+            await world.sql(table.format(f"d{n}"), f"ALTER TABLE d{n} REPLICA IDENTITY FULL")
+        await world.sql(
+            "INSERT INTO d0 SELECT g, 'v' || g FROM generate_series(1, 5) g",
+            "INSERT INTO d1 SELECT g, 'k', 'same' FROM generate_series(1, 900) g",
+            "INSERT INTO d2 SELECT g FROM generate_series(1, 5) g",
+        )
+        async with world.capture(identity=identity, partitions=3, fragment_changes=50):
+            await world.sql("UPDATE d0 SET id = id + 1", "UPDATE d1 SET a = a + 1", "UPDATE d2 SET id = id + 1")
+            await as_selected(world, "d0", "d1", "d2")
+            await world.sql("UPDATE d0 SET id = 9 - id", "UPDATE d1 SET a = 1000 - a", "UPDATE d2 SET id = 9 - id")
+            await world.transaction(  # a row passes over others, one is replaced by hand, two are swapped
+                "SET CONSTRAINTS ALL DEFERRED", "UPDATE d0 SET id = 4 WHERE id = 3",
+                "UPDATE d0 SET id = 8 WHERE v = 'v5'",
+                "INSERT INTO d0 VALUES (5, 'new')", "DELETE FROM d0 WHERE id = 5 AND v <> 'new'",
+                "INSERT INTO d2 VALUES (77)", "DELETE FROM d2 WHERE id = 77", "UPDATE d2 SET id = 99 WHERE id = 3",
+                "UPDATE d2 SET id = 100 WHERE id = 99",
+            )  # fmt: skip
+            await as_selected(world, "d0", "d1", "d2")
+            for table in ("d0", "d1", "d2"):
+                row = await world.table(f"public.{table}")
+                assert row is not None and row.state == "captured"
+
+    in_world(postgres_dsn, scenario)
+
+
+@pytest.mark.postgres
+def test_f490_a_table_whose_rows_cannot_be_asked_for_is_parked_alone_and_copied_again(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(
+            "CREATE TABLE d2 (id int PRIMARY KEY DEFERRABLE)", "CREATE TABLE good (id int PRIMARY KEY)",
+            "INSERT INTO d2 VALUES (1), (2)", "ALTER TABLE d2 REPLICA IDENTITY FULL",
+        )  # fmt: skip
+        async with world.capture(copy_again=True, copy_again_pause_s=0.1, table_poll_s=0.1):
+            async with await psycopg.AsyncConnection.connect(world.dsn) as other:
+                await world.sql("BEGIN", "UPDATE d2 SET id = id + 1")
+                locked = asyncio.ensure_future(other.execute("LOCK TABLE d2"))
+
+                async def queued() -> bool:
+                    return bool(
+                        await world.select("SELECT FROM pg_locks WHERE NOT granted AND relation = 'd2'::regclass")
+                    )
+
+                await until(queued, "the lock is asked for")
+                await world.sql("COMMIT")
+                await locked
+                row = await world.parked("d2", "the row that holds a deferrable key cannot be read")
+                assert row.again_ms
+                await world.sql("INSERT INTO good VALUES (1)")
+                await as_selected(world, "good")
+            await world.flowing("d2")
+            await as_selected(world, "d2", "good")
+
+    in_world(postgres_dsn, scenario)

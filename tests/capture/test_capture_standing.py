@@ -1,0 +1,31 @@
+"""What the desk says of a table that carries nothing, to those who ask for it."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from tidemill.capture.standing import LOOK_AGAIN_S, standing_of
+from tidemill.metastore.catalogue import CaptureTableRow
+
+NOW_MS = 1_000_000
+ROW = CaptureTableRow("c", "public.t", state="parked", reason="its columns changed.", parked_lsn=7)
+
+
+def test_a_parked_table_says_why_and_when_it_is_worth_asking_again() -> None:
+    for_good = standing_of(ROW, NOW_MS)
+    soon = standing_of(replace(ROW, again_ms=NOW_MS + 2_500), NOW_MS)
+    late = standing_of(replace(ROW, again_ms=NOW_MS + 300_000), NOW_MS)
+    due = standing_of(replace(ROW, again_ms=NOW_MS - 1), NOW_MS)
+    asked = standing_of(replace(ROW, recopy=True), NOW_MS)
+    found = [for_good, soon, late, due, asked]
+    assert all(each is not None and "its columns changed." in each.reason and not each.passing for each in found)
+    assert [each.retry_after_s for each in found if each is not None] == [LOOK_AGAIN_S, 3, LOOK_AGAIN_S, 1, 1]
+    assert for_good is not None and "an operator" in for_good.reason
+    assert late is not None and "an operator" not in late.reason
+
+
+def test_a_table_that_is_being_taken_in_passes_and_one_that_is_gone_or_refused_has_nothing_to_say() -> None:
+    passing = standing_of(replace(ROW, state="captured", parked_lsn=0), NOW_MS)
+    assert passing is not None and passing.passing
+    assert [standing_of(replace(ROW, state=state), NOW_MS) for state in ("dropped", "refused", "left")] == [None] * 3
+    assert standing_of(None, NOW_MS) is None

@@ -1,0 +1,106 @@
+"""What SQLite holds has checksums of ours: a flipped bit is Corrupt for its log or register, and for nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import apsw
+import pytest
+
+from tidemill.base.clock import SystemClock
+from tidemill.base.errors import Corrupt
+from tidemill.consensus.commands import Append, Cas, Head, Read, Scan
+from tidemill.consensus.sqlite import records
+from tidemill.consensus.sqlite.engine import Engine
+
+
+def filled(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two logs whose records are settled, but for the newest commit, and two registers."""
+    monkeypatch.setattr(records, "RECENT_BYTES", 0)
+    engine = Engine(path, SystemClock())
+    for position in range(3):
+        engine.commit(
+            [Append(log, 0, position, (b"%s-%d" % (log.encode(), position) * 20,), "n") for log in ("a", "b")]
+        )
+    engine.commit([Cas("x", 0, b"value of x", "n"), Cas("y", 0, b"\xc1value of y", "n")])
+    engine.close()
+
+
+def damage(path: Path, table: str, column: str, what: bytes) -> None:
+    """Flip one bit where `what` stands; SQLite sees nothing wrong."""
+    connection = apsw.Connection(str(path))
+    for row, stored in connection.execute(f"SELECT rowid, {column} FROM {table}").fetchall():
+        at = bytes(stored).find(what)
+        if at >= 0:
+            flipped = bytearray(stored)
+            flipped[at] ^= 1
+            connection.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", (bytes(flipped), row))
+            assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+            connection.close()
+            return
+    raise AssertionError(f"{what!r} is not in {table}")
+
+
+def test_f528_a_flipped_bit_of_a_settled_record_is_corrupt_for_its_log_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "consensus.db"
+    filled(path, monkeypatch)
+    damage(path, "settled", "body", b"a-1")
+    engine = Engine(path, SystemClock())
+    with pytest.raises(Corrupt, match="chunk of records is damaged"):
+        engine.answer(Read("a", 0, 100, 1 << 20))
+    assert [r.data[:3] for r in engine.answer(Read("b", 0, 100, 1 << 20)).records] == [b"b-0", b"b-1", b"b-2"]
+    engine.close()
+
+
+def test_a_flipped_bit_of_a_recent_record_is_corrupt_when_the_database_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "consensus.db"
+    engine = Engine(path, SystemClock())
+    engine.commit([Append("a", 0, 0, (b"a-0",), "n")])
+    engine.close()
+    damage(path, "recent", "body", b"a-0")
+    with pytest.raises(Corrupt, match="group of records is damaged"):
+        Engine(path, SystemClock())
+
+
+def test_a_flipped_bit_of_a_register_is_corrupt_for_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "consensus.db"
+    filled(path, monkeypatch)
+    damage(path, "registers", "data", b"value of x")
+    engine = Engine(path, SystemClock())
+    with pytest.raises(Corrupt, match="key=x"):
+        engine.answer(Head("x"))
+    with pytest.raises(Corrupt, match="key=x"):
+        engine.answer(Scan(""))
+    (refused,) = engine.commit([Cas("x", 1, b"new", "m")])
+    assert isinstance(refused, Corrupt)
+    assert engine.answer(Head("y")).data == b"\xc1value of y"
+    engine.close()
+
+
+def test_a_database_without_checksums_is_read_and_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "consensus.db"
+    with monkeypatch.context() as before:
+        before.setattr("tidemill.consensus.sqlite.records.seal", lambda body: body)
+        before.setattr("tidemill.consensus.sqlite.engine.seal", lambda body, _: body)
+        before.setattr("tidemill.consensus.sqlite.engine.unsealed_register", lambda *row: row[3])
+        filled(path, monkeypatch)
+    connection = apsw.Connection(str(path))
+    connection.execute("UPDATE meta SET layout = 3")
+    connection.close()
+    engine = Engine(path, SystemClock())
+    assert [r.data[:3] for r in engine.answer(Read("a", 0, 100, 1 << 20)).records] == [b"a-0", b"a-1", b"a-2"]
+    assert [v.data for _, v in engine.answer(Scan(""))] == [b"value of x", b"\xc1value of y"]
+    engine.commit([Append("a", 0, 3, (b"a-3",), "n"), Cas("x", 1, b"newer", "m")])
+    engine.close()
+    again = Engine(path, SystemClock())
+    assert len(again.answer(Read("a", 0, 100, 1 << 20)).records) == 4 and again.answer(Head("x")).data == b"newer"
+    again.close()
+    damage(path, "registers", "data", b"value of y")
+    damaged = Engine(path, SystemClock())
+    with pytest.raises(Corrupt, match="key=y"):
+        damaged.answer(Head("y"))
+    damaged.close()

@@ -1,0 +1,120 @@
+"""Whose bucket it is: the claim of an incarnation, and what a process may do that has not asked for a while."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from tidemill.base.clock import ManualClock, Rand, SystemClock
+from tidemill.base.errors import Invalid, MovedBack, Replaced, Unavailable
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.metastore.claim import Ownership, check_unclaimed, claim, claim_key, greatest_claim
+from tidemill.metastore.cluster import Cluster
+from tidemill.metastore.open import open_metastore
+from tidemill.objects.memory import MemoryObjects
+from tidemill.objects.resilient import ResilientObjects
+from tidemill.objects.store import ObjectMeta
+
+CLOCK = SystemClock()
+Test = Callable[[], Coroutine[Any, Any, None]]
+
+
+def on_a_loop(test: Test) -> Callable[[], None]:
+    def run() -> None:
+        asyncio.run(asyncio.wait_for(test(), 60))
+
+    run.__name__ = test.__name__
+    return run
+
+
+def cluster(name: str, incarnation: int = 1) -> Cluster:
+    return Cluster(name, 1, 0, incarnation=incarnation)
+
+
+class Away(MemoryObjects):
+    away = False
+
+    async def head(self, key: str) -> ObjectMeta | None:
+        if self.away:
+            raise Unavailable("planted")
+        return await super().head(key)
+
+
+@on_a_loop
+async def test_of_many_clusters_that_claim_an_empty_bucket_at_once_one_has_it_and_keeps_it() -> None:
+    objects = MemoryObjects(CLOCK)
+    names = [f"c{i}" for i in range(16)]
+    outcomes = await asyncio.gather(*(claim(objects, CLOCK, cluster(name)) for name in names), return_exceptions=True)
+    [winner] = [name for name, outcome in zip(names, outcomes, strict=True) if outcome is None]
+    assert all(isinstance(outcome, Replaced) for outcome in outcomes if outcome is not None)
+    assert f"bucket_cluster={winner}" in str(next(outcome for outcome in outcomes if outcome is not None))
+    await claim(objects, CLOCK, cluster(winner))  # at every start of each of its nodes
+    with pytest.raises(Replaced):
+        await claim(objects, CLOCK, cluster("a later one"))
+
+
+@on_a_loop
+async def test_a_first_start_that_lost_leaves_its_consensus_as_empty_as_it_was() -> None:
+    objects = MemoryObjects(CLOCK)
+    first = await open_metastore(MemoryConsensus(CLOCK), objects, CLOCK, Rand())
+    await first.aclose()
+    assert await greatest_claim(objects) == 1
+    consensus = MemoryConsensus(CLOCK)
+    with pytest.raises(Invalid, match="claimed by one"):
+        await open_metastore(consensus, objects, CLOCK, Rand())
+    assert await consensus.scan("") == []
+    with pytest.raises(Invalid):
+        await check_unclaimed(objects)
+
+
+@on_a_loop
+async def test_a_cluster_whose_bucket_was_claimed_by_a_restore_is_told_by_whom_however_damaged_the_claim_is() -> None:
+    objects = MemoryObjects(CLOCK)
+    await claim(objects, CLOCK, cluster("old"))
+    await claim(objects, CLOCK, cluster("new", 2))
+    with pytest.raises(Replaced, match=r"cluster=old incarnation=1 bucket_cluster=new bucket_incarnation=2"):
+        await claim(objects, CLOCK, cluster("old"))
+    await objects.delete(claim_key(2))
+    await objects.put(claim_key(2), b"not a claim")
+    with pytest.raises(Replaced, match="bucket_cluster=unreadable"):
+        await claim(objects, CLOCK, cluster("old"))
+
+
+@on_a_loop
+async def test_a_process_that_has_not_asked_for_three_intervals_asks_before_it_acknowledges_or_deletes() -> None:
+    clock, inner = ManualClock(), Away(CLOCK)
+    objects = ResilientObjects(inner, CLOCK, Rand(), store="memory", budget_s=0.0)
+    consensus = MemoryConsensus(CLOCK)
+    await claim(objects, clock, cluster("old"))
+    await objects.put("l0/1", b"x")
+    owner = Ownership(objects, clock, cluster("old"), interval_s=10.0)
+    consensus.owner, objects.may_delete = owner, owner.may_delete
+
+    clock.advance(31_000)
+    assert "has not been seen to be this cluster's" in owner.trouble()
+    await consensus.append("log", 0, 0, [b"1"], "n1")
+    assert owner.trouble() == ""
+
+    # The bucket is away: what needs no object goes on, nothing is deleted.
+    inner.away = True
+    clock.advance(31_000)
+    await consensus.append("log", 0, 1, [b"2"], "n2")
+    with pytest.raises(Unavailable, match="does not say"):
+        await objects.delete("l0/1")
+    assert owner.trouble()
+
+    inner.away = False
+    clock.advance(31_000)
+    await claim(objects, clock, cluster("new", 2))
+    with pytest.raises(Replaced):
+        await consensus.append("log", 0, 2, [b"3"], "n3")
+    with pytest.raises(Replaced):
+        await objects.delete("l0/1")
+    with pytest.raises(Replaced):
+        await consensus.cas("register", 0, b"1", "r1")
+    assert "belongs to another cluster" in owner.trouble()
+    assert await objects.get("l0/1") == b"x"
+    assert not isinstance(owner.replaced, MovedBack)

@@ -1,0 +1,49 @@
+"""A domain whose log returned to an earlier state, while the bucket did not."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+from domain_world import DomainWorld, rows_of, run
+
+from tidemill.base.errors import MovedBack
+from tidemill.metastore.lsm.manifests import BucketManifests
+from tidemill.metastore.persistence import ANY_EPOCH
+from tidemill.metastore.settings import prefix_of
+
+KEY, LOST, LATER = b"\x01kept", b"\x01lost", b"\x01later"
+STATE = ("registers", "heads", "records", "leases")
+
+
+def test_a_leader_after_lost_terms_leads_in_a_term_above_all_that_the_bucket_holds_of_them() -> None:
+    """Else a restore would take the newest manifest of the history that is gone for the newest there is."""
+
+    async def body(world: DomainWorld) -> None:
+        first = await world.node()
+        await first.commit([(KEY, b"1")])
+        await first.flush()
+        uuid = first.domain_uuid
+        await first.aclose()
+        standby = deepcopy({name: getattr(world.memory, name) for name in STATE})
+        second = await world.node()
+        for number in range(3):
+            await second.commit([(LOST, b"%d" % number)])
+            await second.flush()
+        lost_term = second.term
+        for name in STATE:
+            setattr(world.memory, name, standby[name])
+        with pytest.raises(MovedBack):
+            await second.sync()
+        third = await world.node()
+        assert third.term > lost_term
+        assert await rows_of(third) == {KEY: b"1"}
+        await third.commit([(LATER, b"2")])
+        await third.flush()
+        newest = await BucketManifests(world.objects(), prefix_of(uuid), world.rand).newest(ANY_EPOCH)
+        assert newest is not None
+        assert third.state.manifest is not None
+        assert (newest.epoch, newest.number) == (third.state.manifest.epoch, third.state.manifest.number)
+        assert await rows_of(third) == {KEY: b"1", LATER: b"2"}
+
+    run(body, DomainWorld())

@@ -1,0 +1,77 @@
+"""Waiting in tests: one generous deadline for all, scaled in one place.
+
+A test that passes never waits until its deadline, so the deadline is long enough for a busy machine. A limit that the
+product promises is an assertion of its own, not a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+SCALE = float(os.environ.get("TIDEMILL_TEST_PATIENCE", "1"))
+"""Raise it on a machine on which everything is slower."""
+DEADLINE_S = 120.0 * SCALE
+"""For one condition, or one answer of another process."""
+SCENARIO_S = 400.0 * SCALE
+"""For a whole scenario of many waits; below pytest's own timeout."""
+
+
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.05
+"""Between two looks, growing: a condition that holds soon is seen soon, and a long wait costs little."""
+
+
+def _pauses() -> Iterator[float]:
+    pause_s = FIRST_PAUSE_S
+    while True:
+        yield pause_s
+        pause_s = min(pause_s * 1.5, LAST_PAUSE_S)
+
+
+def eventually(check: Callable[[], T], otherwise: str | Callable[[], object] = "", within_s: float = DEADLINE_S) -> T:
+    """The first true result of `check`. Fails after the deadline with the last result and with `otherwise`."""
+    until_s, pauses = time.monotonic() + within_s, _pauses()
+    while not (result := check()):
+        if time.monotonic() > until_s:
+            raise AssertionError(_failure(within_s, result, otherwise))
+        time.sleep(next(pauses))
+    return result
+
+
+async def until(
+    check: Callable[[], T | Awaitable[T]],
+    otherwise: str | Callable[[], object] = "",
+    within_s: float = DEADLINE_S,
+) -> T:
+    """`eventually` on the loop; `check` may be a coroutine function."""
+    loop = asyncio.get_running_loop()
+    until_s, pauses = loop.time() + within_s, _pauses()
+    while True:
+        found = check()
+        result: Any = await found if inspect.isawaitable(found) else found
+        if result:
+            return result  # type: ignore[no-any-return]
+        if loop.time() > until_s:
+            raise AssertionError(_failure(within_s, result, otherwise))
+        await asyncio.sleep(next(pauses))
+
+
+def run(scenario: Coroutine[Any, Any, T], within_s: float = SCENARIO_S) -> T:
+    """On a loop of its own, within the time of a scenario."""
+
+    async def bounded() -> T:
+        async with asyncio.timeout(within_s):
+            return await scenario
+
+    return asyncio.run(bounded())
+
+
+def _failure(within_s: float, result: object, otherwise: str | Callable[[], object]) -> str:
+    said = otherwise() if callable(otherwise) else otherwise
+    return f"not within {within_s:.0f} s: {said} last={result!r}"

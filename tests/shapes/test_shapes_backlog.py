@@ -1,0 +1,170 @@
+"""The backlog of one database: a bound ends the shapes that exceed it and no other, and age counts only while the
+stream is live."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from shape_world import ShapeWorld, eventually, run
+from test_shapes_consumer import COLUMNS, ENDLESS, OTHER, TABLE, row
+
+from tidemill.base.clock import ManualClock
+from tidemill.base.frontier import ChangePosition
+from tidemill.capture.changes import Change, Fragment, Relation
+from tidemill.shapes import ShapeSettings
+from tidemill.shapes.consumer import TableConsumer
+from tidemill.shapes.live import LiveShape
+from tidemill.shapes.log import MemoryLog
+from tidemill.shapes.offsets import BASE_END
+from tidemill.shapes.rows import RowWriter
+from tidemill.shapes.shape import ShapeDefinition, Source
+from tidemill.shapes.share import LoopShare, Turn
+from tidemill.shapes.sink import BacklogLimits, ShapeSink
+
+STREAM = SimpleNamespace(flushed=lambda *_: None)
+WAL_END = 1_000
+HOUSE_S = 1.0
+
+
+@pytest.mark.postgres
+def test_f120_a_large_transaction_ends_no_shape_of_a_table_that_it_does_not_touch(postgres_dsn: str) -> None:
+    ddl = (
+        "CREATE TABLE big (id int PRIMARY KEY, v text); INSERT INTO big SELECT n, 'old' FROM generate_series(1, 5000) n"
+        "; CREATE TABLE calm (id int PRIMARY KEY, v text); INSERT INTO calm VALUES (1, 'old')"
+    )
+
+    async def main() -> None:
+        settings = ShapeSettings(long_poll_s=0.5, backlog=BacklogLimits(size_bytes=200_000))
+        async with ShapeWorld(postgres_dsn, ddl, settings, fragment_changes=100) as world:
+            calm = [await world.sync(table="calm", where=f"id > {-n}") for n in range(5)]
+            touched = await world.sync(table="big", where="id % 50 = 0")
+            await world.db.execute("UPDATE big SET v = 'new'")
+            await world.db.execute("UPDATE calm SET v = 'new'")
+            for client in calm:
+                await client.follow_until(lambda c=client: _values(c.rows) == {"new"})  # type: ignore[misc]
+                assert client.refetches == 0
+            await touched.follow_until(lambda: _values(touched.rows) == {"new"} and len(touched.rows) == 100)
+            assert world.service.facts()["fell_behind"] == touched.refetches == 1
+            await eventually(lambda: world.sink.held_bytes == 0)
+
+    run(main())
+
+
+def _values(rows: dict[str, dict[str, str]]) -> set[str]:
+    return {each["v"] for each in rows.values()}
+
+
+class Backlog:
+    """A sink with shapes of two tables, whose pump runs when the test says so."""
+
+    def __init__(self, limits: BacklogLimits, *, restoring: bool = False) -> None:
+        self.clock = ManualClock()
+        self.sink = ShapeSink(self.clock, LoopShare(self.clock), limits)
+        self.sink.restoring = restoring
+        self.sink.carried([TABLE.oid, OTHER.oid])
+        self.of_table, self.of_other = self._consumer(TABLE), self._consumer(OTHER)
+        self._lsn = 0
+
+    def _consumer(self, relation: Relation) -> TableConsumer:
+        definition = ShapeDefinition(Source("table", "main", "public", relation.table))
+        shape = LiveShape(relation.table, definition, b"{}", MemoryLog())
+        shape.log.seal_base()
+        writer = RowWriter("public", relation.table, [c.name for c in COLUMNS], ["id"], ["open"])
+        consumer = TableConsumer(shape, relation, None, writer)
+        self.sink.add(consumer)
+        consumer.open(None)
+        consumer.follow()
+        shape.ready()
+        return consumer
+
+    def commit(self, *changed: Relation, cut: int = 0) -> int:
+        """One transaction, in fragments of one relation each where `cut`; returns its LSN."""
+        self._lsn += 10
+        changes = [
+            Change(relation, "insert", ChangePosition(self._lsn, 2 * n), row(self._lsn + n))
+            for n, relation in enumerate(changed)
+        ]
+        parts = [[each] for each in changes] if cut else [changes]
+        for n, part in enumerate(parts):
+            last = part[-1].position if part else ChangePosition(self._lsn, 0)
+            fragment = Fragment(self._lsn, self._lsn, 0, n == 0, n == len(parts) - 1, tuple(part), last, (), 100)
+            self.sink.take(fragment)
+        return self._lsn
+
+    def look_for(self, seconds: float) -> None:
+        for _ in range(int(seconds / HOUSE_S)):
+            self.clock.advance(int(HOUSE_S * 1000))
+            self.sink.end_the_late()
+
+    def route(self) -> None:
+        self.sink.step(Turn(self.clock, 0.0))
+
+
+def test_catching_up_with_what_was_written_before_the_session_counts_as_no_age() -> None:
+    world = Backlog(BacklogLimits(age_s=10.0))
+    world.sink.begin(STREAM, 0, WAL_END)  # type: ignore[arg-type]
+    world.commit(TABLE, TABLE)
+    world.route()
+    for _ in range(20):
+        world.look_for(5)
+        world.commit(TABLE, TABLE)
+    assert not world.of_table.shape.gone, "it is behind by what the stream brings at once"
+    world.look_for(9)
+    assert not world.of_table.shape.gone, "the last of it came nine seconds ago"
+    world.look_for(3)
+    assert world.of_table.shape.gone and "age_s=10" in world.of_table.shape.end_reason
+    assert not world.of_other.shape.gone
+
+
+def test_age_counts_while_the_stream_is_live_whatever_comes_meanwhile() -> None:
+    world = Backlog(BacklogLimits(age_s=10.0))
+    world.sink.begin(STREAM, 0, 5)  # type: ignore[arg-type]
+    world.commit(TABLE, TABLE)
+    world.route()
+    for _ in range(3):
+        world.look_for(4)
+        world.commit(OTHER)
+    assert world.of_table.shape.gone
+
+
+def test_the_time_that_restoring_takes_counts_as_no_age() -> None:
+    world = Backlog(BacklogLimits(age_s=10.0), restoring=True)
+    world.sink.begin(STREAM, 0, 5)  # type: ignore[arg-type]
+    world.commit(TABLE, TABLE)
+    world.look_for(30)
+    world.sink.restored()
+    world.route()
+    world.look_for(9)
+    assert not world.of_table.shape.gone
+    world.look_for(3)
+    assert world.of_table.shape.gone
+
+
+def test_a_pause_of_the_process_counts_as_no_age() -> None:
+    world = Backlog(BacklogLimits(age_s=10.0))
+    world.commit(TABLE, TABLE)
+    world.route()
+    world.look_for(2)
+    world.clock.advance(60_000)
+    world.sink.end_the_late()
+    assert not world.of_table.shape.gone, "it had no turn either"
+    world.look_for(12)
+    assert world.of_table.shape.gone
+
+
+def test_a_backlog_that_outgrows_its_bytes_while_logs_are_restored_ends_those_of_its_tables_alone() -> None:
+    world = Backlog(BacklogLimits(size_bytes=20_000), restoring=True)
+    world.sink.begin(STREAM, 0, WAL_END)  # type: ignore[arg-type]
+    mixed = world.commit(OTHER, TABLE, cut=1)
+    for _ in range(40):
+        world.commit(TABLE)
+    assert world.of_table.shape.gone and not world.of_other.shape.gone
+    assert world.sink.resumable == {OTHER.oid}
+    world.sink.restored()
+    while world.sink.step(ENDLESS):
+        pass
+    chunk = world.of_other.shape.log.read(BASE_END)  # type: ignore[attr-defined]
+    assert [item.count(b'"last":true') for item in chunk.items] == [1], "its transaction is whole"
+    assert world.sink.evaluated() == world.sink.taken > mixed, "nothing that was left out holds the confirmation up"
+    assert world.sink.held_bytes == 0

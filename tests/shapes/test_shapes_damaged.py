@@ -1,0 +1,90 @@
+"""A flipped bit in a shape's file ends that shape, whose clients refetch, and is never a row of another value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import apsw
+import pytest
+from msgspec.structs import replace
+from shape_world import eventually, run
+from test_shapes_consumer import TABLE
+from test_shapes_restored import INFO, written
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import Corrupt
+from tidemill.base.marks import Tracker
+from tidemill.shapes.offsets import BASE_END, BEFORE_ALL
+from tidemill.shapes.service import ShapeService
+from tidemill.shapes.settings import ShapeSettings
+from tidemill.shapes.store.file import Flush, Item, ShapeFile
+
+BASE, ITEM, RECORD, WHOLE = 1, 2, 3, 4
+
+
+def filled(path: Path) -> None:
+    file = ShapeFile(path)
+    file.open()
+    shapes = []
+    for key in (BASE, ITEM, RECORD, WHOLE):
+        one = written(key)
+        assert one.saved is not None
+        rows = [(0, b'{"value":{"n":"%d"}}' % key)]
+        items = [Item(700, 2, b'{"later":{"n":"%d"}}' % key)]
+        shapes.append(replace(one, base=rows, items=items, saved=replace(one.saved, end=(700, 2), log_bytes=30)))
+    file.flush(Flush("owner", False, shapes, ()))
+    file.release()
+
+
+def flip(path: Path, table: str, column: str, key: int, at: int) -> None:
+    connection = apsw.Connection(str(path))
+    ((stored,),) = connection.execute(f"SELECT {column} FROM {table} WHERE id = ?", (key,)).fetchall()
+    damaged = bytearray(stored)
+    damaged[at] ^= 1
+    connection.execute(f"UPDATE {table} SET {column} = ? WHERE id = ?", (bytes(damaged), key))
+    assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    connection.close()
+
+
+def test_f131_what_is_damaged_in_a_shapes_file_ends_that_shape_alone(tmp_path: Path) -> None:
+    path = tmp_path / "main.db"
+    filled(path)
+    flip(path, "base", "json", BASE, -3)
+    flip(path, "items", "json", ITEM, -3)
+    flip(path, "shapes", "record", RECORD, -1)
+
+    async def main() -> None:
+        service = ShapeService(SystemClock(), Rand(7), Tracker(), ShapeSettings(directory=tmp_path))
+        sink = service.add_database("main", "host=/nowhere", lambda: [TABLE])
+        service._tables._databases["main"].infos[TABLE] = INFO
+        sink.claim(["owner"])
+        sink.carried([TABLE.oid])
+        sink.begin(SimpleNamespace(flushed=lambda *_: None), 0)  # type: ignore[arg-type]
+        await eventually(lambda: not sink.restoring)
+        assert service.by_handle(f"h{RECORD}") is None, "its definition may be another: it is not restored"
+        base, item, whole = (service.by_handle(f"h{key}") for key in (BASE, ITEM, WHOLE))
+        assert base is not None and item is not None and whole is not None
+        assert (await base.fetch(BEFORE_ALL)).items == () and base.gone and "damaged" in base.end_reason
+        assert list((await item.fetch(BEFORE_ALL)).items) == [b'{"value":{"n":"2"}}'] and not item.gone
+        assert (await item.fetch(BASE_END)).items == () and item.gone and "tx=700 op=2" in item.end_reason
+        assert list((await whole.fetch(BEFORE_ALL)).items) == [b'{"value":{"n":"4"}}']
+        (later,) = (await whole.fetch(BASE_END)).items
+        assert b'"n":"4"' in later and not whole.gone
+        await service.aclose()
+
+    run(main())
+
+
+def test_every_flipped_bit_of_a_row_is_corrupt_when_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "main.db"
+    filled(path)
+    for at in range(0, len(b'{"later":{"n":"1"}}')):
+        flip(path, "items", "json", WHOLE, at)
+        file = ShapeFile(path)
+        file.open()
+        with pytest.raises(Corrupt, match="id=4 tx=700 op=2"):
+            file.items(WHOLE, (0, 0), (900, 0), 1000)
+        assert len(file.items(BASE, (0, 0), (900, 0), 1000)) == 1
+        file.release()
+        flip(path, "items", "json", WHOLE, at)

@@ -1,0 +1,212 @@
+"""What heals is 503, and never 400: a table that is made anew, parked or being parked. A client that holds rows of it
+is told to start over first."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from real_world import RealWorld
+from shape_world import Answer, Client, eventually, run
+from test_shapes_node_client import NodeClient
+
+from tidemill.capture import recopy
+from tidemill.capture.desk import Desk
+from tidemill.shapes import ShapeSettings
+
+pytestmark = pytest.mark.postgres
+
+DDL = "CREATE TABLE t (id int PRIMARY KEY, v text); INSERT INTO t VALUES (1, 'a')"
+PARTED = """
+CREATE TABLE p (id int, v text, PRIMARY KEY (id)) PARTITION BY RANGE (id);
+CREATE TABLE p1 PARTITION OF p FOR VALUES FROM (0) TO (100);
+CREATE TABLE p2 (id int PRIMARY KEY, v text);
+INSERT INTO p VALUES (1, 'a');
+INSERT INTO p2 VALUES (101, 'b');
+"""
+
+
+class Polled(RealWorld):
+    table_poll_s = 0.2
+
+
+class Parted(Polled):
+    tables = ("public.p",)
+
+
+class Asked(Polled):
+    """A parked table is copied again only when somebody says so."""
+
+    copy_again = False
+
+
+async def states(world: RealWorld) -> dict[str, str]:
+    return {row.table: row.state for row in await world.catalogue.all_tables()}
+
+
+async def parks(world: RealWorld, table: str) -> bool:
+    return (await states(world)).get(table) == "parked"
+
+
+def assert_heals(answer: Answer, *words: str) -> None:
+    assert answer.status == 503, answer.body
+    assert int(answer.headers["retry-after"]) > 0
+    assert all(word in answer.json["message"] for word in words), answer.json
+
+
+def holder(world: RealWorld, client: Client, **more: str) -> Any:
+    return world.get(**client.params, handle=client.handle, offset=client.offset, **more)
+
+
+def test_f121_a_table_that_was_made_anew_a_moment_ago_is_never_400(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with RealWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.5)) as world:
+            await eventually(lambda: world.capture.streaming)
+            await world.sync(table="t")
+            for number in range(8):
+                await world.db.execute("DROP TABLE t")
+                await world.db.execute("CREATE TABLE t (id int PRIMARY KEY, v text)")
+                await world.db.execute(f"INSERT INTO t VALUES ({number}, 'new')")
+                where = f"id > {-1 - number}"
+                answers = [await world.get(table="t", offset="-1", **more) for more in ({}, {"where": where})]
+                answers.append(await world.get(table="t", offset="now", subset__where="true"))
+                assert {answer.status for answer in answers} <= {200, 503}, [answer.body for answer in answers]
+
+                async def served(number: int = number) -> bool:
+                    answer = await world.get(table="t", offset="-1")
+                    assert answer.status in (200, 503), answer.body
+                    return answer.status == 200 and [item["value"]["id"] for item in answer.items] == [str(number)]
+
+                await eventually(served)
+
+    run(main(), 150)
+
+
+def test_f122_a_parked_table_is_409_to_its_holders_and_503_to_all_others_until_it_is_copied(postgres_dsn: str) -> None:
+    """ATTACH heals by a copy at once, DETACH within five minutes more only when that pause is over."""
+
+    async def main() -> None:
+        async with Parted(postgres_dsn, PARTED, ShapeSettings(long_poll_s=30.0)) as world:
+            await eventually(lambda: world.capture.streaming)
+            await world.db.execute("ALTER TABLE p ATTACH PARTITION p2 FOR VALUES FROM (100) TO (200)")
+
+            async def copied() -> bool:
+                (row,) = await world.catalogue.all_tables()
+                return row.flows and len(row.partitions or ()) == 2 and row.again_last_ms > 0
+
+            await eventually(copied)
+            await eventually(lambda: world.capture.relations())
+            client, other = await world.sync(table="p"), await world.sync(table="p", where="id < 100")
+            assert len(client.rows) == 2
+            live = asyncio.ensure_future(holder(world, client, live="true"))
+            await world.db.execute("ALTER TABLE p DETACH PARTITION p2")
+            told = await live
+            assert told.status == 409 and told.json == [{"headers": {"control": "must-refetch"}}]
+            assert told.handle != client.handle
+            await eventually(lambda: parks(world, "public.p"))
+            assert (await holder(world, other)).status == 409
+            words = ("parked until it is copied", "a partition is gone", "public.p")
+            for params in ({"offset": "-1"}, {"offset": "now"}, {"offset": "-1", "handle": told.handle}):
+                assert_heals(await world.get(table="p", **params), *words)
+            assert_heals(await world.get(table="p", offset="now", subset__where="true"), *words)
+            await recopy.ask(world.catalogue, world.capture.config.name, "public.p")
+            world.capture.look()
+
+            async def served() -> bool:
+                return (await world.get(table="p", offset="-1")).status == 200
+
+            await eventually(served)
+            client.rows, client.offset, client.handle = {}, "-1", told.handle
+            await client.catch_up()
+            assert {(row["id"], row["v"]) for row in client.rows.values()} == await world.select("p")
+
+    run(main(), 150)
+
+
+def test_f123_a_table_parked_for_good_has_its_clients_start_over_once_and_wait(postgres_dsn: str) -> None:
+    """It is the only one of its capture, which then has no table to name, and is not starting for that."""
+
+    async def main() -> None:
+        async with Asked(postgres_dsn, DDL, ShapeSettings(long_poll_s=30.0)) as world:
+            await eventually(lambda: world.capture.streaming)
+            client = await world.sync(table="t")
+            async with NodeClient(f"{world.server.url}/v1/shape", {"table": "t"}) as node:
+                await eventually(lambda: node.last["upToDate"] and len(node.last["rows"]) == 1)
+                live = asyncio.ensure_future(holder(world, client, live="true"))
+                await world.db.execute("ALTER TABLE t RENAME v TO w")
+                await world.db.execute("INSERT INTO t VALUES (2, 'b')")
+                assert (await live).status == 409
+                await eventually(lambda: node.last["refetches"] >= 1)
+                assert not node.last["rows"], "no rows are shown that may be incomplete"
+                await eventually(lambda: parks(world, "public.t"))
+                assert (await holder(world, client)).status == 409
+                assert_heals(await world.get(table="t", offset="-1"), "until an operator has it copied", "public.t")
+                assert (await world.get(table="none", offset="-1")).status == 400
+                assert (await world.request("/v1/health", {})).json == {"status": "active"}
+
+                await recopy.ask(world.catalogue, world.capture.config.name, "public.t")
+                world.capture.look()
+                await eventually(lambda: node.last["upToDate"] and len(node.last["rows"]) == 2)
+                rows = {(str(row["id"]), row["w"]) for row in node.last["rows"].values()}
+                assert rows == await world.select("t")
+                assert not [line for line in node.lines if "error" in line]
+
+    run(main(), 150)
+
+
+def test_f124_a_table_that_is_being_parked_is_409_to_its_holders_and_never_400(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its shapes end, and wake their clients, before the catalogue says that it is parked."""
+    parking, go_on, change = asyncio.Event(), asyncio.Event(), Desk.change
+    broken: list[bool] = []
+
+    async def slowly(desk: Desk, name: str, changed: Any) -> Any:
+        if broken and not go_on.is_set():
+            parking.set()
+            await go_on.wait()
+        return await change(desk, name, changed)
+
+    monkeypatch.setattr(Desk, "change", slowly)
+
+    async def main() -> None:
+        ddl = f"{DDL}; CREATE TABLE other (id int PRIMARY KEY)"
+        async with Asked(postgres_dsn, ddl, ShapeSettings(long_poll_s=30.0)) as world:
+            await eventually(lambda: world.capture.streaming)
+            client = await world.sync(table="t")
+            live = asyncio.ensure_future(holder(world, client, live="true"))
+            await eventually(lambda: any(shape["waiting"] for shape in world.service.shapes()))
+            broken.append(True)
+            await world.db.execute("ALTER TABLE t RENAME v TO w")
+            await world.db.execute("INSERT INTO t VALUES (2, 'b')")
+            await parking.wait()
+            young = asyncio.ensure_future(world.get(table="t", offset="-1"))
+            assert (await live).status == 409, "while the catalogue does not say so yet"
+            assert (await holder(world, client)).status == 409
+            assert not young.done()
+            go_on.set()
+            assert_heals(await young, "is parked")
+
+    run(main(), 150)
+
+
+def test_a_table_that_is_dropped_is_409_to_its_holders_and_then_400(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with Polled(postgres_dsn, DDL, ShapeSettings(long_poll_s=30.0)) as world:
+            await eventually(lambda: world.capture.streaming)
+            client = await world.sync(table="t")
+            live = asyncio.ensure_future(holder(world, client, live="true"))
+            await eventually(lambda: any(shape["waiting"] for shape in world.service.shapes()))
+            await world.db.execute("DROP TABLE t")
+            assert (await live).status == 409
+            statuses: list[int] = []
+
+            async def refused() -> bool:
+                statuses.append((await world.get(table="t", offset="-1")).status)
+                return statuses[-1] == 400
+
+            await eventually(refused)
+            assert set(statuses) <= {400, 503}
+
+    run(main(), 150)

@@ -1,0 +1,67 @@
+"""A program of Spark Connect, with a server of its own: `python connect_child.py DIRECTORY` prints what it saw."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+from tidemill.spark.java import export_java, find_java
+
+directory = Path(sys.argv[1])
+export_java(find_java())
+os.environ.update(PYSPARK_PYTHON=sys.executable, SPARK_TESTING="1", SPARK_LOCAL_IP="127.0.0.1")
+
+from pyspark.sql import SparkSession  # noqa: E402
+from spark_harbour import Harbour  # noqa: E402
+from test_spark_read_plan import append, holds, merge, rows  # noqa: E402
+from test_spark_streaming import until  # noqa: E402
+
+from tidemill.base.clock import SystemClock  # noqa: E402
+from tidemill.keeper.collection import collect  # noqa: E402
+from tidemill.shards.compaction import compact_once  # noqa: E402
+from tidemill.spark import read, reading  # noqa: E402
+
+COUNT = 30_000
+reading.WATCH_S, reading.LINGER_S = 0.05, 0.2
+
+harbour = Harbour(directory)
+append(harbour, "t", 10, rows(range(COUNT), 0, 5, 1))
+merge(harbour, "t", 9)
+spark = SparkSession.builder.remote("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+read_at_first = [part.object_key for batch in harbour.shard("t").state.batches for part in batch.parts]
+frame = read(spark, "t", as_of=9, objects=harbour.urls.objects, consensus=harbour.urls.consensus)
+descendant = frame.where("k >= 10").groupBy("s").count()
+del frame
+gc.collect()
+append(harbour, "t", 20, rows(range(COUNT), 0, 15, -1))
+held = holds(harbour, "t")
+
+
+async def collected() -> list[str]:
+    """What the keeper does once history has moved on, as far as holds let it."""
+    shard = await harbour.stores.shard("t")
+    await shard.downgrade_since("keeper", 1, 19)
+    await compact_once(shard, harbour.stores.objects, harbour.stores.rand)
+    await collect(shard, harbour.stores.objects, SystemClock(), after_ms=-1, persisted=1 << 60)
+    return [key for key in read_at_first if await harbour.stores.objects.head(key) is None]
+
+
+gone = harbour.portal.call(collected())
+counted = sum(row["count"] for row in descendant.collect())
+del descendant
+
+
+def let_go() -> bool:
+    gc.collect()
+    return not holds(harbour, "t")
+
+
+until(let_go, "the hold ends")
+after = harbour.portal.call(collected())
+connect = "connect" in type(spark).__module__
+print(json.dumps({"connect": connect, "held": held, "gone": gone, "counted": counted, "after": len(after)}))
+spark.stop()
+harbour.close()

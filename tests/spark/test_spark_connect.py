@@ -1,0 +1,28 @@
+"""`tidemill.spark.read` under Spark Connect: what a frame reads is held while its client has a frame made from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.spark
+
+
+def test_what_a_frame_of_spark_connect_reads_is_held_until_its_last_descendant_is_gone(tmp_path: Path) -> None:
+    """In a process of its own: one that has a classic session cannot have another."""
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, here / "connect_child.py", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == {"connect": True, "held": ["dataframe"], "gone": [], "counted": 29_990, "after": 1}

@@ -1,0 +1,60 @@
+"""Which step leaves a table whose newest records are all dead letters, whatever the steps are."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+from hypothesis import given
+from hypothesis import strategies as st
+from upsert_world import SCHEMA
+
+from tidemill.spark.dead_run import RECORDS, DeadRun
+from tidemill.spark.decode.letters import Letter, letter_table
+from tidemill.spark.upsert.commands import Commands, Truncate, command_schema, no_commands
+
+
+def commands(*orders: int, partition: int = 0) -> Commands:
+    rows = [
+        {"k": order, "v": order, "_time": 1000 + order, "_order": order, "_partition": partition, "_live": True}
+        for order in orders
+    ]
+    return Commands(pa.Table.from_pylist(rows, schema=command_schema(SCHEMA)))
+
+
+def letters(*offsets: int, partition: int = 0) -> pa.Table:
+    return letter_table([Letter("t", partition, o, o, 1000 + o, "malformed") for o in offsets])
+
+
+@given(st.lists(st.booleans(), max_size=40), st.data())
+def test_steps_of_any_length_count_the_letters_behind_the_newest_good_record(
+    good: list[bool], data: st.DataObject
+) -> None:
+    run, at = DeadRun(), 0
+    while at < len(good):
+        end = data.draw(st.integers(at + 1, len(good)))
+        mine = range(at, end)
+        run.passed(commands(*(n for n in mine if good[n])), letters(*(n for n in mine if not good[n])))
+        at = end
+    behind = next((n for n, well in enumerate(reversed(good)) if well), len(good))
+    assert run.count == behind
+    assert bool(run.sentence(empty=False)) == (behind >= RECORDS) and bool(run.sentence(empty=True)) == (behind > 0)
+
+
+def test_the_deletion_that_a_captured_dead_letter_leaves_is_no_good_record() -> None:
+    run = DeadRun()
+    for order in range(RECORDS):
+        run.passed(commands(order), letters(order))
+    assert run.count == RECORDS and f"offset={RECORDS - 1} reason=[malformed]" in run.sentence(empty=False)
+    run.passed(commands(3, partition=1), letters(40))
+    assert run.count == 1, "another partition's record of the same offset is one"
+    run.passed(Commands(no_commands(SCHEMA).rows, (Truncate(2000, 0, 50),)), letters())
+    assert run.count == 0
+
+
+def test_a_step_that_was_computed_elsewhere_counts_by_its_letters() -> None:
+    run = DeadRun()
+    run.of_many(12, letters(*range(12)))
+    assert run.count == 12
+    run.of_many(12, letters(*range(12, 23)))
+    assert run.count == 0
+    run.of_many(0, letters())
+    assert run.sentence(empty=True) == ""

@@ -1,0 +1,134 @@
+"""A key has one spelling (S7), whatever says it: a record, a tombstone, a function's rows, a DataFrame's."""
+
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pytest
+from test_spark_derived import Frame as Table
+from test_spark_derived import derivation
+from test_spark_sink import dead_letters, writer
+from test_spark_write import write
+
+from tidemill.base.errors import Invalid
+from tidemill.base.histogram import Stages
+from tidemill.shards.front import Column
+from tidemill.shards.keys import normal_keys
+from tidemill.shards.open import open_remap
+from tidemill.spark.decode import objects as objects_module
+from tidemill.spark.decode.ddl import stream_schema
+from tidemill.spark.feeds import stream_feed
+from tidemill.spark.sink import FeedSink
+from tidemill.spark.types import spark_schema
+from tidemill.spark.write.target import Frame
+
+OTHER_NAN = struct.unpack("<d", struct.pack("<Q", 0xFFF8_0000_0000_0001))[0]
+ONE_NAN = 0x7FF8_0000_0000_0000
+ZEROS = ("-0.0", "0.0", "-0", "0", "-0e5", "0e-7", "-1e-400")
+
+
+def bits(values: list[float]) -> list[int]:
+    return np.array(values, np.float64).view(np.uint64).tolist()
+
+
+def ratios_sink(harbour: Any, scratch: Path, ddl: str, key: str) -> FeedSink:
+    s, schema = harbour.stores, stream_schema(ddl, key)
+    feed = harbour.portal.call(stream_feed(s.catalogue, "ratios", schema))
+    remap = harbour.portal.call(open_remap(s.consensus, s.clock, s.rand, "topic/ratios"))
+    table = writer(harbour, "ratios", schema, scratch, feed)
+    return FeedSink(
+        harbour.portal, s, "topic/ratios", remap, [table], Stages(), dead_letters=dead_letters(harbour), idle_move_s=0.0
+    )
+
+
+@pytest.mark.parametrize("few", [0, 1 << 62])
+@pytest.mark.parametrize("kind", ["double", "float"])
+def test_zero_of_either_sign_is_one_key_of_a_topic(
+    harbour: Any, tmp_path: Path, few: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects_module, "FEW", few)
+    topic = harbour.create_topic("ratios")
+    sink = ratios_sink(harbour, tmp_path, f"r {kind}, v double", "r")
+    for at, zero in enumerate(ZEROS):
+        harbour.produce(topic, [(b"", b'{"r":%s,"v":%d}' % (zero.encode(), at)), (b"", b'{"r":1.5,"v":-0.0}')])
+        harbour.mint("topic/ratios", 1_000 + at, topic)
+        sink.process(sink.latest())
+        rows = harbour.contents("ratios")
+        assert [(row["r"], row["v"]) for row in rows] == [(0.0, float(at)), (1.5, 0.0)]
+        assert [math.copysign(1, row["r"]) for row in rows] == [1, 1] and math.copysign(1, rows[1]["v"]) == -1
+    found = harbour.portal.call(harbour.shard("ratios").snapshot(harbour.upper("ratios") - 1, 10))
+    assert duckdb.from_arrow(found).aggregate("count(*), count(DISTINCT r)").fetchall() == [(2, 2)]
+    for at, zero in enumerate(ZEROS):
+        harbour.produce(topic, [(b"", b'{"r":%s,"v":1}' % zero.encode()), (ZEROS[-1 - at].encode(), None)])
+        harbour.mint("topic/ratios", 2_000 + at, topic)
+        sink.process(sink.latest())
+        assert [row["r"] for row in harbour.contents("ratios")] == [1.5], "a tombstone of either sign deletes it"
+
+
+def test_a_key_of_several_columns_is_one_where_its_floats_are(harbour: Any, tmp_path: Path) -> None:
+    topic = harbour.create_topic("ratios")
+    sink = ratios_sink(harbour, tmp_path, "k string, r double, v long", "k,r")
+    said = [b'{"k":"a","r":-0.0,"v":1}', b'{"k":"a","r":0,"v":2}', b'{"k":"b","r":-0.0,"v":3}']
+    harbour.produce(topic, [(b"", one) for one in said])
+    harbour.produce(topic, [(b'{"k":"b","r":0.0}', None)])
+    harbour.mint("topic/ratios", 1_000, topic)
+    sink.process(sink.latest())
+    assert [(row["k"], row["v"]) for row in harbour.contents("ratios")] == [("a", 2)]
+
+
+class Rows(Table):
+    @property
+    def schema(self) -> Any:
+        return spark_schema([Column("r", "float64"), Column("n", "int64")])
+
+
+def result(*rows: tuple[float, int]) -> Any:
+    keys, numbers = zip(*rows, strict=True)
+    return Rows(pa.table({"r": pa.array(keys, pa.float64()), "n": pa.array(numbers, pa.int64())}))
+
+
+def test_a_derived_table_and_a_dataframe_have_one_row_of_a_key(harbour: Any, tmp_path: Path) -> None:
+    """Spark and DuckDB group both zeros, and NaNs of any bits, into one."""
+    frame = Frame("ratios", (Column("r", "float64"), Column("n", "int64")), ("r",))
+    write(harbour, frame, [(-0.0, 1), (OTHER_NAN, 2)])
+    write(harbour, frame, [(0.0, 3), (math.nan, 4)])
+    assert sorted(row["n"] for row in harbour.contents("ratios")) == [3, 4]
+    assert bits(sorted((row["r"] for row in harbour.contents("ratios")), key=math.isnan)) == [0, ONE_NAN]
+    with pytest.raises(Invalid, match="a key comes twice"):
+        write(harbour, frame, [(-0.0, 1), (0.0, 2)])
+
+    rows = [(-0.0, 1), (OTHER_NAN, 2)]
+    found = derivation(harbour, tmp_path, lambda _spark, _frame: result(*rows), "r")
+    found.table = found.table.__class__("derived", ("r",), ("ratios",), 0.05, found.table.function)
+    found.open()
+    assert found.round()
+    rows[:] = [(0.0, 1), (math.nan, 2)]
+    write(harbour, frame, [(9.0, 9)])
+    before = harbour.upper("derived") - 1
+    assert found.round()
+    assert harbour.contents("derived") != [] and str(harbour.contents("derived")) == str(
+        harbour.contents("derived", before)
+    )
+    assert bits([row["r"] for row in harbour.contents("derived")]) == [0, ONE_NAN]
+    rows[:] = [(-0.0, 1), (0.0, 2)]
+    write(harbour, frame, [(10.0, 9)])
+    with pytest.raises(Invalid, match="a key comes twice"):
+        found.round()
+
+
+@pytest.mark.parametrize("kind", [pa.float32(), pa.float64()])
+def test_only_what_is_spelled_otherwise_is_changed(kind: pa.DataType) -> None:
+    array = pa.array([-0.0, 0.0, None, math.inf, -math.inf, 5e-324, -1.5, math.nan], kind)
+    table = pa.table({"k": pa.chunked_array([array.slice(0, 3), array.slice(3)]), "v": array})
+    found = normal_keys(table, ("k",))
+    assert found.schema == table.schema and repr(found["v"].to_pylist()) == repr(table["v"].to_pylist())
+    assert repr(found["k"].to_pylist()) == repr([0.0, *table["k"].to_pylist()[1:]])
+    plain = pa.table({"k": pa.array([1.5, None], kind)})
+    assert normal_keys(plain, ("k",)).equals(plain)
+    assert normal_keys(pa.table({"k": [1, 2]}), ("k",)).equals(pa.table({"k": [1, 2]}))

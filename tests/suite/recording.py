@@ -1,0 +1,125 @@
+"""Writes what became of each test into a file as the run proceeds, so that an interrupted run loses nothing.
+
+`--record FILE` appends one JSON object a line; `--continue-record` leaves out the tests whose outcome is in it already.
+
+    {"test": ID, "outcome": "passed" | "failed" | "skipped" | "crashed", "output": TEXT}
+    {"test": "", "outcome": "broken", "output": TEXT}        a file that cannot be collected
+    {"test": "", "outcome": "ended", "status": EXIT_STATUS}  the last line of a run that came to its end
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+OUTPUT_CHARACTERS = 200_000
+CRASHED_PHASE = "???"
+"""In this phase pytest-xdist reports the test during which a worker ended."""
+
+DONE = pytest.StashKey[frozenset[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("suite")
+    group.addoption("--record", type=Path, metavar="FILE", help="append each test's outcome")
+    group.addoption("--continue-record", action="store_true", help="only tests without an outcome in the record")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[DONE] = frozenset(getattr(config, "workerinput", {}).get("recorded", ()))
+    if config.option.record and not hasattr(config, "workerinput"):
+        if config.option.continue_record:
+            config.stash[DONE] = frozenset(read(config.option.record).outcomes)
+        config.pluginmanager.register(Recorder(config.option.record), "suite-recorder")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """pytest-xdist starts a worker. All workers must collect the same tests, also one that replaces another during the
+    run, so they do not read the file themselves."""
+    node.workerinput["recorded"] = sorted(node.config.stash[DONE])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    done = [item for item in items if item.nodeid in config.stash[DONE]]
+    if done:
+        items[:] = [item for item in items if item.nodeid not in config.stash[DONE]]
+        config.hook.pytest_deselected(items=done)
+
+
+class Recorder:
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._written: set[str] = set()
+
+    def _write(self, **line: Any) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._write(test="", outcome="broken", output=report.longreprtext[-OUTPUT_CHARACTERS:])
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """One line a test: the first phase that failed, else what its call came to."""
+        if report.when == CRASHED_PHASE:
+            self._write(test=report.nodeid, outcome="crashed", output=report.longreprtext)
+        elif report.failed and report.nodeid not in self._written:
+            self._write(test=report.nodeid, outcome="failed", output=_output(report))
+            self._written.add(report.nodeid)
+        elif report.skipped and report.nodeid not in self._written:
+            self._write(test=report.nodeid, outcome="skipped", output=report.longreprtext)
+            self._written.add(report.nodeid)
+        if report.when == "teardown":
+            if report.nodeid not in self._written:
+                self._write(test=report.nodeid, outcome="passed", output="")
+            self._written.discard(report.nodeid)
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self._write(test="", outcome="ended", status=int(exitstatus))
+
+
+def _output(report: pytest.TestReport) -> str:
+    parts = [report.longreprtext, *(f"--- {title}\n{text}" for title, text in report.sections)]
+    return f"phase={report.when}\n" + "\n".join(parts)[-OUTPUT_CHARACTERS:]
+
+
+@dataclass
+class Record:
+    """What a file says. `status` is None for a run that did not come to its end."""
+
+    outcomes: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    """The output of each failed test's first failure."""
+    broken: list[str] = field(default_factory=list)
+    """Files that could not be collected, and tests during which a process of the run ended."""
+    status: int | None = None
+
+
+def read(path: Path) -> Record:
+    return parse(path.read_text().splitlines()) if path.exists() else Record()
+
+
+def parse(lines: Iterable[str]) -> Record:
+    found = Record()
+    for text in lines:
+        try:
+            line = json.loads(text)
+        except ValueError:  # the run was killed while it wrote
+            continue
+        match line["outcome"]:
+            case "ended":
+                found.status = line["status"]
+            case "broken" | "crashed":
+                found.broken.append(f"{line['test']}\n{line['output']}".strip())
+            case outcome:
+                found.outcomes[line["test"]] = outcome
+                if outcome == "failed":
+                    found.failed.setdefault(line["test"], line["output"])
+    return found
