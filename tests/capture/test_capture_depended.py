@@ -46,7 +46,7 @@ async def exact(world: World, table: str) -> bool:
 
 
 @pytest.mark.postgres
-def test_f493_a_type_that_is_altered_below_a_column_has_its_tables_alone_copied_again(
+def test_f489_a_type_that_is_altered_below_a_column_has_its_tables_alone_copied_again(
     postgres_dsn: str,
 ) -> None:
     async def scenario(world: World) -> None:

@@ -42,7 +42,7 @@ def plain(*names: str) -> list[str]:
 
 
 @pytest.mark.postgres
-def test_f491_bytes_that_are_not_utf8_cost_the_table_that_has_them_and_no_other(unchecked_dsn: str) -> None:
+def test_f487_bytes_that_are_not_utf8_cost_the_table_that_has_them_and_no_other(unchecked_dsn: str) -> None:
     async def scenario(world: World) -> None:
         await world.sql(
             *GOOD, *plain("copied", "indexed", "written", "grown", "defaulted", "moved", "typed", "renamed")
@@ -101,7 +101,7 @@ def test_f491_bytes_that_are_not_utf8_cost_the_table_that_has_them_and_no_other(
 
 
 @pytest.mark.postgres
-def test_f492_a_logical_message_of_any_size_stops_nothing(postgres_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f488_a_logical_message_of_any_size_stops_nothing(postgres_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real limit is 200 MiB; PostgreSQL writes messages of up to 1 GiB."""
     for module in (stream, poison):
         monkeypatch.setattr(module, "MESSAGE_BYTES", 1 << 20)

@@ -306,7 +306,7 @@ async def as_selected(world: World, *tables: str) -> None:
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("identity", ["full", "as-is"])
-def test_f490_keys_that_move_within_a_statement_leave_the_topic_as_select_has_the_table(
+def test_f486_keys_that_move_within_a_statement_leave_the_topic_as_select_has_the_table(
     postgres_dsn: str, identity: str
 ) -> None:
     async def scenario(world: World) -> None:
@@ -337,7 +337,7 @@ def test_f490_keys_that_move_within_a_statement_leave_the_topic_as_select_has_th
 
 
 @pytest.mark.postgres
-def test_f490_a_table_whose_rows_cannot_be_asked_for_is_parked_alone_and_copied_again(postgres_dsn: str) -> None:
+def test_f486_a_table_whose_rows_cannot_be_asked_for_is_parked_alone_and_copied_again(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
         await world.sql(
             "CREATE TABLE d2 (id int PRIMARY KEY DEFERRABLE)", "CREATE TABLE good (id int PRIMARY KEY)",

@@ -20,7 +20,7 @@ from test_capture_resume import (
 )
 from test_capture_rights import test_what_doctor_prints_is_all_that_an_administrator_has_to_run as test_rights
 from test_capture_rivals import (
-    test_f490_keys_that_move_within_a_statement_leave_the_topic_as_select_has_the_table as test_rivals,
+    test_f486_keys_that_move_within_a_statement_leave_the_topic_as_select_has_the_table as test_rivals,
 )
 from test_capture_stream import (
     test_a_key_change_is_a_tombstone_then_an_upsert_at_the_next_ordinal as test_key_change,
