@@ -15,6 +15,7 @@ class Proxy:
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
         self.port = 0
 
     async def __aenter__(self) -> Self:
@@ -33,6 +34,12 @@ class Proxy:
         user = f"{self._parts.username}@" if self._parts.username else ""
         return self._parts._replace(netloc=f"{user}127.0.0.1:{self.port}").geturl()
 
+    def lead_to(self, dsn: str) -> None:
+        """Another server from now on; every connection is cut."""
+        self._parts = urlsplit(dsn)
+        for writer in list(self._writers):
+            writer.transport.abort()
+
     def swallow(self) -> None:
         self._flowing.clear()
 
@@ -46,10 +53,12 @@ class Proxy:
         task.add_done_callback(self._tasks.discard)
         await self._flowing.wait()
         inner_reader, inner_writer = await asyncio.open_connection(self._parts.hostname, self._parts.port)
+        self._writers |= {writer, inner_writer}
         try:
             pumps = [self._pump(reader, inner_writer), self._pump(inner_reader, writer)]
             await asyncio.wait([asyncio.ensure_future(p) for p in pumps], return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._writers -= {writer, inner_writer}
             inner_writer.close()
             writer.close()
 

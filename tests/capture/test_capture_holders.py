@@ -134,8 +134,9 @@ def test_what_was_held_for_a_copy_is_confirmed_once_it_is_over_though_nobody_wri
             session = capture._session
             assert session is not None and session.joining is not None and session.collector is not None
             status = session.collector.status
+            await until(lambda: status.hold is None, "what was held until the first binding is let go")
             session.joining.keeping.copies(True)
-            held = status.told
+            held = status.hold
             await world.sql("INSERT INTO a VALUES (1)")
             at = await world.wal_end()
             await world.caught_up()

@@ -18,6 +18,7 @@ from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.marks import State
 from tidemill.base.tasks import Restarts
 from tidemill.capture import beside, joining, mending, publication, snapshot
+from tidemill.capture.publication import Entry
 from tidemill.capture.recopy import ask
 from tidemill.capture.topic_writer import TopicWriter
 
@@ -226,7 +227,7 @@ def test_a_parked_table_is_not_unpublished_once_its_copy_began(
             async def published_tables(*args: Any, **more: Any) -> Any:
                 published = await real(*args, **more)
                 capture._desk.copying = {"public.t": row.oid}
-                return {**(published or {}), row.oid: "ONLY public.t"}
+                return {**(published or {}), row.oid: Entry("ONLY public.t")}
 
             async def unpublish(*args: Any) -> bool:
                 taken_out.append(args[2])

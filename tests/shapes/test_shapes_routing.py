@@ -35,8 +35,8 @@ FILTERS = [
 class Crowd:
     """Many shapes over one table behind one sink."""
 
-    def __init__(self, filters: list[str], limits: BacklogLimits | None = None) -> None:
-        self.sink = ShapeSink(CLOCK, LoopShare(CLOCK), limits)
+    def __init__(self, filters: list[str], limits: BacklogLimits | None = None, sink: ShapeSink | None = None) -> None:
+        self.sink = sink or ShapeSink(CLOCK, LoopShare(CLOCK), limits)
         self.shapes: list[LiveShape] = []
         self.consumers: list[TableConsumer] = []
         for number, where in enumerate(filters):
@@ -186,3 +186,20 @@ def test_a_fault_of_routing_itself_ends_all_shapes_and_the_stream_goes_on(monkey
     assert [shape.end_reason for shape in crowd.shapes] == ["the stream of changes broke off: RuntimeError: defect"] * 2
     crowd.take(transactions(random.Random(1), 5))
     assert crowd.sink.held_bytes == 0
+
+
+def test_where_the_database_went_back_shapes_end_and_later_ones_get_changes_below_what_was_seen() -> None:
+    before = Crowd([""])
+    before.take(transactions(random.Random(1), 20))
+    before.finish()
+    assert before.sink.taken == 1000 + 8 * 19
+    before.sink.went_back()
+    assert before.shapes[0].gone and "earlier state" in str(before.shapes[0].end_reason)
+    assert not before.sink.recent, "transaction ids are given once more"
+    after = Crowd([""], sink=before.sink)
+    at = ChangePosition(1000, 0)
+    change = Change(TABLE, "insert", at, row(1, "n", True), None)
+    after.take([Fragment(5, 1000, 0, True, True, (change,), at, (), 100)])
+    after.finish()
+    assert after.sink.taken == 1000
+    assert len(after.outcome()[0]) == 1, "a change far below what was seen before"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 from shard_world import World, run
@@ -289,3 +290,34 @@ def test_a_fresh_name_is_empty() -> None:
             await open_remap(world.consensus(), world.wall, Rand(1), "")
 
     run(scenario())
+
+
+def test_an_lsn_goes_back_only_where_a_later_era_begins_and_no_minter_of_an_earlier_one_follows() -> None:
+    async def scenario() -> None:
+        world = World()
+        remap, other = await opened(world), await opened(world)
+        await remap.mint(Binding(1000, {"t": (4,)}, 500))
+        behind = Minter(other, world.wall, interval_ms=0)
+        await behind.open()
+        with pytest.raises(Conflict, match="lsn=300"):
+            await remap.mint(Binding(1001, {"t": (4,)}, 300))
+        began = await remap.mint(Binding(1002, {}, 300, era=1))
+        assert (began.lsn, began.era, began.offsets) == (300, 1, {"t": (4,)})
+        with pytest.raises(Unavailable, match="another minter is ahead"):
+            await behind.mint(Binding(0, {"t": (9,)}, 900))
+        await remap.mint(Binding(1003, {"t": (5,)}, 310, era=1))
+        idle = await remap.advance(1004)
+        assert idle is not None and (idle.lsn, idle.era) == (310, 1)
+        # The same LSN in both eras, and what another process reads of all that.
+        await remap.mint(Binding(1005, {}, 310, era=2))
+        assert [(b.lsn, b.era) for b in await (await opened(world)).after(-1)] == [
+            (500, 0), (300, 1), (310, 1), (310, 1), (310, 2),
+        ]  # fmt: skip
+
+    run(scenario())
+
+
+def test_bindings_of_the_first_era_are_stored_as_they_always_were() -> None:
+    first, second = Binding(1, {"t": (1,)}, 7, 5, "tag"), Binding(2, {"t": (2,)}, 8, 5)
+    assert msgspec.msgpack.decode(remap_module.encode_binding(first)) == [1, 1, {"t": [1]}, 7, 5, "tag"]
+    assert msgspec.msgpack.decode(remap_module.encode_delta(first, second, 1)) == [2, 1, 2, {"t": [2]}, 8, 0, ""]

@@ -150,7 +150,7 @@ async def join(catalogue: Catalogue, desk: Desk, row: CaptureTableRow, lsn: int,
     def joined(found: CaptureTableRow | None) -> CaptureTableRow | None:
         if found is None or found.copy != copy or found.aside is None or found.aside.topic_id != aside.topic_id:
             return found
-        return replace(found, snapshot=taken, copy=None, aside=None)
+        return replace(found, snapshot=taken, copy=None, aside=None, reason="")
 
     now = await desk.change(row.table, joined)
     if now is None or now.snapshot != taken:

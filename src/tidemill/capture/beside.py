@@ -17,7 +17,7 @@ from tidemill.capture.desk import Desk
 from tidemill.capture.entry import without_taken
 from tidemill.capture.looking import Kept, Tables
 from tidemill.capture.others import Objections, objections
-from tidemill.capture.publication import published_tables
+from tidemill.capture.publication import Entry, published_tables
 from tidemill.capture.tables import Choice, Refusal, TableInfo, resolve
 from tidemill.capture.watch import Control
 from tidemill.capture.wire.connection import Wire
@@ -40,10 +40,10 @@ class Beside:
         self._objected: Objections = {}
         self._resolved: tuple[list[TableInfo], Objections, Choice] | None = None
 
-    async def published(self) -> dict[int, str] | None:
+    async def published(self) -> dict[int, Entry] | None:
         return await self.control.ask(self.ask_published)
 
-    async def ask_published(self, wire: Wire) -> dict[int, str] | None:
+    async def ask_published(self, wire: Wire) -> dict[int, Entry] | None:
         return await published_tables(wire, self.config.publication, manual=self.config.manual)
 
     async def objections(self) -> Objections:

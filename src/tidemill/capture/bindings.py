@@ -3,12 +3,16 @@
     kind        when                                             what it covers
     busy        commits became durable; at most one per interval the newest durable commit
     marker      a commit with markers became durable             exactly up to that commit, one per tag
-    idle        only the LSN moved; at most one per idle_ms      the same offsets, the newest idle LSN
+    idle        only the LSN moved; at most one per idle_ms,     the same offsets, the newest idle LSN
+                the first one FIRST_IDLE_MS after a commit
     none        nothing moved                                    -
 
 B1  Offsets and LSN of a binding describe one commit boundary: every transaction at or below `lsn` is in, none after.
 B2  No binding is minted below `gate` (from where on the newest table snapshot is exact): only from there on do all
     tables show one state of the database. Tags met before are carried by the first binding at or above it.
+B4  The LSN of the newest binding is the last one that is confirmed to PostgreSQL, that of idle WAL too (`on_stored`).
+    So a slot that is beyond it was moved by somebody else. Where the server asks for a reply the idle LSN is bound at
+    once: a server that shuts down waits for that.
 B3  After a binding is stored, and not before, its last commit is reported flushed (topic_writer W2). A marker is
     therefore minted even if the process dies right after its commit was written.
 
@@ -31,6 +35,8 @@ from tidemill.shards.front import Binding, Remap
 from tidemill.shards.minting import Minter
 
 MERGE_ABOVE = 256
+FIRST_IDLE_MS = 500
+"""After a commit the end of its WAL is bound so soon, and confirmed; later only every `idle_ms`."""
 
 
 def where_to_start(
@@ -50,7 +56,8 @@ def where_to_start(
 
 
 class Binder:
-    """`on_bound(position)`: everything up to this commit boundary is covered by a stored binding."""
+    """`on_bound(position)`: everything up to this commit boundary is covered by a stored binding. `on_stored(lsn)`: of
+    each binding, as soon as it is."""
 
     def __init__(
         self,
@@ -61,16 +68,20 @@ class Binder:
         interval_ms: int = 50,
         idle_ms: int = 5_000,
         stages: Stages | None = None,
+        on_stored: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._clock = clock
+        self._on_stored = on_stored
+        self._hurried = False
         self._stages = stages or Stages()
         self._timed_ms = 0
         """Commit time that the newest binding has brought."""
         self._minter = Minter(remap, clock, interval_ms=interval_ms)
         self._on_bound = on_bound
-        self._idle_ms = idle_ms
+        self._idle_ms = self._pause_ms = idle_ms
         self._offsets: dict[str, list[int]] = {}
         self._lsn = 0
+        self._era = 0
         self._source_time_ms = 0
         self._bound_to: ChangePosition | None = None
         self._early_tags: list[str] = []
@@ -86,7 +97,7 @@ class Binder:
         """Read the newest binding: where the previous session stopped."""
         latest = await self._minter.open()
         if latest is not None:
-            self._lsn = latest.lsn
+            self._lsn, self._era = latest.lsn, latest.era
             self._source_time_ms = self._timed_ms = latest.source_time_ms
         return latest
 
@@ -130,13 +141,19 @@ class Binder:
             await self._wake.wait()
             return
         try:
-            async with asyncio.timeout(self._minter.due_in_s(self._idle_ms)):
+            async with asyncio.timeout(0.0 if self._hurried else self._minter.due_in_s(self._pause_ms)):
                 await self._wake.wait()
         except TimeoutError:
             # The first one at or above the gate, as well as any: it carries the tags from below (B2).
             tags, self._early_tags = self._early_tags or [""], []
             for tag in tags:
                 await self._mint(tag)
+            self._pause_ms = self._idle_ms
+
+    def hurry(self) -> None:
+        """Bind the idle LSN as soon as it has moved (B4)."""
+        self._hurried = True
+        self._wake.set()
 
     def _moved(self) -> bool:
         if not self._offsets or self._lsn < self.gate:
@@ -152,6 +169,7 @@ class Binder:
             await self._mint("")
 
     async def _mint_ready(self) -> None:
+        self._pause_ms = min(self._idle_ms, FIRST_IDLE_MS)
         if not any(boundary.tags for boundary in self._ready):
             await self._minter.until_due()
         before = self.latest.lsn if self.latest is not None else -1
@@ -210,7 +228,9 @@ class Binder:
     async def _mint(self, tag: str) -> None:
         """Store one binding for the boundary at hand."""
         time_ms = self._source_time_ms
-        await self._minter.mint(Binding(0, self._snapshot(), self._lsn, time_ms, tag))
+        await self._minter.mint(Binding(0, self._snapshot(), self._lsn, time_ms, tag, self._era))
+        self._hurried = False
+        self._on_stored(self._lsn)
         if time_ms > self._timed_ms:
             self._timed_ms = time_ms
             self._stages.add("bound", [time_ms], self._clock.now_ms())

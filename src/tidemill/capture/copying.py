@@ -384,7 +384,7 @@ class Copy:
             )  # fmt: skip
             if found.aside is not None:  # what it holds comes first (aside.py)
                 return replace(found, copy=now, aside=replace(found.aside, ends=ends))
-            return replace(found, snapshot=taken, copy=None)
+            return replace(found, snapshot=taken, copy=None, reason="")
 
         try:
             row = await self._desk.change(name, copied)

@@ -373,17 +373,27 @@ class Desk:
         await self.change(name, lambda found: replace(found, copy=None, aside=None) if found is not None else None)
 
     # marks ----------------------------------------------------------------------------------------
+    def heal_capture(self) -> None:
+        """The capture's positions are of another history than those it failed at (base/marks.py, M5)."""
+        for name in (self._config.mark, f"{self._config.mark}/topics"):
+            self._tracker.heal(name)
+            self._tracker.remove(name)
+
     def tell_copy(self, progress: SnapshotProgress) -> None:
         """Tables that are copied beside the stream: they move with its rows. What one was refused for before is told
         until they do (M5)."""
         for name in self.copying:
             self._tracker.set(
                 self._config.table_mark(name), progress.moved, max(progress.expected, progress.moved + 1),
-                now_ms=self._clock.now_ms(), held_by=progress.held_by, reason=progress.sentence,
+                now_ms=self._clock.now_ms(), held_by=progress.held_by, reason=self._sentence(name, progress),
                 budget_ms=self._config.budget_ms, unit="rows",
                 progress=progress.moved + progress.chunks_done + progress.steps.count,
             )  # fmt: skip
             self._told.add(name)
+
+    def _sentence(self, name: str, progress: SnapshotProgress) -> str:
+        row = self.rows.get(name)
+        return f"{progress.sentence}; {row.reason}" if row is not None and row.reason else progress.sentence
 
     def copied(self) -> None:
         """The copy ended, however."""

@@ -14,7 +14,7 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.desk import Desk
 from tidemill.capture.events import Source
 from tidemill.capture.naming import aside_name, split_name
-from tidemill.capture.publication import Blocked
+from tidemill.capture.publication import Blocked, Entry
 from tidemill.capture.tables import Choice, Refusal, TableInfo
 from tidemill.capture.topic_writer import CapturedTable
 from tidemill.capture.wire.errors import may_pass
@@ -58,7 +58,7 @@ def _taken(topic: str) -> Refusal:
 
 
 async def start_table(
-    config: CaptureConfig, catalogue: Catalogue, desk: Desk, table: TableInfo, relation: Relation
+    config: CaptureConfig, catalogue: Catalogue, desk: Desk, table: TableInfo, relation: Relation, published: Entry
 ) -> TopicRow | None:
     """Its row without a snapshot, and a new topic (a new id: nothing of an earlier attempt is in it). None when it is
     refused, which `desk` tells: also where the registry does not answer, for nothing of it was written then. Raises
@@ -85,7 +85,8 @@ async def start_table(
             envelope=config.envelope, schemas=schemas,
             accepted=found.accepted if found.recopy or found.again_ms or found.snapshot is None else (),
             again_last_ms=now_ms if found.again_ms and not found.recopy else found.again_last_ms,
-            identity="FULL" if config.whole else table.identity,
+            identity="FULL" if config.whole else table.identity, publication=published.rows,
+            reason=found.reason if found.state == "captured" and found.snapshot is None else "",
         )  # fmt: skip
 
     try:
@@ -126,7 +127,8 @@ async def go_on_with(
     def gone_on(found: CaptureTableRow | None) -> CaptureTableRow | None:
         if found is None or found.copy != held or found.recopy:
             return found
-        return replace(found, state="captured", reason="", fix="", since_ms=0, copy=taken)
+        reason = found.reason if found.state == "captured" else ""
+        return replace(found, state="captured", reason=reason, fix="", since_ms=0, copy=taken)
 
     now = await desk.change(table.name, gone_on)
     return await kept_so(config, catalogue, topic) if now is not None and now.copy == taken else None

@@ -39,12 +39,12 @@ from tidemill.capture.holders import table_holder
 from tidemill.capture.keeping import Keeping
 from tidemill.capture.mending import Mending
 from tidemill.capture.progress import SnapshotProgress
-from tidemill.capture.publication import LOCK_ATTEMPTS, publish
+from tidemill.capture.publication import LOCK_ATTEMPTS, Entry, publish
 from tidemill.capture.setup import heartbeat
 from tidemill.capture.tables import Refusal, TableInfo, describe
 from tidemill.capture.topic_writer import CapturedTable
 from tidemill.capture.watch import Control
-from tidemill.capture.watching import Watching
+from tidemill.capture.watching import Watching, altered
 from tidemill.capture.wire.connection import Wire
 from tidemill.capture.wire.errors import may_pass
 from tidemill.metastore.catalogue import Catalogue, TopicRow
@@ -316,15 +316,21 @@ class Joining:
             if published is None:
                 raise Missing("the publication is gone.")
             # One that was unpublished since is not gone on with: the stream lacks changes of it.
-            cut_off = {table.oid for table in pending if table.name in self._desk.cut_off} & published.keys()
+            cut_off = {
+                table.oid
+                for table in pending
+                if table.name in self._desk.cut_off and not altered(self._desk.rows[table.name], published)
+            }
             if any(table.oid not in cut_off for table in pending):
                 self.keeping.copies(True)
             left = await self._publish(wire, pending, published, settle=published.keys() - cut_off)
             relations = await describe(wire, [table.oid for table in left])
+            entries = await self._beside.ask_published(wire) or {}
             taken, captured = [], {}
             for number, table in enumerate(left, 1):
                 self.progress.steps.step("topics are made", number, len(left))
-                if table.oid not in relations:  # dropped meanwhile: what its old copy has flows on, up to there
+                if table.oid not in relations or table.oid not in entries:
+                    # Dropped meanwhile: what its old copy has flows on, up to there.
                     continue
                 row = self._desk.rows.get(table.name)
                 if row is not None and row.flows:
@@ -342,7 +348,7 @@ class Joining:
                 if topic is None:
                     if row is not None and row.oid:
                         await self._retire(row.oid)
-                    topic = await start_table(*place)
+                    topic = await start_table(*place, entries[table.oid])
                 if topic is not None:
                     taken.append(table)
                     row = self._desk.rows[table.name]
@@ -353,7 +359,7 @@ class Joining:
             await wire.aclose()
 
     async def _publish(
-        self, wire: Wire, tables: list[TableInfo], published: dict[int, str], *, settle: Container[int]
+        self, wire: Wire, tables: list[TableInfo], published: dict[int, Entry], *, settle: Container[int]
     ) -> list[TableInfo]:
         """Those that are published now; the others are refused."""
         done = await publish(

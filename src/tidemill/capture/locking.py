@@ -15,10 +15,12 @@ import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.holders import Holder, lock_holder
+from tidemill.capture.holders import Holder, lock_holder, slot_holder
 from tidemill.capture.setup import ADVISORY_CLASS, lock_key, try_lock
-from tidemill.capture.watch import Control
+from tidemill.capture.watch import Answers, Control
 from tidemill.capture.wire.connection import Wire, literal
+from tidemill.capture.wire.errors import SqlError
+from tidemill.capture.wire.stream import ReplicationStream
 from tidemill.metastore.catalogue import CaptureRow, Catalogue
 
 log = structlog.get_logger()
@@ -26,6 +28,10 @@ log = structlog.get_logger()
 POLL_S = 0.5
 DEPOSED_S = 2.0
 """Who lost the capture's lease ends its session by itself within less, where it runs."""
+SLOT_POLL_S = 0.2
+SLOT_ATTEMPTS = 400
+"""A walsender whose client died holds the slot until wal_sender_timeout (60 s by default) has passed."""
+_OBJECT_IN_USE = "55006"
 _SESSION = "pid || ' ' || extract(epoch FROM backend_start)"
 
 
@@ -45,6 +51,27 @@ async def take_lock(
             if ended:
                 log.warning("the session of who captured before is ended", capture=config.name, held_by=str(holder))
         await asyncio.sleep(POLL_S)
+
+
+async def start_when_free(
+    stream: ReplicationStream,
+    control: Control,
+    config: CaptureConfig,
+    answers: Answers,
+    wait: Callable[[Holder | None], None],
+) -> None:
+    """A predecessor's walsender may outlive its client for a moment. Raises SqlError when it stays."""
+    for attempt in range(1, SLOT_ATTEMPTS + 1):
+        try:
+            # An answer to START_REPLICATION takes no longer than any other.
+            with answers.expected("the start of the stream"):
+                await stream.start(config.slot, config.publication)
+            return
+        except SqlError as error:
+            if error.sqlstate != _OBJECT_IN_USE or attempt == SLOT_ATTEMPTS:
+                raise
+            wait(await control.ask(lambda wire: slot_holder(wire, config.slot)))
+            await asyncio.sleep(SLOT_POLL_S)
 
 
 async def own_session(wire: Wire) -> str:

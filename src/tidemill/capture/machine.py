@@ -30,6 +30,7 @@ from tidemill.capture.sinks import Sink
 from tidemill.capture.standing import Standing, standing_of
 from tidemill.capture.tables import NoTable
 from tidemill.capture.taps import Tap, Taps
+from tidemill.capture.timeline import History
 from tidemill.capture.wire.connection import server, where
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.shards.front import Remap
@@ -145,6 +146,12 @@ class Capture:
     def streaming(self) -> bool:
         return self._session is not None and self._session.streaming
 
+    def follows(self, history: History) -> bool:
+        """It streams from a server of this history."""
+        session = self._session
+        line = session.line if session is not None and session.streaming else None
+        return line is not None and line.history == history
+
     def health(self) -> str | None:
         """None while it streams or copies; else what its sessions fail with, or "" where nothing is known to fail: it
         begins, or waits for somebody."""
@@ -178,6 +185,8 @@ class Capture:
             "snapshot_chunks_done": copy.chunks_done,
             "snapshot_table": copy.table,
             "snapshot_done": session.streaming or session.progress.done,
+            "recopied": session.recopied[0],
+            "recopied_ms": session.recopied[1],
             **self._set_aside(),
             **self._taps.facts(),
         }

@@ -112,7 +112,7 @@ class Mending:
 
     async def _full(self, wire: Wire, table: TableInfo) -> bool:
         """Give a published table, and its partitions, a whole identity again; False while others hold its lock."""
-        done = await publish(wire, self._config, [table], {table.oid: ""}, attempts=1, note=self._desk.note)
+        done = await publish(wire, self._config, [table], {table.oid}, attempts=1, note=self._desk.note)
         for error in done.failed.values():
             if self._no_identity.get(table.oid) != str(error):
                 log.warning("a captured table has no whole identity yet", table=table.name, cause=str(error))
@@ -140,7 +140,7 @@ class Mending:
             return
         published = await self._beside.published() or {}
         for oid in parked() & published.keys():
-            await self._control.ask(lambda wire, oid=oid: take_out(wire, oid, published[oid]))  # type: ignore[misc]
+            await self._control.ask(lambda wire, oid=oid: take_out(wire, oid, published[oid].name))  # type: ignore[misc]
 
 
 def _mend_by(hazard: Hazard) -> str:

@@ -12,8 +12,8 @@ minted for its new topic. Where chunks of the copy were recorded (copying.py), t
 the stream.
 
 A table whose snapshot is older than what the slot was confirmed to, and that no binding knows, starts over: changes
-between the two are in no topic. A row that a restore wrote is compared with the slot in the same way: what the old
-cluster had confirmed, and the restored bindings do not cover, is gone, and every table starts over.
+between the two are in no topic. So do tables of which the database, the slot or the publication has moved since
+(moved.py), and, where a restore wrote the capture's row, all of them when the slot is ahead of the restored bindings.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ from tidemill.capture.entry import (
     without_taken,
 )
 from tidemill.capture.evolution import next_version, targets_of
+from tidemill.capture.moved import Moved, begin_era, compare, let_go
 from tidemill.capture.others import objections
 from tidemill.capture.own_row import OwnRow
 from tidemill.capture.progress import Steps
-from tidemill.capture.publication import create_publication, not_published, publish, published_tables
+from tidemill.capture.publication import Entry, create_publication, not_published, publish, published_tables
 from tidemill.capture.setup import ServerFacts, SlotState, check_slot, create_slot, slot_state, start_over
 from tidemill.capture.tables import Choice, NoTable, Refusal, TableInfo, describe, list_tables, resolve
+from tidemill.capture.timeline import Timeline
 from tidemill.capture.topic_writer import CapturedTable
 from tidemill.capture.wire.connection import Wire, identifier
 from tidemill.capture.withdrawing import withdraw, withheld
@@ -61,14 +63,14 @@ from tidemill.metastore.catalogue import (
     Catalogue,
     TopicRow,
 )
-from tidemill.shards.front import Binding
+from tidemill.shards.front import Binding, Remap
 from tidemill.topics.front import TopicLog
 
 log = structlog.get_logger()
 
 FREE_POLL_S = 0.2
 FREE_ATTEMPTS = 400
-"""As a session that begins to stream waits (session.SLOT_BUSY_ATTEMPTS)."""
+"""As a session that begins to stream waits (locking.SLOT_ATTEMPTS)."""
 FIRST_ATTEMPTS = 3
 """For the lock of one table while the whole capture waits; it is tried again beside the stream."""
 
@@ -92,13 +94,14 @@ async def prepare(
     facts: ServerFacts,
     catalogue: Catalogue,
     own: OwnRow,
-    latest: Binding | None,
+    remap: Remap,
+    line: Timeline,
     desk: Desk,
     topics: TopicLog,
     clock: Clock,
     steps: Steps,
 ) -> Prepared:
-    """`wire` has the capture's lock. `own`: the capture's row, which is claimed here. `latest`: the newest binding.
+    """`wire` has the capture's lock. `own`: the capture's row, which is claimed here. `line`: of the server.
 
     Raises Invalid (nothing can be captured, rights), SlotLost, SqlError, Unavailable. What is wrong with one table is
     that table's, and told by `desk`.
@@ -128,9 +131,14 @@ async def prepare(
     row = await _split(catalogue, own)
     rows = {table.table: table for table in await catalogue.tables(config.name)}
     published = await published_tables(wire, config.publication, manual=config.manual)
-    rows = await _still_good(wire, config, catalogue, row, rows, choice, published, latest)
-    if row is not None and row.restored:
-        row = await own.change(lambda found: replace(found, restored=False))
+    state = await slot_state(wire, config.slot)
+    latest = await remap.latest()
+    if row is not None:
+        moved = await compare(config, row, rows, line, state, latest, catalogue, topics)
+        rows, reason = await _still_good(config, catalogue, rows, choice, published, state, latest, moved)
+        row, latest = await _recorded(own, remap, clock, line, latest, moved, reason)
+        if moved.fork_lsn is not None:
+            desk.heal_capture()
     desk.know(rows)
     await sweep(catalogue, desk)
     if any(table.snapshot is not None or table.copy is not None for table in rows.values()):
@@ -141,7 +149,7 @@ async def prepare(
             slot = await _once_free(wire, config)
         await join_ended(config, catalogue, desk, topics, latest, slot, clock)
         return await _go_on(wire, config, catalogue, desk, own, choice, found, slot, steps)
-    return await _begin(wire, config, facts, catalogue, desk, own, choice, published, steps)
+    return await _begin(wire, config, facts, line, catalogue, desk, own, choice, published, steps)
 
 
 async def begin_anew(wire: Wire, config: CaptureConfig, rows: Iterable[CaptureTableRow]) -> None:
@@ -168,11 +176,12 @@ async def _begin(
     wire: Wire,
     config: CaptureConfig,
     facts: ServerFacts,
+    line: Timeline,
     catalogue: Catalogue,
     desk: Desk,
     own: OwnRow,
     choice: Choice,
-    published: dict[int, str] | None,
+    published: dict[int, Entry] | None,
     steps: Steps,
 ) -> Prepared:
     """Nothing is there yet: publish, make the slot, and let everything be copied before the stream begins."""
@@ -216,13 +225,21 @@ async def _begin(
     # One that was dropped since is the maker's of the next one; "given" is never forgotten while it stands.
     given = config.manual or (row is not None and row.given_publication and published is not None)
     begun = CaptureRow(
-        config.name, facts.system_id, config.slot, config.publication, generation, not taken, given_publication=given
-    )
+        config.name, facts.system_id, config.slot, config.publication, generation, not taken, given_publication=given,
+        history=line.history,
+    )  # fmt: skip
+    if row is not None:
+        begun = replace(begun, era=row.era, recopied=row.recopied, recopied_ms=row.recopied_ms)
     await own.begin(begun)
+    entries = await published_tables(wire, config.publication, manual=config.manual) or {}
     captured = []
     for number, table in enumerate(taken, 1):
         steps.step("topics are made", number, len(taken))
-        topic = await start_table(config, catalogue, desk, table, relations[table.oid])
+        if table.oid not in entries:
+            unpublished = f"the table was unpublished just now: table={table.name}."
+            await desk.refuse(table.name, refusal_of(Unavailable(unpublished)), table.oid)
+            continue
+        topic = await start_table(config, catalogue, desk, table, relations[table.oid], entries[table.oid])
         if topic is not None:
             source = source_of(config, desk.rows[table.name], wire.database)
             captured.append(CapturedTable(table.name, topic, producer_id(config), oid=table.oid, source=source))
@@ -296,41 +313,42 @@ async def _go_on(
 
 
 async def _still_good(
-    wire: Wire,
     config: CaptureConfig,
     catalogue: Catalogue,
-    row: CaptureRow | None,
     rows: dict[str, CaptureTableRow],
     choice: Choice,
-    published: dict[int, str] | None,
+    published: dict[int, Entry] | None,
+    slot: SlotState | None,
     latest: Binding | None,
-) -> dict[str, CaptureTableRow]:
-    """The tables' rows, without the snapshots that vouch for nothing any more. Written before anything is touched."""
-    if row is None or not rows:
-        return rows
+    moved: Moved,
+) -> tuple[dict[str, CaptureTableRow], str]:
+    """The tables' rows, without the snapshots that vouch for nothing any more, written before anything is touched; and
+    why some are copied again, "" = none is."""
     oids = {table.name: table.oid for table in choice.tables}
-    slot = await slot_state(wire, config.slot)
-    if published is None and any(table.snapshot is not None for table in rows.values()):
-        # Decoding would fail for ever at WAL from before a new publication: slot and tables start over with it.
-        log.warning("the publication is gone, all tables start over", capture=config.name)
-    behind = row.restored and (slot is None or slot.confirmed_lsn - 1 > (latest.lsn if latest is not None else -1))
-    if behind:
-        # Commits are confirmed up to what some binding covered (topic_writer W2), so a slot that is further than the
-        # newest restored binding has let go of changes that were in the lost part of the topics; or only of idle WAL,
-        # where the capture did not end in order (Binder.settle), which nobody can tell from it.
-        log.warning("the slot is ahead of what was restored, all tables start over", capture=config.name)
     bound = set(latest.offsets) if latest is not None else set()
+    reason = moved.reason
     kept: dict[str, CaptureTableRow] = {}
     for name, table in rows.items():
         oid = table.oid or oids.get(name, 0)
-        start_over = published is None or behind
-        if table.snapshot is not None and not start_over and not table.parked_lsn:
+        entry = published.get(oid) if published is not None else None
+        altered = entry is not None and bool(table.publication) and entry.rows != table.publication
+        why = moved.why(name)
+        start_over = bool(why)
+        if published is None:
+            # Decoding would fail for ever at WAL from before a new publication: slot and tables start over with it.
+            start_over, why = True, f"the publication is gone: publication={config.publication}."
+        elif table.snapshot is not None and not start_over and not table.parked_lsn:
             topic = await catalogue.get(TopicRow, table.topic, fresh=False)
             unbound = topic is None or topic.topic_id not in bound
-            unpublished = published is not None and oid not in published and oids.get(name) == oid
+            unpublished = entry is None and oids.get(name) == oid
             other = name in oids and oids[name] != oid
             missed = unbound and slot is not None and let_go(slot, table.snapshot.told_from_lsn)
-            start_over = unpublished or other or missed
+            start_over = unpublished or altered or other or missed
+            if unpublished or altered:
+                why = f"the publication of the table was altered meanwhile: publication={config.publication}."
+        if why and table.snapshot is not None:
+            reason = reason or why
+            log.warning("a table is copied again", capture=config.name, table=name, cause=why)
         # A copy that was cut off is gone on with where the slot still has all since it began (Joining), or what it let
         # go is set aside, up to where it ended (aside.py, Z1).
         aside = table.aside
@@ -341,18 +359,47 @@ async def _still_good(
         going_on = (
             table.copy is not None and not start_over and table.snapshot is None and slot is not None
             and slot.wal_status != "lost" and (kept_aside or (slot.confirmed_lsn and not let_go(slot, table.copy.lsn)))
-            and published is not None and oid in published and oids.get(name) == oid
+            and entry is not None and not altered and oids.get(name) == oid and moved.fork_lsn is None
         )  # fmt: skip
         wanted = replace(table, oid=oid, copy=table.copy if going_on else None, aside=aside if going_on else None)
         if start_over:
             wanted = replace(
-                wanted, snapshot=None, state="captured", reason="", fix="", parked_lsn=0, recopy=False, again_ms=0,
+                wanted, snapshot=None, state="captured", reason=why, fix="", parked_lsn=0, recopy=False, again_ms=0,
                 accepted=(), oid=oids.get(name, oid),
             )  # fmt: skip
+        elif entry is not None and not table.publication:
+            wanted = replace(wanted, publication=entry.rows)  # of a row of an older version
         if wanted != table:
             await catalogue.change_table(config.name, name, lambda _, wanted=wanted: wanted)  # type: ignore[misc]
         kept[name] = wanted
-    return kept
+    return kept, reason
+
+
+async def _recorded(
+    own: OwnRow, remap: Remap, clock: Clock, line: Timeline, latest: Binding | None, moved: Moved, reason: str
+) -> tuple[CaptureRow, Binding | None]:
+    """The capture's row and its newest binding, as of this session's history (moved.py, M2)."""
+    row = own.now
+    wanted = replace(row, restored=False, history=line.history)
+    if moved.fork_lsn is not None:
+        log.warning("the captured database is on another timeline", capture=row.name, fork=str(Lsn(moved.fork_lsn)))
+        era, latest = await begin_era(remap, clock, row.era, latest, moved.fork_lsn)
+        wanted = replace(wanted, era=era, taps=())
+    if reason:
+        wanted = replace(wanted, recopied=reason, recopied_ms=clock.now_ms())
+    if wanted != row:
+        row = await own.change(
+            lambda found: replace(
+                found,
+                restored=wanted.restored,
+                history=wanted.history,
+                era=wanted.era,
+                recopied=wanted.recopied,
+                recopied_ms=wanted.recopied_ms,
+                taps=wanted.taps,
+            )
+        )
+    return row, latest
 
 
 async def _once_free(wire: Wire, config: CaptureConfig) -> SlotState:
@@ -364,11 +411,6 @@ async def _once_free(wire: Wire, config: CaptureConfig) -> SlotState:
             return slot
         await asyncio.sleep(FREE_POLL_S)
     raise Unavailable(f"the slot is in use: slot={config.slot} pid={slot.active_pid}.")
-
-
-def let_go(slot: SlotState, lsn: int) -> bool:
-    """Commits at or above `lsn` are confirmed already, so the stream may not tell them again."""
-    return slot.confirmed_lsn > lsn
 
 
 async def _split(catalogue: Catalogue, own: OwnRow) -> CaptureRow | None:

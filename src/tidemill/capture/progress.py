@@ -40,6 +40,8 @@ class SnapshotProgress:
         self.chunks = 0
         self.chunks_done = 0
         self.table = ""
+        self.cause = ""
+        """Why tables are copied though they were captured before."""
         self.held_by = ""
         self.blocked = ""
         self.done = False
@@ -76,6 +78,10 @@ class SnapshotProgress:
 
     @property
     def sentence(self) -> str:
+        return f"{self._sentence}; {self.cause}" if self.cause else self._sentence
+
+    @property
+    def _sentence(self) -> str:
         if self.blocked:
             return f"the copy waits for another session: {self.blocked}"
         if self.steps.doing:

@@ -22,14 +22,18 @@ P4  One table's failure is that table's: it is told, and the others go on.
 P5  What identity a table had is written down before it is altered, so that `capture drop` can give it back whatever
     dies in between. Only FULL is ever taken back: another one has been set by somebody else since.
     It is given back only where no publication makes UPDATE and DELETE fail with it (others.py).
+P7  The rows of the catalogue under which a table is published are recorded, by oid and xmin, before it is copied.
+    Whatever is altered of a publication writes a row anew, be it altered back at once: from then on changes may be
+    missing from the stream, and the table is copied again (moved.py).
 P6  A capture that is manual alters nothing: what P1 would do to a table is what that table is refused with.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Collection, Container, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 import structlog
@@ -80,6 +84,13 @@ class Unprepared(Invalid):
         )
 
 
+class Entry(NamedTuple):
+    """A table in the publication: how SQL names it, and the rows that say so (P7)."""
+
+    name: str
+    rows: tuple[int, ...] = ()
+
+
 class Objected(Invalid):
     """A publication makes the table's UPDATE and DELETE fail with the identity that it was to be given."""
 
@@ -103,8 +114,8 @@ class Published(msgspec.Struct, frozen=True):
     failed: dict[str, TidemillError]
 
 
-async def published_tables(wire: Wire, publication: str, *, manual: bool = False) -> dict[int, str] | None:
-    """oid → how SQL names it, of what the publication holds; None when there is no such publication.
+async def published_tables(wire: Wire, publication: str, *, manual: bool = False) -> dict[int, Entry] | None:
+    """By oid, what the publication holds; None when there is no such publication.
 
     Raises Invalid when it is one that cannot serve (not all operations, or not through the partition root; `manual`:
     without generated columns, which else are seen to).
@@ -132,14 +143,17 @@ async def published_tables(wire: Wire, publication: str, *, manual: bool = False
             )
         await wire.query(statement)
     tables = await wire.query(
-        "SELECT c.oid, n.nspname, c.relname, c.relkind"
+        "SELECT c.oid, n.nspname, c.relname, c.relkind, p.oid, p.xmin, r.oid, r.xmin"
         " FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid"
         " JOIN pg_class c ON c.oid = r.prrelid JOIN pg_namespace n ON n.oid = c.relnamespace"
         f" WHERE p.pubname = {literal(publication)}"
     )
     return {
-        int(oid or 0): ("" if kind == "p" else "ONLY ") + qualified(schema or "", table or "")
-        for oid, schema, table, kind in tables
+        int(oid or 0): Entry(
+            ("" if kind == "p" else "ONLY ") + qualified(schema or "", table or ""),
+            tuple(int(each or 0) for each in by),
+        )
+        for oid, schema, table, kind, *by in tables
     }
 
 
@@ -174,7 +188,7 @@ async def publish(
     wire: Wire,
     config: CaptureConfig,
     tables: Sequence[TableInfo],
-    published: dict[int, str],
+    published: Collection[int],
     *,
     attempts: int,
     note: Note,
@@ -203,7 +217,7 @@ async def publish(
             known = isinstance(error, Unprepared | Objected)
             failed[table.name] = error if known else await _refused(wire, config, table, error)
         else:
-            newly |= {table.oid} - published.keys()
+            newly |= {table.oid} - {*published}
     return Published(frozenset(newly), failed)
 
 
@@ -214,7 +228,7 @@ async def _refused(wire: Wire, config: CaptureConfig, table: TableInfo, error: T
 
 
 async def unpublish(wire: Wire, config: CaptureConfig, name: str) -> bool:
-    """Take a table out (`name` as `published_tables` gives it); False when its lock could not be had just now."""
+    """Take a table out (`name` as in Entry); False when its lock could not be had just now."""
     drop = f"ALTER PUBLICATION {identifier(config.publication)} DROP TABLE {name}"
     try:
         await _once(wire, [drop])

@@ -22,7 +22,7 @@ from tidemill.capture.publication import Identities, not_full
 from tidemill.capture.setup import check_server
 from tidemill.capture.statements import statements, whole_identity
 from tidemill.capture.tables import TableInfo, list_tables, resolve
-from tidemill.capture.wire.connection import Wire
+from tidemill.capture.wire.connection import Wire, literal
 
 
 async def check_database(
@@ -49,6 +49,8 @@ async def check_capture(config: CaptureConfig, keep: Keep | None = None) -> str:
         found = await _looked_at(wire, config)
         missing = await statements(wire, config, found.able)
         full = {table.name: await not_full(wire, table.oid) for table in found.able} if config.whole and missing else {}
+        if config.failover:
+            await check_standbys(wire)
     finally:
         await wire.aclose()
     asked = {name: _asked(identities, missing) for name, identities in full.items()}
@@ -67,6 +69,33 @@ async def check_capture(config: CaptureConfig, keep: Keep | None = None) -> str:
             fix=run,
         )
     return found.line
+
+
+async def check_standbys(wire: Wire) -> None:
+    """Whether a standby may be behind what is captured when it is promoted: PostgreSQL tells a failover slot nothing
+    that the slots named in `synchronized_standby_slots` have not confirmed. Raises Invalid.
+    https://www.postgresql.org/docs/current/runtime-config-replication.html"""
+    named = await wire.value("SELECT current_setting('synchronized_standby_slots')") or ""
+    slots = {name or "" for (name,) in await wire.query("SELECT slot_name FROM pg_replication_slots"
+        " WHERE slot_type = 'physical' AND NOT temporary")}  # fmt: skip
+    wanted = {name.strip().strip('"') for name in named.split(",") if name.strip()}
+    if slots and not wanted:
+        raise Invalid(
+            f"a standby that is promoted may be behind what is captured: synchronized_standby_slots=''"
+            f" physical_slots={','.join(sorted(slots))}.",
+            fix=f"Run ALTER SYSTEM SET synchronized_standby_slots = {_list(slots)}; SELECT pg_reload_conf();"
+            " with the slots of the standbys that may be promoted.",
+        )
+    if wanted - slots:
+        raise Invalid(
+            "PostgreSQL sends the capture nothing while a standby's slot is missing:"
+            f" synchronized_standby_slots={named!r} missing={','.join(sorted(wanted - slots))}.",
+            fix="Create the physical slot for its standby, or take it out of synchronized_standby_slots.",
+        )
+
+
+def _list(slots: set[str]) -> str:
+    return ", ".join(literal(name).strip() for name in sorted(slots))
 
 
 def _asked(identities: Identities, missing: Sequence[str]) -> Identities:

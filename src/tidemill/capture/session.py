@@ -30,14 +30,15 @@ from tidemill.capture.copying import take_snapshot
 from tidemill.capture.descriptions import Descriptions
 from tidemill.capture.desk import Desk
 from tidemill.capture.entry import copy_target
-from tidemill.capture.holders import Holder, busy_walsender, slot_holder
+from tidemill.capture.holders import Holder, busy_walsender
 from tidemill.capture.joining import HAZARD_POLL_S, Joining
 from tidemill.capture.keeping import kept_for
-from tidemill.capture.locking import own_session, take_lock
+from tidemill.capture.locking import own_session, start_when_free, take_lock
 from tidemill.capture.mending import Mending
+from tidemill.capture.moved import unaccounted
 from tidemill.capture.own_row import OwnRow
 from tidemill.capture.poison import Poisoned, take
-from tidemill.capture.prepare import Prepared, begin_anew, let_go, prepare
+from tidemill.capture.prepare import Prepared, begin_anew, prepare
 from tidemill.capture.present import rows_now
 from tidemill.capture.progress import SnapshotProgress
 from tidemill.capture.retained import Retained
@@ -45,6 +46,7 @@ from tidemill.capture.rivals import Rivals
 from tidemill.capture.setup import ServerFacts, SlotState, check_server, slot_state
 from tidemill.capture.sinks import Sink
 from tidemill.capture.taps import Taps
+from tidemill.capture.timeline import Timeline
 from tidemill.capture.topic_writer import CapturedTable, TopicWriter
 from tidemill.capture.unfit import Unfit
 from tidemill.capture.watch import (
@@ -52,12 +54,14 @@ from tidemill.capture.watch import (
     Answers,
     Control,
     StreamWatch,
+    check_same,
+    identified,
     keep_beating,
     watch_set_up,
     watch_slot,
 )
 from tidemill.capture.wire.connection import BURST_BYTES, Wire, server, where
-from tidemill.capture.wire.errors import SqlError, Undecodable
+from tidemill.capture.wire.errors import Undecodable
 from tidemill.capture.wire.status import Keepalive, Status, keepalive_interval_s
 from tidemill.capture.wire.stream import Framed, ReplicationStream
 from tidemill.metastore.catalogue import Catalogue
@@ -66,17 +70,12 @@ from tidemill.topics.front import TopicLog
 
 log = structlog.get_logger()
 
-SLOT_BUSY_POLL_S = 0.2
-SLOT_BUSY_ATTEMPTS = 400
-"""A walsender whose client died holds the slot until wal_sender_timeout (60 s by default) has passed."""
 STATUS_MIN_INTERVAL_S = 0.02
 DENSE_FRAMES = 24
 """So many at hand at once are a flow: what follows is gathered for GATHER_S, and encoded by columns."""
 GATHER_S = 0.004
 SETTLE_S = 1.0
 """For one last binding while consensus answers; without it nobody waits."""
-_OBJECT_IN_USE = "55006"
-
 SETTING_UP = "setting up publication, slot and topics"
 
 
@@ -140,6 +139,7 @@ class Session:
         self._blocked_s = float("-inf")
         self._doing = ""
         self._watching: asyncio.Task[None] | None = None
+        self.line: Timeline | None = None
         self.generation = 0
         self._own = OwnRow(catalogue, config.name)
         self.seen_at_work = 0
@@ -174,6 +174,12 @@ class Session:
         """Of the copy that is under way, or was the last one: the first one, or one beside the stream."""
         beside = self.joining is not None and (self.joining.copying or self.joining.progress.table)
         return self.joining.progress if self.joining is not None and beside else self.progress
+
+    @property
+    def recopied(self) -> tuple[str, int]:
+        """Why tables were copied again last though nobody had asked, and when (ms); "" = never."""
+        row = self._own.row
+        return (row.recopied, row.recopied_ms) if row is not None else ("", 0)
 
     @property
     def topic_consumer(self) -> str:
@@ -259,17 +265,19 @@ class Session:
         )  # fmt: skip
         self._own.session = await self._control.ask(own_session)
         self._step(SETTING_UP)
-        latest = await self._remap.latest()
+        line = self.line = await identified(lambda: self._connect("identify", replication=True), self.answers)
+        if line.system_id != facts.system_id:
+            raise Unavailable(f"the DSN leads to more than one server: server={self._server}.")
         blocked = watch_set_up(lambda: self._connect("watch"), self.answers, config.name, self._blocked)
         self._watching = tasks.spawn(blocked, name="capture set-up watch")
         prepared = await prepare(
-            wire, config, facts, self._catalogue, self._own, latest, self.desk, self._topics, self._clock,
+            wire, config, facts, self._catalogue, self._own, self._remap, line, self.desk, self._topics, self._clock,
             self.progress.steps,
         )  # fmt: skip
         self.slot = prepared.slot
         self.generation = self._own.now.generation
         # No await from here until the relations are learned: who begins to follow one now follows this session's.
-        self._taps.claim(self._own.now.taps)
+        self._taps.claim(self._own.now.taps, self._own.now.era)
         left_out = {*prepared.fresh, *prepared.aside}
         self._taps.carried({table.oid for table in prepared.captured if table.name not in left_out})
         for relation in prepared.relations.values():
@@ -302,6 +310,7 @@ class Session:
             interval_ms=config.binding_interval_ms,
             idle_ms=config.idle_binding_ms,
             stages=self._stages,
+            on_stored=self._on_stored,
         )
         latest = await binder.open()
         if prepared.fresh:
@@ -329,6 +338,7 @@ class Session:
         fresh = [table for table in prepared.captured if table.name in prepared.fresh]
         tables = [table for table in prepared.tables if table.name in prepared.fresh]
         rows = self.desk.rows
+        self.progress.cause = next((rows[name].reason for name in prepared.fresh if rows[name].reason), "")
         targets = {table.name: copy_target(config, rows[table.name], table.topic, table.source) for table in fresh}
         done = await take_snapshot(
             config, tables, targets, self._topics, self.desk, self.progress, self._clock, self._rand
@@ -345,10 +355,17 @@ class Session:
         self._on_phase("starting the stream", self._server)
         wire = await self._connect("stream", replication=True)
         stream = self._stream = ReplicationStream(wire)
-        await self._start_when_free(stream)
+        assert self.line is not None
+        await check_same(wire, self.answers, self.line)
+        await start_when_free(
+            stream, self._control, config, self.answers,
+            lambda holder: self._wait_for(f"the slot is in use: slot={config.slot}", holder),
+        )  # fmt: skip
         await self._check_confirmed()
         status = Status(prepared.slot.confirmed_lsn - 1)
         self._hold_for(status)
+        if self._copied:  # without a table there is no binding, and nothing to lose (bindings.py, B4)
+            status.bound = max(status.flushed, self._latest.lsn if self._latest is not None else -1)
         collector = self.collector = Collector(
             [self.writer, *self._sinks],
             status,
@@ -386,22 +403,6 @@ class Session:
         tasks.spawn(joining.watch(), name="capture tables")
         tasks.spawn(joining.take_in(), name="capture joining")
 
-    async def _start_when_free(self, stream: ReplicationStream) -> None:
-        """A predecessor's walsender may outlive its client for a moment. Raises SqlError when it stays."""
-        assert self._control is not None
-        for attempt in range(SLOT_BUSY_ATTEMPTS):
-            try:
-                # An answer to START_REPLICATION takes no longer than any other.
-                with self.answers.expected("the start of the stream"):
-                    await stream.start(self._config.slot, self._config.publication)
-                return
-            except SqlError as error:
-                if error.sqlstate != _OBJECT_IN_USE or attempt == SLOT_BUSY_ATTEMPTS - 1:
-                    raise
-                holder = await self._control.ask(lambda wire: slot_holder(wire, self._config.slot))
-                self._wait_for(f"the slot is in use: slot={self._config.slot}", holder)
-                await asyncio.sleep(SLOT_BUSY_POLL_S)
-
     @property
     def _latest(self) -> Binding | None:
         return self.binder.latest if self.binder is not None else None
@@ -411,11 +412,8 @@ class Session:
         tables were looked at may be missing in one that no binding has. Raises Unavailable."""
         assert self._control is not None and self.binder is not None
         now = await self._control.ask(lambda wire: slot_state(wire, self._config.slot))
-        bound = self._latest.offsets if self._latest is not None else {}
-        for table in self._copied:
-            unbound = table.snapshot is not None and table.topic.topic_id not in bound
-            if now is None or (unbound and table.snapshot is not None and let_go(now, table.snapshot.told_from_lsn)):
-                raise Unavailable(f"another session confirmed WAL meanwhile: slot={self._config.slot}.")
+        if any(unaccounted(now, table, self._latest) for table in self._copied):
+            raise Unavailable(f"another session confirmed WAL meanwhile: slot={self._config.slot}.")
 
     # the stream -----------------------------------------------------------------------------------
     async def _read(self, stream: ReplicationStream, collector: Collector, watch: StreamWatch) -> None:
@@ -456,6 +454,8 @@ class Session:
         await self._may_go_on()
         if isinstance(item, Keepalive):
             collector.keepalive(item, inside_txn=self._converter.inside_txn)
+            if item.reply_requested and self.binder is not None:
+                self.binder.hurry()
             return
         try:
             out = take(item, self._converter)
@@ -520,6 +520,12 @@ class Session:
         if pinned_by is not None and (self.pinned_by is None or self.pinned_by.name != pinned_by.name):
             log.warning("a transaction that is open keeps WAL", bytes=state.pinned_bytes, held_by=str(pinned_by))
         self.pinned_by = pinned_by
+
+    def _on_stored(self, lsn: int) -> None:
+        """bindings.py, B4."""
+        if self.collector is not None and self.collector.status.bound is not None:
+            self.collector.status.bound = max(self.collector.status.bound, lsn)
+            self._status_due.set()
 
     def _on_bound(self, position: ChangePosition) -> None:
         self.flushed(self.topic_consumer, position)

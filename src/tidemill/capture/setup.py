@@ -14,7 +14,7 @@ import zlib
 import msgspec
 import structlog
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.frontier import Lsn
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.wire.connection import Wire, identifier, literal
@@ -59,7 +59,7 @@ class SlotState(msgspec.Struct, frozen=True):
 
 
 async def check_server(wire: Wire, config: CaptureConfig) -> ServerFacts:
-    """Raises Invalid, naming the setting or right that is missing and the statement that gives it."""
+    """Raises Invalid, naming the setting or right that is missing and the statement that gives it, and Unavailable."""
     if wire.server_version < OLDEST_VERSION:
         raise Invalid(f"PostgreSQL is too old: version={wire.server_version}.", fix="Use PostgreSQL 14 or newer.")
     rows = await wire.query(
@@ -78,7 +78,11 @@ async def check_server(wire: Wire, config: CaptureConfig) -> ServerFacts:
             fix=f"Run ALTER SYSTEM SET wal_level = 'logical' {restart}",
         )
     if in_recovery == "t":
-        raise Invalid("the server is a standby.", fix="Point the DSN at the primary.")
+        # One that is promoted is no standby any more: nobody need do anything.
+        raise Unavailable(
+            f"the server is a standby: {wire.target}.",
+            fix="Point the DSN at the primary, or promote the standby.",
+        )
     if int(senders or 0) < 1:
         raise Invalid(
             f"no WAL senders are allowed: max_wal_senders={senders}.",

@@ -19,6 +19,9 @@ X6  A tap that keeps something over a restart has a name, of what it keeps. The 
 X7  What a tap owes is registered with the commit, under its consumer's name, and confirmed by a notice (K1). One that
     cannot even end owes for ever: the session ends, and the next one begins without it.
 
+X8  Where the captured database has returned to an earlier state, positions that a tap has seen are no order of what
+    comes: everything built on them ends, and the next transaction is the first one, whatever its position.
+
 `take` runs on the capture's turn of the loop and must be cheap: whoever has work to do queues it, bounds the queue,
 and ends what falls behind. What taps cost is measured and is among the capture's facts.
 """
@@ -81,6 +84,10 @@ class Tap(Protocol):
         """A session begins that carries these relations on (X4)."""
         ...
 
+    def went_back(self) -> None:
+        """The captured database has another history than so far (X8)."""
+        ...
+
     def lost(self, oid: int, reason: str) -> None:
         """Changes of this relation are left out from now on, or were already."""
         ...
@@ -94,6 +101,7 @@ class Taps:
         self._joining: list[Tap] = []
         self._active: list[Tap] = []
         self.failures = 0
+        self._era: int | None = None
         self.last_error = ""
         self._busy_s = 0.0
         self._longest_s = 0.0
@@ -112,9 +120,14 @@ class Taps:
     def names(self) -> tuple[str, ...]:
         return tuple(sorted(tap.name for tap in [*self._active, *self._joining] if tap.name))
 
-    def claim(self, last: Collection[str]) -> None:
-        """A session begins (X6)."""
+    def claim(self, last: Collection[str], era: int = 0) -> None:
+        """A session begins (X6, X8); `era`: of the captured database's history."""
         self._broken = ""
+        if self._era not in (None, era):
+            for tap in [*self._active, *self._joining]:
+                self._call(tap, tap.went_back)
+            self._joining, self._active = [*self._active, *self._joining], []
+        self._era = era
         for tap in [*self._active, *self._joining]:
             self._call(tap, lambda tap=tap: tap.claim(last))  # type: ignore[misc]
 

@@ -53,7 +53,7 @@ import structlog
 from msgspec.structs import replace
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Corrupt, Invalid, Missing, Unavailable, Unknown
+from tidemill.base.errors import Corrupt, Invalid, Unavailable, Unknown
 from tidemill.base.frontier import ChangePosition
 from tidemill.base.limits import KAFKA_REQUEST_BYTES
 from tidemill.base.tasks import is_fault, sentence
@@ -77,16 +77,15 @@ from tidemill.capture.ranges import (
 from tidemill.capture.rounds import BACKLOG_BYTES, Rounds
 from tidemill.capture.segment import Block, Rows, parts_of
 from tidemill.capture.sinks import FlushNotices
+from tidemill.capture.tails import OPEN_ATTEMPTS, high_watermark, last_record
 from tidemill.capture.values import RowEncoder
 from tidemill.metastore.catalogue import TableSnapshot, TopicRow
-from tidemill.topics.batch import Record, decode_batch, encode_batch
+from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.batch.records import Headers
-from tidemill.topics.front import FetchRead, TopicLog
+from tidemill.topics.front import TopicLog
 
 log = structlog.get_logger()
 
-OPEN_ATTEMPTS = 100
-TAIL_FETCH_BYTES = 1 << 20
 ROW_BYTES = KAFKA_REQUEST_BYTES * 3 // 4
 """Key and value of one record. A larger one could not be fetched by a Kafka client, and costs several times its size
 while it is made: it parks its table."""
@@ -213,30 +212,19 @@ class TopicWriter:
         """
         for lane in table.lanes:
             base = offsets[lane.partition] if offsets is not None else 0
-            high_watermark = await self._high_watermark(lane)
+            end = await high_watermark(self._topics, lane.topic_id, lane.partition)
             if lane.epoch:
-                await self._open_epoch(lane, high_watermark)
+                await self._open_epoch(lane, end)
                 continue
-            if offsets is None and high_watermark > 0:
-                raise Corrupt(f"a fresh topic holds records: topic={lane.topic} records={high_watermark}.")
-            last = await self._last(lane, high_watermark) if high_watermark > base else None
+            if offsets is None and end > 0:
+                raise Corrupt(f"a fresh topic holds records: topic={lane.topic} records={end}.")
+            last = await last_record(self._topics, lane.topic_id, lane.partition, end) if end > base else None
             tail = position_of(last) if last is not None else None
-            lane.start_at(base, high_watermark, tail)
+            lane.start_at(base, end, tail)
 
-    async def _high_watermark(self, lane: Lane) -> int:
-        """A partition that is just being opened, or whose creation has not got about yet, is waited for."""
-        for attempt in range(OPEN_ATTEMPTS):
-            try:
-                return (await self._topics.offsets(lane.topic_id, lane.partition)).high_watermark
-            except (Unavailable, Unknown, Missing):
-                if attempt == OPEN_ATTEMPTS - 1:
-                    raise
-                await asyncio.sleep(0.1)
-        raise AssertionError("unreachable")
-
-    async def _open_epoch(self, lane: Lane, high_watermark: int) -> None:
+    async def _open_epoch(self, lane: Lane, end: int) -> None:
         """L3: write the lane's last record once more, which changes nothing for whoever reads it by key."""
-        last = await self._last(lane, high_watermark) if high_watermark else None
+        last = await last_record(self._topics, lane.topic_id, lane.partition, end) if end else None
         if last is None:
             raise Invalid(
                 f"a cut-off copy has left its topic empty: topic={lane.topic} partition={lane.partition}.",
@@ -255,22 +243,6 @@ class TopicWriter:
                 if attempt == OPEN_ATTEMPTS - 1:
                     raise
                 await asyncio.sleep(0.1)
-
-    async def _last(self, lane: Lane, high_watermark: int) -> Record | None:
-        """The record before the high watermark; None when retention has removed it."""
-        read = FetchRead(lane.topic_id, lane.partition, high_watermark - 1, TAIL_FETCH_BYTES)
-        for attempt in range(OPEN_ATTEMPTS):
-            (fetched,) = await self._topics.fetch([read], max_wait_s=0.0, min_bytes=0, max_bytes=TAIL_FETCH_BYTES)
-            if fetched.error is None:
-                break
-            if not isinstance(fetched.error, Unavailable | Unknown) or attempt == OPEN_ATTEMPTS - 1:
-                raise fetched.error
-            await asyncio.sleep(0.1)
-        for batch in fetched.batches:
-            for record in decode_batch(batch).records:
-                if record.offset == high_watermark - 1:
-                    return record
-        return None
 
     # Sink -----------------------------------------------------------------------------------------
     async def deliver(self, fragment: Fragment, notices: FlushNotices) -> list[str]:

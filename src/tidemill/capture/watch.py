@@ -27,6 +27,7 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.holders import Holder, blockers, pinning
 from tidemill.capture.retained import PIN_BYTES
 from tidemill.capture.setup import SlotState, check_slot, heartbeat, slot_state
+from tidemill.capture.timeline import Timeline, identify
 from tidemill.capture.wire.connection import Wire
 
 log = structlog.get_logger()
@@ -125,6 +126,22 @@ def no_answer(target: str, what: str, waited_s: float) -> NoAnswer:
         f"PostgreSQL does not answer: {target} waits_for={what!r} waited_s={waited_s:.0f}.",
         fix="See whether the server is stopped or overloaded, or the network swallows packets.",
     )
+
+
+async def identified(connect: Callable[[], Awaitable[Wire]], answers: Answers) -> Timeline:
+    """Of the server that a replication connection leads to."""
+    wire = await connect()
+    try:
+        return await answered(wire, answers, "its timeline", identify)
+    finally:
+        await wire.aclose()
+
+
+async def check_same(wire: Wire, answers: Answers, line: Timeline) -> None:
+    """A connection leads to the server whose history was compared. Raises Unavailable."""
+    now = await answered(wire, answers, "its timeline", identify)
+    if (now.system_id, now.history) != (line.system_id, line.history):
+        raise Unavailable(f"the DSN leads to another server by now: {wire.target} timeline={now.number}.")
 
 
 async def watch_set_up(

@@ -7,7 +7,7 @@ its description differs       →  what is carried: in force at the WAL's end, e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import structlog
 from msgspec.structs import replace
@@ -22,7 +22,7 @@ from tidemill.capture.difference import against_catalogue
 from tidemill.capture.entry import delete_topics, gone
 from tidemill.capture.looking import Kept
 from tidemill.capture.mending import Mending
-from tidemill.capture.publication import give_back
+from tidemill.capture.publication import Entry, give_back
 from tidemill.capture.tables import Refusal, TableInfo, came_with_rows, describe, list_partitions
 from tidemill.capture.wire.errors import SqlError
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
@@ -67,11 +67,11 @@ class Watching:
                 await self._desk.gone(row.table, *gone(row, found))
         published = await self._published.now() or {}
         for row in [row for row in self._desk.rows.values() if row.flows]:
-            if row.table in wanted and row.oid == wanted[row.table].oid and row.oid not in published:
-                # Changes are missing from here on; the next session sees it, too, and has it copied again.
-                raise Unavailable(f"a captured table was unpublished: table={row.table}.")
+            if row.table in wanted and row.oid == wanted[row.table].oid and altered(row, published):
+                # Changes are missing from some point on; the next session sees it, too, and has it copied again.
+                raise Unavailable(f"the publication of a captured table was altered: table={row.table}.")
         for row in [row for row in self._desk.rows.values() if row.aside is not None]:
-            if row.table in wanted and row.oid not in published:
+            if row.table in wanted and altered(row, published):
                 await self._desk.give_up(row.table)  # what changes from here on is in no stream
         for name, why in choice.refused.items():
             await self._desk.refuse(name, why)
@@ -173,6 +173,12 @@ class Watching:
                 return False
             self._kept_identities.pop(oid, None)
         return True
+
+
+def altered(row: CaptureTableRow, published: Mapping[int, Entry]) -> bool:
+    """Not the publication that the table was copied under (publication.py, P7), be it that it says the same again."""
+    entry = published.get(row.oid)
+    return entry is None or (bool(row.publication) and entry.rows != row.publication)
 
 
 def _divided(row: CaptureTableRow, partitions: tuple[int, ...]) -> CaptureTableRow:

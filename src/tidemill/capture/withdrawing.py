@@ -77,4 +77,4 @@ async def withdraw(wire: Wire, config: CaptureConfig, one: Withheld) -> bool:
 
 async def _unpublished(wire: Wire, config: CaptureConfig, row: CaptureTableRow) -> bool:
     published = await published_tables(wire, config.publication) or {}
-    return row.oid in published and await unpublish(wire, config, published[row.oid])
+    return row.oid in published and await unpublish(wire, config, published[row.oid].name)

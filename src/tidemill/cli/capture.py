@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -10,7 +11,7 @@ import typer
 from tidemill.base.errors import Invalid, Missing, Unavailable
 from tidemill.base.frontier import Lsn
 from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
-from tidemill.metastore.catalogue import CaptureTableRow, SetAside
+from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, SetAside
 
 if TYPE_CHECKING:
     from tidemill.capture.taking_back import TakenBack
@@ -27,9 +28,14 @@ def list_tables(capture: CaptureOption = "", config: ConfigOption = None, as_jso
     what to do about it."""
     with stores(config) as opened:
         rows = [row for row in opened.portal.call(opened.catalogue.all_tables()) if capture in ("", row.capture)]
+        captures = opened.portal.call(opened.catalogue.list(CaptureRow))
     if as_json:
         print_json([_described(row) for row in rows])
         return
+    for found in captures:
+        if found.recopied and capture in ("", found.name):
+            when = datetime.fromtimestamp(found.recopied_ms / 1000, UTC)
+            print(f"{found.name:12} copied again at {when:%Y-%m-%d %H:%M:%S} UTC: {found.recopied}")
     for row in rows:
         state = "copying" if row.state == "captured" and row.snapshot is None else row.state
         at = f"  at {Lsn(row.parked_lsn)}" if row.parked_lsn else ""

@@ -213,6 +213,21 @@ class ShapeSink:
             self._owed = max(self._owed, self._taking)
         self._settle()
 
+    def went_back(self) -> None:
+        """What is kept is claimed in vain by then: the row names nothing of an earlier history."""
+        self.restoring, self.resumable = False, frozenset()
+        for consumer in self.router.consumers():
+            self._end(consumer, "the captured database has returned to an earlier state")
+        self._arrivals.clear()
+        self._works.clear()
+        self._touched.clear()
+        self._recent.clear()
+        self._transaction, self.held_bytes = None, 0
+        self.taken = self.routed = self._taking = self._owed = self._held = 0
+        self._restored_from = None
+        if self.store is not None:
+            self.store.went_back()
+
     def carried(self, oids: Collection[int]) -> None:
         """Shapes of any other relation start over: what they hold has a gap behind it."""
         self.resumable = frozenset(oids) if self.resumable is None else self.resumable & frozenset(oids)

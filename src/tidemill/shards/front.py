@@ -188,6 +188,7 @@ class Binding(msgspec.Struct, frozen=True):
     lsn             for a captured database: the commit LSN of the last transaction covered, else 0
     source_time_ms  when the newest covered change was committed at its source (0 = unknown)
     tag             content of the marker that asked for this binding, or ""
+    era             how often the captured database had returned to an earlier state; LSNs are ordered within one era
     """
 
     time_ms: int
@@ -195,6 +196,7 @@ class Binding(msgspec.Struct, frozen=True):
     lsn: int = 0
     source_time_ms: int = 0
     tag: str = ""
+    era: int = 0
 
 
 class BindingsPage(msgspec.Struct, frozen=True):

@@ -114,13 +114,13 @@ class Minter:
         """The attempt whose answer was lost did land."""
         latest = self.latest
         return latest is not None and (
-            latest.time_ms, latest.lsn, latest.tag, self.whole(latest, binding.offsets),
-        ) == (binding.time_ms, binding.lsn, binding.tag, binding.offsets)  # fmt: skip
+            latest.time_ms, latest.era, latest.lsn, latest.tag, self.whole(latest, binding.offsets),
+        ) == (binding.time_ms, binding.era, binding.lsn, binding.tag, binding.offsets)  # fmt: skip
 
     def _goes_back(self, binding: Binding) -> bool:
         assert self.latest is not None
         theirs = self.whole(self.latest, binding.offsets)
-        return self.latest.lsn > binding.lsn or any(
+        return (self.latest.era, self.latest.lsn) > (binding.era, binding.lsn) or any(
             old > new
             for topic_id, offsets in binding.offsets.items()
             for old, new in zip(theirs[topic_id], offsets, strict=False)

@@ -1,6 +1,6 @@
 """Bindings as a value: which time a record gets, which times a minter may take. Pure (notes: reclocking).
 
-B1  times grow; no partition's offset, and no LSN, ever goes back.
+B1  times grow; no partition's offset ever goes back, and no LSN within one era (RFC 0010).
 B2  a record gets the smallest time whose offsets pass it, for every reader, for ever.
 
 A binding at time t makes the data's upper t + 1: everything up to and including t is then known.
@@ -25,6 +25,7 @@ def carried(latest: Binding | None, binding: Binding) -> Binding:
         binding,
         offsets={**latest.offsets, **binding.offsets} if binding.offsets else latest.offsets,
         lsn=binding.lsn or latest.lsn,
+        era=binding.era if binding.lsn else latest.era,
         source_time_ms=binding.source_time_ms or latest.source_time_ms,
     )
 
@@ -44,8 +45,8 @@ def follows(latest: Binding | None, binding: Binding) -> str:
         return ""
     if binding.time_ms <= latest.time_ms:
         return f"time_ms={binding.time_ms} latest={latest.time_ms}"
-    if binding.lsn < latest.lsn:
-        return f"lsn={binding.lsn} latest={latest.lsn}"
+    if (binding.era, binding.lsn) < (latest.era, latest.lsn):
+        return f"lsn={binding.lsn} era={binding.era} latest={latest.lsn} its_era={latest.era}"
     for topic, old in latest.offsets.items():
         new = binding.offsets.get(topic, ())
         if len(new) < len(old) or any(n < o for n, o in zip(new, old, strict=False)):

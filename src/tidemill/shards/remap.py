@@ -4,11 +4,12 @@ The append *is* the compare-and-append: whoever lands at position n minted the n
 other minter is told Conflict before or after the attempt. No rollup is needed: the newest record is the
 state. Records are msgpack:
 
-    whole = [1, time_ms, {topic id: [next offset…]}, lsn, source_time_ms, tag]
-    delta = [2, back, time_ms, {topic id: [next offset…]}, lsn, source_time_ms, tag]
+    whole = [1, time_ms, {topic id: [next offset…]}, lsn, source_time_ms, tag, era]
+    delta = [2, back, time_ms, {topic id: [next offset…]}, lsn, source_time_ms, tag, era]
 
 A delta names only the topics that moved, 0 for an LSN or a source time that did not, and how many records back the
-newest whole one stands (at most WHOLE_EVERY). "Still the same" is a delta without anything: some twenty bytes.
+newest whole one stands (at most WHOLE_EVERY). "Still the same" is a delta without anything: some twenty bytes. The era
+is absent where it is 0 or the delta has no LSN.
 
 Opening costs one or two reads. `_window` holds the newest bindings contiguously and follows the log; older ones
 are found by bisection over log positions (times grow with positions) and read when asked for.
@@ -55,15 +56,20 @@ class Stored(NamedTuple):
 
 def encode_binding(b: Binding) -> bytes:
     """A whole record."""
-    return _encoder.encode([WHOLE, b.time_ms, b.offsets, b.lsn, b.source_time_ms, b.tag])
+    return _encoder.encode([WHOLE, b.time_ms, b.offsets, b.lsn, b.source_time_ms, b.tag, *_era(b)])
 
 
 def encode_delta(latest: Binding, b: Binding, back: int) -> bytes:
     """`b`, which follows `latest`; the newest whole record stands `back` records before."""
     moved = {topic: offsets for topic, offsets in b.offsets.items() if latest.offsets.get(topic) != offsets}
-    lsn = b.lsn if b.lsn != latest.lsn else 0
+    moves = (b.era, b.lsn) != (latest.era, latest.lsn)
+    lsn = b.lsn if moves else 0
     source_time_ms = b.source_time_ms if b.source_time_ms != latest.source_time_ms else 0
-    return _encoder.encode([DELTA, back, b.time_ms, moved, lsn, source_time_ms, b.tag])
+    return _encoder.encode([DELTA, back, b.time_ms, moved, lsn, source_time_ms, b.tag, *(_era(b) if moves else ())])
+
+
+def _era(b: Binding) -> tuple[int, ...]:
+    return (b.era,) if b.era else ()
 
 
 def decode_stored(data: bytes) -> Stored:
@@ -73,8 +79,9 @@ def decode_stored(data: bytes) -> Stored:
         if form not in (WHOLE, DELTA):
             raise Corrupt(f"unknown binding format: format={form!r}.", fix="Upgrade tidemill.")
         back = fields.pop(0) if form == DELTA else 0
-        time_ms, offsets, lsn, source_time_ms, tag = fields
-        return Stored(back, Binding(time_ms, {t: tuple(o) for t, o in offsets.items()}, lsn, source_time_ms, tag))
+        time_ms, offsets, lsn, source_time_ms, tag, *more = fields
+        (era,) = more or (0,)
+        return Stored(back, Binding(time_ms, {t: tuple(o) for t, o in offsets.items()}, lsn, source_time_ms, tag, era))
     except (msgspec.DecodeError, ValueError, TypeError, AttributeError) as error:
         raise Corrupt(f"binding is unreadable: bytes={len(data)} ({error}).") from error
 

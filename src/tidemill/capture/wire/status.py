@@ -73,12 +73,14 @@ class Status:
         self.up_to_date = True
         self.hold: int | None = None
         """Not told to the server beyond this position, whatever is flushed: a table is copied beside the stream."""
+        self.bound: int | None = None
+        """Nor beyond this one: the newest binding's. None = nothing is bound."""
         self._recompute_at_commit = recompute_at_commit
 
     @property
     def told(self) -> int:
         """What the server hears is flushed."""
-        return self.flushed if self.hold is None else min(self.flushed, self.hold)
+        return min(limit for limit in (self.flushed, self.hold, self.bound) if limit is not None)
 
     def commit_handled(self, commit_lsn: int) -> None:
         """Every sink has taken the transaction (not: has flushed it)."""

@@ -3,12 +3,12 @@
 capture         03 | "" | name text
                 system_id, slot, publication, generation, snapshot_done, topics map, snapshot_lsn,
                 snapshots map of maps, columns map of arrays of maps, restored, taps array of texts,
-                given_publication, session text, epoch
+                given_publication, session text, epoch, history array of arrays, era, recopied text, recopied_ms
 captured table  07 | "" | capture text | table text
                 topic, state, reason, fix, parked_lsn, since_ms, oid, generation, snapshot map or nil,
                 columns array of maps, recopy, partitions array or nil, evolved array, attributes, storage,
                 identities map of arrays, again_ms, again_last_ms, accepted array of maps, envelope text,
-                identity text, schemas array of arrays, copy map or nil, aside map or nil
+                identity text, schemas array of arrays, copy map or nil, aside map or nil, publication array
 
 The three maps of a capture's row are of the time before its tables had rows of their own: `of_old` reads them, and
 the next session of the capture writes them apart and empties them.
@@ -165,13 +165,21 @@ class CaptureRow(msgspec.Struct, frozen=True):
     """PostgreSQL's session of the process that captured last: its pid, and when it began"""
     epoch: int = 0
     """Grows with each session that captures; only the newest one changes the row (capture/own_row.py)."""
+    history: tuple[tuple[int, int], ...] = ()
+    """Of the server that was captured last: each timeline and the LSN at which it was left, the last one with 0
+    (capture/timeline.py); () = not known"""
+    era: int = 0
+    """How often that history was replaced by another one"""
+    recopied: str = ""
+    """Why tables were copied again last though nobody had asked: the database, its slot or its publication had moved"""
+    recopied_ms: int = 0
 
 
 class CaptureTableRow(msgspec.Struct, frozen=True):
     """One table of a captured database, by its name (capture.naming): what the stream carries of it, or why nothing.
 
     state        reason, fix                    parked_lsn
-    captured     -                              0                    it flows, or is being copied (no `snapshot` yet)
+    captured     -, or why it is copied again   0                    it flows, or is being copied (no `snapshot` yet)
     parked       the difference; the way out    first commit not     the topic holds every commit below, none from
                                                 carried              there on: only a new copy heals it
     dropped      that it is gone                same                 gone from the source, or not wanted any more
@@ -226,6 +234,9 @@ class CaptureTableRow(msgspec.Struct, frozen=True):
     identities_asked: dict[int, tuple[str, str]] = {}
     """As `identities`, of those that an administrator was asked to give FULL. The capture gives none of them back; it
     says how it is done"""
+    publication: tuple[int, ...] = ()
+    """oid and xmin of the rows of pg_publication and pg_publication_rel that its changes since its copy were published
+    under (capture/publication.py); () = not known"""
 
     @property
     def version(self) -> int:

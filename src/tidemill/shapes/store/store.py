@@ -107,6 +107,8 @@ class ShapeStore:
         self.owner = file.open()
         self.position: Callable[[], int] = lambda: 0
         self.taken: Callable[[], int] = lambda: 0
+        self._era = 0
+        """How often positions became those of another history: what a flush says of one is void in the next."""
         self.durable: Callable[[int], None] = lambda _: None
         self.name: Callable[[str], Awaitable[None]] | None = None
         self.waited_for = True
@@ -163,6 +165,11 @@ class ShapeStore:
         self._unswept = True
         self._due.set()
         return False
+
+    def went_back(self) -> None:
+        """Positions are those of another history from here on."""
+        self._named_from = 0
+        self._era += 1
 
     def start_over(self) -> None:
         """Nothing that the file holds is there any more. The row has its name until it gets this one's, and finds no
@@ -310,7 +317,7 @@ class ShapeStore:
         """Raises Unavailable; whatever is not known to be durable is written again then."""
         self._much.clear()
         self._waiting_bytes = 0
-        position = self.position()
+        position, era = self.position(), self._era
         taken = _Taken(self._changed, self._records, self._passed)
         self._changed, self._records, self._passed = {}, {}, set()
         owner, ended, anew = self.owner, tuple(self._ended), self._anew
@@ -339,7 +346,8 @@ class ShapeStore:
             self._warm |= warm
         await self._cool(warm)
         self._room.set()
-        self.durable(position)
+        if self._era == era:
+            self.durable(position)
 
     def _saved(self, written: Iterable[Written], warm: dict[DiskLog, None]) -> None:
         """These are durable; of the same logs what was durable a flush ago leaves memory."""

@@ -55,6 +55,8 @@ FAULTS: dict[str, tuple[str, str]] = {
     "shown-twice": ("capture", "what the first snapshot of a copy shows is set aside as well"),
     "joined-ahead": ("capture", "a copied table joins the stream beyond what was set aside"),
     "late-stop": ("capture", "an aside that is full ends below what it has"),
+    "unseen-fork": ("capture", "nobody compares the history of the database with the one that was captured"),
+    "kept-positions": ("capture", "shapes go on with the positions of a history that is over"),
     "lost-notice": ("capture", "now and then a flush notice of the topic writer gets lost"),
     "late-tombstone": ("capture", "a row that leaves a key writes a tombstone, whatever row has taken the key by then"),
     "confirm-before-flush": ("capture", "what a flush of shape logs takes counts as durable before it is"),

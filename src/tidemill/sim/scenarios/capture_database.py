@@ -6,6 +6,8 @@ slot, snapshots; and what every reader of it has to come to.
 Commits are in the order of LSNs, xids in that of beginnings, visibility in any: two that do not conflict may become
 visible the other way round. A change is carried by the stream where its table was published when it was written.
 In some worlds keys are deferrable: rows swap and rotate theirs, and two hold one key in between.
+A standby that is behind may take the place of the database (`standby`, `fail_over`): what committed since is gone, xids
+and LSNs are given once more.
 """
 
 from __future__ import annotations
@@ -88,6 +90,18 @@ class Taken(NamedTuple):
     rows: dict[int, Contents]
 
 
+class Standby(NamedTuple):
+    """How far one has come that follows no more."""
+
+    commits: int
+    lsn: int
+    xid: int
+    publication: frozenset[int] | None
+    confirmed: int | None
+    """Of the slot, as it was kept in step; None = it was not"""
+    slot_lsn: int
+
+
 class Database:
     def __init__(self, world: World, tables: int, *, deferrable: bool = False) -> None:
         self.world = world
@@ -104,6 +118,10 @@ class Database:
         """Of the newest commit; the next record begins behind it."""
         self.moved = asyncio.Event()
         self.publication: set[int] | None = None
+        self.history: tuple[tuple[int, int], ...] = ((1, 0),)
+        """Its timelines (capture/timeline.py)."""
+        self.fork_lsn: int | None = None
+        """Where the newest of them began; None = it is the first one."""
         self.confirmed: int | None = None
         """What the slot was told, inclusive; None = there is no slot."""
         self.slot_lsn = 0
@@ -124,12 +142,18 @@ class Database:
         txn = self._running[self._xid] = Txn(self._xid)
         return txn
 
+    def lives(self, txn: Txn) -> bool:
+        """False: the server that it was begun on is gone."""
+        return self._running.get(txn.xid) is txn
+
     def writers_of(self, oid: int) -> list[Txn]:
         """Who has its lock."""
         return [txn for txn in self._running.values() if any(edit.oid == oid for edit in txn.edits)]
 
     def write(self, txn: Txn, writer: int, text: str, oid: int = 0) -> None:
         """One random statement of `txn`, on any table unless it is named, if no lock is in its way."""
+        if not self.lives(txn):
+            return
         source = self.world.source
         oid = oid or source.choice(list(self.relations))
         others = [other for other in self.writers_of(oid) if other is not txn]
@@ -153,7 +177,7 @@ class Database:
 
     def permute(self, txn: Txn, writer: int, text: str) -> None:
         """One statement that gives the writer's rows each other's keys, in any order: the key is checked at its end."""
-        if self.rivals is None or self.rivals.random() < 0.5:
+        if self.rivals is None or self.rivals.random() < 0.5 or not self.lives(txn):
             return
         source, oid = self.rivals, self.rivals.choice(self.captured)
         if any(other.truncates(oid) for other in self.writers_of(oid) if other is not txn):
@@ -181,6 +205,8 @@ class Database:
             applied(self._current[edits[0].oid], edits)
 
     def commit(self, txn: Txn, *, message: bool = False) -> None:
+        if not self.lives(txn):
+            return
         self.lsn += self.world.source.randint(1, 4)
         txn.lsn = self.lsn
         txn.sent = message or bool(txn.tag) or any(edit.carried for edit in txn.edits)
@@ -190,6 +216,8 @@ class Database:
 
     def show(self, txn: Txn) -> None:
         """From now on snapshots see it."""
+        if not self.lives(txn):
+            return
         del self._running[txn.xid]
         self._shown.add(txn.xid)
         for oid, rows in self._visible.items():
@@ -208,6 +236,11 @@ class Database:
         return self._shown.issuperset(xids)
 
     @property
+    def idle(self) -> bool:
+        """No transaction is open."""
+        return not self._running
+
+    @property
     def settled(self) -> bool:
         """All that committed is visible."""
         return all(not txn.lsn for txn in self._running.values())
@@ -219,6 +252,28 @@ class Database:
         taken = Taken(seen, self.lsn + 1, frozenset(self._shown), rows)
         self.snapshots[seen, taken.lsn] = taken
         return taken
+
+    # another server in its place ------------------------------------------------------------------
+    def standby(self) -> Standby:
+        """One that has replayed all so far, and follows no more."""
+        published = None if self.publication is None else frozenset(self.publication)
+        confirmed = self.confirmed if self.world.source.random() < 0.8 else None
+        return Standby(len(self.log), self.lsn, self._xid, published, confirmed, self.slot_lsn)
+
+    def fail_over(self, to: Standby) -> None:
+        number, self.fork_lsn = self.history[-1][0], to.lsn + 1
+        self.history = (*self.history[:-1], (number, self.fork_lsn), (number + 1, 0))
+        self.world.trace(f"database fails over at {to.lsn}, {self.lsn - to.lsn} behind, slot at {to.confirmed}")
+        del self.log[to.commits :]
+        self.lsn, self._xid, self.confirmed, self.slot_lsn = to.lsn, to.xid, to.confirmed, to.slot_lsn
+        self.publication = None if to.publication is None else set(to.publication)
+        self.copies = [lsn for lsn in self.copies if lsn <= self.fork_lsn]
+        self._running.clear()
+        self._shown = {txn.xid for txn in self.log}
+        for oid in self.relations:
+            self._current[oid] = self.select(oid, frozenset(), self.lsn)
+            self._visible[oid] = dict(self._current[oid])
+        self.moved.set()
 
     # what readers have to come to -------------------------------------------------------------------
     def select(self, oid: int, also: frozenset[int], lsn: int) -> Contents:

@@ -73,6 +73,16 @@ class Oracle:
                     if offset > held:
                         raise Violated(f"bound past what is durable: topic={topic_id} bound={offset} held={held}")
 
+    def _lost(self, binding: Binding) -> bool:
+        """It describes what the database was before it failed over, and nothing that it is."""
+        fork_lsn = self._db.fork_lsn
+        return fork_lsn is not None and not binding.era and binding.lsn >= fork_lsn and self._forked
+
+    @property
+    def _forked(self) -> bool:
+        """Some binding is of a later era."""
+        return any(binding.era for binding in self.bindings())
+
     async def check(self, catalogue: Catalogue) -> None:
         """Once nothing moves any more."""
         for row in await catalogue.tables(NAME):
@@ -135,7 +145,7 @@ class Oracle:
         """At every time that is bound the topic shows one state of the table, whatever its copy was made of."""
         for binding in self.bindings():
             offsets = binding.offsets.get(topic.topic_id)
-            if offsets is None:
+            if offsets is None or self._lost(binding):
                 continue
             shown: dict[bytes, bytes] = {}
             for records, offset in zip(parts, offsets, strict=True):
@@ -151,12 +161,13 @@ class Oracle:
         """B1, B2."""
         for binding in self.bindings():
             offsets = binding.offsets.get(topic.topic_id)
-            if offsets is None:
+            if offsets is None or self._lost(binding):
                 continue
             covered = start + sum(record.position.commit_lsn <= binding.lsn for record in due)
             if offsets[partition] != covered:
                 raise Violated(f"a binding is no commit boundary: {binding} topic={topic.name} covers={covered}")
-            if binding.lsn < copied_lsn:
+            # The first one of an era may be right before the copy's position: no commit lies between the two.
+            if binding.lsn + bool(binding.era) < copied_lsn:
                 raise Violated(f"a binding is from before a copy: {binding} topic={topic.name} copy={copied_lsn}")
 
     @staticmethod

@@ -11,7 +11,7 @@ import contextlib
 import re
 import struct
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Container, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Container, Iterator, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -35,12 +35,13 @@ from tidemill.capture.attributes import Attribute, Attributes
 from tidemill.capture.changes import Relation, Row
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.others import Objection
-from tidemill.capture.publication import Note, Published
+from tidemill.capture.publication import Entry, Note, Published
 from tidemill.capture.setup import ServerFacts, SlotState
 from tidemill.capture.tables import TableInfo
+from tidemill.capture.timeline import Timeline
 from tidemill.capture.wire.status import Keepalive
 from tidemill.capture.wire.stream import Framed
-from tidemill.sim.scenarios.capture_database import STRANGER, Contents, Database, Taken, messages
+from tidemill.sim.scenarios.capture_database import STRANGER, Contents, Database, Standby, Taken, messages
 from tidemill.sim.world import swapped
 
 POLL_S = 0.02
@@ -61,6 +62,8 @@ class Server:
         self.looks = 0
         self.late: set[int] = set()
         """To be published once the snapshot was read: the planted fault."""
+        self.servers = 1
+        """How many there were behind this address."""
         self.cuts = self.world.source.choice((0.0, 0.0, 0.01, 0.04))
         self.unreadable = self.world.source.choice((0.0, 0.0, 0.3))
 
@@ -102,6 +105,12 @@ class Server:
                 published.add(oid)
         return failed
 
+    def fail_over(self, to: Standby) -> None:
+        """Every connection is cut, and the address leads to another server."""
+        self.servers += 1
+        self.late.clear()
+        self.db.fail_over(to)
+
     def publish_late(self) -> None:
         if self.db.publication is not None:
             self.db.publication |= self.late
@@ -116,7 +125,15 @@ class ServerWire:
     database = "sim"
 
     def __init__(self, server: Server) -> None:
-        self.server = server
+        self._server = server
+        self._number = server.servers
+
+    @property
+    def server(self) -> Server:
+        """Raises Unavailable when it is not the one any more that this connection led to."""
+        if self._number != self._server.servers:
+            raise Unavailable("the server is gone, and the connection with it.")
+        return self._server
 
     async def query(self, sql: str) -> list[tuple[str | None, ...]]:
         await self.server.asked()
@@ -146,11 +163,18 @@ class Stream:
     """In the place of ReplicationStream: from the slot's position on, in order, keepalives in between."""
 
     def __init__(self, wire: ServerWire) -> None:
-        self._server = wire.server
-        self._db = wire.server.db
+        self._wire = wire
         self._queue: deque[Framed | Keepalive] = deque()
         self._described: set[int] = set()
         self._closed = False
+
+    @property
+    def _server(self) -> Server:
+        return self._wire.server
+
+    @property
+    def _db(self) -> Database:
+        return self._wire.server.db
 
     async def start(self, slot: str, publication: str) -> None:
         await self._server.asked()
@@ -202,8 +226,9 @@ class Stream:
         world.loop.call_later(world.source.uniform(0, 0.05), self._told, flushed - 1)
 
     def _told(self, flushed: int) -> None:
-        if not self._closed and self._db.confirmed is not None:
-            self._db.confirmed = max(self._db.confirmed, flushed)
+        with contextlib.suppress(Unavailable):
+            if not self._closed and self._db.confirmed is not None:
+                self._db.confirmed = max(self._db.confirmed, flushed)
 
     async def aclose(self) -> None:
         self._closed = True
@@ -220,12 +245,16 @@ class ServerSnapshot:
     """In the place of copying.Snapshot."""
 
     def __init__(self, wire: ServerWire, tables: Sequence[TableInfo], progress: object) -> None:
-        self._server = wire.server
+        self._wire = wire
         self._taken: Taken | None = None
         self.tables = list(tables)
         self.relations: dict[int, Relation] = {}
         self.partitions: dict[int, tuple[int, ...]] = {}
         self.attributes: dict[int, Attributes] = {}
+
+    @property
+    def _server(self) -> Server:
+        return self._wire.server
 
     async def begin(self) -> dict[str, TidemillError]:
         await self._server.asked()
@@ -297,6 +326,11 @@ async def _check_server(wire: ServerWire, config: CaptureConfig) -> ServerFacts:
     return ServerFacts(wire.server_version, "sim", 60_000)
 
 
+async def _identify(wire: ServerWire) -> Timeline:
+    await wire.server.asked()
+    return Timeline("sim", wire.server.db.history, wire.server.db.lsn + 1)
+
+
 async def _yes(wire: ServerWire, config: CaptureConfig) -> bool:
     await wire.server.asked()
     return True
@@ -332,6 +366,7 @@ async def _create_slot(wire: ServerWire, config: CaptureConfig) -> SlotState:
     db.confirmed = None
     await wire.server.asked()
     await db.world.until(lambda: db.settled, every_s=0.001)
+    assert wire.server.db is db
     db.confirmed = db.slot_lsn = db.lsn
     db.world.trace(f"slot begins behind {db.lsn}")
     found = await _slot_state(wire, config.slot)
@@ -344,17 +379,17 @@ async def _create_publication(wire: ServerWire, publication: str) -> None:
     wire.server.db.publication = {STRANGER} & wire.server.db.relations.keys()
 
 
-async def _published_tables(wire: ServerWire, publication: str, *, manual: bool = False) -> dict[int, str] | None:
+async def _published_tables(wire: ServerWire, publication: str, *, manual: bool = False) -> dict[int, Entry] | None:
     await wire.server.asked()
     found = wire.server.db.publication
-    return None if found is None else {oid: f"t{oid}" for oid in sorted(found | wire.server.late)}
+    return None if found is None else {oid: Entry(f"t{oid}") for oid in sorted(found | wire.server.late)}
 
 
 async def _publish(
     wire: ServerWire,
     config: CaptureConfig,
     tables: Sequence[TableInfo],
-    published: dict[int, str],
+    published: Collection[int],
     *,
     attempts: int,
     note: Note,
@@ -364,7 +399,7 @@ async def _publish(
 ) -> Published:
     await wire.server.asked()
     failed = await wire.server.publish([table.oid for table in tables], settle)
-    newly = frozenset(table.oid for table in tables) - failed - published.keys()
+    newly = frozenset(table.oid for table in tables) - failed - {*published}
     locked = Unavailable("its lock cannot be had.")
     return Published(newly, {table.name: locked for table in tables if table.oid in failed})
 
@@ -449,7 +484,7 @@ def answering(server: Server) -> Iterator[None]:
             (locking, {"try_lock": _yes}),
             (descriptions, {"describe_after": _describe_after}),
             (describing, {"attributes_of": _attributes_of, "describe": _describe, "heartbeat": _heartbeat}),
-            (watch, {"slot_state": _slot_state, "heartbeat": _heartbeat}),
+            (watch, {"slot_state": _slot_state, "heartbeat": _heartbeat, "identify": _identify}),
             (prepare, {
                 "slot_state": _slot_state, "create_slot": _create_slot, "create_publication": _create_publication,
                 "publish": _publish, "published_tables": _published_tables, "list_tables": _list_tables,

@@ -6,7 +6,8 @@ Faults: every store fault; the capture process dies at any step and begins again
 told; statuses are delayed or lost; questions and streams are cut, whereupon a session begins anew in the same process;
 rows come that cannot be read, written or copied, which park their table; tables are asked for again while all flows.
 Keys are deferrable in every fifth world, and rows take each other's within a statement.
-Some copies take so long that what changes meanwhile is set aside, up to a bound now and then: `capture_aside`.
+Some copies take so long that what changes meanwhile is set aside, up to a bound now and then: `capture_aside`. Some
+databases fail over to a standby that is behind: `capture_forks`.
 Oracle: the position told to the server never passes a commit that no stored binding covers, and no stored binding
 passes what the topics hold (P1: confirmed ≤ bound ≤ durable); every binding describes one commit boundary (B1), of
 tables that were copied by then (B2); after healing each topic holds its copy and then the committed history, once and
@@ -37,6 +38,8 @@ from tidemill.shards.remap import LogRemap
 from tidemill.sim.scenarios.capture_aside import FAULTS as ASIDE_FAULTS
 from tidemill.sim.scenarios.capture_aside import planted_aside, slowly_copied
 from tidemill.sim.scenarios.capture_database import STRANGER, VANISHING, WIDE, WRITERS, Database, Txn
+from tidemill.sim.scenarios.capture_forks import FAULTS as FORK_FAULTS
+from tidemill.sim.scenarios.capture_forks import failing_over, planted_fork
 from tidemill.sim.scenarios.capture_kept import Followers, KeptShapes, Machines, quickened
 from tidemill.sim.scenarios.capture_kept_plants import BAD_DISK, MOVES, planted_kept
 from tidemill.sim.scenarios.capture_kept_plants import PLACES as KEPT_FAULTS
@@ -52,12 +55,14 @@ from tidemill.topics.settings import TopicSettings
 
 __all__ = ["FAULTS", "run"]
 
-FAULTS = (*SESSION_FAULTS, *ASIDE_FAULTS, *KEPT_FAULTS)
+FAULTS = (*SESSION_FAULTS, *ASIDE_FAULTS, *KEPT_FAULTS, *FORK_FAULTS)
 
 ROW_BYTES = 300
 """A row that is wider cannot be written here."""
 ASIDE_SHARE = 0.4
 """Of the worlds, those in which a copy takes so long that what changes meanwhile is set aside."""
+FORK_SHARE = 0.25
+"""Of the worlds without such shapes, those whose database fails over."""
 KEPT_SHARE = 0.4
 """Of the worlds, those in which shapes are kept over the lives of their capture."""
 SETTLES_S = 120.0
@@ -95,6 +100,7 @@ async def run(world: World, fault: str = "") -> None:
         stack.enter_context(planted(world, fault))
         stack.enter_context(planted_kept(fault))
         stack.enter_context(planted_aside(fault))
+        stack.enter_context(planted_fork(fault))
         # The other worlds are as they were.
         deferrable = fault == "late-tombstone" or (not fault and world.seed % 5 == 2)
         await _run(world, fault, Database(world, source.randint(1, 3), deferrable=deferrable), stack)
@@ -176,11 +182,20 @@ async def _run(world: World, fault: str, db: Database, stack: contextlib.ExitSta
     async with Crew() as crew:
         watching = crew.spawn(oracle.watch())
         least, most = (2, 8) if machines is None else (8, 32) if harsh else (4, 16)
-        least, most = (8, 24) if slow else (least, most)
+        forks = fault in FORK_FAULTS or (
+            not fault and machines is None and random.Random(f"fork {world.seed}").random() < FORK_SHARE
+        )
+        least, most = (8, 24) if slow or forks else (least, most)
+
+        def streams() -> bool:
+            return capture.ready and capture.node.capture.streaming
+
         writing = [
             crew.spawn(_write(db, writer, capture, source.randint(least, most), spoils)) for writer in range(WRITERS)
         ]
         asks = source.choice((0, 0, 1, 3))
+        if forks:
+            writing.append(crew.spawn(failing_over(server, streams, lambda: oracle.bound)))
         writing.append(crew.spawn(_operate(db, capture, copies.choice((2, 4)) if slow else asks)))
         followers = Followers(db, capture, machines) if machines is not None else None
         following = [crew.spawn(followers.follow(n)) for n in range(source.randint(1, 3))] if followers else []

@@ -1,0 +1,41 @@
+"""What the partitions of a captured table's topic end with."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tidemill.base.errors import Missing, Unavailable, Unknown
+from tidemill.topics.batch import Record, decode_batch
+from tidemill.topics.front import FetchRead, TopicLog
+
+OPEN_ATTEMPTS = 100
+TAIL_FETCH_BYTES = 1 << 20
+
+
+async def high_watermark(topics: TopicLog, topic_id: str, partition: int) -> int:
+    """A partition that is just being opened, or whose creation has not got about yet, is waited for."""
+    for attempt in range(OPEN_ATTEMPTS):
+        try:
+            return (await topics.offsets(topic_id, partition)).high_watermark
+        except (Unavailable, Unknown, Missing):
+            if attempt == OPEN_ATTEMPTS - 1:
+                raise
+            await asyncio.sleep(0.1)
+    raise AssertionError("unreachable")
+
+
+async def last_record(topics: TopicLog, topic_id: str, partition: int, end: int) -> Record | None:
+    """The record before the high watermark `end`; None when retention has removed it."""
+    read = FetchRead(topic_id, partition, end - 1, TAIL_FETCH_BYTES)
+    for attempt in range(OPEN_ATTEMPTS):
+        (fetched,) = await topics.fetch([read], max_wait_s=0.0, min_bytes=0, max_bytes=TAIL_FETCH_BYTES)
+        if fetched.error is None:
+            break
+        if not isinstance(fetched.error, Unavailable | Unknown) or attempt == OPEN_ATTEMPTS - 1:
+            raise fetched.error
+        await asyncio.sleep(0.1)
+    for batch in fetched.batches:
+        for record in decode_batch(batch).records:
+            if record.offset == end - 1:
+                return record
+    return None

@@ -1,0 +1,60 @@
+"""Worlds whose database fails over to a standby that is behind, and faults planted into what follows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+
+from tidemill.capture import prepare
+from tidemill.capture.moved import Moved
+from tidemill.shapes.sink import ShapeSink
+from tidemill.sim.scenarios.capture_database import WRITERS, Database
+from tidemill.sim.scenarios.capture_server import Server
+from tidemill.sim.world import swapped
+
+FAULTS = ("unseen-fork", "kept-positions")
+
+
+async def failing_over(server: Server, streams: Callable[[], bool], bound: Callable[[], int]) -> None:
+    """Once, at some moment; the standby has fallen behind by then, mostly behind what is bound."""
+    world, source, db = server.world, server.world.source, server.db
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(source.choice((0.5, 30.0, 30.0, 30.0))):
+            await world.until(streams)
+    await asyncio.sleep(source.uniform(0, 1.0) ** 2)
+    standby = db.standby()
+    db.lsn += source.choice((0, 0, 50, 300))  # of what nobody captures
+    await _writing(db, source.randint(0, 3), "lost")
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(source.choice((0.0, 3.0, 3.0, 3.0))):
+            last_lsn = db.lsn
+            await world.until(lambda: bound() >= last_lsn)
+    server.fail_over(standby)
+    await _writing(db, source.randint(0, 3), "found")
+
+
+async def _writing(db: Database, count: int, text: str) -> None:
+    """So many transactions, each at a moment when nobody else has one open."""
+    for number in range(count):
+        await db.world.until(lambda: db.idle, every_s=0.01)
+        txn = db.begin()
+        db.write(txn, db.world.source.randrange(WRITERS), f"{text}.{number}", db.world.source.choice(db.captured))
+        db.commit(txn)
+        db.show(txn)
+
+
+async def _nothing(*_: object) -> Moved:
+    """Plants unseen-fork."""
+    return Moved()
+
+
+@contextlib.contextmanager
+def planted_fork(fault: str) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        match fault:
+            case "unseen-fork":
+                stack.enter_context(swapped(prepare, "compare", _nothing))
+            case "kept-positions":
+                stack.enter_context(swapped(ShapeSink, "went_back", lambda self: None))
+        yield
