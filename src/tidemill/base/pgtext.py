@@ -175,6 +175,26 @@ def to_float4(value: float) -> float:
     return result
 
 
+def read_float4(text: str) -> float:
+    """Rounded once: a double halfway between two singles does not say on which side of it the text is."""
+    value = read_float8(text)
+    return value if math.isnan(value) or math.isinf(value) else nearest_float4(Decimal(text.strip(BLANKS)), value)
+
+
+def nearest_float4(exact: Decimal | int, value: float) -> float:
+    """The single nearest to `exact`, of which `value` is the nearest double. Raises Refused."""
+    near = to_float4(value)
+    if near == value or value == exact:
+        return near
+    bits = struct.unpack("<i", struct.pack("<f", near))[0]
+    outward = (value > near) is (near >= 0) if near else True
+    other = struct.unpack("<f", struct.pack("<i", bits + (1 if outward else -1)))[0]
+    if (near + other) / 2 != value:
+        return near
+    low, high = sorted((near, float(other)))
+    return high if exact > Decimal(value) else low
+
+
 def read_uuid(text: str) -> str:
     found = _UUID.match(text.lower())
     if not found:
@@ -276,7 +296,7 @@ READERS: dict[str, Callable[[str], Any]] = {
     "int4": _read_integer("int4"),
     "int8": _read_integer("int8"),
     "numeric": read_numeric,
-    "float4": lambda text: to_float4(read_float8(text)),
+    "float4": read_float4,
     "float8": read_float8,
     "text": read_text,
     "bpchar": read_text,

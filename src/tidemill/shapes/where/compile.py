@@ -19,11 +19,11 @@ from typing import Any
 
 from tidemill.base.pgtext import INTEGER_DIGITS, INTEGERS, read_numeric
 from tidemill.base.tasks import is_fault, sentence
-from tidemill.shapes.where import arithmetic, casts, operators, strings
+from tidemill.shapes.where import arithmetic, arrays, casts, operators, strings
+from tidemill.shapes.where.common import alike
 from tidemill.shapes.where.expressions import (
     BOOL,
     TEXT,
-    UNKNOWN,
     Evaluate,
     Expression,
     Row,
@@ -35,11 +35,9 @@ from tidemill.shapes.where.expressions import (
     strict,
     unknown,
 )
-from tidemill.shapes.where.folding import folding_of
 from tidemill.shapes.where.parsing import guarded, parse_clause
 from tidemill.shapes.where.printing import sql_of
 from tidemill.shapes.where.types import (
-    NUMBERS,
     EvaluationError,
     Type,
     Value,
@@ -159,6 +157,8 @@ class TreeCompiler:
         """By their place in the text: each is one node, however often it is looked at."""
         self.may_fail = False
         self._nodes = 0
+        self._references = 0
+        """To columns, so far."""
         self._values_chars = 0
 
     def visit(self, node: Any, depth: int) -> Expression:
@@ -187,6 +187,7 @@ class TreeCompiler:
         if name not in self._columns:
             raise WhereError(f'{_at(node)}unknown reference {name}: column "{name}" does not exist')
         self.used_columns.add(name)
+        self._references += 1
         type_ = self._columns[name]
         return column(name, type_.plain)
 
@@ -264,17 +265,10 @@ class TreeCompiler:
         return Expression(BOOL, lambda row: (inner(row) is wanted) is positive)
 
     def _alike(self, nodes: Any, what: str, location: str, depth: int) -> tuple[Type, list[Expression]]:
-        """Expressions of one common type: equal types, or integers of which the widest counts."""
+        """Expressions as one common type. Raises WhereError."""
         parts = [self.visit(node, depth) for node in nodes]
-        known = [part.type for part in parts if part.type != UNKNOWN] or [TEXT]
-        common = max(known, key=lambda type_: NUMBERS.get(type_.name, 0))
-        for type_ in known:
-            integers = {type_.name, common.name} <= INTEGERS.keys() and not type_.array
-            if type_.array != common.array or not (type_.name == common.name or integers):
-                raise WhereError(f"{location}{what} of different types is not supported here.", fix="Cast.")
-        ordered = all(type_.ordered for type_ in known)
-        common = Type(common.name, common.array, ordered, folding_of(*parts))
-        return common, [resolve(part, common, location) for part in parts]
+        self.may_fail = self.may_fail or len({part.type.name for part in parts}) > 1  # what does not fit into it
+        return alike(parts, what, location)
 
     def _visit_coalesce_expr(self, node: Any, depth: int) -> Expression:
         type_, parts = self._alike(node.args, "COALESCE", _at(node), depth)
@@ -340,8 +334,10 @@ class TreeCompiler:
             self.may_fail = True
             return arithmetic.arithmetic(name, left, right, location)
         if name in ("~~", "!~~", "~~*", "!~~*"):
-            self.may_fail = self.may_fail or not right.constant  # a pattern that ends with the escape character
+            self.may_fail = self.may_fail or not right.constant or strings.unfinished(right)
             return strings.like(name, left, right, location)
+        if name in arrays.SET_OPERATORS:
+            return arrays.set_operator(name, left, right, location)
         if name == "||":
             self.may_fail = True  # of two long texts one that is too long
             return strings.concat(left, right, location)
@@ -356,11 +352,15 @@ class TreeCompiler:
         left = self.visit(node.lexpr, depth)
         if node.rexpr.WhichOneof("node") != "list":
             raise WhereError(f"{location}this list is not supported in a where clause.")
-        items = [self.visit(item, depth) for item in node.rexpr.list.items]
-        for item in items:
-            self._compared(left, item)
+        items: list[Expression] = []
+        fixed: list[bool] = []
+        for item in node.rexpr.list.items:
+            before = self._references
+            items.append(self.visit(item, depth))
+            fixed.append(self._references == before)
+            self._compared(left, items[-1])
         if node.kind == _enum("AEXPR_IN"):
-            result = operators.member(left, items, location)
+            result = operators.member(left, items, fixed, location)
             return result if name == "=" else Expression(BOOL, strict(lambda value: not value, result))
         low, high = items
         kinds = _betweens()
