@@ -186,6 +186,7 @@ class TreeCompiler:
         name = names[-1]
         if name not in self._columns:
             raise WhereError(f'{_at(node)}unknown reference {name}: column "{name}" does not exist')
+        del node.fields[:-1]  # printed without its table: the clause is asked of single rows too
         self.used_columns.add(name)
         self._references += 1
         type_ = self._columns[name]
