@@ -43,6 +43,7 @@ _ISO = re.compile(
     r"P(?:([+-]?[0-9]{1,10})Y)?(?:([+-]?[0-9]{1,10})M)?(?:([+-]?[0-9]{1,10})W)?(?:([+-]?[0-9]{1,10})D)?"
     r"(?:T(?=.)(?:([+-]?[0-9]{1,10})H)?(?:([+-]?[0-9]{1,10})M)?(?:([+-]?)([0-9]{1,10})(?:\.([0-9]{1,6}))?S)?)?\Z"
 )
+_SECONDS = re.compile(r"[+-]?[0-9]{1,10}\Z")
 _PART = re.compile(
     r"[ \t\n\r\f\v]*(?:([+-]?)([0-9]{1,10}):([0-9]{2})(?::([0-9]{2})(?:\.([0-9]{1,6}))?)?"
     r"|([+-]?)([0-9]{1,10})(?:\.([0-9]{1,6}))?[ \t]*([a-z]+))(?=[ \t\n\r\f\v]|\Z|[+-])"
@@ -76,6 +77,8 @@ def read_interval(text: str) -> Interval:
         years, months, weeks, days, hours, minutes = (int(number or 0) for number in found.groups()[:6])
         seconds = _fraction(found[7], found[8] or "0", found[9])
         return checked(years * 12 + months, weeks * 7 + days, (hours * 60 + minutes) * 60_000_000 + seconds)
+    if _SECONDS.match(word):
+        return checked(0, 0, int(word) * 1_000_000)
     return _read_quantities(text, word.lower())
 
 

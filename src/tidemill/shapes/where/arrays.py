@@ -49,7 +49,7 @@ def set_operator(name: str, left: Expression, right: Expression, location: str) 
     if left.type == UNKNOWN and right.type == UNKNOWN:
         raise WhereError(f"{location}operator is not unique: unknown {name} unknown", fix="Cast one side.")
     left, right = resolve(left, right.type, location), resolve(right, left.type, location)
-    if not left.type.array or not right.type.array or left.type.name != right.type.name:
+    if not left.type.array or not right.type.array or not same_elements(left.type, right.type):
         raise WhereError(
             f"{location}operator does not exist: {left.type} {name} {right.type}",
             fix="Cast one side to the other's type.",
@@ -69,6 +69,11 @@ def set_operator(name: str, left: Expression, right: Expression, location: str) 
     if name == "&&":
         return Expression(BOOL, strict(lambda a, b: not members(a).isdisjoint(members(b)), left, right))
     return Expression(BOOL, strict(lambda a, b: None not in flatten(b) and members(b) <= members(a), left, right))
+
+
+def same_elements(a: Type, b: Type) -> bool:
+    """Arrays of varchar and of text do not compare, though their elements do."""
+    return a.name == b.name and a.varying == b.varying
 
 
 def _members(type_: Type, items: list[Value]) -> set[Value]:

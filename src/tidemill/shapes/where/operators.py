@@ -64,7 +64,7 @@ def unify(name: str, left: Expression, right: Expression, location: str) -> tupl
     left, right = resolve(left, right.type, location), resolve(right, left.type, location)
     a, b = left.type, right.type
     if a.array or b.array:
-        if a.array and b.array and a.name == b.name and name in _EQUALITIES:
+        if a.array and b.array and arrays.same_elements(a, b) and name in _EQUALITIES:
             return left, right
         raise no_operator(name, a, b, location)
     if a.name in NUMBERS and b.name in NUMBERS:
@@ -225,13 +225,12 @@ def quantified(name: str, left: Expression, right: Expression, every: bool, loca
     decisive = not every
 
     def evaluate(row: Row) -> bool | None:
-        array = array_of(row)
+        value, array = value_of(row), array_of(row)
         if array is None:
             return None
         elements = arrays.flatten(array)
         if not elements:
             return every
-        value = value_of(row)
         if value is None:
             return None
         doubtful = False

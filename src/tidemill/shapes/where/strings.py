@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import msgspec
@@ -182,27 +182,69 @@ def like(name: str, left: Expression, right: Expression, location: str) -> Expre
     return Expression(BOOL, strict(match, left, right))
 
 
-FUNCTIONS = ("lower", "upper", "length", "concat")
+_TRIMS: dict[str, Callable[[str, str], str]] = {"btrim": str.strip, "ltrim": str.lstrip, "rtrim": str.rstrip}
+_ENDS = ("left", "right")
+FUNCTIONS = ("lower", "upper", "length", "concat", *_TRIMS, *_ENDS)
 
 
 def call(name: str, operands: Sequence[Expression], location: str) -> Expression:
     """One of FUNCTIONS. Of texts alone: how PostgreSQL writes other types is its own business. Raises WhereError."""
+    if name in _ENDS and len(operands) == 2:
+        operands = [resolve(operands[0], TEXT, location), resolve(operands[1], Type("int4"), location)]
+    else:
+        operands = [resolve(operand, TEXT, location) for operand in operands]
     kinds = ", ".join(str(operand.type) for operand in operands)
-    texts = all(operand.type.name == "text" and not operand.type.array for operand in operands)
-    if not texts or not operands or (len(operands) > 1 and name != "concat"):
-        raise WhereError(f"{location}function {name}({kinds}) does not exist", fix="Cast to text.")
     constant = all(operand.constant for operand in operands)
     if name != "concat":
-        (operand,) = operands
-        if name == "length":
-            return Expression(Type("int4"), strict(len, operand), constant=constant)
-        fold = (lower if name == "lower" else upper)(operand.type.folding, location)
-        type_ = msgspec.structs.replace(operand.type, varying=False)
-        return Expression(type_, strict(fold, operand), constant=constant, collated=operand.collated)
+        operands = [_as_text(operand) for operand in operands]
+    types = [operand.type.name if not operand.type.array else "array" for operand in operands]
+    if not _fits(name, types):
+        raise WhereError(f"{location}function {name}({kinds}) does not exist", fix="Cast to text.")
+    first = operands[0]
+    type_ = msgspec.structs.replace(first.type, varying=False)
+    if name == "length":
+        return Expression(Type("int4"), strict(len, first), constant=constant)
+    if name in ("lower", "upper"):
+        fold = (lower if name == "lower" else upper)(first.type.folding, location)
+        return Expression(type_, strict(fold, first), constant=constant, collated=first.collated)
+    if name in _ENDS:
+        part = strict(_left if name == "left" else _right, *operands)
+        return Expression(type_, part, constant=constant, collated=first.collated)
+    type_ = Type("text", False, all(each.type.ordered for each in operands), folding_of(*operands))
+    collated = any(each.collated for each in operands)
+    if name in _TRIMS:
+        trim = _TRIMS[name]
+        if len(operands) == 1:
+            return Expression(type_, strict(lambda text: trim(text, " "), first), constant=constant, collated=collated)
+        return Expression(type_, strict(trim, *operands), constant=constant, collated=collated)
     tests = [operand.evaluate for operand in operands]
 
     def joined(row: Row) -> Value:
         return "".join(text for test in tests if (text := test(row)) is not None)
 
-    type_ = Type("text", False, all(each.type.ordered for each in operands), folding_of(*operands))
-    return Expression(type_, joined, constant=constant, collated=any(each.collated for each in operands))
+    return Expression(type_, joined, constant=constant, collated=collated)
+
+
+def _fits(name: str, types: Sequence[str]) -> bool:
+    if name in _ENDS:
+        return len(types) == 2 and types[0] == "text" and types[1] in ("int2", "int4")
+    most = {"concat": len(types)}.get(name, 2 if name in _TRIMS else 1)
+    return 1 <= len(types) <= most and all(kind == "text" for kind in types)
+
+
+def _as_text(operand: Expression) -> Expression:
+    """Padded text as text, which has no padding."""
+    if operand.type.name != "bpchar" or operand.type.array:
+        return operand
+    text = strict(lambda padded: padded.rstrip(" "), operand)
+    return Expression(operand.type.like("text"), text, constant=operand.constant, collated=operand.collated)
+
+
+def _left(text: str, count: int) -> str:
+    return text[:count]
+
+
+def _right(text: str, count: int) -> str:
+    if count == -(1 << 31):  # PostgreSQL negates it, which is no int4
+        return text
+    return text[len(text) - count :] if 0 <= count <= len(text) else text if count > 0 else text[-count:]
