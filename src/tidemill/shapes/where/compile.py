@@ -38,6 +38,7 @@ from tidemill.shapes.where.expressions import (
 from tidemill.shapes.where.parsing import guarded, parse_clause
 from tidemill.shapes.where.printing import sql_of
 from tidemill.shapes.where.types import (
+    CUT,
     EvaluationError,
     Type,
     Value,
@@ -436,6 +437,8 @@ def _type_of(node: Any) -> Type:
     names = _strings(node.names)
     if node.typmods or node.setof or node.pct_type or names[:-1] not in _OWN:
         raise WhereError(f"cast to {'.'.join(names)} in this form is not supported in a where clause.")
+    if names[-1] in CUT:  # of longer text it makes another
+        raise WhereError(f"cast to {names[-1]} is not supported in a where clause.", fix="Cast to text.")
     if len(node.array_bounds) > 1:
         raise WhereError("casts to arrays of several dimensions are not supported in a where clause.")
     return Type(names[-1], bool(node.array_bounds))

@@ -201,7 +201,7 @@ def call(name: str, operands: Sequence[Expression], location: str) -> Expression
     if not _fits(name, types):
         raise WhereError(f"{location}function {name}({kinds}) does not exist", fix="Cast to text.")
     first = operands[0]
-    type_ = msgspec.structs.replace(first.type, varying=False)
+    type_ = msgspec.structs.replace(first.type, varying=False, most_bytes=0)
     if name == "length":
         return Expression(Type("int4"), strict(len, first), constant=constant)
     if name in ("lower", "upper"):

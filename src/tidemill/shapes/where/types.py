@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from decimal import Context, Decimal, Inexact, InvalidOperation, Overflow
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -50,6 +51,7 @@ class Type(msgspec.Struct, frozen=True):
     folding   text only: what the collation takes for one letter in two cases (folding.py)
     labels    enum only: its labels in their order, where they are known
     varying   text only: it is varchar, which is padded like character beside it
+    most_bytes  text only: it is name or "char", and longer text that is read as it is cut
     """
 
     name: str
@@ -58,6 +60,7 @@ class Type(msgspec.Struct, frozen=True):
     folding: Folding = "simple"
     labels: tuple[str, ...] = ()
     varying: bool = False
+    most_bytes: int = 0
 
     def __str__(self) -> str:
         return DISPLAY.get(self.name, self.name) + ("[]" if self.array else "")
@@ -70,7 +73,9 @@ class Type(msgspec.Struct, frozen=True):
     def plain(self) -> Type:
         """Under the name of the type that compares exactly like it."""
         name = ALIASES.get(self.name, self.name)
-        return msgspec.structs.replace(self, name=name, varying=self.varying or self.name == "varchar")
+        most_bytes = CUT.get(self.name, self.most_bytes)
+        varying = self.varying or self.name == "varchar"
+        return msgspec.structs.replace(self, name=name, varying=varying, most_bytes=most_bytes)
 
     def like(self, name: str, *, array: bool = False) -> Type:
         """Another type, whose text is of the same collation."""
@@ -80,6 +85,9 @@ class Type(msgspec.Struct, frozen=True):
 
 ALIASES = {"varchar": "text", "name": "text", "char": "text"}
 """Types that compare like another."""
+
+CUT = {"name": 63, "char": 1}
+"""Bytes of the types that cut longer text."""
 
 
 def to_float8(value: int | Decimal | float) -> float:
@@ -124,4 +132,13 @@ def reader(type_: Type) -> Callable[[str], Value]:
     read = _READERS.get(type_.name)
     if read is None:
         raise WhereError(f"type {type_} is not supported in a where clause.", fix="Cast the column to text.")
+    if type_.most_bytes:
+        read = partial(_cut, type_.most_bytes)
     return (lambda text: read_array(text, read)) if type_.array else read
+
+
+def _cut(most_bytes: int, text: str) -> str:
+    """Raises EvaluationError for the bytes and escapes that "char" has beyond ASCII."""
+    if most_bytes == 1 and (not text[:1].isascii() or (text[:1] == "\\" and len(text) > 1)):
+        raise EvaluationError(f'the text is not read as "char" in a where clause: "{text}"')
+    return text if len(text) * 4 <= most_bytes else text.encode()[:most_bytes].decode(errors="ignore")
