@@ -219,7 +219,8 @@ c_text LIKE 'a\\' | c_text LIKE '\\' | c_text LIKE '%\\' | c_text LIKE '%_\\' | 
 c_text LIKE '_\\' | c_text LIKE 'b%_%\\' | c_text NOT LIKE 'z\\' | c_text ILIKE 'A\\' | 'zz' LIKE c_text
 c_text LIKE '%a%x\\' | c_text LIKE '%_%__\\' | c_text LIKE '%x_%\\' | c_varchar LIKE 'a%\\'
 c_float4 = '1.000000059604644775390626' | c_float4 = '1.000000059604644775390625' | c_float4 = '16777217.0000000000001'
-c_float4 = 16777217 | c_int8::float4 = c_float4 | c_date::timestamp > '2024-01-01' | c_date > '2024-01-01'::timestamp
+c_float4 = 16777217 | c_int8::float4 = c_float4 | '[2:3]={1,2}'::int[] = ARRAY[1, 2]
+c_date::timestamp > '2024-01-01' | c_date > '2024-01-01'::timestamp
 """
 
 SERVED = """
@@ -296,6 +297,12 @@ def test_clauses_that_once_disagreed_with_select_agree(edges: Edges) -> None:
 def test_operators_and_functions_give_what_select_gives(edges: Edges) -> None:
     found, _, refused = edges.wrong(listed(SERVED))
     assert (found, refused) == ([], {})
+
+
+def test_a_list_of_numbers_of_several_types_is_still_found_by_value(edges: Edges) -> None:
+    equality = compile_where("c_int8 IN (1, 2, 3000000000) AND c_float4 > 0", (), edges.types).equality
+    assert equality is not None
+    assert (equality.column, equality.values) == ("c_int8", {1, 2, 3_000_000_000})
 
 
 def test_what_is_printed_of_them_means_the_same(edges: Edges) -> None:
