@@ -180,6 +180,19 @@ def test_f508_a_full_directory_refuses_writes_as_unavailable_serves_reads_and_he
     run(body)
 
 
+def test_f616_a_file_system_without_inodes_is_told_as_that(small: Mount) -> None:
+    async def body() -> None:
+        small.run("mount", "-o", "remount,nr_inodes=12", str(small.at))
+        store = await open_objects(str(small.at / "bucket"), SystemClock(), Rand(), retry_budget_s=0.1)
+        puts = (store.put(f"k{number}", b"x") for number in range(20))
+        outcomes = await asyncio.gather(*puts, return_exceptions=True)
+        assert any(isinstance(each, Unavailable) and "no free inode" in str(each) for each in outcomes), outcomes
+        assert "no free inode" in store.noticed()
+        await store.aclose()
+
+    run(body)
+
+
 def test_f508_a_directory_that_is_gone_proves_nothing_missing(small: Mount) -> None:
     async def body() -> None:
         store = await open_objects(str(small.at / "bucket"), SystemClock(), Rand(), retry_budget_s=0.2)

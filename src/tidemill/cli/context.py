@@ -74,7 +74,7 @@ class Stores(ConsensusOnly):
         return self.portal.call(open_shard(self.consensus, self.objects, self.clock, self.rand, name))
 
 
-OPEN_S = 3.0
+OPEN_S = 2.5
 """A command that says how things are gets a connection by then: what an engine says itself comes within two."""
 
 
