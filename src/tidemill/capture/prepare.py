@@ -49,7 +49,13 @@ from tidemill.capture.evolution import next_version, targets_of
 from tidemill.capture.others import objections
 from tidemill.capture.own_row import OwnRow
 from tidemill.capture.progress import Steps
-from tidemill.capture.publication import create_publication, not_published, publish, published_tables
+from tidemill.capture.publication import (
+    create_publication,
+    not_published,
+    publish,
+    published_tables,
+    unpublished,
+)
 from tidemill.capture.setup import ServerFacts, SlotState, check_slot, create_slot, slot_state, start_over
 from tidemill.capture.tables import Choice, NoTable, Refusal, TableInfo, describe, list_tables, resolve
 from tidemill.capture.topic_writer import CapturedTable
@@ -320,6 +326,9 @@ async def _still_good(
         # where the capture did not end in order (Binder.settle), which nobody can tell from it.
         log.warning("the slot is ahead of what was restored, all tables start over", capture=config.name)
     bound = set(latest.offsets) if latest is not None else set()
+    missing = {oid for oid in oids.values() if published is not None and oid not in published}
+    # None of these was dropped since the tables were listed.
+    lacking = await unpublished(wire, config.publication, missing)
     kept: dict[str, CaptureTableRow] = {}
     for name, table in rows.items():
         oid = table.oid or oids.get(name, 0)
@@ -327,10 +336,10 @@ async def _still_good(
         if table.snapshot is not None and not start_over and not table.parked_lsn:
             topic = await catalogue.get(TopicRow, table.topic, fresh=False)
             unbound = topic is None or topic.topic_id not in bound
-            unpublished = published is not None and oid not in published and oids.get(name) == oid
+            taken_out = oid in lacking and oids.get(name) == oid
             other = name in oids and oids[name] != oid
             missed = unbound and slot is not None and let_go(slot, table.snapshot.told_from_lsn)
-            start_over = unpublished or other or missed
+            start_over = taken_out or other or missed
         # A copy that was cut off is gone on with where the slot still has all since it began (Joining), or what it let
         # go is set aside, up to where it ended (aside.py, Z1).
         aside = table.aside

@@ -28,7 +28,7 @@ P6  A capture that is manual alters nothing: what P1 would do to a table is what
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Collection, Container, Sequence
 from functools import partial
 
 import msgspec
@@ -141,6 +141,19 @@ async def published_tables(wire: Wire, publication: str, *, manual: bool = False
         int(oid or 0): ("" if kind == "p" else "ONLY ") + qualified(schema or "", table or "")
         for oid, schema, table, kind in tables
     }
+
+
+async def unpublished(wire: Wire, publication: str, oids: Collection[int]) -> set[int]:
+    """Of these tables, the ones that exist and that the publication lacks, as of one moment. A table that is dropped
+    leaves the database and the publication at once, but may do so between two questions."""
+    if not oids:
+        return set()
+    rows = await wire.query(
+        f"SELECT c.oid FROM pg_class c WHERE c.oid IN ({', '.join(str(int(oid)) for oid in oids)}) AND NOT EXISTS ("
+        "SELECT FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid"
+        f" WHERE r.prrelid = c.oid AND p.pubname = {literal(publication)})"
+    )
+    return {int(oid or 0) for (oid,) in rows}
 
 
 def not_published(publication: str, version: int) -> Invalid:

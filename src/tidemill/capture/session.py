@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import structlog
 from msgspec.structs import replace
@@ -242,9 +243,12 @@ class Session:
         # A long copy must not go on after its slot is lost.
         assert self._control is not None
         tasks.spawn(watch_slot(self._control, self._config, self._saw_slot, self._idle), name="capture slot")
-        guard = tasks.spawn(self._guard(), name="capture identities")
+        guarded = asyncio.Event()
+        guard = tasks.spawn(self._guard(guarded), name="capture identities")
         await self._open_writer(prepared)
-        guard.cancel()
+        # Not cancelled: the control connection answers nobody after a question that was cut off.
+        guarded.set()
+        await asyncio.wait([guard])
         await self._start_stream(prepared, facts, tasks)
 
     async def _prepare(self, tasks: Tasks) -> tuple[Prepared, ServerFacts]:
@@ -283,14 +287,16 @@ class Session:
         await self.name_taps()
         return prepared, facts
 
-    async def _guard(self) -> None:
+    async def _guard(self, ended: asyncio.Event) -> None:
         """Until the stream begins, whose watch does it then: no identity may make the application's statements fail."""
         assert self._control is not None
         beside = Beside(self._config, self._control, self.desk, self._catalogue, self._parking)
         mending = Mending(beside)
-        while True:
+        while not ended.is_set():
             await mending.withdraw(await beside.objections(), streams=False)
-            await asyncio.sleep(HAZARD_POLL_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(HAZARD_POLL_S):
+                    await ended.wait()
 
     async def _open_writer(self, prepared: Prepared) -> None:
         """Tails, snapshot of what is fresh, and where the count of offsets starts."""

@@ -22,7 +22,7 @@ from tidemill.capture.difference import against_catalogue
 from tidemill.capture.entry import delete_topics, gone
 from tidemill.capture.looking import Kept
 from tidemill.capture.mending import Mending
-from tidemill.capture.publication import give_back
+from tidemill.capture.publication import give_back, unpublished
 from tidemill.capture.tables import Refusal, TableInfo, came_with_rows, describe, list_partitions
 from tidemill.capture.wire.errors import SqlError
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
@@ -66,10 +66,13 @@ class Watching:
             if row.table not in wanted and row.table not in choice.refused:
                 await self._desk.gone(row.table, *gone(row, found))
         published = await self._published.now() or {}
-        for row in [row for row in self._desk.rows.values() if row.flows]:
-            if row.table in wanted and row.oid == wanted[row.table].oid and row.oid not in published:
-                # Changes are missing from here on; the next session sees it, too, and has it copied again.
-                raise Unavailable(f"a captured table was unpublished: table={row.table}.")
+        flowing = {row.oid: row.table for row in self._desk.rows.values() if row.flows}
+        missing = [
+            oid for oid, name in flowing.items() if name in wanted and oid == wanted[name].oid and oid not in published
+        ]
+        for oid in sorted(await self._unpublished(missing)):  # and not dropped since the tables were listed
+            # Changes are missing from here on; the next session sees it, too, and has it copied again.
+            raise Unavailable(f"a captured table was unpublished: table={flowing[oid]}.")
         for row in [row for row in self._desk.rows.values() if row.aside is not None]:
             if row.table in wanted and row.oid not in published:
                 await self._desk.give_up(row.table)  # what changes from here on is in no stream
@@ -80,6 +83,11 @@ class Watching:
         await self._prune(wanted, choice.refused, found)
         self._forget_gone(found)
         return found
+
+    async def _unpublished(self, oids: list[int]) -> set[int]:
+        if not oids:
+            return set()
+        return await self._control.ask(lambda wire: unpublished(wire, self._config.publication, oids))
 
     def _forget_gone(self, found: list[TableInfo]) -> None:
         """Nothing that this session remembers of a table outlives it."""
