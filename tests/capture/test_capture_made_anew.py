@@ -33,7 +33,7 @@ def failed(world: World) -> Any:
     return world.tracker.failure(f"capture:{world.name}")
 
 
-def test_a_table_that_is_dropped_while_the_capture_looks_is_not_taken_for_an_unpublished_one(
+def test_f473_a_table_that_is_dropped_while_the_capture_looks_is_not_taken_for_an_unpublished_one(
     postgres_dsn: str,
 ) -> None:
     """The tables are listed with it, the publication without it."""
@@ -84,7 +84,7 @@ def test_a_captured_table_that_somebody_unpublishes_is_copied_again(postgres_dsn
     in_world(postgres_dsn, scenario)
 
 
-def test_a_table_that_is_dropped_while_a_session_is_set_up_does_not_start_over(
+def test_f473_a_table_that_is_dropped_while_a_session_is_set_up_does_not_start_over(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rows up to there stay in its topic, and it ends there."""
@@ -151,7 +151,7 @@ def test_a_session_whose_stream_begins_while_the_catalogue_is_asked_goes_on(
     in_world(postgres_dsn, scenario)
 
 
-def test_a_table_made_anew_does_not_wait_for_the_pause_of_the_one_before(
+def test_f474_a_table_made_anew_does_not_wait_for_the_pause_of_the_one_before(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy that fails is tried again after a pause, which is that table's, not its name's."""
