@@ -134,7 +134,7 @@ def test_what_was_held_for_a_copy_is_confirmed_once_it_is_over_though_nobody_wri
             session = capture._session
             assert session is not None and session.joining is not None and session.collector is not None
             status = session.collector.status
-            # Each look at the tables ends with no copy under way: this one is over, the next one is ten minutes off.
+            # Each look at the tables ends with no copy under way. This one is over; the next is ten minutes off.
             assert await session.joining.seeks("public.none") is False
             session.joining.keeping.copies(True)
             held = status.hold

@@ -10,7 +10,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from consensus.lagging_standby import Pair
+from lagging_standby import Pair
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import MovedBack, Unavailable, Unknown
 from tidemill.consensus.api import Consensus

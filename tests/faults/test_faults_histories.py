@@ -15,7 +15,7 @@ import pytest
 from cluster import Cluster, until
 from confluent_kafka import Consumer, KafkaError, Message, Producer, TopicPartition
 
-from consensus.lagging_standby import Pair
+from lagging_standby import Pair
 
 pytestmark = [pytest.mark.postgres, pytest.mark.timeout(400)]
 

@@ -14,6 +14,7 @@ from test_shapes_node_client import NodeClient
 from tidemill.capture import recopy
 from tidemill.capture.desk import Desk
 from tidemill.shapes import ShapeSettings
+from tidemill.shapes.postgres_source import PostgresSource
 
 pytestmark = pytest.mark.postgres
 
@@ -31,6 +32,12 @@ class Polled(RealWorld):
     table_poll_s = 0.2
 
 
+class Unpolled(RealWorld):
+    """The tables are looked at when somebody asks for it."""
+
+    table_poll_s = 600.0
+
+
 class Parted(Polled):
     tables = ("public.p",)
 
@@ -39,6 +46,10 @@ class Asked(Polled):
     """A parked table is copied again only when somebody says so."""
 
     copy_again = False
+
+
+SERVED = {200, 409, 503}
+"""Of a request without rows: 409 where its shape ended while it was loaded, with the handle to begin with."""
 
 
 async def states(world: RealWorld) -> dict[str, str]:
@@ -61,7 +72,7 @@ def holder(world: RealWorld, client: Client, **more: str) -> Any:
 
 def test_f121_a_table_that_was_made_anew_a_moment_ago_is_never_400(postgres_dsn: str) -> None:
     async def main() -> None:
-        async with RealWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.5)) as world:
+        async with Unpolled(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.5)) as world:
             await eventually(lambda: world.capture.streaming)
             await world.sync(table="t")
             for number in range(8):
@@ -71,16 +82,45 @@ def test_f121_a_table_that_was_made_anew_a_moment_ago_is_never_400(postgres_dsn:
                 where = f"id > {-1 - number}"
                 answers = [await world.get(table="t", offset="-1", **more) for more in ({}, {"where": where})]
                 answers.append(await world.get(table="t", offset="now", subset__where="true"))
-                assert {answer.status for answer in answers} <= {200, 503}, [answer.body for answer in answers]
+                assert {answer.status for answer in answers} <= SERVED, [answer.body for answer in answers]
 
                 async def served(number: int = number) -> bool:
                     answer = await world.get(table="t", offset="-1")
-                    assert answer.status in (200, 503), answer.body
+                    assert answer.status in SERVED, answer.body
                     return answer.status == 200 and [item["value"]["id"] for item in answer.items] == [str(number)]
 
                 await eventually(served)
 
-    run(main(), 150)
+    run(main())
+
+
+def test_f121_a_request_whose_shape_ends_while_it_loads_is_sent_to_the_table_made_anew(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading, go_on, load = asyncio.Event(), asyncio.Event(), PostgresSource.load
+
+    async def slowly(source: PostgresSource, *args: Any) -> Any:
+        loading.set()
+        await go_on.wait()
+        return await load(source, *args)
+
+    async def main() -> None:
+        async with Unpolled(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.5)) as world:
+            await eventually(lambda: world.capture.streaming)
+            monkeypatch.setattr(PostgresSource, "load", slowly)
+            young = asyncio.ensure_future(world.get(table="t", offset="-1"))
+            await loading.wait()
+            await world.db.execute("DROP TABLE t; CREATE TABLE t (id int PRIMARY KEY, v text)")
+            await world.db.execute("INSERT INTO t VALUES (2, 'new')")
+            world.capture.look()
+            answer = await young
+            go_on.set()
+            assert answer.status == 409 and answer.json == [{"headers": {"control": "must-refetch"}}]
+            again = await world.get(table="t", offset="-1", handle=answer.handle)
+            assert again.status == 200 and again.handle == answer.handle
+            assert [item["value"]["id"] for item in again.items] == ["2"]
+
+    run(main())
 
 
 def test_f122_a_parked_table_is_409_to_its_holders_and_503_to_all_others_until_it_is_copied(postgres_dsn: str) -> None:
@@ -142,6 +182,7 @@ def test_f123_a_table_parked_for_good_has_its_clients_start_over_once_and_wait(p
                 await eventually(lambda: parks(world, "public.t"))
                 assert (await holder(world, client)).status == 409
                 assert_heals(await world.get(table="t", offset="-1"), "until an operator has it copied", "public.t")
+                assert await world.capture.sought("public", "t", 5.0), "it is there, and no request is told otherwise"
                 assert (await world.get(table="none", offset="-1")).status == 400
                 assert (await world.request("/v1/health", {})).json == {"status": "active"}
 

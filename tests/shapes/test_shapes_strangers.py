@@ -25,7 +25,9 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Invalid, TidemillError, Unavailable
 from tidemill.base.marks import Tracker
 from tidemill.base.tasks import Tasks
+from tidemill.capture.changes import Relation
 from tidemill.capture.naming import topic_name
+from tidemill.capture.standing import Standing
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import CaptureRow, Catalogue
 from tidemill.metastore.open import metastore_on
@@ -319,6 +321,41 @@ def test_a_capture_that_cannot_say_keeps_nobody_waiting_for_a_table_that_another
             assert not await tables_of(Told(False), Told(False))._sought(["c0", "c1"], "public", "t")
             with pytest.raises(Unavailable, match="held"):
                 await tables_of(Told(Unavailable("held.")), Told(False))._sought(["c0", "c1"], "public", "t")
+
+    asyncio.run(main())
+
+
+class Flips(Told):
+    """It says that the table is parked, and by the time of the next look its copy has begun; at last it is there."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__(True)
+        self.left = times
+
+    async def sought(self, schema: str, table: str, timeout_s: float) -> bool:
+        self.left -= 1
+        return True
+
+    def standing(self, schema: str, table: str) -> Standing:
+        return Standing("the table is being taken in.", 1, passing=True)
+
+    settled = True
+
+    def relations(self) -> list[Relation]:
+        return [] if self.left else [Relation(7, "public", "t", ())]
+
+
+def test_a_table_whose_copy_begins_between_the_capture_s_answer_and_the_look_is_not_one_that_does_not_exist() -> None:
+    async def main() -> None:
+        flips = Flips(3)
+        tables = tables_of()
+        tables.add("c", "", flips.relations, None, flips)
+        async with asyncio.timeout(DEADLINE_S):
+            assert (await tables._found("t", waits=True))[1].oid == 7
+        none = Told(False)
+        none.settled = True
+        with pytest.raises(NotCaptured):
+            await tables_of(none)._found("t", waits=True)
 
     asyncio.run(main())
 

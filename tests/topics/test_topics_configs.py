@@ -202,7 +202,7 @@ def test_open_partitions_follow_a_changed_config_without_a_restart() -> None:
         node = world.node(catalogue_poll_s=0.01)
         await node.start()
         now_ms = world.clock.now_ms()
-        first = await node.produce_nowait(row.topic_id, 0, batch("x" * 3000, timestamp_ms=now_ms + 10**9))
+        first = await node.produce_nowait(row.topic_id, 0, batch("x" * 3000, timestamp_ms=now_ms + 10**6))
         assert first.append_time_ms == -1
         led = node._led[row.topic_id, 0]
 

@@ -471,7 +471,7 @@ def test_retention_passes_extents_and_what_is_hot_alike() -> None:
         await produced(node, row.topic_id, "c", at_ms=now_ms - 8000)
         await world.move(node, row.topic_id)
         await produced(node, row.topic_id, "d", at_ms=now_ms - 7000)
-        await produced(node, row.topic_id, "e", at_ms=now_ms + 10**7)
+        await produced(node, row.topic_id, "e", at_ms=now_ms + 10**6)
         assert await world.extents(row.topic_id) == [(0, 3), (4, 5)]
         await node._retainer.round(node._topics)
         await node._commits.drain(30.0)

@@ -111,7 +111,8 @@ class Joining:
         self.watching = Watching(self._beside, self.mending, self._coming, flushed)
         self.keeping = Keeping(self._beside, carried, aside, clock, hold=hold, retire=retire, latest=latest)
         self._again = Again(config, control, desk, clock)
-        self._pauses: dict[str, tuple[Restarts, float]] = {}
+        self._pauses: dict[str, tuple[Restarts, float, int]] = {}
+        """By name: until when, and the oid of the table that failed. Another table of that name waits for nothing."""
         self._tried_aside = frozenset(desk.cut_off)
         self._waits_since_s: float | None = None
         self._wake = asyncio.Event()
@@ -236,7 +237,8 @@ class Joining:
 
     async def _due(self, table: TableInfo) -> bool:
         """J2."""
-        if self._clock.monotonic_s() >= self._pauses.get(table.name, (None, 0.0))[1]:
+        _, until_s, oid = self._pauses.get(table.name, (None, 0.0, table.oid))
+        if oid != table.oid or self._clock.monotonic_s() >= until_s:
             return True
         held_by = self._desk.held_by(table.name)
         if not held_by:
@@ -270,7 +272,7 @@ class Joining:
                 await self._desk.refuse(name, why, oid, going_on=may_pass(error))
         finally:
             self._desk.copied()
-        self._wait_after({table.name for table in pending} - set(done))
+        self._wait_after([table for table in pending if table.name not in done])
         return bool(done)
 
     def _set_aside(self, table: TableInfo) -> bool:
@@ -385,11 +387,13 @@ class Joining:
                 await self._desk.refuse(table.name, refusal_of(error), table.oid)
             return []
 
-    def _wait_after(self, failed: set[str]) -> None:
+    def _wait_after(self, failed: Sequence[TableInfo]) -> None:
         """J2."""
-        for name in failed:
-            restarts, _ = self._pauses.get(name, (Restarts(self._config.table_poll_s, LONGEST_PAUSE_S), 0.0))
-            self._pauses[name] = (restarts, self._clock.monotonic_s() + restarts.pause_s(0.0))
+        for table in failed:
+            restarts, _, oid = self._pauses.get(table.name, (None, 0.0, 0))
+            if restarts is None or oid != table.oid:
+                restarts = Restarts(self._config.table_poll_s, LONGEST_PAUSE_S)
+            self._pauses[table.name] = (restarts, self._clock.monotonic_s() + restarts.pause_s(0.0), table.oid)
 
 
 def _tell(asked: asyncio.Future[frozenset[str] | None] | None, coming: frozenset[str] | None) -> None:

@@ -122,8 +122,8 @@ class Capture:
         return self._settled
 
     async def sought(self, schema: str, table: str, timeout_s: float) -> bool:
-        """Somebody asks for a table that is not among `relations()`: True once it is. False: there is none, or it is
-        not to be captured, or cannot be, or it parks (`standing`). Raises Unavailable when none of these is known in
+        """Somebody asks for a table that is not among `relations()`: True once it is, or is parked (`standing`). False:
+        there is none, or it is not to be captured, or cannot be. Raises Unavailable when none of these is known in
         time: it is copied, or held."""
         name, asked_s = table_name(schema, table), self._clock.monotonic_s()
         try:
@@ -133,7 +133,7 @@ class Capture:
                         return False
                     standing = self.standing(schema, table)
                     if standing is not None and not standing.passing:
-                        return False
+                        return True
                     joining = self._session.joining if self._session is not None else None
                     if joining is not None and await joining.seeks(name) is False and standing is None:
                         return self.relation(schema, table) is not None

@@ -7,7 +7,9 @@ makes them fail, the identity that the capture gave is taken back (withdrawing.p
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Container
+from contextlib import suppress
 
 import structlog
 
@@ -73,6 +75,14 @@ class Mending:
                 )  # fmt: skip
         if not config.manual:
             await self._unpublish_parked()
+
+    async def guard(self, ended: asyncio.Event, every_s: float) -> None:
+        """Until the stream begins, whose watch does it then: no identity may make the application's statements fail."""
+        while not ended.is_set():
+            await self.withdraw(await self._beside.objections(), streams=False)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(every_s):
+                    await ended.wait()
 
     async def withdraw(self, objected: Objections, *, streams: bool = True) -> None:
         """`streams`: else nobody would know of a park, and the first row that lacks its old one brings it about. Raises

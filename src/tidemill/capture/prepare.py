@@ -50,7 +50,14 @@ from tidemill.capture.moved import Moved, begin_era, compare, let_go
 from tidemill.capture.others import objections
 from tidemill.capture.own_row import OwnRow
 from tidemill.capture.progress import Steps
-from tidemill.capture.publication import Entry, create_publication, not_published, publish, published_tables
+from tidemill.capture.publication import (
+    Entry,
+    create_publication,
+    not_published,
+    publish,
+    published_tables,
+    unpublished,
+)
 from tidemill.capture.setup import ServerFacts, SlotState, check_slot, create_slot, slot_state, start_over
 from tidemill.capture.tables import Choice, NoTable, Refusal, TableInfo, describe, list_tables, resolve
 from tidemill.capture.timeline import Timeline
@@ -135,7 +142,7 @@ async def prepare(
     latest = await remap.latest()
     if row is not None:
         moved = await compare(config, row, rows, line, state, latest, catalogue, topics)
-        rows, reason = await _still_good(config, catalogue, rows, choice, published, state, latest, moved)
+        rows, reason = await _still_good(wire, config, catalogue, rows, choice, published, state, latest, moved)
         row, latest = await _recorded(own, remap, clock, line, latest, moved, reason)
         if moved.fork_lsn is not None:
             desk.heal_capture()
@@ -313,6 +320,7 @@ async def _go_on(
 
 
 async def _still_good(
+    wire: Wire,
     config: CaptureConfig,
     catalogue: Catalogue,
     rows: dict[str, CaptureTableRow],
@@ -326,6 +334,9 @@ async def _still_good(
     why some are copied again, "" = none is."""
     oids = {table.name: table.oid for table in choice.tables}
     bound = set(latest.offsets) if latest is not None else set()
+    missing = {oid for oid in oids.values() if published is not None and oid not in published}
+    # None of these was dropped since the tables were listed.
+    lacking = await unpublished(wire, config.publication, missing)
     reason = moved.reason
     kept: dict[str, CaptureTableRow] = {}
     for name, table in rows.items():
@@ -340,11 +351,11 @@ async def _still_good(
         elif table.snapshot is not None and not start_over and not table.parked_lsn:
             topic = await catalogue.get(TopicRow, table.topic, fresh=False)
             unbound = topic is None or topic.topic_id not in bound
-            unpublished = entry is None and oids.get(name) == oid
+            taken_out = oid in lacking and oids.get(name) == oid
             other = name in oids and oids[name] != oid
             missed = unbound and slot is not None and let_go(slot, table.snapshot.told_from_lsn)
-            start_over = unpublished or altered or other or missed
-            if unpublished or altered:
+            start_over = taken_out or altered or other or missed
+            if taken_out or altered:
                 why = f"the publication of the table was altered meanwhile: publication={config.publication}."
         if why and table.snapshot is not None:
             reason = reason or why

@@ -157,6 +157,19 @@ async def published_tables(wire: Wire, publication: str, *, manual: bool = False
     }
 
 
+async def unpublished(wire: Wire, publication: str, oids: Collection[int]) -> set[int]:
+    """Of these tables, the ones that exist and that the publication lacks, as of one moment. A table that is dropped
+    leaves the database and the publication at once, but may do so between two questions."""
+    if not oids:
+        return set()
+    rows = await wire.query(
+        f"SELECT c.oid FROM pg_class c WHERE c.oid IN ({', '.join(str(int(oid)) for oid in oids)}) AND NOT EXISTS ("
+        "SELECT FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid"
+        f" WHERE r.prrelid = c.oid AND p.pubname = {literal(publication)})"
+    )
+    return {int(oid or 0) for (oid,) in rows}
+
+
 def not_published(publication: str, version: int) -> Invalid:
     """There is no publication, and the capture is to make none (P6)."""
     return Invalid(

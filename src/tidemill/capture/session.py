@@ -248,9 +248,13 @@ class Session:
         # A long copy must not go on after its slot is lost.
         assert self._control is not None
         tasks.spawn(watch_slot(self._control, self._config, self._saw_slot, self._idle), name="capture slot")
-        guard = tasks.spawn(self._guard(), name="capture identities")
+        guarded = asyncio.Event()
+        mending = Mending(Beside(self._config, self._control, self.desk, self._catalogue, self._parking))
+        guard = tasks.spawn(mending.guard(guarded, HAZARD_POLL_S), name="capture identities")
         await self._open_writer(prepared)
-        guard.cancel()
+        # Not cancelled: the control connection answers nobody after a question that was cut off.
+        guarded.set()
+        await asyncio.wait([guard])
         await self._start_stream(prepared, facts, tasks)
 
     async def _prepare(self, tasks: Tasks) -> tuple[Prepared, ServerFacts]:
@@ -290,15 +294,6 @@ class Session:
         # Before anything is confirmed that others who were named there have not seen (taps.py, X6).
         await self.name_taps()
         return prepared, facts
-
-    async def _guard(self) -> None:
-        """Until the stream begins, whose watch does it then: no identity may make the application's statements fail."""
-        assert self._control is not None
-        beside = Beside(self._config, self._control, self.desk, self._catalogue, self._parking)
-        mending = Mending(beside)
-        while True:
-            await mending.withdraw(await beside.objections(), streams=False)
-            await asyncio.sleep(HAZARD_POLL_S)
 
     async def _open_writer(self, prepared: Prepared) -> None:
         """Tails, snapshot of what is fresh, and where the count of offsets starts."""

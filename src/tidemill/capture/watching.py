@@ -22,7 +22,7 @@ from tidemill.capture.difference import against_catalogue
 from tidemill.capture.entry import delete_topics, gone
 from tidemill.capture.looking import Kept
 from tidemill.capture.mending import Mending
-from tidemill.capture.publication import Entry, give_back
+from tidemill.capture.publication import Entry, give_back, unpublished
 from tidemill.capture.tables import Refusal, TableInfo, came_with_rows, describe, list_partitions
 from tidemill.capture.wire.errors import SqlError
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
@@ -66,8 +66,15 @@ class Watching:
             if row.table not in wanted and row.table not in choice.refused:
                 await self._desk.gone(row.table, *gone(row, found))
         published = await self._published.now() or {}
-        for row in [row for row in self._desk.rows.values() if row.flows]:
-            if row.table in wanted and row.oid == wanted[row.table].oid and altered(row, published):
+        flowing = [
+            row
+            for row in self._desk.rows.values()
+            if row.flows and row.table in wanted and row.oid == wanted[row.table].oid and altered(row, published)
+        ]
+        missing = [row.oid for row in flowing if row.oid not in published]
+        lacking = await self._unpublished(missing)  # and not dropped since the tables were listed
+        for row in flowing:
+            if row.oid in published or row.oid in lacking:
                 # Changes are missing from some point on; the next session sees it, too, and has it copied again.
                 raise Unavailable(f"the publication of a captured table was altered: table={row.table}.")
         for row in [row for row in self._desk.rows.values() if row.aside is not None]:
@@ -80,6 +87,11 @@ class Watching:
         await self._prune(wanted, choice.refused, found)
         self._forget_gone(found)
         return found
+
+    async def _unpublished(self, oids: list[int]) -> set[int]:
+        if not oids:
+            return set()
+        return await self._control.ask(lambda wire: unpublished(wire, self._config.publication, oids))
 
     def _forget_gone(self, found: list[TableInfo]) -> None:
         """Nothing that this session remembers of a table outlives it."""

@@ -30,8 +30,8 @@ class Seeker(Protocol):
     """The capture, asked for what its next poll would find."""
 
     async def sought(self, schema: str, table: str, timeout_s: float) -> bool:
-        """True once the table is captured, False when it is not going to be. Raises Unavailable when that is not known
-        in time."""
+        """True once the table is captured, or parked (`standing`), False when it is not going to be. Raises Unavailable
+        when that is not known in time."""
         ...
 
     def look(self) -> None:

@@ -208,20 +208,22 @@ class TableShapes:
     async def _found(self, table: str, *, waits: bool) -> tuple[str, Relation]:
         """As `find`. Where it `waits`, a table that was made a moment ago is waited for; so is, for less long and
         always, a capture between two of its sessions."""
-        try:
-            return self.find(table)
-        except NotCaptured:
-            if not waits:
-                raise
-            await self._sought(*self._asked(table))
-        except Starting:
-            await self._sought(*self._asked(table), STARTING_S)
+        sought = True
+        while sought:  # between its captures' answer and `find` a parked table may begin to be copied again
+            try:
+                return self.find(table)
+            except NotCaptured:
+                if not waits:
+                    raise
+                sought = await self._sought(*self._asked(table))
+            except Starting:
+                sought = await self._sought(*self._asked(table), STARTING_S)
         return self.find(table)
 
     async def _sought(self, asked: Sequence[str], schema: str, name: str, within_s: float = SOUGHT_S) -> bool:
-        """Whether one of these captures takes the table in; the first to say so is waited for. Raises Unavailable when
-        none does and one cannot say, or too many requests wait already: whoever asks for tables that do not exist,
-        while a capture is down, leaves the other requests their places."""
+        """Whether one of these captures has the table, or parks it; the first to say so is waited for. Raises
+        Unavailable when none does and one cannot say, or too many requests wait already: whoever asks for tables that
+        do not exist, while a capture is down, leaves the other requests their places."""
         if self._seeking >= SEEKING:
             raise Unavailable(f"as many requests wait for new tables as may: limit={SEEKING}.")
         seekers = [each.seeker for each in map(self._databases.__getitem__, asked) if each.seeker is not None]

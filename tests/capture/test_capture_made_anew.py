@@ -1,0 +1,180 @@
+"""A table is dropped, or made anew, between two questions of the capture: nothing else fails, nothing waits long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from capture_world import World, until
+
+from tidemill.capture import joining, prepare, session
+from tidemill.capture.looking import Kept
+from tidemill.capture.mending import Mending
+from tidemill.capture.prepare import Prepared
+from tidemill.capture.session import Session
+
+pytestmark = pytest.mark.postgres
+
+TABLES = ("CREATE TABLE t (id int PRIMARY KEY)", "CREATE TABLE other (id int PRIMARY KEY)")
+
+
+def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with World(dsn) as world:
+            await world.sql(*TABLES)
+            await scenario(world)
+
+    asyncio.run(run())
+
+
+def failed(world: World) -> Any:
+    return world.tracker.failure(f"capture:{world.name}")
+
+
+def test_f473_a_table_that_is_dropped_while_the_capture_looks_is_not_taken_for_an_unpublished_one(
+    postgres_dsn: str,
+) -> None:
+    """The tables are listed with it, the publication without it."""
+
+    async def scenario(world: World) -> None:
+        async with world.capture(table_poll_s=600.0) as capture:
+            await world.flowing("t", "other")
+            first = capture._session
+            assert first is not None and first.joining is not None
+            published: Kept[Any] = first.joining.watching._published
+
+            async def question(wire: Any) -> Any:
+                rows = await world.select("SELECT to_regclass('t')::text")
+                if rows != [(None,)]:
+                    await world.sql("DROP TABLE t")
+                return await published_now(wire)
+
+            published_now, published._question = published._question, question
+            await world.sql("INSERT INTO other VALUES (1)")  # another snapshot, so the catalogue is asked
+            capture.look()
+
+            async def gone() -> bool:
+                capture.look()
+                row = await world.table("public.t")
+                return row is None or row.state == "dropped"
+
+            await until(gone, "the table is dropped")
+            assert capture._session is first and failed(world) is None
+            await world.caught_up()
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_captured_table_that_somebody_unpublishes_is_copied_again(postgres_dsn: str) -> None:
+    async def scenario(world: World) -> None:
+        async with world.capture(table_poll_s=0.2) as capture:
+            await world.flowing("t", "other")
+            await world.sql(f'ALTER PUBLICATION "{capture.config.publication}" DROP TABLE ONLY t')
+            await world.sql("INSERT INTO t VALUES (1)")
+
+            async def again() -> bool:
+                row = await world.table("public.t")
+                return row is not None and row.flows and row.generation == 1
+
+            await until(again, "the table is copied again")
+            assert len(await world.folded("t")) == 1
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f473_a_table_that_is_dropped_while_a_session_is_set_up_does_not_start_over(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows up to there stay in its topic, and it ends there."""
+    seen: list[Prepared] = []
+    real_published, real_prepare = prepare.published_tables, session.prepare
+
+    async def scenario(world: World) -> None:
+        async with world.capture():
+            await world.flowing("t", "other")
+
+        async def published(*args: Any, **more: Any) -> Any:
+            if not seen:
+                await world.sql("DROP TABLE IF EXISTS t")
+            return await real_published(*args, **more)
+
+        async def prepared(*args: Any, **more: Any) -> Prepared:
+            seen.append(await real_prepare(*args, **more))
+            return seen[-1]
+
+        monkeypatch.setattr(prepare, "published_tables", published)
+        monkeypatch.setattr(session, "prepare", prepared)
+        async with world.capture():
+            assert {table.name for table in seen[0].captured} == {"public.t", "public.other"}
+            assert failed(world) is None
+
+            async def gone() -> bool:
+                row = await world.table("public.t")
+                return row is None or row.state == "dropped"
+
+            await until(gone, "the table is dropped")
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_session_whose_stream_begins_while_the_catalogue_is_asked_goes_on(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The question of the set-up's guard comes to its end: the connection answers nobody after one that was cut off."""
+    asked: list[str] = []
+    withdraw, open_writer = Mending.withdraw, Session._open_writer
+
+    async def slowly(mending: Mending, objected: Any, *, streams: bool = True) -> None:
+        if not streams:
+            asked.append("begun")
+            await mending._control.ask(lambda wire: wire.query("SELECT pg_sleep(1)"))
+            asked.append("answered")
+        await withdraw(mending, objected, streams=streams)
+
+    async def opened(self: Session, prepared: Prepared) -> None:
+        await until(lambda: "begun" in asked, "the guard asks")
+        await open_writer(self, prepared)
+
+    async def scenario(world: World) -> None:
+        async with world.capture():
+            await world.flowing("t", "other")
+        monkeypatch.setattr(Mending, "withdraw", slowly)
+        monkeypatch.setattr(Session, "_open_writer", opened)
+        async with world.capture() as capture:
+            first = capture._session
+            await world.caught_up()
+            assert capture._session is first and failed(world) is None
+            assert asked == ["begun", "answered"]
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f474_a_table_made_anew_does_not_wait_for_the_pause_of_the_one_before(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that fails is tried again after a pause, which is that table's, not its name's."""
+    real, tries = joining.take_snapshot, []
+
+    async def scenario(world: World) -> None:
+        async def take_snapshot(*args: Any, **more: Any) -> Any:
+            tries.append([table.oid for table in args[1]])
+            if len(tries) == 1:
+                await world.transaction("DROP TABLE late", "CREATE TABLE late (id int PRIMARY KEY)")
+                await world.sql("INSERT INTO late VALUES (7)")
+            return await real(*args, **more)
+
+        monkeypatch.setattr(joining, "take_snapshot", take_snapshot)
+        async with world.capture(table_poll_s=600.0) as capture:
+            await world.flowing("t", "other")
+            await world.sql("CREATE TABLE late (id int PRIMARY KEY)")
+            capture.look()
+            await until(lambda: tries, "the copy begins")
+            await until(lambda: not capture._desk.copying, "the copy fails")
+            capture.look()
+            await world.flowing("t", "other", "late")
+            assert len(tries) == 2 and tries[0] != tries[1]
+            assert len(await world.folded("late")) == 1
+
+    in_world(postgres_dsn, scenario)
